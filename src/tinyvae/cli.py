@@ -1,0 +1,80 @@
+"""The command line: ``tinyvae VERB ...``.
+
+One verb, one file: each module in ``tinyvae.verbs`` has ``add_arguments(parser)`` and ``run(args) -> exit code``.
+A verb's module is imported only when it is called, so ``tinyvae --help`` does not wait for torch.
+Exit codes: 0 success, 1 the work was done and something in it failed, 2 a mistake in what the user gave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from tinyvae.errors import UserError, nearest_name
+
+VERBS: dict[str, str] = {
+    "info": "say what a weights file or variant is: network, sizes, frame rule",
+}
+"""Verb -> the line that ``tinyvae --help`` shows. The module is ``tinyvae.verbs.<verb>``."""
+
+
+def usage() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {verb:<{width}}  {line}" for verb, line in VERBS.items()]
+    return (
+        "usage: tinyvae VERB [options]\n\n"
+        "Train, evaluate, speed up and ship tiny video autoencoders.\n\n"
+        "verbs:\n" + "\n".join(lines) + "\n\n"
+        "`tinyvae VERB --help` explains each one, with an example."
+    )
+
+
+def build_parser(verb: str) -> argparse.ArgumentParser:
+    """The parser of one verb; the module's docstring is its help text."""
+    module = importlib.import_module(f"tinyvae.verbs.{verb}")
+    parser = argparse.ArgumentParser(
+        prog=f"tinyvae {verb}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    parser.set_defaults(run_verb=module.run)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command and return its exit code. ``UserError`` passes through to the caller."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] in ("--version", "-V"):
+        from tinyvae.version import __version__
+
+        print(f"tinyvae {__version__}")
+        return 0
+    verb = argv[0]
+    if verb not in VERBS:
+        raise UserError(f"there is no verb {verb!r}.{nearest_name(verb, VERBS)} `tinyvae --help` lists them.")
+    arguments = build_parser(verb).parse_args(argv[1:])
+    return int(arguments.run_verb(arguments))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the ``tinyvae`` command."""
+    try:
+        sys.exit(run(sys.argv[1:] if argv is None else argv))
+    except UserError as mistake:
+        print(f"tinyvae: error: {mistake}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        # `tinyvae ... | head` closed our output; point stdout elsewhere so that the interpreter's own
+        # flush at exit does not complain a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+if __name__ == "__main__":
+    main()

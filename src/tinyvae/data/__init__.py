@@ -1,0 +1,1 @@
+"""From video files to exact, restartable batches: index -> clip choice -> decode -> augment -> loader."""

@@ -1,0 +1,54 @@
+"""The errors a user can cause.
+
+Every one is a ``ValueError`` whose text is one sentence: what is wrong, where, and what to do. The command line
+prints that sentence and exits with 2; anything that is not a ``UserError`` is our own bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave us; the message says how to mend it."""
+
+
+class MissingFileError(UserError, FileNotFoundError):
+    """A file or folder that the user named and that is not there."""
+
+    # OSError.__str__ would print the errno form; a single argument keeps the sentence as it is.
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class FileExistsAlreadyError(UserError, FileExistsError):
+    """Something would be written over, and the user did not ask for that."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class UnreadableVideoError(UserError):
+    """A video that cannot give the frames asked for; the message names the file and the reason."""
+
+
+def nearest_name(wrong: str, known: Iterable[str]) -> str:
+    """``" Did you mean 'x'?"`` for the known name closest to ``wrong``, or an empty string."""
+    close = difflib.get_close_matches(wrong, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def require_package(module: str, *, extra: str, needed_for: str) -> ModuleType:
+    """Import an optional package, or say in one sentence how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as missing:
+        if missing.name is not None and missing.name.split(".")[0] != module.split(".")[0]:
+            raise  # the package is there but one of its own imports is not: not ours to explain away
+        raise UserError(
+            f"{needed_for} needs the package {module!r}, which is not installed; "
+            f"install it with: pip install 'tinyvae[{extra}]'"
+        ) from None
