@@ -1,0 +1,160 @@
+"""The layers of the family, and one way to run a stack of them over time.
+
+Frames travel through the layers as (N·T)CHW, time inside batch. Three layers look along time:
+`MemBlock` and `SuperMemBlock` see the frame before theirs, `TPool` merges s consecutive frames, `TGrow` makes s
+frames of one. What such a layer must remember between two chunks of one video is its *memory*: the last frame it
+saw, or the frames that still wait for their partners. `run_layers` carries it, so that a video run whole and the
+same video run in chunks go through the same code.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Memory = list[Tensor | None]
+"""One entry per layer: NTCHW frames that the layer still needs, or None before the first chunk."""
+
+
+def conv3x3(channels_in: int, channels_out: int, *, stride: int = 1, bias: bool = True) -> nn.Conv2d:
+    return nn.Conv2d(channels_in, channels_out, 3, padding=1, stride=stride, bias=bias)
+
+
+class Clamp(nn.Module):
+    """Soft limit to (-3, 3): diffusion models hand over latents far outside the range seen in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x / 3) * 3
+
+
+class MemBlock(nn.Module):
+    """Residual block that sees its frame and the one before: x, past (N·T)CHW -> (N·T)CHW."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(
+            conv3x3(2 * channels, channels),
+            nn.ReLU(inplace=True),
+            conv3x3(channels, channels),
+            nn.ReLU(inplace=True),
+            conv3x3(channels, channels),
+        )
+
+    def forward(self, x: Tensor, past: Tensor) -> Tensor:
+        return torch.relu(self.conv(torch.cat([x, past], dim=1)) + x)
+
+
+class SuperMemBlock(nn.Module):
+    """Inverted-bottleneck block of the super decoders: x, past (N·T)CHW -> (N·T)CHW."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(
+            nn.Conv2d(2 * channels, 2 * channels, 7, padding=3, groups=2 * channels, bias=False),
+            nn.Conv2d(2 * channels, 4 * channels, 1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4 * channels, channels, 1, bias=False),
+        )
+
+    def forward(self, x: Tensor, past: Tensor) -> Tensor:
+        return x + self.conv(torch.cat([x, past], dim=1))
+
+
+class TPool(nn.Module):
+    """Merge ``stride`` consecutive frames into one: (N·T)CHW -> (N·T/s)CHW."""
+
+    def __init__(self, channels: int, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+        self.conv = nn.Conv2d(channels * stride, channels, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, c, h, w = x.shape
+        return self.conv(x.reshape(-1, self.stride * c, h, w))
+
+
+class TGrow(nn.Module):
+    """Make ``stride`` consecutive frames of each: (N·T)CHW -> (N·T·s)CHW.
+
+    With ``last_only`` (temporal previews) only the last of the s frames is computed, from the last C output channels
+    of the same stored weight, so full weights load unchanged.
+    """
+
+    def __init__(self, channels: int, stride: int, *, last_only: bool = False) -> None:
+        super().__init__()
+        self.stride = stride
+        self.last_only = last_only
+        self.conv = nn.Conv2d(channels, channels * stride, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, c, h, w = x.shape
+        if self.last_only:
+            return nn.functional.conv2d(x, self.conv.weight[-c:])
+        return self.conv(x).reshape(-1, c, h, w)
+
+
+class Upsample(nn.Module):
+    """Nearest-neighbour upsampling by 2 in space, or nothing (spatial previews)."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        super().__init__()
+        self.enabled = enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.interpolate(x, scale_factor=2, mode="nearest") if self.enabled else x
+
+
+def run_layers(
+    layers: nn.Sequential, frames_NTCHW: Tensor, memory: Memory | None = None, *, checkpointing: bool = False
+) -> tuple[Tensor, Memory]:
+    """Run one chunk of a video through a stack; returns (output NTCHW, memory for the next chunk).
+
+    ``memory=None`` starts a video (the frame before the first is zero). The output may hold no frame (T = 0) while a
+    `TPool` waits for partners; then the layers behind it have not been touched. With ``checkpointing`` the blocks'
+    activations are recomputed in the backward pass instead of kept.
+    """
+    num_videos = frames_NTCHW.shape[0]
+    old: Memory = [None] * len(layers) if memory is None else memory
+    new: Memory = list(old)
+    recompute = checkpointing and torch.is_grad_enabled()
+    x = frames_NTCHW.flatten(0, 1)
+    for start, stop in _segments(layers):
+        segment: nn.Module = layers[start]
+        inputs: tuple[Tensor, ...] = (x,)
+        if isinstance(segment, MemBlock | SuperMemBlock):
+            past, new[start] = _frame_before(x.unflatten(0, (num_videos, -1)), old[start])
+            inputs = (x, past)
+        elif isinstance(segment, TPool):
+            video, new[start] = _whole_groups(x.unflatten(0, (num_videos, -1)), old[start], segment.stride)
+            if video.shape[1] == 0:
+                return video, new
+            inputs = (video.flatten(0, 1),)
+        else:
+            segment = layers[start:stop]
+        x = checkpoint(segment, *inputs, use_reentrant=False) if recompute else segment(*inputs)
+    return x.unflatten(0, (num_videos, -1)), new
+
+
+def _segments(layers: nn.Sequential) -> list[tuple[int, int]]:
+    """Cut a stack into [start, stop) runs: each layer with a memory alone, the others between them together."""
+    remembers = [isinstance(layer, MemBlock | SuperMemBlock | TPool) for layer in layers]
+    cuts = [i for i in range(1, len(layers)) if remembers[i] or remembers[i - 1]]
+    return list(zip([0, *cuts], [*cuts, len(layers)], strict=True))
+
+
+def _frame_before(video_NTCHW: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
+    """((N·T)CHW holding each frame's predecessor, the last frame N1CHW to remember)."""
+    first = torch.zeros_like(video_NTCHW[:, :1]) if last is None else last
+    past = torch.cat([first, video_NTCHW[:, :-1]], dim=1).flatten(0, 1)
+    # A slice would keep the whole chunk's storage alive for as long as the stream lives.
+    return past, video_NTCHW[:, -1:].clone()
+
+
+def _whole_groups(video_NTCHW: Tensor, waiting: Tensor | None, stride: int) -> tuple[Tensor, Tensor | None]:
+    """(the frames that form whole groups of ``stride``, the rest to wait for the next chunk)."""
+    if waiting is not None:
+        video_NTCHW = torch.cat([waiting, video_NTCHW], dim=1)
+    whole = video_NTCHW.shape[1] // stride * stride
+    rest = video_NTCHW[:, whole:].clone() if whole < video_NTCHW.shape[1] else None
+    return video_NTCHW[:, :whole], rest

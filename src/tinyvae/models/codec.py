@@ -1,0 +1,171 @@
+"""What every network of the family does with a video: checks, padding, frame rule, clamp, alignment.
+
+`VideoCodec` holds no weights. A network (plain or fused) gives it two methods that run one chunk of a video with
+carried memory; this class turns them into `encode_video` / `decode_video`, the training path without the clamp, and
+the alignment of output with input. The counting itself lives in `variants`.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from tinyvae.errors import UserError
+from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
+from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_ZEROS, H3_DROPPED_LATENTS, VariantSpec
+
+CodecMemory = object
+"""What a network carries between two chunks; only the network itself looks inside."""
+
+
+class VideoCodec:
+    """Encode and decode whole videos. Frames are NTCHW RGB in [0, 1]; latents NTCHW in diffusion space."""
+
+    spec: VariantSpec
+    _range_was_checked = False
+
+    # a network provides these four
+
+    def encode_chunk(self, frames_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
+        """Raw latents of the next frames of a video, and the memory for the chunk after; no padding, no drop."""
+        raise AssertionError("a network must implement encode_chunk")
+
+    def decode_chunk(self, latents_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
+        """S raw frames for each of the next latents of a video, and the memory; no drop, no clamp."""
+        raise AssertionError("a network must implement decode_chunk")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        raise AssertionError("a network must say its dtype")
+
+    @property
+    def device(self) -> torch.device:
+        raise AssertionError("a network must say its device")
+
+    # for everybody
+
+    def encode_video(self, frames_NTCHW: Tensor, parallel: bool = True, show_progress_bar: bool = False) -> Tensor:
+        """Latents NTCHW of a video NTCHW in [0, 1], in the model's dtype.
+
+        ``parallel`` runs all frames at once; otherwise one frame at a time, in memory that does not grow with T.
+        """
+        self.check_frames(frames_NTCHW)
+        if parallel:
+            return self.encode(frames_NTCHW)
+        stream = StreamingEncoder(self, track_gradients=torch.is_grad_enabled())
+        steps = tqdm(range(frames_NTCHW.shape[1]), desc="encode", unit="frame", disable=not show_progress_bar)
+        chunks = [stream.push(frames_NTCHW[:, t : t + 1]) for t in steps]
+        return torch.cat([*chunks, stream.flush()], dim=1)
+
+    def decode_video(self, latents_NTCHW: Tensor, parallel: bool = True, show_progress_bar: bool = False) -> Tensor:
+        """Frames NTCHW in [0, 1] of latents NTCHW, in the model's dtype; `spec.frames_from_latents` says how many.
+
+        ``parallel`` runs all latents at once; otherwise one at a time, in memory that does not grow with T.
+        """
+        self.check_latents(latents_NTCHW)
+        if parallel:
+            decoded = self.decode(latents_NTCHW)
+            return decoded.clamp(0, 1) if decoded.requires_grad else decoded.clamp_(0, 1)
+        num_latents = latents_NTCHW.shape[1]
+        stream = StreamingDecoder(self, num_latents=num_latents, track_gradients=torch.is_grad_enabled())
+        steps = tqdm(range(num_latents), desc="decode", unit="latent", disable=not show_progress_bar)
+        return torch.cat([stream.push(latents_NTCHW[:, t : t + 1]) for t in steps], dim=1)
+
+    def reconstruct(self, frames_NTCHW: Tensor) -> Tensor:
+        """Encode and decode a video of any size and length; the first `spec.aligned_frames(T)` frames, same size.
+
+        Sizes that are no multiple of the space factor are padded by their edge pixels and cropped back.
+        """
+        height, width = frames_NTCHW.shape[-2:]
+        factor = self.spec.space_factor
+        padded = pad_to_multiple(frames_NTCHW, factor)
+        decoded = self.decode_video(self.encode_video(padded))
+        return decoded[:, : self.spec.aligned_frames(frames_NTCHW.shape[1]), :, :height, :width]
+
+    # the training path: the same maths, without range checks and without the clamp, which would kill gradients
+
+    def encode(self, frames_NTCHW: Tensor) -> Tensor:
+        """`encode_video` for training: no range check."""
+        num_frames = frames_NTCHW.shape[1]
+        padding = self.spec.padded_frames(num_frames) - num_frames
+        frames = frames_NTCHW.to(self.dtype)
+        if padding:
+            frames = torch.cat([frames, frames[:, -1:].expand(-1, padding, -1, -1, -1)], dim=1)
+        if self.spec.frame_rule != "chunked":
+            return self.encode_chunk(frames, None)[0]
+        # Each chunk is a video of its own: fold the chunks into the batch.
+        chunks = frames.unflatten(1, (-1, H3_CHUNK_FRAMES)).flatten(0, 1)
+        chunks = F.pad(chunks, (0, 0, 0, 0, 0, 0, H3_CHUNK_ZEROS, 0))
+        latents = self.encode_chunk(chunks, None)[0].unflatten(0, (frames.shape[0], -1)).flatten(1, 2)
+        return latents[:, :-H3_DROPPED_LATENTS]
+
+    def decode(self, latents_NTCHW: Tensor) -> Tensor:
+        """`decode_video` for training: no clamp."""
+        num_latents = latents_NTCHW.shape[1]
+        raw = self.decode_chunk(latents_NTCHW.to(self.dtype), None)[0]
+        return keep_frames(raw, first_index=0, num_latents=num_latents, spec=self.spec)
+
+    def target(self, frames_NTCHW: Tensor) -> Tensor:
+        """The input frames that the decoded frames are to be compared with: decoded frame j is input frame j."""
+        return frames_NTCHW[:, : self.spec.aligned_frames(frames_NTCHW.shape[1])]
+
+    # checks
+
+    def check_frames(self, frames_NTCHW: Tensor) -> None:
+        """Refuse what cannot be a video; warn once per model about values far outside [0, 1]."""
+        self._check_tensor(frames_NTCHW, what="a video", channels=3, channel_word="RGB")
+        self.spec.check_size(*frames_NTCHW.shape[-2:])
+        if self._range_was_checked:
+            return  # reading the values back would stall a GPU at every call
+        self._range_was_checked = True
+        low, high = frames_NTCHW[:1, :1].amin().item(), frames_NTCHW[:1, :1].amax().item()
+        if high > 2 or low < -0.5:
+            guess = "looks like 0..255; divide by 255" if high > 2 else "looks like -1..1; map x to (x + 1) / 2"
+            warnings.warn(f"video values should be in [0, 1] but span {low:.3g}..{high:.3g} ({guess}).", stacklevel=3)
+
+    def check_latents(self, latents_NTCHW: Tensor) -> None:
+        """Refuse what cannot be this variant's latents."""
+        channels = self.spec.latent_channels
+        self._check_tensor(latents_NTCHW, what=f"{self.spec.name} latents", channels=channels, channel_word="latent")
+
+    def _check_tensor(self, x: Tensor, *, what: str, channels: int, channel_word: str) -> None:
+        shape = tuple(x.shape)
+        if x.ndim != 5:
+            hint = "; add a batch dimension with x[None]" if x.ndim == 4 else ""
+            raise UserError(f"{what} must have 5 dimensions, N T C H W, got shape {shape}{hint}.")
+        if x.shape[2] != channels:
+            hint = "; the layout is N T C H W, try x.transpose(1, 2)" if x.shape[1] == channels else ""
+            if x.shape[4] == channels:
+                hint = "; the layout is N T C H W, try x.movedim(-1, 2)"
+            raise UserError(f"{what} must have {channels} {channel_word} channels, got shape {shape}{hint}.")
+        if 0 in shape:
+            raise UserError(f"{what} of shape {shape} is empty; pass at least one frame.")
+        if not x.is_floating_point():
+            hint = "x.float() / 255" if x.dtype == torch.uint8 else "x.float()"
+            raise UserError(f"{what} must be floating point, got {x.dtype}; convert with {hint}.")
+        if x.device != self.device:
+            raise UserError(f"{what} is on {x.device} but the model is on {self.device}; move one with .to(device).")
+
+
+def keep_frames(raw_NTCHW: Tensor, *, first_index: int, num_latents: int, spec: VariantSpec) -> Tensor:
+    """Drop the raw decoded frames that the frame rule drops; ``first_index`` is the place of frame 0 in the video."""
+    kept = [t for t in range(raw_NTCHW.shape[1]) if spec.frame_is_kept(first_index + t, num_latents)]
+    if not kept:
+        return raw_NTCHW[:, :0]
+    if kept[-1] - kept[0] + 1 == len(kept):
+        return raw_NTCHW[:, kept[0] : kept[-1] + 1]
+    return raw_NTCHW[:, kept]
+
+
+def pad_to_multiple(frames_NTCHW: Tensor, factor: int) -> Tensor:
+    """Repeat the right and bottom edge pixels until height and width are multiples of ``factor``."""
+    height, width = frames_NTCHW.shape[-2:]
+    below, right = -height % factor, -width % factor
+    if not (below or right):
+        return frames_NTCHW
+    flat = F.pad(frames_NTCHW.flatten(0, 1), (0, right, 0, below), mode="replicate")
+    return flat.unflatten(0, frames_NTCHW.shape[:2])

@@ -1,0 +1,197 @@
+"""Videos that arrive piece by piece: one object per stream, the same numbers as the whole-video call.
+
+Push any number of frames (or latents) at a time and get back all that is ready; flush at the end. Each object owns
+the memory of its stream, so interleaved streams never meet, and that memory does not grow with time.
+
+Two variants need to know about the end of the stream. A CogVideoX (taecvx) decoder keeps or drops its first three
+frames depending on whether the *total* number of latents is even, so it must be told ``num_latents`` at the start.
+A taeh3 encoder drops the last three latents of the whole video, so it hands out the latents of a chunk's tail only
+when the next chunk begins.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tinyvae.errors import UserError
+from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_LATENTS, H3_CHUNK_ZEROS, H3_DROPPED_LATENTS
+
+if TYPE_CHECKING:
+    from tinyvae.models.codec import CodecMemory, VideoCodec
+
+
+class _Stream:
+    """What both directions share: the shape that the first push fixes, and the end."""
+
+    def __init__(self, codec: VideoCodec, *, track_gradients: bool) -> None:
+        self._codec = codec
+        self._track_gradients = track_gradients
+        self._memory: CodecMemory | None = None
+        self._shape: tuple[int, ...] | None = None  # N C H W of the first push
+        self._count = 0  # frames or latents pushed so far
+        self._closed = False
+
+    def _accept(self, x_NTCHW: Tensor, *, unit: str) -> None:
+        if self._closed:
+            raise UserError("this stream has been flushed; make a new object for the next video.")
+        shape = (x_NTCHW.shape[0], *x_NTCHW.shape[2:])
+        if self._shape is None:
+            self._shape = shape
+        elif self._shape != shape:
+            raise UserError(
+                f"this stream began with {unit} of shape (N, C, H, W) = {self._shape} and was now given {shape}; "
+                "use one object per stream."
+            )
+
+    def _close(self, *, unit: str) -> None:
+        if self._closed:
+            raise UserError("this stream has been flushed already; make a new object for the next video.")
+        if self._count == 0:
+            raise UserError(f"the stream is empty; push at least one {unit} before flush().")
+        self._closed = True
+
+    def _grad_mode(self) -> torch.set_grad_enabled:
+        return torch.set_grad_enabled(self._track_gradients)
+
+
+class StreamingDecoder(_Stream):
+    """Latents in, frames out, as they come.
+
+    ``num_latents`` is the length of the whole stream; taecvx refuses to start without it (see the module), for the
+    others it is a check. Gradients are not recorded unless ``track_gradients``: a graph would grow with the stream.
+    """
+
+    def __init__(self, codec: VideoCodec, *, num_latents: int | None = None, track_gradients: bool = False) -> None:
+        super().__init__(codec, track_gradients=track_gradients)
+        spec = codec.spec
+        if num_latents is None and spec.frame_rule == "even_keeps_all" and not spec.previews_time:
+            raise UserError(
+                f"a {spec.name} stream must know whether its total latent count is even, because that decides if the "
+                "first frames are kept; pass StreamingDecoder(model, num_latents=L)."
+            )
+        if num_latents is not None and num_latents < 1:
+            raise UserError(f"num_latents must be at least 1, got {num_latents}.")
+        self._num_latents = num_latents
+
+    def push(self, latents_NTCHW: Tensor) -> Tensor:
+        """Frames NTCHW in [0, 1] that these latents complete; T may be 0 at the start of a video."""
+        codec, count = self._codec, latents_NTCHW.shape[1] if latents_NTCHW.ndim == 5 else -1
+        if count != 0:
+            codec.check_latents(latents_NTCHW)
+        self._accept(latents_NTCHW, unit="latents")
+        if self._num_latents is not None and self._count + count > self._num_latents:
+            raise UserError(f"num_latents={self._num_latents} was stated and more latents were pushed.")
+        if count == 0:
+            return self._no_frames(latents_NTCHW)
+        from tinyvae.models.codec import keep_frames
+
+        with self._grad_mode():
+            raw, self._memory = codec.decode_chunk(latents_NTCHW.to(codec.dtype), self._memory)
+            first_index = self._count * (raw.shape[1] // count)
+            frames = keep_frames(
+                raw, first_index=first_index, num_latents=self._num_latents or 1, spec=codec.spec
+            ).clamp(0, 1)
+        self._count += count
+        return frames
+
+    def flush(self) -> Tensor:
+        """End the stream. A decoder holds no frame back, so this returns T = 0 frames; it checks ``num_latents``."""
+        self._close(unit="latent")
+        if self._num_latents is not None and self._count != self._num_latents:
+            raise UserError(f"num_latents={self._num_latents} was stated and only {self._count} were pushed.")
+        self._memory = None
+        assert self._shape is not None
+        n, c, h, w = self._shape
+        return self._no_frames(torch.empty(n, 0, c, h, w, dtype=self._codec.dtype, device=self._codec.device))
+
+    def _no_frames(self, latents_NTCHW: Tensor) -> Tensor:
+        n, _, _, h, w = latents_NTCHW.shape
+        scale = self._codec.spec.patch_size if self._codec.spec.previews_space else self._codec.spec.space_factor
+        return latents_NTCHW.new_empty(n, 0, 3, h * scale, w * scale, dtype=self._codec.dtype)
+
+
+class StreamingEncoder(_Stream):
+    """Frames in, latents out, as they come; `flush` repeats the last frame to fill the last latent.
+
+    Gradients are not recorded unless ``track_gradients``: a graph would grow with the stream.
+    """
+
+    def __init__(self, codec: VideoCodec, *, track_gradients: bool = False) -> None:
+        super().__init__(codec, track_gradients=track_gradients)
+        self._last_frame: Tensor | None = None
+        self._held: list[Tensor] = []  # taeh3: latents that may turn out to be the last three
+
+    def push(self, frames_NTCHW: Tensor) -> Tensor:
+        """Latents NTCHW that these frames complete; T may be 0 while a latent waits for its frames."""
+        if frames_NTCHW.ndim != 5 or frames_NTCHW.shape[1] != 0:
+            self._codec.check_frames(frames_NTCHW)
+        self._accept(frames_NTCHW, unit="frames")
+        if frames_NTCHW.shape[1] == 0:
+            return self._join([])
+        self._last_frame = frames_NTCHW[:, -1:].clone()
+        with self._grad_mode():
+            return self._encode(frames_NTCHW.to(self._codec.dtype))
+
+    def flush(self) -> Tensor:
+        """End the stream: the latents NTCHW that were still waiting for frames."""
+        self._close(unit="frame")
+        assert self._last_frame is not None
+        padding = self._codec.spec.padded_frames(self._count) - self._count
+        with self._grad_mode():
+            latents = self._join([])
+            if padding:
+                repeated = self._last_frame.expand(-1, padding, -1, -1, -1).to(self._codec.dtype)
+                latents = self._encode(repeated)
+        self._memory, self._held, self._last_frame = None, [], None
+        return latents
+
+    def _encode(self, frames_NTCHW: Tensor) -> Tensor:
+        if self._codec.spec.frame_rule == "chunked":
+            return self._encode_by_chunks(frames_NTCHW)
+        latents, self._memory = self._codec.encode_chunk(frames_NTCHW, self._memory)
+        self._count += frames_NTCHW.shape[1]
+        return latents if latents.shape[1] else self._join([])
+
+    def _encode_by_chunks(self, frames_NTCHW: Tensor) -> Tensor:
+        """taeh3: every 17 frames start a video of their own; the last three latents of the whole are never given."""
+        ready: list[Tensor] = []
+        while frames_NTCHW.shape[1]:
+            place = self._count % H3_CHUNK_FRAMES
+            part = frames_NTCHW[:, : H3_CHUNK_FRAMES - place]
+            frames_NTCHW = frames_NTCHW[:, part.shape[1] :]
+            if place == 0:
+                # A further chunk exists, so the held latents are not the last ones of the video.
+                ready += self._held
+                self._held, self._memory = [], None
+                part_with_zeros = torch.nn.functional.pad(part, (0, 0, 0, 0, 0, 0, H3_CHUNK_ZEROS, 0))
+                made, self._memory = self._codec.encode_chunk(part_with_zeros, None)
+            else:
+                made, self._memory = self._codec.encode_chunk(part, self._memory)
+            first = (place + H3_CHUNK_ZEROS) // self._codec.spec.time_factor if place else 0
+            safe = max(0, H3_CHUNK_LATENTS - H3_DROPPED_LATENTS - first)
+            if made.shape[1]:
+                ready.append(made[:, :safe])
+                self._held.append(made[:, safe:].clone())
+            self._count += part.shape[1]
+        return self._join(ready)
+
+    def _join(self, parts: list[Tensor]) -> Tensor:
+        filled = [part for part in parts if part.shape[1]]
+        if filled:
+            return torch.cat(filled, dim=1)
+        assert self._shape is not None
+        n, _, h, w = self._shape
+        spec = self._codec.spec
+        factor = spec.space_factor
+        return torch.empty(
+            n,
+            0,
+            spec.latent_channels,
+            h // factor,
+            w // factor,
+            dtype=self._codec.dtype,
+            device=self._codec.device,
+        )

@@ -1,0 +1,253 @@
+"""The family as one table: what each variant is, and how it counts frames.
+
+Everything else in tinyvae that needs a frame count, a latent count, a size rule or the alignment between input and
+output asks a `VariantSpec`; nobody computes it again. T is a number of input frames, L of latents, S the time factor.
+
+The one fact to remember: **decoded frame j is input frame j**, so the target of a reconstruction is
+``frames[:, :spec.aligned_frames(T)]``: the tail is dropped, never the head.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tinyvae.errors import UserError, nearest_name
+
+Preview = Literal["time", "space", "both"]
+
+WIDTH_STEP = 0.125  # 64 channels times 1/8 is 8: every hidden count stays a multiple of 8
+H3_CHUNK_FRAMES = 17  # taeh3 encodes chunks of this many frames,
+H3_CHUNK_ZEROS = 3  # each with this many zero frames in front,
+H3_CHUNK_LATENTS = 5  # which makes this many latents a chunk;
+H3_DROPPED_LATENTS = 3  # the last ones of the whole video are dropped.
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantSpec:
+    """One network of the family and its frame rule.
+
+    ``frame_rule``: ``causal`` drops the first S-1 decoded frames; ``even_keeps_all`` (CogVideoX) does so only when
+    the latent count is odd; ``chunked`` (MiniMax H3) encodes chunks of 17 frames on their own.
+    ``width`` scales every hidden channel count; 1.0 is the released network. ``preview`` names what the decoder
+    leaves out: upsampling in time, in space, or both.
+    """
+
+    name: str
+    teacher: str
+    patch_size: int
+    latent_channels: int
+    encoder_strides: tuple[int, int, int] = (2, 2, 1)
+    decoder_strides: tuple[int, int, int] = (1, 2, 2)
+    decoder: Literal["base", "super"] = "base"
+    frame_rule: Literal["causal", "even_keeps_all", "chunked"] = "causal"
+    width: float = 1.0
+    preview: Preview | None = None
+
+    # sizes
+
+    @property
+    def time_factor(self) -> int:
+        """Input frames per latent (S)."""
+        return math.prod(self.encoder_strides)
+
+    @property
+    def space_factor(self) -> int:
+        """Input pixels per latent pixel, along height and along width."""
+        return 8 * self.patch_size
+
+    @property
+    def trim(self) -> int:
+        """Frames that the decoder makes at the start of a video and drops (S-1); see `first_frames_dropped`."""
+        return self.time_factor - 1
+
+    @property
+    def image_channels(self) -> int:
+        """Channels of a frame after pixel-unshuffle by the patch size."""
+        return 3 * self.patch_size**2
+
+    def hidden(self, channels: int) -> int:
+        """A hidden channel count of the released network, scaled by ``width``."""
+        scaled = channels * self.width
+        assert scaled == int(scaled), f"width {self.width} does not divide {channels} channels"
+        return int(scaled)
+
+    @property
+    def previews_time(self) -> bool:
+        return self.preview in ("time", "both")
+
+    @property
+    def previews_space(self) -> bool:
+        return self.preview in ("space", "both")
+
+    # the frame rule
+
+    def padded_frames(self, num_frames: int) -> int:
+        """Frames the encoder works on: T with the last frame repeated to whole latents (taeh3: whole chunks)."""
+        self._need_frames(num_frames)
+        unit = H3_CHUNK_FRAMES if self.frame_rule == "chunked" else self.time_factor
+        return math.ceil(num_frames / unit) * unit
+
+    def latents(self, num_frames: int) -> int:
+        """Latents that T input frames make."""
+        padded = self.padded_frames(num_frames)
+        if self.frame_rule == "chunked":
+            return padded // H3_CHUNK_FRAMES * H3_CHUNK_LATENTS - H3_DROPPED_LATENTS
+        return padded // self.time_factor
+
+    def first_frames_dropped(self, num_latents: int) -> int:
+        """How many of the S·L raw decoded frames are dropped at the start of the video (chunked: of each chunk)."""
+        if self.previews_time or (self.frame_rule == "even_keeps_all" and num_latents % 2 == 0):
+            return 0
+        return self.trim
+
+    def frame_is_kept(self, raw_index: int, num_latents: int) -> bool:
+        """Whether raw decoded frame ``raw_index`` (0 .. S·L-1, before any drop) belongs to the output."""
+        if self.previews_time:
+            return True
+        if self.frame_rule == "chunked":
+            return raw_index % (H3_CHUNK_LATENTS * self.time_factor) >= H3_CHUNK_ZEROS
+        return raw_index >= self.first_frames_dropped(num_latents)
+
+    def frames_from_latents(self, num_latents: int) -> int:
+        """Frames that `decode_video` returns for L latents."""
+        if num_latents < 1:
+            raise UserError(f"a video needs at least 1 latent, got {num_latents}; pass a longer latent sequence.")
+        if self.previews_time:
+            return num_latents
+        raw = self.time_factor * num_latents
+        if self.frame_rule == "chunked":
+            period = H3_CHUNK_LATENTS * self.time_factor
+            return raw - H3_CHUNK_ZEROS * (raw // period) - min(H3_CHUNK_ZEROS, raw % period)
+        return raw - self.first_frames_dropped(num_latents)
+
+    def frames_out(self, num_frames: int) -> int:
+        """Frames that decoding the latents of T input frames returns; can be more than T (taecvx 5 -> 8)."""
+        return self.frames_from_latents(self.latents(num_frames))
+
+    def aligned_frames(self, num_frames: int) -> int:
+        """How many leading frames input and output share: compare ``frames[:, :n]`` with ``decoded[:, :n]``."""
+        if self.previews_time:
+            raise UserError(
+                "a preview decoder without temporal upsampling makes one frame per latent, which does not line up "
+                "with the input frames; load the model without preview= to compare it with its input."
+            )
+        return min(num_frames, self.frames_out(num_frames))
+
+    # rules for the user's numbers
+
+    def check_size(self, height: int, width: int) -> None:
+        """Refuse a frame size that is not a multiple of the space factor, naming the nearest ones."""
+        factor = self.space_factor
+        if height % factor == 0 and width % factor == 0 and height > 0 and width > 0:
+            return
+        smaller = f"{max(factor, height // factor * factor)}x{max(factor, width // factor * factor)}"
+        larger = f"{math.ceil(max(height, 1) / factor) * factor}x{math.ceil(max(width, 1) / factor) * factor}"
+        nearest = smaller if smaller == larger else f"{smaller} or {larger}"
+        raise UserError(
+            f"{self.name} needs a height and width that are multiples of {factor}, got {height}x{width}; "
+            f"the nearest sizes are {nearest}."
+        )
+
+    def is_training_length(self, num_frames: int) -> bool:
+        """Whether student and teacher agree on what T frames are (DESIGN: lengths that agree with the teacher)."""
+        if num_frames < 1:
+            return False
+        if self.frame_rule == "chunked":
+            return num_frames % H3_CHUNK_FRAMES == 0
+        period = 2 * self.time_factor if self.frame_rule == "even_keeps_all" else self.time_factor
+        # A single frame is 0·k+1: one latent, one frame out, an image.
+        return num_frames % period in (0, 1)
+
+    def check_training_length(self, num_frames: int) -> None:
+        """Refuse a clip length that student and teacher would count differently, naming the nearest valid ones."""
+        if self.is_training_length(num_frames):
+            return
+        below = next((t for t in range(num_frames - 1, 0, -1) if self.is_training_length(t)), None)
+        above = next(t for t in range(max(num_frames, 0) + 1, num_frames + 64) if self.is_training_length(t))
+        if self.frame_rule == "chunked":
+            form, why = "17c", "the encoder starts anew every 17 frames"
+        elif self.frame_rule == "even_keeps_all":
+            form, why = (
+                "8k or 8k+1",
+                "at other lengths the CogVideoX VAE encodes in one mode and decodes in the other",
+            )
+        else:
+            s = self.time_factor
+            form, why = f"{s}k+1 or {s}k", f"the last latent would hold fewer than {s} real frames"
+        nearest = " or ".join(str(t) for t in (below, above) if t is not None)
+        raise UserError(
+            f"n_frames={num_frames} does not suit {self.name}: {why}; use a length of {form}, here {nearest}."
+        )
+
+    def seraena_divisors(self, num_frames: int) -> list[int]:
+        """The group sizes (``n_seraena_frames``) that divide the padded length of a T-frame clip."""
+        padded = self.padded_frames(num_frames)
+        return [k for k in range(1, padded + 1) if padded % k == 0]
+
+    def check_seraena_frames(self, num_frames: int, group_frames: int) -> None:
+        """Refuse a group size that does not divide the padded clip length, listing those that do."""
+        divisors = self.seraena_divisors(num_frames)
+        if group_frames not in divisors:
+            raise UserError(
+                f"n_seraena_frames={group_frames} does not divide the {self.padded_frames(num_frames)} padded frames "
+                f"that {self.name} makes of n_frames={num_frames}; use one of {', '.join(map(str, divisors))}."
+            )
+
+    def _need_frames(self, num_frames: int) -> None:
+        if num_frames < 1:
+            raise UserError(f"a video needs at least 1 frame, got {num_frames}; the clip is empty.")
+
+
+def _table(*specs: VariantSpec) -> dict[str, VariantSpec]:
+    return {spec.name: spec for spec in specs}
+
+
+_HUNYUAN_15, _WAN_22 = "Hunyuan Video 1.5", "Wan 2.2-5B"
+_LTX_2 = VariantSpec(
+    name="taeltx_2",
+    teacher="LTX-2",
+    patch_size=4,
+    latent_channels=128,
+    encoder_strides=(2, 2, 2),
+    decoder_strides=(2, 2, 2),
+)
+
+VARIANTS: dict[str, VariantSpec] = _table(
+    VariantSpec(name="taehv", teacher="Hunyuan Video", patch_size=1, latent_channels=16),
+    VariantSpec(name="taehv1_5", teacher=_HUNYUAN_15, patch_size=2, latent_channels=32),
+    VariantSpec(name="taehv1_5_super", teacher=_HUNYUAN_15, patch_size=2, latent_channels=32, decoder="super"),
+    VariantSpec(name="taecvx", teacher="CogVideoX", patch_size=1, latent_channels=16, frame_rule="even_keeps_all"),
+    VariantSpec(name="taew2_1", teacher="Wan 2.1, Wan 2.2-14B, Qwen Image", patch_size=1, latent_channels=16),
+    VariantSpec(name="taew2_2", teacher=_WAN_22, patch_size=2, latent_channels=48),
+    VariantSpec(name="taew2_2_super", teacher=_WAN_22, patch_size=2, latent_channels=48, decoder="super"),
+    VariantSpec(name="taeos1_3", teacher="Open-Sora 1.3", patch_size=1, latent_channels=16),
+    _LTX_2,
+    replace(_LTX_2, name="taeltx2_3", teacher="LTX-2.3"),
+    VariantSpec(name="taeh3", teacher="MiniMax H3", patch_size=2, latent_channels=24, frame_rule="chunked"),
+)
+
+
+def get_spec(variant: str, *, width: float = 1.0, preview: Preview | None = None) -> VariantSpec:
+    """The spec of a variant by name, with its width factor and preview mode; mistakes name the nearest right value."""
+    if variant not in VARIANTS:
+        raise UserError(
+            f"there is no variant {variant!r}.{nearest_name(variant, VARIANTS)} The variants are {', '.join(VARIANTS)}."
+        )
+    steps = width / WIDTH_STEP
+    if not math.isfinite(steps) or steps != int(steps) or steps < 1:
+        finite = width if math.isfinite(width) else 1.0
+        nearest = max(WIDTH_STEP, round(finite / WIDTH_STEP) * WIDTH_STEP)
+        raise UserError(
+            f"width={width} would give channel counts that are no multiple of 8; "
+            f"use a multiple of {WIDTH_STEP}, here {nearest}."
+        )
+    if preview not in (None, "time", "space", "both"):
+        raise UserError(f"preview={preview!r} is not known; use 'time', 'space', 'both' or None.")
+    spec = replace(VARIANTS[variant], width=float(width), preview=preview)
+    if spec.decoder == "super" and spec.previews_space:
+        raise UserError(
+            f"{variant} upsamples by pixel-shuffle and has no spatial preview; use preview='time', or the base variant."
+        )
+    return spec
