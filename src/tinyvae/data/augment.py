@@ -1,0 +1,137 @@
+"""Colour jitter and blur: drawn on the CPU as five numbers for each sample, applied on the device.
+
+All frames of a clip get the same five numbers. They are applied where the frames become floats: on a GPU that costs
+next to nothing, while a data worker would spend longer on them than on decoding the clip, and rounding back to bytes
+would be paid twice (benchmarks/data_loader.py has the numbers).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyvae.data.clip_settings import ClipSettings
+from tinyvae.data.randomness import uniform
+
+BRIGHTNESS, CONTRAST, SATURATION, HUE, BLUR_OR_NOT, BLUR_SIGMA = range(6)
+GREY_WEIGHTS = (0.299, 0.587, 0.114)
+BLUR_REACH = 3.0
+"""The kernel ends this many standard deviations from its middle, where 0.3 % of its weight is left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColorAndBlur:
+    """The default values change nothing. ``hue`` is a share of a full turn, ``blur_sigma`` is in pixels."""
+
+    brightness: float = 1.0
+    contrast: float = 1.0
+    saturation: float = 1.0
+    hue: float = 0.0
+    blur_sigma: float = 0.0
+
+    def as_tuple(self) -> tuple[float, float, float, float, float]:
+        return (self.brightness, self.contrast, self.saturation, self.hue, self.blur_sigma)
+
+
+def choose_color_and_blur(settings: ClipSettings, key: tuple[int, ...]) -> ColorAndBlur:
+    """A pure function of the settings and the key."""
+
+    def around(middle: float, reach: float, purpose: int) -> float:
+        return middle + reach * (2.0 * uniform(*key, purpose) - 1.0)
+
+    sigma = 0.0
+    if settings.gaussian_blur and uniform(*key, BLUR_OR_NOT) < settings.gaussian_blur_probability:
+        low, high = settings.gaussian_blur_sigma
+        sigma = low + (high - low) * uniform(*key, BLUR_SIGMA)
+    if not settings.color_jitter:
+        return ColorAndBlur(blur_sigma=sigma)
+    brightness, contrast, saturation, hue = settings.color_jitter_params
+    return ColorAndBlur(
+        brightness=around(1.0, brightness, BRIGHTNESS),
+        contrast=around(1.0, contrast, CONTRAST),
+        saturation=around(1.0, saturation, SATURATION),
+        hue=around(0.0, hue, HUE),
+        blur_sigma=sigma,
+    )
+
+
+def to_model_input(frames_NTCHW: Tensor, color_and_blur: Tensor) -> Tensor:
+    """What the model is fed: float32 NTCHW in [0, 1], with each sample's colour jitter and blur applied.
+
+    This is the one place where bytes are divided by 255.
+
+    Args:
+        frames_NTCHW: uint8, on the device that shall do the work.
+        color_and_blur: float32 (N, 5): brightness, contrast, saturation, hue, blur sigma of each sample, on the CPU
+            (so that deciding what there is to do does not wait for the device).
+    """
+    assert frames_NTCHW.dtype == torch.uint8, "frames are bytes until here, so that nothing divides by 255 twice"
+    frames = frames_NTCHW.to(torch.float32).div_(255.0)
+    unchanged = torch.tensor(ColorAndBlur().as_tuple())
+    if not torch.equal(color_and_blur[:, :4], unchanged[:4].expand(len(color_and_blur), 4)):
+        frames = jitter_color(frames, color_and_blur[:, :4])
+    if bool((color_and_blur[:, 4] > 0).any()):
+        frames = blur(frames, color_and_blur[:, 4])
+    return frames
+
+
+def jitter_color(frames_NTCHW: Tensor, factors: Tensor) -> Tensor:
+    """Brightness, contrast (around the clip's mean grey), saturation and hue, in this order, then clamped to [0, 1].
+
+    Nothing is clamped between the four, so together they are one 3x3 matrix and one offset for each sample. Hue turns
+    the chroma plane of YIQ, which keeps the luma; it is close to, not equal to, a turn in HSV.
+
+    Args:
+        frames_NTCHW: float in [0, 1].
+        factors: (N, 4), on the CPU.
+    """
+    matrices, contrasts = color_matrices(factors)
+    grey_weights = torch.tensor(GREY_WEIGHTS, device=frames_NTCHW.device, dtype=frames_NTCHW.dtype)
+    mean_grey = (frames_NTCHW.mean(dim=(1, 3, 4)) * grey_weights).sum(1)
+    brightness = factors[:, 0].to(frames_NTCHW)
+    offsets = (1.0 - contrasts.to(frames_NTCHW)) * brightness * mean_grey
+    mixed = torch.einsum("nij,ntjhw->ntihw", matrices.to(frames_NTCHW), frames_NTCHW)
+    return mixed.add_(offsets.view(-1, 1, 1, 1, 1)).clamp_(0.0, 1.0)
+
+
+def color_matrices(factors: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, 3, 3) matrices that hold all four changes, and the (N,) contrasts; float32, made in float64 on the CPU."""
+    brightness, contrast, saturation, hue = factors.double().unbind(1)
+    luma = torch.tensor(GREY_WEIGHTS, dtype=torch.float64).expand(3, 3)
+    identity = torch.eye(3, dtype=torch.float64)
+    saturate = saturation.view(-1, 1, 1) * identity + (1.0 - saturation).view(-1, 1, 1) * luma
+    to_yiq = torch.tensor([GREY_WEIGHTS, (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112)], dtype=torch.float64)
+    angle = 2.0 * math.pi * hue
+    turn = torch.zeros(len(factors), 3, 3, dtype=torch.float64)
+    turn[:, 0, 0] = 1.0
+    turn[:, 1, 1] = turn[:, 2, 2] = angle.cos()
+    turn[:, 1, 2], turn[:, 2, 1] = -angle.sin(), angle.sin()
+    hue_matrix = torch.linalg.inv(to_yiq) @ turn @ to_yiq
+    return (hue_matrix @ saturate * (brightness * contrast).view(-1, 1, 1)).float(), contrast.float()
+
+
+def blur(frames_NTCHW: Tensor, sigmas: Tensor) -> Tensor:
+    """Gaussian blur, one standard deviation for each sample (0: unchanged), edges mirrored.
+
+    Args:
+        frames_NTCHW: float.
+        sigmas: (N,) in pixels, on the CPU.
+    """
+    n, t, c, h, w = frames_NTCHW.shape
+    reach = min(math.ceil(BLUR_REACH * float(sigmas.max())), h - 1, w - 1)
+    if reach < 1:
+        return frames_NTCHW
+    offsets = torch.arange(-reach, reach + 1, dtype=torch.float64)
+    # A sigma of zero would divide by zero; anything this small gives the weight 1 to the middle and 0 elsewhere.
+    spread = sigmas.double().clamp_min(1e-3).view(-1, 1)
+    kernels = torch.exp(-0.5 * (offsets / spread) ** 2)
+    kernels = (kernels / kernels.sum(1, keepdim=True)).to(frames_NTCHW)
+    # Samples as channel groups: each has its own kernel, all in one convolution.
+    planes = frames_NTCHW.permute(1, 2, 0, 3, 4).reshape(t * c, n, h, w)
+    planes = F.conv2d(F.pad(planes, (0, 0, reach, reach), mode="reflect"), kernels.view(n, 1, -1, 1), groups=n)
+    planes = F.conv2d(F.pad(planes, (reach, reach, 0, 0), mode="reflect"), kernels.view(n, 1, 1, -1), groups=n)
+    return planes.view(t, c, n, h, w).permute(2, 0, 1, 3, 4).contiguous()

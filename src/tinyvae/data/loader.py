@@ -1,0 +1,224 @@
+"""Endless training batches that any number of workers and ranks agree on, and validation batches that never change.
+
+Batch b of rank r, with B samples per rank and N ranks, takes the global positions
+``start_sample + b·N·B + r·B .. + B - 1``. So N ranks together see what one rank with N·B sees, and a run that goes on
+after k samples passes ``start_sample=k``, whatever its batch size, ranks or workers are now. Epochs follow each other
+without a gap: the last batch of an epoch runs on into the next, and nothing is dropped or seen twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from tinyvae.data.bad_files import BadFileLog, BadFileWatch
+from tinyvae.data.clip_reading import ClipBatch, ReadBatch, TrainClips, ValidationClips
+from tinyvae.data.clip_settings import ClipSettings
+from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
+from tinyvae.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+class TrainLoader:
+    """Iterate for batches without end. Each iteration starts at ``start_sample``."""
+
+    def __init__(self, loader: DataLoader[ReadBatch], watch: BadFileWatch, samples_per_epoch: int) -> None:
+        self._loader = loader
+        self.bad_files = watch
+        self.samples_per_epoch = samples_per_epoch
+
+    def __iter__(self) -> Iterator[ClipBatch]:
+        for read in self._loader:
+            self.bad_files.see(read.bad_files, read.num_tries)
+            if read.failure:
+                last = read.bad_files[-1]
+                raise UserError(
+                    f"{read.failure}; the last was {last.path!r}: {last.reason}; "
+                    "look whether the storage is still mounted, or run `tinyvae data check`"
+                )
+            assert read.batch is not None, "a training batch without failure is whole"
+            yield read.batch
+
+
+class ValidationLoader:
+    """Iterate for this rank's share of the validation clips: the same tensors every time."""
+
+    def __init__(
+        self, loader: DataLoader[ReadBatch], watch: BadFileWatch, num_samples: int, num_samples_all_ranks: int
+    ) -> None:
+        self._loader = loader
+        self.bad_files = watch
+        self.num_samples = num_samples
+        self.num_samples_all_ranks = num_samples_all_ranks
+
+    def __len__(self) -> int:
+        """Batches of this rank, when no file is bad."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[ClipBatch]:
+        any_batch = False
+        for read in self._loader:
+            self.bad_files.see(read.bad_files, read.num_tries)
+            if read.batch is not None:
+                any_batch = True
+                yield read.batch
+        if self.num_samples and not any_batch:
+            path, reason = next(iter(self.bad_files.named.items()))
+            raise UserError(f"not one validation clip could be read; the first was {path!r}: {reason}")
+
+
+def make_train_loader(
+    clips: ClipSet,
+    settings: ClipSettings,
+    *,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    num_workers: int = 0,
+    prefetch_factor: int = 2,
+    persistent_workers: bool = False,
+    pin_memory: bool = False,
+    start_sample: int = 0,
+    bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
+    bad_file_log: BadFileLog | None = None,
+) -> TrainLoader:
+    """Training batches of this rank.
+
+    Args:
+        clips: the training side of ``split``.
+        batch_size: samples of one batch of this rank.
+        start_sample: samples that all ranks together have consumed before.
+        bad_file_limit: share of bad reads above which iterating raises ``UserError``.
+        bad_file_log: where bad files are written down.
+    """
+    _check_counts(batch_size, rank, world_size, num_workers)
+    if len(clips) == 0:
+        raise UserError(f"the {clips.name} set of {clips.index.file} is empty; there is nothing to load")
+    if start_sample < 0:
+        raise UserError(f"start_sample is {start_sample}; it counts samples and must be at least 0")
+    positions = EndlessPositions(batch_size, rank, world_size, start_sample)
+    loader = _data_loader(
+        TrainClips(clips, settings), positions, num_workers, prefetch_factor, persistent_workers, pin_memory
+    )
+    return TrainLoader(loader, BadFileWatch(limit=bad_file_limit, written_to=bad_file_log), len(clips))
+
+
+def make_validation_loader(
+    clips: ClipSet,
+    settings: ClipSettings,
+    *,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    num_samples: int | None = None,
+    num_workers: int = 0,
+    prefetch_factor: int = 2,
+    persistent_workers: bool = False,
+    pin_memory: bool = False,
+    bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
+    bad_file_log: BadFileLog | None = None,
+) -> ValidationLoader:
+    """Validation batches of this rank: one clip from the middle of each file, centre crop, nothing random.
+
+    The first ``num_samples`` files of the set (all, when None or more than there are), in the index's own order,
+    which is that of a hash and so a fair sample. Rank r takes samples r, r + N, r + 2N, ...: no sample comes twice,
+    and a rank may have one batch fewer than another. A bad file is left out, and named.
+    """
+    _check_counts(batch_size, rank, world_size, num_workers)
+    if num_samples is not None and num_samples < 1:
+        raise UserError(f"num_samples is {num_samples}; validation needs at least 1")
+    total = len(clips) if num_samples is None else min(num_samples, len(clips))
+    if total == 0:
+        raise UserError(f"the {clips.name} set of {clips.index.file} is empty; there is nothing to validate on")
+    positions = SharedPositions(total, batch_size, rank, world_size)
+    loader = _data_loader(
+        ValidationClips(clips, settings), positions, num_workers, prefetch_factor, persistent_workers, pin_memory
+    )
+    watch = BadFileWatch(limit=bad_file_limit, written_to=bad_file_log)
+    return ValidationLoader(loader, watch, len(positions.mine), total)
+
+
+class EndlessPositions(Sampler[list[int]]):
+    """The global positions of each training batch of one rank."""
+
+    def __init__(self, batch_size: int, rank: int, world_size: int, start_sample: int) -> None:
+        self.batch_size, self.rank, self.world_size, self.start_sample = batch_size, rank, world_size, start_sample
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self.start_sample + self.rank * self.batch_size
+        while True:
+            yield list(range(first, first + self.batch_size))
+            first += self.world_size * self.batch_size
+
+
+class SharedPositions(Sampler[list[int]]):
+    """The validation positions of one rank, batch by batch."""
+
+    def __init__(self, total: int, batch_size: int, rank: int, world_size: int) -> None:
+        self.mine = range(rank, total, world_size)
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.mine) / self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, len(self.mine), self.batch_size):
+            yield list(self.mine[start : start + self.batch_size])
+
+
+def _data_loader(
+    dataset: Dataset[ReadBatch],
+    positions: Sampler[list[int]],
+    num_workers: int,
+    prefetch_factor: int,
+    persistent_workers: bool,
+    pin_memory: bool,
+) -> DataLoader[ReadBatch]:
+    return DataLoader(
+        dataset,
+        batch_sampler=positions,
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        persistent_workers=persistent_workers and num_workers > 0,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+        worker_init_fn=_start_worker,
+        # A generator of its own: else every start of the loader would draw from torch's global one, and a resumed
+        # run would not go on with the random state that it had saved.
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+def _as_it_is(read: Any) -> Any:
+    return read
+
+
+def _start_worker(worker: int) -> None:
+    """One thread per worker; and signals sent to the whole job leave it to the main process when to stop.
+
+    A scheduler's SIGTERM goes to workers too. If they died of it, the trainer's emergency save would find its loader
+    broken, so the first one is let pass; a second one ends the worker.
+    """
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def stay_once(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, stay_once)
+
+
+def _check_counts(batch_size: int, rank: int, world_size: int, num_workers: int) -> None:
+    if batch_size < 1:
+        raise UserError(f"the batch size is {batch_size}; it must be at least 1")
+    if num_workers < 0:
+        raise UserError(f"num_workers is {num_workers}; it must be at least 0 (0 loads in the main process)")
+    assert 0 <= rank < world_size, "a rank outside the group"

@@ -1,0 +1,187 @@
+"""Which files train and which validate, and which of them can give a clip at all.
+
+A file belongs to exactly one side: by the annotation's ``split`` where the source gives one, else by a hash of its
+path, which does not move when other files come or go. Bad, too short and too small files are left out and counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tinyvae.data.index import SPLIT_CODES, STATUS_OK, VideoIndex
+from tinyvae.data.randomness import fractions_of_hashes
+from tinyvae.errors import UserError
+
+if TYPE_CHECKING:
+    from tinyvae.data.clip_settings import ClipSettings
+
+log = logging.getLogger(__name__)
+
+SPLIT_SALT = 0x5350_4C49
+DEFAULT_BAD_FILE_LIMIT = 0.05
+
+SplitBy = Literal["auto", "annotation", "hash"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusions:
+    """How many files of a side (or of the index) are left out, and why."""
+
+    bad: int = 0
+    too_short: int = 0
+    too_small: int = 0
+    test: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.bad + self.too_short + self.too_small + self.test
+
+    def sentence(self) -> str:
+        return (
+            f"{self.bad} bad, {self.too_short} too short, {self.too_small} smaller than the clip size, "
+            f"{self.test} of a test split"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ClipSet:
+    """The files of one side. Small enough to hand to every worker: four bytes for each file."""
+
+    name: str
+    index: VideoIndex
+    rows: npt.NDArray[np.uint32]
+    """Row numbers in the index, in rising order."""
+    excluded: Exclusions
+    """Counted over the whole index, the same on both sides."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two sets that give the same clips for the same positions; a resumed run can compare it."""
+        digest = hashlib.blake2b(self.index.fingerprint.encode(), digest_size=16)
+        digest.update(np.ascontiguousarray(self.rows).tobytes())
+        return digest.hexdigest()
+
+
+def frames_needed(n_frames: int, frame_delta: int) -> int:
+    """Length of the shortest file that can give ``n_frames`` frames, each ``frame_delta`` after the one before."""
+    return (n_frames - 1) * frame_delta + 1
+
+
+def split(
+    index: VideoIndex,
+    settings: ClipSettings,
+    *,
+    train_split: float = 0.95,
+    split_by: SplitBy = "auto",
+    bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
+) -> tuple[ClipSet, ClipSet]:
+    """Training and validation files of an index; no file is in both.
+
+    Args:
+        settings: files too short for ``n_frames`` at ``min_frame_delta`` are left out, and files smaller than
+            ``height`` x ``width`` unless ``allow_upscale``.
+        train_split: share of the files that train, by hash. Files with an annotated split stay where it puts them.
+        split_by: ``annotation`` insists on annotated splits, ``hash`` ignores them, ``auto`` uses them where given.
+        bad_file_limit: share of bad files in the index above which this raises.
+
+    Raises:
+        UserError: when too many files are bad, or a side would be empty though it was asked for.
+    """
+    if not 0.0 < train_split <= 1.0:
+        raise UserError(f"train_split is {train_split}; it must be above 0 and at most 1")
+    refuse_bad_index(index, bad_file_limit)
+    if split_by == "annotation" and not index.has_splits:
+        raise UserError(f"the index {index.file} holds no annotated split; use split_by=hash, or annotate the files")
+    use_annotation = split_by != "hash" and index.has_splits
+    shortest = frames_needed(settings.n_frames, settings.min_frame_delta)
+    sides: dict[str, list[npt.NDArray[Any]]] = {"train": [], "val": []}
+    fractions: list[npt.NDArray[Any]] = []
+    left_out = {"bad": 0, "too_short": 0, "too_small": 0, "test": 0}
+    for start, rows in index.chunks():
+        good = rows["status"] == STATUS_OK
+        test = good & (rows["split"] == SPLIT_CODES["test"]) & use_annotation
+        long_enough = rows["frames"] >= shortest
+        large_enough = (rows["width"] >= settings.width) & (rows["height"] >= settings.height)
+        large_enough |= settings.allow_upscale
+        left_out["bad"] += int((~good).sum())
+        left_out["test"] += int(test.sum())
+        left_out["too_short"] += int((good & ~test & ~long_enough).sum())
+        left_out["too_small"] += int((good & ~test & long_enough & ~large_enough).sum())
+        usable = np.flatnonzero(good & ~test & long_enough & large_enough)
+        fraction = fractions_of_hashes(rows["path_hash"][usable], SPLIT_SALT)
+        trains = fraction < train_split
+        if use_annotation:
+            told = rows["split"][usable]
+            trains = np.where(told == 0, trains, told == SPLIT_CODES["train"])
+        numbers = (start + usable).astype(np.uint32)
+        sides["train"].append(numbers[trains])
+        sides["val"].append(numbers[~trains])
+        fractions.append(fraction)
+    train, val = (np.concatenate([np.zeros(0, np.uint32), *sides[name]]) for name in ("train", "val"))
+    excluded = Exclusions(**left_out)
+    if len(train) + len(val) == 0:
+        raise UserError(
+            f"no file of {index.file} can give a clip of {settings.n_frames} frames at "
+            f"{settings.width}x{settings.height} (width x height): {excluded.sentence()}; "
+            "ask for a smaller or shorter clip, or add files"
+        )
+    if not use_annotation and train_split < 1.0:
+        train, val = _fill_empty_side(train, val, np.concatenate(fractions))
+    _refuse_empty_side(index, train, val, train_split, use_annotation)
+    if excluded.total:
+        log.info("left out of %d files: %s", len(index), excluded.sentence())
+    return (
+        ClipSet(name="train", index=index, rows=train, excluded=excluded),
+        ClipSet(name="val", index=index, rows=val, excluded=excluded),
+    )
+
+
+def refuse_bad_index(index: VideoIndex, bad_file_limit: float) -> None:
+    """Stop before training on what a broken download or a wrong mount left over."""
+    if len(index) == 0 or index.num_bad == len(index):
+        raise UserError(f"all {len(index)} files of {index.file} are bad{_first_reason(index)}")
+    share = index.num_bad / len(index)
+    if share > bad_file_limit:
+        raise UserError(
+            f"{index.num_bad} of {len(index)} files ({share:.1%}) of {index.file} are bad, above the limit of "
+            f"{bad_file_limit:.1%}{_first_reason(index)}; mend or remove them, or raise bad_file_limit"
+        )
+
+
+def _first_reason(index: VideoIndex) -> str:
+    first = next(index.bad_rows(), None)
+    return "" if first is None else f"; the first is {first.path!r}: {first.reason}"
+
+
+def _fill_empty_side(
+    train: npt.NDArray[Any], val: npt.NDArray[Any], fractions: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """In a small data set the hash may leave one side empty; the file nearest to the border then changes sides."""
+    if len(train) + len(val) < 2 or (len(train) and len(val)):
+        return train, val
+    whole = np.concatenate([train, val])
+    moved = int(np.argmax(fractions)) if len(val) == 0 else int(np.argmin(fractions))
+    log.info("the hash put all %d files on one side; row %d was moved to the other", len(whole), whole[moved])
+    rest = np.delete(whole, moved)
+    return (rest, whole[moved : moved + 1]) if len(val) == 0 else (whole[moved : moved + 1], rest)
+
+
+def _refuse_empty_side(
+    index: VideoIndex, train: npt.NDArray[Any], val: npt.NDArray[Any], train_split: float, use_annotation: bool
+) -> None:
+    if len(train) == 0:
+        raise UserError(f"no usable file of {index.file} is in the training split; annotate some, or use split_by=hash")
+    if len(val) == 0 and train_split < 1.0:
+        remedy = "annotate some as val, use split_by=hash" if use_annotation else "add files"
+        raise UserError(
+            f"no usable file of {index.file} is left for validation; {remedy}, or set train_split=1 to train without"
+        )
