@@ -1,0 +1,291 @@
+"""How far a decoded video is from its input: per frame and per clip, in pixels, structure, perception and flicker.
+
+Everything takes RGB in [0, 1]. The decoded video is clamped to [0, 1] first, as it would be shown. A number that
+cannot be had (LPIPS without weights, flicker of a single frame, SSIM of a picture of 5 pixels) is None:
+it is left out of the means, never replaced.
+
+**Flicker** is what people see first in tiny video decoders and what PSNR does not tell. Two numbers:
+
+- ``flicker_error``: root mean square of (Δout - Δin), Δx_t = x_t - x_{t-1}. Input motion cancels out.
+  A perfect copy plus an alternation of ±a has 2a, independent noise of deviation s per frame has s·√2.
+- ``flicker_energy``: mean of h(out)² less mean of h(in)², with h(x)_t = (x_{t+1} - 2·x_t + x_{t-1}) / 4, a high-pass in
+  time with gain 1 at the highest frequency. Signed: an alternation of ±a on a still picture has +a², noise of deviation
+  s has +3/8·s², an output that smears motion over time is negative.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tinyvae.losses.perceptual import LPIPS
+
+PSNR_CAP_DB = 100.0
+"""PSNR of frames that agree to within 1e-5: identical frames would be infinite and swallow every mean."""
+SSIM_BORDER = 5  # pixels that the 11-pixel window reaches over the edge; the picture is mirrored there
+PERCEPTUAL_BATCH = 8  # frames that SSIM and LPIPS see at once: their scratch memory is tens of frames
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricInfo:
+    """How one metric is named, shown and judged."""
+
+    name: str
+    label: str
+    unit: str
+    better: Literal["higher", "lower", "zero"]
+    shown_scale: float
+    """Tables show ``value * shown_scale``; ``unit`` belongs to the shown number."""
+    digits: int
+    meaning: str
+
+    def shown(self, value: float | None) -> str:
+        """The number as tables print it."""
+        if value is None:
+            return "not measured"
+        return f"{value * self.shown_scale:.{self.digits}f}"
+
+    def badness(self, value: float) -> float:
+        """A number that is smaller for better values."""
+        return {"higher": -value, "lower": value, "zero": abs(value)}[self.better]
+
+
+METRICS: dict[str, MetricInfo] = {
+    info.name: info
+    for info in (
+        MetricInfo(
+            name="psnr",
+            label="PSNR",
+            unit="dB",
+            better="higher",
+            shown_scale=1,
+            digits=2,
+            meaning="mean over frames of the peak signal-to-noise ratio; identical frames count as 100 dB",
+        ),
+        MetricInfo(
+            name="ssim",
+            label="SSIM",
+            unit="",
+            better="higher",
+            shown_scale=1,
+            digits=4,
+            meaning="structural similarity, Gaussian window of 11 pixels; 1 is identical",
+        ),
+        MetricInfo(
+            name="lpips",
+            label="LPIPS",
+            unit="",
+            better="lower",
+            shown_scale=1,
+            digits=4,
+            meaning="perceptual distance of AlexNet features; 0 is identical",
+        ),
+        MetricInfo(
+            name="mse",
+            label="MSE",
+            unit="× 10⁻³",
+            better="lower",
+            shown_scale=1e3,
+            digits=3,
+            meaning="mean squared error of values in [0, 1]",
+        ),
+        MetricInfo(
+            name="mae",
+            label="MAE",
+            unit="levels of 255",
+            better="lower",
+            shown_scale=255,
+            digits=2,
+            meaning="mean absolute error",
+        ),
+        MetricInfo(
+            name="flicker_error",
+            label="Flicker error",
+            unit="levels of 255",
+            better="lower",
+            shown_scale=255,
+            digits=2,
+            meaning="root mean square error of frame-to-frame differences",
+        ),
+        MetricInfo(
+            name="flicker_energy",
+            label="Flicker energy",
+            unit="levels²",
+            better="zero",
+            shown_scale=255**2,
+            digits=2,
+            meaning="temporal high-frequency energy of the output above the input's; negative means motion is smeared",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipMetrics:
+    """One decoded clip against its input. Values of frames and of the clip, in [0, 1] units and dB."""
+
+    psnr_by_frame: tuple[float, ...]
+    ssim_by_frame: tuple[float, ...] | None
+    lpips_by_frame: tuple[float, ...] | None
+    mse_by_frame: tuple[float, ...]
+    mae_by_frame: tuple[float, ...]
+    flicker_error_by_frame: tuple[float, ...]
+    """One value for each frame after the first: RMS of (Δout - Δin) between it and the frame before."""
+    psnr: float
+    """Mean of the frames' PSNR."""
+    ssim: float | None
+    lpips: float | None
+    mse: float
+    mae: float
+    flicker_error: float | None
+    flicker_energy: float | None
+
+    @property
+    def num_frames(self) -> int:
+        return len(self.psnr_by_frame)
+
+    @property
+    def is_finite(self) -> bool:
+        """False when the decoder made NaN or infinity somewhere."""
+        return math.isfinite(self.mse)
+
+    def value(self, metric: str) -> float | None:
+        """The clip's value of a metric of `METRICS`."""
+        assert metric in METRICS, metric
+        return getattr(self, metric)
+
+    def by_frame(self, metric: str) -> tuple[float, ...] | None:
+        """The values of the frames, or None where the metric has none."""
+        return getattr(self, f"{metric}_by_frame", None)
+
+
+class ClipMeter:
+    """Measures one clip that arrives in pieces; keeps two frames and a few numbers per frame, nothing more."""
+
+    def __init__(self, lpips: LPIPS | None = None) -> None:
+        self._lpips = lpips
+        self._mse: list[float] = []
+        self._mae: list[float] = []
+        self._ssim: list[float] | None = []
+        self._distance: list[float] = []
+        self._difference_ms: list[float] = []  # mean square of (Δout - Δin), one for each pair of frames
+        self._extra_energy: list[float] = []  # one for each three frames
+        self._decoded_tail: Tensor | None = None  # the last one or two frames, for the differences
+        self._target_tail: Tensor | None = None
+
+    def push(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
+        """The next frames, floating point; decoded is clamped to [0, 1], target must be in it."""
+        assert decoded_TCHW.shape == target_TCHW.shape, (decoded_TCHW.shape, target_TCHW.shape)
+        assert decoded_TCHW.ndim == 4 and decoded_TCHW.shape[1] == 3, decoded_TCHW.shape
+        if decoded_TCHW.shape[0] == 0:
+            return
+        decoded = decoded_TCHW.detach().to(torch.float32).clamp(0, 1)
+        target = target_TCHW.detach().to(device=decoded.device, dtype=torch.float32)
+        error = decoded - target
+        self._mse += _per_frame(error.square())
+        self._mae += _per_frame(error.abs())
+        self._push_structure(decoded, target)
+        self._push_flicker(decoded, target)
+
+    def result(self) -> ClipMetrics:
+        """The numbers of all frames pushed so far."""
+        assert self._mse, "no frame was pushed"
+        psnr = [psnr_from_mse(value) for value in self._mse]
+        ssim = tuple(self._ssim) if self._ssim is not None else None
+        lpips = tuple(self._distance) if self._lpips is not None else None
+        return ClipMetrics(
+            psnr_by_frame=tuple(psnr),
+            ssim_by_frame=ssim,
+            lpips_by_frame=lpips,
+            mse_by_frame=tuple(self._mse),
+            mae_by_frame=tuple(self._mae),
+            flicker_error_by_frame=tuple(math.sqrt(value) for value in self._difference_ms),
+            psnr=_mean(psnr),
+            ssim=_mean(ssim) if ssim else None,
+            lpips=_mean(lpips) if lpips else None,
+            mse=_mean(self._mse),
+            mae=_mean(self._mae),
+            flicker_error=math.sqrt(_mean(self._difference_ms)) if self._difference_ms else None,
+            flicker_energy=_mean(self._extra_energy) if self._extra_energy else None,
+        )
+
+    def _push_structure(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
+        if min(decoded_TCHW.shape[-2:]) <= SSIM_BORDER:
+            self._ssim = None
+        for start in range(0, decoded_TCHW.shape[0], PERCEPTUAL_BATCH):
+            decoded = decoded_TCHW[start : start + PERCEPTUAL_BATCH]
+            target = target_TCHW[start : start + PERCEPTUAL_BATCH]
+            if self._ssim is not None:
+                self._ssim += ssim_by_frame(decoded, target)
+            if self._lpips is not None:
+                with torch.no_grad():
+                    self._distance += self._lpips(decoded, target).flatten().tolist()
+
+    def _push_flicker(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
+        num_fresh = decoded_TCHW.shape[0]
+        if self._decoded_tail is not None and self._target_tail is not None:
+            decoded_TCHW = torch.cat([self._decoded_tail, decoded_TCHW])
+            target_TCHW = torch.cat([self._target_tail, target_TCHW])
+        error = decoded_TCHW - target_TCHW
+        num_pairs = min(num_fresh, decoded_TCHW.shape[0] - 1)
+        if num_pairs:
+            # Δout - Δin is the difference of the errors.
+            self._difference_ms += _per_frame(error.diff(dim=0)[-num_pairs:].square())
+        if decoded_TCHW.shape[0] >= 3:
+            extra = high_pass(decoded_TCHW).square() - high_pass(target_TCHW).square()
+            self._extra_energy += _per_frame(extra)
+        self._decoded_tail, self._target_tail = decoded_TCHW[-2:].clone(), target_TCHW[-2:].clone()
+
+
+def clip_metrics(decoded_NTCHW: Tensor, target_NTCHW: Tensor, *, lpips: LPIPS | None = None) -> list[ClipMetrics]:
+    """The metrics of each clip of a batch; both NTCHW, the target in [0, 1], the same T.
+
+    Align before: compare ``decoded[:, :n]`` with ``codec.target(frames)``. LPIPS must be on the tensors' device.
+    """
+    assert decoded_NTCHW.shape == target_NTCHW.shape, (decoded_NTCHW.shape, target_NTCHW.shape)
+    results = []
+    for decoded_TCHW, target_TCHW in zip(decoded_NTCHW, target_NTCHW, strict=True):
+        meter = ClipMeter(lpips)
+        meter.push(decoded_TCHW, target_TCHW)
+        results.append(meter.result())
+    return results
+
+
+def psnr_from_mse(mse: float) -> float:
+    """PSNR in dB for values in [0, 1], at most `PSNR_CAP_DB`; NaN stays NaN."""
+    if math.isnan(mse):
+        return math.nan
+    return PSNR_CAP_DB if mse <= 10 ** (-PSNR_CAP_DB / 10) else -10 * math.log10(mse)
+
+
+def ssim_by_frame(decoded_TCHW: Tensor, target_TCHW: Tensor) -> list[float]:
+    """SSIM of each frame (11-pixel Gaussian window, deviation 1.5), by torchmetrics.
+
+    torchmetrics mirrors the picture at its edges; scikit-image leaves a border of 5 pixels out of the mean. The two
+    agree on a picture that was mirrored by hand before it went into scikit-image.
+    """
+    # Imported at first use: torchmetrics takes a second to load and most commands need no SSIM.
+    from torchmetrics.functional.image import structural_similarity_index_measure
+
+    values = structural_similarity_index_measure(decoded_TCHW, target_TCHW, data_range=1.0, reduction="none")
+    assert isinstance(values, Tensor)
+    return values.flatten().tolist()
+
+
+def high_pass(frames_TCHW: Tensor) -> Tensor:
+    """(x_{t+1} - 2·x_t + x_{t-1}) / 4 for every inner frame: T-2 frames, gain 1 at the highest temporal frequency."""
+    return (frames_TCHW[2:] - 2 * frames_TCHW[1:-1] + frames_TCHW[:-2]) / 4
+
+
+def _per_frame(values_TCHW: Tensor) -> list[float]:
+    return values_TCHW.flatten(1).mean(dim=1, dtype=torch.float64).tolist()
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
