@@ -256,8 +256,8 @@ class JsonStream:
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._buffer, self._at)
-                # A number that touches the buffer's end may go on in the next read ("12" of "1234").
-                if end < len(self._buffer) or self._ended:
+                # A number near the buffer's end may go on in the next read ("1" of "1.5", "1" of "1e+3").
+                if end + 3 < len(self._buffer) or self._ended:
                     self._at = end
                     return value
             except json.JSONDecodeError:

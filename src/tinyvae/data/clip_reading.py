@@ -176,7 +176,7 @@ def read_clip(clips: ClipSet, row: IndexRow, choice: ClipChoice, settings: ClipS
     frames = read_frames(path, choice.frame_indices, info=clips.index.info(row), timeout_s=settings.decode_timeout_s)
     if tuple(frames.shape[-2:]) != (row.height, row.width):
         raise UnreadableVideoError(
-            f"{path}: it shows {frames.shape[-1]}x{frames.shape[-2]} pixels but the index says {row.width}x{row.height}; "
+            f"{path}: it shows {frames.shape[-1]}x{frames.shape[-2]} pixels, in the index {row.width}x{row.height}; "
             "run `tinyvae data index` again"
         )
     return cut_clip(frames, choice.window, settings.height, settings.width, choice.flip)

@@ -1,0 +1,141 @@
+"""Reading what is in a data set: every source format, in constant memory, and never out of the data root."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from tinyvae.data import annotations
+from tinyvae.data.annotations import VideoEntry, iterate_entries
+from tinyvae.errors import MissingFileError, UserError
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def read(source: Path, **options: Path) -> list[VideoEntry]:
+    return list(iterate_entries(source, **options))
+
+
+def test_folder_tree_takes_videos_by_suffix_and_leaves_hidden_and_other_files(tmp_path: Path) -> None:
+    for name in ("b.mp4", "a.MKV", "sub/deep/c.webm", "sub/notes.txt", ".hidden/d.mp4", "._b.mp4", "sub/ü ø.mp4"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert [entry.path for entry in read(tmp_path)] == ["a.MKV", "b.mp4", "sub/ü ø.mp4", "sub/deep/c.webm"]
+
+
+def test_links_to_folders_are_followed_once_and_loops_end(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    (outside / "v.mp4").touch()
+    (root / "one").symlink_to(outside)
+    (root / "two").symlink_to(outside)
+    (root / "loop").symlink_to(root)
+    (outside / "up").symlink_to(tmp_path)
+    assert [entry.path for entry in read(root)] == ["one/v.mp4"]
+
+
+def test_annotation_json_with_path_full_path_and_split(tmp_path: Path) -> None:
+    records = [
+        {"path": "x/a.mp4", "split": "train", "caption": "a [b] {c}"},
+        {"full_path": str(tmp_path / "b.mp4"), "split": "validation"},
+        {"path": None, "full_path": "./x/../c.mp4"},
+        {"path": "d.mp4", "full_path": "/elsewhere/d.mp4", "split": "test"},
+    ]
+    source = write(tmp_path / "a.json", json.dumps({"total": 4, "info": {"list": [1]}, "list": records, "end": None}))
+    expected = [("x/a.mp4", "train"), ("b.mp4", "val"), ("c.mp4", ""), ("d.mp4", "test")]
+    assert [(entry.path, entry.split) for entry in read(source)] == expected
+
+
+@pytest.mark.parametrize("buffer_chars", [1, 2, 3, 7, 64])
+def test_json_is_the_same_whatever_the_read_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_chars: int
+) -> None:
+    monkeypatch.setattr(annotations, "READ_CHARS", buffer_chars)
+    text = (
+        '\ufeff {"total": 1234, "n": 1.5e3, "list": [ {"path": "ü\\u00e9 \\"q\\".mp4"} ,\n{"path":"b"}], "z": true}\n'
+    )
+    source = write(tmp_path / "a.json", text)
+    assert [entry.path for entry in read(source)] == ['üé "q".mp4', "b"]
+
+
+def test_bare_list_and_jsonl_give_the_same(tmp_path: Path) -> None:
+    records = [{"path": f"{n}.mp4"} for n in range(3)]
+    bare = write(tmp_path / "a.json", json.dumps(records))
+    lines = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, records)) + "\n\n")
+    assert read(bare) == read(lines) == [VideoEntry(path=f"{n}.mp4") for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    "path", ["../out.mp4", "a/../../out.mp4", "/etc/passwd", "..", ".", "a/..", "x\0.mp4", "\ud800"]
+)
+def test_a_path_that_leaves_the_root_or_names_no_file_is_refused(tmp_path: Path, path: str) -> None:
+    source = write(tmp_path / "a.jsonl", json.dumps({"path": "good.mp4"}) + "\n" + json.dumps({"path": path}) + "\n")
+    with pytest.raises(UserError, match=r"a\.jsonl, line 2"):
+        read(source)
+
+
+def test_data_root_can_be_another_folder_and_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    source = write(tmp_path / "a.json", json.dumps([{"full_path": str(tmp_path / "real" / "v.mp4")}]))
+    assert read(source, data_root=tmp_path / "link") == [VideoEntry(path="v.mp4")]
+    with pytest.raises(UserError, match="leaves the data root"):
+        read(source, data_root=tmp_path / "rea")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"total": 1}', "has no 'list'"),
+        ('{"list": {"path": "a"}}', "must hold a list"),
+        ('{"list": [{"path": "a"}', "cut off|closing"),
+        ('{"list": [{"path": "a"} {"path": "b"}]}', "comma"),
+        ('{"list": [{"path": "a"}]} x', "after its end"),
+        ('{"list": ["a.mp4"]}', "entry 1.*object"),
+        ('{"list": [{"name": "a"}]}', "entry 1.*no 'path'"),
+        ('{"list": [{"path": 3}]}', "no 'path'"),
+        ('{"list": [{"path": "a", "split": "tain"}]}', "split 'tain'"),
+        ('{"list": [{"path": "a", "split": 1}]}', "split 1"),
+        ("", "must start"),
+        ("hello", "must start"),
+    ],
+)
+def test_broken_annotation_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read(write(tmp_path / "a.json", text))
+
+
+def test_other_mistakes_in_the_source_are_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="does not exist"):
+        read(tmp_path / "nothing")
+    with pytest.raises(UserError, match="cannot tell what"):
+        read(write(tmp_path / "a.txt", "a.mp4"))
+    with pytest.raises(UserError, match="line 1.*not JSON"):
+        read(write(tmp_path / "a.jsonl", "{broken\n"))
+    (tmp_path / "b.json").write_bytes(b'{"list": [{"path": "\xff\xfe"}]}')
+    with pytest.raises(UserError, match="UTF-8"):
+        read(tmp_path / "b.json")
+
+
+def test_a_long_annotation_file_is_not_held_in_memory(tmp_path: Path) -> None:
+    source = tmp_path / "long.json"
+    with open(source, "w", encoding="utf-8") as out:
+        out.write('{"total": 60000, "list": [')
+        for number in range(60_000):
+            out.write(("," if number else "") + json.dumps({"path": f"folder/{number}.mp4", "caption": "word " * 40}))
+        out.write("]}")
+    assert os.path.getsize(source) > 12 << 20
+    tracemalloc.start()
+    count = sum(1 for _ in iterate_entries(source))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == 60_000
+    assert peak < 10 << 20, "one read buffer and one entry at a time"

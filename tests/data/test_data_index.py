@@ -1,0 +1,295 @@
+"""The index: what is stored, how it grows, what survives a kill, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_videos import write_video
+
+from tinyvae.data.decode import VideoInfo, probe_video
+from tinyvae.data.index import STATUS_BAD, STATUS_OK, VideoIndex, is_index, open_index
+from tinyvae.data.index_build import build_index, open_or_build_index
+from tinyvae.data.index_writer import IndexJournal, IndexRecord
+from tinyvae.errors import MissingFileError, UserError
+
+
+def build(source: Path, output: Path, **options: object) -> object:
+    return build_index(source, output, num_workers=0, show_progress_bar=False, **options)  # type: ignore[arg-type]
+
+
+def paths_of(index: VideoIndex) -> set[str]:
+    return {index.row(number).path for number in range(len(index))}
+
+
+def test_rows_hold_what_the_probe_found(video_folder: Path, tmp_path: Path) -> None:
+    index = build(video_folder, tmp_path / "i.tvi").index
+    assert len(index) == 12 and index.num_bad == 0 and not index.has_splits
+    row = index.row(index.find("sub/small.mp4"))
+    assert (row.frames, row.width, row.height, row.codec, row.status) == (30, 48, 32, "h264", STATUS_OK)
+    assert row.fps == pytest.approx(24.0)
+    assert row.file_bytes == (video_folder / row.path).stat().st_size
+    assert index.info(row) == probe_video(video_folder / row.path, thorough=False)
+    assert index.find("sub/none.mp4") is None
+
+
+def test_two_processes_give_the_same_index_as_none(video_folder: Path, tmp_path: Path) -> None:
+    alone = build(video_folder, tmp_path / "a.tvi").index
+    parallel = build_index(video_folder, tmp_path / "b.tvi", num_workers=2, show_progress_bar=False).index
+    assert alone.fingerprint == parallel.fingerprint
+    assert [alone.row(n).path for n in range(12)] == [parallel.row(n).path for n in range(12)]
+
+
+def test_a_second_build_probes_only_what_is_new_changed_or_bad(tmp_path: Path) -> None:
+    data, output = tmp_path / "data", tmp_path / "i.tvi"
+    for number in range(3):
+        write_video(data / f"{number}.mp4", frames=4, seed=number)
+    (data / "bad.mp4").write_bytes(b"not a video")
+    first = build(data, output)
+    assert (first.num_probed, first.num_reused, first.index.num_bad) == (4, 0, 1)
+    (data / "0.mp4").unlink()
+    write_video(data / "1.mp4", frames=6, seed=9)
+    write_video(data / "new.mp4", frames=4, seed=5)
+    second = build(data, output)
+    assert (second.num_probed, second.num_reused) == (3, 1)  # changed, new, bad again; one known
+    assert paths_of(second.index) == {"1.mp4", "2.mp4", "bad.mp4", "new.mp4"}
+    assert second.index.row(second.index.find("1.mp4")).frames == 6
+    assert second.index.fingerprint != first.index.fingerprint
+    # The first index object maps the replaced file and still reads its own rows.
+    assert first.index.row(first.index.find("0.mp4")).frames == 4
+    assert build(data, output, thorough=True).num_probed == 4, "a thorough build does not trust quick rows"
+    assert build(data, output).num_probed == 1, "a quick build trusts thorough rows"
+
+
+def test_bad_files_keep_their_reason(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    write_video(data / "good.mp4", frames=4)
+    (data / "empty.mp4").touch()
+    os.mkfifo(data / "pipe.mp4")
+    source = tmp_path / "list.jsonl"
+    names = ["good.mp4", "empty.mp4", "gone.mp4", "pipe.mp4"]
+    source.write_text("".join(json.dumps({"path": f"data/{name}"}) + "\n" for name in names))
+    index = build(source, tmp_path / "i.tvi").index
+    reasons = {row.path: row.reason for row in index.bad_rows()}
+    assert set(reasons) == {"data/empty.mp4", "data/gone.mp4", "data/pipe.mp4"}
+    assert "empty" in reasons["data/empty.mp4"] and str(tmp_path) not in reasons["data/empty.mp4"]
+    assert reasons["data/gone.mp4"] == "the file is not there"
+    assert reasons["data/pipe.mp4"] == "not a file"
+
+
+def interrupted_probe(path: Path, *, timeout_s: float, thorough: bool) -> VideoInfo:
+    if path.name == "5.mp4":
+        raise KeyboardInterrupt
+    return VideoInfo(path=path, frames=7, fps=24.0, width=64, height=64, codec="h264")
+
+
+def test_an_interrupted_build_goes_on_where_it_was(tmp_path: Path) -> None:
+    data, output = tmp_path / "data", tmp_path / "i.tvi"
+    data.mkdir()
+    for number in range(9):
+        (data / f"{number}.mp4").write_bytes(b"x" * (number + 1))
+    with pytest.raises(KeyboardInterrupt):
+        build(data, output, probe=interrupted_probe)
+    assert not output.exists(), "no half index is ever seen"
+    probed: list[str] = []
+
+    def later_probe(path: Path, *, timeout_s: float, thorough: bool) -> VideoInfo:
+        probed.append(path.name)
+        if len(probed) == 2 and not output.with_name("twice").exists():
+            output.with_name("twice").touch()
+            raise KeyboardInterrupt
+        return VideoInfo(path=path, frames=7, fps=24.0, width=64, height=64, codec="vp9")
+
+    with pytest.raises(KeyboardInterrupt):
+        build(data, output, probe=later_probe)  # interrupted a second time: both parts are kept
+    report = build(data, output, probe=later_probe)
+    assert probed == ["5.mp4", "6.mp4", "6.mp4", "7.mp4", "8.mp4"]
+    assert report.num_reused == 6 and len(report.index) == 9
+    assert [report.index.row(report.index.find(f"{n}.mp4")).codec for n in (0, 5, 8)] == ["h264", "vp9", "vp9"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "i.tvi", "twice"], "nothing is left behind"
+
+
+def test_a_killed_build_keeps_its_rows_and_a_torn_row_is_dropped(tmp_path: Path) -> None:
+    output = tmp_path / "i.tvi"
+    script = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from tinyvae.data.index_writer import IndexJournal, IndexRecord\n"
+        "journal = IndexJournal(Path(sys.argv[1]))\n"
+        "for n in range(600): journal.append(IndexRecord(path=f'{n}.mp4', status=1, frames=n, codec='h264'))\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(output)], check=False)
+    with open(output.with_name("i.tvi.journal-rows"), "ab") as rows:
+        rows.write(b"half a row")
+    journal = IndexJournal(output)
+    assert journal.resumed is not None and len(journal.resumed) == 512  # the last full flush
+    assert journal.resumed.row(journal.resumed.find("511.mp4")).frames == 511
+    journal.close()
+
+
+def test_only_one_process_builds_an_index(tmp_path: Path) -> None:
+    journal = IndexJournal(tmp_path / "i.tvi")
+    with pytest.raises(UserError, match="another process is building"):
+        IndexJournal(tmp_path / "i.tvi")
+    journal.close()
+    IndexJournal(tmp_path / "i.tvi").close()
+
+
+def test_repeated_paths_become_one_row_and_conflicting_splits_are_refused(video_folder: Path, tmp_path: Path) -> None:
+    def source(*splits: str) -> Path:
+        records = [{"path": "clip_00.mp4", "split": name} for name in splits] + [{"path": "./clip_01.mp4"}]
+        file = tmp_path / "list.json"
+        file.write_text(json.dumps({"total": len(records), "list": records}))
+        return file
+
+    report = build(source("train", "train"), tmp_path / "i.tvi", data_root=video_folder)
+    assert len(report.index) == 2 and report.num_duplicates == 1
+    with pytest.raises(UserError, match=r"clip_00\.mp4.*different splits"):
+        build(source("train", "val"), tmp_path / "i.tvi", data_root=video_folder)
+
+
+def crashing_probe(path: Path, *, timeout_s: float, thorough: bool) -> VideoInfo:
+    if path.name == "3.mp4":
+        os.abort()
+    if path.name == "5.mp4":
+        time.sleep(600)
+    return VideoInfo(path=path, frames=7, fps=24.0, width=64, height=64, codec="h264")
+
+
+def test_a_file_that_kills_or_hangs_its_process_is_a_bad_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinyvae.data.probe_pool.probe_all.__kwdefaults__", {"grace_s": 1.0})
+    data = tmp_path / "data"
+    data.mkdir()
+    for number in range(12):
+        (data / f"{number}.mp4").write_bytes(b"x")
+    index = build_index(
+        data, tmp_path / "i.tvi", num_workers=2, timeout_s=0.1, show_progress_bar=False, probe=crashing_probe
+    ).index
+    assert len(index) == 12
+    assert {row.path: row.reason for row in index.bad_rows()} == {
+        "3.mp4": "the decoder crashed on this file",
+        "5.mp4": "probing did not end within 1 s",
+    }
+
+
+def test_one_rank_indexes_and_the_others_wait_and_read(video_folder: Path, tmp_path: Path) -> None:
+    meeting = threading.Barrier(3)
+    found: dict[int, VideoIndex] = {}
+
+    def rank(number: int) -> None:
+        found[number] = open_or_build_index(
+            video_folder,
+            cache_dir=tmp_path,
+            is_main=number == 0,
+            barrier=lambda: meeting.wait(timeout=60) and None,
+            num_workers=0,
+            show_progress_bar=False,
+        )
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({index.fingerprint for index in found.values()}) == 1 and len(found) == 3
+
+
+def test_when_the_main_rank_fails_no_rank_waits_for_ever(tmp_path: Path) -> None:
+    meeting = threading.Barrier(2)
+    errors: dict[int, UserError] = {}
+
+    def rank(number: int) -> None:
+        try:
+            open_or_build_index(
+                tmp_path / "nothing", cache_dir=tmp_path, is_main=number == 0, barrier=lambda: meeting.wait(30) and None
+            )
+        except UserError as error:
+            errors[number] = error
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "does not exist" in str(errors[0]) and "main process could not index" in str(errors[1])
+
+
+def test_the_cached_index_is_used_until_the_source_lists_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data"
+    write_video(data / "a.mp4", frames=4)
+    builds: list[Path] = []
+
+    def counted(source: Path, output: Path, **options: object) -> object:
+        builds.append(source)
+        return build_index(source, output, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tinyvae.data.index_build.build_index", counted)
+
+    def opened() -> VideoIndex:
+        return open_or_build_index(data, cache_dir=tmp_path / "cache", num_workers=0, show_progress_bar=False)
+
+    assert len(opened()) == len(opened()) == 1 and len(builds) == 1
+    write_video(data / "b.mp4", frames=4)
+    assert len(opened()) == 2 and len(builds) == 2
+    index_file = tmp_path / "cache" / "data_index.tvi"
+    assert len(open_or_build_index(index_file, cache_dir=tmp_path)) == 2, "an index is its own source"
+
+
+def test_an_index_travels_by_pickle_and_to_another_root(video_folder: Path, tmp_path: Path) -> None:
+    index = build(video_folder, tmp_path / "i.tvi").index
+    moved = tmp_path / "moved"
+    shutil.copytree(video_folder, moved)
+    there = pickle.loads(pickle.dumps(open_index(tmp_path / "i.tvi", moved)))
+    assert there.full_path(there.row(0)).is_relative_to(moved) and there.fingerprint == index.fingerprint
+
+
+def test_what_is_no_index_is_refused(video_folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "i.tvi"
+    build(video_folder, output)
+    with pytest.raises(MissingFileError, match="tinyvae data index"):
+        open_index(tmp_path / "none.tvi")
+    with open(output, "r+b") as stream:
+        stream.truncate(output.stat().st_size - 1)
+    with pytest.raises(UserError, match="cut off"):
+        open_index(output)
+    other = tmp_path / "mine.txt"
+    other.write_text("my notes")
+    assert not is_index(other)
+    with pytest.raises(UserError, match="not an index"):
+        open_index(other)
+    with pytest.raises(UserError, match="not overwritten"):
+        build(video_folder, other)
+    assert other.read_text() == "my notes"
+    with pytest.raises(UserError, match="is a folder"):
+        build(video_folder, tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="lists no video"):
+        build(tmp_path / "empty", tmp_path / "e.tvi")
+
+
+def test_columns_are_read_in_chunks_and_row_numbers_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinyvae.data.index.CHUNK_ROWS", 64)
+    journal = IndexJournal(tmp_path / "i.tvi")
+    for number in range(500):
+        status = STATUS_BAD if number % 7 == 0 else STATUS_OK
+        journal.append(
+            IndexRecord(path=f"d/{number}.mp4", status=status, reason="r" * (number % 7 == 0), frames=number)
+        )
+    journal.finish({"data_root": str(tmp_path), "source": ""})
+    index = open_index(tmp_path / "i.tvi")
+    frames = np.concatenate([rows["frames"] for _, rows in index.chunks()])
+    assert [index.row(number).frames for number in range(500)] == frames.tolist()
+    assert {row.frames for row in index.bad_rows()} == set(range(0, 500, 7)) and index.num_bad == 72
+    assert all(index.row(index.find(f"d/{number}.mp4")).frames == number for number in range(500))
