@@ -35,13 +35,15 @@ class TAEHV(VideoCodec, nn.Module):
 
     ``width`` scales every hidden channel count (1.0 = the released networks; multiples of 0.125).
     ``preview`` makes a cheaper decoder of the same weights: without upsampling in "time", in "space", or "both".
-    Set ``gradient_checkpointing`` to recompute activations in the backward pass instead of keeping them.
+    Set ``gradient_checkpointing`` to recompute activations in the backward pass instead of keeping them, and
+    ``folded_training`` to run the faster folded form of the same function on the live parameters.
     """
 
     def __init__(self, variant: str = "taehv", *, width: float = 1.0, preview: Preview | None = None) -> None:
         super().__init__()
         self.spec: VariantSpec = get_spec(variant, width=width, preview=preview)
         self.gradient_checkpointing = False
+        self.folded_training = False
         self.encoder = build_encoder(self.spec)
         self.decoder = build_super_decoder(self.spec) if self.spec.decoder == "super" else build_decoder(self.spec)
 
@@ -75,6 +77,10 @@ class TAEHV(VideoCodec, nn.Module):
         return next(self.parameters()).device
 
     def _run(self, layers: nn.Sequential, x: Tensor, memory: Memory | None) -> tuple[Tensor, Memory]:
+        if self.folded_training:
+            from tinyvae.models.fast_training import run_folded_layers
+
+            return run_folded_layers(layers, x, memory, checkpointing=self.gradient_checkpointing)
         return run_layers(layers, x, memory, checkpointing=self.gradient_checkpointing)
 
 
