@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# The tests' tensors are tiny: a second thread makes them up to twenty times slower when the other core is busy.
+torch.set_num_threads(1)
+
 
 def find_shared() -> Path | None:
     """``TINYVAE_SHARED`` or ``../shared`` beside the checkout; None where neither exists."""

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 Memory = list[Tensor | None]
 """One entry per layer: NTCHW frames that the layer still needs, or None before the first chunk."""
 
+RECOMPUTED_SLICES = 4
+
 
 def conv3x3(channels_in: int, channels_out: int, *, stride: int = 1, bias: bool = True) -> nn.Conv2d:
     return nn.Conv2d(channels_in, channels_out, 3, padding=1, stride=stride, bias=bias)
@@ -132,7 +134,7 @@ def run_layers(
             inputs = (video.flatten(0, 1),)
         else:
             segment = layers[start:stop]
-        x = checkpoint(segment, *inputs, use_reentrant=False) if recompute else segment(*inputs)
+        x = _recomputed(segment, inputs) if recompute else segment(*inputs)
     return x.unflatten(0, (num_videos, -1)), new
 
 
@@ -141,6 +143,17 @@ def _segments(layers: nn.Sequential) -> list[tuple[int, int]]:
     remembers = [isinstance(layer, MemBlock | SuperMemBlock | TPool) for layer in layers]
     cuts = [i for i in range(1, len(layers)) if remembers[i] or remembers[i - 1]]
     return list(zip([0, *cuts], [*cuts, len(layers)], strict=True))
+
+
+def _recomputed(segment: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+    """Run a segment keeping only its inputs for the backward pass, a slice of the frames at a time.
+
+    The layers at full resolution hold most of the activations, so recomputing one of them whole would bring the peak
+    back; frames are independent inside a segment, so slices give the same gradients.
+    """
+    slices = 1 if isinstance(segment, TPool) else RECOMPUTED_SLICES
+    parts = zip(*(x.chunk(slices) for x in inputs), strict=True)
+    return torch.cat([checkpoint(segment, *part, use_reentrant=False) for part in parts])
 
 
 def _frame_before(video_NTCHW: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:

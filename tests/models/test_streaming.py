@@ -1,0 +1,157 @@
+"""Streams: any chunking of any variant gives the whole-video result; streams do not meet; memory stays put."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
+from tinyvae.errors import UserError
+
+# fp64: the parallel and the chunked pass may use convolution kernels that round differently; at this tolerance
+# a wrong or missing frame of memory (errors around 1e-2) cannot hide.
+TOLERANCE = 1e-12
+MODELS = {name: TAEHV(name, width=0.125).double().eval() for name in VARIANTS}
+
+
+def cut(x_NTCHW: Tensor, sizes: list[int]) -> list[Tensor]:
+    """Cut along time into chunks of the given sizes, the last taking what is left."""
+    chunks, start = [], 0
+    for size in sizes:
+        chunks.append(x_NTCHW[:, start : start + size])
+        start += size
+    return [*chunks, x_NTCHW[:, start:]]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=12, deadline=None)
+@given(length=st.integers(1, 40), sizes=st.lists(st.integers(0, 19), max_size=6), seed=st.integers(0, 999))
+def test_encoder_chunking_changes_nothing(variant: str, length: int, sizes: list[int], seed: int) -> None:
+    model = MODELS[variant]
+    size = model.spec.space_factor
+    generator = torch.Generator().manual_seed(seed)
+    video = torch.rand(1, length, 3, size, size, dtype=torch.double, generator=generator)
+    stream = StreamingEncoder(model)
+    pieces = [stream.push(chunk) for chunk in cut(video, sizes)]
+    pieces.append(stream.flush())
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(pieces, 1), model.encode_video(video), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=12, deadline=None)
+@given(length=st.integers(1, 11), sizes=st.lists(st.integers(0, 5), max_size=6), seed=st.integers(0, 999))
+def test_decoder_chunking_changes_nothing(variant: str, length: int, sizes: list[int], seed: int) -> None:
+    model = MODELS[variant]
+    generator = torch.Generator().manual_seed(seed)
+    latents = torch.randn(1, length, model.spec.latent_channels, 1, 1, dtype=torch.double, generator=generator)
+    stream = StreamingDecoder(model, num_latents=length)
+    pieces = [stream.push(chunk) for chunk in cut(latents, sizes)]
+    pieces.append(stream.flush())
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(pieces, 1), model.decode_video(latents), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("preview", ["time", "space", "both"])
+def test_preview_streams(preview: str) -> None:
+    model = TAEHV("taecvx", width=0.125, preview=preview).double().eval()
+    latents = torch.randn(2, 6, 16, 2, 3, dtype=torch.double)
+    stream = StreamingDecoder(model, num_latents=6)
+    pieces = [stream.push(latents[:, :0]), stream.push(latents[:, :1]), stream.push(latents[:, 1:]), stream.flush()]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(pieces, 1), model.decode_video(latents), atol=TOLERANCE, rtol=0)
+
+
+def test_frames_come_as_soon_as_they_are_ready() -> None:
+    model = MODELS["taehv"]
+    stream = StreamingDecoder(model)
+    counts = [stream.push(torch.randn(1, 1, 16, 1, 1, dtype=torch.double)).shape[1] for _ in range(3)]
+    assert counts == [1, 4, 4]
+    encoder = StreamingEncoder(MODELS["taeh3"])
+    counts = [encoder.push(torch.rand(1, 1, 3, 16, 16, dtype=torch.double)).shape[1] for _ in range(18)]
+    # Latents 0 and 1 of a chunk are safe at once; the other three wait until frame 17 opens the next chunk, which
+    # also completes that chunk's first latent.
+    assert counts == [1, 0, 0, 0, 1] + [0] * 12 + [4]
+
+
+def test_interleaved_streams_do_not_meet() -> None:
+    model = MODELS["taew2_1"]
+    videos = [torch.rand(1, 9, 3, 8, 8, dtype=torch.double) for _ in range(2)]
+    streams = [StreamingEncoder(model) for _ in videos]
+    pieces: list[list[Tensor]] = [[], []]
+    for t in range(9):
+        for stream, video, got in zip(streams, videos, pieces, strict=True):
+            got.append(stream.push(video[:, t : t + 1]))
+    for stream, video, got in zip(streams, videos, pieces, strict=True):
+        got.append(stream.flush())
+        with torch.no_grad():
+            torch.testing.assert_close(torch.cat(got, 1), model.encode_video(video), atol=TOLERANCE, rtol=0)
+
+
+def carried_bytes(memory: object) -> int:
+    """Bytes of storage (not of the view) that a stream's memory keeps alive."""
+    assert isinstance(memory, list)
+    return sum(entry.untyped_storage().nbytes() for entry in memory if isinstance(entry, Tensor))
+
+
+@pytest.mark.parametrize("variant", ["taehv", "taeltx_2", "taeh3", "taew2_2_super"])
+def test_memory_does_not_grow(variant: str) -> None:
+    model = MODELS[variant]
+    size = model.spec.space_factor
+    encoder, decoder = StreamingEncoder(model), StreamingDecoder(model)
+    held: set[int] = set()
+    for step in range(12):
+        for _ in range(17):  # a whole number of latents and of taeh3 chunks, so the state repeats
+            encoder.push(torch.rand(1, model.spec.time_factor, 3, size, size, dtype=torch.double))
+        decoder.push(torch.randn(1, 3, model.spec.latent_channels, 1, 1, dtype=torch.double))
+        if step >= 1:
+            held.add(carried_bytes(encoder._memory) + carried_bytes(decoder._memory))
+            assert sum(latents.shape[1] for latents in encoder._held) <= 5
+    assert len(held) == 1
+
+
+def test_gradients_are_recorded_only_when_asked() -> None:
+    model = TAEHV("taehv", width=0.125)
+    latents = torch.randn(1, 2, 16, 1, 1)
+    assert not StreamingDecoder(model).push(latents).requires_grad
+    assert StreamingDecoder(model, track_gradients=True).push(latents).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("misuse", "says"),
+    [
+        (lambda: StreamingDecoder(MODELS["taecvx"]), "num_latents=L"),
+        (lambda: StreamingDecoder(MODELS["taehv"], num_latents=0), "at least 1"),
+        (lambda: StreamingEncoder(MODELS["taehv"]).flush(), "empty"),
+        (lambda: StreamingDecoder(MODELS["taehv"]).push(torch.randn(1, 1, 4, 1, 1)), "16 latent channels"),
+        (lambda: push_twice(torch.rand(1, 1, 3, 8, 8), torch.rand(1, 1, 3, 16, 8)), "one object per stream"),
+        (lambda: push_after_flush(), "has been flushed"),
+        (lambda: push_stated(stated=1, pushed=2), "more latents"),
+        (lambda: push_stated(stated=3, pushed=2), "only 2 were pushed"),
+    ],
+)
+def test_misuse_is_refused(misuse, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        misuse()
+
+
+def push_twice(first: Tensor, second: Tensor) -> None:
+    stream = StreamingEncoder(MODELS["taehv"])
+    stream.push(first.double())
+    stream.push(second.double())
+
+
+def push_after_flush() -> None:
+    stream = StreamingDecoder(MODELS["taehv"])
+    stream.push(torch.randn(1, 1, 16, 1, 1, dtype=torch.double))
+    stream.flush()
+    stream.push(torch.randn(1, 1, 16, 1, 1, dtype=torch.double))
+
+
+def push_stated(*, stated: int, pushed: int) -> None:
+    stream = StreamingDecoder(MODELS["taehv"], num_latents=stated)
+    stream.push(torch.randn(1, pushed, 16, 1, 1, dtype=torch.double))
+    stream.flush()

@@ -1,0 +1,221 @@
+"""Weight files: round trips, what states the variant, and files that are foreign, broken or hostile."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tinyvae import TAEHV, VARIANTS, load_model, save_model
+from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError
+
+
+def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    left, right = a.state_dict(), b.state_dict()
+    return list(left) == list(right) and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def bare_state(model: TAEHV) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_round_trip_states_the_variant(tmp_path: Path, variant: str) -> None:
+    model = TAEHV(variant, width=0.25)
+    files = save_model(model, tmp_path / "saved", training_step=7)
+    assert [f.name for f in files] == ["model.safetensors", "model.pth", "config.json"]
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert (config["variant"], config["width"], config["training_step"]) == (variant, 0.25, 7)
+    assert config["trim"] == model.spec.trim and config["latent_channels"] == model.spec.latent_channels
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a stated variant is never ambiguous
+        for path in ("saved", "saved/model.safetensors", "saved/model.pth"):
+            loaded = load_model(tmp_path / path)
+            assert loaded.spec == model.spec and same_weights(loaded, model) and not loaded.training
+
+
+def test_renaming_a_file_changes_nothing(tmp_path: Path) -> None:
+    """Upstream takes the variant from the path; here a lone renamed file still says what it is."""
+    save_model(TAEHV("taecvx", width=0.25), tmp_path / "a" / "x.safetensors")
+    (tmp_path / "b").mkdir()
+    shutil.copy(tmp_path / "a" / "x.safetensors", tmp_path / "b" / "taehv_taew2_1.pth")
+    assert load_model(tmp_path / "b" / "taehv_taew2_1.pth").spec.name == "taecvx"
+
+
+@pytest.mark.parametrize(
+    ("variant", "taken", "named"),
+    [("taecvx", "taehv", ["taecvx", "taew2_1", "taeos1_3"]), ("taeltx2_3", "taeltx_2", ["taeltx2_3"])],
+)
+def test_shapes_that_cannot_tell_warn(tmp_path: Path, variant: str, taken: str, named: list[str]) -> None:
+    file = tmp_path / f"{variant}.safetensors"  # the name must not help
+    save_file(bare_state(TAEHV(variant, width=0.125)), file)
+    with pytest.warns(UserWarning) as seen:
+        assert load_model(file).spec.name == taken
+    assert len(seen) == 1 and all(name in str(seen[0].message) for name in named)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_model(file, variant=variant).spec.name == variant
+
+
+@pytest.mark.parametrize("variant", ["taehv1_5", "taew2_2", "taehv1_5_super", "taew2_2_super", "taeh3"])
+def test_shapes_that_can_tell_do_not_warn(tmp_path: Path, variant: str) -> None:
+    save_file(bare_state(TAEHV(variant, width=0.25)), tmp_path / "w.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = load_model(tmp_path / "w.safetensors")
+    assert (loaded.spec.name, loaded.spec.width) == (variant, 0.25)
+
+
+def test_wrapped_keys_are_stripped(tmp_path: Path) -> None:
+    model = TAEHV("taew2_2", width=0.125)
+    torch.save({f"module._orig_mod.{k}": v for k, v in bare_state(model).items()}, tmp_path / "w.pth")
+    assert same_weights(load_model(tmp_path / "w.pth"), model)
+    compiled = torch.nn.Module()
+    compiled._orig_mod = model
+    save_model_keys = load_file(save_wrapped(compiled, model, tmp_path))
+    assert set(save_model_keys) == set(model.state_dict())
+
+
+def save_wrapped(wrapper: torch.nn.Module, model: TAEHV, folder: Path) -> Path:
+    wrapper.spec = model.spec
+    return save_model(wrapper, folder / "out.safetensors")[0]  # type: ignore[arg-type]
+
+
+def test_run_folder_gives_best_then_final_then_newest(tmp_path: Path) -> None:
+    models = [TAEHV("taew2_2", width=0.125) for _ in range(4)]
+    save_model(models[0], tmp_path / "checkpoint-500", training_step=500)
+    save_model(models[1], tmp_path / "checkpoint-1500", training_step=1500)
+    assert same_weights(load_model(tmp_path), models[1])
+    assert same_weights(load_model(tmp_path / "checkpoint-500"), models[0])
+    save_model(models[2], tmp_path / "final_model.safetensors")
+    assert same_weights(load_model(tmp_path), models[2])
+    save_model(models[3], tmp_path / "best_model")
+    assert same_weights(load_model(tmp_path), models[3])
+
+
+def test_run_config_states_variant_and_is_kept(tmp_path: Path) -> None:
+    """A run folder's own config.json has `width` in pixels; saving a model beside it must not replace it."""
+    run = {"format": "tinyvae-run", "variant": "taecvx", "model_width": 0.125, "width": 720, "height": 480}
+    (tmp_path / "config.json").write_text(json.dumps(run))
+    save_model(TAEHV("taecvx", width=0.125), tmp_path / "final_model.pth")
+    assert json.loads((tmp_path / "config.json").read_text()) == run
+    assert load_model(tmp_path).spec.name == "taecvx"
+
+
+def test_foreign_config_beside_the_file_is_not_believed(tmp_path: Path) -> None:
+    save_file(bare_state(TAEHV("taew2_2", width=0.125)), tmp_path / "w.safetensors")
+    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKLWan", "variant": "fp16"}')
+    assert load_model(tmp_path / "w.safetensors").spec.name == "taew2_2"
+
+
+def test_dtype_is_the_files_unless_asked(tmp_path: Path) -> None:
+    save_model(TAEHV("taew2_2", width=0.125), tmp_path / "half", dtype=torch.float16)
+    assert load_model(tmp_path / "half").dtype == torch.float16
+    assert load_model(tmp_path / "half", dtype=torch.float32).dtype == torch.float32
+
+
+def test_previews_load_full_weights(tmp_path: Path) -> None:
+    model = TAEHV("taew2_2", width=0.125)
+    save_model(model, tmp_path / "m")
+    preview = load_model(tmp_path / "m", preview="both")
+    assert same_weights(preview, model)
+    with torch.no_grad():
+        assert preview.decode_video(torch.randn(1, 3, 48, 2, 2)).shape == (1, 3, 3, 4, 4)
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    save_model(TAEHV("taew2_2", width=0.125), tmp_path / "m.safetensors")
+    before = (tmp_path / "m.safetensors").read_bytes()
+    other = TAEHV("taew2_2", width=0.125)
+    with pytest.raises(FileExistsAlreadyError, match="overwrite=True"):
+        save_model(other, tmp_path / "m.safetensors")
+    with pytest.raises(FileExistsAlreadyError, match="describes another model"):
+        save_model(TAEHV("taehv", width=0.125), tmp_path / "n.safetensors")
+    assert (tmp_path / "m.safetensors").read_bytes() == before
+    save_model(other, tmp_path / "m.safetensors", overwrite=True)
+    assert same_weights(load_model(tmp_path / "m.safetensors"), other)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "m.safetensors"]
+
+
+class RunsCode:
+    def __reduce__(self) -> tuple:
+        return os.system, ("echo this must not run > owned",)
+
+
+def hostile_files(folder: Path) -> dict[str, tuple[Path, str]]:
+    """name -> (file, what the error must say)"""
+    save_model(TAEHV("taew2_2", width=0.125), folder / "good")
+    whole, pickled = (folder / "good" / "model.safetensors").read_bytes(), (folder / "good" / "model.pth").read_bytes()
+    state = bare_state(TAEHV("taew2_2", width=0.125))
+    missing = {k: v for k, v in state.items() if k != "encoder.4.conv.0.bias"}
+    wrong_shape = state | {"encoder.4.conv.0.weight": torch.randn(8, 16, 5, 5)}
+    contents: dict[str, tuple[bytes | object, str]] = {
+        "empty": (b"", "neither"),
+        "text": (b"this is no model, only words\n", "neither"),
+        "random": (bytes(range(256)) * 40, "neither"),
+        "cut header": (whole[:60], "not a whole safetensors"),
+        "cut body": (whole[: len(whole) // 2], "not a whole safetensors"),
+        "cut pth": (pickled[: len(pickled) // 2], "not a whole .pth"),
+        "huge header": ((2**60).to_bytes(8, "little") + b"{" + b"x" * 99, "not a whole safetensors"),
+        "runs code": (pickle.dumps({"encoder.0.weight": RunsCode()}, protocol=2), "could run code"),
+        "runs code in zip": ({"encoder.0.weight": RunsCode()}, "could run code"),
+        "list": ([torch.zeros(2)], "does not hold a state dict"),
+        "foreign": ({"conv_in.weight": torch.zeros(3)}, "it begins with conv_in.weight"),
+        "missing key": (missing, "encoder.4.conv.0.bias is missing"),
+        "wrong shape": (wrong_shape, r"encoder.4.conv.0.weight is \[8, 16, 5, 5\] instead of \[8, 16, 3, 3\]"),
+        "extra key": (state | {"loss.weight": torch.zeros(1)}, "loss.weight is not known"),
+        "integers": ({k: v.to(torch.int8) for k, v in state.items()}, "not floating point"),
+        "mixed dtypes": (state | {"encoder.0.bias": state["encoder.0.bias"].half()}, "mixes the dtypes"),
+    }
+    made = {}
+    for name, (content, says) in contents.items():
+        file = folder / name
+        if isinstance(content, bytes):
+            file.write_bytes(content)
+        else:
+            torch.save(content, file)
+        made[name] = (file, says)
+    return made
+
+
+def test_hostile_files_get_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, (file, says) in hostile_files(tmp_path).items():
+        with pytest.raises(UserError, match=says) as refused:
+            load_model(file)
+        assert str(file) in str(refused.value) and "\n" not in str(refused.value), name
+    assert not (tmp_path / "owned").exists()
+
+
+def test_mismatch_names_the_likely_variant(tmp_path: Path) -> None:
+    save_file(bare_state(TAEHV("taehv1_5", width=0.25)), tmp_path / "w.safetensors")
+    with pytest.raises(UserError, match=r"not a taew2_2 model.*looks like taehv1_5.*encoder.17.weight is"):
+        load_model(tmp_path / "w.safetensors", variant="taew2_2")
+    with pytest.raises(UserError, match="Did you mean 'taehv1_5'"):
+        load_model(tmp_path / "w.safetensors", variant="taehv15")
+
+
+def test_missing_and_ambiguous_paths(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="there is no model at") as missing:
+        load_model(tmp_path / "nothing.pth")
+    assert isinstance(missing.value, FileNotFoundError) and isinstance(missing.value, ValueError)
+    with pytest.raises(UserError, match="holds no weights"):
+        load_model(tmp_path)
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file(bare_state(TAEHV("taew2_2", width=0.125)), tmp_path / name)
+    with pytest.raises(UserError, match="2 weight files; name one"):
+        load_model(tmp_path)
+
+
+def test_stated_config_that_is_broken_is_said(tmp_path: Path) -> None:
+    torch.save(bare_state(TAEHV("taew2_2", width=0.125)), tmp_path / "w.pth")
+    (tmp_path / "config.json").write_text("{not json")
+    with pytest.raises(UserError, match="not valid JSON"):
+        load_model(tmp_path / "w.pth")

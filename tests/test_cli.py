@@ -1,0 +1,70 @@
+"""The command line as a user meets it: a real process, its exit code, one sentence for a mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinyvae import TAEHV, save_model
+from tinyvae.cli import VERBS, build_parser
+
+
+def tinyvae(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tinyvae.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+
+
+def test_help_lists_every_verb_without_loading_torch() -> None:
+    code = "import sys; from tinyvae.cli import run; run(['--help']); assert 'torch' not in sys.modules"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert all(verb in shown for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example(verb: str) -> None:
+    text = build_parser(verb).format_help()
+    assert "example:" in text and f"tinyvae {verb}" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["inf"], "Did you mean 'info'"),
+        (["info", "nothing.pth"], "there is no model at nothing.pth"),
+        (["info", "taehv", "--frames", "0"], "at least 1 frame"),
+    ],
+)
+def test_mistakes_end_in_one_sentence_and_exit_code_2(tmp_path: Path, words: list[str], says: str) -> None:
+    done = tinyvae(*words, folder=tmp_path)
+    assert done.returncode == 2 and says in done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_no_verb_shows_usage_and_fails() -> None:
+    done = tinyvae()
+    assert done.returncode == 2 and "usage: tinyvae VERB" in done.stdout
+
+
+def test_version_matches_the_package_metadata() -> None:
+    from importlib.metadata import version
+
+    assert tinyvae("--version").stdout == f"tinyvae {version('tinyvae')}\n"
+
+
+def test_info_on_a_variant_and_on_a_file(tmp_path: Path) -> None:
+    assert "4 frames of 16x16 pixels" in tinyvae("info", "taew2_2").stdout
+    save_model(TAEHV("taecvx", width=0.25), tmp_path / "m")
+    shown = tinyvae("info", "m", "--frames", "5", folder=tmp_path).stdout
+    assert "taecvx, stands in for the VAE of CogVideoX" in shown
+    assert "5 frames -> 2 latents -> 8 frames, of which the first 5 are the input's" in shown
+
+
+def test_importing_tinyvae_pulls_nothing_heavy() -> None:
+    """The half second the project allows itself beyond torch is kept by what is *not* imported."""
+    code = "import tinyvae, sys; tinyvae.TAEHV, tinyvae.load_model; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    heavy = {"av", "accelerate", "diffusers", "torchmetrics", "tensorboard", "PIL", "transformers", "deepspeed"}
+    assert not heavy & {name.split(".")[0] for name in loaded}
