@@ -118,7 +118,7 @@ def test_other_mistakes_in_the_source_are_named(tmp_path: Path) -> None:
         read(tmp_path / "nothing")
     with pytest.raises(UserError, match="cannot tell what"):
         read(write(tmp_path / "a.txt", "a.mp4"))
-    with pytest.raises(UserError, match="line 1.*not JSON"):
+    with pytest.raises(UserError, match=r"line 1.*not JSON"):
         read(write(tmp_path / "a.jsonl", "{broken\n"))
     (tmp_path / "b.json").write_bytes(b'{"list": [{"path": "\xff\xfe"}]}')
     with pytest.raises(UserError, match="UTF-8"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,11 +48,12 @@ class BadFileLog:
             fcntl.flock(stream, fcntl.LOCK_EX)
             stream.seek(self._read_up_to)
             for line in stream:
-                # A line without its end was cut by a kill; the file it named is simply named again.
                 if line.endswith(b"\n"):
                     self._known.add(json.loads(line)["path"])
                 else:
-                    stream.write(b"\n")
+                    # A kill cut this line off; the file it named is simply named again.
+                    stream.truncate(stream.tell() - len(line))
+            stream.seek(0, os.SEEK_END)
             for bad in fresh:
                 if bad.path not in self._known:
                     self._known.add(bad.path)

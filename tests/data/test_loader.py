@@ -1,0 +1,233 @@
+"""Exact batches: the same with any number of workers and ranks, restartable anywhere, and honest about bad files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from small_videos import write_video
+
+from tinyvae.data import (
+    BadFileLog,
+    ClipBatch,
+    ClipSet,
+    ClipSettings,
+    build_index,
+    make_train_loader,
+    make_validation_loader,
+    split,
+)
+from tinyvae.data.clip_choice import choose_clip, file_of
+from tinyvae.data.decode import read_frames
+from tinyvae.errors import UserError
+
+SETTINGS = ClipSettings(
+    height=32, width=48, n_frames=5, min_frame_delta=1, max_frame_delta=2, gaussian_blur=True, seed=7
+)
+
+
+@pytest.fixture(scope="module")
+def sides(video_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[ClipSet, ClipSet]:
+    file = tmp_path_factory.mktemp("index") / "i.tvi"
+    index = build_index(video_folder, file, num_workers=0, show_progress_bar=False).index
+    return split(index, SETTINGS, train_split=0.7)
+
+
+def take(clips: ClipSet, count: int, **options: int) -> list[ClipBatch]:
+    return list(islice(iter(make_train_loader(clips, SETTINGS, **options)), count))
+
+
+def assert_equal(ours: list[ClipBatch], theirs: list[ClipBatch]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.names, one.positions, one.epoch) == (other.names, other.positions, other.epoch)
+        assert torch.equal(one.frames, other.frames) and torch.equal(one.color_and_blur, other.color_and_blur)
+
+
+def joined(batches: list[ClipBatch]) -> torch.Tensor:
+    return torch.cat([batch.frames for batch in batches])
+
+
+def test_a_batch_holds_what_the_pure_function_says(sides: tuple[ClipSet, ClipSet]) -> None:
+    train = sides[0]
+    batch = take(train, 2, batch_size=3)[1]
+    assert batch.frames.shape == (3, 5, 3, 32, 48) and batch.frames.dtype == torch.uint8
+    assert batch.positions == [3, 4, 5] and len(batch) == 3
+    row = train.index.row(int(train.rows[file_of(4, len(train), 7)]))
+    choice = choose_clip(row, SETTINGS, 4, len(train))
+    assert batch.names[1] == row.path
+    assert batch.color_and_blur[1].tolist() == pytest.approx(choice.color_and_blur.as_tuple())
+    frames = read_frames(train.index.full_path(row), choice.frame_indices)
+    window = choice.window
+    cut = frames[..., window.top : window.top + window.height, window.left : window.left + window.width]
+    assert abs(cut.float().mean() - batch.frames[1].float().mean()) < 1.0
+    model_input = batch.model_input()
+    assert model_input.dtype == torch.float32 and model_input.min() >= 0 and 0.5 < model_input.max() <= 1
+
+
+@pytest.mark.parametrize("num_workers", [2, 8])
+def test_the_same_batches_with_any_number_of_workers(sides: tuple[ClipSet, ClipSet], num_workers: int) -> None:
+    alone = take(sides[0], 9, batch_size=2)
+    assert_equal(take(sides[0], 9, batch_size=2, num_workers=num_workers), alone)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_together_see_what_one_rank_with_the_whole_batch_sees(
+    sides: tuple[ClipSet, ClipSet], world_size: int
+) -> None:
+    alone = take(sides[0], 5, batch_size=2 * world_size)
+    ranks = [take(sides[0], 5, batch_size=2, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for step, whole in enumerate(alone):
+        parts = [ranks[rank][step] for rank in range(world_size)]
+        assert [name for part in parts for name in part.names] == whole.names
+        assert torch.equal(joined(parts), whole.frames)
+        assert torch.equal(torch.cat([part.color_and_blur for part in parts]), whole.color_and_blur)
+
+
+def test_each_file_once_per_epoch_and_nothing_dropped_between_epochs(sides: tuple[ClipSet, ClipSet]) -> None:
+    train = sides[0]
+    size = len(train)
+    batches = take(train, size, batch_size=4)  # four epochs, whose borders lie inside batches
+    names = [name for batch in batches for name in batch.names]
+    epochs = [names[start : start + size] for start in range(0, 4 * size, size)]
+    assert all(len(set(epoch)) == size for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+    assert [position for batch in batches for position in batch.positions] == list(range(4 * size))
+    assert batches[-1].epoch == 3
+    clips_of_one_file = [joined(batches)[place] for place, name in enumerate(names) if name == names[0]]
+    assert not torch.equal(clips_of_one_file[0], clips_of_one_file[1]), "another epoch, another clip of the file"
+
+
+def test_starting_at_step_k_is_the_rest_of_the_run_without_reading_the_start(
+    sides: tuple[ClipSet, ClipSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = take(sides[0], 8, batch_size=3)
+    reads: list[Path] = []
+
+    def counted(path: Path, *args: object, **options: object) -> torch.Tensor:
+        reads.append(path)
+        return read_frames(path, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tinyvae.data.clip_reading.read_frames", counted)
+    assert_equal(take(sides[0], 3, batch_size=3, start_sample=15), whole[5:])
+    assert len(reads) == 9, "no replay of what was consumed before"
+    far = take(sides[0], 1, batch_size=3, start_sample=10**12)[0]
+    assert far.positions[0] == 10**12
+    # A resume with another batch size and more ranks goes on at the same sample.
+    ranks = [take(sides[0], 2, batch_size=1, rank=rank, world_size=3, start_sample=15) for rank in range(3)]
+    assert torch.equal(torch.cat([ranks[rank][0].frames for rank in range(3)]), whole[5].frames)
+
+
+def test_the_loader_leaves_torchs_random_state_alone(sides: tuple[ClipSet, ClipSet]) -> None:
+    before = torch.get_rng_state()
+    take(sides[0], 1, batch_size=2, num_workers=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_validation_is_the_same_every_time_and_ranks_share_it_without_repeats(sides: tuple[ClipSet, ClipSet]) -> None:
+    val = sides[1]
+    loader = make_validation_loader(val, SETTINGS, batch_size=2)
+    first, second = list(loader), list(loader)
+    assert_equal(first, second)
+    assert len(first) == len(loader) and sum(map(len, first)) == len(val) == loader.num_samples_all_ranks
+    assert torch.equal(first[0].model_input(), first[0].frames.float() / 255), "nothing random is applied"
+    with_workers = list(make_validation_loader(val, SETTINGS, batch_size=2, num_workers=2))
+    assert_equal(with_workers, first)
+    parts = [
+        batch
+        for rank in range(2)
+        for batch in make_validation_loader(val, SETTINGS, batch_size=1, rank=rank, world_size=2)
+    ]
+    assert sorted(position for part in parts for position in part.positions) == list(range(len(val)))
+    by_position = {part.positions[0]: part.frames for part in parts}
+    assert torch.equal(torch.cat([by_position[n] for n in range(len(val))]), joined(first))
+    few = make_validation_loader(val, SETTINGS, batch_size=4, num_samples=2)
+    assert [batch.positions for batch in few] == [[0, 1]]
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Iterator[ClipSet]:
+    """Twenty files, two of which went bad after they were indexed: one is gone, one has changed."""
+    data = tmp_path / "data"
+    for number in range(20):
+        write_video(data / f"{number}.mp4", frames=10, seed=number)
+    index = build_index(data, tmp_path / "i.tvi", num_workers=0, show_progress_bar=False).index
+    train, _ = split(index, SETTINGS, train_split=1.0)
+    (data / "3.mp4").unlink()
+    shutil.copy(data / "5.mp4", data / "4.mp4")
+    yield train
+
+
+def test_bad_files_are_replaced_named_and_written_down(damaged: ClipSet, tmp_path: Path) -> None:
+    file = tmp_path / "bad_files.jsonl"
+    options = {"batch_size": 4, "bad_file_limit": 0.5, "bad_file_log": BadFileLog(file)}
+    loader = make_train_loader(damaged, SETTINGS, **options)
+    alone = list(islice(iter(loader), 10))
+    assert all(batch.frames.shape[0] == 4 for batch in alone)
+    names = Counter(name for batch in alone for name in batch.names)
+    assert not names.keys() & {"3.mp4", "4.mp4"} and sum(names.values()) == 40
+    assert set(loader.bad_files.named) == {"3.mp4", "4.mp4"}
+    written = {record["path"]: record["reason"] for record in map(json.loads, file.read_text().splitlines())}
+    assert written.keys() == {"3.mp4", "4.mp4"}
+    assert "No such file" in written["3.mp4"] and "when it was indexed" in written["4.mp4"]
+    workers = make_train_loader(damaged, SETTINGS, num_workers=2, **options)
+    assert_equal(list(islice(iter(workers), 10)), alone)  # substitutes are pure functions too
+    assert len(file.read_text().splitlines()) == 2
+
+
+def test_a_run_with_too_many_bad_files_stops(damaged: ClipSet) -> None:
+    loader = make_train_loader(damaged, SETTINGS, batch_size=4, num_workers=1)
+    with pytest.raises(UserError, match=r"limit of 5\.0%"):
+        list(islice(iter(loader), 30))
+
+
+def test_storage_that_goes_away_ends_the_run_in_one_sentence(damaged: ClipSet) -> None:
+    shutil.rmtree(damaged.index.data_root)
+    loader = make_train_loader(damaged, SETTINGS, batch_size=1, num_workers=1, bad_file_limit=1.0)
+    with pytest.raises(UserError, match=r"8 files in a row could not be read at position 0.*No such file"):
+        next(iter(loader))
+    with pytest.raises(UserError, match="not one validation clip"):
+        list(make_validation_loader(damaged, SETTINGS, batch_size=4))
+
+
+def test_validation_leaves_bad_files_out(damaged: ClipSet) -> None:
+    loader = make_validation_loader(damaged, SETTINGS, batch_size=6)
+    names = [name for batch in loader for name in batch.names]
+    assert len(names) == 18 and not {"3.mp4", "4.mp4"} & set(names)
+    assert set(loader.bad_files.named) == {"3.mp4", "4.mp4"}
+
+
+def test_workers_survive_the_schedulers_signal(sides: tuple[ClipSet, ClipSet]) -> None:
+    alone = take(sides[0], 12, batch_size=2)
+    batches = iter(make_train_loader(sides[0], SETTINGS, batch_size=2, num_workers=2))
+    got = [next(batches)]
+    workers = psutil.Process().children()
+    assert len(workers) >= 2
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, signal.SIGINT)
+    got += list(islice(batches, 11))
+    assert_equal(got, alone)
+    del batches
+    psutil.wait_procs(workers, timeout=20)
+    assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_counts_that_cannot_be_meant_are_refused(sides: tuple[ClipSet, ClipSet]) -> None:
+    with pytest.raises(UserError, match="batch size is 0"):
+        make_train_loader(sides[0], SETTINGS, batch_size=0)
+    with pytest.raises(UserError, match="num_workers is -1"):
+        make_train_loader(sides[0], SETTINGS, batch_size=1, num_workers=-1)
+    with pytest.raises(UserError, match="start_sample is -1"):
+        make_train_loader(sides[0], SETTINGS, batch_size=1, start_sample=-1)
+    with pytest.raises(UserError, match="num_samples is 0"):
+        make_validation_loader(sides[1], SETTINGS, batch_size=1, num_samples=0)
