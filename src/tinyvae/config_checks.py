@@ -1,0 +1,330 @@
+"""Checks of a `TrainConfig` before any GPU or process group is touched; every complaint at once.
+
+``check_values`` looks at the numbers alone, ``check_paths`` at the file system. Both raise one `UserError` that lists
+all complaints, because a user who mends one mistake per start loses a queue slot for each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinyvae.config import FIELDS, TrainConfig
+from tinyvae.config_values import convert, limits_in_words, shown_value, within
+from tinyvae.errors import MissingFileError, UserError
+
+TEACHER_OF_VARIANT = {
+    "taehv": ("hunyuan",),
+    "taehv1_5": ("hunyuan",),
+    "taehv1_5_super": ("hunyuan",),
+    "taecvx": ("cogvideox",),
+    "taew2_1": ("wan",),
+    "taew2_2": ("wan",),
+    "taew2_2_super": ("wan",),
+    "taeltx_2": ("ltx",),
+    "taeltx2_3": ("ltx",),
+}
+"""Variant -> the teacher families whose latent space it learns; others (Open-Sora, MiniMax H3) have none here."""
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Complaint:
+    """One thing that is wrong: the keys it is about, and a sentence with the remedy."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenPath:
+    """How a path was written, and the folder it was resolved against."""
+
+    text: str
+    base: Path
+
+
+def check_values(config: TrainConfig) -> None:
+    """Raise one `UserError` with every value that cannot be meant. No file system, no GPU."""
+    raise_complaints(value_complaints(config))
+
+
+def check_paths(config: TrainConfig, given: Mapping[str, GivenPath] | None = None) -> None:
+    """Raise one error with every file and folder that is named and not there. ``given``: how paths were written."""
+    raise_complaints(path_complaints(config, given or {}), error=MissingFileError)
+
+
+def check_config(config: TrainConfig, given: Mapping[str, GivenPath] | None = None) -> None:
+    """`check_values` and `check_paths` in one message."""
+    raise_complaints([*value_complaints(config), *path_complaints(config, given or {})])
+
+
+def raise_complaints(
+    complaints: Sequence[Complaint], *, heading: str = "the configuration", error: type[UserError] = UserError
+) -> None:
+    """Raise one error that lists all complaints; nothing where there is none."""
+    if len(complaints) == 1:
+        raise error(f"{heading}: {complaints[0].text}")
+    if complaints:
+        lines = "".join(f"\n  - {complaint.text}" for complaint in complaints)
+        raise error(f"{heading} has {len(complaints)} mistakes:{lines}")
+
+
+# values
+
+
+def value_complaints(config: TrainConfig) -> list[Complaint]:
+    """Everything wrong with the values: types and ranges first, then the rules between keys."""
+    wrong = list(_field_complaints(config))
+    wrong_keys = {key for complaint in wrong for key in complaint.keys}
+    for rule in RULES:
+        # A rule about a key that is wrong by itself would only repeat that, or compute nonsense.
+        wrong += [complaint for complaint in rule(config) if not wrong_keys & set(complaint.keys)]
+    return wrong
+
+
+def _field_complaints(config: TrainConfig) -> Iterator[Complaint]:
+    for key, field in FIELDS.items():
+        value = getattr(config, key)
+        try:
+            convert(key, value)
+        except UserError as mistake:
+            yield Complaint(keys=(key,), text=str(mistake))
+            continue
+        limits = field.metadata["limits"]
+        if not within(value, limits):
+            yield Complaint(keys=(key,), text=f"{key}={shown_value(value)} must be {limits_in_words(limits)}.")
+
+
+def _variant_rules(config: TrainConfig) -> Iterator[Complaint]:
+    """The variant's own rules: width factor, frame length, frame size, Seraena groups."""
+    try:
+        spec = config.spec
+    except UserError as mistake:
+        text = str(mistake).replace("width=", "model_width=", 1)
+        yield Complaint(keys=("variant", "model_width"), text=text)
+        return
+    _, height, width = config.validation_size
+    checks: list[tuple[tuple[str, ...], Callable[[], None]]] = [
+        (("n_frames",), lambda: spec.check_training_length(config.n_frames)),
+        (("height", "width"), lambda: spec.check_size(config.height, config.width)),
+    ]
+    if (height, width) != (config.height, config.width):
+        checks.append((("validation_height", "validation_width"), lambda: spec.check_size(height, width)))
+    if config.use_seraena:
+        seraena_keys = ("n_frames", "n_seraena_frames")
+        checks.append((seraena_keys, lambda: spec.check_seraena_frames(config.n_frames, config.n_seraena_frames)))
+    for keys, check in checks:
+        try:
+            check()
+        except UserError as mistake:
+            prefix = "validation size: " if keys[0] == "validation_height" else ""
+            yield Complaint(keys=keys, text=prefix + str(mistake))
+
+
+def _loss_rules(config: TrainConfig) -> Iterator[Complaint]:
+    """A term whose needs are not met is a mistake, and so is a switch that nothing uses."""
+    teacher_keys = ("encoder_loss_weight", "decoder_loss_weight")
+    for key in teacher_keys:
+        if getattr(config, key) > 0 and not config.use_ref_vae:
+            yield Complaint(
+                keys=(key, "use_ref_vae"),
+                text=f"{key}={getattr(config, key):g} needs a teacher, and use_ref_vae is off; "
+                f"set use_ref_vae and ref_vae_path, or {key} to 0.",
+            )
+    if config.use_ref_vae and not any(getattr(config, key) for key in teacher_keys):
+        yield Complaint(
+            keys=("use_ref_vae", *teacher_keys),
+            text="use_ref_vae is on but encoder_loss_weight and decoder_loss_weight are both 0, so the teacher would "
+            "teach nothing; give them a weight (0.1 is usual), or set use_ref_vae to false.",
+        )
+    if config.use_seraena != (config.seraena_loss_weight > 0):
+        has = f"seraena_loss_weight={config.seraena_loss_weight:g}"
+        text = (
+            f"use_seraena is on but {has}; give it a weight (0.1 is usual), or set use_seraena to false."
+            if config.use_seraena
+            else f"{has} needs Seraena, and use_seraena is off; set use_seraena to true, or seraena_loss_weight to 0."
+        )
+        yield Complaint(keys=("use_seraena", "seraena_loss_weight"), text=text)
+    weights = [key for key in FIELDS if key.endswith("_loss_weight")]
+    if not any(getattr(config, key) for key in weights):
+        yield Complaint(keys=tuple(weights), text="all loss weights are 0, so nothing would be trained; set one.")
+    smallest = min(config.height, config.width)
+    if config.perceptual_loss_weight > 0 and smallest < 31:
+        yield Complaint(
+            keys=("perceptual_loss_weight", "height", "width"),
+            text=f"perceptual_loss_weight needs frames of at least 31x31 pixels, got {config.height}x{config.width}.",
+        )
+
+
+def _teacher_rules(config: TrainConfig) -> Iterator[Complaint]:
+    if not config.use_ref_vae:
+        return
+    keys = ("use_ref_vae", "ref_vae_path", "cogvideox_model_path", "ref_vae_type")
+    if config.teacher_path is None:
+        yield Complaint(keys=keys, text="use_ref_vae is on, but neither ref_vae_path nor cogvideox_model_path is set.")
+        return
+    both = config.ref_vae_path and config.cogvideox_model_path
+    if both and config.ref_vae_path != config.cogvideox_model_path:
+        yield Complaint(
+            keys=keys,
+            text=f"ref_vae_path={config.ref_vae_path} and cogvideox_model_path={config.cogvideox_model_path} name two "
+            "teachers; set one of them to none.",
+        )
+    possible = TEACHER_OF_VARIANT.get(config.variant)
+    if possible is None:
+        yield Complaint(
+            keys=("variant", *keys),
+            text=f"there is no teacher for {config.variant} in diffusers; set use_ref_vae to false.",
+        )
+    elif config.teacher_type is not None and config.teacher_type not in possible:
+        students = [name for name, teachers in TEACHER_OF_VARIANT.items() if config.teacher_type in teachers]
+        yield Complaint(
+            keys=("variant", *keys),
+            text=f"a {config.teacher_type} teacher cannot teach {config.variant}, whose latents are those of "
+            f"{' or '.join(possible)}; set variant to {' or '.join(students)}, or name another teacher.",
+        )
+
+
+def _schedule_rules(config: TrainConfig) -> Iterator[Complaint]:
+    if config.lr_warmup_steps > config.max_train_steps:
+        yield Complaint(
+            keys=("lr_warmup_steps", "max_train_steps"),
+            text=f"lr_warmup_steps={config.lr_warmup_steps} is more than max_train_steps={config.max_train_steps}; "
+            "the learning rate would never reach its peak.",
+        )
+    start = config.seraena_start
+    if config.use_seraena and isinstance(start, int) and start >= config.max_train_steps:
+        yield Complaint(
+            keys=("seraena_start", "max_train_steps"),
+            text=f"seraena_start={start} is not before max_train_steps={config.max_train_steps}, "
+            "so Seraena would never begin.",
+        )
+    if config.validation_steps == 0:
+        for key, wanted in (
+            ("early_stopping_patience", config.early_stopping_patience > 0),
+            ("seraena_start", config.use_seraena and start == "auto"),
+        ):
+            if wanted:
+                yield Complaint(
+                    keys=("validation_steps", key),
+                    text=f"{key}={getattr(config, key)} needs validations, and validation_steps is 0.",
+                )
+
+
+def _data_rules(config: TrainConfig) -> Iterator[Complaint]:
+    if config.min_frame_delta > config.max_frame_delta:
+        yield Complaint(
+            keys=("min_frame_delta", "max_frame_delta"),
+            text=f"min_frame_delta={config.min_frame_delta} is above max_frame_delta={config.max_frame_delta}.",
+        )
+    low, high = config.gaussian_blur_sigma
+    if low > high:
+        yield Complaint(
+            keys=("gaussian_blur_sigma",), text=f"gaussian_blur_sigma=({low:g}, {high:g}) must be (smallest, largest)."
+        )
+    if config.color_jitter_params[3] > 0.5:
+        yield Complaint(
+            keys=("color_jitter_params",),
+            text=f"color_jitter_params: the hue is {config.color_jitter_params[3]:g}; it must be at most 0.5.",
+        )
+    annotated = config.annotation_file is not None or config.index_path is not None
+    if config.train_split == 1 and config.validation_steps and not annotated:
+        yield Complaint(
+            keys=("train_split", "validation_steps"),
+            text="train_split=1 leaves no file to validate on; set it below 1, or validation_steps to 0.",
+        )
+    if config.split_by == "annotation" and not annotated:
+        yield Complaint(
+            keys=("split_by", "annotation_file"),
+            text="split_by=annotation needs an annotation_file or index_path that names the splits.",
+        )
+
+
+RULES: tuple[Callable[[TrainConfig], Iterator[Complaint]], ...] = (
+    _variant_rules,
+    _data_rules,
+    _schedule_rules,
+    _loss_rules,
+    _teacher_rules,
+)
+
+
+# files
+
+
+def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list[Complaint]:
+    """Everything that is named and not there, with the key, the path as written, and where it was looked for."""
+    complaints = list(_data_paths(config, given))
+    for key in ("pretrained_model_path", "lpips_weights"):
+        if getattr(config, key) is not None and not getattr(config, key).exists():
+            complaints.append(_missing(config, key, given))
+    complaints += _teacher_paths(config, given)
+    complaints += _lpips_needs(config)
+    occupied = next((parent for parent in config.output_dir.absolute().parents if parent.exists()), None)
+    if occupied is not None and not occupied.is_dir():
+        text = f"output_dir={config.output_dir} cannot be made: {occupied} is a file."
+        complaints.append(Complaint(keys=("output_dir",), text=text))
+    return complaints
+
+
+def _missing(config: TrainConfig, key: str, given: Mapping[str, GivenPath], remedy: str = "") -> Complaint:
+    path = Path(getattr(config, key))
+    written = given.get(key)
+    text, base = (written.text, written.base) if written else (str(path), Path.cwd())
+    where = f"looked for {path.absolute()}" + ("" if Path(text).is_absolute() else f", from {base}")
+    return Complaint(keys=(key,), text=f"{key}={text} does not exist ({where}){remedy}.")
+
+
+def _data_paths(config: TrainConfig, given: Mapping[str, GivenPath]) -> Iterator[Complaint]:
+    keys = ("data_root", "annotation_file", "index_path")
+    if config.data_source is None:
+        yield Complaint(keys=keys, text="no data is named; set data_root to a folder of videos (--data_root FOLDER).")
+    if config.use_sample_clips and config.data_root is None:
+        yield Complaint(keys=keys, text="use_sample_clips needs a data_root, the folder that the clips are written to.")
+    for key in keys:
+        path = getattr(config, key)
+        if path is None or (key == "data_root" and config.use_sample_clips):
+            continue
+        if not path.exists():
+            yield _missing(config, key, given)
+        elif key == "index_path" and path.is_dir():
+            yield Complaint(
+                keys=(key,), text=f"{key}={path} is a folder; name the file that `tinyvae data index` made."
+            )
+    if config.data_root is not None and config.data_root.is_file():
+        text = f"data_root={config.data_root} is a file; name it as annotation_file or index_path."
+        yield Complaint(keys=("data_root",), text=text)
+
+
+def _teacher_paths(config: TrainConfig, given: Mapping[str, GivenPath]) -> Iterator[Complaint]:
+    key = "ref_vae_path" if config.ref_vae_path else "cogvideox_model_path"
+    path = config.teacher_path
+    if path is None or Path(path).exists() or HUB_NAME.fullmatch(path):
+        return
+    yield _missing(config, key, given, "; name a folder that diffusers can load, or a hub name as owner/name")
+
+
+def _lpips_needs(config: TrainConfig) -> Iterator[Complaint]:
+    """LPIPS as a loss or as the metric that decides needs its weights; as one metric among others it does not."""
+    from tinyvae.losses.lpips_weights import find_lpips_weights
+
+    needed = [
+        key
+        for key, wanted in (
+            ("perceptual_loss_weight", config.perceptual_loss_weight > 0),
+            ("metric_for_best_model", config.metric_for_best_model == "lpips"),
+        )
+        if wanted
+    ]
+    if not needed or config.lpips_weights is not None:
+        return
+    try:
+        find_lpips_weights(None)
+    except UserError as mistake:
+        value = shown_value(getattr(config, needed[0]))
+        text = f"{needed[0]}={value} needs LPIPS weights, and there are none: {mistake}"
+        yield Complaint(keys=(*needed, "lpips_weights"), text=text)

@@ -1,0 +1,51 @@
+"""The list of settings for people: the text of ``tinyvae train --help`` and the table of the documentation."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from tinyvae.config import FIELDS, GROUPS
+from tinyvae.config_values import limits_in_words, shown_value, type_in_words
+
+HELP_WIDTH = 100
+
+
+def _keys_of(group: str) -> list[str]:
+    return [key for key, field in FIELDS.items() if field.metadata["group"] == group]
+
+
+def config_help_text() -> str:
+    """Every setting with its type, range, default and meaning, by group, for a terminal."""
+    return "\n".join(line for group, heading in GROUPS.items() for line in _help_lines(group, heading))
+
+
+def _help_lines(group: str, heading: str) -> Iterator[str]:
+    yield f"{heading}:"
+    for key in _keys_of(group):
+        field = FIELDS[key]
+        limits = limits_in_words(field.metadata["limits"])
+        takes = type_in_words(key) + (f", {limits}" if limits else "")
+        yield f"  --{key} ({takes}; default {shown_value(field.default)})"
+        yield textwrap.fill(
+            field.metadata["meaning"], width=HELP_WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8
+        )
+    yield ""
+
+
+def settings_table() -> str:
+    """Every setting as Markdown tables, one for each group; ``docs/configuration.md`` holds exactly this text."""
+    return "\n".join(line for group, heading in GROUPS.items() for line in _table_lines(group, heading))
+
+
+def _table_lines(group: str, heading: str) -> Iterator[str]:
+    yield f"### {heading}\n"
+    yield "| key | takes | default | meaning |"
+    yield "|---|---|---|---|"
+    for key in _keys_of(group):
+        field = FIELDS[key]
+        limits = limits_in_words(field.metadata["limits"])
+        takes = type_in_words(key) + (f", {limits}" if limits else "")
+        cells = (f"`{key}`", takes, f"`{shown_value(field.default)}`", field.metadata["meaning"])
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""

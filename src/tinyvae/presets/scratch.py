@@ -1,0 +1,44 @@
+"""Train from nothing on any folder of clips, without a teacher.
+
+Command:   tinyvae train scratch --data_root FOLDER
+Hardware:  one GPU with 16 GB (made for an H100 or H200), 8 CPU cores.
+Data:      any folder of videos of at least 128x128 pixels and 12 frames.
+Expect:    about five minutes on an H200; the curve, and what was tried and lost, are in docs/results.md.
+           Its latents are the model's own: a diffusion model's latent space needs a teacher (see h100).
+"""
+
+from pathlib import Path
+
+from tinyvae.config import TrainConfig
+
+config = TrainConfig(
+    variant="taehv",
+    init="he",
+    height=128,
+    width=128,
+    n_frames=12,
+    validation_height=256,
+    validation_width=256,
+    validation_n_frames=20,
+    random_resize=False,
+    max_train_steps=4_000,
+    train_batch_size=16,
+    mixed_precision="bf16",
+    compile_model=True,
+    optimizer="muon",
+    learning_rate=1e-3,
+    muon_learning_rate=0.01,
+    lr_warmup_steps=100,
+    weight_decay=0.0,
+    ema_decay=0.998,
+    reconstruction_loss_weight=10.0,
+    validation_steps=1_000,
+    num_validation_samples=64,
+    validation_batch_size=8,
+    checkpointing_steps=1_000,
+    checkpoints_total_limit=3,
+    output_dir=Path("output/scratch_%Y-%m-%d_%H-%M-%S"),
+    tracker_name="scratch",
+    dataloader_num_workers=8,
+    prefetch_factor=4,
+)
