@@ -1,7 +1,7 @@
 """How far a decoded video is from its input: per frame and per clip, in pixels, structure, perception and flicker.
 
 Everything takes RGB in [0, 1]. The decoded video is clamped to [0, 1] first, as it would be shown. A number that
-cannot be had (LPIPS without weights, flicker of a single frame, SSIM of a picture of 5 pixels) is None:
+cannot be had (LPIPS without weights, flicker of a single frame, SSIM of a picture of 5 pixels, LPIPS below 31) is None:
 it is left out of the means, never replaced.
 
 **Flicker** is what people see first in tiny video decoders and what PSNR does not tell. Two numbers:
@@ -216,8 +216,11 @@ class ClipMeter:
         )
 
     def _push_structure(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
-        if min(decoded_TCHW.shape[-2:]) <= SSIM_BORDER:
+        shorter_side = min(decoded_TCHW.shape[-2:])
+        if shorter_side <= SSIM_BORDER:
             self._ssim = None
+        if self._lpips is not None and shorter_side < _lpips_min_pixels():
+            self._lpips = None
         for start in range(0, decoded_TCHW.shape[0], PERCEPTUAL_BATCH):
             decoded = decoded_TCHW[start : start + PERCEPTUAL_BATCH]
             target = target_TCHW[start : start + PERCEPTUAL_BATCH]
@@ -281,6 +284,12 @@ def ssim_by_frame(decoded_TCHW: Tensor, target_TCHW: Tensor) -> list[float]:
 def high_pass(frames_TCHW: Tensor) -> Tensor:
     """(x_{t+1} - 2·x_t + x_{t-1}) / 4 for every inner frame: T-2 frames, gain 1 at the highest temporal frequency."""
     return (frames_TCHW[2:] - 2 * frames_TCHW[1:-1] + frames_TCHW[:-2]) / 4
+
+
+def _lpips_min_pixels() -> int:
+    from tinyvae.losses.perceptual import MIN_PIXELS
+
+    return MIN_PIXELS
 
 
 def _per_frame(values_TCHW: Tensor) -> list[float]:

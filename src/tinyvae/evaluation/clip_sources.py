@@ -1,0 +1,137 @@
+"""Which videos an evaluation reads, and their frames in pieces.
+
+A source is a video file, a folder (searched to the bottom), an annotation file (JSON, JSONL) or an index of
+``tinyvae data index``. Names of clips are their paths relative to the data root, so that two evaluations of the same
+data can be compared clip by clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyvae.data.annotations import SPLIT_NAMES, VIDEO_SUFFIXES, default_data_root, iterate_entries
+from tinyvae.data.decode import iterate_frames, probe_video
+from tinyvae.data.index import is_index, open_index
+from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipSource:
+    """One video to evaluate; ``known_bad`` is the reason an index already has against it."""
+
+    name: str
+    path: Path
+    known_bad: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipPart:
+    """The part of a video that is evaluated: the first ``num_frames`` frames, at ``height`` x ``width`` pixels."""
+
+    path: Path
+    num_frames: int
+    fps: float
+    height: int
+    width: int
+    resized: bool
+    """Whether frames are cropped and scaled to this size, or the file has it."""
+
+
+def find_clips(
+    data: Path, *, data_root: Path | None = None, split: str | None = None, max_clips: int | None = None
+) -> list[ClipSource]:
+    """The videos of a source, sorted by name. ``split`` keeps those annotated as train, val or test.
+
+    ``max_clips`` takes that many, evenly spread over the sorted list, so that the same call always gives the same.
+    """
+    if not data.exists():
+        raise MissingFileError(
+            f"there is no data at {data} (looked from {Path.cwd()}); give a folder of videos, a video, "
+            "an annotation file or an index."
+        )
+    if split is not None and split not in SPLIT_NAMES:
+        raise UserError(f"the split {split!r} is unknown; use one of train, val, test.")
+    clips = _clips_of(data, data_root, SPLIT_NAMES[split] if split else None)
+    if not clips:
+        if split is not None:
+            raise UserError(f"no video of {data} is annotated as {split!r}; leave --split out to use all of them.")
+        raise UserError(
+            f"there is no video in {data}; give a folder that holds files such as {', '.join(VIDEO_SUFFIXES[:5])}."
+        )
+    clips.sort(key=lambda clip: clip.name)
+    if max_clips is not None and max_clips < len(clips):
+        clips = [clips[index * len(clips) // max_clips] for index in range(max_clips)]
+    return clips
+
+
+def _clips_of(data: Path, data_root: Path | None, split: str | None) -> list[ClipSource]:
+    if data.is_file() and is_index(data):
+        index = open_index(data, data_root)
+        rows = (index.row(number) for number in range(len(index)))
+        return [
+            ClipSource(name=row.path, path=index.full_path(row), known_bad="" if row.ok else row.reason or "bad")
+            for row in rows
+            if split is None or row.split == split
+        ]
+    if data.is_file() and data.suffix.lower() not in (".json", ".jsonl", ".ndjson"):
+        # One video, whatever its suffix: the reader goes by content and gives the reason if it is none.
+        return [ClipSource(name=data.name, path=data)]
+    root = data_root if data_root is not None else default_data_root(data)
+    return [
+        ClipSource(name=entry.path, path=root / entry.path)
+        for entry in iterate_entries(data, data_root)
+        if split is None or entry.split == split
+    ]
+
+
+def measure_clip(clip: ClipSource, *, max_frames: int | None, size: tuple[int, int] | None) -> ClipPart:
+    """What of a video will be evaluated; ``UnreadableVideoError`` for one that cannot be.
+
+    ``size`` is (height, width): a centred window of that shape, scaled. None keeps every pixel of the file.
+    """
+    if clip.known_bad:
+        raise UnreadableVideoError(f"{clip.path}: {clip.known_bad} (as its index says)")
+    info = probe_video(clip.path, thorough=False)
+    if info.interlaced:
+        raise UnreadableVideoError(f"{clip.path}: interlaced; deinterlace it first, e.g. ffmpeg -vf bwdif")
+    height, width = size if size is not None else (info.height, info.width)
+    return ClipPart(
+        path=clip.path,
+        num_frames=info.frames if max_frames is None else min(info.frames, max_frames),
+        fps=info.fps,
+        height=height,
+        width=width,
+        resized=(height, width) != (info.height, info.width),
+    )
+
+
+def frame_chunks(part: ClipPart, *, chunk_frames: int) -> Iterator[Tensor]:
+    """The frames of a part, ``chunk_frames`` at a time: uint8 TCHW. Holds one chunk in memory."""
+    waiting: list[Tensor] = []
+    for frame_CHW in iterate_frames(part.path, stop=part.num_frames):
+        waiting.append(frame_CHW)
+        if len(waiting) == chunk_frames:
+            yield _sized(torch.stack(waiting), part)
+            waiting = []
+    if waiting:
+        yield _sized(torch.stack(waiting), part)
+
+
+def _sized(frames_TCHW: Tensor, part: ClipPart) -> Tensor:
+    return resize_and_crop(frames_TCHW, part.height, part.width) if part.resized else frames_TCHW
+
+
+def resize_and_crop(frames_TCHW: Tensor, height: int, width: int) -> Tensor:
+    """The largest centred window of the shape height x width, scaled to it (bilinear, antialiased). uint8 TCHW."""
+    in_height, in_width = frames_TCHW.shape[-2:]
+    scale = min(in_height / height, in_width / width)
+    window_h, window_w = max(1, round(height * scale)), max(1, round(width * scale))
+    top, left = (in_height - window_h) // 2, (in_width - window_w) // 2
+    window = frames_TCHW[..., top : top + window_h, left : left + window_w]
+    return F.interpolate(window.contiguous(), size=(height, width), mode="bilinear", antialias=True)

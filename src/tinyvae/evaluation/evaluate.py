@@ -1,0 +1,347 @@
+"""Evaluate one model on a set of videos: every clip streamed through it, measured, averaged.
+
+`evaluate` is the door for Python; the verbs ``eval`` and ``compare`` and the trainer's tools use the same code.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+
+from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
+from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, find_clips, frame_chunks, measure_clip
+from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics
+from tinyvae.evaluation.resources import PeakMemory, choose_devices, environment_facts
+from tinyvae.evaluation.round_trip import ModelFacts, RoundTrip, StageTimes, open_model
+from tinyvae.evaluation.statistics import Summary, summarise
+
+if TYPE_CHECKING:
+    from tinyvae.losses.perceptual import LPIPS
+    from tinyvae.models.codec import VideoCodec
+
+FrameLimit = Callable[[int], int]
+"""Frames of a T-frame clip -> how many leading frames are compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """Which frames are compared; two evaluations with equal settings saw the same pictures."""
+
+    data: str
+    data_root: str | None = None
+    split: str | None = None
+    max_clips: int | None = None
+    max_frames: int | None = None
+    size: tuple[int, int] | None = None
+    """(height, width) that clips were cropped and scaled to; None: as they are in the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipResult:
+    """One clip: what was read, what it scored, how long encoder and decoder took."""
+
+    name: str
+    path: str
+    num_frames: int
+    """Frames that went into the encoder; ``metrics.num_frames`` of them came back aligned."""
+    fps: float
+    height: int
+    width: int
+    metrics: ClipMetrics
+    encode_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkippedClip:
+    """A video that was not measured, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Speed and memory of the model, without reading files and measuring.
+
+    Frames per second at the sizes of the clips, over all clips but the first of each device (it warms up), where
+    there is more than one. Several devices add up.
+    """
+
+    encode_fps: float
+    decode_fps: float
+    encode_megapixels_per_s: float
+    decode_megapixels_per_s: float
+    peak_memory_bytes: int | None
+    memory_kind: str
+    """``GPU memory`` (allocated by torch) or ``process memory`` (resident, with everything else in it)."""
+    num_devices: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """All that is known after an evaluation; plain data."""
+
+    model: ModelFacts
+    settings: EvaluationSettings
+    summary: Summary
+    clips: tuple[ClipResult, ...]
+    skipped: tuple[SkippedClip, ...]
+    cost: Cost
+    environment: dict[str, str]
+    notes: tuple[str, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every video was measured and every number is finite."""
+        return not self.skipped and all(clip.metrics.is_finite for clip in self.clips)
+
+    def by_name(self) -> dict[str, ClipMetrics]:
+        return {clip.name: clip.metrics for clip in self.clips}
+
+
+@torch.no_grad()
+def evaluate(
+    model: str | os.PathLike[str] | VideoCodec,
+    data: str | os.PathLike[str],
+    *,
+    variant: str | None = None,
+    device: str | torch.device | Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    lpips: LPIPS | str | os.PathLike[str] | None = "auto",
+    max_frames: int | None = None,
+    max_clips: int | None = None,
+    size: tuple[int, int] | None = None,
+    split: str | None = None,
+    data_root: str | os.PathLike[str] | None = None,
+    label: str | None = None,
+    show_progress_bar: bool = False,
+) -> EvaluationResult:
+    """Measure a model on the videos of a folder, annotation file, index, or on one video.
+
+    Args:
+        model: a weights file, model, checkpoint or run folder; a diffusers VAE folder; or a codec in memory.
+        device: one or several (``"cuda:0,cuda:1"``); None: every GPU, else the CPU.
+        dtype: precision of the weights; None: the file's on a GPU, float32 on a CPU.
+        lpips: an `LPIPS`, a weights file, None for without, or "auto": as found by `find_lpips_weights`, else without.
+        max_frames: only the first frames of each video. max_clips: that many videos, evenly spread.
+        size: (height, width) to crop and scale to; None: every pixel, odd sizes padded by their edge and cropped back.
+        split: only videos annotated as train, val or test.
+
+    Raises:
+        UserError: when there is no video, or not one could be measured.
+    """
+    devices = choose_devices(device) if not _is_codec(model) or device is not None else [model.device]  # type: ignore[union-attr]
+    settings = EvaluationSettings(
+        data=os.fspath(data),
+        data_root=os.fspath(data_root) if data_root is not None else None,
+        split=split,
+        max_clips=max_clips,
+        max_frames=max_frames,
+        size=size,
+    )
+    check_settings(settings)
+    clips = clips_of(settings)
+    round_trip = open_model(model, variant=variant, device=devices[0], dtype=dtype, label=label)
+    ruler, notes = open_lpips(lpips)
+    return evaluate_round_trip(
+        round_trip, clips, settings, devices=devices, lpips=ruler, notes=notes, show_progress_bar=show_progress_bar
+    )
+
+
+def evaluate_round_trip(
+    round_trip: RoundTrip,
+    clips: Sequence[ClipSource],
+    settings: EvaluationSettings,
+    *,
+    devices: Sequence[torch.device],
+    lpips: LPIPS | None = None,
+    notes: Sequence[str] = (),
+    frame_limit: FrameLimit | None = None,
+    show_progress_bar: bool = False,
+) -> EvaluationResult:
+    """`evaluate` for a model and clips that are open already. ``frame_limit`` compares fewer frames than come back."""
+    memory = PeakMemory(devices)
+    memory.start()
+    waiting: queue.SimpleQueue[tuple[int, ClipSource]] = queue.SimpleQueue()
+    for item in enumerate(clips):
+        waiting.put(item)
+    bar = tqdm(total=len(clips), desc=round_trip.facts.label, unit="clip", disable=not show_progress_bar)
+    workers = [
+        _Worker(round_trip.to(device), settings, deepcopy(lpips).to(device) if lpips else None, frame_limit)
+        for device in devices
+    ]
+    with bar, ThreadPoolExecutor(max_workers=len(workers)) as pool:
+        for future in [pool.submit(worker.run, waiting, bar) for worker in workers]:
+            future.result()
+    outcomes = [outcome for _, outcome in sorted((pair for w in workers for pair in w.outcomes), key=lambda p: p[0])]
+    results = tuple(outcome for outcome in outcomes if isinstance(outcome, ClipResult))
+    skipped = tuple(outcome for outcome in outcomes if isinstance(outcome, SkippedClip))
+    if not results:
+        more = f" (and {len(skipped) - 1} more like it)" if len(skipped) > 1 else ""
+        raise UserError(f"no video of {settings.data} could be measured: {skipped[0].reason}{more}.")
+    return EvaluationResult(
+        model=round_trip.facts,
+        settings=settings,
+        summary=summarise([clip.metrics for clip in results]),
+        clips=results,
+        skipped=skipped,
+        cost=_cost(workers, memory),
+        environment=environment_facts(devices),
+        notes=(*notes, *_notes_on(results)),
+    )
+
+
+class _Worker:
+    """One device: takes clips from the queue until it is empty."""
+
+    def __init__(
+        self,
+        round_trip: RoundTrip,
+        settings: EvaluationSettings,
+        lpips: LPIPS | None,
+        frame_limit: FrameLimit | None,
+    ) -> None:
+        self._round_trip = round_trip
+        self._settings = settings
+        self._lpips = lpips
+        self._frame_limit = frame_limit
+        self.outcomes: list[tuple[int, ClipResult | SkippedClip]] = []
+        self.times: list[StageTimes] = []
+
+    def run(self, waiting: queue.SimpleQueue[tuple[int, ClipSource]], bar: tqdm[Any]) -> None:
+        with torch.no_grad():
+            for number, clip in _taken_from(waiting):
+                outcome: ClipResult | SkippedClip
+                try:
+                    outcome = self._measure(clip)
+                except UnreadableVideoError as bad:
+                    outcome = SkippedClip(name=clip.name, reason=str(bad))
+                self.outcomes.append((number, outcome))
+                if isinstance(outcome, ClipResult):
+                    bar.set_postfix_str(f"{outcome.metrics.psnr:.2f} dB", refresh=False)
+                bar.update()
+
+    def _measure(self, clip: ClipSource) -> ClipResult:
+        round_trip = self._round_trip
+        part = measure_clip(clip, max_frames=self._settings.max_frames, size=self._settings.size)
+        check_length(part, round_trip)
+        wanted = round_trip.aligned_frames(part.num_frames)
+        if self._frame_limit is not None:
+            wanted = min(wanted, self._frame_limit(part.num_frames))
+        meter, times = ClipMeter(self._lpips), StageTimes()
+        chunks = frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width))
+        measured = 0
+        for piece in round_trip.run(chunks, part.num_frames, times):
+            keep = min(piece.decoded.shape[0], wanted - measured)
+            meter.push(piece.decoded[:keep], piece.target[:keep])
+            measured += keep
+        assert measured == wanted, (measured, wanted, part)
+        self.times.append(times)
+        return ClipResult(
+            name=clip.name,
+            path=str(clip.path),
+            num_frames=part.num_frames,
+            fps=part.fps,
+            height=part.height,
+            width=part.width,
+            metrics=meter.result(),
+            encode_s=times.encode_s,
+            decode_s=times.decode_s,
+        )
+
+
+def _taken_from(waiting: queue.SimpleQueue[tuple[int, ClipSource]]) -> Iterator[tuple[int, ClipSource]]:
+    while True:
+        try:
+            yield waiting.get_nowait()
+        except queue.Empty:
+            return
+
+
+def check_length(part: ClipPart, round_trip: RoundTrip) -> None:
+    """Refuse a clip that does not fill one latent: almost nothing of it could be compared."""
+    needed = round_trip.frames_per_latent()
+    if part.num_frames < needed:
+        raise UnreadableVideoError(
+            f"{part.path}: {part.num_frames} frames are fewer than the {needed} of one {round_trip.facts.variant} "
+            "latent; use a longer video"
+        )
+
+
+def check_settings(settings: EvaluationSettings) -> None:
+    for name, value in (("max_frames", settings.max_frames), ("max_clips", settings.max_clips)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}.")
+    if settings.size is not None and min(settings.size) < 1:
+        raise UserError(f"size must be height and width in pixels, got {settings.size[0]}x{settings.size[1]}.")
+
+
+def clips_of(settings: EvaluationSettings) -> list[ClipSource]:
+    return find_clips(
+        Path(settings.data),
+        data_root=Path(settings.data_root) if settings.data_root is not None else None,
+        split=settings.split,
+        max_clips=settings.max_clips,
+    )
+
+
+def open_lpips(wanted: LPIPS | str | os.PathLike[str] | None) -> tuple[LPIPS | None, tuple[str, ...]]:
+    """The LPIPS to measure with, and a note for the user where it is missing."""
+    if wanted is None:
+        return None, ()
+    from tinyvae.losses.lpips_weights import find_lpips_weights
+    from tinyvae.losses.perceptual import LPIPS
+
+    if isinstance(wanted, LPIPS):
+        return wanted, ()
+    if wanted != "auto":
+        return LPIPS.from_file(find_lpips_weights(Path(wanted))), ()
+    try:
+        return LPIPS.from_file(find_lpips_weights(None)), ()
+    except MissingFileError as missing:
+        return None, (f"LPIPS was not measured: {missing}",)
+
+
+def _is_codec(model: object) -> bool:
+    from tinyvae.models.codec import VideoCodec
+
+    return isinstance(model, VideoCodec)
+
+
+def _cost(workers: Sequence[_Worker], memory: PeakMemory) -> Cost:
+    encode_fps = decode_fps = encode_pixels = decode_pixels = 0.0
+    for worker in workers:
+        counted = worker.times[1:] or worker.times
+        frames, pixels = sum(t.frames for t in counted), sum(t.pixels for t in counted)
+        encode_s, decode_s = sum(t.encode_s for t in counted), sum(t.decode_s for t in counted)
+        if frames:
+            encode_fps += frames / encode_s
+            decode_fps += frames / decode_s
+            encode_pixels += pixels / encode_s
+            decode_pixels += pixels / decode_s
+    return Cost(
+        encode_fps=encode_fps,
+        decode_fps=decode_fps,
+        encode_megapixels_per_s=encode_pixels / 1e6,
+        decode_megapixels_per_s=decode_pixels / 1e6,
+        peak_memory_bytes=memory.read_bytes(),
+        memory_kind=memory.kind,
+        num_devices=len(workers),
+    )
+
+
+def _notes_on(results: Sequence[ClipResult]) -> tuple[str, ...]:
+    broken = [clip.name for clip in results if not clip.metrics.is_finite]
+    if not broken:
+        return ()
+    return (f"the decoder made values that are no numbers (NaN) in {len(broken)} clips, the first is {broken[0]}.",)

@@ -1,0 +1,275 @@
+"""How a model turns frames into decoded frames, whatever it is: a network of the family, streaming, or a reference VAE.
+
+The alignment is the codec's: decoded frame j is input frame j. A stream hands out decoded frames as they become
+ready, so the input frames wait in a queue of bounded length until their partners come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tinyvae.models.codec import VideoCodec, pad_to_multiple
+from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
+from tinyvae.models.variants import VariantSpec
+from tinyvae.models.weights import find_weights, load_model
+
+CHUNK_PIXELS = {"cpu": 1_400_000, "cuda": 12_000_000}
+"""Pixels that go through the network at once: four frames of 480x720 on a CPU, 35 on a GPU. Larger chunks cost memory
+and gain nothing."""
+MAX_CHUNK_FRAMES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What was evaluated."""
+
+    label: str
+    path: str | None
+    kind: str
+    """``tinyvae`` or ``reference VAE``."""
+    variant: str
+    width: float | None
+    parameters: int
+    encoder_parameters: int | None
+    decoder_parameters: int | None
+    dtype: str
+    sha256: str | None
+    """Of the weights file."""
+
+
+@dataclass(kw_only=True)
+class StageTimes:
+    """Seconds inside encoder and decoder, and the frames they were for; filled while a clip runs."""
+
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    frames: int = 0
+    pixels: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Decoded frames and the input frames they stand for: float TCHW in [0, 1], the same size and device."""
+
+    decoded: Tensor
+    target: Tensor
+
+
+class RoundTrip(Protocol):
+    """A model as the evaluation sees it."""
+
+    facts: ModelFacts
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+
+    def aligned_frames(self, num_frames: int) -> int:
+        """How many leading frames of a T-frame clip come back."""
+
+    def frames_per_latent(self) -> int:
+        """Input frames that one latent stands for: a shorter clip makes no whole latent."""
+
+    def chunk_frames(self, height: int, width: int) -> int:
+        """How many frames to hand over at a time."""
+
+    def run(
+        self,
+        chunks: Iterable[Tensor],
+        num_frames: int,
+        times: StageTimes,
+        on_latents: Callable[[Tensor], None] | None = None,
+    ) -> Iterator[Piece]:
+        """Pieces in order for chunks of uint8 TCHW frames, ``num_frames`` in all."""
+
+    def to(self, device: torch.device) -> RoundTrip:
+        """The same model on a device (itself, where it is there already)."""
+
+
+class StreamedCodec:
+    """A network of the family, run as a stream: memory does not grow with the length of a clip."""
+
+    def __init__(self, codec: VideoCodec, facts: ModelFacts) -> None:
+        self.codec = codec
+        self.facts = facts
+
+    @property
+    def device(self) -> torch.device:
+        return self.codec.device
+
+    def aligned_frames(self, num_frames: int) -> int:
+        return self.codec.spec.aligned_frames(num_frames)
+
+    def frames_per_latent(self) -> int:
+        return self.codec.spec.time_factor
+
+    def chunk_frames(self, height: int, width: int) -> int:
+        budget = CHUNK_PIXELS.get(self.device.type, CHUNK_PIXELS["cpu"])
+        return max(1, min(MAX_CHUNK_FRAMES, budget // (height * width)))
+
+    def to(self, device: torch.device) -> StreamedCodec:
+        if device == self.device:
+            return self
+        from copy import deepcopy
+
+        assert isinstance(self.codec, nn.Module)
+        return StreamedCodec(deepcopy(self.codec).to(device), self.facts)
+
+    def run(
+        self,
+        chunks: Iterable[Tensor],
+        num_frames: int,
+        times: StageTimes,
+        on_latents: Callable[[Tensor], None] | None = None,
+    ) -> Iterator[Piece]:
+        codec, spec = self.codec, self.codec.spec
+        encoder = StreamingEncoder(codec)
+        decoder = StreamingDecoder(codec, num_latents=spec.latents(num_frames))
+        queue = _TargetQueue()
+        for latents in self._latents(encoder, chunks, queue, times):
+            if on_latents is not None:
+                on_latents(latents)
+            with Stopwatch(self.device) as watch:
+                decoded_NTCHW = decoder.push(latents)
+            times.decode_s += watch.seconds
+            target_TCHW = queue.take(decoded_NTCHW.shape[1])
+            if target_TCHW is not None:
+                height, width = target_TCHW.shape[-2:]
+                decoded_TCHW = decoded_NTCHW[0, : target_TCHW.shape[0], :, :height, :width].float()
+                yield Piece(decoded=decoded_TCHW, target=target_TCHW)
+        decoder.flush()
+
+    def _latents(
+        self, encoder: StreamingEncoder, chunks: Iterable[Tensor], queue: _TargetQueue, times: StageTimes
+    ) -> Iterator[Tensor]:
+        for frames_TCHW in chunks:
+            target_TCHW = to_unit_range(frames_TCHW, self.device)
+            queue.put(target_TCHW)
+            padded = pad_to_multiple(target_TCHW[None], self.codec.spec.space_factor)
+            with Stopwatch(self.device) as watch:
+                latents = encoder.push(padded)
+            times.encode_s += watch.seconds
+            times.frames += frames_TCHW.shape[0]
+            times.pixels += frames_TCHW.shape[0] * frames_TCHW.shape[-2] * frames_TCHW.shape[-1]
+            yield latents
+        with Stopwatch(self.device) as watch:
+            latents = encoder.flush()
+        times.encode_s += watch.seconds
+        yield latents
+
+
+@dataclass(kw_only=True)
+class _TargetQueue:
+    """Input frames that wait for their decoded partners."""
+
+    waiting: list[Tensor] = field(default_factory=list)
+
+    def put(self, frames_TCHW: Tensor) -> None:
+        self.waiting.append(frames_TCHW)
+
+    def take(self, count: int) -> Tensor | None:
+        """The next ``count`` frames, fewer at the end of a clip (taecvx decodes more than went in); None for none."""
+        taken: list[Tensor] = []
+        while count and self.waiting:
+            head = self.waiting[0]
+            taken.append(head[:count])
+            self.waiting[:1] = [head[count:]] if head.shape[0] > count else []
+            count -= taken[-1].shape[0]
+        return torch.cat(taken) if taken else None
+
+
+class Stopwatch:
+    """Seconds of a block, with the device's queue empty at both ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.seconds = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._wait()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._wait()
+        self.seconds = time.perf_counter() - self._start
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def to_unit_range(frames_TCHW: Tensor, device: torch.device) -> Tensor:
+    """uint8 0..255 -> float32 in [0, 1] on a device."""
+    assert frames_TCHW.dtype == torch.uint8, frames_TCHW.dtype
+    return frames_TCHW.to(device, non_blocking=True).float() / 255
+
+
+def open_model(
+    model: str | os.PathLike[str] | VideoCodec,
+    *,
+    variant: str | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    label: str | None = None,
+) -> RoundTrip:
+    """Any model as a round trip: a path that `load_model` takes, a diffusers VAE folder, or a codec in memory.
+
+    On a CPU the weights run in float32 unless ``dtype`` says otherwise (half precision is slow there); on a GPU in the
+    file's dtype. A codec in memory stays as it is.
+    """
+    if isinstance(model, VideoCodec):
+        return StreamedCodec(model, codec_facts(model, label=label or type(model).__name__, path=None))
+    from tinyvae.evaluation.reference_vae import is_reference_vae, open_reference_vae
+
+    path, device = Path(model), device or torch.device("cpu")
+    if is_reference_vae(path):
+        return open_reference_vae(path, device=device, dtype=dtype, label=label)
+    if dtype is None and device.type == "cpu":
+        dtype = torch.float32
+    codec = load_model(path, variant, device=device, dtype=dtype)
+    return StreamedCodec(codec, codec_facts(codec, label=label or label_of(path), path=path))
+
+
+def label_of(path: Path) -> str:
+    """A short name for a model: its file's, or its folder's where every file is called model."""
+    absolute = path.absolute()
+    if absolute.stem in ("model", "final_model", "best_model"):
+        parent = absolute.parent
+        return f"{parent.name}/{absolute.name}"
+    return absolute.stem if absolute.suffix in (".safetensors", ".pth") else absolute.name
+
+
+def codec_facts(codec: VideoCodec, *, label: str, path: Path | None) -> ModelFacts:
+    spec: VariantSpec = codec.spec
+    assert isinstance(codec, nn.Module)
+    counts = {
+        name: sum(p.numel() for p in getattr(codec, name).parameters()) if hasattr(codec, name) else None
+        for name in ("encoder", "decoder")
+    }
+    return ModelFacts(
+        label=label,
+        path=str(path) if path is not None else None,
+        kind="tinyvae",
+        variant=spec.name,
+        width=spec.width,
+        parameters=sum(p.numel() for p in codec.parameters()),
+        encoder_parameters=counts["encoder"],
+        decoder_parameters=counts["decoder"],
+        dtype=str(codec.dtype).removeprefix("torch."),
+        sha256=file_sha256(find_weights(path)) if path is not None else None,
+    )
+
+
+def file_sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
