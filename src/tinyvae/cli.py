@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from tinyvae.errors import UserError, nearest_name
 
 VERBS: dict[str, str] = {
+    "data": "index a data set, check what is in it, or write sample clips",
     "info": "say what a weights file or variant is: network, sizes, frame rule",
+    "lpips-weights": "get the LPIPS weights that the perceptual loss and metric need",
 }
-"""Verb -> the line that ``tinyvae --help`` shows. The module is ``tinyvae.verbs.<verb>``."""
+"""Verb -> the line that ``tinyvae --help`` shows. The module is ``tinyvae.verbs.<verb>``, with _ for -."""
 
 
 def usage() -> str:
@@ -34,7 +36,7 @@ def usage() -> str:
 
 def build_parser(verb: str) -> argparse.ArgumentParser:
     """The parser of one verb; the module's docstring is its help text."""
-    module = importlib.import_module(f"tinyvae.verbs.{verb}")
+    module = importlib.import_module(f"tinyvae.verbs.{verb.replace('-', '_')}")
     parser = argparse.ArgumentParser(
         prog=f"tinyvae {verb}",
         description=module.__doc__,

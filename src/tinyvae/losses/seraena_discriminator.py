@@ -1,0 +1,68 @@
+"""The conditional patch discriminator of Seraena: an image and its context in, six score maps out.
+
+Keys and shapes are those of the published Seraena. It always computes in fp32, under autocast too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTHS = (64, 128, 256, 512, 512, 512)
+HALVES = (False, True, True, True, False, False)
+"""Which of the six blocks halve height and width (4x4 stride 2); the others are 3x3."""
+
+PATCH_PIXELS = 8
+"""One score stands for a patch of 8 x 8 pixels."""
+
+
+class SeraenaDiscriminator(nn.Module):
+    """Scores [N, 6, H//8, W//8] of images in [0, 1] with their contexts; trained to +1 for fake, -1 for real."""
+
+    def __init__(self, image_channels: int, context_channels: int) -> None:
+        super().__init__()
+        self.image_channels = image_channels
+        self.context_channels = context_channels
+        inputs = (image_channels + context_channels, *WIDTHS[:-1])
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(c_in, c_out, 4 if halves else 3, stride=2 if halves else 1, padding=1, bias=False),
+                nn.BatchNorm2d(c_out),
+                nn.ReLU(),
+            )
+            for c_in, c_out, halves in zip(inputs, WIDTHS, HALVES, strict=True)
+        )
+        self.proj = nn.ModuleList(nn.Conv2d(width, 1, 1, bias=False) for width in WIDTHS)
+
+    @classmethod
+    def from_seed(cls, image_channels: int, context_channels: int, seed: int) -> SeraenaDiscriminator:
+        """Fresh weights that depend on the seed alone: equal on every rank, and no draw from torch's own stream."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.device("meta"):
+            discriminator = cls(image_channels, context_channels)
+        discriminator.to_empty(device="cpu")
+        for module in discriminator.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_uniform_(module.weight, a=5**0.5, generator=generator)  # torch's own default
+            elif isinstance(module, nn.BatchNorm2d):
+                module.reset_parameters()
+        return discriminator
+
+    def forward(self, images_NCHW: Tensor, contexts_NCHW: Tensor) -> Tensor:
+        height, width = images_NCHW.shape[-2:]
+        patches = (height // PATCH_PIXELS, width // PATCH_PIXELS)
+        with torch.autocast(device_type=images_NCHW.device.type, enabled=False):
+            contexts = F.interpolate(contexts_NCHW.float(), size=(height, width), mode="nearest")
+            x = torch.cat([2 * images_NCHW.float() - 1, contexts], dim=1)
+            maps = []
+            for block, proj in zip(self.blocks, self.proj, strict=True):
+                x = block(x)
+                maps.append(F.adaptive_avg_pool2d(proj(x), patches))
+            return torch.cat(maps, dim=1)
+
+    def running_statistics(self) -> list[Tensor]:
+        """The running means and variances of the batch norms (the tensors themselves, not copies)."""
+        norms = [module for module in self.modules() if isinstance(module, nn.BatchNorm2d)]
+        statistics = [value for norm in norms for value in (norm.running_mean, norm.running_var)]
+        return [value for value in statistics if value is not None]

@@ -1,0 +1,75 @@
+"""When the adversarial loss joins in: at a step, or when validation has stopped improving.
+
+Started from the first step it fights a student that cannot yet tell sky from sea. The rule is a value: every method
+returns the rule as it stands afterwards, so a checkpoint holds it as plain JSON and a resumed run goes on the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from tinyvae.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeraenaStart:
+    """``at_step``: start there. ``patience``: start after that many validations in a row without improvement.
+
+    With both, whichever comes first; at least one is needed. An improvement is one by more than
+    ``min_improvement`` (in the metric's own unit). Once started it never stops. ``best``, ``stale_validations`` and
+    ``started_at`` are the state so far.
+    """
+
+    at_step: int | None = None
+    patience: int | None = None
+    min_improvement: float = 0.0
+    higher_is_better: bool = True
+    best: float | None = None
+    stale_validations: int = 0
+    started_at: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.at_step is None and self.patience is None:
+            raise UserError("Seraena needs to know when to start: give a step, a patience in validations, or both.")
+        if self.at_step is not None and self.at_step < 0:
+            raise UserError(f"Seraena cannot start at step {self.at_step}; use 0 to start at once.")
+        if self.patience is not None and self.patience < 1:
+            raise UserError(f"Seraena's patience must be at least 1 validation, got {self.patience}.")
+
+    @property
+    def has_started(self) -> bool:
+        return self.started_at is not None
+
+    def before_step(self, step: int) -> SeraenaStart:
+        """The rule at the beginning of training step ``step`` (the first is 0)."""
+        if not self.has_started and self.at_step is not None and step >= self.at_step:
+            return replace(self, started_at=step)
+        return self
+
+    def after_validation(self, step: int, value: float) -> SeraenaStart:
+        """The rule after a validation at ``step`` scored ``value``; a value that is not finite is no improvement."""
+        if self.has_started:
+            return self
+        if math.isfinite(value) and self._improves(value):
+            return replace(self, best=value, stale_validations=0)
+        stale = self.stale_validations + 1
+        starts = self.patience is not None and stale >= self.patience
+        return replace(self, stale_validations=stale, started_at=step if starts else None)
+
+    def _improves(self, value: float) -> bool:
+        if self.best is None:
+            return True
+        gain = value - self.best if self.higher_is_better else self.best - value
+        return gain > self.min_improvement
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> SeraenaStart:
+        known = {field.name for field in fields(cls)}
+        assert state.keys() <= known, f"not of a SeraenaStart: {sorted(state.keys() - known)}"
+        return cls(**state)

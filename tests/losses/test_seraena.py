@@ -1,0 +1,256 @@
+"""Seraena's step: any batch, exact repetition and resume, equal ranks, and no trace of a step that is not finite."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tinyvae.errors import UserError
+from tinyvae.losses import Seraena, SeraenaResult, saved_ranks_for, seraena_loss
+from tinyvae.models.variants import get_spec
+
+SPEC = get_spec("taehv")
+N_FRAMES = 8  # two latents, five decoded frames, padded to eight
+
+
+def make_seraena(*, group_frames: int = 4, rank: int = 0, buffer_mb: float = 0.05, **options: Any) -> Seraena:
+    return Seraena(SPEC, N_FRAMES, group_frames, buffer_mb=buffer_mb, seed=3, rank=rank, **options)
+
+
+def clips(batch: int, seed: int, pixels: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, SPEC.aligned_frames(N_FRAMES), 3, pixels, pixels)
+    latents = torch.randn((batch, SPEC.latents(N_FRAMES), 16, pixels // 8, pixels // 8), generator=generator)
+    return torch.rand(shape, generator=generator), torch.rand(shape, generator=generator), latents
+
+
+def all_state(seraena: Seraena) -> bytes:
+    written = io.BytesIO()
+    torch.save(seraena.state_dict(), written)
+    return written.getvalue()
+
+
+def loaded(state: bytes) -> dict[str, Any]:
+    return torch.load(io.BytesIO(state), weights_only=True)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two nested states are equal bit by bit."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("group_frames", [1, 8])
+def test_any_batch_size(batch: int, group_frames: int) -> None:
+    seraena = make_seraena(group_frames=group_frames)
+    real, fake, latents = clips(batch, seed=batch)
+    for _ in range(2):
+        result = seraena.step(real, fake, latents)
+    assert result.finite
+    assert result.target_NTCHW.shape == fake.shape and not torch.equal(result.target_NTCHW, fake)
+    assert all(value.isfinite().all() and value.ndim == 0 for value in result.scalars().values())
+
+
+def test_the_student_gets_the_gradient_of_mse_toward_fake_plus_correction() -> None:
+    real, fake, latents = clips(1, seed=0)
+    fake.requires_grad_(True)
+    latents.requires_grad_(True)
+    result = make_seraena().step(real, fake, latents)
+    assert fake.grad is None and latents.grad is None and not result.target_NTCHW.requires_grad
+    seraena_loss(fake, result.target_NTCHW).backward()
+    correction = result.target_NTCHW - fake.detach()
+    torch.testing.assert_close(fake.grad, -2 * correction / fake.numel())
+
+
+def test_the_same_under_autocast_no_grad_and_another_global_seed() -> None:
+    real, fake, latents = clips(2, seed=1)
+    plain = make_seraena()
+    first = plain.step(real, fake, latents)
+    torch.manual_seed(77)
+    stream = torch.random.get_rng_state()
+    other = make_seraena()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        second = other.step(real, fake, latents)
+    assert torch.equal(first.target_NTCHW, second.target_NTCHW)
+    assert same(loaded(all_state(plain)), loaded(all_state(other)))
+    assert torch.equal(torch.random.get_rng_state(), stream), "Seraena drew from torch's own stream"
+
+
+def test_a_resumed_run_goes_on_bit_by_bit() -> None:
+    whole = make_seraena()
+    for step in range(4):
+        whole.step(*clips(3, seed=step))
+    state = all_state(whole)
+    resumed = make_seraena()
+    resumed.load_state_dict(loaded(state))
+    for step in range(4, 6):
+        expected, found = (seraena.step(*clips(3, seed=step)) for seraena in (whole, resumed))
+        assert torch.equal(expected.target_NTCHW, found.target_NTCHW)
+    assert same(loaded(all_state(whole)), loaded(all_state(resumed)))
+    assert len(whole.buffer) == whole.buffer.capacity(torch.Size((12, 16, 16)), torch.Size((16, 2, 2))), "not yet full"
+
+
+@pytest.mark.parametrize(
+    ("where", "value"), [("real", float("nan")), ("fake", float("inf")), ("fake", 1e30), ("latents", float("nan"))]
+)
+def test_a_step_that_is_not_finite_leaves_no_trace(where: str, value: float) -> None:
+    seraena = make_seraena()
+    seraena.step(*clips(2, seed=0))
+    before = loaded(all_state(seraena))
+    inputs = dict(zip(("real", "fake", "latents"), clips(2, seed=1), strict=True))
+    inputs[where][:] = value  # 1e30 is finite itself; its square in the batch norm is not
+    result = seraena.step(*inputs.values())
+    assert not result.finite
+    assert same(loaded(all_state(seraena)), before)
+    assert seraena.step(*clips(2, seed=2)).finite
+
+
+def test_one_bad_value_that_is_not_drawn_is_found_too() -> None:
+    for seed in range(6):  # among these the coins leave the bad row out of the batch
+        seraena = Seraena(SPEC, N_FRAMES, 8, buffer_mb=0.1, seed=seed)
+        real, fake, latents = clips(2, seed=0)
+        fake[1, 0, 0, 0, 0] = float("nan")
+        assert not seraena.step(real, fake, latents).finite
+        assert len(seraena.buffer) == 0
+
+
+def test_half_of_the_fakes_are_past_ones_each_with_its_own_context() -> None:
+    seraena = make_seraena(group_frames=8, buffer_mb=1)
+    old, new = (torch.full((9, 24, 16, 16), value) for value in (0.25, 0.5))
+    contexts_old, contexts_new = (torch.full((9, 16, 2, 2), -value) for value in (0.25, 0.5))
+    seraena.buffer.commit(seraena.buffer.plan(old, contexts_old, seraena.generator), old, contexts_old)
+    real = torch.zeros_like(new)
+    counts = {"real": 0, "now": 0, "past": 0}
+    for _ in range(60):
+        # The plan of an empty write: what is drawn from the buffer is always an old one.
+        plan = seraena.buffer.plan(new[:0], contexts_new[:0], seraena.generator)
+        images, contexts, labels = seraena._draw_batch(real, new, contexts_new, plan)
+        for image, context, label in zip(images[:, 0, 0, 0], contexts[:, 0, 0, 0], labels, strict=True):
+            kind = {0.0: "real", 0.5: "now", 0.25: "past"}[float(image)]
+            counts[kind] += 1
+            assert float(context) == (-0.25 if kind == "past" else -0.5)
+            assert float(label) == (-1 if kind == "real" else 1)
+    assert 225 < counts["real"] < 315  # of 540: a fair coin, within four deviations
+    assert 90 < counts["now"] < 180 and 90 < counts["past"] < 180
+
+
+def test_the_discriminator_learns_and_its_correction_mends_the_fault() -> None:
+    seraena = make_seraena(group_frames=1, buffer_mb=1, learning_rate=3e-3)
+    for step in range(12):
+        real, _, latents = clips(1, seed=step)
+        fake = 0.5 + 0.2 * (real - 0.5)  # the fault: a fifth of the contrast
+        result = seraena.step(real, fake, 0 * latents)
+    assert result.discriminator_loss < 0.9  # 1 is what a score of 0 everywhere costs
+    assert result.fake_score > result.real_score + 0.3
+    asked = (result.target_NTCHW - fake).flatten()
+    assert torch.corrcoef(torch.stack([asked, (real - 0.5).flatten()]))[0, 1] > 0.6, "it asks for more contrast"
+    assert 0.9 < result.correction_std < 1.1
+
+
+# several ranks
+
+
+def run_ranks(
+    count: int, make: Callable[[int], Seraena], inputs: Callable[[int, int], tuple], steps: int
+) -> tuple[list[Seraena], list[SeraenaResult]]:
+    """Ranks as threads that meet in a real exchange: each rank's tensors become the mean of all."""
+    barrier = threading.Barrier(count)
+    offered: list[list[Tensor]] = [[] for _ in range(count)]
+    ranks = [make(rank) for rank in range(count)]
+    results: list[Any] = [None] * count
+
+    def work(rank: int) -> None:
+        def average(tensors: list[Tensor]) -> None:
+            offered[rank] = [tensor.clone() for tensor in tensors]
+            barrier.wait(60)
+            for index, tensor in enumerate(tensors):
+                tensor.copy_(torch.stack([theirs[index] for theirs in offered]).mean(dim=0))
+            barrier.wait(60)
+
+        for step in range(steps):
+            results[rank] = ranks[rank].step(*inputs(rank, step), average_gradients=average)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ranks, results
+
+
+def test_all_ranks_have_one_discriminator() -> None:
+    ranks, _ = run_ranks(2, lambda rank: make_seraena(rank=rank), lambda rank, step: clips(2, seed=10 * step + rank), 3)
+    first, second = (rank.shared_state_dict() for rank in ranks)
+    assert first["steps"] == 3 and same(first, second)
+    assert not same(ranks[0].rank_state_dict(), ranks[1].rank_state_dict()), "each rank has its own fakes and coins"
+
+
+def test_a_bad_value_on_one_rank_stops_the_step_on_all() -> None:
+    def inputs(rank: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        real, fake, latents = clips(2, seed=10 * step + rank)
+        return real, fake * (float("nan") if (rank, step) == (1, 2) else 1), latents
+
+    def make(rank: int) -> Seraena:
+        return make_seraena(rank=rank)
+
+    ranks, results = run_ranks(2, make, inputs, 3)
+    assert [result.finite for result in results] == [False, False]
+    healthy, _ = run_ranks(2, make, inputs, 2)
+    for rank, before in zip(ranks, healthy, strict=True):
+        assert same(loaded(all_state(rank)), loaded(all_state(before)))
+
+
+@pytest.mark.parametrize(("saved", "now"), [(1, 3), (4, 2), (3, 2), (2, 5), (2, 2)])
+def test_another_number_of_ranks_deals_out_every_item_once(saved: int, now: int) -> None:
+    states = []
+    for rank in range(saved):
+        seraena = make_seraena(rank=rank, buffer_mb=1)
+        images = (100.0 * rank + torch.arange(7)).view(-1, 1, 1, 1).expand(-1, 12, 16, 16)
+        seraena.buffer.replace(images, -images[:, :1, :2, :2].expand(-1, 16, -1, -1))
+        states.append(loaded(all_state(seraena))["rank"])
+    dealt = []
+    for rank in range(now):
+        seraena = make_seraena(rank=rank, buffer_mb=1)
+        mine = [states[index] for index in saved_ranks_for(rank, saved, now)]
+        seraena.load_rank_state_dicts(mine, num_ranks_saved=saved, num_ranks=now)
+        dealt += seraena.buffer.items()[0][:, 0, 0, 0].tolist()
+        if saved == now:
+            assert torch.equal(seraena.generator.get_state(), states[rank]["generator"])
+    assert sorted(dealt) == sorted(100.0 * rank + index for rank in range(saved) for index in range(7))
+
+
+# mistakes
+
+
+def test_a_checkpoint_of_another_group_size_is_refused() -> None:
+    state = make_seraena(group_frames=4).state_dict()
+    with pytest.raises(UserError, match="n_seraena_frames"):
+        make_seraena(group_frames=2).load_state_dict(state)
+
+
+def test_mistakes_at_start() -> None:
+    with pytest.raises(UserError, match="1, 2, 4, 8"):
+        make_seraena(group_frames=3)
+    with pytest.raises(UserError, match="golden"):
+        make_seraena(normalisation="none")
+    with pytest.raises(UserError, match="batch of one"):
+        make_seraena(group_frames=8).step(*clips(1, seed=0, pixels=8))
+
+
+def test_a_changed_learning_rate_is_kept_on_resume() -> None:
+    state = make_seraena().state_dict()
+    changed = make_seraena(learning_rate=1e-5)
+    changed.load_state_dict(state)
+    assert changed.optimizer.param_groups[0]["lr"] == 1e-5

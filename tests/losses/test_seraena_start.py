@@ -1,0 +1,48 @@
+"""When Seraena starts: at a step, or when validation stopped improving; and that a checkpoint keeps the rule."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tinyvae.errors import UserError
+from tinyvae.losses import SeraenaStart
+
+
+def test_at_a_step() -> None:
+    rule = SeraenaStart(at_step=100)
+    assert not rule.before_step(99).has_started
+    assert rule.before_step(100).started_at == 100
+    assert rule.before_step(5000).started_at == 5000  # a resumed run may jump over the step itself
+    assert SeraenaStart(at_step=0).before_step(0).has_started
+
+
+def test_when_validation_stops_improving() -> None:
+    rule = SeraenaStart(patience=2, min_improvement=0.1)
+    for step, psnr in ((1, 20.0), (2, 21.0), (3, 21.05), (4, 22.0), (5, 22.05)):
+        rule = rule.after_validation(step, psnr)
+        assert not rule.has_started
+        assert SeraenaStart.from_state_dict(json.loads(json.dumps(rule.state_dict()))) == rule
+    rule = rule.after_validation(6, float("nan"))
+    assert rule.started_at == 6 and rule.best == 22.0
+    assert rule.after_validation(7, 30.0) == rule, "once started it never stops"
+
+
+def test_a_metric_that_falls() -> None:
+    rule = SeraenaStart(patience=1, higher_is_better=False)
+    rule = rule.after_validation(1, 0.5).after_validation(2, 0.4)
+    assert not rule.has_started
+    assert rule.after_validation(3, 0.41).has_started
+
+
+def test_whichever_comes_first() -> None:
+    rule = SeraenaStart(at_step=10, patience=1).after_validation(2, 1.0)
+    assert rule.before_step(10).started_at == 10
+    assert rule.after_validation(4, 1.0).started_at == 4
+
+
+@pytest.mark.parametrize("wrong", [{}, {"at_step": -1}, {"patience": 0}])
+def test_mistakes(wrong: dict) -> None:
+    with pytest.raises(UserError):
+        SeraenaStart(**wrong)
