@@ -15,7 +15,9 @@ from tinyvae.data.clip_settings import ClipSettings
 from tinyvae.data.index import STATUS_OK, IndexRow
 from tinyvae.errors import UserError
 
-SETTINGS = ClipSettings(height=64, width=96, n_frames=5, min_frame_delta=1, max_frame_delta=3, gaussian_blur=True)
+SETTINGS = ClipSettings(
+    height=64, width=96, n_frames=5, min_frame_delta=1, max_frame_delta=3, color_jitter=True, gaussian_blur=True
+)
 
 
 def row(frames: int = 60, width: int = 320, height: int = 240) -> IndexRow:

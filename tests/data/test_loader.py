@@ -31,7 +31,7 @@ from tinyvae.data.decode import read_frames
 from tinyvae.errors import UserError
 
 SETTINGS = ClipSettings(
-    height=32, width=48, n_frames=5, min_frame_delta=1, max_frame_delta=2, gaussian_blur=True, seed=7
+    height=32, width=48, n_frames=5, min_frame_delta=1, max_frame_delta=2, color_jitter=True, gaussian_blur=True, seed=7
 )
 
 

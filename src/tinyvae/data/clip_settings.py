@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from tinyvae.errors import UserError
 
@@ -11,7 +11,7 @@ SMALLEST_SPACE_FACTOR = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ClipSettings:
-    """Size in pixels, time in frames. The defaults of the augmentation are those of the presets.
+    """Size in pixels, time in frames. Names and defaults are those of ``TrainConfig``.
 
     Raises ``UserError`` for values that cannot be meant, such as a size the variant cannot encode.
     """
@@ -29,7 +29,7 @@ class ClipSettings:
     Off: pixels are never resampled; the crop is exactly clip size, in training and in validation."""
     random_flip: bool = True
     """Mirror left to right, half of the samples."""
-    color_jitter: bool = True
+    color_jitter: bool = False
     color_jitter_params: tuple[float, float, float, float] = (0.15, 0.15, 0.15, 0.08)
     """Brightness, contrast, saturation: factors 1 - p .. 1 + p; hue: -p .. p of a full turn."""
     gaussian_blur: bool = False
@@ -44,6 +44,11 @@ class ClipSettings:
     """Deadline for decoding one clip; a file that passes it is a bad file."""
     variant: str | None = None
     """When given, height and width must suit this variant; else they must be multiples of 8."""
+
+    @classmethod
+    def from_config(cls, config: object) -> ClipSettings:
+        """The fields of the same names of a ``TrainConfig``, which has all of them."""
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
     def __post_init__(self) -> None:
         self._check_size()

@@ -120,6 +120,11 @@ class VideoIndex:
         return len(self._rows)
 
     @property
+    def source(self) -> str:
+        """What the index was made from: the name to use in messages."""
+        return str(self.header["source"] or self.file)
+
+    @property
     def num_bad(self) -> int:
         return int(self.header["num_bad"])
 

@@ -101,7 +101,7 @@ def make_train_loader(
     """
     _check_counts(batch_size, rank, world_size, num_workers)
     if len(clips) == 0:
-        raise UserError(f"the {clips.name} set of {clips.index.file} is empty; there is nothing to load")
+        raise UserError(f"the {clips.name} set of {clips.index.source} is empty; there is nothing to load")
     if start_sample < 0:
         raise UserError(f"start_sample is {start_sample}; it counts samples and must be at least 0")
     positions = EndlessPositions(batch_size, rank, world_size, start_sample)
@@ -137,7 +137,7 @@ def make_validation_loader(
         raise UserError(f"num_samples is {num_samples}; validation needs at least 1")
     total = len(clips) if num_samples is None else min(num_samples, len(clips))
     if total == 0:
-        raise UserError(f"the {clips.name} set of {clips.index.file} is empty; there is nothing to validate on")
+        raise UserError(f"the {clips.name} set of {clips.index.source} is empty; there is nothing to validate on")
     positions = SharedPositions(total, batch_size, rank, world_size)
     loader = _data_loader(
         ValidationClips(clips, settings), positions, num_workers, prefetch_factor, persistent_workers, pin_memory

@@ -100,7 +100,7 @@ def split(
         raise UserError(f"train_split is {train_split}; it must be above 0 and at most 1")
     refuse_bad_index(index, bad_file_limit)
     if split_by == "annotation" and not index.has_splits:
-        raise UserError(f"the index {index.file} holds no annotated split; use split_by=hash, or annotate the files")
+        raise UserError(f"the index {index.source} holds no annotated split; use split_by=hash, or annotate the files")
     use_annotation = split_by != "hash" and index.has_splits
     shortest = frames_needed(settings.n_frames, settings.min_frame_delta)
     sides: dict[str, list[npt.NDArray[Any]]] = {"train": [], "val": []}
@@ -130,7 +130,7 @@ def split(
     excluded = Exclusions(**left_out)
     if len(train) + len(val) == 0:
         raise UserError(
-            f"no file of {index.file} can give a clip of {settings.n_frames} frames at "
+            f"no file of {index.source} can give a clip of {settings.n_frames} frames at "
             f"{settings.width}x{settings.height} (width x height): {excluded.sentence()}; "
             "ask for a smaller or shorter clip, or add files"
         )
@@ -148,11 +148,11 @@ def split(
 def refuse_bad_index(index: VideoIndex, bad_file_limit: float) -> None:
     """Stop before training on what a broken download or a wrong mount left over."""
     if len(index) == 0 or index.num_bad == len(index):
-        raise UserError(f"all {len(index)} files of {index.file} are bad{_first_reason(index)}")
+        raise UserError(f"all {len(index)} files of {index.source} are bad{_first_reason(index)}")
     share = index.num_bad / len(index)
     if share > bad_file_limit:
         raise UserError(
-            f"{index.num_bad} of {len(index)} files ({share:.1%}) of {index.file} are bad, above the limit of "
+            f"{index.num_bad} of {len(index)} files ({share:.1%}) of {index.source} are bad, above the limit of "
             f"{bad_file_limit:.1%}{_first_reason(index)}; mend or remove them, or raise bad_file_limit"
         )
 
@@ -179,9 +179,11 @@ def _refuse_empty_side(
     index: VideoIndex, train: npt.NDArray[Any], val: npt.NDArray[Any], train_split: float, use_annotation: bool
 ) -> None:
     if len(train) == 0:
-        raise UserError(f"no usable file of {index.file} is in the training split; annotate some, or use split_by=hash")
+        raise UserError(
+            f"no usable file of {index.source} is in the training split; annotate some, or use split_by=hash"
+        )
     if len(val) == 0 and train_split < 1.0:
         remedy = "annotate some as val, use split_by=hash" if use_annotation else "add files"
         raise UserError(
-            f"no usable file of {index.file} is left for validation; {remedy}, or set train_split=1 to train without"
+            f"no usable file of {index.source} is left for validation; {remedy}, or set train_split=1 to train without"
         )
