@@ -1,0 +1,214 @@
+"""Decoding in order, with proof: every frame that leaves here is whole, has its number, and none is left out.
+
+The proof of order needs no index: each packet that goes into the decoder leaves its presentation time in a heap, and
+each frame that comes out must carry the smallest time of that heap. A lost, repeated or reordered frame breaks this
+at once. The number of a frame then follows from counting, or after a seek from the timeline.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from itertools import chain
+
+import av
+import av.error
+
+from tinyvae.data.timeline import Timeline
+from tinyvae.data.video_file import OpenVideo, PacketError, unreadable
+
+# Codecs where every packet of a sound file gives exactly one frame. Others may hold pictures that are never shown
+# (VP8) or packets without a picture (MPEG-4 in AVI), so their packets prove nothing.
+ONE_FRAME_PER_PACKET = frozenset(
+    {"h264", "hevc", "vvc", "vp9", "libvpx-vp9", "av1", "libdav1d", "libaom-av1", "mjpeg", "prores", "dnxhd", "ffv1"}
+)
+
+_SEEKS = 6  # the wanted time, then 1, 2, 4, 8, 16 s before it; after that the start of the file
+_KEYS_TRIED = 2
+
+
+class DamageError(Exception):
+    """Decoding from the chosen key frame met damage; ``frames_before`` sound frames came out first."""
+
+    def __init__(self, frames_before: int, reason: str) -> None:
+        super().__init__(reason)
+        self.frames_before = frames_before
+
+
+class _OrderProof:
+    """Packets in, frames out: says whether they can belong together."""
+
+    def __init__(self, codec: str) -> None:
+        self._strict = codec in ONE_FRAME_PER_PACKET
+        self._with_times = True
+        self._waiting: list[int] = []
+        self._balance = 0
+
+    def packet_in(self, packet: av.Packet) -> None:
+        self._balance += 1
+        if packet.pts is None:
+            self._with_times = False
+        elif self._with_times:
+            heapq.heappush(self._waiting, packet.pts)
+
+    def is_next(self, frame: av.VideoFrame) -> bool:
+        self._balance -= 1
+        if not self._strict or not self._with_times:
+            return True
+        return bool(self._waiting) and heapq.heappop(self._waiting) == frame.pts
+
+    def is_complete(self) -> bool:
+        return not self._strict or self._balance == 0
+
+
+class _Run:
+    """One pass of the decoder from a key frame on.
+
+    Pictures shown before that key frame but stored after it (leading pictures of an open GOP) may lack their
+    references. After a seek they are dropped. At the start of a file they count as frames if all of them are
+    sound; otherwise none does, as in a recording that was cut there.
+    """
+
+    def __init__(self, video: OpenVideo, key: av.Packet, *, after_seek: bool) -> None:
+        self._context = video.stream.codec_context
+        self._key_pts = key.pts
+        self._proof = _OrderProof(self._context.name)
+        self._drop_leading = after_seek
+        self._leading: list[av.VideoFrame] = []
+        self._leading_packets = 0
+        self._opened = False
+        self.count = 0
+
+    def decode(self, packet: av.Packet | None) -> Iterator[av.VideoFrame]:
+        """The sound frames that ``packet`` (None: the end of the file) brings out of the decoder."""
+        is_leading = packet is not None and self._is_before_key(packet.pts)
+        if packet is not None and not packet.is_discard:
+            if is_leading:
+                self._leading_packets += 1
+            else:
+                self._proof.packet_in(packet)
+        try:
+            decoded = self._context.decode(packet)
+        except av.error.FFmpegError as error:
+            if not is_leading:
+                raise DamageError(self.count, error.strerror or "decoder error") from None
+            self._drop_leading = True
+            return
+        for frame in decoded:
+            if self._is_before_key(frame.pts):
+                self._leading.append(frame)
+            else:
+                yield from self._open()
+                yield self._proven(frame)
+
+    def end(self) -> None:
+        if not self._proof.is_complete():
+            raise DamageError(self.count, "not all frames can be decoded")
+
+    def _open(self) -> list[av.VideoFrame]:
+        """The leading pictures that count, once, when the first frame after them is there."""
+        leading, self._leading = self._leading, []
+        sound = len(leading) == self._leading_packets and not any(f.is_corrupt for f in leading)
+        if self._opened or self._drop_leading or not sound:
+            leading = []
+        self._opened = True
+        self.count += len(leading)
+        return leading
+
+    def _proven(self, frame: av.VideoFrame) -> av.VideoFrame:
+        if frame.is_corrupt:
+            raise DamageError(self.count, "the decoder met errors in it")
+        if not self._proof.is_next(frame):
+            raise DamageError(self.count, "a frame is missing or its time is out of order")
+        self.count += 1
+        return frame
+
+    def _is_before_key(self, pts: int | None) -> bool:
+        return pts is not None and self._key_pts is not None and pts < self._key_pts
+
+
+def frames_in_order(video: OpenVideo, packets: Iterator[av.Packet], *, after_seek: bool) -> Iterator[av.VideoFrame]:
+    """Decode ``packets`` from their first key frame on; ``DamageError`` at the first damage."""
+    run: _Run | None = None
+    try:
+        key = next((p for p in packets if p.is_keyframe), None)
+        if key is None:
+            return
+        run = _Run(video, key, after_seek=after_seek)
+        for packet in chain((key,), packets, (None,)):
+            yield from run.decode(packet)
+            video.deadline.check()
+    except PacketError as broken:
+        raise DamageError(run.count if run else 0, str(broken)) from None
+    run.end()
+
+
+def count_frames(video: OpenVideo) -> Iterator[tuple[int, av.VideoFrame]]:
+    """(number, frame) for all frames of a file just opened, from its start."""
+    try:
+        yield from enumerate(frames_in_order(video, video.packets(), after_seek=False))
+    except DamageError as damage:
+        raise unreadable(video.path, f"damaged at frame {damage.frames_before} ({damage})") from None
+
+
+def seek_frames(video: OpenVideo, timeline: Timeline, first: int) -> Iterator[tuple[int, av.VideoFrame]] | None:
+    """(number, frame) from frame ``first`` on, after a seek; None when no seek leads there soundly.
+
+    None means: open the file again and count from its start. At most two key frames are decoded from.
+    """
+    for key in _keys_before(video, timeline, first):
+        packets = chain((key,), video.packets())
+        frames = frames_in_order(video, packets, after_seek=True)
+        numbered = ((_number(timeline, frame), frame) for frame in frames)
+        try:
+            opening = next((nf for nf in numbered if nf[0] is None or nf[0] >= first), None)
+        except DamageError:
+            continue
+        if opening is not None and opening[0] == first:
+            return _without_gaps(video, first, chain((opening,), numbered))
+    return None
+
+
+def _number(timeline: Timeline, frame: av.VideoFrame) -> int | None:
+    return None if frame.pts is None else timeline.index_of(frame.pts)
+
+
+def _without_gaps(
+    video: OpenVideo, first: int, numbered: Iterator[tuple[int | None, av.VideoFrame]]
+) -> Iterator[tuple[int, av.VideoFrame]]:
+    """``numbered``, proven to count up from ``first``; damage is final here."""
+    expected = first
+    try:
+        for found, frame in numbered:
+            if found != expected:
+                raise unreadable(video.path, f"frame {expected} is not at its time")
+            yield expected, frame
+            expected += 1
+    except DamageError as damage:
+        raise unreadable(video.path, f"damaged at frame {expected} ({damage})") from None
+
+
+def _keys_before(video: OpenVideo, timeline: Timeline, first: int) -> Iterator[av.Packet]:
+    """Key packets at or before frame ``first``, nearest first; the container stands right behind each.
+
+    Containers without an index land anywhere, and some on a key frame that is shown only after the wanted time, so
+    the first guess is checked and the next goes further back.
+    """
+    stream = video.stream
+    wanted = target = timeline.seek_pts(first)
+    ticks_per_s = max(1, round(1 / stream.time_base)) if stream.time_base else 1
+    tried = 0
+    for attempt in range(_SEEKS):
+        try:
+            video.container.seek(wanted, stream=stream)
+            key = next((p for p in video.packets() if p.is_keyframe), None)
+        except (av.error.FFmpegError, PacketError):
+            return  # no way to seek in this container: the caller starts at the beginning
+        if key is None or key.pts is None or timeline.is_after(key.pts, first):
+            wanted = target - ticks_per_s * 2**attempt
+            continue
+        yield key
+        tried += 1
+        if tried == _KEYS_TRIED:
+            return
+        wanted = min(key.pts, key.pts if key.dts is None else key.dts) - 1
