@@ -95,7 +95,7 @@ class OpenVideo:
                     yield packet
         except av.error.FFmpegError as error:
             self.deadline.check()
-            raise PacketError(_ffmpeg_words(error)) from None
+            raise PacketError(ffmpeg_words(error)) from None
         if held:
             raise PacketError("its data is incomplete")
 
@@ -112,7 +112,7 @@ def open_video(path: Path, deadline: Deadline) -> Iterator[OpenVideo]:
     One decoder thread. Loader workers are many processes already; and with more, a decoder thread that reports
     damage waits for Python's lock while closing the file waits for that thread: damaged files hang.
     """
-    _check_regular_file(path)
+    check_regular_file(path)
     limit_s = max(0.001, deadline.remaining_s())
     try:
         container = av.open(
@@ -125,7 +125,7 @@ def open_video(path: Path, deadline: Deadline) -> Iterator[OpenVideo]:
         )
     except av.error.FFmpegError as error:
         deadline.check()
-        raise unreadable(path, f"not a readable video file ({_ffmpeg_words(error)})") from None
+        raise unreadable(path, f"not a readable video file ({ffmpeg_words(error)})") from None
     with container:
         stream = _choose_stream(path, container)
         for other in container.streams:
@@ -137,7 +137,7 @@ def open_video(path: Path, deadline: Deadline) -> Iterator[OpenVideo]:
         yield OpenVideo(path=path, container=container, stream=stream, deadline=deadline)
 
 
-def _check_regular_file(path: Path) -> None:
+def check_regular_file(path: Path) -> None:
     """Refuse what is no plain file: opening a pipe nobody writes to would wait for ever."""
     try:
         mode = os.stat(path).st_mode
@@ -165,7 +165,7 @@ def _choose_stream(path: Path, container: av.container.InputContainer) -> av.vid
     return max(decodable, key=rank)
 
 
-def _ffmpeg_words(error: av.error.FFmpegError) -> str:
+def ffmpeg_words(error: av.error.FFmpegError) -> str:
     """FFmpeg's reason in a few words, without the file name that PyAV puts into it."""
     words = (error.strerror or str(error)).strip().rstrip(".")
     log: Any = error.log  # (level, part of FFmpeg, text); PyAV's stub says otherwise
