@@ -229,12 +229,15 @@ class TrainConfig:
     seraena_learning_rate: float = option(
         3e-4, "seraena", "Learning rate of the discriminator's AdamW.", above=0, at_most=1
     )
-    seraena_normalisation: Literal["reference", "relative"] = option(
-        "relative",
-        "seraena",
-        "reference: the published formula, which fades with the picture size; relative: the same strength at any size.",
+    seraena_patience: int = option(
+        2, "seraena", "Validations without improvement after which seraena_start=auto begins.", at_least=1
     )
-    seraena_buffer_mb: int = option(512, "seraena", "Size of the replay buffer of each process, MB.", at_least=1)
+    seraena_normalisation: Literal["golden", "size_independent"] = option(
+        "size_independent",
+        "seraena",
+        "golden: the published formula, which fades with the picture size; size_independent: one strength at any size.",
+    )
+    seraena_buffer_mb: int = option(512, "seraena", "Bound of each process's replay buffer, 2**20 bytes.", at_least=1)
     seraena_buffer_device: Literal["cpu", "device"] = option(
         "cpu", "seraena", "Where the replay buffer lies: main memory, or the training device."
     )

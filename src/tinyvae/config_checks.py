@@ -6,10 +6,12 @@ all complaints, because a user who mends one mistake per start loses a queue slo
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tinyvae.config import FIELDS, TrainConfig
 from tinyvae.config_values import convert, limits_in_words, shown_value, within
@@ -27,6 +29,9 @@ TEACHER_OF_VARIANT = {
     "taeltx2_3": ("ltx",),
 }
 """Variant -> the teacher families whose latent space it learns; others (Open-Sora, MiniMax H3) have none here."""
+
+TEACHER_FILES = ("config.json", "vae/config.json")
+"""What a folder that diffusers can load a VAE from holds: the VAE itself, or a whole pipeline."""
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -80,9 +85,11 @@ def value_complaints(config: TrainConfig) -> list[Complaint]:
     """Everything wrong with the values: types and ranges first, then the rules between keys."""
     wrong = list(_field_complaints(config))
     wrong_keys = {key for complaint in wrong for key in complaint.keys}
+    # A rule about a key that is wrong by itself would only repeat that, or compute nonsense.
+    defaults: dict[str, Any] = {key: FIELDS[key].default for key in wrong_keys}
+    sane = dataclasses.replace(config, **defaults)
     for rule in RULES:
-        # A rule about a key that is wrong by itself would only repeat that, or compute nonsense.
-        wrong += [complaint for complaint in rule(config) if not wrong_keys & set(complaint.keys)]
+        wrong += [complaint for complaint in rule(sane) if not wrong_keys & set(complaint.keys)]
     return wrong
 
 
@@ -215,6 +222,17 @@ def _schedule_rules(config: TrainConfig) -> Iterator[Complaint]:
                 )
 
 
+def _patience_rules(config: TrainConfig) -> Iterator[Complaint]:
+    """Seraena that waits for validation to stall must begin before early stopping ends the run for the same reason."""
+    waits = config.use_seraena and config.seraena_start == "auto"
+    if waits and 0 < config.early_stopping_patience <= config.seraena_patience:
+        yield Complaint(
+            keys=("seraena_patience", "early_stopping_patience"),
+            text=f"seraena_patience={config.seraena_patience} must be below "
+            f"early_stopping_patience={config.early_stopping_patience}, or the run would end before Seraena begins.",
+        )
+
+
 def _data_rules(config: TrainConfig) -> Iterator[Complaint]:
     if config.min_frame_delta > config.max_frame_delta:
         yield Complaint(
@@ -248,6 +266,7 @@ RULES: tuple[Callable[[TrainConfig], Iterator[Complaint]], ...] = (
     _variant_rules,
     _data_rules,
     _schedule_rules,
+    _patience_rules,
     _loss_rules,
     _teacher_rules,
 )
@@ -259,9 +278,9 @@ RULES: tuple[Callable[[TrainConfig], Iterator[Complaint]], ...] = (
 def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list[Complaint]:
     """Everything that is named and not there, with the key, the path as written, and where it was looked for."""
     complaints = list(_data_paths(config, given))
-    for key in ("pretrained_model_path", "lpips_weights"):
-        if getattr(config, key) is not None and not getattr(config, key).exists():
-            complaints.append(_missing(config, key, given))
+    if config.lpips_weights is not None and not config.lpips_weights.is_file():
+        complaints.append(_missing(config, "lpips_weights", given, "; get them with: tinyvae lpips-weights"))
+    complaints += _pretrained_weights(config, given)
     complaints += _teacher_paths(config, given)
     complaints += _lpips_needs(config)
     occupied = next((parent for parent in config.output_dir.absolute().parents if parent.exists()), None)
@@ -300,12 +319,44 @@ def _data_paths(config: TrainConfig, given: Mapping[str, GivenPath]) -> Iterator
         yield Complaint(keys=("data_root",), text=text)
 
 
+def _pretrained_weights(config: TrainConfig, given: Mapping[str, GivenPath]) -> Iterator[Complaint]:
+    """Whether the weights to start from are there, can be read, and are of the network that is to be trained."""
+    keys = ("pretrained_model_path", "variant", "model_width")
+    path = config.pretrained_model_path
+    if path is None:
+        return
+    if not path.exists():
+        yield _missing(config, "pretrained_model_path", given, "; download the weights there, or name another file")
+        return
+    from tinyvae.models.weights import find_weights, read_weights, tell_variant
+
+    try:
+        file = find_weights(path)
+        state, stated = read_weights(file)
+        found = tell_variant(state, stated=stated, variant=config.variant, origin=file)
+    except UserError as mistake:
+        yield Complaint(keys=keys, text=f"pretrained_model_path: {mistake}")
+        return
+    if found.width != config.model_width:
+        yield Complaint(
+            keys=keys,
+            text=f"pretrained_model_path={file} holds a network of model_width={found.width:g}, "
+            f"and model_width is {config.model_width:g}; set model_width to {found.width:g}, or name other weights.",
+        )
+
+
 def _teacher_paths(config: TrainConfig, given: Mapping[str, GivenPath]) -> Iterator[Complaint]:
     key = "ref_vae_path" if config.ref_vae_path else "cogvideox_model_path"
     path = config.teacher_path
-    if path is None or Path(path).exists() or HUB_NAME.fullmatch(path):
+    if path is None or (HUB_NAME.fullmatch(path) and not Path(path).exists()):
         return
-    yield _missing(config, key, given, "; name a folder that diffusers can load, or a hub name as owner/name")
+    if not Path(path).exists():
+        yield _missing(config, key, given, "; name a folder that diffusers can load, or a hub name as owner/name")
+    elif not any((Path(path) / name).is_file() for name in TEACHER_FILES):
+        yield Complaint(
+            keys=(key,),
+            text=f"{key}={path} is not a diffusers folder: it holds none of {', '.join(TEACHER_FILES)}.",
+        )
 
 
 def _lpips_needs(config: TrainConfig) -> Iterator[Complaint]:

@@ -1,4 +1,7 @@
-"""The list of settings for people: the text of ``tinyvae train --help`` and the table of the documentation."""
+"""The list of settings for people: the text of ``tinyvae train --help`` and the table of the documentation.
+
+``python -m tinyvae.config_files docs/configuration.md`` writes the current table into the document.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from tinyvae.config import FIELDS, GROUPS
 from tinyvae.config_values import limits_in_words, shown_value, type_in_words
 
 HELP_WIDTH = 100
+TABLE_BEGIN = "<!-- settings: begin -->"
+TABLE_END = "<!-- settings: end -->"
 
 
 def _keys_of(group: str) -> list[str]:
@@ -49,3 +54,10 @@ def _table_lines(group: str, heading: str) -> Iterator[str]:
         cells = (f"`{key}`", takes, f"`{shown_value(field.default)}`", field.metadata["meaning"])
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
+
+
+def with_current_table(document: str) -> str:
+    """A document with the text between its two settings marks replaced by the current table."""
+    before, rest = document.split(TABLE_BEGIN)
+    after = rest.split(TABLE_END)[1]
+    return f"{before}{TABLE_BEGIN}\n{settings_table()}\n{TABLE_END}{after}"
