@@ -1,0 +1,276 @@
+"""Checkpoints that nobody can half-write.
+
+A checkpoint is a folder. It is written under another name, every file is synced, a manifest with sizes and hashes is
+written last, and one rename makes it appear. Whoever reads one checks it against its manifest first; a folder that
+fails is never chosen.
+
+  checkpoint-STEP/  model.safetensors, config.json  the model to use (averaged weights where there are any)
+                    training_state.pt               what all ranks share: weights, optimiser, progress, ...
+                    rank_00000.pt ...               what each rank has of its own: random numbers, replay buffer
+                    manifest.json                   sizes and hashes of all of it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tinyvae.errors import MissingFileError, UserError
+from tinyvae.training.engine import Engine
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+SHARED_STATE = "training_state.pt"
+NAME = re.compile(r"(emergency_)?checkpoint-(\d+)")
+UNFINISHED = ".unfinished-"
+MAX_FAILED_SAVES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """One folder that looks like a checkpoint."""
+
+    folder: Path
+    step: int
+    is_emergency: bool
+    written_at: str  # ISO time from the manifest; empty where there is none
+
+    @property
+    def age_key(self) -> tuple[str, int, bool]:
+        """Sorts from oldest to newest."""
+        return (self.written_at, self.step, self.is_emergency)
+
+
+def rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.pt"
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one run; a failed save is survived, three in a row are not."""
+
+    def __init__(self, run_folder: Path, engine: Engine, *, keep: int | None) -> None:
+        self.run_folder = run_folder
+        self._engine = engine
+        self._keep = keep
+        self._failed_in_a_row = 0
+
+    def save(
+        self,
+        *,
+        step: int,
+        emergency: bool,
+        shared_state: Callable[[], Mapping[str, Any]],
+        rank_state: Mapping[str, Any],
+        write_model: Callable[[Path], None],
+        facts: Mapping[str, Any],
+        best_step: int | None,
+    ) -> Path | None:
+        """Write one checkpoint, all ranks together; its folder, or None where the save failed.
+
+        ``shared_state`` and ``write_model`` are called on the main process only.
+        """
+        engine = self._engine
+        name = f"{'emergency_' if emergency else ''}checkpoint-{step}"
+        folder, unfinished = self.run_folder / name, self.run_folder / f"{UNFINISHED}{name}"
+        fault = self._attempt(lambda: _make_empty(unfinished) if engine.is_main else None)
+        if fault is None:
+            fault = self._attempt(lambda: _write_state(unfinished / rank_file(engine.rank), rank_state))
+        if fault is None:
+            engine.save_collective(unfinished)
+            fault = self._attempt(
+                lambda: self._finish(folder, unfinished, shared_state, write_model, facts) if engine.is_main else None
+            )
+        if fault is not None:
+            self._failed(name, unfinished, fault)
+            return None
+        self._failed_in_a_row = 0
+        if engine.is_main:
+            log.info("saved %s", folder)
+            remove_old(self.run_folder, keep=self._keep, best_step=best_step)
+        return folder
+
+    def _attempt(self, write: Callable[[], object]) -> str | None:
+        """Run a local write; the first reason that any rank gives for failing, the same on all ranks."""
+        fault = None
+        try:
+            write()
+        except (OSError, RuntimeError) as reason:  # torch.save reports a full disk as a RuntimeError
+            fault = f"process {self._engine.rank}: {str(reason).splitlines()[0]}"
+        return next((reason for reason in self._engine.gather(fault) if reason), None)
+
+    def _finish(
+        self,
+        folder: Path,
+        unfinished: Path,
+        shared_state: Callable[[], Mapping[str, Any]],
+        write_model: Callable[[Path], None],
+        facts: Mapping[str, Any],
+    ) -> None:
+        _write_state(unfinished / SHARED_STATE, shared_state())
+        write_model(unfinished)
+        _write_manifest(unfinished, facts)
+        if folder.exists():  # the same step saved again after a resume
+            shutil.rmtree(folder)
+        unfinished.rename(folder)
+        _sync_folder(self.run_folder)
+
+    def _failed(self, name: str, unfinished: Path, fault: str) -> None:
+        self._failed_in_a_row += 1
+        if self._engine.is_main:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            log.error(
+                "COULD NOT SAVE %s (%s). Earlier checkpoints are untouched; the next save will try again (%d of %d).",
+                name,
+                fault,
+                self._failed_in_a_row,
+                MAX_FAILED_SAVES,
+            )
+        if self._failed_in_a_row >= MAX_FAILED_SAVES:
+            raise UserError(
+                f"{MAX_FAILED_SAVES} saves in a row failed, the last because of: {fault}. The run stops rather than "
+                f"compute what cannot be kept; free space in {self.run_folder} and go on with --resume latest."
+            )
+
+
+def _make_empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _write_state(file: Path, state: Mapping[str, Any]) -> None:
+    with file.open("wb") as stream:
+        torch.save(dict(state), stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
+    files = sorted(f for f in folder.rglob("*") if f.is_file())
+    for file in files:  # what a library wrote may still be in the page cache only
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    listed = {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": _hash(f)} for f in files}
+    manifest = {**facts, "written_at": datetime.now(UTC).isoformat(), "files": listed}
+    with (folder / MANIFEST).open("w") as stream:
+        json.dump(manifest, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    _sync_folder(folder)
+
+
+def _hash(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# reading
+
+
+def list_checkpoints(run_folder: Path) -> list[CheckpointInfo]:
+    """The checkpoints of a run folder, oldest first; whether they are intact is not looked at."""
+    if not run_folder.is_dir():
+        return []
+    found = []
+    for folder in run_folder.iterdir():
+        match = NAME.fullmatch(folder.name)
+        if match and folder.is_dir():
+            manifest = _manifest_or_none(folder) or {}
+            info = CheckpointInfo(
+                folder=folder,
+                step=int(match.group(2)),
+                is_emergency=match.group(1) is not None,
+                written_at=str(manifest.get("written_at", "")),
+            )
+            found.append(info)
+    return sorted(found, key=lambda info: info.age_key)
+
+
+def what_is_broken(folder: Path) -> str | None:
+    """None for an intact checkpoint, else what is wrong with it. Reads and hashes every file."""
+    manifest = _manifest_or_none(folder)
+    if manifest is None:
+        return f"{folder} has no readable {MANIFEST}"
+    for name, facts in manifest["files"].items():
+        file = folder / name
+        if not file.is_file():
+            return f"{file} is missing"
+        if file.stat().st_size != facts["bytes"]:
+            return f"{file} has {file.stat().st_size} bytes instead of {facts['bytes']}"
+        if _hash(file) != facts["sha256"]:
+            return f"{file} has other contents than were saved"
+    return None
+
+
+def newest_intact(run_folders: Iterable[Path]) -> Path | None:
+    """The newest whole checkpoint of several run folders; broken ones are named and passed over."""
+    infos = sorted((info for run in run_folders for info in list_checkpoints(run)), key=lambda info: info.age_key)
+    for info in reversed(infos):
+        fault = what_is_broken(info.folder)
+        if fault is None:
+            return info.folder
+        log.warning("passing over a damaged checkpoint: %s", fault)
+    return None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    manifest = _manifest_or_none(folder)
+    if manifest is None:
+        raise MissingFileError(f"{folder} is not a checkpoint: it has no readable {MANIFEST}.")
+    return manifest
+
+
+def _manifest_or_none(folder: Path) -> dict[str, Any] | None:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else None
+
+
+def read_state(file: Path) -> dict[str, Any]:
+    """A state file's contents, on the CPU. Tensors and plain values only: nothing in it can run code."""
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+# retention
+
+
+def remove_old(run_folder: Path, *, keep: int | None, best_step: int | None) -> None:
+    """Keep the newest ``keep`` ordinary checkpoints, the one of the best score, and the last emergency one."""
+    infos = list_checkpoints(run_folder)
+    ordinary = [info for info in infos if not info.is_emergency]
+    emergency = [info for info in infos if info.is_emergency]
+    surplus = emergency[:-1] + ([] if keep is None else ordinary[: max(0, len(ordinary) - keep)])
+    for info in surplus:
+        if info.step != best_step or info.is_emergency:
+            # Renamed first: a removal that is cut short must not leave a folder that looks like a checkpoint.
+            doomed = info.folder.with_name(f"{UNFINISHED}removing-{info.folder.name}")
+            info.folder.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_unfinished(run_folder: Path) -> None:
+    """Clear what killed saves left behind."""
+    for folder in run_folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(folder, ignore_errors=True)

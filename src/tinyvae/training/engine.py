@@ -1,0 +1,238 @@
+"""How the processes of a run work together. The only file that knows accelerate (and DeepSpeed).
+
+The plain engine runs one process or many with the same rule: between two exchanges a process does only local work.
+Each one computes the gradients of its own clips; then all exchange one small status, and only when everybody is well
+are gradients averaged and the optimiser stepped. So a process that meets a NaN or runs out of memory can say so, and
+nobody waits for it in a collective that it will never join. (Gradients are averaged in one flat all-reduce after the
+backward pass rather than by DistributedDataParallel's hooks inside it: docs/decisions.md has the numbers.)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tinyvae.config import TrainConfig
+from tinyvae.errors import UserError
+from tinyvae.training.optimizers import OptimizerSet
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+AUTOCAST_DTYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class PeerLostError(UserError):
+    """Another process of this run has stopped, so no further exchange is possible."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """``gradient_norm``: before clipping; not finite where ``stepped`` is False because of the gradients."""
+
+    gradient_norm: float
+    stepped: bool
+
+
+class Engine:
+    """One process of a run: who it is, what it exchanges with the others, and how it steps."""
+
+    kind = "plain"
+
+    def __init__(self, config: TrainConfig) -> None:
+        accelerator = start_accelerator(config)
+        self.rank: int = accelerator.process_index
+        self.world_size: int = accelerator.num_processes
+        self.local_rank: int = accelerator.local_process_index
+        self.is_main: bool = accelerator.is_main_process
+        self.device: torch.device = accelerator.device
+        self.timeout_s = config.nccl_timeout
+        self._dtype = AUTOCAST_DTYPES[config.mixed_precision]
+        self._scaler = torch.amp.GradScaler(self.device.type, enabled=config.mixed_precision == "fp16")
+        # Small messages travel on a gloo group of their own: the GPU need not be waited for, and a process that died
+        # closes its connection, which the others notice at once instead of at the timeout.
+        self._messages = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s)) if self.many else None
+        )
+
+    @property
+    def many(self) -> bool:
+        return self.world_size > 1
+
+    # exchanges: every process calls them in the same order
+
+    def worst(self, *codes: int) -> tuple[int, ...]:
+        """The largest value of each code over all processes."""
+        if not self.many:
+            return codes
+        values = torch.tensor(codes, dtype=torch.int64)
+        with self._exchange("a status"):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._messages)
+        return tuple(values.tolist())
+
+    def average_(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its mean over all processes, in one exchange per dtype."""
+        if not self.many:
+            return
+        for dtype in {tensor.dtype for tensor in tensors}:
+            same = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in same])
+            with self._exchange("gradients"):
+                dist.all_reduce(flat)
+            flat /= self.world_size
+            parts = flat.split([tensor.numel() for tensor in same])
+            torch._foreach_copy_(list(same), [p.view(t.shape) for p, t in zip(parts, same, strict=True)])
+
+    def gather(self, item: T) -> list[T]:
+        """Every process's item, in rank order, on every process. Small things only: they are pickled."""
+        if not self.many:
+            return [item]
+        items: list[Any] = [None] * self.world_size
+        with self._exchange("results"):
+            dist.all_gather_object(items, item, group=self._messages)
+        return items
+
+    def from_main(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns on the main process, on every process; an error of the user's there is one here too."""
+        box: list[Any] = [None]
+        if self.is_main:
+            try:
+                box = [(make(), None)]
+            except UserError as mistake:
+                box = [(None, mistake)]
+        if self.many:
+            with self._exchange("a decision"):
+                dist.broadcast_object_list(box, src=0, group=self._messages)
+        value, refusal = box[0]
+        if refusal is not None:
+            raise refusal
+        return value
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+        self.worst(0)
+
+    @contextmanager
+    def _exchange(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as fault:
+            # gloo and NCCL report a dead or silent peer as a RuntimeError; a bug of ours would be one too, so the
+            # cause stays attached.
+            raise PeerLostError(
+                f"process {self.rank} could not exchange {what} with the others (within {self.timeout_s} s): another "
+                "process of this run has stopped or hangs. Look for its own message above, mend that, and go on with "
+                "--resume latest. See docs/troubleshooting.md#a-lost-process"
+            ) from fault
+
+    # the step
+
+    def prepare(self, model: nn.Module, optimizers: OptimizerSet) -> None:
+        """Take over a model (already on the device) and its optimisers; all processes start from rank 0's weights."""
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._optimizers = optimizers
+        if self.many:
+            with self._exchange("the first weights"):
+                for value in (*model.parameters(), *model.buffers()):
+                    dist.broadcast(value.detach(), src=0)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision the networks run in; losses leave it by themselves."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of one (part of a) micro-batch; the caller has weighted the loss by its share."""
+        self._scaler.scale(loss).backward()
+
+    def discard_gradients(self) -> None:
+        self._optimizers.zero_grad()
+
+    def finish_step(self, *, max_grad_norm: float) -> StepResult:
+        """Average, clip and apply the gradients. Where they are not finite nothing is applied, on any process."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        assert gradients, "finish_step without a backward pass"
+        self.average_(gradients)
+        for optimizer in self._optimizers.optimizers:
+            self._scaler.unscale_(optimizer)
+        norm_tensor = nn.utils.clip_grad_norm_(self._parameters, max_grad_norm if max_grad_norm > 0 else math.inf)
+        norm = as_number(norm_tensor)
+        # Averaged gradients are the same numbers on every process, so all of them decide alike.
+        stepped = math.isfinite(norm)
+        if stepped or self._scaler.is_enabled():
+            for optimizer in self._optimizers.optimizers:
+                self._scaler.step(optimizer)  # with fp16 scaling it looks for infinities itself and then does nothing
+            self._scaler.update()
+        self._optimizers.zero_grad()
+        return StepResult(gradient_norm=norm, stepped=stepped)
+
+    # state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the engine itself must remember: optimiser moments and the loss scale."""
+        return {"optimizers": self._optimizers.state_dict(), "scaler": self._scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._optimizers.load_state_dict(state["optimizers"])
+        if self._scaler.is_enabled() and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def save_collective(self, folder: Path) -> None:
+        """Write what needs all processes at once (DeepSpeed's partitions); the plain engine has nothing such."""
+
+    def close(self) -> None:
+        """Leave the process group, after everybody has finished."""
+        self.barrier()
+        self.close_quietly()
+
+    def close_quietly(self) -> None:
+        """Leave the process group without waiting: after a failure the others may not come."""
+        if self.many and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def start_accelerator(config: TrainConfig) -> Any:
+    """Join the process group that the launcher describes; every collective gets the configured timeout."""
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    on_cpu = not torch.cuda.is_available()
+    timeout = timedelta(seconds=config.nccl_timeout)
+    # A backend may be named only where there is a group to make: accelerate takes the naming for a launched job.
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    backend = ("gloo" if on_cpu else "nccl") if launched else None
+    # Precision is the engine's own matter (autocast, loss scale): accelerate only names the processes and devices.
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision="no",
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout, backend=backend)],
+    )
+    if torch.cuda.is_available():
+        torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
+        torch.backends.cudnn.allow_tf32 = config.allow_tf32
+        torch.backends.cudnn.benchmark = True
+    return accelerator
+
+
+def as_number(norm: Tensor | float | None) -> float:
+    """A gradient norm as a float, whatever an engine returned; None (not computed) is not a number."""
+    if norm is None:
+        return math.nan
+    return float(norm.item()) if isinstance(norm, Tensor) else float(norm)
+
+
+def start_engine(config: TrainConfig) -> Engine:
+    """The engine that the launch configuration asks for."""
+    return Engine(config)

@@ -1,0 +1,33 @@
+"""Where a run stands: everything that counts, in one value that a checkpoint holds as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+HIGHER_IS_BETTER = {"psnr": True, "ssim": True, "lpips": False, "mse": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """``step``: optimiser steps done (skipped ones included: they used up their clips). ``samples_seen``: clips that
+    all ranks together have drawn. ``training_s``: seconds in training steps, without start-up and validation."""
+
+    step: int = 0
+    samples_seen: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    best_score: float | None = None
+    best_step: int | None = None
+    stale_validations: int = 0
+    validated_step: int | None = None
+    training_s: float = 0.0
+
+    def improved_by(self, score: float, metric: str) -> bool:
+        """Whether a validation's score beats the best so far; a first score always does."""
+        if self.best_score is None:
+            return True
+        return score > self.best_score if HIGHER_IS_BETTER[metric] else score < self.best_score
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

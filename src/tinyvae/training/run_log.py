@@ -1,0 +1,135 @@
+"""What a run writes down: ``train.log``, ``metrics.jsonl`` and TensorBoard. Only the main process writes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from tinyvae.config import TrainConfig
+from tinyvae.config_files.saving import flat_for_tracker, to_json
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+VIDEO_FPS = 8
+LOG_LINE = "%(asctime)s %(levelname)s %(message)s"
+
+
+class _BarSafeHandler(logging.StreamHandler):
+    """Prints above a progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=self.stream)
+
+
+class RunLog:
+    """The log of one run. A process that is not the main one has a `RunLog` too; it writes nothing."""
+
+    def __init__(self, folder: Path, config: TrainConfig, *, is_main: bool, from_step: int) -> None:
+        self._is_main = is_main
+        self._metrics_file = folder / "metrics.jsonl"
+        self._writer: SummaryWriter | None = None
+        self._handlers: list[logging.Handler] = []
+        package_log = logging.getLogger("tinyvae")
+        package_log.setLevel(logging.INFO if is_main else logging.WARNING)
+        console = _BarSafeHandler(sys.stderr)
+        console.setFormatter(logging.Formatter("%(message)s"))
+        self._handlers.append(console)
+        if is_main:
+            file = logging.FileHandler(folder / "train.log")
+            file.setFormatter(logging.Formatter(LOG_LINE))
+            self._handlers.append(file)
+            self._drop_lines_after(from_step)
+            if config.report_to == "tensorboard":
+                self._writer = _open_tensorboard(folder / config.logging_dir, config, from_step)
+        for handler in self._handlers:
+            package_log.addHandler(handler)
+        package_log.propagate = False
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one line of numbers at an optimiser step; names like ``train/loss`` and ``val/psnr``."""
+        if not self._is_main:
+            return
+        with self._metrics_file.open("a") as stream:
+            stream.write(json.dumps({"step": step, **values}) + "\n")
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+
+    def videos(self, step: int, shown: list[tuple[str, Tensor, Tensor]]) -> None:
+        """Log a picture and a short animation of input | output | error for each (name, input, output) TCHW."""
+        if self._writer is None:
+            return
+        for name, frames, decoded in shown:
+            strip = side_by_side(frames, decoded)
+            self._writer.add_image(f"val_picture/{name}", strip[len(strip) // 2], step)
+            _add_animation(self._writer, f"val_video/{name}", strip, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        for handler in self._handlers:
+            logging.getLogger("tinyvae").removeHandler(handler)
+            handler.close()
+
+    def _drop_lines_after(self, step: int) -> None:
+        """A resumed run goes on from its checkpoint: what a killed run logged beyond it did not happen."""
+        if not self._metrics_file.is_file():
+            return
+        lines = [line for line in self._metrics_file.read_text().splitlines() if _step_of(line, default=-1) <= step]
+        kept = [line for line in lines if _step_of(line, default=-1) >= 0]
+        temporary = self._metrics_file.with_suffix(".part")
+        temporary.write_text("".join(line + "\n" for line in kept))
+        temporary.replace(self._metrics_file)
+
+
+def _step_of(line: str, *, default: int) -> int:
+    """The step of a metrics line; a line that a kill cut off has none."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return default
+
+
+def side_by_side(frames_TCHW: Tensor, decoded_TCHW: Tensor) -> Tensor:
+    """input | output | error, next to each other: TCH(3W) in [0, 1]; the error is magnified fourfold."""
+    decoded = decoded_TCHW.clamp(0, 1)
+    error = (4 * (decoded - frames_TCHW).abs()).clamp(0, 1)
+    return torch.cat([frames_TCHW, decoded, error], dim=3)
+
+
+def _open_tensorboard(folder: Path, config: TrainConfig, from_step: int) -> SummaryWriter:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder / config.tracker_name), purge_step=from_step + 1 if from_step else None)
+    writer.add_text("config", f"```json\n{to_json(config)}\n```", from_step)
+    rows = "\n".join(f"| {key} | {value} |" for key, value in flat_for_tracker(config).items())
+    writer.add_text("settings", f"| key | value |\n|---|---|\n{rows}", from_step)
+    return writer
+
+
+def _add_animation(writer: SummaryWriter, name: str, frames_TCHW: Tensor, step: int) -> None:
+    """TensorBoard plays GIF images; its own add_video would need a package that we do not depend on."""
+    import io
+
+    from PIL import Image
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    pixels = (frames_TCHW * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    pictures = [Image.fromarray(frame) for frame in pixels]
+    buffer = io.BytesIO()
+    pictures[0].save(
+        buffer, format="GIF", save_all=True, append_images=pictures[1:], duration=1000 // VIDEO_FPS, loop=0
+    )
+    image: Any = Summary.Image(
+        height=pixels.shape[1], width=pixels.shape[2], colorspace=3, encoded_image_string=buffer.getvalue()
+    )
+    writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)

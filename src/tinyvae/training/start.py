@@ -1,0 +1,305 @@
+"""From a configuration to a finished run: check, join the processes, build the parts, train, finish.
+
+Everything a user can have got wrong is found here, before the first GPU or process group is touched where possible.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from tinyvae.config import TrainConfig
+from tinyvae.config_checks import check_config
+from tinyvae.config_files.loading import LoadedConfig
+from tinyvae.config_files.run_folder import has_time, new_run_folder
+from tinyvae.config_files.saving import to_json
+from tinyvae.errors import UserError
+from tinyvae.losses.lpips_weights import find_lpips_weights
+from tinyvae.losses.perceptual import LPIPS
+from tinyvae.losses.seraena import Seraena
+from tinyvae.losses.seraena_start import SeraenaStart
+from tinyvae.models.taehv import TAEHV
+from tinyvae.models.weights import load_model, save_model
+from tinyvae.teachers import check_teacher, load_teacher
+from tinyvae.training.checkpoint import CheckpointWriter, remove_unfinished
+from tinyvae.training.clips import RunData, open_data
+from tinyvae.training.ema import WeightAverage
+from tinyvae.training.engine import Engine, start_engine
+from tinyvae.training.finish import write_final_model
+from tinyvae.training.guards import SignalWatch
+from tinyvae.training.initialisation import initialise_he
+from tinyvae.training.optimizers import make_optimizers
+from tinyvae.training.progress import HIGHER_IS_BETTER, Progress
+from tinyvae.training.resume import SavedRun, check_same_run, find_checkpoint, open_checkpoint
+from tinyvae.training.run_log import RunLog
+from tinyvae.training.run_state import RunState
+from tinyvae.training.task import TrainingTask
+from tinyvae.training.trainer import LoopParts, Trainer
+from tinyvae.training.validating import Validator
+
+log = logging.getLogger(__name__)
+
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SERAENA_PATIENCE = 2  # validations without improvement after which seraena_start=auto begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """Where a run ended."""
+
+    folder: Path
+    progress: Progress
+
+
+def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
+    """Run the whole training; raises `UserError` for mistakes and `StopRequested` when a signal ended it."""
+    config = loaded.config
+    check_config(config, loaded.given_paths)
+    check_needs(config)
+    checkpoint = _asked_checkpoint(config)
+    engine = start_engine(config)
+    with ExitStack() as closing:
+        closing.callback(engine.close_quietly)
+        folder = engine.from_main(lambda: make_run_folder(config, checkpoint))
+        signals = SignalWatch()
+        closing.callback(signals.close)
+        saved = None if checkpoint is None else open_checkpoint(checkpoint)
+        from_step = 0 if saved is None else int(saved.shared["progress"]["step"])
+        run_log = RunLog(folder, config, is_main=engine.is_main, from_step=from_step)
+        closing.callback(run_log.close)
+        if engine.is_main:
+            for notice in loaded.notices:
+                log.info("note: %s", notice)
+        log.info("run folder: %s", folder)
+        progress = _run(config, engine, folder, signals, run_log, saved, command)
+        engine.close()
+    return FinishedRun(folder=folder, progress=progress)
+
+
+def check_needs(config: TrainConfig) -> None:
+    """What the loss terms need, before any process group or GPU is touched."""
+    if config.teacher_path is not None:
+        check_teacher(config.teacher_path, config.teacher_type, config.spec)
+    if config.perceptual_loss_weight > 0:
+        find_lpips_weights(config.lpips_weights)
+
+
+def _asked_checkpoint(config: TrainConfig) -> Path | None:
+    """The checkpoint to go on from. Every process looks for itself: the answer is the same and nothing is written."""
+    asked = config.resume_from_checkpoint
+    return None if asked is None else find_checkpoint(asked, config)
+
+
+def make_run_folder(config: TrainConfig, checkpoint: Path | None) -> Path:
+    """The run's folder, made by the main process alone: time stamps of several processes would differ.
+
+    A resumed run goes on in the folder of its checkpoint, unless ``output_dir`` names one folder for good.
+    """
+    if checkpoint is not None and has_time(config.output_dir):
+        folder = checkpoint.parent
+    else:
+        folder = new_run_folder(config.output_dir, datetime.now())
+    if checkpoint is None and (folder / "config.json").exists():
+        raise UserError(
+            f"{folder} already holds a run; choose another --output_dir, or go on with it by --resume latest."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(folder)
+        (folder / "config.json").write_text(to_json(config) + "\n")
+    except OSError as fault:
+        raise UserError(f"cannot write to the run folder {folder} ({fault}); choose another --output_dir.") from None
+    return folder.absolute()
+
+
+def _run(
+    config: TrainConfig,
+    engine: Engine,
+    folder: Path,
+    signals: SignalWatch,
+    run_log: RunLog,
+    saved: SavedRun | None,
+    command: str,
+) -> Progress:
+    torch.manual_seed(config.seed)
+    data = open_data(config, engine, folder)
+    if saved is not None:
+        check_same_run(saved, config, data_fingerprint=data.fingerprint)
+    model = build_model(config).to(engine.device)
+    optimizers = make_optimizers(model, config)
+    engine.prepare(model, optimizers)
+    task = build_task(config, engine, model)
+    average = WeightAverage(model, decay=config.ema_decay) if config.ema_decay > 0 else None
+    state = RunState(model=model, engine=engine, average=average, seraena=task.seraena)
+    progress, seraena_start = Progress(), make_seraena_start(config)
+    if saved is not None:
+        progress, seraena_start = state.restore(saved, seraena_start)
+        log.info("resumed from %s at step %d", saved.folder, progress.step)
+    validator = Validator(config, engine, folder, model, average, data, task.lpips, run_log, from_step=progress.step)
+    parts = LoopParts(
+        config=config,
+        run_folder=folder,
+        engine=engine,
+        task=task,
+        optimizers=optimizers,
+        average=average,
+        batches=data.training_batches(engine, start_sample=progress.samples_seen),
+        run_log=run_log,
+        signals=signals,
+        validate=validator.validate,
+        save=make_saver(config, folder, state, data),
+    )
+    _describe(config, engine, data, model)
+    trainer = Trainer(parts, progress, seraena_start)
+    with _profiler(config, engine, folder):
+        progress = trainer.train()
+    if engine.is_main:
+        write_final_model(config, folder, model, average, progress, command=command)
+    engine.barrier()
+    return progress
+
+
+def build_model(config: TrainConfig) -> TAEHV:
+    """The student, on the CPU: pretrained weights, or fresh ones drawn from the seed."""
+    if config.pretrained_model_path is not None:
+        model = load_model(config.pretrained_model_path, variant=config.variant, dtype=torch.float32)
+        if model.spec.width != config.model_width:
+            raise UserError(
+                f"{config.pretrained_model_path} has model_width {model.spec.width:g}, the configuration says "
+                f"{config.model_width:g}; use --model_width {model.spec.width:g}."
+            )
+    else:
+        model = TAEHV(config.variant, width=config.model_width)
+        if config.init == "he":
+            initialise_he(model, seed=config.seed)
+    model.gradient_checkpointing = config.gradient_checkpointing
+    return model.train()
+
+
+def build_task(config: TrainConfig, engine: Engine, model: TAEHV) -> TrainingTask:
+    """The student's task with the teacher, LPIPS and Seraena that the configuration asks for."""
+    teacher = None
+    if config.teacher_path is not None:
+        dtype = TORCH_DTYPES[config.ref_vae_dtype]
+        teacher = load_teacher(config.teacher_type, config.teacher_path, dtype=dtype, device=engine.device)
+    lpips = find_validation_lpips(config)
+    seraena = None
+    if config.use_seraena:
+        seraena = Seraena(
+            config.spec,
+            config.n_frames,
+            config.n_seraena_frames,
+            buffer_mb=config.seraena_buffer_mb,
+            buffer_device="cpu" if config.seraena_buffer_device == "cpu" else engine.device,
+            device=engine.device,
+            learning_rate=config.seraena_learning_rate,
+            normalisation=config.seraena_normalisation,
+            seed=config.seed,
+            rank=engine.rank,
+        )
+    average: Callable[[list[torch.Tensor]], None] | None = engine.average_ if engine.many else None
+    return TrainingTask(
+        config,
+        model,
+        teacher=teacher,
+        lpips=None if lpips is None else lpips.to(engine.device),
+        seraena=seraena,
+        average=average,
+    )
+
+
+def find_validation_lpips(config: TrainConfig) -> LPIPS | None:
+    """LPIPS for the loss and for validation; without a loss term it is measured only where its weights are found."""
+    try:
+        return LPIPS.from_file(find_lpips_weights(config.lpips_weights))
+    except UserError as absent:
+        if config.perceptual_loss_weight > 0 or config.lpips_weights is not None:
+            raise
+        if config.metric_for_best_model == "lpips":
+            raise UserError(f"metric_for_best_model is lpips: {absent}") from None
+        log.info("LPIPS will not be measured: %s", absent)
+        return None
+
+
+def make_seraena_start(config: TrainConfig) -> SeraenaStart | None:
+    if not config.use_seraena:
+        return None
+    higher = HIGHER_IS_BETTER[config.metric_for_best_model]
+    if config.seraena_start == "auto":
+        return SeraenaStart(patience=SERAENA_PATIENCE, higher_is_better=higher)
+    return SeraenaStart(at_step=config.seraena_start, higher_is_better=higher)
+
+
+def make_saver(
+    config: TrainConfig, folder: Path, state: RunState, data: RunData
+) -> Callable[[Progress, SeraenaStart | None, bool], None]:
+    """The function that writes a checkpoint (an emergency one where the flag says so), all ranks together."""
+    writer = CheckpointWriter(folder, state.engine, keep=config.checkpoints_total_limit)
+
+    def write_model(target: Path) -> None:
+        with ExitStack() as swapped:
+            if state.average is not None:
+                swapped.enter_context(state.average.swapped_into(state.model))
+            save_model(state.model, target / "model.safetensors", overwrite=True)
+
+    def save(progress: Progress, seraena_start: SeraenaStart | None, emergency: bool) -> None:
+        facts = {
+            "step": progress.step,
+            "world_size": state.engine.world_size,
+            "engine": state.engine.kind,
+            "data_fingerprint": data.fingerprint,
+            "config": json.loads(to_json(config)),
+        }
+        writer.save(
+            step=progress.step,
+            emergency=emergency,
+            shared_state=lambda: state.shared(progress, seraena_start),
+            rank_state=state.of_rank(),
+            write_model=write_model,
+            facts=facts,
+            best_step=progress.best_step,
+        )
+
+    return save
+
+
+def _describe(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) -> None:
+    if not engine.is_main:
+        return
+    clips = config.train_batch_size * config.gradient_accumulation_steps * engine.world_size
+    parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    log.info(
+        "%s (%.2f M parameters) on %d x %s; %d clips of %d x %d x %d a step; %d files train, %d validate",
+        config.variant,
+        parameters,
+        engine.world_size,
+        engine.device.type,
+        clips,
+        config.n_frames,
+        config.height,
+        config.width,
+        len(data.train),
+        len(data.validation),
+    )
+
+
+def _profiler(config: TrainConfig, engine: Engine, folder: Path) -> ExitStack:
+    """A torch profiler trace of the whole (short) run where asked for, written as ``profile.json``."""
+    stack = ExitStack()
+    if config.enable_profiler and engine.is_main:
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU]
+        if engine.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        profiler = profile(activities=activities)
+        stack.callback(lambda: profiler.export_chrome_trace(str(folder / "profile.json")))
+        stack.enter_context(profiler)
+    return stack

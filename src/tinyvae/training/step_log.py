@@ -1,0 +1,104 @@
+"""The numbers of the steps since the last log line: averaged over micro-batches, steps and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import psutil
+import torch
+from torch import Tensor
+
+from tinyvae.config import TrainConfig
+from tinyvae.training.engine import Engine, StepResult
+from tinyvae.training.schedule import learning_rate_factor
+
+GIB = 2**30
+
+
+class StepLog:
+    """Collects on the device, without waiting for it; only a log line reads the values back."""
+
+    def __init__(self, config: TrainConfig, engine: Engine) -> None:
+        self._config = config
+        self._engine = engine
+        self._sums: dict[str, Tensor] = {}
+        self._step: dict[str, Tensor] = {}
+        self._steps = 0
+        self._norms: list[float] = []
+        self._seconds = 0.0
+        self._clips = 0
+        self._last_step = 0
+        self.recent_loss = math.nan
+
+    def begin_step(self) -> None:
+        """A step's computation starts (again: what a failed attempt left is forgotten)."""
+        self._step = {}
+
+    def add(self, losses: Mapping[str, Tensor], *, share: float) -> None:
+        """The losses of a part of the step's clips; ``share`` of all the rank's clips of the step."""
+        for name, value in losses.items():
+            weighted = value.float() * share
+            self._step[name] = self._step[name] + weighted if name in self._step else weighted
+
+    def end_step(self, result: StepResult, *, num_clips: int, seconds: float) -> None:
+        self._seconds += seconds
+        self._clips += num_clips
+        if not result.stepped:
+            return  # a loss that is not finite would hide the others of the line
+        self._steps += 1
+        self._norms.append(result.gradient_norm)
+        for name, value in self._step.items():
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def own_loss(self) -> float:
+        """This rank's loss of the step just computed."""
+        return float(self._step["loss"].item()) if "loss" in self._step else math.nan
+
+    def is_due(self, step: int) -> bool:
+        self._last_step = step
+        return step % self._config.log_every == 0 or step == 1 or step == self._config.max_train_steps
+
+    def take(self) -> dict[str, float]:
+        """The averages since the last line, over all ranks, by their TensorBoard names; starts a new line."""
+        values: dict[str, float] = {}
+        if self._steps:
+            names = sorted(self._sums)
+            means = torch.stack([self._sums[name] for name in names]) / self._steps
+            self._engine.average_([means])
+            values = {f"train/{name}": float(mean) for name, mean in zip(names, means.tolist(), strict=True)}
+            values["train/gradient_norm"] = sum(self._norms) / len(self._norms)
+            self.recent_loss = values["train/loss"]
+        factor = learning_rate_factor(self._last_step - 1, self._config)
+        values["train/learning_rate"] = self._config.learning_rate * factor
+        values["train/frames_per_second"] = self._clips * self._config.n_frames / max(self._seconds, 1e-9)
+        values["train/gpu_memory_gb"] = (
+            torch.cuda.max_memory_allocated() / GIB if self._engine.device.type == "cuda" else 0.0
+        )
+        if self._config.log_system_stats:
+            values |= system_stats(self._engine.device)
+        self._sums, self._steps, self._norms, self._seconds, self._clips = {}, 0, [], 0.0, 0
+        return values
+
+    def bar_text(self, values: Mapping[str, float]) -> str:
+        """What stands behind the progress bar."""
+        memory = values["train/gpu_memory_gb"] or psutil.Process().memory_info().rss / GIB
+        loss = f"loss {values['train/loss']:.4g}, " if "train/loss" in values else ""
+        return (
+            f"{loss}lr {values['train/learning_rate']:.2e}, "
+            f"{values['train/frames_per_second']:.0f} frames/s, {memory:.1f} GiB"
+        )
+
+
+def system_stats(device: torch.device) -> dict[str, float]:
+    """Use of this machine: CPU and memory always, GPU load and temperature where the driver tells."""
+    stats = {"system/cpu_percent": psutil.cpu_percent(), "system/memory_percent": psutil.virtual_memory().percent}
+    if device.type == "cuda":
+        try:
+            stats["system/gpu_percent"] = float(torch.cuda.utilization(device))
+            stats["system/gpu_celsius"] = float(torch.cuda.temperature(device))
+        except (ModuleNotFoundError, RuntimeError):  # no pynvml: the numbers above are what there is
+            stats["system/gpu_memory_percent"] = (
+                100 * torch.cuda.memory_reserved(device) / (torch.cuda.get_device_properties(device).total_memory)
+            )
+    return stats

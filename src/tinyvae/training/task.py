@@ -1,0 +1,92 @@
+"""What one training step computes: clips in, a dict of losses out.
+
+The teacher, LPIPS and Seraena live here, outside the student's module: none of them is ever wrapped, trained by the
+student's optimiser, or saved into a model file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tinyvae.config import TrainConfig
+from tinyvae.losses.latent import latent_loss
+from tinyvae.losses.perceptual import LPIPS, perceptual_loss
+from tinyvae.losses.reconstruction import reconstruction_loss
+from tinyvae.losses.seraena import AverageInPlace, Seraena, seraena_loss
+from tinyvae.losses.temporal import temporal_loss
+from tinyvae.models.taehv import TAEHV
+from tinyvae.teachers import ReferenceVAE
+
+StudentForward = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLosses:
+    """``total``: the weighted sum to differentiate. ``logged``: every term unweighted, detached, fp32, by name."""
+
+    total: Tensor
+    logged: dict[str, Tensor]
+
+
+class TrainingTask:
+    """The student and everything that teaches it."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: TAEHV,
+        *,
+        teacher: ReferenceVAE | None = None,
+        lpips: LPIPS | None = None,
+        seraena: Seraena | None = None,
+        average: AverageInPlace | None = None,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.teacher = teacher
+        self.lpips = lpips
+        self.seraena = seraena
+        self._average = average
+        self._forward: StudentForward = self._student
+        if config.compile_model:
+            self._forward = torch.compile(self._student, mode=config.compile_mode)
+
+    def losses(self, frames_NTCHW: Tensor, *, use_seraena: bool) -> StepLosses:
+        """Losses of clips NTCHW in [0, 1]; each term is a mean over its elements, so slices of a batch average."""
+        config, model = self.config, self.model
+        target = model.target(frames_NTCHW)
+        teacher_latents = None if self.teacher is None else self.teacher.encode(target)
+        decoded, latents, taught = self._forward(frames_NTCHW, teacher_latents)
+        kind = config.reconstruction_loss_type
+        terms: dict[str, tuple[float, Tensor]] = {
+            "reconstruction_loss": (config.reconstruction_loss_weight, reconstruction_loss(decoded, target, kind))
+        }
+        if teacher_latents is not None:
+            assert taught is not None
+            terms["encoder_loss"] = (config.encoder_loss_weight, latent_loss(latents, teacher_latents))
+            terms["decoder_loss"] = (config.decoder_loss_weight, reconstruction_loss(taught, target, kind))
+        if self.lpips is not None and config.perceptual_loss_weight > 0:
+            distance = perceptual_loss(self.lpips, decoded, target, max_frames=config.perceptual_frames)
+            terms["perceptual_loss"] = (config.perceptual_loss_weight, distance)
+        if config.temporal_loss_weight > 0:
+            terms["temporal_loss"] = (config.temporal_loss_weight, temporal_loss(decoded, target))
+        logged: dict[str, Tensor] = {}
+        if use_seraena:
+            assert self.seraena is not None
+            corrected = self.seraena.step(target, decoded, latents, average_gradients=self._average)
+            terms["seraena_loss"] = (config.seraena_loss_weight, seraena_loss(decoded, corrected.target_NTCHW))
+            logged |= {f"seraena_{name}": value.detach() for name, value in corrected.scalars().items()}
+        total = torch.stack([weight * value for weight, value in terms.values()]).sum()
+        logged |= {"loss": total.detach()} | {name: value.detach() for name, (_, value) in terms.items()}
+        return StepLosses(total=total, logged=logged)
+
+    def _student(self, frames_NTCHW: Tensor, teacher_latents: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(decoded frames, latents, decoded teacher latents): all of the student's work, in one compilable piece."""
+        latents = self.model.encode(frames_NTCHW)
+        decoded = self.model.decode(latents)
+        taught = None if teacher_latents is None else self.model.decode(teacher_latents)
+        return decoded, latents, taught

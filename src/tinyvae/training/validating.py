@@ -1,0 +1,143 @@
+"""What a run does at a validation: score raw and averaged weights, keep the best model, decide on stopping."""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tinyvae.config import TrainConfig
+from tinyvae.errors import UserError
+from tinyvae.losses.perceptual import LPIPS
+from tinyvae.models.taehv import TAEHV
+from tinyvae.training.clips import RunData
+from tinyvae.training.ema import WeightAverage
+from tinyvae.training.engine import Engine
+from tinyvae.training.progress import Progress
+from tinyvae.training.run_log import RunLog
+from tinyvae.training.trainer import ValidationOutcome
+from tinyvae.training.validation import ValidationHistory, ValidationResult, validate, write_best_model, write_json
+
+log = logging.getLogger(__name__)
+
+
+class Validator:
+    """The validations of one run. All ranks call `validate` at the same steps and get the same outcome."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        engine: Engine,
+        folder: Path,
+        model: TAEHV,
+        average: WeightAverage | None,
+        data: RunData,
+        lpips: LPIPS | None,
+        run_log: RunLog,
+        *,
+        from_step: int,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._folder = folder
+        self._model = model
+        self._average = average
+        self._lpips = lpips
+        self._run_log = run_log
+        self._loader = data.validation_loader(engine) if config.validation_steps > 0 else None
+        self._history = ValidationHistory(folder / "validation_history.json", up_to_step=from_step)
+
+    def validate(self, progress: Progress, train_loss: float) -> ValidationOutcome:
+        """Score, log, keep the best; the averaged weights decide where there are any."""
+        config = self._config
+        raw = self._score() if self._average is not None else None
+        with ExitStack() as swapped:
+            if self._average is not None:
+                swapped.enter_context(self._average.swapped_into(self._model))
+            result = self._score()
+            score = result.metrics.get(config.metric_for_best_model, math.nan)
+            if math.isnan(score):
+                raise UserError(
+                    f"validation at step {progress.step} gave no {config.metric_for_best_model}: the outputs are not "
+                    "finite or the metric could not be measured."
+                )
+            improved = progress.improved_by(score, config.metric_for_best_model)
+            if improved and self._engine.is_main:
+                write_best_model(self._folder, self._model, self._info(progress, result, train_loss))
+        progress = replace(
+            progress,
+            best_score=score if improved else progress.best_score,
+            best_step=progress.step if improved else progress.best_step,
+            stale_validations=0 if improved else progress.stale_validations + 1,
+            validated_step=progress.step,
+        )
+        stop = 0 < config.early_stopping_patience <= progress.stale_validations
+        if self._engine.is_main:
+            self._write_down(progress, result, raw, train_loss, improved=improved, stop=stop)
+        self._engine.barrier()
+        return ValidationOutcome(progress=progress, score=score, stop_early=stop)
+
+    def _score(self) -> ValidationResult:
+        assert self._loader is not None, "validation without a loader"
+        was_training = self._model.training
+        self._model.eval()
+        result = validate(self._model, self._loader, self._engine, lpips=self._lpips)
+        self._model.train(was_training)
+        return result
+
+    def _info(self, progress: Progress, result: ValidationResult, train_loss: float) -> dict[str, Any]:
+        return {
+            "step": progress.step,
+            "psnr": result.metrics["psnr"],
+            "ssim": result.metrics.get("ssim"),
+            "lpips": result.metrics.get("lpips"),
+            "train_loss": train_loss,
+        }
+
+    def _write_down(
+        self,
+        progress: Progress,
+        result: ValidationResult,
+        raw: ValidationResult | None,
+        train_loss: float,
+        *,
+        improved: bool,
+        stop: bool,
+    ) -> None:
+        values = {f"val/{name}": value for name, value in result.metrics.items()}
+        if raw is not None:
+            values |= {f"val_raw/{name}": value for name, value in raw.metrics.items()}
+        self._run_log.metrics(progress.step, values)
+        if self._config.save_validation_videos:
+            self._run_log.videos(progress.step, result.shown)
+        entry = {
+            "step": progress.step,
+            "timestamp": datetime.now(UTC).isoformat(),
+            "num_clips": result.num_clips,
+            "train_loss": train_loss,
+            "is_best": improved,
+            **result.metrics,
+            "raw": None if raw is None else raw.metrics,
+        }
+        self._history.add(entry)
+        shown = ", ".join(
+            f"{name} {result.metrics[name]:.4g}" for name in ("psnr", "ssim", "lpips") if name in result.metrics
+        )
+        best = " (best)" if improved else f" (best {progress.best_score:.4g} at step {progress.best_step})"
+        log.info("validation at step %d: %s%s", progress.step, shown, best)
+        if stop:
+            info = {
+                "step": progress.step,
+                "metric": self._config.metric_for_best_model,
+                "best_score": progress.best_score,
+                "best_step": progress.best_step,
+                "validations_without_improvement": progress.stale_validations,
+                "patience": self._config.early_stopping_patience,
+                "timestamp": datetime.now(UTC).isoformat(),
+            }
+            write_json(self._folder / "early_stop_info.json", info)
+            log.info("stopping early: no better %s in %d validations", info["metric"], progress.stale_validations)

@@ -1,0 +1,115 @@
+"""How good the model is now: the metrics of `tinyvae eval` on the validation clips, shared among the ranks.
+
+Each rank measures its own clips; all ranks then hold all results and so take the same decisions (best model, early
+stop, start of Seraena) from the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinyvae.data.loader import ValidationLoader
+from tinyvae.errors import UserError
+from tinyvae.evaluation.metrics import ClipMetrics, clip_metrics
+from tinyvae.evaluation.statistics import Summary, summarise
+from tinyvae.losses.perceptual import LPIPS
+from tinyvae.models.codec import VideoCodec
+from tinyvae.models.taehv import TAEHV
+from tinyvae.models.weights import save_model
+from tinyvae.training.engine import Engine
+
+SHOWN_CLIPS = 4
+RECORDED_METRICS = ("psnr", "ssim", "lpips", "mse", "mae", "flicker_error", "flicker_energy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationResult:
+    """``metrics``: name -> mean over clips, and name_std -> spread over clips. ``shown``: a few (input, output) pairs
+    TCHW in [0, 1] on the CPU, of this rank's first clips."""
+
+    metrics: dict[str, float]
+    num_clips: int
+    shown: list[tuple[str, Tensor, Tensor]]
+
+
+def validate(
+    model: VideoCodec, loader: ValidationLoader, engine: Engine, *, lpips: LPIPS | None, num_shown: int = SHOWN_CLIPS
+) -> ValidationResult:
+    """Score a codec on the validation clips of all ranks; a validation with no usable clip is an error."""
+    own: dict[str, ClipMetrics] = {}
+    shown: list[tuple[str, Tensor, Tensor]] = []
+    with torch.no_grad():
+        for batch in loader:
+            frames = batch.model_input(engine.device)
+            decoded = model.reconstruct(frames).float()
+            target = model.target(frames)
+            for name, clip in zip(batch.names, clip_metrics(decoded, target, lpips=lpips), strict=True):
+                own[name] = clip
+            for i in range(min(len(batch), num_shown - len(shown))):
+                shown.append((batch.names[i], target[i].cpu(), decoded[i].cpu()))
+    clips: dict[str, ClipMetrics] = {}
+    for part in engine.gather(own):
+        clips |= part
+    if not clips:
+        raise UserError("validation had no usable clip; look at bad_files.jsonl in the run's folder.")
+    # Sorted by name, so that the sums do not depend on how the clips were shared out.
+    summary = summarise([clips[name] for name in sorted(clips)])
+    return ValidationResult(metrics=_flat(summary), num_clips=len(clips), shown=shown)
+
+
+def _flat(summary: Summary) -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for name in RECORDED_METRICS:
+        estimate = summary.value(name)
+        if estimate is not None:
+            flat[name] = estimate.mean
+            flat[f"{name}_std"] = estimate.std if estimate.std is not None else 0.0
+    return flat
+
+
+class ValidationHistory:
+    """``validation_history.json``: one entry per validation, rewritten whole after each (main process only)."""
+
+    def __init__(self, file: Path, *, up_to_step: int) -> None:
+        self._file = file
+        self.entries: list[dict[str, Any]] = []
+        if file.is_file():
+            # Entries beyond the step that the run resumes from belong to a future that did not happen.
+            self.entries = [entry for entry in json.loads(file.read_text()) if entry["step"] <= up_to_step]
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        self.entries = [*(e for e in self.entries if e["step"] != entry["step"]), dict(entry)]
+        write_json(self._file, self.entries)
+
+
+def write_best_model(run_folder: Path, model: TAEHV, info: Mapping[str, Any]) -> None:
+    """Replace ``best_model/``: the new one is whole on disk before the old one goes."""
+    best, fresh, old = (run_folder / name for name in ("best_model", ".best_model.fresh", ".best_model.old"))
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    save_model(model, fresh, training_step=int(info["step"]))
+    write_json(fresh / "model_info.json", {**info, "timestamp": datetime.now(UTC).isoformat()})
+    if best.exists():
+        best.rename(old)
+    fresh.rename(best)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_json(file: Path, content: object) -> None:
+    """Write JSON so that a reader sees the old file or the new one, never a part."""
+    temporary = file.with_name(f".{file.name}.part")
+    with temporary.open("w") as stream:
+        json.dump(content, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(file)

@@ -1,0 +1,52 @@
+"""Train a tiny video autoencoder.
+
+A preset's name or a settings file says what to do; any setting can be changed behind it with --key value.
+`tinyvae train PRESET --help` lists every setting; `tinyvae check PRESET` tries everything out beforehand.
+
+example:
+  tinyvae train quickstart
+  tinyvae train h100 --data_root /data/videos --max_train_steps 5000
+  tinyvae train my_settings.py --resume latest
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+
+from tinyvae.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from tinyvae.config_files.loading import preset_names
+    from tinyvae.config_files.tables import config_help_text
+
+    parser.add_argument("preset", metavar="PRESET_OR_FILE", help=f"one of {', '.join(preset_names())}, or a file")
+    parser.add_argument("settings", nargs=argparse.REMAINDER, metavar="--key value", help="settings to change")
+    parser.epilog = config_help_text()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from tinyvae.config_files.loading import load_config
+
+    if "-h" in arguments.settings or "--help" in arguments.settings:
+        from tinyvae.config_files.tables import config_help_text
+
+        print(config_help_text())
+        return 0
+    loaded = load_config(arguments.preset, arguments.settings)
+    from tinyvae.training.engine import PeerLostError
+    from tinyvae.training.guards import StopRequested
+    from tinyvae.training.start import run_training
+
+    command = shlex.join(["tinyvae", "train", arguments.preset, *arguments.settings])
+    try:
+        finished = run_training(loaded, command=command)
+    except StopRequested as stop:
+        print(f"stopped by {stop}; go on with --resume latest", file=sys.stderr)
+        return stop.exit_code
+    except PeerLostError as lost:
+        raise UserError(str(lost)) from None
+    print(f"the run is in {finished.folder}")
+    return 0
