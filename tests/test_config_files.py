@@ -206,6 +206,9 @@ def test_a_wrong_type_in_a_file_names_its_line(tmp_path: Path) -> None:
         ("args.data_root = os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'b')", ("data_root", "../b")),
         ("args.data_root = os.path.abspath('b')", ("data_root", "b")),
         ("args.output_dir = f'out/{datetime.now():%Y%m%d}'", ("output_dir", "out/%Y%m%d")),
+        ("args.output_dir = 'out/' + dt.datetime.now(tz).strftime('%d')", ("output_dir", "out/%d")),
+        ("args.data_root = osp.join('a', 'b')", ("data_root", "a/b")),
+        ("args.cogvideox_model_path = ''", ("cogvideox_model_path", None)),
         ("args.output_dir = 'out/' + time.strftime('%H%M')", ("output_dir", "out/%H%M")),
     ],
 )
@@ -238,6 +241,7 @@ def test_what_a_file_may_write(tmp_path: Path, line: str, expected: tuple[str, A
         ("args.seed = lambda: 1", "is not a plain value"),
         ("args.color_jitter_params.hue = 1", "neither a setting nor a variable"),
         ("args.seed = = 1", "line 1 is not valid Python"),
+        ("args.seed = " + "(" * 5000, "is not valid Python"),
         ("config = replace(other, seed=1)", "must start from a preset"),
         ("config = TrainConfig(**everything)", "write the settings out"),
     ],

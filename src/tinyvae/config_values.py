@@ -121,8 +121,8 @@ def _in_words(kind: Any) -> str:
 
 def _convert(key: str, value: Any, kind: Any) -> Any:
     alternatives = _alternatives(kind)
-    if value is None and type(None) in alternatives:
-        return None
+    if (value is None or value == "") and type(None) in alternatives:
+        return None  # an empty text names nothing; as a path it would be the base folder
     faults: list[str] = []
     for alternative in alternatives:
         if alternative is type(None):

@@ -78,18 +78,16 @@ class Expressions:
             **dict.fromkeys(SET_MAKERS, dict),
             "Path": Path,
             "pathlib.Path": Path,
-            "os.path.join": os.path.join,
-            "os.path.expanduser": os.path.expanduser,
-            "os.path.expandvars": os.path.expandvars,
-            "os.path.dirname": os.path.dirname,
-            "os.path.basename": os.path.basename,
-            "os.path.normpath": os.path.normpath,
-            "os.path.abspath": self._absolute,
-            "os.path.realpath": self._absolute,
             "os.getenv": os.environ.get,
             "os.environ.get": os.environ.get,
             "time.strftime": self._time_pattern,
+            "strftime": self._time_pattern,
         }
+        for module in ("os.path", "osp", "path"):  # as `import os.path as osp` and `from os import path` name it
+            for name in ("join", "expanduser", "expandvars", "dirname", "basename", "normpath"):
+                self._functions[f"{module}.{name}"] = getattr(os.path, name)
+            for name in ("abspath", "realpath"):
+                self._functions[f"{module}.{name}"] = self._absolute
 
     def value(self, node: ast.expr) -> Any:
         """The value of an expression; `NotASettingError` where it is more than this reader knows."""
@@ -184,7 +182,8 @@ class Expressions:
 
     def _call(self, node: ast.Call) -> Any:
         name = dotted(node.func)
-        if name is not None and name.split(".")[-1] in ("now", "today", "utcnow") and name.startswith("datetime."):
+        parts = (name or "").split(".")
+        if parts[-1] in ("now", "today", "utcnow") and "datetime" in parts:
             self.used_time = True
             return Now()  # its time zone is not looked at: the machine that starts the run has one clock
         arguments = [self.value(argument) for argument in node.args]

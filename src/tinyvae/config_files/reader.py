@@ -41,9 +41,9 @@ def read_settings(text: str, *, file: Path, base: Path) -> FileSettings:
     """
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError) as fault:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as fault:  # the last two: brackets without end
         line = f", line {fault.lineno}" if isinstance(fault, SyntaxError) else ""
-        raise UserError(f"{file}{line} is not valid Python ({fault.args[0]}); mend it.") from None
+        raise UserError(f"{file}{line} is not valid Python ({str(fault) or 'too deep'}); mend it.") from None
     reading = _Reading(Expressions(file, base))
     mistakes = [f"line {line}: {reason}" for line, reason in reading.statements(tree.body)]
     if mistakes:
