@@ -1,0 +1,98 @@
+"""The sample set: procedural clips as real H.264 files, the same on every run, for trying things without any data."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from tinyvae.data.sample_scenes import SCENES, Shot
+from tinyvae.data.write import VideoWriter
+from tinyvae.errors import FileExistsAlreadyError, UserError
+
+FPS = 24
+VALIDATION_EVERY = 5
+
+
+def write_sample_clips(
+    folder: Path,
+    *,
+    count: int = 40,
+    height: int = 128,
+    width: int = 192,
+    frames: int = 33,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> None:
+    """Write ``count`` clips and ``annotations.json`` into ``folder`` (made if needed).
+
+    Clip ``i`` depends on (seed, i, size, length) alone, so a smaller set is the beginning of a larger one. Clips
+    already there are an error unless ``overwrite``; other files in the folder are left alone.
+    """
+    folder = Path(folder)
+    if count < 1 or frames < 1:
+        raise UserError(f"a sample set needs at least one clip of one frame, not {count} of {frames}")
+    if height < 32 or width < 32 or height % 2 or width % 2:
+        raise UserError(f"sample clips need even sizes of at least 32, not {width}x{height}")
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsAlreadyError(f"{folder} is a file; name a folder for the sample clips")
+    names = [clip_name(number) for number in range(count)]
+    present = [name for name in (*names, "annotations.json") if (folder / name).exists()]
+    if present and not overwrite:
+        raise FileExistsAlreadyError(
+            f"{folder / present[0]} exists already; name an empty folder or ask for it to be overwritten"
+        )
+    for split in ("train", "val"):
+        (folder / split).mkdir(parents=True, exist_ok=True)
+    with _one_thread():
+        for number, name in enumerate(names):
+            clip_TCHW = render_clip(number, height=height, width=width, frames=frames, seed=seed)
+            with VideoWriter(
+                folder / name,
+                fps=FPS,
+                width=width,
+                height=height,
+                crf=16,
+                preset="veryfast",
+                key_interval=12,
+                overwrite=overwrite,
+            ) as writer:
+                writer.write(clip_TCHW)
+    entries = [
+        {"path": name, "split": name.split("/")[0], "frames": frames, "fps": FPS, "width": width, "height": height}
+        for name in names
+    ]
+    part = folder / f".annotations.json.{os.getpid()}.part"
+    part.write_text(json.dumps({"total": count, "list": entries}, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, folder / "annotations.json")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The pictures are so small that threads only wait for each other: on two busy cores 25 times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def clip_name(number: int) -> str:
+    """Path of clip ``number`` inside the folder: its split, its number, its kind of scene."""
+    kinds = list(SCENES)
+    # Shifted by one in each round through the kinds, so that validation sees different kinds.
+    is_validation = (number + number // len(kinds)) % VALIDATION_EVERY == VALIDATION_EVERY - 1
+    return f"{'val' if is_validation else 'train'}/{number:03d}_{kinds[number % len(kinds)]}.mp4"
+
+
+def render_clip(number: int, *, height: int, width: int, frames: int, seed: int) -> torch.Tensor:
+    """Clip ``number`` of the set ``seed``: uint8 RGB, TCHW."""
+    scene = list(SCENES.values())[number % len(SCENES)]
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+    shot = Shot(height=height, width=width, frames=frames, generator=generator)
+    return (scene(shot) * 255).round().clamp(0, 255).to(torch.uint8)
