@@ -6,16 +6,16 @@ import ast
 import dataclasses
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from tinyvae import TAEHV, save_model
-from tinyvae.config import FIELDS, GROUPS, TrainConfig
-from tinyvae.config_checks import TEACHER_OF_VARIANT, GivenPath, check_config, check_paths, check_values
+from tinyvae.config import FIELDS, GROUPS, TeacherType, TrainConfig
+from tinyvae.config_checks import GivenPath, check_config, check_paths, check_values
 from tinyvae.config_values import convert, convert_text, limits_in_words, type_in_words
 from tinyvae.errors import MissingFileError, UserError
-from tinyvae.models.variants import VARIANTS
+from tinyvae.teachers import TEACHER_KINDS
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "tinyvae"
 CONFIG_FILES = {"config.py", "config_checks.py", "config_values.py"}
@@ -246,9 +246,10 @@ def test_two_teachers_are_a_mistake() -> None:
     assert "name two teachers" in complaint(config)
 
 
-def test_teacher_families_are_known_variants() -> None:
-    assert set(TEACHER_OF_VARIANT) <= set(VARIANTS)
-    assert set(VARIANTS) - set(TEACHER_OF_VARIANT) == {"taeos1_3", "taeh3"}
+def test_teacher_families_are_those_of_the_teachers() -> None:
+    assert get_args(TeacherType) == TEACHER_KINDS
+    config = replace(TrainConfig(), **TEACHER, variant="taeos1_3", ref_vae_path="owner/vae")
+    assert "there is no teacher for taeos1_3" in complaint(config)
 
 
 # files
@@ -308,16 +309,23 @@ def test_weights_of_another_network_are_refused_at_start(tmp_path: Path) -> None
         check_paths(replace(right, pretrained_model_path=tmp_path / "cut.safetensors"))
 
 
-def test_a_teacher_folder_must_look_like_one(tmp_path: Path) -> None:
-    config = replace(TrainConfig(), **TEACHER, data_root=tmp_path, ref_vae_path=str(tmp_path / "vae"))
+def test_a_teacher_folder_must_hold_the_variants_teacher(tmp_path: Path) -> None:
+    config = replace(TrainConfig(), **TEACHER, data_root=tmp_path, variant="taecvx", ref_vae_path=str(tmp_path / "vae"))
     with pytest.raises(UserError, match="name a folder that diffusers can load, or a hub name"):
         check_paths(config)
     (tmp_path / "vae").mkdir()
-    with pytest.raises(UserError, match="is not a diffusers folder"):
+    with pytest.raises(UserError, match=r"ref_vae_path: .*vae"):
         check_paths(config)
-    (tmp_path / "vae" / "config.json").write_text("{}")
+    pytest.importorskip("diffusers")
+    (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKLCogVideoX"}')
+    (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").touch()
     check_paths(config)
-    check_paths(replace(config, ref_vae_path="owner/name"))
+    with pytest.raises(UserError, match="does not suit taew2_1"):
+        check_paths(replace(config, variant="taew2_1"))
+
+
+def test_a_hub_name_is_not_looked_for_on_the_disk(tmp_path: Path) -> None:
+    check_paths(replace(TrainConfig(), **TEACHER, data_root=tmp_path, ref_vae_path="owner/name"))
 
 
 # values

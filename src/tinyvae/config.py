@@ -33,7 +33,7 @@ GROUPS = {
 }
 """Group of a field -> its heading in the help text and in the documentation."""
 
-TeacherType = Literal["cogvideox", "wan", "hunyuan", "ltx"]
+TeacherType = Literal["cogvideox", "wan", "hunyuan", "ltx", "minimax"]
 
 
 def option(
@@ -215,6 +215,9 @@ class TrainConfig:
     )
     ref_vae_dtype: Literal["float32", "float16", "bfloat16"] = option(
         "bfloat16", "teacher", "Precision of the teacher."
+    )
+    ref_vae_sample: bool = option(
+        False, "teacher", "Draw the teacher's latents from their distribution; off: its mode, the same every time."
     )
 
     # seraena

@@ -17,22 +17,6 @@ from tinyvae.config import FIELDS, TrainConfig
 from tinyvae.config_values import convert, limits_in_words, shown_value, within
 from tinyvae.errors import MissingFileError, UserError
 
-TEACHER_OF_VARIANT = {
-    "taehv": ("hunyuan",),
-    "taehv1_5": ("hunyuan",),
-    "taehv1_5_super": ("hunyuan",),
-    "taecvx": ("cogvideox",),
-    "taew2_1": ("wan",),
-    "taew2_2": ("wan",),
-    "taew2_2_super": ("wan",),
-    "taeltx_2": ("ltx",),
-    "taeltx2_3": ("ltx",),
-}
-"""Variant -> the teacher families whose latent space it learns; others (Open-Sora, MiniMax H3) have none here."""
-
-TEACHER_FILES = ("config.json", "vae/config.json")
-"""What a folder that diffusers can load a VAE from holds: the VAE itself, or a whole pipeline."""
-
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -42,6 +26,8 @@ class Complaint:
 
     keys: tuple[str, ...]
     text: str
+    missing: bool = False
+    """Whether it is about a file that is named and not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +45,7 @@ def check_values(config: TrainConfig) -> None:
 
 def check_paths(config: TrainConfig, given: Mapping[str, GivenPath] | None = None) -> None:
     """Raise one error with every file and folder that is named and not there. ``given``: how paths were written."""
-    raise_complaints(path_complaints(config, given or {}), error=MissingFileError)
+    raise_complaints(path_complaints(config, given or {}))
 
 
 def check_config(config: TrainConfig, given: Mapping[str, GivenPath] | None = None) -> None:
@@ -67,15 +53,15 @@ def check_config(config: TrainConfig, given: Mapping[str, GivenPath] | None = No
     raise_complaints([*value_complaints(config), *path_complaints(config, given or {})])
 
 
-def raise_complaints(
-    complaints: Sequence[Complaint], *, heading: str = "the configuration", error: type[UserError] = UserError
-) -> None:
+def raise_complaints(complaints: Sequence[Complaint], *, heading: str = "the configuration") -> None:
     """Raise one error that lists all complaints; nothing where there is none."""
+    if not complaints:
+        return
+    error = MissingFileError if all(complaint.missing for complaint in complaints) else UserError
     if len(complaints) == 1:
         raise error(f"{heading}: {complaints[0].text}")
-    if complaints:
-        lines = "".join(f"\n  - {complaint.text}" for complaint in complaints)
-        raise error(f"{heading} has {len(complaints)} mistakes:{lines}")
+    lines = "".join(f"\n  - {complaint.text}" for complaint in complaints)
+    raise error(f"{heading} has {len(complaints)} mistakes:{lines}")
 
 
 # values
@@ -181,14 +167,17 @@ def _teacher_rules(config: TrainConfig) -> Iterator[Complaint]:
             text=f"ref_vae_path={config.ref_vae_path} and cogvideox_model_path={config.cogvideox_model_path} name two "
             "teachers; set one of them to none.",
         )
-    possible = TEACHER_OF_VARIANT.get(config.variant)
-    if possible is None:
+    from tinyvae.teachers.families import FAMILIES
+
+    possible = sorted({family.kind for family in FAMILIES.values() if config.variant in family.variants})
+    if not possible:
         yield Complaint(
             keys=("variant", *keys),
             text=f"there is no teacher for {config.variant} in diffusers; set use_ref_vae to false.",
         )
     elif config.teacher_type is not None and config.teacher_type not in possible:
-        students = [name for name, teachers in TEACHER_OF_VARIANT.items() if config.teacher_type in teachers]
+        families = [family for family in FAMILIES.values() if family.kind == config.teacher_type]
+        students = dict.fromkeys(name for family in families for name in family.variants)
         yield Complaint(
             keys=("variant", *keys),
             text=f"a {config.teacher_type} teacher cannot teach {config.variant}, whose latents are those of "
@@ -295,7 +284,7 @@ def _missing(config: TrainConfig, key: str, given: Mapping[str, GivenPath], reme
     written = given.get(key)
     text, base = (written.text, written.base) if written else (str(path), Path.cwd())
     where = f"looked for {path.absolute()}" + ("" if Path(text).is_absolute() else f", from {base}")
-    return Complaint(keys=(key,), text=f"{key}={text} does not exist ({where}){remedy}.")
+    return Complaint(keys=(key,), text=f"{key}={text} does not exist ({where}){remedy}.", missing=True)
 
 
 def _data_paths(config: TrainConfig, given: Mapping[str, GivenPath]) -> Iterator[Complaint]:
@@ -352,11 +341,13 @@ def _teacher_paths(config: TrainConfig, given: Mapping[str, GivenPath]) -> Itera
         return
     if not Path(path).exists():
         yield _missing(config, key, given, "; name a folder that diffusers can load, or a hub name as owner/name")
-    elif not any((Path(path) / name).is_file() for name in TEACHER_FILES):
-        yield Complaint(
-            keys=(key,),
-            text=f"{key}={path} is not a diffusers folder: it holds none of {', '.join(TEACHER_FILES)}.",
-        )
+        return
+    from tinyvae.teachers import check_teacher
+
+    try:
+        check_teacher(path, config.teacher_type, config.spec)
+    except UserError as mistake:
+        yield Complaint(keys=(key, "variant", "ref_vae_type", "model_width"), text=f"{key}: {mistake}")
 
 
 def _lpips_needs(config: TrainConfig) -> Iterator[Complaint]:
