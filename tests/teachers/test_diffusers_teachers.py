@@ -46,6 +46,7 @@ H3_BLOCKS = {
     "latents_std": tuple(0.5 + 0.1 * index for index in range(24)),
 }
 SMALL = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4}
+HUNYUAN_15 = {"block_out_channels": (32, 32, 32, 64, 64), "layers_per_block": 1}
 WAN_22 = {
     "z_dim": 48,
     "in_channels": 12,
@@ -67,7 +68,7 @@ TEACHERS: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
     "taehv1_5": (
         "hunyuan",
         "AutoencoderKLHunyuanVideo15",
-        {"block_out_channels": (32,) * 5, "layers_per_block": 1},
+        HUNYUAN_15,
         5,
         32,
     ),
