@@ -107,27 +107,34 @@ def paint(picture_CHW: torch.Tensor, colour: torch.Tensor, mask_HW: torch.Tensor
     return picture_CHW * (1 - mask_HW) + colour * mask_HW
 
 
-def paint_ball(picture: torch.Tensor, y: float, x: float, radius: float, colour: torch.Tensor) -> torch.Tensor:
-    """A lit ball with a soft shadow."""
-    grid_y, grid_x = pixel_grid(*picture.shape[1:])
-    reach = torch.hypot(grid_y - y - radius * 0.35, grid_x - x - radius * 0.35) - radius
+def _around(picture: torch.Tensor, y: float, x: float, reach: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The part of a picture within ``reach`` of a point (a view), and its grid relative to the point."""
+    top, left = max(0, math.floor(y - reach)), max(0, math.floor(x - reach))
+    part = picture[:, top : max(top, math.ceil(y + reach)), left : max(left, math.ceil(x + reach))]
+    grid_y, grid_x = pixel_grid(*part.shape[1:])
+    return part, grid_y + top - y, grid_x + left - x
+
+
+def paint_ball(picture: torch.Tensor, y: float, x: float, radius: float, colour: torch.Tensor) -> None:
+    """Draw a lit ball with a soft shadow into ``picture``."""
+    part, grid_y, grid_x = _around(picture, y, x, 2 * radius)
+    reach = torch.hypot(grid_y - radius * 0.35, grid_x - radius * 0.35) - radius
     shadow = 0.45 * (1 - (reach / (0.5 * radius)).clamp(0, 1))
-    picture = picture * (1 - shadow)
-    from_light = torch.hypot(grid_y - y + radius * 0.4, grid_x - x + radius * 0.4) / radius
+    from_light = torch.hypot(grid_y + radius * 0.4, grid_x + radius * 0.4) / radius
     lit = colour[:, None, None] * (1.15 - 0.5 * from_light) + 0.5 * (1 - from_light * 2.2).clamp(min=0) ** 2
-    return paint(picture, lit.clamp(0, 1), cover(torch.hypot(grid_y - y, grid_x - x) - radius))
+    part.copy_(paint(part * (1 - shadow), lit.clamp(0, 1), cover(torch.hypot(grid_y, grid_x) - radius)))
 
 
 def paint_box(
     picture: torch.Tensor, y: float, x: float, half: tuple[float, float], angle: float, colour: torch.Tensor
-) -> torch.Tensor:
-    """A turned rectangle with a darker rim."""
-    grid_y, grid_x = pixel_grid(*picture.shape[1:])
-    across = math.cos(angle) * (grid_x - x) + math.sin(angle) * (grid_y - y)
-    along = math.cos(angle) * (grid_y - y) - math.sin(angle) * (grid_x - x)
+) -> None:
+    """Draw a turned rectangle with a darker rim into ``picture``."""
+    part, grid_y, grid_x = _around(picture, y, x, math.hypot(*half) + 2)
+    across = math.cos(angle) * grid_x + math.sin(angle) * grid_y
+    along = math.cos(angle) * grid_y - math.sin(angle) * grid_x
     distance = torch.maximum(along.abs() - half[0], across.abs() - half[1])
-    picture = paint(picture, colour[:, None, None] * 0.55, cover(distance))
-    return paint(picture, colour[:, None, None].expand_as(picture), cover(distance + 2))
+    rimmed = paint(part, colour[:, None, None] * 0.55, cover(distance))
+    part.copy_(paint(rimmed, colour[:, None, None], cover(distance + 2)))
 
 
 def bright_colour(shot: Shot) -> torch.Tensor:
@@ -142,10 +149,10 @@ def world(shot: Shot, scale: float = 2.0, things: int = 14) -> torch.Tensor:
         y, x = shot.uniform(0, height), shot.uniform(0, width)
         size = shot.uniform(0.04, 0.13) * shot.height
         if shot.uniform(0, 1) < 0.5:
-            picture = paint_ball(picture, y, x, size, bright_colour(shot))
+            paint_ball(picture, y, x, size, bright_colour(shot))
         else:
             half = (size * shot.uniform(0.6, 1.4), size * shot.uniform(0.6, 1.4))
-            picture = paint_box(picture, y, x, half, shot.uniform(0, math.pi), bright_colour(shot))
+            paint_box(picture, y, x, half, shot.uniform(0, math.pi), bright_colour(shot))
     return picture
 
 
@@ -204,14 +211,14 @@ def moving_objects(shot: Shot) -> torch.Tensor:
         things.append((number, start, speed, size, shot.uniform(-2, 2), bright_colour(shot)))
     frames = []
     for t in torch.linspace(0, 1, shot.frames).tolist():
-        picture = background
+        picture = background.clone()
         for number, start, speed, size, spin, colour in things:
             y, x = (_bounce(s + v * t) for s, v in zip(start, speed, strict=True))
             y, x = size + y * (shot.height - 2 * size), size + x * (shot.width - 2 * size)
             if number % 2:
-                picture = paint_box(picture, y, x, (size * 0.7, size * 0.9), spin * t + number, colour)
+                paint_box(picture, y, x, (size * 0.7, size * 0.9), spin * t + number, colour)
             else:
-                picture = paint_ball(picture, y, x, size, colour)
+                paint_ball(picture, y, x, size, colour)
         frames.append(picture)
     return torch.stack(frames)
 
@@ -248,21 +255,20 @@ def text(shot: Shot) -> torch.Tensor:
 def gradients(shot: Shot) -> torch.Tensor:
     """A sky: colours change slowly, a sun moves, clouds drift."""
     grid_y, grid_x = pixel_grid(shot.height, shot.width)
-    first, second = shot.pick(SKIES), shot.pick(SKIES)
-    drift = clouds(shot, shot.height, shot.width * 2, 2.1)
+    down = grid_y / shot.height
+    first, second = (ramp(down, shot.pick(SKIES)) for _ in range(2))
+    drift = ((clouds(shot, shot.height, shot.width * 2, 2.1) - 0.55) * 3).clamp(0, 0.8)
     speed, rise = shot.uniform(0.2, 0.5) * shot.width, shot.uniform(0.2, 0.6) * shot.height
     sun_x = shot.uniform(0.2, 0.8) * shot.width
+    glow = 0.55 * torch.tensor([1.0, 0.85, 0.6])[:, None, None]
+    white = torch.tensor([0.95, 0.95, 0.97])[:, None, None]
     frames = []
     for t in shot.progress.tolist():
-        down = (grid_y / shot.height).expand(shot.height, shot.width)
-        sky = ramp(down, first) * (1 - t) + ramp(down, second) * t
-        away = torch.hypot(grid_y - (0.75 * shot.height - rise * t), grid_x - sun_x) / shot.height
-        glow = torch.tensor([1.0, 0.85, 0.6])[:, None, None]
-        sky = sky + 0.55 * glow * torch.exp(-((away / 0.22) ** 2))
-        sky = paint(sky, torch.ones(3, 1, 1) * 0.98, cover((away - 0.07) * shot.height))
-        shift = round(speed * t * 8) / 8
-        cloud = torch.roll(drift, int(shift), 1)[:, : shot.width]
-        frames.append(paint(sky, torch.tensor([0.95, 0.95, 0.97])[:, None, None], ((cloud - 0.55) * 3).clamp(0, 0.8)))
+        from_sun = torch.hypot(grid_y - (0.75 * shot.height - rise * t), grid_x - sun_x) / shot.height
+        sky = first * (1 - t) + second * t + glow * torch.exp(-((from_sun / 0.22) ** 2))
+        sky = paint(sky, torch.ones(3, 1, 1), cover((from_sun - 0.07) * shot.height))
+        shift = round(speed * t)
+        frames.append(paint(sky, white, drift[:, shift : shift + shot.width]))
     return torch.stack(frames).clamp(0, 1)
 
 
