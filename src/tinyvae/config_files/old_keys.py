@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 _LAUNCHER = "the launcher decides it (accelerate launch, train_taehv.sh, train_taehv_h100.sh)"
 _ACCELERATE_FILE = "the accelerate configuration file decides it (accelerate_configs/)"
+_FLAT_AVERAGE = "gradients are averaged in one flat exchange; under DeepSpeed the accelerate configuration file decides"
 _NO_ATTENTION = "the network has no attention layer, so there is nothing to switch"
 _DATA_ORDER = "the order of clips is a function of (seed, epoch, position); every process takes its own share"
 
@@ -21,20 +22,20 @@ OLD_KEYS: Mapping[str, str] = {
     "model_dtype": "weights stay in fp32; mixed_precision decides what the networks compute in",
     "use_flash_attention": _NO_ATTENTION,
     "enable_xformers": _NO_ATTENTION,
-    "gradient_as_bucket_view": "always on where gradients are averaged by DistributedDataParallel",
+    "gradient_as_bucket_view": _FLAT_AVERAGE,
     "static_loss_scale": "fp16 scales its loss dynamically; bf16 needs no scale",
     "dataloader_pin_memory_device": "pin_memory pins for the device of the process",
     "log_predictions": "save_validation_videos decides it",
     # The keys below are of the many-node files of the same trainers.
     "frames_to_trim": "the variant's frame rule decides it",
-    "use_zero3_save": "checkpoints are always whole, whatever the ZeRO stage",
-    "zero3_save_16bit_model": "checkpoints are always whole, whatever the ZeRO stage",
-    "communication_overlap": _ACCELERATE_FILE,
-    "bucket_size_mb": _ACCELERATE_FILE,
+    "use_zero3_save": "saved weights are always whole, whatever the ZeRO stage",
+    "zero3_save_16bit_model": "saved weights are always whole, whatever the ZeRO stage",
+    "communication_overlap": _FLAT_AVERAGE,
+    "bucket_size_mb": _FLAT_AVERAGE,
     "find_unused_parameters": "every parameter takes part in every step",
     "broadcast_buffers": "the networks have no buffers to send; Seraena's are synchronised always",
-    "ddp_bucket_cap_mb": _ACCELERATE_FILE,
-    "gradient_compression": _ACCELERATE_FILE,
+    "ddp_bucket_cap_mb": _FLAT_AVERAGE,
+    "gradient_compression": _FLAT_AVERAGE,
     "dataloader_drop_last": "batches run across epochs, so none is incomplete",
     "dataloader_timeout": "decode_timeout_s bounds the time of each clip",
     "save_on_each_node": "one process writes each checkpoint",
