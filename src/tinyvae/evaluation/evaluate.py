@@ -21,12 +21,11 @@ from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
 from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, find_clips, frame_chunks, measure_clip
 from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics
 from tinyvae.evaluation.resources import PeakMemory, choose_devices, environment_facts
-from tinyvae.evaluation.round_trip import ModelFacts, RoundTrip, StageTimes, open_model
+from tinyvae.evaluation.round_trip import Model, ModelFacts, RoundTrip, StageTimes, open_model
 from tinyvae.evaluation.statistics import Summary, summarise
 
 if TYPE_CHECKING:
     from tinyvae.losses.perceptual import LPIPS
-    from tinyvae.models.codec import VideoCodec
 
 FrameLimit = Callable[[int], int]
 """Frames of a T-frame clip -> how many leading frames are compared."""
@@ -111,7 +110,7 @@ class EvaluationResult:
 
 @torch.no_grad()
 def evaluate(
-    model: str | os.PathLike[str] | VideoCodec,
+    model: Model,
     data: str | os.PathLike[str],
     *,
     variant: str | None = None,
@@ -129,7 +128,7 @@ def evaluate(
     """Measure a model on the videos of a folder, annotation file, index, or on one video.
 
     Args:
-        model: a weights file, model, checkpoint or run folder; a diffusers VAE folder; or a codec in memory.
+        model: a weights file, model, checkpoint or run folder; a diffusers VAE folder; or one in memory.
         device: one or several (``"cuda:0,cuda:1"``); None: every GPU, else the CPU.
         dtype: precision of the weights; None: the file's on a GPU, float32 on a CPU.
         lpips: an `LPIPS`, a weights file, None for without, or "auto": as found by `find_lpips_weights`, else without.
@@ -140,7 +139,8 @@ def evaluate(
     Raises:
         UserError: when there is no video, or not one could be measured.
     """
-    devices = choose_devices(device) if not _is_codec(model) or device is not None else [model.device]  # type: ignore[union-attr]
+    # A model that is in memory stays where it is unless a device is named.
+    devices = [model.device] if device is None and not isinstance(model, str | os.PathLike) else choose_devices(device)
     settings = EvaluationSettings(
         data=os.fspath(data),
         data_root=os.fspath(data_root) if data_root is not None else None,
@@ -310,12 +310,6 @@ def open_lpips(wanted: LPIPS | str | os.PathLike[str] | None) -> tuple[LPIPS | N
         return LPIPS.from_file(find_lpips_weights(None)), ()
     except MissingFileError as missing:
         return None, (f"LPIPS was not measured: {missing}",)
-
-
-def _is_codec(model: object) -> bool:
-    from tinyvae.models.codec import VideoCodec
-
-    return isinstance(model, VideoCodec)
 
 
 def _cost(workers: Sequence[_Worker], memory: PeakMemory) -> Cost:

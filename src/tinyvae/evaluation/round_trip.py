@@ -26,6 +26,7 @@ CHUNK_PIXELS = {"cpu": 1_400_000, "cuda": 12_000_000}
 """Pixels that go through the network at once: four frames of 480x720 on a CPU, 35 on a GPU. Larger chunks cost memory
 and gain nothing."""
 MAX_CHUNK_FRAMES = 32
+FAMILY_KIND, REFERENCE_KIND = "tinyvae", "reference VAE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class ModelFacts:
     label: str
     path: str | None
     kind: str
-    """``tinyvae`` or ``reference VAE``."""
+    """`FAMILY_KIND` or `REFERENCE_KIND`."""
     variant: str
     width: float | None
     parameters: int
@@ -76,6 +77,9 @@ class RoundTrip(Protocol):
     def aligned_frames(self, num_frames: int) -> int:
         """How many leading frames of a T-frame clip come back."""
 
+    def latents(self, num_frames: int) -> int:
+        """How many latents T frames make."""
+
     def frames_per_latent(self) -> int:
         """Input frames that one latent stands for: a shorter clip makes no whole latent."""
 
@@ -108,6 +112,9 @@ class StreamedCodec:
 
     def aligned_frames(self, num_frames: int) -> int:
         return self.codec.spec.aligned_frames(num_frames)
+
+    def latents(self, num_frames: int) -> int:
+        return self.codec.spec.latents(num_frames)
 
     def frames_per_latent(self) -> int:
         return self.codec.spec.time_factor
@@ -214,8 +221,12 @@ def to_unit_range(frames_TCHW: Tensor, device: torch.device) -> Tensor:
     return frames_TCHW.to(device, non_blocking=True).float() / 255
 
 
+Model = str | os.PathLike[str] | VideoCodec | RoundTrip
+"""What can be evaluated: a path that `open_model` takes, a codec in memory, or a model that is open already."""
+
+
 def open_model(
-    model: str | os.PathLike[str] | VideoCodec,
+    model: Model,
     *,
     variant: str | None = None,
     device: torch.device | None = None,
@@ -227,6 +238,8 @@ def open_model(
     On a CPU the weights run in float32 unless ``dtype`` says otherwise (half precision is slow there); on a GPU in the
     file's dtype. A codec in memory stays as it is.
     """
+    if not isinstance(model, str | os.PathLike | VideoCodec):
+        return model
     if isinstance(model, VideoCodec):
         return StreamedCodec(model, codec_facts(model, label=label or type(model).__name__, path=None))
     from tinyvae.evaluation.reference_vae import is_reference_vae, open_reference_vae
@@ -259,7 +272,7 @@ def codec_facts(codec: VideoCodec, *, label: str, path: Path | None) -> ModelFac
     return ModelFacts(
         label=label,
         path=str(path) if path is not None else None,
-        kind="tinyvae",
+        kind=FAMILY_KIND,
         variant=spec.name,
         width=spec.width,
         parameters=sum(p.numel() for p in codec.parameters()),

@@ -1,0 +1,169 @@
+"""Several models on the same frames of the same clips: paired differences, winners, best and worst clips."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from tinyvae.errors import UserError
+from tinyvae.evaluation.evaluate import (
+    EvaluationResult,
+    EvaluationSettings,
+    check_settings,
+    clips_of,
+    evaluate_round_trip,
+    open_lpips,
+)
+from tinyvae.evaluation.metrics import METRICS, ClipMetrics
+from tinyvae.evaluation.resources import choose_devices
+from tinyvae.evaluation.round_trip import REFERENCE_KIND, Model, RoundTrip, open_model
+from tinyvae.evaluation.statistics import PairedDifference, paired_difference
+
+if TYPE_CHECKING:
+    from tinyvae.losses.perceptual import LPIPS
+
+REFERENCE_MAX_FRAMES = 49
+"""Frames of each clip where a reference VAE takes part and the user set no limit: it holds a whole clip in memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A model against the baseline, metric by metric."""
+
+    label: str
+    differences: tuple[PairedDifference, ...]
+
+    def difference(self, metric: str) -> PairedDifference | None:
+        return next((d for d in self.differences if d.metric == metric), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Models in the order given; the first is the baseline."""
+
+    evaluations: tuple[EvaluationResult, ...]
+    candidates: tuple[Candidate, ...]
+    winners: dict[str, str]
+    """Metric -> label of the model with the best mean over the clips that all models have."""
+
+    @property
+    def baseline(self) -> EvaluationResult:
+        return self.evaluations[0]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(evaluation.is_complete for evaluation in self.evaluations)
+
+
+@torch.no_grad()
+def compare(
+    models: Sequence[Model],
+    data: str | os.PathLike[str],
+    *,
+    variants: Sequence[str | None] | None = None,
+    device: str | torch.device | Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    lpips: LPIPS | str | os.PathLike[str] | None = "auto",
+    max_frames: int | None = None,
+    max_clips: int | None = None,
+    size: tuple[int, int] | None = None,
+    split: str | None = None,
+    data_root: str | os.PathLike[str] | None = None,
+    show_progress_bar: bool = False,
+) -> Comparison:
+    """Evaluate two or more models on the same frames; arguments as in `evaluate`.
+
+    Variants give back different numbers of frames; all are compared on the frames that every one of them gives back.
+    """
+    if len(models) < 2:
+        raise UserError("compare needs at least two models; for one, use: tinyvae eval MODEL --data DATA")
+    notes: list[str] = []
+    devices = choose_devices(device)
+    named = variants if variants is not None else [None] * len(models)
+    assert len(named) == len(models), "one variant (or None) for each model"
+    round_trips = with_own_labels(
+        [
+            open_model(model, variant=variant, device=devices[0], dtype=dtype)
+            for model, variant in zip(models, named, strict=True)
+        ]
+    )
+    if max_frames is None and any(trip.facts.kind == REFERENCE_KIND for trip in round_trips):
+        max_frames = REFERENCE_MAX_FRAMES
+        notes.append(f"only the first {max_frames} frames of each clip: a reference VAE holds a whole clip in memory.")
+    settings = EvaluationSettings(
+        data=os.fspath(data),
+        data_root=os.fspath(data_root) if data_root is not None else None,
+        split=split,
+        max_clips=max_clips,
+        max_frames=max_frames,
+        size=size,
+    )
+    check_settings(settings)
+    clips = clips_of(settings)
+    ruler, lpips_notes = open_lpips(lpips)
+
+    def shared_frames(num_frames: int) -> int:
+        return min(round_trip.aligned_frames(num_frames) for round_trip in round_trips)
+
+    return compare_results(
+        [
+            evaluate_round_trip(
+                round_trip,
+                clips,
+                settings,
+                devices=devices,
+                lpips=ruler,
+                notes=[*notes, *lpips_notes],
+                frame_limit=shared_frames,
+                show_progress_bar=show_progress_bar,
+            )
+            for round_trip in round_trips
+        ]
+    )
+
+
+def compare_results(evaluations: Sequence[EvaluationResult]) -> Comparison:
+    """Paired differences of evaluations on the same data; the first is the baseline."""
+    assert len(evaluations) >= 2
+    shared = set.intersection(*(set(evaluation.by_name()) for evaluation in evaluations))
+    if not shared:
+        raise UserError("no clip was measured with every model, so there is nothing to compare.")
+    tables = [
+        {name: metrics for name, metrics in evaluation.by_name().items() if name in shared}
+        for evaluation in evaluations
+    ]
+    candidates = []
+    for evaluation, table in zip(evaluations[1:], tables[1:], strict=True):
+        found = [paired_difference(metric, tables[0], table) for metric in METRICS]
+        candidates.append(Candidate(label=evaluation.model.label, differences=tuple(d for d in found if d is not None)))
+    labels = [evaluation.model.label for evaluation in evaluations]
+    return Comparison(evaluations=tuple(evaluations), candidates=tuple(candidates), winners=_winners(labels, tables))
+
+
+def with_own_labels(round_trips: Sequence[RoundTrip]) -> list[RoundTrip]:
+    """Labels made different where two models would have the same, by a number behind them."""
+    seen: dict[str, int] = {}
+    for round_trip in round_trips:
+        label = round_trip.facts.label
+        seen[label] = seen.get(label, 0) + 1
+        if seen[label] > 1:
+            round_trip.facts = replace(round_trip.facts, label=f"{label} ({seen[label]})")
+    return list(round_trips)
+
+
+def _winners(labels: Sequence[str], tables: Sequence[Mapping[str, ClipMetrics]]) -> dict[str, str]:
+    winners: dict[str, str] = {}
+    for metric, info in METRICS.items():
+        scores: list[tuple[float, str]] = []
+        for label, table in zip(labels, tables, strict=True):
+            values = [value for clip in table.values() if (value := clip.value(metric)) is not None]
+            if values and all(map(math.isfinite, values)):
+                scores.append((math.fsum(map(info.badness, values)) / len(values), label))
+        if scores:
+            winners[metric] = min(scores)[1]
+    return winners

@@ -1,0 +1,174 @@
+"""``report.html``: one file that opens offline and holds everything: tables, curves, films, pictures, environment.
+
+Its size is bounded. Films and pictures are those of `evidence` (at most `DEFAULT_FILMS` clips, under about 1 MB each);
+the table lists at most `MAX_ROWS` clips and curves at most `MAX_CURVE_NUMBERS` values, the worst and the best first
+(``results.json`` always has all of them).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tinyvae.evaluation.compare import Comparison
+from tinyvae.evaluation.evaluate import ClipResult, EvaluationResult
+from tinyvae.evaluation.evidence import ClipEvidence
+from tinyvae.evaluation.metrics import METRICS
+from tinyvae.evaluation.report_sections import (
+    clip_section,
+    curve_section,
+    environment_section,
+    footer_text,
+    header_html,
+    latent_section,
+    player_section,
+    summary_section,
+    training_section,
+    worst_section,
+)
+from tinyvae.evaluation.results_file import write_whole
+from tinyvae.evaluation.training_curves import Curves
+
+DEFAULT_FILMS = 6
+MAX_ROWS = 2000
+MAX_CURVE_NUMBERS = 200_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that goes into a page: one evaluation, or several with their comparison."""
+
+    evaluations: tuple[EvaluationResult, ...]
+    comparison: Comparison | None
+    evidence: tuple[ClipEvidence, ...]
+    training: Curves
+    command: str
+
+
+def write_report(report: Report, file: Path) -> None:
+    """Write the page; the file appears whole or not at all."""
+    write_whole(file, report_html(report))
+
+
+def report_html(report: Report) -> str:
+    """The whole page as text."""
+    listed = listed_clips(report.evaluations)
+    sections = {
+        "summary": summary_section(report.evaluations, report.comparison),
+        "films": player_section(report.evidence),
+        "clips": clip_section(report.evaluations, listed),
+        "frames": curve_section(report.evaluations),
+        "worst frames": worst_section(report.evidence, len(report.evaluations)),
+        "latents": latent_section(report.evidence, len(report.evaluations)),
+        "training": training_section(report.training),
+        "environment": environment_section(report.evaluations, report.command),
+    }
+    shown = {name: html for name, html in sections.items() if html}
+    links = [f'<a href="#{name.replace(" ", "-")}">{name.capitalize()}</a>' for name in shown]
+    labels = " and ".join(evaluation.model.label for evaluation in report.evaluations)
+    page = _asset("report.html")
+    slots = {
+        "title": _escaped_title(f"{labels} · tinyvae report"),
+        "css": _asset("report.css"),
+        "header": header_html(report.evaluations),
+        "navigation": "".join(links),
+        "sections": "".join(f'<section id="{name.replace(" ", "-")}">{html}</section>' for name, html in shown.items()),
+        "footer": footer_text(report.evaluations),
+        "data": _embedded_json(_page_data(report, listed)),
+        "script": _asset("report.js"),
+    }
+    # One pass over the template, so that nothing inside a value is taken for a slot.
+    before, *parts = page.split("{{slot:")
+    pieces = [before]
+    for part in parts:
+        name, rest = part.split("}}", 1)
+        pieces += [slots[name], rest]
+    return "".join(pieces)
+
+
+def listed_clips(evaluations: Sequence[EvaluationResult]) -> list[str]:
+    """Names of the clips in the table: those of every model, worst first; of too many the worst and the best half."""
+    tables = [evaluation.by_name() for evaluation in evaluations]
+    shared = [name for name in tables[0] if all(name in table for table in tables)]
+
+    def score(name: str) -> float:
+        value = tables[-1][name].psnr
+        return value if math.isfinite(value) else -1.0
+
+    shared.sort(key=score)
+    return shared if len(shared) <= MAX_ROWS else shared[: MAX_ROWS // 2] + shared[-MAX_ROWS // 2 :]
+
+
+def _page_data(report: Report, listed: Sequence[str]) -> dict[str, Any]:
+    curves = _curves(report, listed)
+    with_film = {evidence.name for evidence in report.evidence}
+    names = [curve["name"] for curve in curves]
+    return {
+        "models": [evaluation.model.label for evaluation in report.evaluations],
+        "metrics": [
+            {"name": m.name, "label": m.label, "unit": m.unit, "digits": m.digits, "scale": m.shown_scale}
+            for m in METRICS.values()
+        ],
+        "curves": curves,
+        "startClip": next((name for name in names if name in with_film), names[0] if names else None),
+        "players": [
+            {
+                "name": evidence.name,
+                "src": f"data:video/mp4;base64,{base64.b64encode(evidence.film.mp4).decode()}",
+                "fps": evidence.film.fps,
+                "firstFrame": evidence.film.first_frame,
+                "numFrames": evidence.film.num_frames,
+                "panels": evidence.film.panels,
+                "panelWidth": evidence.film.panel_width,
+                "panelHeight": evidence.film.panel_height,
+            }
+            for evidence in report.evidence
+        ],
+        "training": report.training,
+    }
+
+
+def _curves(report: Report, listed: Sequence[str]) -> list[dict[str, Any]]:
+    """Per-frame values of the clips, those with a film first, until the budget of the page is spent."""
+    tables = [{clip.name: clip for clip in evaluation.clips} for evaluation in report.evaluations]
+    with_film = [evidence.name for evidence in report.evidence if evidence.name in listed]
+    order = with_film + [name for name in listed if name not in with_film]
+    curves: list[dict[str, Any]] = []
+    spent = 0
+    for name in order:
+        series = [_series(table[name]) for table in tables]
+        spent += sum(len(values) for one in series for values in one.values())
+        if spent > MAX_CURVE_NUMBERS and curves:
+            break
+        curves.append({"name": name, "series": series})
+    return curves
+
+
+def _series(clip: ClipResult) -> dict[str, list[float | None]]:
+    found: dict[str, list[float | None]] = {}
+    for metric in METRICS:
+        values = clip.metrics.by_frame(metric)
+        if values:
+            found[metric] = [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
+    return found
+
+
+def _embedded_json(content: dict[str, Any]) -> str:
+    # "</script>" inside a clip's name must not end the script element.
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _escaped_title(text: str) -> str:
+    from html import escape
+
+    return escape(text)
+
+
+def _asset(name: str) -> str:
+    return resources.files("tinyvae.evaluation").joinpath(name).read_text(encoding="utf-8")

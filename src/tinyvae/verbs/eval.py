@@ -1,0 +1,146 @@
+"""Measure a model on videos: quality, flicker, speed and memory, as numbers and as a page to look at.
+
+MODEL is a weights file, a model, checkpoint or run folder, or a diffusers VAE folder. DATA is a folder of videos, one
+video, an annotation file (.json, .jsonl) or an index of `tinyvae data index`. Every frame is streamed through the
+model in constant memory and compared with the input frame it stands for. Sizes that are no multiple of the model's
+space factor are padded by their edge and cropped back. With --output_dir, results.json and report.html are written.
+
+examples:
+  tinyvae eval output/my_run --data videos/val --output_dir output/my_run/eval
+  tinyvae eval taew2_2.pth --data clips.jsonl --split val --max_frames 49 --size 480x720
+
+exit code: 0 all videos measured; 1 some were skipped or gave no numbers (they are named); 2 a mistake in the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from tinyvae.errors import UserError, nearest_name
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="weights file, model, checkpoint or run folder, or a diffusers VAE folder")
+    parser.add_argument("--variant", help="which variant the weights are, where the file cannot tell")
+    add_data_arguments(parser)
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """What eval and compare share."""
+    parser.add_argument("--data", type=Path, required=True, metavar="DATA", help="folder, video, annotations or index")
+    parser.add_argument("--data_root", type=Path, help="folder that relative paths in DATA start from")
+    parser.add_argument("--output_dir", type=Path, help="folder for results.json and report.html")
+    parser.add_argument("--split", help="only videos annotated as train, val or test")
+    parser.add_argument("--max_clips", type=int, help="at most this many videos, evenly spread")
+    parser.add_argument("--max_frames", type=int, help="only the first frames of each video")
+    parser.add_argument("--size", metavar="HxW", help="crop and scale to this size, e.g. 480x720; default: as they are")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 or cuda:0,cuda:1; default: every GPU, else the CPU")
+    parser.add_argument("--dtype", help=f"one of {', '.join(DTYPES)}; default: float32 on a CPU, else the file's")
+    parser.add_argument("--lpips", metavar="FILE", help="LPIPS weights; 'off' leaves the metric out; default: as found")
+    parser.add_argument("--films", type=int, default=6, help="clips shown as films in the report (default 6)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from tinyvae.evaluation.evaluate import evaluate
+    from tinyvae.evaluation.resources import choose_devices
+    from tinyvae.evaluation.round_trip import open_model
+
+    options = data_options(arguments)
+    devices = choose_devices(arguments.device)
+    round_trip = open_model(arguments.model, variant=arguments.variant, device=devices[0], dtype=options.pop("dtype"))
+    result = evaluate(round_trip, arguments.data, **{**options, "device": devices}, show_progress_bar=True)
+    print(evaluation_table([result]))
+    report_problems([result])
+    publish_results(result, [round_trip], arguments)
+    return 0 if result.is_complete else 1
+
+
+def data_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `evaluate` and `compare` that the command line gives."""
+    lpips: str | None = arguments.lpips if arguments.lpips is not None else "auto"
+    if arguments.films < 0:
+        raise UserError(f"--films must not be negative, got {arguments.films}.")
+    return {
+        "device": arguments.device,
+        "dtype": parse_dtype(arguments.dtype),
+        "lpips": None if lpips == "off" else lpips,
+        "max_frames": arguments.max_frames,
+        "max_clips": arguments.max_clips,
+        "size": parse_size(arguments.size),
+        "split": arguments.split,
+        "data_root": arguments.data_root,
+    }
+
+
+def parse_size(text: str | None) -> tuple[int, int] | None:
+    """``480x720`` -> (height, width)."""
+    if text is None:
+        return None
+    height, cross, width = text.lower().partition("x")
+    if not (cross and height.isdigit() and width.isdigit() and int(height) and int(width)):
+        raise UserError(f"--size {text!r} is not a size; write height x width in pixels, e.g. 480x720.")
+    return int(height), int(width)
+
+
+def parse_dtype(text: str | None) -> Any:
+    if text is None:
+        return None
+    import torch
+
+    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16"}
+    name = short.get(text, text)
+    if name not in DTYPES:
+        raise UserError(f"--dtype {text!r} is not known.{nearest_name(text, DTYPES)} Use {', '.join(DTYPES)}.")
+    return getattr(torch, name)
+
+
+def evaluation_table(results: list[Any]) -> str:
+    """The means of one or several evaluations as text, one column for each."""
+    from tinyvae.evaluation.metrics import METRICS
+
+    rows = [["", *(result.model.label for result in results)]]
+    for name, info in METRICS.items():
+        cells = []
+        for result in results:
+            estimate = result.summary.value(name)
+            interval = ""
+            if estimate is not None and estimate.low is not None:
+                interval = f" ({info.shown(estimate.low)} … {info.shown(estimate.high)})"
+            cells.append(info.shown(estimate.mean if estimate else None) + interval)
+        rows.append([f"{info.label} {info.unit}".strip(), *cells])
+    for label, cost in (("encode frames/s", "encode_fps"), ("decode frames/s", "decode_fps")):
+        rows.append([label, *(f"{getattr(result.cost, cost):.1f}" for result in results)])
+    peaks = [result.cost.peak_memory_bytes for result in results]
+    rows.append(["peak memory MiB", *("not measured" if p is None else f"{p / 2**20:.0f}" for p in peaks)])
+    rows.append(["parameters", *(f"{result.model.parameters:,}" for result in results)])
+    rows.append(["clips / frames", *(f"{r.summary.num_clips} / {r.summary.num_frames}" for r in results)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def report_problems(results: list[Any]) -> None:
+    """Name on stderr what was skipped and what was not measured."""
+    for note in dict.fromkeys(note for result in results for note in result.notes):
+        print(f"note: {note}", file=sys.stderr)
+    skipped = {clip.name: clip.reason for result in results for clip in result.skipped}
+    for reason in skipped.values():
+        print(f"skipped: {reason}", file=sys.stderr)
+    if skipped:
+        print(f"{len(skipped)} of the videos could not be measured and were skipped.", file=sys.stderr)
+
+
+def publish_results(result: Any, round_trips: list[Any], arguments: argparse.Namespace) -> None:
+    if arguments.output_dir is None:
+        return
+    from tinyvae.evaluation.publish import publish
+    from tinyvae.evaluation.resources import command_line
+
+    if arguments.output_dir.is_file():
+        raise UserError(f"--output_dir {arguments.output_dir} is a file; name a folder.")
+    files = publish(result, round_trips, arguments.output_dir, command=command_line(), num_films=arguments.films)
+    print("\n" + "\n".join(f"wrote {file}" for file in files))
