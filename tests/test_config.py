@@ -365,9 +365,9 @@ def test_text_of_the_command_line() -> None:
 
 
 def _is_config(node: ast.expr) -> bool:
-    """``config``, ``self.config``, ``loaded.config``."""
+    """``config``, ``self.config``, ``self._config``, ``loaded.config``."""
     return (isinstance(node, ast.Name) and node.id == "config") or (
-        isinstance(node, ast.Attribute) and node.attr == "config"
+        isinstance(node, ast.Attribute) and node.attr in ("config", "_config")
     )
 
 
