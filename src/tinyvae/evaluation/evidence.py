@@ -29,7 +29,7 @@ from tinyvae.evaluation.round_trip import RoundTrip, StageTimes
 
 PLAYER_FRAMES = 96
 PLAYER_WIDTH = 384  # pixels of each panel
-PATCH_SIDE = 96  # pixels of a magnified piece
+PATCH_SIDE = 64  # pixels of a magnified piece
 LATENT_PICTURES = 4
 PLAYER_CRF = 23
 FALLBACK_FPS = 24.0  # for files that do not tell

@@ -113,15 +113,20 @@
       const frame = frameNow();
       scrub.value = frame;
       stage.dataset.frame = String(firstFrame + frame);
-      $("output", stage).textContent = `frame ${firstFrame + frame} · ${(( firstFrame + frame) / fps).toFixed(2)} s`;
+      $("output", stage).textContent = `frame ${firstFrame + frame} · ${((firstFrame + frame) / fps).toFixed(2)} s`;
       player.listeners.forEach((listen) => listen(data.players[player.index].name, firstFrame + frame));
     }
 
     function layOut() {
       const { panels, panelWidth, panelHeight } = player.film;
       const labels = stage.dataset.view === "wipe" ? ["input | " + panels[Number($("[name=wipe-panel]", stage).value)]] : panels;
-      $(".panels", stage).replaceChildren(...labels.map((label) => {
+      // Several models: outputs in one row, each error below its output.
+      const models = data.models.length;
+      $(".panels", stage).style.setProperty("--columns", models + (models === 1 ? 2 : 1));
+      $(".panels", stage).style.setProperty("--narrow-columns", models === 1 ? 1 : 2);
+      $(".panels", stage).replaceChildren(...labels.map((label, i) => {
         const figure = document.createElement("figure");
+        if (models > 1 && i === models + 1) figure.className = "second-row";
         const canvas = document.createElement("canvas");
         canvas.width = panelWidth; canvas.height = panelHeight;
         const caption = document.createElement("figcaption");

@@ -55,7 +55,8 @@ def _tiles(result: EvaluationResult) -> str:
         if estimate is None:
             tiles.append(_tile(info.label, '<div class="value absent">not measured</div>', ""))
             continue
-        value = f'<div class="value">{_shown(info, estimate.mean)}<small>{escape(info.unit)}</small></div>'
+        unit = f"<small>{escape(info.unit)}</small>" if info.unit else ""
+        value = f'<div class="value">{_shown(info, estimate.mean)}{unit}</div>'
         tiles.append(_tile(info.label, value, _interval_words(info, estimate)))
     cost = result.cost
     tiles.append(
@@ -141,7 +142,7 @@ def _difference_cells(info: MetricInfo, paired: PairedDifference | None) -> str:
     return (
         f'<td class="num">{mean:+.{info.digits}f}<span class="ci">{interval}</span></td>'
         f'<td><span class="verdict {paired.verdict}">{paired.verdict}</span> '
-        f'<span class="unit">on {paired.wins} of {count}</span></td>'
+        f'<span class="unit">{paired.wins} of {count} clips</span></td>'
     )
 
 
@@ -307,16 +308,16 @@ def _worst_card(clip: ClipEvidence, worst: WorstFrame, num_models: int) -> str:
     left, top, width, height = (100 * share for share in worst.box)
     model = f"{escape(worst.model)}, " if num_models > 1 else ""
     crops = "".join(
-        f'<figure><img class="pixels" loading="lazy" alt="{name} of the patch" src="{uri}">'
-        f"<figcaption>{name}</figcaption></figure>"
+        f'<figure><img class="pixels" alt="{name} of the patch" src="{uri}"><figcaption>{name}</figcaption></figure>'
         for name, uri in (("input", worst.input), ("output", worst.output), ("error", worst.error))
     )
     return (
-        f'<div class="card"><h3>{escape(clip.name)}</h3><div class="sub">{model}frame {worst.frame}, '
-        f"{worst.psnr:.2f} dB, {worst.patch_width}×{worst.patch_height} pixels</div>"
-        f'<div class="crops"><figure><div class="where"><span><img loading="lazy" alt="the frame" src="{worst.whole}">'
+        f'<div class="card"><div class="head"><div><h3>{escape(clip.name)}</h3>'
+        f'<div class="sub">{model}frame {worst.frame}, '
+        f"{worst.psnr:.2f} dB<br>{worst.patch_width}×{worst.patch_height} pixels</div></div>"
+        f'<span class="where"><img alt="the frame" src="{worst.whole}">'
         f'<i style="left:{left:.2f}%;top:{top:.2f}%;width:{width:.2f}%;height:{height:.2f}%"></i></span></div>'
-        f"<figcaption>where</figcaption></figure>{crops}</div></div>"
+        f'<div class="crops">{crops}</div></div>'
     )
 
 
@@ -333,7 +334,7 @@ def latent_section(evidence: Sequence[ClipEvidence], num_models: int) -> str:
 
 def _latent_card(clip: ClipEvidence, latents: LatentPictures, num_models: int) -> str:
     figures = "".join(
-        f'<figure><img loading="lazy" alt="latent {place}" src="{uri}"><figcaption>latent {place}</figcaption></figure>'
+        f'<figure><img alt="latent {place}" src="{uri}"><figcaption>latent {place}</figcaption></figure>'
         for place, uri in zip(latents.places, latents.pictures, strict=True)
     )
     model = f'<div class="sub">{escape(latents.model)}</div>' if num_models > 1 else ""
