@@ -20,6 +20,11 @@ VERBS: dict[str, str] = {
     "data": "index a data set, check what is in it, or write sample clips",
     "info": "say what a weights file or variant is: network, sizes, frame rule",
     "lpips-weights": "get the LPIPS weights that the perceptual loss and metric need",
+    "eval": "measure a model on videos: quality, flicker, speed, with a report to look at",
+    "compare": "compare models on the same videos, clip by clip",
+    "reconstruct": "send videos through a model: mp4 in, mp4 out",
+    "encode": "videos to latents",
+    "decode": "latents to videos",
 }
 """Verb -> the line that ``tinyvae --help`` shows. The module is ``tinyvae.verbs.<verb>``, with _ for -."""
 

@@ -9,7 +9,7 @@ import os
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import av
 import numpy as np
@@ -51,7 +51,9 @@ class VideoWriter:
     ...     writer.write(frames_TCHW)
 
     4:2:0 video has even sizes only: with an odd ``width`` or ``height`` the last column or row is written twice,
-    and the file is one pixel larger. ``audio_from`` names a video whose first sound track is carried over from its
+    and the file is one pixel larger; ``pixel_format="yuv444p"`` keeps the exact size, which fewer players show.
+
+    ``audio_from`` names a video whose first sound track is carried over from its
     start, cut to the length of the frames: copied as it is where the container can hold it, else as AAC; a source
     without sound gives a file without sound. ``pixel_aspect`` is the source's ``VideoInfo.pixel_aspect``.
     """
@@ -67,11 +69,15 @@ class VideoWriter:
         preset: str = "medium",
         key_interval: int = 48,
         pixel_aspect: float = 1.0,
+        pixel_format: Literal["yuv420p", "yuv444p"] = "yuv420p",
         audio_from: Path | None = None,
         overwrite: bool = False,
     ) -> None:
         self.path = Path(path)
         self.width, self.height = width, height
+        self._pixel_format = pixel_format
+        even = pixel_format == "yuv420p"
+        self._extra_width, self._extra_height = (width % 2, height % 2) if even else (0, 0)
         self.rate = frame_rate(fps)
         self.frames_written = 0
         self._overwrite = overwrite
@@ -97,8 +103,8 @@ class VideoWriter:
         # same file on every machine.
         options = {"crf": str(crf), "preset": preset, "threads": "1"}
         stream: Any = self._container.add_stream("libx264", rate=self.rate, options=options)
-        stream.width, stream.height = self.width + self.width % 2, self.height + self.height % 2
-        stream.pix_fmt = "yuv420p"
+        stream.width, stream.height = self.width + self._extra_width, self.height + self._extra_height
+        stream.pix_fmt = self._pixel_format
         context = stream.codec_context
         context.time_base = 1 / self.rate
         context.gop_size = key_interval
@@ -122,11 +128,11 @@ class VideoWriter:
                 self._audio.mux_until(self.frames_written / self.rate)
 
     def _to_yuv(self, frame_CHW: np.ndarray) -> av.VideoFrame:
-        padded = np.pad(frame_CHW, ((0, 0), (0, self.height % 2), (0, self.width % 2)), mode="edge")
+        padded = np.pad(frame_CHW, ((0, 0), (0, self._extra_height), (0, self._extra_width)), mode="edge")
         rgb = av.VideoFrame.from_ndarray(np.ascontiguousarray(padded.transpose(1, 2, 0)), format="rgb24")
         frame = self._reformatter.reformat(
             rgb,
-            format="yuv420p",
+            format=self._pixel_format,
             dst_colorspace=Colorspace.ITU709,
             dst_color_range=ColorRange.MPEG,
             interpolation=_EXACT,

@@ -20,6 +20,9 @@ from tinyvae.data.decode import iterate_frames, probe_video
 from tinyvae.data.index import is_index, open_index
 from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
 
+PROBE_TIMEOUT_S = 600.0
+"""Looking at a file reads all its packets: minutes for a film of hours on a slow disk."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClipSource:
@@ -41,6 +44,8 @@ class ClipPart:
     width: int
     resized: bool
     """Whether frames are cropped and scaled to this size, or the file has it."""
+    pixel_aspect: float = 1.0
+    """Width / height of one pixel as it should be shown."""
 
 
 def find_clips(
@@ -97,7 +102,7 @@ def measure_clip(clip: ClipSource, *, max_frames: int | None, size: tuple[int, i
     """
     if clip.known_bad:
         raise UnreadableVideoError(f"{clip.path}: {clip.known_bad} (as its index says)")
-    info = probe_video(clip.path, thorough=False)
+    info = probe_video(clip.path, thorough=False, timeout_s=PROBE_TIMEOUT_S)
     if info.interlaced:
         raise UnreadableVideoError(f"{clip.path}: interlaced; deinterlace it first, e.g. ffmpeg -vf bwdif")
     height, width = size if size is not None else (info.height, info.width)
@@ -108,6 +113,7 @@ def measure_clip(clip: ClipSource, *, max_frames: int | None, size: tuple[int, i
         height=height,
         width=width,
         resized=(height, width) != (info.height, info.width),
+        pixel_aspect=info.pixel_aspect,
     )
 
 
