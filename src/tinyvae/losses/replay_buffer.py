@@ -1,12 +1,14 @@
 """Past fakes with their contexts, bounded in megabytes: the discriminator must not forget faults that were mended.
 
 Writing is split in two, so that a step that turns out not to be finite leaves no trace: `plan` says where the new
-items will go, `read` answers as if they were there, `commit` puts them there. Items rest in fp16 (half the memory and
-half the checkpoint; its step near 1.0 is 0.0005, an eighth of a grey level), on the CPU or on the GPU.
+items will go, `read` answers as if they were there, `commit` puts them there. And a training step that runs out of
+memory half-way is computed again: `go_back` undoes every `commit` since `remember`. Items rest in fp16 (half the
+memory and half the checkpoint; its step near 1.0 is 0.0005, an eighth of a grey level), on the CPU or on the GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +40,7 @@ class ReplayBuffer:
         self._images: Tensor | None = None  # [capacity, C, H, W]
         self._contexts: Tensor | None = None  # [capacity, c, h, w]
         self._num_items = 0
+        self._undo: list[Callable[[], None]] | None = None  # newest last; None: nobody will ask
 
     def __len__(self) -> int:
         return self._num_items
@@ -88,13 +91,43 @@ class ReplayBuffer:
         """Put the new items where the plan says."""
         if self._images is None or not self._fits(images_NCHW, contexts_NCHW):
             # A clip size that changed in mid-run: items of the old size cannot share a batch with the new.
+            self._note_undo(None)
             self._allocate(plan.capacity, images_NCHW.shape[1:], contexts_NCHW.shape[1:])
         assert self._images is not None and self._contexts is not None
         slots = torch.tensor(list(plan.source_of), device=self.device)
         items = torch.tensor(list(plan.source_of.values()), device=images_NCHW.device)
+        self._note_undo(slots)
         self._images[slots] = stored(images_NCHW[items]).to(self.device)
         self._contexts[slots] = stored(contexts_NCHW[items]).to(self.device)
         self._num_items = plan.num_after
+
+    def remember(self) -> None:
+        """From here on `go_back` can undo what `commit` does; what was remembered before is forgotten."""
+        self._undo = []
+
+    def go_back(self) -> None:
+        """Undo every `commit` since `remember`."""
+        assert self._undo is not None, "go_back without remember"
+        while self._undo:
+            self._undo.pop()()
+
+    def _note_undo(self, slots: Tensor | None) -> None:
+        """Keep what the next write destroys: the items in ``slots``, or all of it (None: it will be replaced)."""
+        if self._undo is None:
+            return
+        images, contexts, num_items = self._images, self._contexts, self._num_items
+        if slots is not None:
+            assert images is not None and contexts is not None
+            slots = slots[slots < num_items]  # what lies in a free slot is nothing
+            old_images, old_contexts = images[slots], contexts[slots]
+
+        def undo() -> None:
+            self._images, self._contexts, self._num_items = images, contexts, num_items
+            if slots is not None:
+                assert images is not None and contexts is not None
+                images[slots], contexts[slots] = old_images, old_contexts
+
+        self._undo.append(undo)
 
     def items(self) -> tuple[Tensor, Tensor] | None:
         """All images and contexts in the order of their slots (views, fp16), or None while empty."""

@@ -64,6 +64,12 @@ class SeraenaStart:
         gain = value - self.best if self.higher_is_better else self.best - value
         return gain > self.min_improvement
 
+    def with_past_of(self, earlier: SeraenaStart) -> SeraenaStart:
+        """This rule with what ``earlier`` has seen: a resumed run may have another start step or patience."""
+        return replace(
+            self, best=earlier.best, stale_validations=earlier.stale_validations, started_at=earlier.started_at
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Everything, as plain values for JSON."""
         return asdict(self)

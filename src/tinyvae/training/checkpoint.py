@@ -20,22 +20,31 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar, cast
 
 import torch
+from safetensors import SafetensorError
 
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.training.engine import Engine
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 SHARED_STATE = "training_state.pt"
-NAME = re.compile(r"(emergency_)?checkpoint-(\d+)")
+REPLACED = ".replaced"
+NAME = re.compile(r"(emergency_)?checkpoint-(\d+)(\.replaced)?")
 UNFINISHED = ".unfinished-"
 MAX_FAILED_SAVES = 3
+
+WRITE_FAULTS = (OSError, RuntimeError, SafetensorError)
+"""How a full or read-only disk shows: torch.save and safetensors report it in ways of their own."""
+
+FileFacts = dict[str, Any]
+"""``bytes`` and ``sha256`` of one file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,47 +93,44 @@ class CheckpointWriter:
         engine = self._engine
         name = f"{'emergency_' if emergency else ''}checkpoint-{step}"
         folder, unfinished = self.run_folder / name, self.run_folder / f"{UNFINISHED}{name}"
-        fault = self._attempt(lambda: _make_empty(unfinished) if engine.is_main else None)
+        fault, _ = self._attempt(lambda: _make_empty(unfinished) if engine.is_main else None)
         if fault is None:
-            fault = self._attempt(lambda: _write_state(unfinished / rank_file(engine.rank), rank_state))
+            fault, written = self._attempt(lambda: _write_state(unfinished / rank_file(engine.rank), rank_state))
         if fault is None:
             engine.save_collective(unfinished)
-            fault = self._attempt(
-                lambda: self._finish(folder, unfinished, shared_state, write_model, facts) if engine.is_main else None
-            )
+            hashed = {rank_file(rank): facts for rank, facts in enumerate(written) if facts is not None}
+
+            def finish() -> None:
+                hashed[SHARED_STATE] = _write_state(unfinished / SHARED_STATE, shared_state())
+                write_model(unfinished)
+                _write_manifest(unfinished, facts, hashed)
+                _appear(unfinished, folder)
+
+            fault, _ = self._attempt(lambda: finish() if engine.is_main else None)
         if fault is not None:
             self._failed(name, unfinished, fault)
             return None
         self._failed_in_a_row = 0
         if engine.is_main:
             log.info("saved %s", folder)
-            remove_old(self.run_folder, keep=self._keep, best_step=best_step)
+            try:
+                remove_old(self.run_folder, keep=self._keep, best_step=best_step)
+            except OSError as reason:
+                log.warning("could not remove an old checkpoint: %s", reason)
         return folder
 
-    def _attempt(self, write: Callable[[], object]) -> str | None:
-        """Run a local write; the first reason that any rank gives for failing, the same on all ranks."""
-        fault = None
-        try:
-            write()
-        except (OSError, RuntimeError) as reason:  # torch.save reports a full disk as a RuntimeError
-            fault = f"process {self._engine.rank}: {str(reason).splitlines()[0]}"
-        return next((reason for reason in self._engine.gather(fault) if reason), None)
+    def _attempt(self, write: Callable[[], T]) -> tuple[str | None, list[T | None]]:
+        """Run a local write: the first reason that any rank gives for failing, and what each rank's write returned.
 
-    def _finish(
-        self,
-        folder: Path,
-        unfinished: Path,
-        shared_state: Callable[[], Mapping[str, Any]],
-        write_model: Callable[[Path], None],
-        facts: Mapping[str, Any],
-    ) -> None:
-        _write_state(unfinished / SHARED_STATE, shared_state())
-        write_model(unfinished)
-        _write_manifest(unfinished, facts)
-        if folder.exists():  # the same step saved again after a resume
-            shutil.rmtree(folder)
-        unfinished.rename(folder)
-        _sync_folder(self.run_folder)
+        The same on all ranks.
+        """
+        fault, result = None, None
+        try:
+            result = write()
+        except WRITE_FAULTS as reason:
+            fault = f"process {self._engine.rank}: {(str(reason) or type(reason).__name__).splitlines()[0]}"
+        everybody = self._engine.gather((fault, result))
+        return next((reason for reason, _ in everybody if reason), None), [result for _, result in everybody]
 
     def _failed(self, name: str, unfinished: Path, fault: str) -> None:
         self._failed_in_a_row += 1
@@ -150,25 +156,74 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _write_state(file: Path, state: Mapping[str, Any]) -> None:
+class _HashingStream:
+    """A file open for writing that hashes what goes through: the hash is of what was meant, not of what arrived."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.sha256.update(data)
+        return self._stream.write(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def _write_state(file: Path, state: Mapping[str, Any]) -> FileFacts:
+    file.parent.mkdir(exist_ok=True)  # on another machine the main process's folder may not show yet
     with file.open("wb") as stream:
-        torch.save(dict(state), stream)
+        hashing = _HashingStream(stream)
+        torch.save(dict(state), cast(IO[bytes], hashing))
         stream.flush()
         os.fsync(stream.fileno())
+        return {"bytes": stream.tell(), "sha256": hashing.sha256.hexdigest()}
 
 
-def _write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
-    files = sorted(f for f in folder.rglob("*") if f.is_file())
-    for file in files:  # what a library wrote may still be in the page cache only
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
-    listed = {str(f.relative_to(folder)): {"bytes": f.stat().st_size, "sha256": _hash(f)} for f in files}
-    manifest = {**facts, "written_at": datetime.now(UTC).isoformat(), "files": listed}
+def _write_manifest(folder: Path, facts: Mapping[str, Any], hashed: Mapping[str, FileFacts]) -> None:
+    """``hashed``: files whose facts their writers know. All others in the folder are synced and hashed here."""
+    listed = dict(hashed)
+    for name, known in hashed.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != known["bytes"]:
+            raise OSError(
+                f"{file} is not as its process wrote it; the folder must be on storage that all machines share"
+            )
+    for file in sorted(f for f in folder.rglob("*") if f.is_file()):
+        name = str(file.relative_to(folder))
+        if name not in listed:
+            with file.open("rb") as stream:  # what a library wrote may still be in the page cache only
+                os.fsync(stream.fileno())
+            listed[name] = {"bytes": file.stat().st_size, "sha256": _hash(file)}
+    manifest = {**facts, "written_at": _next_time(folder.parent), "files": dict(sorted(listed.items()))}
     with (folder / MANIFEST).open("w") as stream:
         json.dump(manifest, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
     _sync_folder(folder)
+
+
+def _next_time(run_folder: Path) -> str:
+    """Now, or just after the newest checkpoint where this machine's clock is behind the one that wrote it."""
+    now = datetime.now(UTC)
+    newest = max((info.written_at for info in list_checkpoints(run_folder)), default="")
+    if newest:
+        now = max(now, datetime.fromisoformat(newest) + timedelta(microseconds=1))
+    return now.isoformat(timespec="microseconds")
+
+
+def _appear(unfinished: Path, folder: Path) -> None:
+    """Give a whole checkpoint its name. One of the same step (a signal after a resume) stays until this is there."""
+    replaced = folder.with_name(folder.name + REPLACED)
+    if folder.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        folder.rename(replaced)
+    unfinished.rename(folder)
+    _sync_folder(folder.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
 
 
 def _hash(file: Path) -> str:
@@ -222,15 +277,16 @@ def what_is_broken(folder: Path) -> str | None:
     return None
 
 
-def newest_intact(run_folders: Iterable[Path]) -> Path | None:
-    """The newest whole checkpoint of several run folders; broken ones are named and passed over."""
+def newest_intact(run_folders: Iterable[Path]) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint of several run folders, and what is wrong with each newer one."""
     infos = sorted((info for run in run_folders for info in list_checkpoints(run)), key=lambda info: info.age_key)
+    faults: list[str] = []
     for info in reversed(infos):
         fault = what_is_broken(info.folder)
         if fault is None:
-            return info.folder
-        log.warning("passing over a damaged checkpoint: %s", fault)
-    return None
+            return info.folder, faults
+        faults.append(fault)
+    return None, faults
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -272,5 +328,11 @@ def remove_old(run_folder: Path, *, keep: int | None, best_step: int | None) -> 
 
 def remove_unfinished(run_folder: Path) -> None:
     """Clear what killed saves left behind."""
+    for replaced in run_folder.glob(f"*{REPLACED}"):
+        in_its_place = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if in_its_place.exists():  # by a rename, so it is whole
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(in_its_place)
     for folder in run_folder.glob(f"{UNFINISHED}*"):
         shutil.rmtree(folder, ignore_errors=True)

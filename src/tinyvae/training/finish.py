@@ -11,8 +11,10 @@ import torch
 
 from tinyvae.config import TrainConfig
 from tinyvae.config_files.saving import to_json
+from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model
+from tinyvae.training.checkpoint import WRITE_FAULTS
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.progress import Progress
 from tinyvae.version import __version__
@@ -30,11 +32,17 @@ def write_final_model(
     command: str,
 ) -> None:
     """``final_model.safetensors``, ``final_model.pth`` (averaged weights where there are any) and ``model_card.md``."""
-    with ExitStack() as swapped:
-        if average is not None:
-            swapped.enter_context(average.swapped_into(model))
-        for name in ("final_model.safetensors", "final_model.pth"):
-            save_model(model, folder / name, overwrite=True, training_step=progress.step)
+    try:
+        with ExitStack() as swapped:
+            if average is not None:
+                swapped.enter_context(average.swapped_into(model))
+            for name in ("final_model.safetensors", "final_model.pth"):
+                save_model(model, folder / name, overwrite=True, training_step=progress.step)
+    except WRITE_FAULTS as fault:
+        raise UserError(
+            f"the final model could not be written to {folder} ({str(fault).splitlines()[0]}); make room and go on "
+            "with --resume latest: only the last files are missing."
+        ) from None
     if config.save_model_card:
         (folder / "model_card.md").write_text(model_card(config, folder, model, progress, command=command))
     log.info("final model: %s", folder / "final_model.safetensors")

@@ -1,24 +1,36 @@
 """What may go wrong while a run is under way, and what all ranks then do together.
 
 A process that is in trouble says so with a code in the status exchange of each step; the largest code over all ranks
-decides for everybody, so nobody acts alone.
+decides for everybody, so nobody acts alone. The exchange before each of Seraena's averages is the same exchange: a
+rank that fails leaves its work, gives its code once, and meets the others at whichever of them they come to next.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
+import socket
+import threading
+from collections.abc import Callable
 from enum import IntEnum
 from types import FrameType
+from typing import TYPE_CHECKING
 
+import psutil
 import torch
+from torch import Tensor
 
 from tinyvae.errors import UserError
+
+if TYPE_CHECKING:
+    from tinyvae.training.engine import Engine
 
 log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+LAUNCHER_CHECK_S = 1.0
 
 
 class Status(IntEnum):
@@ -26,6 +38,15 @@ class Status(IntEnum):
 
     WELL = 0
     OUT_OF_MEMORY = 1
+    HAS_TO_STOP = 2
+
+
+class AnotherRankInTrouble(Exception):  # noqa: N818 (news, not an error of this rank)
+    """Raised in the middle of a rank's local work when an exchange tells that another rank cannot go on with it."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(status.name)
+        self.status = status
 
 
 class StopRequested(Exception):  # noqa: N818 (a wish, not an error)
@@ -40,26 +61,106 @@ class StopRequested(Exception):  # noqa: N818 (a wish, not an error)
         return 128 + self.signal_number
 
 
+def average_when_all_are_well(engine: Engine) -> Callable[[list[Tensor]], None]:
+    """The engine's average, asked for only once every rank has said that it will come."""
+
+    def average(tensors: list[Tensor]) -> None:
+        worst = Status(engine.worst(Status.WELL)[0])
+        if worst != Status.WELL:
+            raise AnotherRankInTrouble(worst)
+        engine.average_(tensors)
+
+    return average
+
+
 class SignalWatch:
-    """Notes the first stop signal for the loop to see at the end of its step; a second one ends the process at once."""
+    """Notes the first stop signal for the loop to see at the end of its step; a second one ends the process at once.
+
+    The interpreter itself runs a handler only when the main thread comes back from what it is doing, and a rank can
+    wait for another one for hours. So the signal's number goes through a socket to a thread of its own, which can end
+    the process at any time. Before `hold` is called there is nothing to save and the first signal ends the process.
+    A launcher that dies without a word counts as SIGTERM.
+    """
 
     def __init__(self) -> None:
         self.received = 0
-        self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        self._holds = False
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._ear, self._mouth = socket.socketpair()
+        self._mouth.setblocking(False)
+        self._before = {number: signal.signal(number, _leave_to_the_watch) for number in STOP_SIGNALS}
+        self._wakeup_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, name="signal watch", daemon=True)
+        self._thread.start()
+        _open_watches.append(self)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
-            # No clean-up: whoever signals twice wants the process gone, and checkpoints are whole at any moment.
-            os._exit(128 + number)
-        self.received = number
-        # write(2) rather than logging: a log call may be what the signal has interrupted
-        name = signal.Signals(number).name
-        os.write(2, f"\n{name} received: finishing the step, then saving; send it again to stop at once\n".encode())
+    def hold(self) -> None:
+        """From now on somebody asks for ``received`` and saves before the process ends."""
+        self._holds = True
 
     def close(self) -> None:
         """Give the signals back to whoever had them."""
+        _open_watches.remove(self)
+        signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._mouth.close()
+        self._thread.join()
+        self._ear.close()
+
+    def _watch(self) -> None:
+        while True:
+            heard, _, _ = select.select([self._ear], [], [], LAUNCHER_CHECK_S)
+            if heard:
+                numbers = self._ear.recv(64)
+                if not numbers:
+                    return
+                for number in numbers:
+                    if number in STOP_SIGNALS:
+                        self._note(number, signal.Signals(number).name + " received")
+            elif self._launcher not in (None, os.getppid()):
+                self._launcher = None
+                if not self.received:
+                    self._note(signal.SIGTERM, "the launcher has died")
+
+    def _note(self, number: int, what: str) -> None:
+        # write(2) rather than logging: whatever the main thread is doing, the message comes out
+        if not self._holds:
+            os.write(2, f"\n{what} before the first step: there is nothing to save\n".encode())
+            _end_now(128 + number)
+        if self.received:
+            os.write(2, f"\n{what} again: stopping at once\n".encode())
+            _end_now(128 + number)
+        self.received = number
+        os.write(2, f"\n{what}: finishing the step, then saving; send it again to stop at once\n".encode())
+
+
+def _leave_to_the_watch(number: int, frame: FrameType | None) -> None:
+    """Without a handler in Python the signal would end the process; the watch hears of it by itself."""
+
+
+def _end_now(exit_code: int) -> None:
+    """No clean-up: whoever signals twice wants the process gone, and checkpoints are whole at any moment."""
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+    os._exit(exit_code)
+
+
+_open_watches: list[SignalWatch] = []
+
+
+def _forget_in_child() -> None:
+    """A forked child (a data worker) must not speak into its parent's socket, nor shrug off being terminated."""
+    if _open_watches:
+        _open_watches.clear()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # Signals to a whole process group: the parent decides when its children end.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def is_out_of_memory(fault: BaseException) -> bool:
@@ -82,4 +183,13 @@ def check_skipped(skipped_in_a_row: int, *, limit: int, mixed_precision: str) ->
         f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite, so the run stops: the weights "
         f"are those of the last good step. Likely: {likely}. The log names the clips of each skipped step. "
         "See docs/troubleshooting.md#steps-that-are-skipped"
+    )
+
+
+def out_of_memory_error(n_frames: int, height: int, width: int) -> UserError:
+    """What to say when not even one clip fits; the caller has saved the run."""
+    return UserError(
+        f"out of memory with a single clip of {n_frames} frames of {height}x{width}; the run is saved. Use "
+        "--gradient_checkpointing true, fewer frames or smaller ones, then --resume latest "
+        "--allow_changed_settings true. See docs/troubleshooting.md#out-of-memory"
     )

@@ -1,9 +1,11 @@
-"""Where a run stands: everything that counts, in one value that a checkpoint holds as JSON."""
+"""Where a run stands: everything that counts, in values that a checkpoint holds."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from tinyvae.losses.seraena_start import SeraenaStart
 
 HIGHER_IS_BETTER = {"psnr": True, "ssim": True, "lpips": False, "mse": False}
 
@@ -31,3 +33,13 @@ class Progress:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopState:
+    """What the loop itself remembers. ``step_log``: this rank's numbers since the last log line, by
+    `tinyvae.training.step_log.StepLog.state_dict`; None: a new line starts."""
+
+    progress: Progress
+    seraena_start: SeraenaStart | None
+    step_log: dict[str, Any] | None = None

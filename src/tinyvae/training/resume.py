@@ -34,8 +34,6 @@ SETTINGS_OF_THE_RUN = (
     "n_frames",
     "height",
     "width",
-    "data_root",
-    "annotation_file",
     "train_split",
     "split_by",
     "min_frame_delta",
@@ -54,7 +52,27 @@ SETTINGS_OF_THE_RUN = (
     "n_seraena_frames",
     "use_ref_vae",
 )
-"""Settings that make a run what it is: the model, the clips and the state that a checkpoint carries for them."""
+"""Settings that make a run what it is: the model, the clips and the state that a checkpoint carries for them. Where the
+videos lie is not one of them: the fingerprint of the training files tells whether they are the same."""
+
+SETTINGS_OF_THE_START = (
+    "resume_from_checkpoint",
+    "allow_changed_settings",
+    "output_dir",
+    "data_root",
+    "annotation_file",
+    "index_path",
+    "use_sample_clips",
+)
+"""Settings whose change is not worth a word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundCheckpoint:
+    """A checkpoint whose every file has been checked. ``passed_over``: what is wrong with newer ones."""
+
+    folder: Path
+    passed_over: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,32 +91,44 @@ class SavedRun:
         return read_state(self.folder / rank_file(rank))
 
 
-def find_checkpoint(asked: str, config: TrainConfig) -> Path:
-    """The folder that ``resume_from_checkpoint`` means: a path, a bare name, or ``latest``."""
+def find_checkpoint(asked: str, config: TrainConfig) -> FoundCheckpoint:
+    """What ``resume_from_checkpoint`` means: a path, a run folder (its newest), a bare name, or ``latest``.
+
+    Reads and hashes every file: let one process do it for all.
+    """
     runs = earlier_run_folders(config.output_dir)
-    if asked == "latest":
-        found = newest_intact(runs)
-        if found is None:
-            raise MissingFileError(
-                f"resume_from_checkpoint is 'latest', but there is no intact checkpoint in {_named(runs, config)}; "
-                "start without --resume, or name a checkpoint."
-            )
-        return found
     path = Path(asked)
+    if asked == "latest":
+        return _newest_of(runs, "resume_from_checkpoint is 'latest', but", _named(runs, config))
     if path.is_dir():
-        if list_checkpoints(path) and not (path / SHARED_STATE).exists():  # a run folder: its newest
-            newest = newest_intact([path])
-            if newest is not None:
-                return newest
-        return path
+        if list_checkpoints(path) and not (path / SHARED_STATE).exists():
+            return _newest_of([path], f"resume_from_checkpoint is {asked!r}, but", str(path))
+        return _intact(path)
     by_name = [run / asked for run in runs if (run / asked).is_dir()]
     if len(path.parts) == 1 and by_name:
-        return by_name[0]
-    available = ", ".join(info.folder.name for run in runs for info in list_checkpoints(run)) or "none"
+        return _intact(by_name[0])
+    available = ", ".join(str(info.folder) for run in runs for info in list_checkpoints(run)) or "none"
     raise MissingFileError(
         f"resume_from_checkpoint is {asked!r}, but there is no such folder (looked at {path.absolute()} and in "
         f"{_named(runs, config)}); checkpoints there: {available}."
     )
+
+
+def _newest_of(runs: list[Path], asked: str, place: str) -> FoundCheckpoint:
+    folder, faults = newest_intact(runs)
+    if folder is None:
+        damaged = f" (damaged: {'; '.join(faults)})" if faults else ""
+        raise MissingFileError(
+            f"{asked} there is no intact checkpoint in {place}{damaged}; start without --resume, or name a checkpoint."
+        )
+    return FoundCheckpoint(folder=folder, passed_over=faults)
+
+
+def _intact(folder: Path) -> FoundCheckpoint:
+    fault = what_is_broken(folder)
+    if fault is not None:
+        raise UserError(f"cannot resume from {folder}: {fault}; use --resume latest for the newest intact one.")
+    return FoundCheckpoint(folder=folder, passed_over=[])
 
 
 def _named(runs: list[Path], config: TrainConfig) -> str:
@@ -106,26 +136,29 @@ def _named(runs: list[Path], config: TrainConfig) -> str:
 
 
 def open_checkpoint(folder: Path) -> SavedRun:
-    """Open a checkpoint after checking every file against its manifest."""
-    fault = what_is_broken(folder)
-    if fault is not None:
-        raise UserError(f"cannot resume from {folder}: {fault}; use --resume latest for the newest intact one.")
+    """Read a checkpoint that `find_checkpoint` has found intact."""
     return SavedRun(folder=folder, manifest=read_manifest(folder), shared=read_state(folder / SHARED_STATE))
 
 
-def changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    """Settings of the model and the data that differ from the checkpoint's, as ``key: old -> new``."""
+def changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> tuple[list[str], list[str]]:
+    """Differences from the checkpoint's settings as ``key: old -> new``: of the model and the data, and all others."""
     now = json.loads(to_json(config))
-    return [
-        f"{key}: {saved.get(key)!r} -> {now[key]!r}"
-        for key in SETTINGS_OF_THE_RUN
-        if key in FIELDS and key in saved and saved[key] != now[key]
-    ]
+    of_the_run, others = [], []
+    for key in FIELDS:
+        if key in saved and saved[key] != now[key]:
+            difference = f"{key}: {saved[key]!r} -> {now[key]!r}"
+            if key in SETTINGS_OF_THE_RUN:
+                of_the_run.append(difference)
+            elif key not in SETTINGS_OF_THE_START:
+                others.append(difference)
+    return of_the_run, others
 
 
 def check_same_run(saved: SavedRun, config: TrainConfig, *, data_fingerprint: str) -> None:
     """Refuse to go on with another model or other data, unless ``allow_changed_settings``."""
-    changes = changed_settings(saved.manifest["config"], config)
+    changes, others = changed_settings(saved.manifest["config"], config)
+    if others:
+        log.info("settings changed since the checkpoint: %s", "; ".join(others))
     if not changes and saved.manifest["data_fingerprint"] != data_fingerprint:
         changes = ["the list of training files (files were added, removed or replaced)"]
     if not changes:

@@ -19,6 +19,8 @@ from tinyvae.config_files.saving import flat_for_tracker, to_json
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+log = logging.getLogger(__name__)
+
 VIDEO_FPS = 8
 LOG_LINE = "%(asctime)s %(levelname)s %(message)s"
 
@@ -33,7 +35,11 @@ class _BarSafeHandler(logging.StreamHandler):
 class RunLog:
     """The log of one run. A process that is not the main one has a `RunLog` too; it writes nothing."""
 
-    def __init__(self, folder: Path, config: TrainConfig, *, is_main: bool, from_step: int) -> None:
+    def __init__(
+        self, folder: Path, config: TrainConfig, *, is_main: bool, from_step: int, with_validation: bool = True
+    ) -> None:
+        """``from_step``: the step that the run resumes from, 0 for a new one; ``with_validation``: whether it had been
+        validated, so that its line stays."""
         self._is_main = is_main
         self._metrics_file = folder / "metrics.jsonl"
         self._writer: SummaryWriter | None = None
@@ -47,7 +53,7 @@ class RunLog:
             file = logging.FileHandler(folder / "train.log")
             file.setFormatter(logging.Formatter(LOG_LINE))
             self._handlers.append(file)
-            self._drop_lines_after(from_step)
+            self._drop_lines_after(from_step, with_validation)
             if config.report_to == "tensorboard":
                 self._writer = _open_tensorboard(folder / config.logging_dir, config, from_step)
         for handler in self._handlers:
@@ -58,11 +64,14 @@ class RunLog:
         """Write one line of numbers at an optimiser step; names like ``train/loss`` and ``val/psnr``."""
         if not self._is_main:
             return
-        with self._metrics_file.open("a") as stream:
-            stream.write(json.dumps({"step": step, **values}) + "\n")
-        if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+        try:
+            with self._metrics_file.open("a") as stream:
+                stream.write(json.dumps({"step": step, **values}) + "\n")
+            if self._writer is not None:
+                for name, value in values.items():
+                    self._writer.add_scalar(name, value, step)
+        except OSError as fault:  # a full disk: checkpoints decide whether the run can go on, not its log
+            log.error("could not log step %d: %s", step, fault)
 
     def videos(self, step: int, shown: list[tuple[str, Tensor, Tensor]]) -> None:
         """Log a picture and a short animation of input | output | error for each (name, input, output) TCHW."""
@@ -80,12 +89,14 @@ class RunLog:
             logging.getLogger("tinyvae").removeHandler(handler)
             handler.close()
 
-    def _drop_lines_after(self, step: int) -> None:
+    def _drop_lines_after(self, step: int, with_validation: bool) -> None:
         """A resumed run goes on from its checkpoint: what a killed run logged beyond it did not happen."""
         if not self._metrics_file.is_file():
             return
         lines = [line for line in self._metrics_file.read_text().splitlines() if _step_of(line, default=-1) <= step]
         kept = [line for line in lines if _step_of(line, default=-1) >= 0]
+        if not with_validation:
+            kept = [line for line in kept if _step_of(line, default=-1) < step or '"val/' not in line]
         temporary = self._metrics_file.with_suffix(".part")
         temporary.write_text("".join(line + "\n" for line in kept))
         temporary.replace(self._metrics_file)

@@ -33,16 +33,17 @@ from tinyvae.training.clips import RunData, open_data
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine, start_engine
 from tinyvae.training.finish import write_final_model
-from tinyvae.training.guards import SignalWatch
+from tinyvae.training.guards import SignalWatch, average_when_all_are_well
 from tinyvae.training.initialisation import initialise_he
 from tinyvae.training.optimizers import make_optimizers
-from tinyvae.training.progress import HIGHER_IS_BETTER, Progress
-from tinyvae.training.resume import SavedRun, check_same_run, find_checkpoint, open_checkpoint
+from tinyvae.training.progress import HIGHER_IS_BETTER, LoopState, Progress
+from tinyvae.training.resume import FoundCheckpoint, SavedRun, check_same_run, find_checkpoint, open_checkpoint
 from tinyvae.training.run_log import RunLog
 from tinyvae.training.run_state import RunState
 from tinyvae.training.task import TrainingTask
 from tinyvae.training.trainer import LoopParts, Trainer
 from tinyvae.training.validating import Validator
+from tinyvae.training.validation import put_best_model_back
 
 log = logging.getLogger(__name__)
 
@@ -63,17 +64,27 @@ def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
     config = loaded.config
     check_config(config, loaded.given_paths)
     check_needs(config)
-    checkpoint = _asked_checkpoint(config)
     engine = start_engine(config)
     with ExitStack() as closing:
         closing.callback(engine.close_quietly)
-        folder = engine.from_main(lambda: make_run_folder(config, checkpoint))
         signals = SignalWatch()
         closing.callback(signals.close)
+        found = engine.from_main(lambda: _asked_checkpoint(config))
+        checkpoint = None if found is None else found.folder
+        folder = engine.from_main(lambda: make_run_folder(config, checkpoint))
         saved = None if checkpoint is None else open_checkpoint(checkpoint)
-        from_step = 0 if saved is None else int(saved.shared["progress"]["step"])
-        run_log = RunLog(folder, config, is_main=engine.is_main, from_step=from_step)
+        stood = Progress() if saved is None else Progress(**saved.shared["progress"])
+        run_log = RunLog(
+            folder,
+            config,
+            is_main=engine.is_main,
+            from_step=stood.step,
+            with_validation=stood.validated_step == stood.step,
+        )
         closing.callback(run_log.close)
+        if found is not None and engine.is_main:
+            for fault in found.passed_over:
+                log.warning("passing over a damaged checkpoint: %s", fault)
         if engine.is_main:
             for notice in loaded.notices:
                 log.info("note: %s", notice)
@@ -91,8 +102,8 @@ def check_needs(config: TrainConfig) -> None:
         find_lpips_weights(config.lpips_weights)
 
 
-def _asked_checkpoint(config: TrainConfig) -> Path | None:
-    """The checkpoint to go on from. Every process looks for itself: the answer is the same and nothing is written."""
+def _asked_checkpoint(config: TrainConfig) -> FoundCheckpoint | None:
+    """The checkpoint to go on from. The main process decides: it alone reads every file to check it."""
     asked = config.resume_from_checkpoint
     return None if asked is None else find_checkpoint(asked, config)
 
@@ -113,7 +124,10 @@ def make_run_folder(config: TrainConfig, checkpoint: Path | None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)
-        (folder / "config.json").write_text(to_json(config) + "\n")
+        put_best_model_back(folder)
+        temporary = folder / ".config.json.part"
+        temporary.write_text(to_json(config) + "\n")
+        temporary.replace(folder / "config.json")
     except OSError as fault:
         raise UserError(f"cannot write to the run folder {folder} ({fault}); choose another --output_dir.") from None
     return folder.absolute()
@@ -137,12 +151,23 @@ def _run(
     engine.prepare(model, optimizers)
     task = build_task(config, engine, model)
     average = WeightAverage(model, decay=config.ema_decay) if config.ema_decay > 0 else None
-    state = RunState(model=model, engine=engine, average=average, seraena=task.seraena)
-    progress, seraena_start = Progress(), make_seraena_start(config)
+    state = RunState(model=model, engine=engine, optimizer=config.optimizer, average=average, seraena=task.seraena)
+    loop = LoopState(progress=Progress(), seraena_start=make_seraena_start(config))
     if saved is not None:
-        progress, seraena_start = state.restore(saved, seraena_start)
-        log.info("resumed from %s at step %d", saved.folder, progress.step)
-    validator = Validator(config, engine, folder, model, average, data, task.lpips, run_log, from_step=progress.step)
+        loop = state.restore(saved, loop.seraena_start)
+        log.info("resumed from %s at step %d", saved.folder, loop.progress.step)
+    validator = Validator(
+        config,
+        engine,
+        folder,
+        model,
+        average,
+        data,
+        task.lpips,
+        run_log,
+        stop_signal=lambda: signals.received,
+        from_step=loop.progress.step,
+    )
     parts = LoopParts(
         config=config,
         run_folder=folder,
@@ -150,19 +175,23 @@ def _run(
         task=task,
         optimizers=optimizers,
         average=average,
-        batches=data.training_batches(engine, start_sample=progress.samples_seen),
+        batches=data.training_batches(engine, start_sample=loop.progress.samples_seen),
         run_log=run_log,
         signals=signals,
         validate=validator.validate,
         save=make_saver(config, folder, state, data),
     )
     _describe(config, engine, data, model)
-    trainer = Trainer(parts, progress, seraena_start)
+    trainer = Trainer(parts, loop)
     with _profiler(config, engine, folder):
         progress = trainer.train()
     if engine.is_main:
         write_final_model(config, folder, model, average, progress, command=command)
     engine.barrier()
+    if not trainer.is_saved:
+        raise UserError(
+            f"the run is complete, but its last checkpoint could not be written to {folder}; see train.log."
+        )
     return progress
 
 
@@ -204,7 +233,7 @@ def build_task(config: TrainConfig, engine: Engine, model: TAEHV) -> TrainingTas
             seed=config.seed,
             rank=engine.rank,
         )
-    average: Callable[[list[torch.Tensor]], None] | None = engine.average_ if engine.many else None
+    average = average_when_all_are_well(engine) if engine.many else None
     return TrainingTask(
         config,
         model,
@@ -237,10 +266,11 @@ def make_seraena_start(config: TrainConfig) -> SeraenaStart | None:
     return SeraenaStart(at_step=config.seraena_start, higher_is_better=higher)
 
 
-def make_saver(
-    config: TrainConfig, folder: Path, state: RunState, data: RunData
-) -> Callable[[Progress, SeraenaStart | None, bool], None]:
-    """The function that writes a checkpoint (an emergency one where the flag says so), all ranks together."""
+def make_saver(config: TrainConfig, folder: Path, state: RunState, data: RunData) -> Callable[[LoopState, bool], bool]:
+    """The function that writes a checkpoint (an emergency one where the flag says so), all ranks together.
+
+    It tells whether the checkpoint is on disk.
+    """
     writer = CheckpointWriter(folder, state.engine, keep=config.checkpoints_total_limit)
 
     def write_model(target: Path) -> None:
@@ -249,7 +279,8 @@ def make_saver(
                 swapped.enter_context(state.average.swapped_into(state.model))
             save_model(state.model, target / "model.safetensors", overwrite=True)
 
-    def save(progress: Progress, seraena_start: SeraenaStart | None, emergency: bool) -> None:
+    def save(loop: LoopState, emergency: bool) -> bool:
+        progress = loop.progress
         facts = {
             "step": progress.step,
             "world_size": state.engine.world_size,
@@ -257,15 +288,16 @@ def make_saver(
             "data_fingerprint": data.fingerprint,
             "config": json.loads(to_json(config)),
         }
-        writer.save(
+        written = writer.save(
             step=progress.step,
             emergency=emergency,
-            shared_state=lambda: state.shared(progress, seraena_start),
-            rank_state=state.of_rank(),
+            shared_state=lambda: state.shared(loop),
+            rank_state=state.of_rank(loop),
             write_model=write_model,
             facts=facts,
             best_step=progress.best_step,
         )
+        return written is not None
 
     return save
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import psutil
 import torch
@@ -79,6 +80,23 @@ class StepLog:
             values |= system_stats(self._engine.device)
         self._sums, self._steps, self._norms, self._seconds, self._clips = {}, 0, [], 0.0, 0
         return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's unfinished line: a resumed run writes the line that an undisturbed one would have written."""
+        return {
+            "sums": {name: value.cpu() for name, value in self._sums.items()},
+            "steps": self._steps,
+            "norms": list(self._norms),
+            "seconds": self._seconds,
+            "clips": self._clips,
+            "recent_loss": self.recent_loss,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sums = {name: value.to(self._engine.device) for name, value in state["sums"].items()}
+        self._steps, self._norms = state["steps"], list(state["norms"])
+        self._seconds, self._clips = state["seconds"], state["clips"]
+        self.recent_loss = state["recent_loss"]
 
     def bar_text(self, values: Mapping[str, float]) -> str:
         """What stands behind the progress bar."""

@@ -6,8 +6,9 @@ student's optimiser, or saved into a model file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from tinyvae.config import TrainConfig
 from tinyvae.losses.latent import latent_loss
 from tinyvae.losses.perceptual import LPIPS, perceptual_loss
 from tinyvae.losses.reconstruction import reconstruction_loss
-from tinyvae.losses.seraena import AverageInPlace, Seraena, seraena_loss
+from tinyvae.losses.seraena import AverageInPlace, Seraena, SeraenaResult, seraena_loss
 from tinyvae.losses.temporal import temporal_loss
 from tinyvae.models.taehv import TAEHV
 from tinyvae.teachers import ReferenceVAE
@@ -55,8 +56,12 @@ class TrainingTask:
         if config.compile_model:
             self._forward = torch.compile(self._student, mode=config.compile_mode)
 
-    def losses(self, frames_NTCHW: Tensor, *, use_seraena: bool) -> StepLosses:
-        """Losses of clips NTCHW in [0, 1]; each term is a mean over its elements, so slices of a batch average."""
+    def losses(self, frames_NTCHW: Tensor, *, use_seraena: bool, corrected: SeraenaResult | None = None) -> StepLosses:
+        """Losses of clips NTCHW in [0, 1]; each term is a mean over its elements, so slices of a batch average.
+
+        ``corrected``: Seraena's step for these clips where it has been taken already (by `correct_in_parts`). Where
+        some rank's Seraena met values that are not finite, the total is not finite either, on all ranks.
+        """
         config, model = self.config, self.model
         target = model.target(frames_NTCHW)
         teacher_latents = None if self.teacher is None else self.teacher.encode(target)
@@ -77,12 +82,40 @@ class TrainingTask:
         logged: dict[str, Tensor] = {}
         if use_seraena:
             assert self.seraena is not None
-            corrected = self.seraena.step(target, decoded, latents, average_gradients=self._average)
+            if corrected is None:
+                corrected = self.seraena.step(target, decoded, latents, average_gradients=self._average)
             terms["seraena_loss"] = (config.seraena_loss_weight, seraena_loss(decoded, corrected.target_NTCHW))
             logged |= {f"seraena_{name}": value.detach() for name, value in corrected.scalars().items()}
         total = torch.stack([weight * value for weight, value in terms.values()]).sum()
         logged |= {"loss": total.detach()} | {name: value.detach() for name, (_, value) in terms.items()}
+        if corrected is not None and not corrected.finite:
+            total = total * math.nan  # what is logged stays this rank's own, so that a report can name the culprit
         return StepLosses(total=total, logged=logged)
+
+    def remember(self) -> None:
+        """Before a step that uses Seraena: its state, should the step have to be computed again."""
+        assert self.seraena is not None
+        self.seraena.remember()
+
+    def go_back(self) -> None:
+        """Undo what the step has changed since `remember`."""
+        assert self.seraena is not None
+        self.seraena.go_back()
+
+    def correct_in_parts(self, parts: Sequence[Tensor]) -> list[SeraenaResult]:
+        """Seraena's one step over clips that are too many for one pass of the student: its result for each part.
+
+        The discriminator sees what it would see without the cut, so the step is the same; the student's forward pass
+        is done once more, without a graph.
+        """
+        assert self.seraena is not None
+        with torch.no_grad():
+            made = [self._student(frames, None)[:2] for frames in parts]
+        decoded, latents = (torch.cat(column) for column in zip(*made, strict=True))
+        target = torch.cat([self.model.target(frames) for frames in parts])
+        whole = self.seraena.step(target, decoded, latents, average_gradients=self._average)
+        targets = whole.target_NTCHW.split([len(frames) for frames in parts])
+        return [replace(whole, target_NTCHW=target_NTCHW) for target_NTCHW in targets]
 
     def _student(self, frames_NTCHW: Tensor, teacher_latents: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """(decoded frames, latents, decoded teacher latents): all of the student's work, in one compilable piece."""

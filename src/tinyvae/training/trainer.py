@@ -20,16 +20,25 @@ from tqdm import tqdm
 from tinyvae.config import TrainConfig
 from tinyvae.data.clip_reading import ClipBatch
 from tinyvae.errors import UserError
-from tinyvae.losses.seraena_start import SeraenaStart
+from tinyvae.losses.seraena import SeraenaResult
 from tinyvae.training.ema import WeightAverage
-from tinyvae.training.engine import Engine, StepResult
-from tinyvae.training.guards import SignalWatch, Status, StopRequested, check_skipped, is_out_of_memory
+from tinyvae.training.engine import Engine, PeerLostError, StepResult
+from tinyvae.training.guards import (
+    AnotherRankInTrouble,
+    SignalWatch,
+    Status,
+    StopRequested,
+    check_skipped,
+    is_out_of_memory,
+    out_of_memory_error,
+)
 from tinyvae.training.optimizers import OptimizerSet
-from tinyvae.training.progress import Progress
+from tinyvae.training.progress import LoopState, Progress
 from tinyvae.training.run_log import RunLog
 from tinyvae.training.schedule import learning_rate_factor
 from tinyvae.training.step_log import StepLog
 from tinyvae.training.task import TrainingTask
+from tinyvae.training.validation import ValidationCut
 
 log = logging.getLogger(__name__)
 
@@ -48,50 +57,53 @@ class LoopParts:
     run_log: RunLog
     signals: SignalWatch
     validate: Callable[[Progress, float], ValidationOutcome]
-    save: Callable[[Progress, SeraenaStart | None, bool], None]
+    save: Callable[[LoopState, bool], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationOutcome:
-    """What a validation changes: ``progress`` with best score and patience, the ``score`` itself, whether to stop."""
+    """What a validation changes: ``progress`` with best score and patience, and the ``score`` itself."""
 
     progress: Progress
     score: float
-    stop_early: bool
 
 
 class Trainer:
     """Runs `LoopParts` from ``progress`` to the end of the configuration."""
 
-    def __init__(self, parts: LoopParts, progress: Progress, seraena_start: SeraenaStart | None) -> None:
+    def __init__(self, parts: LoopParts, state: LoopState) -> None:
         self.parts = parts
         self.config = parts.config
-        self.progress = progress
-        self.seraena_start = seraena_start
+        self.progress = state.progress
+        self.seraena_start = state.seraena_start
         self.slices = 1  # parts that each micro-batch is cut into; doubled when memory runs out
         self.step_log = StepLog(parts.config, parts.engine)
+        if state.step_log is not None:
+            self.step_log.load_state_dict(state.step_log)
+        self.is_saved = True  # whether the newest save that was tried is on disk
 
     def train(self) -> Progress:
         """Train to the last step, an early stop (both return) or a signal (raises `StopRequested`)."""
         config, parts = self.config, self.parts
+        parts.signals.hold()
         first = self.progress.step
         with tqdm(
             total=config.max_train_steps, initial=first, desc="train", unit="step", disable=not parts.engine.is_main
         ) as bar:
-            if self._validation_was_missed() and self._validate():
-                return self.progress
-            while self.progress.step < config.max_train_steps:
+            if self._validation_was_missed():
+                self._validate()
+                self._save_if_due()
+            while self.progress.step < config.max_train_steps and not self._stops_early():
                 started = time.perf_counter()
-                clips = [next(parts.batches) for _ in range(config.gradient_accumulation_steps)]
+                clips = self._next_clips()
                 result = self.step(clips)
                 self._count(clips, result, seconds=time.perf_counter() - started)
                 bar.update()
                 self._log(bar)
                 self._stop_if_asked()
-                if self._is_due(config.validation_steps) and self._validate():
-                    return self.progress
-                if self._is_due(config.checkpointing_steps) or self.progress.step == config.max_train_steps:
-                    parts.save(self.progress, self.seraena_start, False)
+                if self._is_due(config.validation_steps):
+                    self._validate()
+                self._save_if_due()
         return self.progress
 
     def step(self, clips: list[ClipBatch]) -> StepResult:
@@ -100,54 +112,91 @@ class Trainer:
         if self.seraena_start is not None:
             self.seraena_start = self.seraena_start.before_step(self.progress.step)
         parts.optimizers.set_rates(learning_rate_factor(self.progress.step, config))
-        while True:
-            status = self._compute_gradients(clips)
-            worst = Status(parts.engine.worst(status)[0])
-            if worst == Status.WELL:
-                break
+        if self._uses_seraena:
+            parts.task.remember()
+        while (worst := self._compute_gradients(clips)) != Status.WELL:
+            self._undo_step()
+            if worst == Status.HAS_TO_STOP:
+                self._save(emergency=True)
+                raise PeerLostError(
+                    "another process of this run had to stop, its own message says why; the run is saved, go on with "
+                    "--resume latest when that is mended. See docs/troubleshooting.md#a-lost-process"
+                )
             self._use_smaller_slices()
         result = parts.engine.finish_step(max_grad_norm=config.max_grad_norm)
         if result.stepped and parts.average is not None:
             parts.average.update(parts.task.model)
         return result
 
+    def _next_clips(self) -> list[ClipBatch]:
+        """The step's clips. Where this rank has none, all ranks save before they stop."""
+        try:
+            return [next(self.parts.batches) for _ in range(self.config.gradient_accumulation_steps)]
+        except UserError as mistake:
+            reason = mistake
+        except RuntimeError as fault:
+            if "DataLoader worker" not in str(fault):
+                raise
+            reason = UserError(
+                f"a process that loads clips was killed ({str(fault).splitlines()[0]}), most often because the "
+                "machine's main memory is full; use fewer --dataloader_num_workers, then --resume latest."
+            )
+        self.parts.engine.worst(Status.HAS_TO_STOP)  # meets the others wherever they ask for the status next
+        self._save(emergency=True)
+        raise reason
+
+    @property
+    def _uses_seraena(self) -> bool:
+        return self.seraena_start is not None and self.seraena_start.has_started
+
     def _compute_gradients(self, clips: list[ClipBatch]) -> Status:
-        """The local work of a step: nothing in here waits for another rank, except Seraena's own exchange."""
-        parts = self.parts
+        """The local work of a step, and how it went on the worst of the ranks."""
         self.step_log.begin_step()
         try:
             for batch in clips:
-                frames = batch.model_input(parts.engine.device)
-                for part in frames.chunk(self.slices):
-                    self._add_gradients(part, share=len(part) / len(frames) / len(clips))
+                self._add_gradients(batch.model_input(self.parts.engine.device), share=1 / len(clips))
+            status = Status.WELL
+        except AnotherRankInTrouble as trouble:
+            return trouble.status
         except (RuntimeError, MemoryError) as fault:
             if not is_out_of_memory(fault):
                 raise
-            log.warning("process %d ran out of memory at step %d", parts.engine.rank, self.progress.step)
-            parts.engine.discard_gradients()
-            return Status.OUT_OF_MEMORY
-        return Status.WELL
+            log.warning("process %d ran out of memory at step %d", self.parts.engine.rank, self.progress.step)
+            status = Status.OUT_OF_MEMORY
+        return Status(self.parts.engine.worst(status)[0])
 
     def _add_gradients(self, frames: Tensor, *, share: float) -> None:
-        use_seraena = self.seraena_start is not None and self.seraena_start.has_started
-        with self.parts.engine.autocast():
-            losses = self.parts.task.losses(frames, use_seraena=use_seraena)
-        self.parts.engine.backward(losses.total * share)
-        self.step_log.add(losses.logged, share=share)
+        """Gradients of one micro-batch; ``share``: its part of the step's clips."""
+        task, engine = self.parts.task, self.parts.engine
+        parts = frames.chunk(self.slices)
+        corrections: list[SeraenaResult | None] = [None] * len(parts)
+        if self._uses_seraena and len(parts) > 1:
+            with engine.autocast():
+                corrections = list(task.correct_in_parts(parts))
+        for part, corrected in zip(parts, corrections, strict=True):
+            with engine.autocast():
+                losses = task.losses(part, use_seraena=self._uses_seraena, corrected=corrected)
+            weight = share * len(part) / len(frames)
+            # A loss that is not finite can have finite gradients. Not here: the guard looks at gradients alone.
+            is_number = torch.isfinite(losses.total.detach())
+            engine.backward(losses.total * torch.where(is_number, weight, torch.nan))
+            self.step_log.add(losses.logged, share=weight)
 
-    def _use_smaller_slices(self) -> None:
-        """Some rank ran out of memory: all of them compute the same step again in smaller parts."""
+    def _undo_step(self) -> None:
+        """Be as before the step, so that it can be computed again or the run saved."""
         self.parts.engine.discard_gradients()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if self.slices >= self.config.train_batch_size:
-            self.parts.save(self.progress, self.seraena_start, True)
-            raise UserError(
-                f"out of memory with a single clip of {self.config.n_frames} frames of {self.config.height}x"
-                f"{self.config.width}; the run is saved. Use --gradient_checkpointing true, fewer frames or smaller "
-                "ones, then --resume latest. See docs/troubleshooting.md#out-of-memory"
-            )
-        self.slices = min(self.config.train_batch_size, 2 * self.slices)
+        if self._uses_seraena:
+            self.parts.task.go_back()
+
+    def _use_smaller_slices(self) -> None:
+        """Some rank ran out of memory: all of them compute the same step again in smaller parts."""
+        config = self.config
+        if self.slices >= config.train_batch_size:
+            self._save(emergency=True)
+            raise out_of_memory_error(config.n_frames, config.height, config.width)
+        self.slices = min(config.train_batch_size, 2 * self.slices)
         log.warning("going on with micro-batches in %d parts: the same maths in less memory", self.slices)
 
     def _count(self, clips: list[ClipBatch], result: StepResult, *, seconds: float) -> None:
@@ -188,7 +237,7 @@ class Trainer:
     def _stop_if_asked(self) -> None:
         (signal_number,) = self.parts.engine.worst(self.parts.signals.received)
         if signal_number:
-            self.parts.save(self.progress, self.seraena_start, True)
+            self._save(emergency=True)
             raise StopRequested(signal_number)
 
     def _is_due(self, every: int) -> bool:
@@ -201,15 +250,28 @@ class Trainer:
         step = self.progress.step
         return step > 0 and self._is_due(self.config.validation_steps) and self.progress.validated_step != step
 
-    def _validate(self) -> bool:
-        """Validate; True where the run should end early."""
-        outcome = self.parts.validate(self.progress, self.step_log.recent_loss)
+    def _stops_early(self) -> bool:
+        """Whether the last validations were in vain; so it is too for a run that is resumed after its early stop."""
+        return 0 < self.config.early_stopping_patience <= self.progress.stale_validations
+
+    def _validate(self) -> None:
+        try:
+            outcome = self.parts.validate(self.progress, self.step_log.recent_loss)
+        except ValidationCut as cut:
+            self._save(emergency=True)  # without the validation, which a resumed run makes up for
+            raise cut.reason from None
         self.progress = outcome.progress
         if self.seraena_start is not None:
             was_started = self.seraena_start.has_started
             self.seraena_start = self.seraena_start.after_validation(self.progress.step, outcome.score)
             if self.seraena_start.has_started and not was_started:
                 log.info("validation stopped improving: Seraena joins in at step %d", self.progress.step)
-        if outcome.stop_early:
-            self.parts.save(self.progress, self.seraena_start, False)
-        return outcome.stop_early
+
+    def _save_if_due(self) -> None:
+        at_the_end = self.progress.step == self.config.max_train_steps or self._stops_early()
+        if self._is_due(self.config.checkpointing_steps) or at_the_end:
+            self._save(emergency=False)
+
+    def _save(self, *, emergency: bool) -> None:
+        state = LoopState(progress=self.progress, seraena_start=self.seraena_start, step_log=self.step_log.state_dict())
+        self.is_saved = self.parts.save(state, emergency)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from tinyvae.config import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.models.taehv import TAEHV
+from tinyvae.training.checkpoint import WRITE_FAULTS
 from tinyvae.training.clips import RunData
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine
@@ -39,6 +41,7 @@ class Validator:
         lpips: LPIPS | None,
         run_log: RunLog,
         *,
+        stop_signal: Callable[[], int],
         from_step: int,
     ) -> None:
         self._config = config
@@ -48,6 +51,7 @@ class Validator:
         self._average = average
         self._lpips = lpips
         self._run_log = run_log
+        self._stop_signal = stop_signal
         self._loader = data.validation_loader(engine) if config.validation_steps > 0 else None
         self._history = ValidationHistory(folder / "validation_history.json", up_to_step=from_step)
 
@@ -67,7 +71,7 @@ class Validator:
                 )
             improved = progress.improved_by(score, config.metric_for_best_model)
             if improved and self._engine.is_main:
-                write_best_model(self._folder, self._model, self._info(progress, result, train_loss))
+                self._keep_best(progress, result, train_loss)
         progress = replace(
             progress,
             best_score=score if improved else progress.best_score,
@@ -79,15 +83,28 @@ class Validator:
         if self._engine.is_main:
             self._write_down(progress, result, raw, train_loss, improved=improved, stop=stop)
         self._engine.barrier()
-        return ValidationOutcome(progress=progress, score=score, stop_early=stop)
+        return ValidationOutcome(progress=progress, score=score)
 
     def _score(self) -> ValidationResult:
         assert self._loader is not None, "validation without a loader"
         was_training = self._model.training
         self._model.eval()
-        result = validate(self._model, self._loader, self._engine, lpips=self._lpips)
-        self._model.train(was_training)
-        return result
+        try:
+            return validate(self._model, self._loader, self._engine, lpips=self._lpips, stop_signal=self._stop_signal)
+        finally:
+            self._model.train(was_training)
+
+    def _keep_best(self, progress: Progress, result: ValidationResult, train_loss: float) -> None:
+        """Write ``best_model/``; a full disk must not end the run here: three failed checkpoints do that."""
+        try:
+            write_best_model(self._folder, self._model, self._info(progress, result, train_loss))
+        except WRITE_FAULTS as fault:
+            log.error(
+                "COULD NOT WRITE best_model/ of step %d (%s): it still holds the earlier best. This step's own "
+                "checkpoint, once written, is kept beside the newest ones.",
+                progress.step,
+                str(fault).splitlines()[0],
+            )
 
     def _info(self, progress: Progress, result: ValidationResult, train_loss: float) -> dict[str, Any]:
         return {

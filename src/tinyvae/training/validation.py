@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tinyvae.data.clip_reading import ClipBatch
 from tinyvae.data.loader import ValidationLoader
 from tinyvae.errors import UserError
 from tinyvae.evaluation.metrics import ClipMetrics, clip_metrics
@@ -27,6 +28,7 @@ from tinyvae.models.codec import VideoCodec
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model
 from tinyvae.training.engine import Engine
+from tinyvae.training.guards import Status, StopRequested, is_out_of_memory
 
 SHOWN_CLIPS = 4
 RECORDED_METRICS = ("psnr", "ssim", "lpips", "mse", "mae", "flicker_error", "flicker_energy")
@@ -42,21 +44,53 @@ class ValidationResult:
     shown: list[tuple[str, Tensor, Tensor]]
 
 
+class ValidationCut(Exception):  # noqa: N818 (news for the loop)
+    """All ranks left a validation half-way, for the same ``reason``: a stop signal, or memory that ran out."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
 def validate(
-    model: VideoCodec, loader: ValidationLoader, engine: Engine, *, lpips: LPIPS | None, num_shown: int = SHOWN_CLIPS
+    model: VideoCodec,
+    loader: ValidationLoader,
+    engine: Engine,
+    *,
+    lpips: LPIPS | None,
+    num_shown: int = SHOWN_CLIPS,
+    stop_signal: Callable[[], int] = lambda: 0,
 ) -> ValidationResult:
-    """Score a codec on the validation clips of all ranks; a validation with no usable clip is an error."""
+    """Score a codec on the validation clips of all ranks; a validation with no usable clip is an error.
+
+    Before each batch the ranks ask each other whether to go on: ``stop_signal`` is the number of a signal that this
+    rank has received, 0 for none. Whatever stops one of them raises `ValidationCut` on all.
+    """
     own: dict[str, ClipMetrics] = {}
     shown: list[tuple[str, Tensor, Tensor]] = []
-    with torch.no_grad():
-        for batch in loader:
-            frames = batch.model_input(engine.device)
-            decoded = model.reconstruct(frames).float()
-            target = model.target(frames)
-            for name, clip in zip(batch.names, clip_metrics(decoded, target, lpips=lpips), strict=True):
-                own[name] = clip
-            for i in range(min(len(batch), num_shown - len(shown))):
-                shown.append((batch.names[i], target[i].cpu(), decoded[i].cpu()))
+    batches = iter(loader)
+    status = Status.WELL
+    while True:
+        batch = next(batches, None)
+        signal_number, worst, anybody_has_more = engine.worst(stop_signal(), status, batch is not None)
+        if signal_number:
+            raise ValidationCut(StopRequested(signal_number))
+        if worst != Status.WELL:
+            raise ValidationCut(
+                UserError(
+                    "out of memory in validation; the run is saved. Use --validation_batch_size 1 or a smaller "
+                    "--validation_height and --validation_width, then --resume latest."
+                )
+            )
+        if not anybody_has_more:
+            break
+        if batch is not None:
+            try:
+                own |= _measure(model, batch, engine, lpips, shown, num_shown)
+            except (RuntimeError, MemoryError) as fault:
+                if not is_out_of_memory(fault):
+                    raise
+                status = Status.OUT_OF_MEMORY
     clips: dict[str, ClipMetrics] = {}
     for part in engine.gather(own):
         clips |= part
@@ -65,6 +99,24 @@ def validate(
     # Sorted by name, so that the sums do not depend on how the clips were shared out.
     summary = summarise([clips[name] for name in sorted(clips)])
     return ValidationResult(metrics=_flat(summary), num_clips=len(clips), shown=shown)
+
+
+@torch.no_grad()
+def _measure(
+    model: VideoCodec,
+    batch: ClipBatch,
+    engine: Engine,
+    lpips: LPIPS | None,
+    shown: list[tuple[str, Tensor, Tensor]],
+    num_shown: int,
+) -> dict[str, ClipMetrics]:
+    """Metrics of each clip of a batch, by name; adds to ``shown`` until it has ``num_shown``."""
+    frames = batch.model_input(engine.device)
+    decoded = model.reconstruct(frames).float()
+    target = model.target(frames)
+    for i in range(min(len(batch), num_shown - len(shown))):
+        shown.append((batch.names[i], target[i].cpu(), decoded[i].cpu()))
+    return dict(zip(batch.names, clip_metrics(decoded, target, lpips=lpips), strict=True))
 
 
 def _flat(summary: Summary) -> dict[str, float]:
@@ -95,6 +147,7 @@ class ValidationHistory:
 def write_best_model(run_folder: Path, model: TAEHV, info: Mapping[str, Any]) -> None:
     """Replace ``best_model/``: the new one is whole on disk before the old one goes."""
     best, fresh, old = (run_folder / name for name in ("best_model", ".best_model.fresh", ".best_model.old"))
+    put_best_model_back(run_folder)
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
     save_model(model, fresh, training_step=int(info["step"]))
@@ -103,6 +156,13 @@ def write_best_model(run_folder: Path, model: TAEHV, info: Mapping[str, Any]) ->
         best.rename(old)
     fresh.rename(best)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def put_best_model_back(run_folder: Path) -> None:
+    """Where a kill fell between the two renames of `write_best_model`, the old best model has its name again."""
+    best, old = run_folder / "best_model", run_folder / ".best_model.old"
+    if old.is_dir() and not best.exists():
+        old.rename(best)
 
 
 def write_json(file: Path, content: object) -> None:

@@ -3,6 +3,9 @@
 A preset's name or a settings file says what to do; any setting can be changed behind it with --key value.
 `tinyvae train PRESET --help` lists every setting; `tinyvae check PRESET` tries everything out beforehand.
 
+Exit codes: 0 the run is complete; 2 something has to be mended first; 1 another process of the run was lost (or a
+bug); 128 + n signal n stopped the run, which is saved.
+
 example:
   tinyvae train quickstart
   tinyvae train h100 --data_root /data/videos --max_train_steps 5000
@@ -14,8 +17,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-
-from tinyvae.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"stopped by {stop}; go on with --resume latest", file=sys.stderr)
         return stop.exit_code
     except PeerLostError as lost:
-        raise UserError(str(lost)) from None
+        # Not the user's mistake, and not 2: whoever restarts runs may try this one again.
+        print(f"tinyvae: error: {lost}", file=sys.stderr)
+        return 1
     print(f"the run is in {finished.folder}")
     return 0
