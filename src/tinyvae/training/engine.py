@@ -1,4 +1,4 @@
-"""How the processes of a run work together. The only file that knows accelerate (and DeepSpeed).
+"""How the processes of a run work together. The only file that knows accelerate, and the door to DeepSpeed.
 
 The plain engine runs one process or many with the same rule: between two exchanges a process does only local work.
 Each one computes the gradients of its own clips; then all exchange one small status, and only when everybody is well
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from tinyvae.config import TrainConfig
 from tinyvae.errors import UserError
+from tinyvae.training.launch_config import launch_of_this_process
 from tinyvae.training.optimizers import OptimizerSet
 
 log = logging.getLogger(__name__)
@@ -51,12 +52,12 @@ class Engine:
     kind = "plain"
 
     def __init__(self, config: TrainConfig) -> None:
-        accelerator = start_accelerator(config)
-        self.rank: int = accelerator.process_index
-        self.world_size: int = accelerator.num_processes
-        self.local_rank: int = accelerator.local_process_index
-        self.is_main: bool = accelerator.is_main_process
-        self.device: torch.device = accelerator.device
+        processes = join_processes(config)
+        self.rank: int = processes.process_index
+        self.world_size: int = processes.num_processes
+        self.local_rank: int = processes.local_process_index
+        self.is_main: bool = processes.is_main_process
+        self.device: torch.device = processes.device
         self.timeout_s = config.nccl_timeout
         self._dtype = AUTOCAST_DTYPES[config.mixed_precision]
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=config.mixed_precision == "fp16")
@@ -203,27 +204,25 @@ class Engine:
             dist.destroy_process_group()
 
 
-def start_accelerator(config: TrainConfig) -> Any:
-    """Join the process group that the launcher describes; every collective gets the configured timeout."""
-    from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs
+def join_processes(config: TrainConfig) -> Any:
+    """Join the process group that the launcher describes; every collective gets the configured timeout.
+
+    accelerate only names the processes and devices: precision, accumulation and gradients are the engine's own matter,
+    so of its classes the one without opinions on them is used.
+    """
+    from accelerate import PartialState
 
     on_cpu = not torch.cuda.is_available()
     timeout = timedelta(seconds=config.nccl_timeout)
     # A backend may be named only where there is a group to make: accelerate takes the naming for a launched job.
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    backend = ("gloo" if on_cpu else "nccl") if launched else None
-    # Precision is the engine's own matter (autocast, loss scale): accelerate only names the processes and devices.
-    accelerator = Accelerator(
-        cpu=on_cpu,
-        mixed_precision="no",
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout, backend=backend)],
-    )
+    group = {"backend": "gloo" if on_cpu else "nccl", "timeout": timeout} if launched else {}
+    processes = PartialState(cpu=on_cpu, **group)
     if torch.cuda.is_available():
         torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
         torch.backends.cudnn.allow_tf32 = config.allow_tf32
         torch.backends.cudnn.benchmark = True
-    return accelerator
+    return processes
 
 
 def as_number(norm: Tensor | float | None) -> float:
@@ -235,4 +234,11 @@ def as_number(norm: Tensor | float | None) -> float:
 
 def start_engine(config: TrainConfig) -> Engine:
     """The engine that the launch configuration asks for."""
-    return Engine(config)
+    from accelerate.commands.config.config_args import default_config_file
+
+    launch = launch_of_this_process(config, default_file=Path(default_config_file))
+    if launch is None or launch.deepspeed is None:
+        return Engine(config)
+    from tinyvae.training.deepspeed_engine import DeepSpeedEngine
+
+    return DeepSpeedEngine(config, launch.deepspeed)

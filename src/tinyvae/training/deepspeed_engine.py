@@ -1,0 +1,247 @@
+"""The engine under DeepSpeed: ZeRO keeps, averages, clips and steps; the clips are computed outside of it.
+
+`tinyvae.training.engine` imports this file when the launch configuration asks for DeepSpeed, and nobody else does.
+
+Every process computes the gradients of its own clips on a whole copy of the weights, as the plain engine does, with
+nobody to wait for. When all are well the gradients are handed to DeepSpeed in one go: it averages them, clips them,
+steps its part of the optimiser and gathers the new weights. So a process that meets a NaN or runs out of memory in
+the middle of a step cannot leave the others hanging in a collective of a half-done backward pass, and a run gives the
+same numbers under every engine. What that costs is one whole copy of the weights on each device: 45 MB for the
+released networks, where the activations of one clip take gigabytes.
+
+Checkpoints hold the optimiser's state whole, in the plain engine's form, so a run moves freely between engines, ZeRO
+stages and numbers of processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinyvae.config import TrainConfig
+from tinyvae.errors import UserError, require_package
+from tinyvae.training.engine import Engine, StepResult, as_number
+from tinyvae.training.launch_config import DeepSpeedSettings
+from tinyvae.training.optimizers import OptimizerSet
+
+log = logging.getLogger(__name__)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _Given(torch.autograd.Function):
+    """A zero whose gradient with respect to the parameters is one that is already known."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(gradient * outer[0] for gradient in ctx.gradients))
+
+
+class _Held(nn.Module):
+    """The parameters as DeepSpeed holds them. They sit on one module, so that ZeRO-3 gathers them in one exchange."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for name, parameter in model.named_parameters():
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(parameter.detach().clone()))
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return _Given.apply(gradients, *self.parameters())
+
+
+class DeepSpeedEngine(Engine):
+    """One process of a run whose optimiser is DeepSpeed's ZeRO."""
+
+    kind = "deepspeed"
+
+    def __init__(self, config: TrainConfig, settings: DeepSpeedSettings) -> None:
+        if config.optimizer == "muon":
+            raise UserError(
+                "optimizer=muon works on whole weight matrices, and DeepSpeed cuts them into flat pieces; use "
+                "--optimizer adamw, or launch with accelerate_configs/ddp_8gpu.yaml instead."
+            )
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        self._deepspeed = require_package("deepspeed", extra="deepspeed", needed_for="this launch configuration")
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        # DeepSpeed calls these at every step by names that torch wants to rename: nothing a user could mend.
+        for renamed in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            warnings.filterwarnings("ignore", message=rf".*{renamed}. is deprecated", category=FutureWarning)
+        super().__init__(config)
+        self.settings = settings
+        self._max_grad_norm = config.max_grad_norm
+        self._gathered: dict[str, Any] | None = None
+        # It joins the group that is there; with a single process there is none yet.
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        self._deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+    def prepare(self, model: nn.Module, optimizers: OptimizerSet) -> None:
+        super().prepare(model, optimizers)
+        (adamw,) = optimizers.optimizers
+        self._held = _Held(model)
+        held = list(self._held.parameters())
+        assert [id(p) for group in adamw.param_groups for p in group["params"]] == [id(p) for p in self._parameters]
+        adamw.param_groups[0]["params"] = held  # the optimiser that the loop knows now steps what DeepSpeed holds
+        self._adamw = adamw
+        self._zero, *_ = self._deepspeed.initialize(
+            model=self._held,
+            optimizer=adamw,
+            config=self.settings.for_deepspeed(max_grad_norm=self._max_grad_norm),
+            dist_init_required=False,
+        )
+        assert self._zero.zero_optimization_stage() == self.settings.zero_stage
+        # The loss scale is taken off gradients through an optimiser that holds them; this one does nothing else.
+        self._scaled = torch.optim.SGD(self._parameters, lr=0.0)
+
+    # the step
+
+    def discard_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def finish_step(self, *, max_grad_norm: float) -> StepResult:
+        """Hand the gradients of all processes to DeepSpeed; where they are not finite nothing changes anywhere."""
+        assert max_grad_norm == self._max_grad_norm, "DeepSpeed clips at the norm that it was started with"
+        gradients = self._own_gradients()
+        if gradients is None:
+            return StepResult(gradient_norm=math.inf, stepped=False)
+        with self._exchange("gradients"):
+            self._step_zero(gradients)
+        # Finite gradients can still overflow on the way, where they travel in fp16; DeepSpeed then changes nothing.
+        stepped = not self._zero.optimizer.overflow
+        if stepped:
+            self._take_weights()
+        self.discard_gradients()
+        norm = as_number(self._zero.get_global_grad_norm())
+        return StepResult(gradient_norm=norm if stepped else math.inf, stepped=stepped)
+
+    def _own_gradients(self) -> list[Tensor] | None:
+        """This process's gradients without the loss scale; None where those of any process are not finite."""
+        assert any(p.grad is not None for p in self._parameters), "finish_step without a backward pass"
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        finite = torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all()
+        (someone_is_bad,) = self.worst(0 if bool(finite) else 1)
+        if self._scaler.is_enabled():
+            # All loss scales must move alike, so whoever was well behaves as if it had overflowed too.
+            if someone_is_bad:
+                gradients[0].fill_(math.inf)
+            self._scaler.unscale_(self._scaled)
+            self._scaler.update()
+        if someone_is_bad:
+            self.discard_gradients()
+            return None
+        return gradients
+
+    def _step_zero(self, gradients: list[Tensor]) -> None:
+        self._zero.backward(self._zero(gradients))
+        self._zero.step()
+
+    def _take_weights(self) -> None:
+        """Copy the weights that DeepSpeed holds into the model that everybody else knows."""
+        held = list(self._held.parameters())
+        with torch.no_grad(), self._whole(held):
+            torch._foreach_copy_(list[Tensor](self._parameters), [p.detach().to(self.device) for p in held])
+
+    def _whole(self, held: list[nn.Parameter]) -> AbstractContextManager[Any]:
+        """The held parameters in one piece: ZeRO-3 gathers them, the other stages have them so."""
+        if self.settings.zero_stage < 3:
+            return nullcontext()
+        return self._deepspeed.zero.GatheredParameters(held)
+
+    # state
+
+    def save_collective(self, folder: Path) -> None:
+        """Gather the optimiser's state, all processes together; `state_dict` then hands it out on the main one."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        state: dict[int, dict[str, Tensor]] = {}
+        steps = self._steps_taken()
+        if steps:
+            with self._exchange("the optimiser's state"):
+                for i, parameter in enumerate(self._held.parameters()):
+                    whole = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
+                    if self.is_main:
+                        state[i] = {name: value.detach().cpu().clone() for name, value in whole.items()}
+                        state[i]["step"] = torch.tensor(float(steps))
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._adamw.param_groups]
+        groups[0]["params"] = list(range(len(self._parameters)))
+        self._gathered = {"optimizers": [{"state": state, "param_groups": groups}]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `save_collective` has just gathered, in the plain engine's form."""
+        assert self._gathered is not None, "state_dict without save_collective"
+        gathered, self._gathered = self._gathered, None
+        return {"optimizers": gathered, "scaler": self._scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over an optimiser's state of any engine, and the weights that the model holds by now."""
+        self._give_weights()
+        (saved,) = state["optimizers"]["optimizers"]
+        for group, other in zip(self._adamw.param_groups, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in other.items() if key not in ("params", "base_lr")})
+        if saved["state"]:
+            self._make_moments()
+            for i, parameter in enumerate(self._held.parameters()):
+                for name in MOMENTS:
+                    self._set_moment(parameter, name, saved["state"][i][name].to(self.device, torch.float32))
+            for own in self._adamw.state.values():
+                own["step"].fill_(float(saved["state"][0]["step"]))
+        if self._scaler.is_enabled() and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def _steps_taken(self) -> int:
+        return next((int(own["step"]) for own in self._adamw.state.values() if "step" in own), 0)
+
+    def _make_moments(self) -> None:
+        """Have the optimiser make its (zero) moments: a step of rate 0 with gradients of 0 changes no weight."""
+        rates = [group["lr"] for group in self._adamw.param_groups]
+        for group in self._adamw.param_groups:
+            group["lr"] = 0.0
+        self._step_zero([torch.zeros_like(p) for p in self._parameters])
+        for group, rate in zip(self._adamw.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _set_moment(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        if self.settings.zero_stage < 3:
+            safe_set_full_optimizer_state(parameter, value, name)
+        else:
+            safe_set_local_optimizer_state(parameter, self._own_piece(parameter, value), name)
+
+    def _own_piece(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+        """This process's piece of a whole value, as ZeRO-3 cuts them: equal pieces, the last one padded with zeros."""
+        length = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
+        padded = value.new_zeros(length * self.world_size)
+        padded[: value.numel()] = value.reshape(-1)
+        return padded[length * self.rank : length * (self.rank + 1)]
+
+    def _give_weights(self) -> None:
+        """Put the model's weights into what DeepSpeed holds: the compute copy and the optimiser's own."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        for parameter, value in zip(self._held.parameters(), self._parameters, strict=True):
+            whole = value.detach().float()
+            if self.settings.zero_stage < 3:
+                parameter.data.copy_(whole)
+                safe_set_full_fp32_param(parameter, whole)
+            else:
+                piece = self._own_piece(parameter, whole)
+                parameter.ds_tensor.data.copy_(piece)  # type: ignore[attr-defined]
+                safe_set_local_fp32_param(parameter, piece)
