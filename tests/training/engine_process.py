@@ -57,6 +57,7 @@ def run_case(case: dict[str, Any], folder: Path) -> Engine:
     if case.get("load"):
         saved = torch.load(folder / case["load"], weights_only=True)
         model.load_state_dict(saved["model"])
+        engine.weights_were_loaded()
         engine.load_state_dict(saved["engine"])
         first = saved["step"]
     done: dict[str, list[Any]] = {"losses": [], "norms": [], "stepped": [], "unchanged": []}

@@ -166,6 +166,20 @@ class DeepSpeedEngine(Engine):
 
     # state
 
+    def weights_were_loaded(self) -> None:
+        """Put the model's weights into what DeepSpeed holds: the compute copy and the optimiser's own."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        for parameter, value in zip(self._held.parameters(), self._parameters, strict=True):
+            whole = value.detach().float()
+            if self.settings.zero_stage < 3:
+                parameter.data.copy_(whole)
+                safe_set_full_fp32_param(parameter, whole)
+            else:
+                piece = self._own_piece(parameter, whole)
+                parameter.ds_tensor.data.copy_(piece)  # type: ignore[attr-defined]
+                safe_set_local_fp32_param(parameter, piece)
+
     def save_collective(self, folder: Path) -> None:
         """Gather the optimiser's state, all processes together; `state_dict` then hands it out on the main one."""
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -190,8 +204,7 @@ class DeepSpeedEngine(Engine):
         return {"optimizers": gathered, "scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over an optimiser's state of any engine, and the weights that the model holds by now."""
-        self._give_weights()
+        """Take over an optimiser's state, of this engine or the plain one, from any number of processes."""
         (saved,) = state["optimizers"]["optimizers"]
         for group, other in zip(self._adamw.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in other.items() if key not in ("params", "base_lr")})
@@ -231,17 +244,3 @@ class DeepSpeedEngine(Engine):
         padded = value.new_zeros(length * self.world_size)
         padded[: value.numel()] = value.reshape(-1)
         return padded[length * self.rank : length * (self.rank + 1)]
-
-    def _give_weights(self) -> None:
-        """Put the model's weights into what DeepSpeed holds: the compute copy and the optimiser's own."""
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
-
-        for parameter, value in zip(self._held.parameters(), self._parameters, strict=True):
-            whole = value.detach().float()
-            if self.settings.zero_stage < 3:
-                parameter.data.copy_(whole)
-                safe_set_full_fp32_param(parameter, whole)
-            else:
-                piece = self._own_piece(parameter, whole)
-                parameter.ds_tensor.data.copy_(piece)  # type: ignore[attr-defined]
-                safe_set_local_fp32_param(parameter, piece)

@@ -181,6 +181,9 @@ class Engine:
 
     # state
 
+    def weights_were_loaded(self) -> None:
+        """The model's weights were set from outside (on every process): an engine with a copy of them renews it."""
+
     def state_dict(self) -> dict[str, Any]:
         """What the engine itself must remember: optimiser moments and the loss scale."""
         return {"optimizers": self._optimizers.state_dict(), "scaler": self._scaler.state_dict()}

@@ -83,6 +83,7 @@ class RunState:
                 "give variant and model_width as they were, or start a new run with --pretrained_model_path."
             )
         self.model.load_state_dict(saved.shared["model"])
+        self.engine.weights_were_loaded()
 
     def _restore_engine(self, saved: SavedRun) -> None:
         was = saved.manifest["config"].get("optimizer")
