@@ -46,25 +46,33 @@ class VideoCodec:
     def device(self) -> torch.device:
         raise AssertionError("a network must say its device")
 
+    def stream_chunk_latents(self, latent_height: int, latent_width: int) -> int | None:
+        """How many latents of this size a stream should run at once; None: as many as it is given."""
+        return None
+
     # for everybody
 
     def encode_video(self, frames_NTCHW: Tensor, parallel: bool = True, show_progress_bar: bool = False) -> Tensor:
         """Latents NTCHW of a video NTCHW in [0, 1], in the model's dtype.
 
-        ``parallel`` runs all frames at once; otherwise one frame at a time, in memory that does not grow with T.
+        ``parallel`` runs all frames at once; otherwise one frame at a time (a fused codec: a chunk at a time), in
+        memory that does not grow with T.
         """
         self.check_frames(frames_NTCHW)
         if parallel:
             return self.encode(frames_NTCHW)
         stream = StreamingEncoder(self, track_gradients=torch.is_grad_enabled())
-        steps = tqdm(range(frames_NTCHW.shape[1]), desc="encode", unit="frame", disable=not show_progress_bar)
-        chunks = [stream.push(frames_NTCHW[:, t : t + 1]) for t in steps]
+        size = (frames_NTCHW.shape[-2] // self.spec.space_factor, frames_NTCHW.shape[-1] // self.spec.space_factor)
+        step = (self.stream_chunk_latents(*size) or 0) * self.spec.time_factor or 1
+        steps = tqdm(frames_NTCHW.split(step, dim=1), desc="encode", unit="step", disable=not show_progress_bar)
+        chunks = [stream.push(part) for part in steps]
         return torch.cat([*chunks, stream.flush()], dim=1)
 
     def decode_video(self, latents_NTCHW: Tensor, parallel: bool = True, show_progress_bar: bool = False) -> Tensor:
         """Frames NTCHW in [0, 1] of latents NTCHW, in the model's dtype; `spec.frames_from_latents` says how many.
 
-        ``parallel`` runs all latents at once; otherwise one at a time, in memory that does not grow with T.
+        ``parallel`` runs all latents at once; otherwise one at a time (a fused codec: a chunk at a time), in memory
+        that does not grow with T.
         """
         self.check_latents(latents_NTCHW)
         if parallel:
@@ -72,8 +80,9 @@ class VideoCodec:
             return decoded.clamp(0, 1) if decoded.requires_grad else decoded.clamp_(0, 1)
         num_latents = latents_NTCHW.shape[1]
         stream = StreamingDecoder(self, num_latents=num_latents, track_gradients=torch.is_grad_enabled())
-        steps = tqdm(range(num_latents), desc="decode", unit="latent", disable=not show_progress_bar)
-        return torch.cat([stream.push(latents_NTCHW[:, t : t + 1]) for t in steps], dim=1)
+        step = self.stream_chunk_latents(*latents_NTCHW.shape[-2:]) or 1
+        steps = tqdm(latents_NTCHW.split(step, dim=1), desc="decode", unit="step", disable=not show_progress_bar)
+        return torch.cat([stream.push(part) for part in steps], dim=1)
 
     def reconstruct(self, frames_NTCHW: Tensor) -> Tensor:
         """Encode and decode a video of any size and length; the first `spec.aligned_frames(T)` frames, same size.

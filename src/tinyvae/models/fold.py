@@ -104,7 +104,9 @@ def _fold_at(found: list[nn.Module], place: int) -> tuple[Step, int]:
     if isinstance(layer, SuperMemBlock):
         return fold_super_mem_block(layer), 1
     if isinstance(layer, TPool):
-        return PoolStep(weight=pool_into_conv(layer.conv.weight, _conv(found, place + 1).weight), stride=layer.stride), 2
+        return PoolStep(
+            weight=pool_into_conv(layer.conv.weight, _conv(found, place + 1).weight), stride=layer.stride
+        ), 2
     if isinstance(layer, Upsample):
         grow = found[place + 1]
         assert isinstance(grow, TGrow)

@@ -7,7 +7,8 @@ pooling step the frames that wait for partners. The same code serves inference (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ StepMemory = list[Tensor | None]
 """One entry per step: NTCHW, or None before the first chunk."""
 
 
+CUDA_CHANNEL_MULTIPLE = 8
+
+
 def run_steps(
     steps: Sequence[Step], frames_NTCHW: Tensor, memory: StepMemory | None = None, *, checkpointing: bool = False
 ) -> tuple[Tensor, StepMemory]:
@@ -29,9 +33,14 @@ def run_steps(
     old: StepMemory = [None] * len(steps) if memory is None else memory
     new: StepMemory = list(old)
     recompute = checkpointing and torch.is_grad_enabled()
-    x = frames_NTCHW.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+    x = frames_NTCHW.flatten(0, 1)
+    stride = stacking_of_first(steps, frames_NTCHW, memory)
+    if stride > 1:
+        steps = [stacked_first(steps[0], stride), *steps[1:]]
+        x = frames_NTCHW.reshape(-1, stride * x.shape[1], *x.shape[2:])
+    x = x.contiguous(memory_format=torch.channels_last)
     for place, step in enumerate(steps):
-        if isinstance(step, PoolStep):
+        if isinstance(step, PoolStep) and x.shape[1] != step.weight.shape[1]:
             video, new[place] = _whole_groups(x.unflatten(0, (num_videos, -1)), old[place], step.stride)
             if video.shape[1] == 0:
                 return video, new
@@ -48,6 +57,26 @@ def run_steps(
     return x.unflatten(0, (num_videos, -1)), new
 
 
+def stacking_of_first(steps: Sequence[Step], frames_NTCHW: Tensor, memory: StepMemory | None) -> int:
+    """How many frames the first convolution can take side by side on CUDA, so that the pooling behind it need not copy.
+
+    Only for RGB, where the copy is of the largest tensor there is and the convolution costs nothing; only for whole
+    groups of a fresh video.
+    """
+    if len(steps) < 2 or not isinstance(steps[1], PoolStep) or memory is not None or not frames_NTCHW.is_cuda:
+        return 1
+    fits = frames_NTCHW.shape[1] % steps[1].stride == 0 and frames_NTCHW.shape[2] == 3
+    return steps[1].stride if fits else 1
+
+
+def stacked_first(step: Step, frames: int) -> ConvStep:
+    """The first convolution over ``frames`` frames stacked on channels: block-diagonal weights."""
+    assert isinstance(step, ConvStep) and step.bias is not None
+    rows = [F.pad(step.weight, (0, 0, 0, 0, i * step.weight.shape[1], (frames - 1 - i) * step.weight.shape[1]))
+            for i in range(frames)]  # fmt: skip
+    return replace(step, weight=torch.cat(rows), bias=step.bias.repeat(frames))
+
+
 def _simple_step(step: Step, x: Tensor) -> Tensor:
     """A step without a past: (N·T)CHW -> (N·T')C'H'W'."""
     if isinstance(step, SoftClampStep):
@@ -55,27 +84,55 @@ def _simple_step(step: Step, x: Tensor) -> Tensor:
     if isinstance(step, ConvStep):
         return _conv(step, x)
     if isinstance(step, PoolStep):
-        return F.conv2d(stack_frames(x, step.stride), step.weight, stride=2, padding=1)
+        return F.conv2d(stack_frames(x, step), step.weight, stride=2, padding=1)
     assert isinstance(step, GrowStep)
-    grown = _grow(step, x)
-    return torch.relu(grown) if step.relu else grown
+    grown = _grow_in_place(step, x) if may_work_in_place() else _grow(step, x)
+    return _relu(grown) if step.relu else grown
+
+
+def may_work_in_place() -> bool:
+    """Eager inference: nobody needs the values that are written over, and no compiler fuses the passes for us."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+
+
+def _relu(x: Tensor) -> Tensor:
+    return torch.relu_(x) if may_work_in_place() else torch.relu(x)
 
 
 def _conv(step: ConvStep, x: Tensor) -> Tensor:
-    x = F.conv2d(x, step.weight, step.bias, padding=step.weight.shape[-1] // 2)
+    made = aligned_conv(x, step.weight, step.bias, multiple=CUDA_CHANNEL_MULTIPLE if x.is_cuda else 1)
     if step.relu:
-        x = torch.relu(x)
+        made = _relu(made)
     if step.shuffle:
-        x = F.pixel_shuffle(x, 2).contiguous(memory_format=torch.channels_last)
-    return spread_frames(x, step.frames)
+        made = F.pixel_shuffle(made, 2).contiguous(memory_format=torch.channels_last)
+    return spread_frames(made, step.frames)
 
 
-def stack_frames(x: Tensor, frames: int) -> Tensor:
-    """(N·T)CHW -> (N·T/frames)(frames·C)HW, channels_last."""
-    if frames == 1:
-        return x
+def aligned_conv(x: Tensor, weight: Tensor, bias: Tensor | None, *, multiple: int) -> Tensor:
+    """A convolution that keeps the grid, its channels filled up to multiples of ``multiple``.
+
+    Tensor cores want that of NHWC convolutions; cuDNN would otherwise fall back to a kernel several times slower
+    for the 3-channel image, forward and backward.
+    """
+    outputs, inputs = weight.shape[:2]
+    padding = weight.shape[-1] // 2
+    more_out, more_in = -outputs % multiple, -inputs % multiple
+    if not (more_out or more_in):
+        return F.conv2d(x, weight, bias, padding=padding)
+    weight = F.pad(weight, (0, 0, 0, 0, 0, more_in, 0, more_out))
+    if bias is not None:
+        bias = F.pad(bias, (0, more_out))
+    if more_in:
+        x = F.pad(x, (0, 0, 0, 0, 0, more_in)).contiguous(memory_format=torch.channels_last)
+    return F.conv2d(x, weight, bias, padding=padding)[:, :outputs]
+
+
+def stack_frames(x: Tensor, step: PoolStep) -> Tensor:
+    """(N·T)CHW -> (N·T/s)(s·C)HW, channels_last; what comes stacked already stays."""
     _, c, h, w = x.shape
-    return x.reshape(-1, frames * c, h, w).contiguous(memory_format=torch.channels_last)
+    if c == step.weight.shape[1]:
+        return x
+    return x.reshape(-1, step.stride * c, h, w).contiguous(memory_format=torch.channels_last)
 
 
 def spread_frames(x: Tensor, frames: int) -> Tensor:
@@ -95,11 +152,38 @@ def _grow(step: GrowStep, x: Tensor) -> Tensor:
     return grown.contiguous(memory_format=torch.channels_last)
 
 
+def _grow_in_place(step: GrowStep, x: Tensor) -> Tensor:
+    """`_grow` that writes each phase straight to its pixels."""
+    b, _, h, w = x.shape
+    phases = F.conv2d(x, step.weight, padding=1).unflatten(1, (2, 2, step.frames, -1))
+    grown = phases.new_empty(b, step.frames, 2 * h, 2 * w, phases.shape[4]).movedim(-1, 2)
+    for i in (0, 1):
+        for j in (0, 1):
+            grown[..., i::2, j::2] = phases[:, i, j, ..., i : i + h, j : j + w]
+    return grown.flatten(0, 1)
+
+
 def _mem_block(step: MemStep, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    if may_work_in_place():
+        return _mem_block_in_place(step, x, past, num_videos)
     now, then = F.conv2d(x, step.first, step.first_bias, padding=1).chunk(2, dim=1)
-    hidden, last = _add_shifted(now, then, past, num_videos)
-    hidden = torch.relu(F.conv2d(torch.relu(hidden), step.second, step.second_bias, padding=1))
+    shifted, last = _shift(then, past, num_videos)
+    hidden = torch.relu(F.conv2d(torch.relu(now + shifted), step.second, step.second_bias, padding=1))
     return torch.relu(F.conv2d(hidden, step.third, step.third_bias, padding=1) + x), last
+
+
+def _mem_block_in_place(step: MemStep, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    """`_mem_block` with two dense convolutions for its first and every pointwise pass in place."""
+    channels = x.shape[1]
+    hidden = F.conv2d(x, step.first[:channels], step.first_bias[:channels], padding=1)
+    then = F.conv2d(x, step.first[channels:], padding=1).unflatten(0, (num_videos, -1))
+    video = hidden.unflatten(0, (num_videos, -1))
+    video[:, 1:] += then[:, :-1]
+    if past is not None:
+        video[:, :1] += past
+    hidden = F.conv2d(hidden.relu_(), step.second, step.second_bias, padding=1).relu_()
+    out = F.conv2d(hidden, step.third, step.third_bias, padding=1)
+    return out.add_(x).relu_(), then[:, -1:].clone()
 
 
 def _super_mem_block(step: SuperMemStep, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
@@ -108,13 +192,7 @@ def _super_mem_block(step: SuperMemStep, x: Tensor, past: Tensor | None, num_vid
     then = F.conv2d(x, step.past_depth, padding=3, groups=channels)
     shifted, last = _shift(then, past, num_videos)
     wide = F.conv2d(torch.cat([now, shifted], dim=1), step.widen, step.widen_bias)
-    return x + F.conv2d(torch.relu(wide), step.narrow), last
-
-
-def _add_shifted(now: Tensor, then: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
-    """(now_t + then_{t-1}, the last of ``then`` N1CHW to remember); all (N·T)CHW."""
-    shifted, last = _shift(then, past, num_videos)
-    return now + shifted, last
+    return x + F.conv2d(_relu(wide), step.narrow), last
 
 
 def _shift(x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tinyvae.errors import UserError
+from tinyvae.models.latency_graph import DecodeGraph
 from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_LATENTS, H3_CHUNK_ZEROS, H3_DROPPED_LATENTS
 
 if TYPE_CHECKING:
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
 class _Stream:
     """What both directions share: the shape that the first push fixes, and the end."""
 
-    def __init__(self, codec: VideoCodec, *, track_gradients: bool) -> None:
+    def __init__(self, codec: VideoCodec, *, track_gradients: bool, chunk_latents: int | None) -> None:
+        if chunk_latents is not None and chunk_latents < 1:
+            raise UserError(f"chunk_latents must be at least 1, got {chunk_latents}.")
         self._codec = codec
+        self._chunk_latents = chunk_latents
         self._track_gradients = track_gradients
         self._memory: CodecMemory | None = None
         self._shape: tuple[int, ...] | None = None  # N C H W of the first push
@@ -53,6 +57,10 @@ class _Stream:
             raise UserError(f"the stream is empty; push at least one {unit} before flush().")
         self._closed = True
 
+    def _chunk(self, latent_height: int, latent_width: int) -> int | None:
+        """Latents to run at once; None: all that a push brings."""
+        return self._chunk_latents or self._codec.stream_chunk_latents(latent_height, latent_width)
+
     def _grad_mode(self) -> torch.set_grad_enabled:
         return torch.set_grad_enabled(self._track_gradients)
 
@@ -62,10 +70,26 @@ class StreamingDecoder(_Stream):
 
     ``num_latents`` is the length of the whole stream; taecvx refuses to start without it (see the module), for the
     others it is a check. Gradients are not recorded unless ``track_gradients``: a graph would grow with the stream.
+    A long push runs in chunks of ``chunk_latents`` (default: the codec's own choice), so the memory a push needs
+    beside its result does not grow with its length. ``low_latency`` runs one latent at a time from a CUDA graph.
     """
 
-    def __init__(self, codec: VideoCodec, *, num_latents: int | None = None, track_gradients: bool = False) -> None:
-        super().__init__(codec, track_gradients=track_gradients)
+    def __init__(
+        self,
+        codec: VideoCodec,
+        *,
+        num_latents: int | None = None,
+        track_gradients: bool = False,
+        chunk_latents: int | None = None,
+        low_latency: bool = False,
+    ) -> None:
+        super().__init__(codec, track_gradients=track_gradients, chunk_latents=chunk_latents)
+        if low_latency and track_gradients:
+            raise UserError("low_latency=True replays a recorded graph and cannot track gradients; choose one.")
+        if low_latency and codec.device.type != "cuda":
+            raise UserError(f"low_latency=True records a CUDA graph and the model is on {codec.device}; leave it out.")
+        self._low_latency = low_latency
+        self._graph: DecodeGraph | None = None
         spec = codec.spec
         if num_latents is None and spec.frame_rule == "even_keeps_all" and not spec.previews_time:
             raise UserError(
@@ -86,14 +110,24 @@ class StreamingDecoder(_Stream):
             raise UserError(f"num_latents={self._num_latents} was stated and more latents were pushed.")
         if count == 0:
             return self._no_frames(latents_NTCHW)
+        step = 1 if self._low_latency else self._chunk(latents_NTCHW.shape[-2], latents_NTCHW.shape[-1])
+        parts = [self._decode(part) for part in latents_NTCHW.split(step or count, dim=1)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _decode(self, latents_NTCHW: Tensor) -> Tensor:
         from tinyvae.models.codec import keep_frames
 
+        codec, count = self._codec, latents_NTCHW.shape[1]
         with self._grad_mode():
-            raw, self._memory = codec.decode_chunk(latents_NTCHW.to(codec.dtype), self._memory)
+            latents_NTCHW = latents_NTCHW.to(codec.dtype)
+            if self._low_latency:
+                self._graph = self._graph or DecodeGraph(codec, latents_NTCHW)
+                raw = self._graph.step(latents_NTCHW)
+            else:
+                raw, self._memory = codec.decode_chunk(latents_NTCHW, self._memory)
             first_index = self._count * (raw.shape[1] // count)
-            frames = keep_frames(
-                raw, first_index=first_index, num_latents=self._num_latents or 1, spec=codec.spec
-            ).clamp(0, 1)
+            kept = keep_frames(raw, first_index=first_index, num_latents=self._num_latents or 1, spec=codec.spec)
+            frames = kept.clamp(0, 1)
         self._count += count
         return frames
 
@@ -102,7 +136,7 @@ class StreamingDecoder(_Stream):
         self._close(unit="latent")
         if self._num_latents is not None and self._count != self._num_latents:
             raise UserError(f"num_latents={self._num_latents} was stated and only {self._count} were pushed.")
-        self._memory = None
+        self._memory = self._graph = None
         assert self._shape is not None
         n, c, h, w = self._shape
         return self._no_frames(torch.empty(n, 0, c, h, w, dtype=self._codec.dtype, device=self._codec.device))
@@ -116,11 +150,12 @@ class StreamingDecoder(_Stream):
 class StreamingEncoder(_Stream):
     """Frames in, latents out, as they come; `flush` repeats the last frame to fill the last latent.
 
-    Gradients are not recorded unless ``track_gradients``: a graph would grow with the stream.
+    Gradients are not recorded unless ``track_gradients``: a graph would grow with the stream. A long push runs in
+    chunks of ``chunk_latents`` latents' worth of frames (default: the codec's own choice).
     """
 
-    def __init__(self, codec: VideoCodec, *, track_gradients: bool = False) -> None:
-        super().__init__(codec, track_gradients=track_gradients)
+    def __init__(self, codec: VideoCodec, *, track_gradients: bool = False, chunk_latents: int | None = None) -> None:
+        super().__init__(codec, track_gradients=track_gradients, chunk_latents=chunk_latents)
         self._last_frame: Tensor | None = None
         self._held: list[Tensor] = []  # taeh3: latents that may turn out to be the last three
 
@@ -151,9 +186,20 @@ class StreamingEncoder(_Stream):
     def _encode(self, frames_NTCHW: Tensor) -> Tensor:
         if self._codec.spec.frame_rule == "chunked":
             return self._encode_by_chunks(frames_NTCHW)
-        latents, self._memory = self._codec.encode_chunk(frames_NTCHW, self._memory)
-        self._count += frames_NTCHW.shape[1]
-        return latents if latents.shape[1] else self._join([])
+        spec = self._codec.spec
+        chunk = self._chunk(frames_NTCHW.shape[-2] // spec.space_factor, frames_NTCHW.shape[-1] // spec.space_factor)
+        ready: list[Tensor] = []
+        while frames_NTCHW.shape[1]:
+            # Whole latents run fastest: first complete a begun one, then take whole ones, then what is left.
+            begun = self._count % spec.time_factor
+            whole = frames_NTCHW.shape[1] // spec.time_factor * spec.time_factor
+            size = spec.time_factor - begun if begun else whole or frames_NTCHW.shape[1]
+            part = frames_NTCHW[:, : size if chunk is None else min(size, chunk * spec.time_factor)]
+            frames_NTCHW = frames_NTCHW[:, part.shape[1] :]
+            latents, self._memory = self._codec.encode_chunk(part, self._memory)
+            self._count += part.shape[1]
+            ready.append(latents)
+        return self._join(ready)
 
     def _encode_by_chunks(self, frames_NTCHW: Tensor) -> Tensor:
         """taeh3: every 17 frames start a video of their own; the last three latents of the whole are never given."""
@@ -180,6 +226,8 @@ class StreamingEncoder(_Stream):
 
     def _join(self, parts: list[Tensor]) -> Tensor:
         filled = [part for part in parts if part.shape[1]]
+        if len(filled) == 1:
+            return filled[0]
         if filled:
             return torch.cat(filled, dim=1)
         assert self._shape is not None

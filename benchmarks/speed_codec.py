@@ -1,0 +1,171 @@
+"""Plain network against `model.fused()`: decode, encode, streaming and latency, in one run.
+
+python benchmarks/speed_codec.py [--variant taehv] [--dtype fp16] [--sizes 480x720x49 720x1280x61] [--output DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
+from tinyvae.evaluation.benchmark import BenchmarkCase, peak_bytes, relative_error, run_benchmark, time_alternating_ms
+from tinyvae.models.fused import FusedTAEHV
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def spread_weights(model: TAEHV) -> None:
+    """Fresh weights fade out over the depth; scale them so that every layer matters to the output."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            scale = 0.05 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
+            parameter.copy_(values * scale)
+
+
+def stream_through(stream: StreamingDecoder | StreamingEncoder, video: torch.Tensor, step: int) -> None:
+    """Push a video piece by piece and let each result go, as a consumer of a live stream does."""
+    for part in video.split(step, dim=1):
+        stream.push(part)
+
+
+def streaming_calls(model: TAEHV, latents: torch.Tensor, frames: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Whole-video calls of the fused codec beside streams in the default chunk."""
+    fused = model.fused()
+    chunk = fused.stream_chunk_latents(*latents.shape[-2:])
+    count = latents.shape[1]
+    return {
+        "decode whole": lambda: fused.decode_video(latents),
+        f"decode stream, {chunk} latents": lambda: stream_through(
+            StreamingDecoder(fused, num_latents=count), latents, chunk
+        ),
+        "encode whole": lambda: fused.encode_video(frames),
+        f"encode stream, {chunk} latents": lambda: stream_through(
+            StreamingEncoder(fused), frames, chunk * model.spec.time_factor
+        ),
+        "decode by single latents": lambda: stream_through(StreamingDecoder(fused, num_latents=count), latents, 1),
+        "plain by single latents": lambda: stream_through(StreamingDecoder(model, num_latents=count), latents, 1),
+    }
+
+
+def latency_ms(model: TAEHV, latents: torch.Tensor) -> dict[str, float]:
+    """Time from one latent to its frames, median: the plain network, the fused one, and its CUDA graph."""
+    fused = model.fused()
+    streams = {
+        "plain": StreamingDecoder(model, num_latents=None),
+        "fused": StreamingDecoder(fused, num_latents=None),
+        "fused, graph": StreamingDecoder(fused, num_latents=None, low_latency=True),
+    }
+    one = latents[:, :1]
+    calls: dict[str, Callable[[], object]] = {name: (lambda s=stream: s.push(one)) for name, stream in streams.items()}
+    times = time_alternating_ms(calls, latents.device, repeats=20, warmups=3)
+    expected = StreamingDecoder(fused, num_latents=None)
+    graphed = StreamingDecoder(fused, num_latents=None, low_latency=True)
+    for place in range(latents.shape[1]):
+        part = latents[:, place : place + 1]
+        assert torch.equal(expected.push(part), graphed.push(part)), f"the graph differs at latent {place}"
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def check_variants(dtype: torch.dtype, device: torch.device) -> dict[str, dict[str, float]]:
+    """Every variant and preview at an odd size: error of plain and fused against float32, whole and by chunks."""
+    torch.backends.cudnn.allow_tf32 = False
+    found: dict[str, dict[str, float]] = {}
+    cases = [(variant, None) for variant in VARIANTS] + [("taehv", kind) for kind in ("time", "space", "both")]
+    for variant, preview in cases:
+        exact = TAEHV(variant, preview=preview)
+        spread_weights(exact)
+        exact = exact.to(device).eval()
+        plain = copy.deepcopy(exact).to(dtype)
+        fused = FusedTAEHV(plain, engine=None if exact.spec.decoder == "base" else "eager")
+        factor = exact.spec.space_factor
+        frames = torch.rand(2, 2 * exact.spec.time_factor + 1, 3, 3 * factor, 5 * factor, device=device)
+        exact_in = exact.encode_video(frames)
+        latents = exact_in.to(dtype)
+        exact_out = exact.decode_video(latents.float())
+        short = frames.to(dtype)
+        found[f"{variant} {preview or ''}"] = row = {
+            "plain encode": relative_error(plain.encode_video(short), exact_in),
+            "fused encode": relative_error(fused.encode_video(short), exact_in),
+            "fused encode stream": relative_error(fused.encode_video(short, parallel=False), exact_in),
+            "plain decode": relative_error(plain.decode_video(latents), exact_out),
+            "fused decode": relative_error(fused.decode_video(latents), exact_out),
+            "fused decode stream": relative_error(
+                torch.cat(stream_parts(fused, latents), 1), exact_out
+            ),
+        }
+        print(f"  {variant} {preview or ''}: " + ", ".join(f"{k} {v:.2e}" for k, v in row.items()), flush=True)
+    return found
+
+
+def stream_parts(codec: FusedTAEHV, latents: torch.Tensor) -> list[torch.Tensor]:
+    stream = StreamingDecoder(codec, num_latents=latents.shape[1])
+    return [stream.push(part) for part in latents.split(1, dim=1)]
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", default="taehv")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
+    parser.add_argument("--sizes", nargs="+", default=["480x720x49", "720x1280x61"])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--check_variants", action="store_true", help="also compare every variant with float32")
+    parser.add_argument("--output", type=Path, help="folder for codec.json")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0 if torch.cuda.is_available() else None)
+    model = TAEHV(arguments.variant)
+    spread_weights(model)
+    model = model.to(device, DTYPES[arguments.dtype]).eval()
+    results: dict[str, object] = {"torch": torch.__version__, "command": sys.argv}
+    for size in arguments.sizes:
+        height, width, frames = map(int, size.split("x"))
+        case = BenchmarkCase(height=height, width=width, num_frames=frames, repeats=arguments.repeats)
+        ceilings, timings, fused = run_benchmark(model, case)
+        print(f"{size} {fused!r}")
+        print(f"  copy {ceilings.bytes_per_s / 1e12:.2f} TB/s, product {ceilings.flops_per_s / 1e12:.0f} TFLOP/s")
+        rows: dict[str, dict[str, float]] = {}
+        for plain, fast in zip(timings[::2], timings[1::2], strict=True):
+            rows[plain.operation] = {
+                "plain_ms": plain.milliseconds,
+                "fused_ms": fast.milliseconds,
+                "ratio": plain.milliseconds / fast.milliseconds,
+                "plain_GiB": (plain.peak_bytes or 0) / 2**30,
+                "fused_GiB": (fast.peak_bytes or 0) / 2**30,
+                "plain_error": plain.relative_error,
+                "fused_error": fast.relative_error,
+                "share_of_flops": fast.share_of_flops,
+                "share_of_bytes": fast.share_of_bytes,
+                "spread": fast.spread,
+            }
+            words = ", ".join(f"{name} {value:.4g}" for name, value in rows[plain.operation].items())
+            print(f"  {plain.operation}: {words}", flush=True)
+        video = torch.rand(1, frames, 3, height, width, device=device).to(model.dtype)
+        latents = model.encode_video(video)
+        calls = streaming_calls(model, latents, video)
+        times = time_alternating_ms(calls, device, repeats=max(5, arguments.repeats // 2), warmups=2)
+        for name, call in calls.items():
+            peak = (peak_bytes(call, device) or 0) / 2**30
+            rows[name] = {"ms": statistics.median(times[name]), "GiB": peak}
+            print(f"  {name}: {statistics.median(times[name]):.2f} ms, {peak:.2f} GiB", flush=True)
+        if device.type == "cuda":
+            rows["latency"] = latency_ms(model, latents)
+            print(f"  latency: {rows['latency']}", flush=True)
+        results[size] = rows
+    if arguments.check_variants:
+        results["variants"] = check_variants(model.dtype, device)
+    if arguments.output:
+        (arguments.output / "codec.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

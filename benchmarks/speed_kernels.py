@@ -1,0 +1,194 @@
+"""The Hopper kernels one by one: right, and how fast beside cuDNN at the shapes of a 480x720x49 video.
+
+    python benchmarks/speed_kernels.py [--output DIR]
+
+Each line: relative error against float32 (output poisoned with NaN before), median time, TFLOP/s, and the same
+convolution through cuDNN in channels_last without bias, residual, ReLU or interleaving (so cuDNN does less).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyvae.evaluation.benchmark import relative_error, time_alternating_ms
+from tinyvae.models import hopper_conv
+
+DEVICE = torch.device("cuda", 0)
+
+
+def random_frames(frames: int, height: int, width: int, channels: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(frames, height, width, channels, device=DEVICE, dtype=dtype)
+
+
+def reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *, sources: int, grown: int, videos: int
+) -> Tensor:
+    """What `conv_tiles` computes, in float32 through torch, BHWC."""
+    frames, height, width, _ = x.shape
+    flat = x.float().permute(0, 3, 1, 2)
+    if sources == 2:
+        video = flat.unflatten(0, (videos, -1))
+        past = torch.cat([torch.zeros_like(video[:, :1]), video[:, :-1]], 1).flatten(0, 1)
+        flat = torch.cat([flat, past], 1)
+    made = F.conv2d(flat, weight.float(), padding=1)
+    if weight.shape[-1] == 2:
+        phases = made.unflatten(1, (2, 2, grown, -1))
+        made = flat.new_empty(frames, grown, phases.shape[4], 2 * height, 2 * width)
+        for i in (0, 1):
+            for j in (0, 1):
+                made[..., i::2, j::2] = phases[:, i, j, ..., i : i + height, j : j + width]
+        made = made.flatten(0, 1)
+    if bias is not None:
+        made = made + bias.float()[:, None, None]
+    if residual is not None:
+        made = made + residual.float().permute(0, 3, 1, 2)
+    return torch.relu(made).permute(0, 2, 3, 1)
+
+
+def check_tiles(dtype: torch.dtype) -> list[dict[str, object]]:
+    """Right at odd sizes, several videos, both splits, both kinds of taps."""
+    rows: list[dict[str, object]] = []
+    for channels, height, width, sources, taps, grown, with_residual in (
+        (64, 37, 29, 1, 9, 1, True),
+        (64, 60, 90, 2, 9, 1, False),
+        (128, 31, 50, 2, 9, 1, False),
+        (256, 16, 23, 1, 9, 1, True),
+        (256, 60, 90, 1, 4, 1, False),
+        (64, 45, 33, 1, 4, 2, False),
+    ):
+        outputs = channels if taps == 9 else 4 * grown * 64
+        side = 3 if taps == 9 else 2
+        weight = (
+            torch.randn(outputs, sources * channels, side, side, device=DEVICE) / (sources * channels * taps) ** 0.5
+        )
+        weight = weight.to(dtype)
+        bias = torch.randn(outputs, device=DEVICE, dtype=dtype) if taps == 9 else None
+        x = random_frames(6, height, width, channels, dtype)
+        residual = random_frames(6, height, width, channels, dtype) if with_residual else None
+        packed = hopper_conv.pack_tile_weights(weight, bias, sources=sources, grown=grown)
+        scale = 2 if taps == 4 else 1
+        out = torch.full(
+            (6 * grown, height * scale, width * scale, packed.channels_out), torch.nan, dtype=dtype, device=DEVICE
+        )
+        hopper_conv.conv_tiles(x, packed, frames_per_video=3, residual_BHWC=residual, relu=True, out=out)
+        expected = reference(x, weight, bias, residual, sources=sources, grown=grown, videos=2)
+        error = relative_error(out, expected)
+        rows.append({"check": f"{channels}ch {height}x{width} sources {sources} taps {taps}", "error": error})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def timed(name: str, flops: float, calls: dict[str, Callable[[], object]]) -> dict[str, object]:
+    times = time_alternating_ms(calls, DEVICE, repeats=12, warmups=3)
+    row: dict[str, object] = {"step": name}
+    for which, values in times.items():
+        median = statistics.median(values)
+        row[f"{which}_ms"] = round(median, 4)
+        row[f"{which}_tflops"] = round(flops / median / 1e9, 1)
+    print(row, flush=True)
+    return row
+
+
+def time_tiles(dtype: torch.dtype) -> list[dict[str, object]]:
+    rows = []
+    for channels, frames, height, width in ((256, 13, 60, 90), (128, 13, 120, 180), (64, 26, 240, 360)):
+        x = random_frames(frames, height, width, channels, dtype)
+        residual = random_frames(frames, height, width, channels, dtype)
+        flat = x.permute(0, 3, 1, 2)
+        for sources in (2, 1):
+            weight = torch.randn(channels, sources * channels, 3, 3, device=DEVICE).to(dtype) * 0.02
+            packed = hopper_conv.pack_tile_weights(weight, torch.randn(channels, device=DEVICE), sources=sources)
+            doubled = torch.cat([weight[:, :channels], weight[:, -channels:]]) if sources == 2 else weight
+            doubled = doubled.contiguous(memory_format=torch.channels_last)
+            flops = 2.0 * x.numel() * channels * 9 * sources
+            kept = residual if sources == 1 else None
+
+            def kernel(p: hopper_conv.TileWeights = packed, k: Tensor | None = kept, a: Tensor = x) -> object:
+                return hopper_conv.conv_tiles(a, p, frames_per_video=a.shape[0], residual_BHWC=k, relu=True)
+
+            def library(w: Tensor = doubled, a: Tensor = flat) -> object:
+                return F.conv2d(a, w, padding=1)
+
+            rows.append(timed(f"3x3 {channels}ch x{sources} frames", flops, {"kernel": kernel, "cudnn": library}))
+    for channels, following, grown, frames, height, width in (
+        (256, 128, 1, 13, 60, 90),
+        (128, 64, 2, 13, 120, 180),
+        (64, 64, 2, 4, 240, 360),
+    ):
+        x = random_frames(frames, height, width, channels, dtype)
+        weight = torch.randn(4 * grown * following, channels, 2, 2, device=DEVICE).to(dtype) * 0.02
+        packed = hopper_conv.pack_tile_weights(weight, None, grown=grown)
+        nhwc, flat = weight.contiguous(memory_format=torch.channels_last), x.permute(0, 3, 1, 2)
+        flops = 2.0 * x[..., 0].numel() * weight.numel()
+        rows.append(
+            timed(
+                f"phases {channels}->{following} x{grown}, {frames} frames",
+                flops,
+                {
+                    "kernel": lambda a=x, p=packed: hopper_conv.conv_tiles(a, p, frames_per_video=1, relu=True),
+                    "cudnn": lambda a=flat, w=nhwc: F.conv2d(a, w, padding=1),
+                },
+            )
+        )
+    return rows
+
+
+def time_image_side(dtype: torch.dtype) -> list[dict[str, object]]:
+    rows = []
+    frames, height, width = 8, 480, 720
+    x = random_frames(frames, height, width, 64, dtype)
+    weight, bias = torch.randn(3, 64, 3, 3, device=DEVICE).to(dtype) * 0.04, torch.randn(3, device=DEVICE)
+    packed = hopper_conv.pack_image_weights(weight, bias, 1)
+    out = torch.full((frames, 3, height, width), torch.nan, dtype=dtype, device=DEVICE)
+    hopper_conv.image_conv(x, packed, out)
+    expected = F.conv2d(x.float().permute(0, 3, 1, 2), weight.float(), bias, padding=1)
+    rows.append({"check": "image_conv", "error": relative_error(out, expected)})
+    print(rows[-1], flush=True)
+    flat, nhwc = x.permute(0, 3, 1, 2), weight.contiguous(memory_format=torch.channels_last)
+    calls: dict[str, Callable[[], object]] = {
+        "kernel": lambda: hopper_conv.image_conv(x, packed, out),
+        "cudnn": lambda: F.conv2d(flat, nhwc, padding=1),
+    }
+    rows.append(timed("64->3, 8 frames", 2.0 * x.numel() * 27, calls))
+    image = torch.rand(frames, 3, height, width, device=DEVICE).to(dtype)
+    weight, bias = torch.randn(64, 3, 3, 3, device=DEVICE).to(dtype) * 0.2, torch.randn(64, device=DEVICE)
+    first = hopper_conv.pack_first_weights(weight, bias)
+    expected = torch.relu(F.conv2d(image.float(), weight.float(), bias, padding=1)).permute(0, 2, 3, 1)
+    rows.append({"check": "first_conv", "error": relative_error(hopper_conv.first_conv(image, first), expected)})
+    print(rows[-1], flush=True)
+    image_nhwc, nhwc = (a.contiguous(memory_format=torch.channels_last) for a in (image, weight))
+    calls = {
+        "kernel": lambda: hopper_conv.first_conv(image, first),
+        "cudnn": lambda: F.conv2d(image_nhwc, nhwc, padding=1),
+    }
+    rows.append(timed("3->64, 8 frames", 2.0 * image.numel() * 64 * 9, calls))
+    stacked = random_frames(4, height, width, 128, dtype).permute(0, 3, 1, 2)
+    weight = (torch.randn(64, 128, 3, 3, device=DEVICE) * 0.03).to(dtype).contiguous(memory_format=torch.channels_last)
+    calls = {"cudnn": lambda: F.conv2d(stacked, weight, padding=1, stride=2)}
+    rows.append(timed("pool 128->64 stride 2, 4 pairs", 2.0 * stacked.numel() * 64 * 9 / 4, calls))
+    return rows
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="folder for kernels.json")
+    arguments = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = False  # the float32 references must be float32
+    rows = check_tiles(torch.float16) + check_tiles(torch.bfloat16)
+    rows += time_tiles(torch.float16) + time_image_side(torch.float16)
+    if arguments.output:
+        (arguments.output / "kernels.json").write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

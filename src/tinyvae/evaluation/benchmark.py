@@ -1,0 +1,207 @@
+"""How fast a codec is here: medians in one run, plain against fused, beside what the device can do at most.
+
+Times are medians of repeated calls after a warm-up, between device events on CUDA and by the wall clock elsewhere.
+Plain and fused are timed in alternation, so a device that slows down slows both. Inputs are random, never zeros.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from tinyvae.errors import UserError
+from tinyvae.evaluation.work_count import count_work
+from tinyvae.models.codec import VideoCodec
+from tinyvae.models.fused import FusedTAEHV
+from tinyvae.models.taehv import TAEHV
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What the device did in this run: a large copy (bytes read and written) and a large matrix product."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One operation of one codec."""
+
+    operation: str  # decode, encode, decode stream, decode one latent, ...
+    codec: str  # plain or fused
+    milliseconds: float  # median
+    spread: float  # (slowest - fastest) / median over the middle half of the repeats
+    frames_per_s: float
+    peak_bytes: int | None  # CUDA only: everything allocated during the call, weights included
+    relative_error: float | None  # against the plain network in float32
+    share_of_flops: float | None  # of the measured matrix product, by the operations the folded form needs
+    share_of_bytes: float | None  # of the measured copy, by the fewest bytes the folded form moves
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkCase:
+    """What is timed: ``height`` x ``width`` x ``num_frames`` of one video."""
+
+    height: int
+    width: int
+    num_frames: int
+    repeats: int = 20
+    warmups: int = 3
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_once_ms(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop)
+    began = time.perf_counter()
+    call()
+    return (time.perf_counter() - began) * 1e3
+
+
+def time_alternating_ms(
+    calls: dict[str, Callable[[], object]], device: torch.device, *, repeats: int, warmups: int
+) -> dict[str, list[float]]:
+    """Times of each call, taken in turn: a, b, a, b, ..."""
+    for _ in range(warmups):
+        for call in calls.values():
+            call()
+    synchronize(device)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            times[name].append(time_once_ms(call, device))
+    return times
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """A large copy and a large matrix product, on random data."""
+    is_cuda = device.type == "cuda"
+    count, side = (2**29, 8192) if is_cuda else (2**24, 1024)
+    source = torch.rand(count, device=device).to(dtype)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    times = time_alternating_ms(
+        {"copy": lambda: target.copy_(source), "product": lambda: a @ b}, device, repeats=10, warmups=3
+    )
+    moved = 2 * source.numel() * source.element_size()
+    return Ceilings(
+        bytes_per_s=moved / statistics.median(times["copy"]) * 1e3,
+        flops_per_s=2 * side**3 / statistics.median(times["product"]) * 1e3,
+    )
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """Most bytes allocated on the device during a call, what was there before included; None off CUDA."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def relative_error(made: Tensor, reference: Tensor) -> float:
+    difference = made.double() - reference.double()
+    return (difference.norm() / reference.double().norm()).item()
+
+
+@torch.no_grad()
+def run_benchmark(model: TAEHV, case: BenchmarkCase) -> tuple[Ceilings, list[Timing], FusedTAEHV]:
+    """Time encode and decode of the plain network and of its fused form, whole videos, in one run."""
+    model.spec.check_size(case.height, case.width)
+    if case.repeats < 3:
+        raise UserError(f"a median needs at least 3 repeats, got {case.repeats}; raise --repeats.")
+    device, dtype = model.device, model.dtype
+    # Sizes change rarely here: let cuDNN pick its fastest algorithm, as a user who cares for speed does.
+    torch.backends.cudnn.benchmark = True
+    ceilings = measure_ceilings(device, dtype)
+    fused = model.fused()
+    frames = torch.rand(1, case.num_frames, 3, case.height, case.width, device=device).to(dtype)
+    latents = model.encode_video(frames)
+    codecs: dict[str, VideoCodec] = {"plain": model, "fused": fused}
+    timings: list[Timing] = []
+    for operation, argument in (("decode", latents), ("encode", frames)):
+        calls = {name: _call(codec, operation, argument) for name, codec in codecs.items()}
+        errors = _errors(model, codecs, operation, argument)
+        times = time_alternating_ms(calls, device, repeats=case.repeats, warmups=case.warmups)
+        for name, call in calls.items():
+            timings.append(
+                _timing(
+                    operation=operation,
+                    codec=name,
+                    times_ms=times[name],
+                    num_frames=case.num_frames,
+                    work=count_work(model, operation, case.num_frames, case.height, case.width),
+                    ceilings=ceilings,
+                    peak=peak_bytes(call, device),
+                    error=errors[name],
+                )
+            )
+    return ceilings, timings, fused
+
+
+def _call(codec: VideoCodec, operation: str, argument: Tensor) -> Callable[[], Tensor]:
+    run = codec.decode_video if operation == "decode" else codec.encode_video
+    return lambda: run(argument)
+
+
+def _errors(model: TAEHV, codecs: dict[str, VideoCodec], operation: str, argument: Tensor) -> dict[str, float]:
+    """Relative error of each codec against the plain network in float32 (float64 for a float32 model).
+
+    The first two latents' worth is enough, and fits where the whole video in the wider type would not.
+    """
+    wider = torch.float64 if model.dtype == torch.float32 else torch.float32
+    exact = copy.deepcopy(model).to(wider)
+    argument = argument[:, : 2 if operation == "decode" else 2 * model.spec.time_factor]
+    reference = _call(exact, operation, argument.to(wider))()
+    return {name: relative_error(_call(codec, operation, argument)(), reference) for name, codec in codecs.items()}
+
+
+def _timing(
+    *,
+    operation: str,
+    codec: str,
+    times_ms: list[float],
+    num_frames: int,
+    work: tuple[float, float],
+    ceilings: Ceilings,
+    peak: int | None,
+    error: float | None,
+) -> Timing:
+    median = statistics.median(times_ms)
+    ordered = sorted(times_ms)
+    quarter = len(ordered) // 4
+    flops, moved = work
+    return Timing(
+        operation=operation,
+        codec=codec,
+        milliseconds=median,
+        spread=(ordered[-1 - quarter] - ordered[quarter]) / median,
+        frames_per_s=num_frames / median * 1e3,
+        peak_bytes=peak,
+        relative_error=error,
+        share_of_flops=flops / (median / 1e3) / ceilings.flops_per_s,
+        share_of_bytes=moved / (median / 1e3) / ceilings.bytes_per_s,
+    )
+
+
+def as_json(ceilings: Ceilings, timings: list[Timing]) -> dict[str, object]:
+    return {"ceilings": asdict(ceilings), "timings": [asdict(timing) for timing in timings]}

@@ -1,0 +1,142 @@
+"""The codec with folded weights: the same calls and the same output as `TAEHV`, faster.
+
+`model.fused()` folds a copy of the weights once (see `fold`) and chooses, for encoder and decoder each, an engine:
+
+- ``hopper``: own kernels, fp16 and bf16 on GPUs of compute capability 9.0 (H100, H200), base networks whose hidden
+  channel counts are multiples of 64. Kernels are compiled once per process and tile height (four at most); frame
+  count and frame size may change at every call without compiling again.
+- ``compiled``: `torch.compile` over torch's own operators, on other CUDA devices. The first frame size is compiled
+  as it is; from the second on the sizes are symbols, so there are a few compilations and not one per size.
+- ``eager``: torch's own operators, on CPUs and where no compiler is found.
+
+`FusedTAEHV.engines` says what was chosen and why. The object follows the model's device and dtype at construction;
+for another one, move the model and call `fused()` again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyvae.errors import UserError
+from tinyvae.models.codec import CodecMemory, VideoCodec
+from tinyvae.models.fold import Step, fold_layers, map_weights
+from tinyvae.models.folded_run import run_steps
+from tinyvae.models.hopper_engine import HopperStack, why_not_hopper
+
+if TYPE_CHECKING:
+    from tinyvae.models.taehv import TAEHV
+
+CHUNK_LATENT_PIXELS = 8 * 60 * 90
+"""Latent pixels of a stream's chunk: eight latents of a 480x720 video of the 8x variants."""
+
+Engine = Literal["hopper", "compiled", "eager"]
+ChunkFunction = Callable[[Tensor, list[Tensor | None] | None], tuple[Tensor, list[Tensor | None]]]
+
+
+class FusedTAEHV(VideoCodec):
+    """A folded copy of ``model``, for inference. ``engine`` forces one of the three (see the module)."""
+
+    def __init__(self, model: TAEHV, *, engine: Engine | None = None) -> None:
+        self.spec = model.spec
+        self._dtype, self._device = model.dtype, model.device
+        self.engines: dict[str, str] = {}
+        with torch.no_grad():
+            self._encode = self._build("encoder", folded_copy(model.encoder), engine)
+            self._decode = self._build("decoder", folded_copy(model.decoder), engine)
+
+    def encode_chunk(self, frames_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
+        assert memory is None or isinstance(memory, list)
+        with torch.no_grad():
+            return self._encode(frames_NTCHW, memory)
+
+    def decode_chunk(self, latents_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
+        assert memory is None or isinstance(memory, list)
+        with torch.no_grad():
+            return self._decode(latents_NTCHW, memory)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def stream_chunk_latents(self, latent_height: int, latent_width: int) -> int:
+        """Enough pixels to fill the device, few enough to keep a chunk of any length under half a gigabyte."""
+        return max(1, CHUNK_LATENT_PIXELS // (latent_height * latent_width))
+
+    def __repr__(self) -> str:
+        chosen = ", ".join(f"{side}: {words}" for side, words in self.engines.items())
+        return f"FusedTAEHV({self.spec.name}, {self._dtype}, {self._device}; {chosen})"
+
+    def _build(self, side: str, steps: list[Step], wanted: Engine | None) -> ChunkFunction:
+        engine, reason = choose_engine(steps, self._dtype, self._device, wanted)
+        self.engines[side] = f"{engine} ({reason})" if reason else engine
+        patch = self.spec.patch_size
+        if engine == "hopper":
+            return HopperStack(steps, patch_size=patch).run
+        steps = map_weights(steps, _channels_last)
+
+        def run(x_NTCHW: Tensor, memory: list[Tensor | None] | None) -> tuple[Tensor, list[Tensor | None]]:
+            if side == "encoder":
+                x_NTCHW = F.pixel_unshuffle(x_NTCHW, patch)
+            made, memory = run_steps(steps, x_NTCHW, memory)
+            return (F.pixel_shuffle(made, patch) if side == "decoder" else made).contiguous(), memory
+
+        return torch.compile(run) if engine == "compiled" else run
+
+
+def choose_engine(
+    steps: list[Step], dtype: torch.dtype, device: torch.device, wanted: Engine | None
+) -> tuple[Engine, str]:
+    """(engine, why not a faster one); a wanted engine that cannot run here is refused."""
+    no_hopper = why_not_hopper(steps, dtype, device)
+    no_compiler = why_not_compiled(device)
+    if wanted == "hopper" and no_hopper:
+        raise UserError(f"engine='hopper' cannot run here: {no_hopper}; leave engine out to have one chosen.")
+    if wanted == "compiled" and no_compiler and device.type == "cuda":
+        raise UserError(f"engine='compiled' cannot run here: {no_compiler}; leave engine out to have one chosen.")
+    if wanted is not None:
+        return wanted, "as asked"
+    if no_hopper is None:
+        return "hopper", ""
+    if no_compiler is None:
+        return "compiled", no_hopper
+    return "eager", f"{no_hopper}; {no_compiler}" if device.type == "cuda" else no_compiler
+
+
+def why_not_compiled(device: torch.device) -> str | None:
+    """None where `torch.compile` pays and can run, else the reason in words."""
+    if device.type == "cpu":
+        return "on a CPU the library's own kernels are as fast"
+    if device.type != "cuda":
+        return f"torch.compile is not tried on {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+        return "no C compiler was found, which torch.compile needs"
+    return None
+
+
+def folded_copy(layers: torch.nn.Sequential) -> list[Step]:
+    """The folded steps of a stack with weights of their own, in the stack's dtype.
+
+    Folded weights are sums of products, so they are taken in float64 and rounded once.
+    """
+    dtype = next(layers.parameters()).dtype
+    import copy
+
+    exact = copy.deepcopy(layers).double()
+    return map_weights(fold_layers(exact), lambda weight: weight.detach().to(dtype).contiguous())
+
+
+def _channels_last(weight: Tensor) -> Tensor:
+    return weight.contiguous(memory_format=torch.channels_last) if weight.ndim == 4 else weight

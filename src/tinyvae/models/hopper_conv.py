@@ -1,0 +1,213 @@
+"""The three Hopper kernels as functions on tensors: packed weights in, frames NTHWC flattened to BHWC in and out.
+
+`hopper_source` explains the kernels. Everything here is fp16 or bf16 on a device of compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tinyvae.models import hopper_source as source
+from tinyvae.models.nvrtc import Kernel, compile_kernel
+
+TILE_HEIGHTS = (32, 30, 24, 16)
+
+
+class _Shape(ctypes.Structure):
+    """The kernel's ``Shape``, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("frames_per_video", "frames", "height", "width")),
+        *((name, ctypes.c_int) for name in ("channels_in", "channels_out", "sources", "blocks", "taps", "grown")),
+        *((name, ctypes.c_int) for name in ("stacked", "split_pixels", "weight_stages")),
+        *((name, ctypes.c_int) for name in ("tiles_x", "tiles_y", "tiles", "relu")),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileWeights:
+    """Weights of one `conv_tiles` call, packed as the kernel reads them."""
+
+    packed: Tensor  # [output block][input slice][tap][8-channel chunk][64 outputs][8 inputs]
+    bias: Tensor | None  # fp32
+    channels_in: int  # of one frame
+    channels_out: int  # of one output frame
+    sources: int  # 2: the convolution also sees the frame before
+    taps: int  # 9 or 4
+    grown: int = 1  # output frames per input frame
+
+
+def pack_tile_weights(weight: Tensor, bias: Tensor | None, *, sources: int = 1, grown: int = 1) -> TileWeights:
+    """``weight`` is (out, sources·in, 3, 3), or (4·grown·out, in, 2, 2) with the phases of `fold.split_phases`."""
+    outputs, inputs, taps = weight.shape[0], weight.shape[1], weight.shape[2] * weight.shape[3]
+    assert outputs % 64 == 0 and inputs % (64 * sources) == 0, "channels must be multiples of 64"
+    split = weight.reshape(outputs // 64, 64, inputs // 64, 8, 8, taps)
+    return TileWeights(
+        packed=split.permute(0, 2, 5, 3, 1, 4).contiguous(),
+        bias=None if bias is None else bias.float().contiguous(),
+        channels_in=inputs // sources,
+        channels_out=outputs // grown // (4 if taps == 4 else 1),
+        sources=sources,
+        taps=taps,
+        grown=grown,
+    )
+
+
+def conv_tiles(
+    x_BHWC: Tensor,
+    weights: TileWeights,
+    *,
+    frames_per_video: int,
+    past_NHWC: Tensor | None = None,
+    residual_BHWC: Tensor | None = None,
+    relu: bool = False,
+    stacked: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Convolution, bias, residual and ReLU in one pass. Phases (2x2 weights) make a doubled grid.
+
+    ``past_NHWC`` stands before the first frame of each video (None: zeros). ``stacked`` puts that many consecutive
+    output frames side by side into a pixel's channels, as a pooling step wants them.
+    """
+    frames, height, width, channels = x_BHWC.shape
+    assert channels == weights.channels_in and x_BHWC.is_contiguous()
+    scale = 2 if weights.taps == 4 else 1
+    shape = (
+        frames * weights.grown // stacked,
+        height * scale,
+        width * scale,
+        weights.channels_out * stacked,
+    )
+    if out is None:
+        out = torch.empty(shape, dtype=x_BHWC.dtype, device=x_BHWC.device)
+    assert out.shape == shape and out.is_contiguous()
+    tile_h = best_tile_height(height)
+    blocks = weights.packed.shape[0]
+    split_pixels = blocks % 2 == 1
+    tiles_x, tiles_y = -(-width // 8), -(-height // tile_h)
+    halo_bytes = (source.HALO_W * (tile_h + 2) + 1) * 128
+    stage_bytes = source.WEIGHT_TILE_BYTES * (1 if split_pixels else 2)
+    fixed = source.STAGING_BYTES + source.BARRIER_BYTES + halo_bytes * (4 if split_pixels else 2)
+    stages = min(8, (source.MAX_SHARED_BYTES - fixed) // stage_bytes)
+    tiles = tiles_x * tiles_y * frames
+    jobs = -(-tiles // 2) * blocks if split_pixels else tiles * blocks // 2
+    kernel = _tiles_kernel(tile_h, x_BHWC.dtype == torch.bfloat16, x_BHWC.device.index)
+    described = _Shape(
+        frames_per_video, frames, height, width, channels, weights.channels_out, weights.sources, blocks, weights.taps,
+        weights.grown, stacked, int(split_pixels), stages, tiles_x, tiles_y, tiles, int(relu),
+    )  # fmt: skip
+    past = past_NHWC if weights.sources == 2 else None
+    kernel(
+        min(jobs, _processors(x_BHWC.device.index)), x_BHWC, past, weights.packed, weights.bias, residual_BHWC, out,
+        described, shared_bytes=fixed + stages * stage_bytes,
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageWeights:
+    """Weights of the last convolution: matrix fragments as the kernel reads them."""
+
+    packed: Tensor
+    bias: Tensor
+    channels_out: int
+    patch_size: int
+
+
+def pack_image_weights(weight: Tensor, bias: Tensor, patch_size: int) -> ImageWeights:
+    """``weight`` is (3·patch², 64, 3, 3)."""
+    outputs = weight.shape[0]
+    tiles = -(-outputs // 8)
+    padded = weight.new_zeros(tiles * 8, 64, 9)
+    padded[:outputs] = weight.flatten(2)
+    packed = _fragments(padded.permute(2, 1, 0).reshape(9 * 64, tiles * 8))
+    return ImageWeights(packed=packed, bias=bias.float().contiguous(), channels_out=outputs, patch_size=patch_size)
+
+
+def image_conv(x_BHWC: Tensor, weights: ImageWeights, out: Tensor) -> None:
+    """64 channels to the image, pixel-shuffled; ``out`` is B3HW, contiguous, written in full."""
+    frames, height, width, channels = x_BHWC.shape
+    patch = weights.patch_size
+    assert channels == 64 and out.shape == (frames, 3, height * patch, width * patch) and out.is_contiguous()
+    tiles_x, tiles_y = -(-width // 16), -(-height // 16)
+    kernel = _image_kernel(weights.channels_out, patch, x_BHWC.dtype == torch.bfloat16, x_BHWC.device.index)
+    kernel(tiles_x * tiles_y * frames, x_BHWC, weights.packed, weights.bias, out, height, width, tiles_x, tiles_y)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstWeights:
+    packed: Tensor
+    bias: Tensor
+
+
+def pack_first_weights(weight: Tensor, bias: Tensor) -> FirstWeights:
+    """``weight`` is (64, 3, 3, 3). A thread's matrix columns are made neighbours, so that it writes 16 bytes."""
+    columns = torch.arange(64)
+    tile, column = columns // 8, columns % 8
+    channel = tile // 4 * 32 + column // 2 * 8 + tile % 4 * 2 + column % 2
+    padded = weight.new_zeros(32, 64)
+    padded[:27] = weight.flatten(1).T[:, channel.to(weight.device)]
+    return FirstWeights(packed=_fragments(padded), bias=bias.float().contiguous())
+
+
+def first_conv(x_BCHW: Tensor, weights: FirstWeights, *, stacked: int = 1) -> Tensor:
+    """RGB frames B3HW (contiguous) to (B/stacked)HW(stacked·64) with bias and ReLU."""
+    frames, channels, height, width = x_BCHW.shape
+    assert channels == 3 and x_BCHW.is_contiguous() and frames % stacked == 0
+    out = torch.empty(frames // stacked, height, width, 64 * stacked, dtype=x_BCHW.dtype, device=x_BCHW.device)
+    tiles_x, tiles_y = -(-width // 32), -(-height // 16)
+    kernel = _first_kernel(x_BCHW.dtype == torch.bfloat16, x_BCHW.device.index)
+    blocks = min(tiles_x * tiles_y * frames, 2 * _processors(x_BCHW.device.index))
+    kernel(blocks, x_BCHW, weights.packed, weights.bias, out, height, width, tiles_x, tiles_y, stacked, frames)
+    return out
+
+
+def _fragments(weight_KN: Tensor) -> Tensor:
+    """(K, N) as B fragments of m16n8k16: [k step][n tile][lane][k0, k0+1, k0+8, k0+9], column = lane // 4."""
+    k, n = weight_KN.shape
+    split = weight_KN.reshape(k // 16, 2, 4, 2, n // 8, 8)  # k step, upper half, lane % 4, pair, n tile, lane // 4
+    return split.permute(0, 4, 5, 2, 1, 3).contiguous()
+
+
+def best_tile_height(height: int) -> int:
+    """The tile height that computes the fewest rows in vain; the larger of equals."""
+    return min(TILE_HEIGHTS, key=lambda tile_h: -(-height // tile_h) * tile_h)
+
+
+@functools.cache
+def _processors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+@functools.cache
+def _tiles_kernel(tile_h: int, bfloat: bool, device_index: int) -> Kernel:
+    return compile_kernel(
+        source.conv_tiles_source(tile_h, bfloat=bfloat),
+        "conv_tiles",
+        device_index=device_index,
+        threads=source.CONV_THREADS,
+        shared_bytes=source.MAX_SHARED_BYTES,
+    )
+
+
+@functools.cache
+def _image_kernel(channels_out: int, patch_size: int, bfloat: bool, device_index: int) -> Kernel:
+    return compile_kernel(
+        source.image_conv_source(channels_out, patch_size, bfloat=bfloat),
+        "image_conv",
+        device_index=device_index,
+        threads=128,
+        shared_bytes=18 * 18 * 128 + 36 * 256 * -(-channels_out // 8),
+    )
+
+
+@functools.cache
+def _first_kernel(bfloat: bool, device_index: int) -> Kernel:
+    return compile_kernel(
+        source.first_conv_source(bfloat=bfloat), "first_conv", device_index=device_index, threads=256, shared_bytes=0
+    )

@@ -1,0 +1,239 @@
+"""Runs folded steps with the Hopper kernels: one launch per convolution, nothing between the launches.
+
+Frames travel as BHWC (B = N·T, contiguous), fp16 or bf16. A memory block remembers its last input frame, as in the
+plain network. The last two steps of a decoder (to full resolution, then to the image) go over a few frames at a time,
+because their 64-channel frames at full resolution are what fills the memory of the plain network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyvae.models.fold import ConvStep, GrowStep, MemStep, PoolStep, SoftClampStep, Step
+from tinyvae.models.hopper_conv import (
+    FirstWeights,
+    ImageWeights,
+    TileWeights,
+    conv_tiles,
+    first_conv,
+    image_conv,
+    pack_first_weights,
+    pack_image_weights,
+    pack_tile_weights,
+)
+
+FULL_SIZE_BYTES = 192 * 2**20
+"""How much the 64-channel frames at full resolution may take at once; always at least one input frame's worth."""
+
+HopperMemory = list[Tensor | None]
+"""One entry per step: BHWC frames (one per video, or those that wait for partners), None before the first chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MemWeights:
+    first: TileWeights
+    second: TileWeights
+    third: TileWeights
+
+
+def why_not_hopper(steps: list[Step], dtype: torch.dtype, device: torch.device) -> str | None:
+    """None where the kernels can run these steps, else the reason in words."""
+    if device.type != "cuda":
+        return f"the model is on {device.type}"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return f"{torch.cuda.get_device_name(device)} is not a Hopper GPU"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the kernels are for fp16 and bf16, the model is {dtype}"
+    for step in steps:
+        if isinstance(step, MemStep) and step.second.shape[0] % 64:
+            return f"{step.second.shape[0]} channels is no multiple of 64"
+        if isinstance(step, GrowStep) and step.weight.shape[0] // (4 * step.frames) % 64:
+            return f"{step.weight.shape[0] // (4 * step.frames)} channels is no multiple of 64"
+        if not isinstance(step, MemStep | GrowStep | ConvStep | PoolStep | SoftClampStep):
+            return "a super decoder has no kernel of its own"
+    return None
+
+
+class HopperStack:
+    """An encoder or decoder as kernel launches. ``patch_size`` belongs to the image side of the stack."""
+
+    def __init__(self, steps: list[Step], *, patch_size: int) -> None:
+        self._steps = steps
+        self._patch_size = patch_size
+        self._packed = [self._pack(place) for place in range(len(steps))]
+
+    def run(self, frames_NTCHW: Tensor, memory: HopperMemory | None) -> tuple[Tensor, HopperMemory]:
+        """One chunk of a video; frames NTCHW in, NTCHW out, and the memory for the next chunk."""
+        num_videos = frames_NTCHW.shape[0]
+        old: HopperMemory = [None] * len(self._steps) if memory is None else memory
+        new: HopperMemory = list(old)
+        with torch.cuda.device(frames_NTCHW.device):
+            x, begin = self._enter(frames_NTCHW, old)
+            for place in range(begin, len(self._steps)):
+                step = self._steps[place]
+                if isinstance(step, PoolStep):
+                    x, new[place] = self._whole_groups(x, old[place], step, num_videos, self._is_stacked(place, old, x))
+                    if x.shape[0] == 0:
+                        return frames_NTCHW.new_empty(num_videos, 0, 0, 0, 0), new
+                    x = _library_conv(x, step.weight, None, stride=2)
+                elif isinstance(step, MemStep):
+                    new[place] = x.unflatten(0, (num_videos, -1))[:, -1].clone()
+                    stacked = self._stacking_after(place, old, x.shape[0] // num_videos)
+                    x = self._mem_block(place, x, old[place], num_videos, stacked)
+                elif self._ends_in_image(place):
+                    return self._grow_into_image(place, x).unflatten(0, (num_videos, -1)), new
+                elif isinstance(step, GrowStep):
+                    x = conv_tiles(x, cast(TileWeights, self._packed[place]), frames_per_video=1, relu=step.relu)
+                else:
+                    x = self._conv(place, x)
+        return self._leave(x).unflatten(0, (num_videos, -1)), new
+
+    # how the steps are packed
+
+    def _pack(self, place: int) -> object:
+        step = self._steps[place]
+        if isinstance(step, MemStep):
+            channels = step.second.shape[0]
+            first = torch.cat([step.first[:channels], step.first[channels:]], dim=1)
+            return _MemWeights(
+                first=pack_tile_weights(first, step.first_bias[:channels], sources=2),
+                second=pack_tile_weights(step.second, step.second_bias),
+                third=pack_tile_weights(step.third, step.third_bias),
+            )
+        if isinstance(step, GrowStep):
+            return pack_tile_weights(step.weight, None, grown=step.frames)
+        if isinstance(step, ConvStep):
+            outputs, inputs = step.weight.shape[:2]
+            if place == 0 and inputs == 3 and outputs == 64 and step.bias is not None:
+                return pack_first_weights(step.weight, step.bias)
+            if place == len(self._steps) - 1 and inputs == 64 and outputs == 3 * self._patch_size**2:
+                assert step.bias is not None
+                return pack_image_weights(step.weight, step.bias, self._patch_size)
+            if outputs % (64 * step.frames) == 0 and inputs % 64 == 0 and step.weight.shape[-1] == 3:
+                return pack_tile_weights(step.weight, step.bias, grown=step.frames)
+        return None
+
+    # the steps
+
+    def _enter(self, frames_NTCHW: Tensor, memory: HopperMemory) -> tuple[Tensor, int]:
+        """NTCHW -> BHWC, and the step to go on with: behind the first convolution where that has its own kernel."""
+        flat = frames_NTCHW.flatten(0, 1)
+        first = self._packed[0]
+        if isinstance(first, FirstWeights):
+            stacked = self._stacking_after(0, memory, frames_NTCHW.shape[1])
+            following = self._steps[1]
+            if isinstance(following, PoolStep) and stacked == following.stride:
+                return self._image_into_pool(flat.contiguous(), first, following), 2
+            return first_conv(flat.contiguous(), first, stacked=stacked), 1
+        is_encoder = any(isinstance(step, PoolStep) for step in self._steps)
+        if is_encoder and self._patch_size > 1:
+            flat = F.pixel_unshuffle(flat, self._patch_size)
+        return flat.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1), 0
+
+    def _image_into_pool(self, image_BCHW: Tensor, first: FirstWeights, pool: PoolStep) -> Tensor:
+        """The first two steps of an encoder, a few frames at a time."""
+        frames, _, height, width = image_BCHW.shape
+        group = max(1, FULL_SIZE_BYTES // (height * width * 64 * image_BCHW.element_size() * pool.stride)) * pool.stride
+        shape = (frames // pool.stride, height // 2, width // 2, pool.weight.shape[0])
+        out = torch.empty(shape, dtype=image_BCHW.dtype, device=image_BCHW.device)
+        for start in range(0, frames, group):
+            full = first_conv(image_BCHW[start : start + group], first, stacked=pool.stride)
+            made = _library_conv(full, pool.weight, None, stride=2)
+            out[start // pool.stride : start // pool.stride + made.shape[0]] = made
+        return out
+
+    def _leave(self, x_BHWC: Tensor) -> Tensor:
+        return x_BHWC.permute(0, 3, 1, 2).contiguous()
+
+    def _stacking_after(self, place: int, memory: HopperMemory, num_frames: int) -> int:
+        """How many frames the step behind ``place`` wants side by side: only whole groups, none waiting."""
+        following = self._steps[place + 1] if place + 1 < len(self._steps) else None
+        if not isinstance(following, PoolStep) or memory[place + 1] is not None or num_frames % following.stride:
+            return 1
+        return following.stride
+
+    def _is_stacked(self, place: int, memory: HopperMemory, x: Tensor) -> bool:
+        step = cast(PoolStep, self._steps[place])
+        return x.shape[3] == step.weight.shape[1]
+
+    def _whole_groups(
+        self, x: Tensor, waiting: Tensor | None, step: PoolStep, num_videos: int, is_stacked: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(frames grouped on channels, the frames N·rest HWC that wait for partners)."""
+        if is_stacked:
+            return x, None
+        video = x.unflatten(0, (num_videos, -1))
+        if waiting is not None:
+            video = torch.cat([waiting, video], dim=1)
+        whole = video.shape[1] // step.stride * step.stride
+        rest = video[:, whole:].clone() if whole < video.shape[1] else None
+        groups = video[:, :whole].reshape(-1, step.stride, *x.shape[1:])
+        return groups.permute(0, 2, 3, 1, 4).flatten(3), rest
+
+    def _mem_block(self, place: int, x: Tensor, past: Tensor | None, num_videos: int, stacked: int) -> Tensor:
+        weights = cast(_MemWeights, self._packed[place])
+        frames = x.shape[0] // num_videos
+        hidden = conv_tiles(x, weights.first, frames_per_video=frames, past_NHWC=past, relu=True)
+        deeper = conv_tiles(hidden, weights.second, frames_per_video=frames, relu=True)
+        out = hidden if stacked == 1 else None  # the first hidden frames are no longer needed
+        return conv_tiles(
+            deeper, weights.third, frames_per_video=frames, residual_BHWC=x, relu=True, stacked=stacked, out=out
+        )
+
+    def _conv(self, place: int, x: Tensor) -> Tensor:
+        step, packed = self._steps[place], self._packed[place]
+        if isinstance(step, SoftClampStep):
+            return torch.tanh(x / 3) * 3
+        assert isinstance(step, ConvStep)
+        if isinstance(packed, ImageWeights):
+            return self._image(packed, x)
+        if isinstance(packed, TileWeights):
+            return conv_tiles(x, packed, frames_per_video=1, relu=step.relu)
+        assert step.frames == 1 and not step.shuffle
+        made = _library_conv(x, step.weight, step.bias)
+        return torch.relu_(made) if step.relu else made
+
+    def _image(self, packed: ImageWeights, x: Tensor) -> Tensor:
+        """The last convolution without an upsampling step before it (spatial previews); BHWC out, so a view."""
+        frames, height, width, _ = x.shape
+        patch = self._patch_size
+        image = torch.empty(frames, 3, height * patch, width * patch, dtype=x.dtype, device=x.device)
+        image_conv(x, packed, image)
+        return image.permute(0, 2, 3, 1)
+
+    def _ends_in_image(self, place: int) -> bool:
+        return (
+            place == len(self._steps) - 2
+            and isinstance(self._steps[place], GrowStep)
+            and isinstance(self._packed[place + 1], ImageWeights)
+        )
+
+    def _grow_into_image(self, place: int, x: Tensor) -> Tensor:
+        """The last two steps, a few frames at a time; B3HW."""
+        step, patch = cast(GrowStep, self._steps[place]), self._patch_size
+        grow, image = cast(TileWeights, self._packed[place]), cast(ImageWeights, self._packed[place + 1])
+        frames, height, width, _ = x.shape
+        shape = (frames * step.frames, 3, 2 * height * patch, 2 * width * patch)
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        full_bytes = step.frames * 4 * height * width * grow.channels_out * x.element_size()
+        group = min(frames, max(1, FULL_SIZE_BYTES // full_bytes))
+        full = torch.empty(
+            group * step.frames, 2 * height, 2 * width, grow.channels_out, dtype=x.dtype, device=x.device
+        )
+        for start in range(0, frames, group):
+            part = x[start : start + group]
+            here = full[: part.shape[0] * step.frames]
+            conv_tiles(part, grow, frames_per_video=1, relu=step.relu, out=here)
+            image_conv(here, image, out[start * step.frames : start * step.frames + here.shape[0]])
+        return out
+
+
+def _library_conv(x_BHWC: Tensor, weight: Tensor, bias: Tensor | None, *, stride: int = 1) -> Tensor:
+    """cuDNN on channels_last memory, BHWC in and out."""
+    made = F.conv2d(x_BHWC.permute(0, 3, 1, 2), weight, bias, stride=stride, padding=weight.shape[-1] // 2)
+    return made.permute(0, 2, 3, 1).contiguous()

@@ -1,0 +1,483 @@
+"""CUDA source of the three convolution kernels that `FusedTAEHV` runs on Hopper GPUs (compute capability 9.0).
+
+Why own kernels: with 64 channels a 3x3 convolution reads each pixel nine times through the L2 cache, and a tile of
+256 pixels x 64 channels does 51 operations per byte it loads, so the L2 (about 5.5 TB/s) holds a library's implicit
+product near 280 TFLOP/s. These kernels load each pixel with its halo into shared memory once, for all nine taps, and
+finish bias, residual and ReLU in registers, so an activation is read once and written once.
+
+`conv_tiles`, the workhorse: output channels are the rows of the matrix instruction (M = 64), pixels its columns
+(N = 8 wide x TILE_H tall). The halo tile lies in shared memory as [8-channel chunk][pixel][16 bytes] without
+swizzle: a tap is then a shifted start address in the instruction's descriptor. One weight-loading warp, three
+halo-loading warps, two computing warpgroups which share either the weights (two pixel tiles) or the pixels (two
+blocks of 64 channels). It serves 3x3 convolutions over one or two frames and the 2x2 phase convolutions.
+`image_conv`: the last convolution, 64 channels to the image, pixel-shuffle included. `first_conv`: 3 to 64 channels.
+
+The text is compiled at run time by NVRTC (see `nvrtc`): no header, no host compiler. Frames are NTHWC.
+"""
+
+from __future__ import annotations
+
+HALO_W = 10  # a tile is 8 pixels wide, with one more on each side
+COMPUTING_WARPGROUPS = 2
+CONV_THREADS = 128 * (1 + COMPUTING_WARPGROUPS)
+HALO_THREADS = 96
+STAGING_BYTES = 8 * 1024  # 1 KiB for each computing warp's way out
+BARRIER_BYTES = 256
+MAX_SHARED_BYTES = 232_448  # what one block may have on sm_90
+WEIGHT_TILE_BYTES = 64 * 64 * 2  # one tap, 64 channels in, 64 out
+
+_COMMON = r"""
+typedef unsigned int u32; typedef unsigned long long u64; typedef long long i64; typedef unsigned short u16;
+__device__ __forceinline__ u32 smem_address(const void* p) {
+  u32 a; asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(a) : "l"(p)); return a;
+}
+#if BFLOAT
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+  u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r;
+}
+__device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+#define ELEMENT "bf16"
+#else
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+  u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r;
+}
+__device__ __forceinline__ float low(u32 v) {
+  float f; asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(f) : "r"(v)); return f;
+}
+__device__ __forceinline__ float high(u32 v) {
+  float f; asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(f) : "r"(v)); return f;
+}
+#define ELEMENT "f16"
+#endif
+__device__ __forceinline__ void copy16(u32 dst, const void* src, bool valid) {
+  u32 bytes = valid ? 16 : 0;  // fewer bytes than 16 are filled up with zeros: the convolution's padding
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT ".f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+"""
+
+_CONV_TILES = r"""
+#define HALO_W 10
+#define HALO_H (TILE_H + 2)
+#define PLANE ((HALO_W * HALO_H + 1) * 16)  // one more pixel: the eight chunks of a pixel fall on different banks
+#define HALO_BYTES (PLANE * 8)
+#define WEIGHT_TILE 8192
+
+__device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
+  u32 done = 0;
+  while (!done)
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void load_weights(u32 dst, const char* src, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(dst), "l"(src), "r"(WEIGHT_TILE), "r"(bar) : "memory");
+}
+__device__ __forceinline__ u64 descriptor(u32 address, u32 leading_bytes, u32 stride_bytes) {
+  return (u64)((address & 0x3ffff) >> 4) | ((u64)(leading_bytes >> 4) << 16) | ((u64)(stride_bytes >> 4) << 32);
+}
+WGMMA_FUNCTION
+
+struct Shape {
+  int frames_per_video, frames, height, width;  // of the input
+  int channels_in, channels_out;                // channels_out: of one output frame
+  int sources;                                  // 1: x_t; 2: x_t and x_{t-1}
+  int blocks;                                   // blocks of 64 output channels (all phases and frames)
+  int taps;                                     // 9: 3x3; 4: 2x2 phases
+  int grown;                                    // output frames per input frame
+  int stacked;                                  // output frames that share a pixel's channels (1: none)
+  int split_pixels;                             // 1: the warpgroups share weights, 0: they share pixels
+  int weight_stages, tiles_x, tiles_y, tiles;   // tiles: over all frames
+  int relu;
+};
+
+extern "C" __global__ void __launch_bounds__(384, 1) conv_tiles(
+    const char* x, const char* past, const char* weights, const float* bias, const char* residual, char* out,
+    Shape s) {
+  extern __shared__ __align__(1024) char shared[];
+  const u32 base = smem_address(shared);
+  const int halos = s.split_pixels ? 2 : 1, weight_sets = s.split_pixels ? 1 : 2;
+  const u32 halo_at = base + 8192 + 256, weight_at = halo_at + 2 * halos * HALO_BYTES;
+  const u32 bars = base + 8192;  // full_w[8], empty_w[8], full_h[2][2], empty_h[2][2]
+#define FULL_W(i) (bars + 8 * (i))
+#define EMPTY_W(i) (bars + 64 + 8 * (i))
+#define FULL_H(h, i) (bars + 128 + 8 * ((h) * 2 + (i)))
+#define EMPTY_H(h, i) (bars + 160 + 8 * ((h) * 2 + (i)))
+  const int thread = threadIdx.x, group = thread >> 7, warp = thread >> 5, lane = thread & 31;
+  if (thread == 0) {
+    for (int i = 0; i < 8; i++) { barrier_init(FULL_W(i), 1); barrier_init(EMPTY_W(i), 8); }
+    for (int i = 0; i < 4; i++) { barrier_init(FULL_H(0, i), 96); barrier_init(EMPTY_H(0, i), s.split_pixels ? 4 : 8); }
+    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+  }
+  __syncthreads();
+  const int slices_per_frame = s.channels_in >> 6, slices = slices_per_frame * s.sources;
+  const int items_per_tile = s.split_pixels ? s.blocks : s.blocks >> 1;  // jobs over the same pixels
+  const int pixel_groups = s.split_pixels ? (s.tiles + 1) >> 1 : s.tiles;
+  const int jobs = pixel_groups * items_per_tile;
+  const i64 frame_bytes = (i64)s.height * s.width * s.channels_in * 2;
+  const int tiles_per_frame = s.tiles_x * s.tiles_y;
+
+  if (group == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    if (warp == 0) {  // weights
+      if (lane == 0) {
+        int stage = 0; u32 phase = 1;
+        for (int job = blockIdx.x; job < jobs; job += gridDim.x) {
+          const int block = (job % items_per_tile) * weight_sets;
+          for (int step = 0; step < slices * s.taps; step++) {
+            barrier_wait(EMPTY_W(stage), phase);
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                         :: "r"(FULL_W(stage)), "r"(WEIGHT_TILE * weight_sets) : "memory");
+            for (int set = 0; set < weight_sets; set++)
+              load_weights(weight_at + (stage * weight_sets + set) * WEIGHT_TILE,
+                           weights + ((i64)(block + set) * slices * s.taps + step) * WEIGHT_TILE, FULL_W(stage));
+            if (++stage == s.weight_stages) { stage = 0; phase ^= 1; }
+          }
+        }
+      }
+    } else {  // halo tiles
+      // Eight threads read a pixel's 128 bytes; ten such groups go down the ten columns of the halo, row by row.
+      const int place = (thread - 32) >> 3, chunk = thread & 7;
+      const i64 row_bytes = (i64)s.width * s.channels_in * 2;
+      int turn = 0;
+      for (int job = blockIdx.x; job < jobs; job += gridDim.x) {
+        const int pixel_group = job / items_per_tile;
+        for (int slice = 0; slice < slices; slice++, turn++) {
+          const int buffer = turn & 1;
+          for (int h = 0; h < halos; h++) {
+            const int tile = pixel_group * halos + h;
+            const int frame = tile / tiles_per_frame, in_frame = tile % tiles_per_frame;
+            const int y0 = in_frame / s.tiles_x * TILE_H - 1, xx = in_frame % s.tiles_x * 8 - 1 + place;
+            bool exists = tile < s.tiles && xx >= 0 && xx < s.width;
+            const char* from = x + (exists ? frame : 0) * frame_bytes;
+            if (slice >= slices_per_frame && exists) {
+              if (frame % s.frames_per_video) from -= frame_bytes;
+              else if (past) from = past + frame / s.frames_per_video * frame_bytes;
+              else exists = false;
+            }
+            from += y0 * row_bytes + (i64)xx * s.channels_in * 2 + (slice % slices_per_frame) * 128 + chunk * 16;
+            const u32 to = halo_at + (h * 2 + buffer) * HALO_BYTES + chunk * PLANE + place * 16;
+            barrier_wait(EMPTY_H(h, buffer), ((turn >> 1) & 1) ^ 1);
+            if (place < HALO_W) {
+#pragma unroll 8
+              for (int row = 0; row < HALO_H; row++) {
+                const bool inside = exists && (u32)(y0 + row) < (u32)s.height;
+                copy16(to + row * HALO_W * 16, inside ? from : x, inside);
+                from += row_bytes;
+              }
+            }
+            asm volatile("cp.async.commit_group;" ::: "memory");
+          }
+          if (halos == 2) {
+            asm volatile("cp.async.wait_group 1; fence.proxy.async;" ::: "memory");
+            barrier_arrive(FULL_H(0, buffer));
+          }
+          asm volatile("cp.async.wait_group 0; fence.proxy.async;" ::: "memory");
+          barrier_arrive(FULL_H(halos - 1, buffer));
+        }
+      }
+    }
+    return;
+  }
+
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+  const int member = group - 1, quarter = warp & 3;
+  const int h = s.split_pixels ? member : 0;
+  char* staging = shared + (warp - 4) * 1024;
+  const u32 staging_address = smem_address(staging);
+  int stage = 0, turn = 0; u32 phase = 0;
+  float acc[TILE_H * 4];
+  for (int job = blockIdx.x; job < jobs; job += gridDim.x) {
+    const int block = (job % items_per_tile) * weight_sets + (s.split_pixels ? 0 : member);
+    const int tile = job / items_per_tile * halos + h;
+    const int blocks_out = s.channels_out >> 6;
+    const int place = block / blocks_out;  // phases: ((row * 2 + column) * grown + frame)
+    const int phase_y = s.taps == 4 ? place / s.grown >> 1 : 0, phase_x = s.taps == 4 ? place / s.grown & 1 : 0;
+    u32 add = 0; int previous = -1, previous_turn = -1;
+    for (int slice = 0; slice < slices; slice++, turn++) {
+      barrier_wait(FULL_H(h, turn & 1), (turn >> 1) & 1);
+      const u32 halo = halo_at + (h * 2 + (turn & 1)) * HALO_BYTES;
+      for (int tap = 0; tap < s.taps; tap++) {
+        const int dy = s.taps == 9 ? tap / 3 : phase_y + (tap >> 1), dx = s.taps == 9 ? tap % 3 : phase_x + (tap & 1);
+        barrier_wait(FULL_W(stage), phase);
+        const u32 a = weight_at + (stage * weight_sets + (s.split_pixels ? 0 : member)) * WEIGHT_TILE;
+        const u32 b = halo + (dy * HALO_W + dx) * 16;
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          wgmma_tile(acc, descriptor(a + k * 2048, 1024, 128), descriptor(b + k * 2 * PLANE, PLANE, HALO_W * 16), add);
+          add = 1;
+        }
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        // The step before this one has been computed: its weights, and perhaps its halo, may be written over.
+        if (lane == 0 && previous >= 0) barrier_arrive(EMPTY_W(previous));
+        if (lane == 0 && previous_turn >= 0) barrier_arrive(EMPTY_H(h, previous_turn & 1));
+        previous = stage; previous_turn = tap == s.taps - 1 ? turn : -1;
+        if (++stage == s.weight_stages) { stage = 0; phase ^= 1; }
+      }
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    if (lane == 0) { barrier_arrive(EMPTY_W(previous)); barrier_arrive(EMPTY_H(h, previous_turn & 1)); }
+
+    // The way out: a warp holds 16 channels of all pixels; transposed through shared memory, 32 bytes of a pixel each.
+    const bool exists = tile < s.tiles;
+    const int frame = tile / tiles_per_frame, in_frame = tile % tiles_per_frame;
+    const int y0 = in_frame / s.tiles_x * TILE_H, xx = in_frame % s.tiles_x * 8 + ((lane >> 1) & 7);
+    const int channel = (block % blocks_out) * 64 + quarter * 16;
+    const int step = s.taps == 4 ? 2 : 1, out_frame = frame * s.grown + place % s.grown;
+    const i64 pixel_bytes = (i64)s.channels_out * s.stacked * 2, row_bytes = pixel_bytes * s.width * step;
+    const int in_pixel = (channel + (lane & 1) * 8) * 2;
+    const i64 first = out_frame / s.stacked * row_bytes * (s.height * step) + pixel_bytes * (xx * step + phase_x) +
+                      out_frame % s.stacked * s.channels_out * 2 + in_pixel;
+    const char* kept_from = residual + ((i64)frame * s.height * s.width + xx) * s.channels_out * 2 + in_pixel;
+    const float bias_low = bias ? bias[channel + (lane >> 2)] : 0.f;
+    const float bias_high = bias ? bias[channel + (lane >> 2) + 8] : 0.f;
+    const bool relu_now = s.relu && !residual;
+#pragma unroll
+    for (int start = 0; start < TILE_H / 2; start += 5) {
+      uint4 kept[5];
+      i64 at[5]; bool inside[5];
+#pragma unroll
+      for (int i = 0; i < 5; i++) {
+        const int y = y0 + (start + i) * 2 + (lane >> 4);
+        inside[i] = exists && start + i < TILE_H / 2 && y < s.height && xx < s.width;
+        at[i] = first + (i64)(y * step + phase_y) * row_bytes;
+        if (residual && inside[i]) kept[i] = *(const uint4*)(kept_from + (i64)y * s.width * s.channels_out * 2);
+      }
+#pragma unroll
+      for (int i = 0; i < 5; i++) {
+        if (start + i >= TILE_H / 2) continue;
+        u32 packed[4];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          float* d = acc + ((start + i) * 2 + half) * 4;
+          float v0 = d[0] + bias_low, v1 = d[1] + bias_low, v2 = d[2] + bias_high, v3 = d[3] + bias_high;
+          if (relu_now) { v0 = fmaxf(v0, 0.f); v1 = fmaxf(v1, 0.f); v2 = fmaxf(v2, 0.f); v3 = fmaxf(v3, 0.f); }
+          packed[half * 2] = pack(v0, v1); packed[half * 2 + 1] = pack(v2, v3);
+        }
+        const int buffer = ((start + i) & 1) * 512;  // two in turn: the next write waits for the sync in between
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                     :: "r"(staging_address + buffer + ((lane >> 4) * 8 + (lane & 7)) * 32 + ((lane >> 3) & 1) * 16),
+                        "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3]) : "memory");
+        __syncwarp();
+        uint4 v = *(const uint4*)(staging + buffer + lane * 16);
+        if (residual) {
+          u32* p = (u32*)&v; u32* q = (u32*)&kept[i];
+#pragma unroll
+          for (int w = 0; w < 4; w++) {
+            float lo = low(p[w]) + low(q[w]), hi = high(p[w]) + high(q[w]);
+            if (s.relu) { lo = fmaxf(lo, 0.f); hi = fmaxf(hi, 0.f); }
+            p[w] = pack(lo, hi);
+          }
+        }
+        if (inside[i]) *(uint4*)(out + at[i]) = v;
+      }
+    }
+  }
+}
+"""
+
+_IMAGE_CONV = r"""
+// 64 channels NHWC -> OUT channels of the image, pixel-shuffled by PATCH into N 3 (H·PATCH) (W·PATCH).
+#define TILES_N ((OUT + 7) / 8)
+#define SIDE 18
+extern "C" __global__ void __launch_bounds__(128) image_conv(
+    const char* x, const uint2* weights, const float* bias, u16* out, int height, int width, int tiles_x, int tiles_y) {
+  extern __shared__ __align__(1024) char shared[];
+  const u32 base = smem_address(shared);
+  uint2* kept = (uint2*)(shared + SIDE * SIDE * 128);  // weight fragments: [tap·4 + k][n tile][lane]
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  const int tiles = tiles_x * tiles_y, frame = blockIdx.x / tiles, in_frame = blockIdx.x % tiles;
+  const int y0 = in_frame / tiles_x * 16, x0 = in_frame % tiles_x * 16;
+  const char* from = x + (i64)frame * height * width * 128;
+  const int chunk = thread & 7;
+  // Sixteen groups of eight threads go down sixteen columns, then over the last two columns.
+  for (int row = 0; row < SIDE; row++) {
+    const int y = y0 - 1 + row, xx = x0 - 1 + (thread >> 3), pixel = row * SIDE + (thread >> 3);
+    const bool inside = (u32)y < (u32)height && (u32)xx < (u32)width;
+    copy16(base + pixel * 128 + ((chunk ^ (pixel & 7)) << 4),
+           from + (inside ? (i64)(y * width + xx) * 128 + chunk * 16 : 0), inside);
+  }
+  for (int i = thread >> 3; i < 2 * SIDE; i += 16) {
+    const int y = y0 - 1 + (i >> 1), xx = x0 + 15 + (i & 1), pixel = (i >> 1) * SIDE + 16 + (i & 1);
+    const bool inside = (u32)y < (u32)height && (u32)xx < (u32)width;
+    copy16(base + pixel * 128 + ((chunk ^ (pixel & 7)) << 4),
+           from + (inside ? (i64)(y * width + xx) * 128 + chunk * 16 : 0), inside);
+  }
+  for (int i = thread; i < 36 * TILES_N * 32; i += 128) kept[i] = weights[i];
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();
+  float acc[4][TILES_N][4];
+#pragma unroll
+  for (int m = 0; m < 4; m++)
+#pragma unroll
+    for (int n = 0; n < TILES_N; n++)
+#pragma unroll
+      for (int r = 0; r < 4; r++) acc[m][n][r] = 0.f;
+  const int row = (lane & 7) + ((lane >> 3) & 1) * 8, half = lane >> 4;
+  // A row of 16 pixels, once in registers, serves the three output rows around it.
+#pragma unroll 1
+  for (int step = 0; step < 12; step++) {
+    const int dx = step >> 2, k = step & 3;
+    uint2 b[3][TILES_N];
+#pragma unroll
+    for (int dy = 0; dy < 3; dy++)
+#pragma unroll
+      for (int n = 0; n < TILES_N; n++) b[dy][n] = kept[(((dy * 3 + dx) * 4 + k) * TILES_N + n) * 32 + lane];
+#pragma unroll
+    for (int line = 0; line < 6; line++) {
+      const int pixel = (warp * 4 + line) * SIDE + dx + row;
+      const u32 at = base + pixel * 128 + (((k * 2 + half) ^ (pixel & 7)) << 4);
+      u32 a[4];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at));
+#pragma unroll
+      for (int dy = 0; dy < 3; dy++)
+        if (line - dy >= 0 && line - dy < 4)
+#pragma unroll
+          for (int n = 0; n < TILES_N; n++) mma(acc[line - dy][n], a, b[dy][n].x, b[dy][n].y);
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < 4; m++)
+#pragma unroll
+    for (int n = 0; n < TILES_N; n++)
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        const int channel = n * 8 + (lane & 3) * 2 + (r & 1);
+        const int y = y0 + warp * 4 + m, xx = x0 + (lane >> 2) + (r >> 1) * 8;
+        if (channel >= OUT || y >= height || xx >= width) continue;
+        const int colour = channel / (PATCH * PATCH), i = channel / PATCH % PATCH, j = channel % PATCH;
+        const i64 at = (((i64)frame * 3 + colour) * height * PATCH + y * PATCH + i) * (width * PATCH) + xx * PATCH + j;
+        out[at] = (u16)pack(acc[m][n][r] + bias[channel], 0.f);
+      }
+}
+"""
+
+_FIRST_CONV = r"""
+// N 3 H W -> N/stacked H W (stacked 64) with bias and ReLU. A tile is 32 wide and 16 tall; the 27 taps are filled up
+// to K = 32 with zeros.
+#define PITCH 36
+extern "C" __global__ void __launch_bounds__(256) first_conv(
+    const u16* x, const uint2* weights, const float* bias, char* out, int height, int width, int tiles_x, int tiles_y,
+    int stacked, int frames) {
+  __shared__ u16 plane[3 * 18 * PITCH + 8];
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  uint2 b[2][8];
+#pragma unroll
+  for (int k = 0; k < 2; k++)
+#pragma unroll
+    for (int n = 0; n < 8; n++) b[k][n] = weights[(k * 8 + n) * 32 + lane];
+  int offset[2][4];  // where the thread's four k values of each step lie, seen from a pixel
+#pragma unroll
+  for (int k = 0; k < 2; k++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int index = k * 16 + (lane & 3) * 2 + (e & 1) + (e >> 1) * 8;
+      offset[k][e] = index < 27 ? (index / 9 * 18 + index % 9 / 3) * PITCH + index % 3 : -1;
+    }
+  float offset_of[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) offset_of[i] = bias[(i >> 3) * 32 + (lane & 3) * 8 + (i & 7)];
+  const int tiles = tiles_x * tiles_y;
+  for (int job = blockIdx.x; job < tiles * frames; job += gridDim.x) {
+    const int frame = job / tiles, in_frame = job % tiles;
+    const int y0 = in_frame / tiles_x * 16, x0 = in_frame % tiles_x * 32;
+    __syncthreads();  // everybody has read the tile before this one
+    for (int line = warp; line < 54; line += 8) {
+      const int y = y0 - 1 + line % 18, xx = x0 - 1 + lane;
+      const u16* from = x + ((i64)frame * 3 + line / 18) * height * width + (i64)y * width + xx;
+      const bool inside = (u32)y < (u32)height;
+      plane[line * PITCH + lane] = inside && (u32)xx < (u32)width ? from[0] : (u16)0;
+      if (lane < 2) plane[line * PITCH + 32 + lane] = inside && xx + 32 < width ? from[32] : (u16)0;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int m = 0; m < 4; m++) {
+      const int tile = warp * 4 + m, y = tile >> 1, left = (tile & 1) * 16 + (lane >> 2);
+      const u16* at = plane + y * PITCH + left;
+      float acc[8][4];
+#pragma unroll
+      for (int n = 0; n < 8; n++)
+#pragma unroll
+        for (int r = 0; r < 4; r++) acc[n][r] = 0.f;
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        u32 a[4];
+#pragma unroll
+        for (int part = 0; part < 4; part++) {  // rows +0 and +8 (pixels), then k +8
+          const int shift = (part & 1) * 8, e = (part >> 1) * 2;
+          const u32 lo = offset[k][e] >= 0 ? at[offset[k][e] + shift] : 0;
+          const u32 hi = offset[k][e + 1] >= 0 ? at[offset[k][e + 1] + shift] : 0;
+          a[part] = lo | hi << 16;
+        }
+#pragma unroll
+        for (int n = 0; n < 8; n++) mma(acc[n], a, b[k][n].x, b[k][n].y);
+      }
+      if (y0 + y >= height) continue;
+#pragma unroll
+      for (int side = 0; side < 2; side++) {
+        if (x0 + left + side * 8 >= width) continue;
+        const i64 pixel = ((i64)(frame / stacked) * height + y0 + y) * width + x0 + left + side * 8;
+        char* to = out + (pixel * stacked + frame % stacked) * 128;
+#pragma unroll
+        for (int part = 0; part < 2; part++) {  // a thread's columns are 8 neighbouring channels of each half
+          const int channel = part * 32 + (lane & 3) * 8;
+          u32 v[4];
+#pragma unroll
+          for (int n = 0; n < 4; n++) {
+            const float lo = acc[part * 4 + n][side * 2] + offset_of[part * 8 + n * 2];
+            const float hi = acc[part * 4 + n][side * 2 + 1] + offset_of[part * 8 + n * 2 + 1];
+            v[n] = pack(fmaxf(lo, 0.f), fmaxf(hi, 0.f));
+          }
+          *(uint4*)(to + channel * 2) = make_uint4(v[0], v[1], v[2], v[3]);
+        }
+      }
+    }
+  }
+}
+"""
+
+
+def wgmma_function(tile_h: int) -> str:
+    """The matrix instruction for N = 8·tile_h as a device function; its operand list cannot be written by hand."""
+    count = 4 * tile_h
+    outputs = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return (
+        "__device__ __forceinline__ void wgmma_tile(float* d, u64 a, u64 b, u32 add) {\n"
+        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; "\n'
+        f'    "wgmma.mma_async.sync.aligned.m64n{8 * tile_h}k16.f32." ELEMENT "." ELEMENT " "\n'
+        f'    "{{{outputs}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"\n'
+        f'    : {operands} : "l"(a), "l"(b), "r"(add));\n'
+        "}\n"
+    )
+
+
+def conv_tiles_source(tile_h: int, *, bfloat: bool) -> str:
+    """Source of `conv_tiles` for tiles ``tile_h`` tall (even, at most 32)."""
+    assert tile_h % 2 == 0 and 2 <= tile_h <= 32
+    head = f"#define TILE_H {tile_h}\n#define BFLOAT {int(bfloat)}\n"
+    return head + _COMMON + _CONV_TILES.replace("WGMMA_FUNCTION", wgmma_function(tile_h))
+
+
+def image_conv_source(channels_out: int, patch_size: int, *, bfloat: bool) -> str:
+    head = f"#define OUT {channels_out}\n#define PATCH {patch_size}\n#define BFLOAT {int(bfloat)}\n"
+    return head + _COMMON + _IMAGE_CONV
+
+
+def first_conv_source(*, bfloat: bool) -> str:
+    return f"#define BFLOAT {int(bfloat)}\n" + _COMMON + _FIRST_CONV

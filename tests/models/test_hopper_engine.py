@@ -1,0 +1,138 @@
+"""The Hopper engine's bookkeeping (packing, memory, stacking, groups) with the kernels replaced by plain torch.
+
+The stand-ins read the *packed* weights, in the layout the kernels read, so a packing fault shows here without a GPU.
+The kernels themselves are compared with torch by benchmarks/speed_kernels.py on a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyvae import TAEHV
+from tinyvae.models import hopper_conv, hopper_engine
+from tinyvae.models.fused import folded_copy
+
+
+def unpacked_tiles(weights: hopper_conv.TileWeights) -> Tensor:
+    """[block][slice][tap][chunk][64][8] -> OIHW."""
+    blocks, slices, taps = weights.packed.shape[:3]
+    side = 3 if taps == 9 else 2
+    return weights.packed.permute(0, 4, 1, 3, 5, 2).reshape(blocks * 64, slices * 64, side, side)
+
+
+def torch_conv_tiles(
+    x_BHWC: Tensor,
+    weights: hopper_conv.TileWeights,
+    *,
+    frames_per_video: int,
+    past_NHWC: Tensor | None = None,
+    residual_BHWC: Tensor | None = None,
+    relu: bool = False,
+    stacked: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    frames, height, width, channels = x_BHWC.shape
+    x, weight = x_BHWC.permute(0, 3, 1, 2), unpacked_tiles(weights)
+    if weights.sources == 2:
+        video = x.unflatten(0, (-1, frames_per_video))
+        first = torch.zeros_like(video[:, :1]) if past_NHWC is None else past_NHWC.permute(0, 3, 1, 2)[:, None]
+        x = torch.cat([x, torch.cat([first, video[:, :-1]], 1).flatten(0, 1)], 1)
+    made = F.conv2d(x, weight, padding=1)
+    if weights.taps == 4:
+        phases = made.unflatten(1, (2, 2, weights.grown, -1))
+        made = x.new_empty(frames, weights.grown, weights.channels_out, 2 * height, 2 * width)
+        for i in (0, 1):
+            for j in (0, 1):
+                made[..., i::2, j::2] = phases[:, i, j, ..., i : i + height, j : j + width]
+        made = made.flatten(0, 1)
+    else:
+        made = made.unflatten(1, (weights.grown, -1)).flatten(0, 1)
+    if weights.bias is not None:
+        made = made + weights.bias[:, None, None]
+    if residual_BHWC is not None:
+        made = made + residual_BHWC.permute(0, 3, 1, 2)
+    made = torch.relu(made) if relu else made
+    made = made.unflatten(0, (-1, stacked)).flatten(1, 2).permute(0, 2, 3, 1).contiguous()
+    return made if out is None else out.copy_(made)
+
+
+def columns(packed: Tensor) -> Tensor:
+    """Matrix fragments [k step][n tile][lane // 4][lane % 4][half][pair] -> (K, N)."""
+    return packed.permute(0, 4, 3, 5, 1, 2).reshape(packed.shape[0] * 16, packed.shape[1] * 8)
+
+
+def torch_image_conv(x_BHWC: Tensor, weights: hopper_conv.ImageWeights, out: Tensor) -> None:
+    weight = columns(weights.packed).reshape(3, 3, 64, -1).permute(3, 2, 0, 1)[: weights.channels_out]
+    made = F.conv2d(x_BHWC.permute(0, 3, 1, 2), weight, weights.bias, padding=1)
+    out.copy_(F.pixel_shuffle(made, weights.patch_size))
+
+
+def torch_first_conv(x_BCHW: Tensor, weights: hopper_conv.FirstWeights, *, stacked: int = 1) -> Tensor:
+    column = torch.arange(64)
+    channel = column // 32 * 32 + column % 8 // 2 * 8 + column // 8 % 4 * 2 + column % 2
+    weight = torch.empty(64, 27)
+    weight[channel] = columns(weights.packed)[:27].T
+    made = torch.relu(F.conv2d(x_BCHW, weight.reshape(64, 3, 3, 3), weights.bias, padding=1))
+    return made.unflatten(0, (-1, stacked)).flatten(1, 2).permute(0, 2, 3, 1).contiguous()
+
+
+@pytest.fixture
+def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_engine, "conv_tiles", torch_conv_tiles)
+    monkeypatch.setattr(hopper_engine, "image_conv", torch_image_conv)
+    monkeypatch.setattr(hopper_engine, "first_conv", torch_first_conv)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+
+
+def stacks(model: TAEHV) -> tuple[hopper_engine.HopperStack, hopper_engine.HopperStack]:
+    patch = model.spec.patch_size
+    encoder = hopper_engine.HopperStack(folded_copy(model.encoder), patch_size=patch)
+    return encoder, hopper_engine.HopperStack(folded_copy(model.decoder), patch_size=patch)
+
+
+@pytest.mark.usefixtures("kernels_in_torch")
+@pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taeltx_2"])
+def test_same_numbers_whole_and_in_chunks(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TAEHV(variant)
+    factor = model.spec.space_factor
+    encoder, decoder = stacks(model)
+    monkeypatch.setattr(hopper_engine, "FULL_SIZE_BYTES", 2**16)  # several groups of frames at full resolution
+    frames = torch.rand(2, 2 * model.spec.time_factor, 3, factor, 2 * factor)
+    with torch.no_grad():
+        latents = model.encode_chunk(frames, None)[0]
+        decoded = model.decode_chunk(3 * latents, None)[0]
+        torch.testing.assert_close(encoder.run(frames, None)[0], latents, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(decoder.run(3 * latents, None)[0], decoded, atol=1e-5, rtol=1e-4)
+        memory, parts = None, []
+        for start, stop in ((0, 1), (1, 4), (4, frames.shape[1])):  # groups that must wait for their partners
+            part, memory = encoder.run(frames[:, start:stop], memory)
+            parts += [part] if part.shape[1] else []
+        torch.testing.assert_close(torch.cat(parts, 1), latents, atol=1e-5, rtol=1e-4)
+        memory, parts = None, []
+        for place in range(latents.shape[1]):
+            part, memory = decoder.run(3 * latents[:, place : place + 1], memory)
+            parts.append(part)
+        torch.testing.assert_close(torch.cat(parts, 1), decoded, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels_in_torch")
+@pytest.mark.parametrize("preview", ["time", "space", "both"])
+def test_previews(preview: str) -> None:
+    model = TAEHV("taehv", preview=preview)
+    latents = torch.randn(1, 3, 16, 3, 5)
+    with torch.no_grad():
+        expected = model.decode_chunk(latents, None)[0]
+        torch.testing.assert_close(stacks(model)[1].run(latents, None)[0], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_tile_height_wastes_least() -> None:
+    assert hopper_conv.best_tile_height(240) == 30
+    assert hopper_conv.best_tile_height(32) == 32
+    assert hopper_conv.best_tile_height(45) == 24
+    for height in range(1, 400):
+        chosen = hopper_conv.best_tile_height(height)
+        waste = {tile: -(-height // tile) * tile for tile in hopper_conv.TILE_HEIGHTS}
+        assert waste[chosen] == min(waste.values())
