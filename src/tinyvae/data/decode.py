@@ -89,7 +89,7 @@ def _frames_from(
 ) -> Iterator[tuple[int, av.VideoFrame, Look]]:
     """(number, frame, look) from frame ``first`` on: by a seek where that is sound, else by counting."""
     timeline = find_timeline(path, info, deadline) if first > 0 else None
-    if timeline is not None:
+    if timeline is not None and timeline.may_hold(first):
         with open_video(path, deadline) as video:
             numbered = seek_frames(video, timeline, first)
             if numbered is not None:

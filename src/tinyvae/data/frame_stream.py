@@ -23,6 +23,9 @@ ONE_FRAME_PER_PACKET = frozenset(
     {"h264", "hevc", "vvc", "vp9", "libvpx-vp9", "av1", "libdav1d", "libaom-av1", "mjpeg", "prores", "dnxhd", "ffv1"}
 )
 
+# Containers that may begin anywhere, since they are cut from a running broadcast.
+RECORDING_FORMATS = frozenset({"mpegts", "mpeg"})
+
 _SEEKS = 6  # the wanted time, then 1, 2, 4, 8, 16 s before it; after that the start of the file
 _KEYS_TRIED = 2
 
@@ -51,6 +54,12 @@ class _OrderProof:
         elif self._with_times:
             heapq.heappush(self._waiting, packet.pts)
 
+    def give_up(self, times: set[int]) -> None:
+        """Do not wait for frames at these times if they are the next ones."""
+        while self._waiting and self._waiting[0] in times:
+            heapq.heappop(self._waiting)
+            self._balance -= 1
+
     def is_next(self, frame: av.VideoFrame) -> bool:
         self._balance -= 1
         if not self._strict or not self._with_times:
@@ -62,84 +71,80 @@ class _OrderProof:
 
 
 class _Run:
-    """One pass of the decoder from a key frame on.
+    """One pass of the decoder.
 
-    Pictures shown before that key frame but stored after it (leading pictures of an open GOP) may lack their
-    references. After a seek they are dropped. At the start of a file they count as frames if all of them are
-    sound; otherwise none does, as in a recording that was cut there.
+    Pictures stored after the first key frame but shown before it (the leading pictures of an open GOP) may lack
+    their references, as may those before the first key frame of a broadcast recording: they are "uncertain". After a
+    seek they are dropped. At the start of a file they are frames like all others if they come out sound; if already
+    the first of them does not, as where a recording was cut, all are dropped and frame 0 is the key frame. Other
+    containers start with a key frame: where the first picture is none there, it is damaged.
     """
 
-    def __init__(self, video: OpenVideo, key: av.Packet, *, after_seek: bool) -> None:
+    def __init__(self, video: OpenVideo, *, after_seek: bool) -> None:
         self._context = video.stream.codec_context
-        self._key_pts = key.pts
         self._proof = _OrderProof(self._context.name)
-        self._drop_leading = after_seek
-        self._leading: list[av.VideoFrame] = []
-        self._leading_packets = 0
-        self._opened = False
+        self._drop_uncertain = after_seek
+        self._key_seen = video.container.format.name not in RECORDING_FORMATS
+        self._key_pts: int | None = None
+        self._uncertain_times: set[int] = set()
         self.count = 0
 
     def decode(self, packet: av.Packet | None) -> Iterator[av.VideoFrame]:
         """The sound frames that ``packet`` (None: the end of the file) brings out of the decoder."""
-        is_leading = packet is not None and self._is_before_key(packet.pts)
+        if packet is not None and packet.is_keyframe and self._key_pts is None:
+            self._key_seen, self._key_pts = True, packet.pts
+        uncertain = packet is not None and self._is_uncertain(packet.pts)
         if packet is not None and not packet.is_discard:
-            if is_leading:
-                self._leading_packets += 1
-            else:
-                self._proof.packet_in(packet)
+            if uncertain and packet.pts is not None:
+                self._uncertain_times.add(packet.pts)
+            self._proof.packet_in(packet)
         try:
             decoded = self._context.decode(packet)
         except av.error.FFmpegError as error:
-            if not is_leading:
+            if not uncertain or self.count:
                 raise DamageError(self.count, error.strerror or "decoder error") from None
-            self._drop_leading = True
+            self._drop_uncertain = True
             return
         for frame in decoded:
-            if self._is_before_key(frame.pts):
-                self._leading.append(frame)
-            else:
-                yield from self._open()
-                yield self._proven(frame)
+            if self._is_kept(frame):
+                self.count += 1
+                yield frame
 
     def end(self) -> None:
+        if self.count == 0:
+            self._proof.give_up(self._uncertain_times)
         if not self._proof.is_complete():
             raise DamageError(self.count, "not all frames can be decoded")
 
-    def _open(self) -> list[av.VideoFrame]:
-        """The leading pictures that count, once, when the first frame after them is there."""
-        leading, self._leading = self._leading, []
-        sound = len(leading) == self._leading_packets and not any(f.is_corrupt for f in leading)
-        if self._opened or self._drop_leading or not sound:
-            leading = []
-        self._opened = True
-        self.count += len(leading)
-        return leading
-
-    def _proven(self, frame: av.VideoFrame) -> av.VideoFrame:
+    def _is_kept(self, frame: av.VideoFrame) -> bool:
+        if self._is_uncertain(frame.pts):
+            if frame.is_corrupt and self.count == 0:
+                self._drop_uncertain = True
+            if self._drop_uncertain:
+                return False
         if frame.is_corrupt:
             raise DamageError(self.count, "the decoder met errors in it")
+        if self.count == 0:
+            self._proof.give_up(self._uncertain_times - {frame.pts})
         if not self._proof.is_next(frame):
             raise DamageError(self.count, "a frame is missing or its time is out of order")
-        self.count += 1
-        return frame
+        return True
 
-    def _is_before_key(self, pts: int | None) -> bool:
+    def _is_uncertain(self, pts: int | None) -> bool:
+        if not self._key_seen:
+            return True
         return pts is not None and self._key_pts is not None and pts < self._key_pts
 
 
 def frames_in_order(video: OpenVideo, packets: Iterator[av.Packet], *, after_seek: bool) -> Iterator[av.VideoFrame]:
-    """Decode ``packets`` from their first key frame on; ``DamageError`` at the first damage."""
-    run: _Run | None = None
+    """Decode ``packets``; ``DamageError`` at the first damage."""
+    run = _Run(video, after_seek=after_seek)
     try:
-        key = next((p for p in packets if p.is_keyframe), None)
-        if key is None:
-            return
-        run = _Run(video, key, after_seek=after_seek)
-        for packet in chain((key,), packets, (None,)):
+        for packet in chain(packets, (None,)):
             yield from run.decode(packet)
             video.deadline.check()
     except PacketError as broken:
-        raise DamageError(run.count if run else 0, str(broken)) from None
+        raise DamageError(run.count, str(broken)) from None
     run.end()
 
 

@@ -171,18 +171,18 @@ def packet_times(video: OpenVideo) -> npt.NDArray[np.int64] | None:
     if video.stream.codec_context.name not in ONE_FRAME_PER_PACKET:
         return None
     times: list[int | None] = []
-    key_pts: int | None = None
+    key_seen, key_pts = False, None
     try:
         for packet in video.packets():
-            if key_pts is None and packet.is_keyframe:
-                key_pts = packet.pts
-            if key_pts is not None and not packet.is_discard:
+            if packet.is_keyframe and not key_seen:
+                key_seen, key_pts = True, packet.pts
+            elif not key_seen:
+                return None
+            if not packet.is_discard:
                 times.append(packet.pts)
     except PacketError as broken:
         raise unreadable(video.path, f"damaged or cut off after {len(times)} frames ({broken})") from None
-    if not times or any(t is None for t in times):
+    rising = rising_times(sorted(t for t in times if t is not None))
+    if not rising or len(rising) < len(times) or key_pts is None or rising[0] < key_pts:
         return None
-    rising = np.sort(np.asarray(times, dtype=np.int64))
-    if key_pts is None or rising[0] < key_pts or (np.diff(rising) <= 0).any():
-        return None
-    return rising
+    return np.asarray(rising, dtype=np.int64)

@@ -39,6 +39,10 @@ class EvenTimeline:
     first_pts: int
     pts_step: float
 
+    def may_hold(self, index: int) -> bool:
+        """Whether there can be a frame ``index``; an even grid goes on for ever."""
+        return True
+
     def seek_pts(self, index: int) -> int:
         """A time at or after frame ``index`` and before frame ``index + 1``."""
         return math.floor(self.first_pts + (index + EVEN_TOLERANCE) * self.pts_step)
@@ -59,6 +63,9 @@ class VariableTimeline:
     """Frame i is shown at ``pts[i]`` (strictly rising, stream time base)."""
 
     pts: npt.NDArray[np.int64]
+
+    def may_hold(self, index: int) -> bool:
+        return index < len(self.pts)
 
     def seek_pts(self, index: int) -> int:
         return int(self.pts[index])
