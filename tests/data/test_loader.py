@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -213,13 +213,30 @@ def test_workers_survive_the_schedulers_signal(sides: tuple[ClipSet, ClipSet]) -
     workers = psutil.Process().children()
     assert len(workers) >= 2
     for worker in workers:
-        os.kill(worker.pid, signal.SIGTERM)
-        os.kill(worker.pid, signal.SIGINT)
+        # From a process that is not the worker's parent, as a scheduler would.
+        for name in ("-TERM", "-INT", "-TERM"):
+            subprocess.run(["kill", name, str(worker.pid)], check=True)
     got += list(islice(batches, 11))
     assert_equal(got, alone)
     del batches
-    psutil.wait_procs(workers, timeout=20)
-    assert not [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
+
+
+def test_a_program_that_ends_in_mid_iteration_leaves_no_worker_behind(video_folder: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys, psutil\n"
+        "from pathlib import Path\n"
+        "from tinyvae.data import *\n"
+        "settings = ClipSettings(height=32, width=48, n_frames=5)\n"
+        "index = build_index(Path(sys.argv[1]), Path(sys.argv[2]), num_workers=0, show_progress_bar=False).index\n"
+        "batches = iter(make_train_loader(split(index, settings)[0], settings, batch_size=2, num_workers=2))\n"
+        "next(batches)\n"
+        "print(*[child.pid for child in psutil.Process().children()])\n"
+    )
+    words = [sys.executable, "-c", script, str(video_folder), str(tmp_path / "i.tvi")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert len(done.stdout.split()) == 2 and not any(psutil.pid_exists(int(pid)) for pid in done.stdout.split())
 
 
 def test_counts_that_cannot_be_meant_are_refused(sides: tuple[ClipSet, ClipSet]) -> None:

@@ -6,6 +6,7 @@ process with the batch, so that the message is one sentence there and not a work
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from tinyvae.data.decode import read_frames
 from tinyvae.data.geometry import cut_clip
 from tinyvae.data.index import IndexRow
 from tinyvae.data.splits import ClipSet
+from tinyvae.data.worker_process import WorkerMemory
 from tinyvae.errors import UnreadableVideoError
 
 MAX_ATTEMPTS = 8
@@ -80,6 +82,10 @@ class ReadBatch:
         )
 
 
+worker_memory = WorkerMemory()
+"""Of this process; it does nothing outside a loader's worker."""
+
+
 class TrainClips(torch.utils.data.Dataset[ReadBatch]):
     """Training clips by global position."""
 
@@ -124,9 +130,7 @@ class BatchReader:
 
     def __init__(self, settings: ClipSettings, batch_size: int) -> None:
         self._settings = settings
-        self._frames = torch.empty(
-            (batch_size, settings.n_frames, 3, settings.height, settings.width), dtype=torch.uint8
-        )
+        self._frames = _batch_memory((batch_size, settings.n_frames, 3, settings.height, settings.width))
         self._color_and_blur: list[tuple[float, ...]] = []
         self._names: list[str] = []
         self._positions: list[int] = []
@@ -149,6 +153,8 @@ class BatchReader:
         self._names.append(row.path)
         self._positions.append(position)
         self._color_and_blur.append(choice.color_and_blur.as_tuple())
+        del clip
+        worker_memory.after_clip()
         return True
 
     def finish(self, *, epoch: int, failure: str = "") -> ReadBatch:
@@ -162,6 +168,14 @@ class BatchReader:
                 epoch=epoch,
             )
         return ReadBatch(batch=batch, bad_files=tuple(self._bad), num_tries=self._num_tries, failure=failure)
+
+
+def _batch_memory(shape: tuple[int, ...]) -> Tensor:
+    """An empty uint8 tensor; in a worker it lies in shared memory, so that handing it over copies nothing."""
+    if torch.utils.data.get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8)
+    storage = torch.UntypedStorage._new_shared(math.prod(shape), device="cpu")
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
 
 def read_clip(clips: ClipSet, row: IndexRow, choice: ClipChoice, settings: ClipSettings) -> Tensor:

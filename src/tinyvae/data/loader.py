@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from tinyvae.data.bad_files import BadFileLog, BadFileWatch
 from tinyvae.data.clip_reading import ClipBatch, ReadBatch, TrainClips, ValidationClips
 from tinyvae.data.clip_settings import ClipSettings
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
+from tinyvae.data.worker_process import start_worker
 from tinyvae.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -190,7 +189,7 @@ def _data_loader(
         prefetch_factor=prefetch_factor if num_workers else None,
         persistent_workers=persistent_workers and num_workers > 0,
         pin_memory=pin_memory and torch.cuda.is_available(),
-        worker_init_fn=_start_worker,
+        worker_init_fn=start_worker,
         # A generator of its own: else every start of the loader would draw from torch's global one, and a resumed
         # run would not go on with the random state that it had saved.
         generator=torch.Generator().manual_seed(0),
@@ -199,21 +198,6 @@ def _data_loader(
 
 def _as_it_is(read: Any) -> Any:
     return read
-
-
-def _start_worker(worker: int) -> None:
-    """One thread per worker; and signals sent to the whole job leave it to the main process when to stop.
-
-    A scheduler's SIGTERM goes to workers too. If they died of it, the trainer's emergency save would find its loader
-    broken, so the first one is let pass; a second one ends the worker.
-    """
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def stay_once(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    signal.signal(signal.SIGTERM, stay_once)
 
 
 def _check_counts(batch_size: int, rank: int, world_size: int, num_workers: int) -> None:

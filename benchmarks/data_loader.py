@@ -1,0 +1,211 @@
+"""How fast and how heavy the loader is: ratios against a bare PyAV loop, memory of a worker, a second worker's gain.
+
+Random 16-frame clips of 854x480 H.264 with a key frame every 48 frames, cut to 720x480. Everything that is compared
+runs in turn, several times over, in one process tree, so that other load on the machine falls on all of it.
+
+  python benchmarks/data_loader.py
+  python benchmarks/data_loader.py --rounds 9 --clips 40 --memory_clips 1000
+
+The bare loop opens the file, seeks to the key frame before the clip and decodes, one thread, until the 16 frames are
+there. `bare rgb` turns each of them into an rgb24 array, as anyone who wants pixels must; `bare decode` throws the
+pixels away. The loader does the first and more: exact colours, proof of the frame numbers, crop, batch, transport.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import psutil
+import torch
+
+from tinyvae.data import ClipSet, ClipSettings, build_index, make_train_loader, split
+from tinyvae.data.augment import ColorAndBlur, to_model_input
+from tinyvae.data.clip_choice import choose_clip, file_of
+from tinyvae.data.clip_reading import ClipBatch
+
+WIDTH, HEIGHT, GOP, FILE_FRAMES = 854, 480, 48, 192
+SETTINGS = ClipSettings(height=480, width=720, n_frames=16, seed=1)
+BATCH = 4
+STALE = 3
+"""Batches a worker can have made while nobody was timing: two waiting and one under way."""
+
+
+def write_files(folder: Path, count: int) -> None:
+    """Camera moves over a large texture, with moving boxes and grain: about as hard to decode as real footage."""
+    for number in range(count):
+        rng = np.random.default_rng(number)
+        coarse = rng.integers(0, 256, (45, 80, 3), dtype=np.uint8)
+        texture = np.asarray(torch.nn.functional.interpolate(
+            torch.from_numpy(coarse).permute(2, 0, 1)[None].float(), size=(900, 1600), mode="bicubic"
+        )[0].permute(1, 2, 0).clamp(0, 255))  # fmt: skip
+        texture = np.clip(texture + rng.normal(0, 8, texture.shape), 0, 255).astype(np.uint8)
+        options = {"crf": "23", "preset": "fast", "g": str(GOP), "keyint_min": str(GOP), "sc_threshold": "0"}
+        with av.open(str(folder / f"{number:03}.mp4"), "w") as container:
+            stream = container.add_stream("libx264", rate=Fraction(24), options=options)
+            stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+            for frame in range(FILE_FRAMES):
+                left, top = 2 * frame % (1600 - WIDTH), frame % (900 - HEIGHT)
+                picture = texture[top : top + HEIGHT, left : left + WIDTH].copy()
+                for box in range(6):
+                    x, y = (97 * box + 5 * frame) % (WIDTH - 90), (61 * box + 3 * frame) % (HEIGHT - 90)
+                    picture[y : y + 80, x : x + 80] = (
+                        rng.integers(0, 256, 3, dtype=np.uint8) if frame % 24 == 0 else 40 * box
+                    )
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+            container.mux(stream.encode(None))
+
+
+def bare_clip(path: Path, start: int, convert: bool) -> None:
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        stream.thread_type = "NONE"
+        stream.codec_context.thread_count = 1
+        ticks = round(1 / 24 / stream.time_base)
+        container.seek(start * ticks, stream=stream)
+        frames = []
+        for frame in container.decode(stream):
+            if frame.pts >= start * ticks:
+                frames.append(frame.to_ndarray(format="rgb24") if convert else frame)
+                if len(frames) == SETTINGS.n_frames:
+                    return
+    raise AssertionError(f"{path} ended before its clip did")
+
+
+def clips_of(train: ClipSet, first: int, count: int) -> Iterator[tuple[Path, int]]:
+    """File and first frame of each training position: the same clips as the loader reads."""
+    for position in range(first, first + count):
+        row = train.index.row(int(train.rows[file_of(position, len(train), SETTINGS.seed)]))
+        yield train.index.full_path(row), choose_clip(row, SETTINGS, position, len(train)).frame_indices[0]
+
+
+class RunningLoader:
+    """A loader whose workers are warm; ``seconds_for`` times the next clips."""
+
+    def __init__(self, train: ClipSet, num_workers: int) -> None:
+        before = {child.pid for child in psutil.Process().children()}
+        loader = make_train_loader(train, SETTINGS, batch_size=BATCH, num_workers=num_workers, prefetch_factor=2)
+        self.batches: Iterator[ClipBatch] = iter(loader)
+        next(self.batches)
+        self.workers = [child for child in psutil.Process().children() if child.pid not in before]
+
+    def seconds_for(self, clips: int) -> float:
+        # Batches that were made while nobody was timing are thrown away first.
+        for _ in range(STALE * len(self.workers)):
+            next(self.batches)
+        started = time.perf_counter()
+        for _ in range(clips // BATCH):
+            next(self.batches)
+        return time.perf_counter() - started
+
+    def cpu_seconds(self) -> float:
+        return sum(sum(worker.cpu_times()[:2]) for worker in self.workers)
+
+
+def compare_with_bare(train: ClipSet, rounds: int, clips: int) -> None:
+    loader = RunningLoader(train, 1)
+    seconds: dict[str, list[float]] = {"bare decode": [], "bare rgb": [], "loader": [], "loader cpu": []}
+    for number in range(rounds):
+        for name, convert in (("bare decode", False), ("bare rgb", True)):
+            started = time.perf_counter()
+            for path, start in clips_of(train, number * clips, clips):
+                bare_clip(path, start, convert)
+            seconds[name].append((time.perf_counter() - started) / clips)
+        cpu = loader.cpu_seconds()
+        seconds["loader"].append(loader.seconds_for(clips) / clips)
+        seconds["loader cpu"].append((loader.cpu_seconds() - cpu) / (clips + STALE * BATCH))
+    print(f"\none worker, {rounds} rounds of {clips} clips in turn")
+    for name, values in seconds.items():
+        print(f"  {name:<12} {1e3 * statistics.median(values):7.1f} ms a clip (best {1e3 * min(values):.1f})")
+    for name in ("bare rgb", "bare decode"):
+        ratios = [bare / ours for bare, ours in zip(seconds[name], seconds["loader"], strict=True)]
+        best = min(seconds[name]) / min(seconds["loader"])
+        print(
+            f"  loader speed / {name} speed: median {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f} to {max(ratios):.2f}), best against best {best:.2f}"
+        )
+
+
+def compare_workers(train: ClipSet, rounds: int, clips: int) -> None:
+    one, two = RunningLoader(train, 1), RunningLoader(train, 2)
+    ratios, rates = [], {1: [], 2: []}
+    for _ in range(rounds):
+        times = {1: one.seconds_for(clips), 2: two.seconds_for(clips)}
+        ratios.append(times[1] / times[2])
+        for workers, seconds in times.items():
+            rates[workers].append(clips / seconds)
+    print(f"\ntwo workers against one, {rounds} rounds of {clips} clips in turn")
+    print(f"  clips a second: one {statistics.median(rates[1]):.1f}, two {statistics.median(rates[2]):.1f}")
+    print(f"  gain: median {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
+def measure_memory(train: ClipSet, clips: int) -> None:
+    loader = RunningLoader(train, 1)
+    worker = loader.workers[0]
+    print("\nresident memory of one worker")
+    for done in (BATCH, clips // 4, clips):
+        while (made := getattr(loader, "made", BATCH)) < done:
+            next(loader.batches)
+            loader.made = made + BATCH  # type: ignore[attr-defined]
+        memory = worker.memory_full_info()
+        print(
+            f"  after {done:>5} clips: {memory.rss / 1e6:6.0f} MB resident, of it {memory.uss / 1e6:.0f} MB its own "
+            f"(the main process: {psutil.Process().memory_info().rss / 1e6:.0f} MB)"
+        )
+
+
+def measure_augmentation(rounds: int) -> None:
+    """What colour jitter and blur would cost inside a worker: why they are done on the device."""
+    frames = torch.randint(0, 256, (1, 16, 3, 480, 720), dtype=torch.uint8)
+    print("\none clip of 16x480x720 to model input on one CPU core")
+    for name, change in (
+        ("nothing", ColorAndBlur()),
+        ("jitter", ColorAndBlur(brightness=1.1, contrast=0.9, saturation=1.1, hue=0.05)),
+        ("blur, sigma 1", ColorAndBlur(blur_sigma=1.0)),
+    ):
+        numbers = torch.tensor([change.as_tuple()])
+        times = []
+        for _ in range(rounds):
+            started = time.perf_counter()
+            to_model_input(frames, numbers)
+            times.append(time.perf_counter() - started)
+        print(f"  {name:<14} {1e3 * statistics.median(times):7.1f} ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--clips", type=int, default=24, help="clips in each round")
+    parser.add_argument("--memory_clips", type=int, default=1000)
+    parser.add_argument("--folder", type=Path, help="keep the files here and use them again")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    cores = len(os.sched_getaffinity(0))
+    print(f"{platform.processor() or platform.machine()}, {cores} cores, load {os.getloadavg()[0]:.1f}")
+    print(f"python {platform.python_version()}, torch {torch.__version__}, PyAV {av.__version__}")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.folder or Path(scratch) / "videos"
+        folder.mkdir(parents=True, exist_ok=True)
+        if len(list(folder.glob("*.mp4"))) < arguments.files:
+            write_files(folder, arguments.files)
+        index = build_index(folder, Path(scratch) / "i.tvi", num_workers=0, show_progress_bar=False).index
+        train, _ = split(index, SETTINGS, train_split=1.0)
+        compare_with_bare(train, arguments.rounds, arguments.clips)
+        compare_workers(train, arguments.rounds, arguments.clips)
+        measure_augmentation(arguments.rounds)
+        measure_memory(train, arguments.memory_clips)
+    print(f"\nload at the end {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()
