@@ -1,0 +1,72 @@
+"""What a run writes down can be read back: metrics, TensorBoard scalars, pictures, animations and the configuration."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tinyvae.config import TrainConfig
+from tinyvae.training.run_log import RunLog, side_by_side
+
+CONFIG = TrainConfig(data_root=Path("/data/of the run"), color_jitter_params=(0.1, 0.2, 0.3, 0.04), tracker_name="t")
+
+
+def open_log(folder: Path, *, is_main: bool = True, from_step: int = 0) -> RunLog:
+    return RunLog(folder, CONFIG, is_main=is_main, from_step=from_step)
+
+
+def test_tensorboard_holds_scalars_config_pictures_and_animations(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.metrics(3, {"train/loss": 0.5, "val/psnr": 21.25})
+    frames = torch.rand(5, 3, 8, 16)
+    log.videos(3, [("a.mp4", frames, frames * 0.9)])
+    log.close()
+    events = EventAccumulator(str(tmp_path / "logs" / "t"), size_guidance={"images": 0, "tensors": 0})
+    events.Reload()
+    assert events.Scalars("val/psnr")[0].value == 21.25 and events.Scalars("train/loss")[0].step == 3
+    animation = Image.open(io.BytesIO(events.Images("val_video/a.mp4")[0].encoded_image_string))
+    assert animation.format == "GIF" and animation.n_frames == 5 and animation.size == (48, 8)
+    assert events.Images("val_picture/a.mp4")
+    assert any(
+        "/data/of the run" in str(t.tensor_proto.string_val[0].decode()) for t in events.Tensors("config/text_summary")
+    )
+
+
+def test_log_file_and_metrics_lines(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    logging.getLogger("tinyvae.training").info("hello %d", 5)
+    log.metrics(1, {"train/loss": 1.0})
+    log.close()
+    assert "INFO hello 5" in (tmp_path / "train.log").read_text()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "train/loss": 1.0}
+
+
+def test_resumed_log_drops_lines_beyond_its_checkpoint_and_torn_ones(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "train/loss": float(step)}) for step in (1, 2, 3, 4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 2, "tra')
+    log = open_log(tmp_path, from_step=2)
+    log.metrics(3, {"train/loss": 30.0})
+    log.close()
+    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["train/loss"]) for line in kept] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    log = open_log(tmp_path, is_main=False)
+    log.metrics(1, {"train/loss": 1.0})
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_side_by_side_is_input_output_error() -> None:
+    frames = torch.full((1, 3, 2, 2), 0.5)
+    strip = side_by_side(frames, torch.full((1, 3, 2, 2), 0.6))
+    assert strip.shape == (1, 3, 2, 6)
+    assert strip[0, 0, 0].tolist() == pytest.approx([0.5, 0.5, 0.6, 0.6, 0.4, 0.4])

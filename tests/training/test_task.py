@@ -1,0 +1,116 @@
+"""One step's losses: each term has its weight, its needs and its gradient; nothing that teaches is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tinyvae import TAEHV
+from tinyvae.config import TrainConfig
+from tinyvae.losses.perceptual import LPIPS
+from tinyvae.losses.seraena import Seraena
+from tinyvae.training.task import TrainingTask
+
+
+class LinearTeacher:
+    """A stand-in with a teacher's interface: latents are pooled frames; it counts what it is fed."""
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+        self.fed: list[int] = []
+
+    def encode(self, frames: torch.Tensor) -> torch.Tensor:
+        self.fed.append(frames.shape[1])
+        latents = (frames.shape[1] + self.spec.trim) // self.spec.time_factor
+        pooled = torch.nn.functional.adaptive_avg_pool3d(frames.transpose(1, 2), (latents, 2, 2))
+        return pooled.mean(dim=1, keepdim=True).transpose(1, 2).expand(-1, -1, self.spec.latent_channels, -1, -1)
+
+
+def make_task(**changes: Any) -> TrainingTask:
+    config = TrainConfig(variant="taehv", model_width=0.125, n_frames=8, height=16, width=16, **changes)
+    model = TAEHV("taehv", width=0.125)
+    teacher = LinearTeacher(model.spec) if config.use_ref_vae else None
+    seraena = None
+    if config.use_seraena:
+        seraena = Seraena(model.spec, config.n_frames, config.n_seraena_frames, buffer_mb=1)
+    return TrainingTask(config, model, teacher=teacher, seraena=seraena)  # type: ignore[arg-type]
+
+
+FRAMES = torch.rand(2, 8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def test_reconstruction_alone_is_ten_times_the_mse_of_the_aligned_frames() -> None:
+    task = make_task()
+    losses = task.losses(FRAMES, use_seraena=False)
+    decoded, _ = task.model(FRAMES)
+    mse = (decoded - FRAMES[:, :5]).square().mean()  # 8 frames -> 2 latents -> 5 frames, the first five
+    torch.testing.assert_close(losses.total, 10 * mse)
+    torch.testing.assert_close(losses.logged["reconstruction_loss"], mse.detach())
+    assert set(losses.logged) == {"loss", "reconstruction_loss"}
+
+
+def test_every_weight_counts_and_the_total_is_their_sum() -> None:
+    weights = {
+        "reconstruction_loss_weight": 2.0,
+        "encoder_loss_weight": 3.0,
+        "decoder_loss_weight": 5.0,
+        "temporal_loss_weight": 7.0,
+        "seraena_loss_weight": 11.0,
+    }
+    task = make_task(use_ref_vae=True, ref_vae_path="somewhere", use_seraena=True, n_seraena_frames=2, **weights)
+    logged = task.losses(FRAMES, use_seraena=True).logged
+    expected = sum(weight * logged[name.removesuffix("_weight")] for name, weight in weights.items())
+    torch.testing.assert_close(logged["loss"], expected)
+    assert {"seraena_correction_std", "seraena_discriminator_loss"} <= set(logged)
+
+
+def test_the_teacher_is_fed_exactly_the_decoded_frames() -> None:
+    task = make_task(use_ref_vae=True, ref_vae_path="x", encoder_loss_weight=0.1, decoder_loss_weight=0.1)
+    task.losses(FRAMES, use_seraena=False)
+    assert task.teacher.fed == [5]  # type: ignore[union-attr]
+
+
+def test_the_decoder_loss_trains_the_decoder_on_the_teachers_latents() -> None:
+    """With only the decoder term, the encoder gets no gradient: the student's own latents play no part."""
+    task = make_task(
+        use_ref_vae=True,
+        ref_vae_path="x",
+        reconstruction_loss_weight=0.0,
+        decoder_loss_weight=1.0,
+        encoder_loss_weight=0.0,
+    )
+    task.losses(FRAMES, use_seraena=False).total.backward()
+    encoder = [p.grad for p in task.model.encoder.parameters() if p.grad is not None and p.grad.abs().max() > 0]
+    decoder = [p.grad for p in task.model.decoder.parameters() if p.grad is not None and p.grad.abs().max() > 0]
+    assert not encoder and len(decoder) == len(list(task.model.decoder.parameters()))
+
+
+def test_slices_of_a_batch_average_to_the_whole() -> None:
+    task = make_task(temporal_loss_weight=1.0)
+    whole = task.losses(FRAMES, use_seraena=False).total
+    parts = [task.losses(part, use_seraena=False).total for part in FRAMES.chunk(2)]
+    torch.testing.assert_close(whole, sum(parts) / 2)
+
+
+def test_perceptual_loss_joins_in(shared: Path) -> None:
+    config = TrainConfig(variant="taehv", model_width=0.125, n_frames=5, perceptual_loss_weight=2.0)
+    lpips = LPIPS.from_file(shared / "lpips" / "alex.safetensors")
+    task = TrainingTask(config, TAEHV("taehv", width=0.125), lpips=lpips)
+    losses = task.losses(torch.rand(1, 5, 3, 64, 64), use_seraena=False)
+    expected = 10 * losses.logged["reconstruction_loss"] + 2 * losses.logged["perceptual_loss"]
+    torch.testing.assert_close(losses.logged["loss"], expected)
+    losses.total.backward()
+    assert all(p.grad is None for p in lpips.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_are_fp32_under_autocast_and_with_half_weights(dtype: torch.dtype) -> None:
+    task = make_task(temporal_loss_weight=1.0)
+    with torch.autocast("cpu", dtype=dtype):
+        losses = task.losses(FRAMES, use_seraena=False)
+    assert losses.total.dtype == torch.float32
+    task.model.to(dtype)
+    assert task.losses(FRAMES, use_seraena=False).total.dtype == torch.float32

@@ -1,0 +1,139 @@
+"""The validation code itself, scored on predictors whose result is known: no scale or alignment slip can pass."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tinyvae import TAEHV, get_spec, load_model
+from tinyvae.config import TrainConfig
+from tinyvae.data.clip_settings import ClipSettings
+from tinyvae.data.index_build import open_or_build_index
+from tinyvae.data.loader import make_validation_loader
+from tinyvae.data.splits import split
+from tinyvae.models.codec import VideoCodec
+from tinyvae.training.engine import Engine
+from tinyvae.training.validation import ValidationHistory, validate, write_best_model
+
+
+class Predictor(VideoCodec):
+    """A codec whose output is a plain function of its input, cut by the variant's own frame rule."""
+
+    def __init__(self, output_of: object, variant: str = "taehv") -> None:
+        self.spec = get_spec(variant)
+        self.output_of = output_of
+
+    def reconstruct(self, frames_NTCHW: Tensor) -> Tensor:
+        return self.output_of(self.target(frames_NTCHW))  # type: ignore[operator]
+
+
+PERFECT = Predictor(lambda frames: frames)
+BLACK = Predictor(torch.zeros_like)
+MEAN_COLOUR = Predictor(lambda frames: frames.mean(dim=(1, 3, 4), keepdim=True).expand_as(frames))
+LATE = Predictor(lambda frames: torch.cat([frames[:, :1], frames[:, :-1]], dim=1))
+
+
+@dataclass(frozen=True)
+class Batch:
+    frames: Tensor
+    names: list[str]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def model_input(self, device: torch.device) -> Tensor:
+        return self.frames
+
+
+class Batches:
+    def __init__(self, *batches: Batch) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._batches)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(TrainConfig())
+
+
+def psnr(model: VideoCodec, loader: object, engine: Engine) -> float:
+    return validate(model, loader, engine, lpips=None).metrics["psnr"]  # type: ignore[arg-type]
+
+
+def test_predictors_of_known_quality(engine: Engine) -> None:
+    """Frames that are 0.25 and 0.75 in halves: the mean is 0.5 everywhere, off by 0.25 -> 12.04 dB."""
+    frames = torch.full((2, 9, 3, 16, 16), 0.25)
+    frames[..., 8:] = 0.75
+    loader = Batches(Batch(frames, ["a", "b"]))
+    assert psnr(PERFECT, loader, engine) >= 100
+    assert psnr(MEAN_COLOUR, loader, engine) == pytest.approx(-20 * math.log10(0.25), abs=1e-3)
+    assert psnr(BLACK, loader, engine) == pytest.approx(-10 * math.log10((0.25**2 + 0.75**2) / 2), abs=1e-3)
+
+
+def test_predictors_on_real_clips(shared: Path, tmp_path: Path, engine: Engine) -> None:
+    settings = ClipSettings(height=128, width=128, n_frames=9, random_resize=False)
+    clips = shared / "data" / "clips"
+    index = open_or_build_index(clips / "val", cache_dir=tmp_path, show_progress_bar=False)
+    _, val = split(index, settings, train_split=0.01)
+    loader = make_validation_loader(val, settings, batch_size=4, num_samples=8)
+    scores = {
+        name: psnr(model, loader, engine)
+        for name, model in {"perfect": PERFECT, "black": BLACK, "mean": MEAN_COLOUR, "late": LATE}.items()
+    }
+    assert scores["perfect"] >= 100
+    assert 4 < scores["black"] < 9
+    assert 11 < scores["mean"] < 21
+    assert scores["late"] < 45  # one frame late is far from perfect: a shift cannot hide
+    again = psnr(MEAN_COLOUR, loader, engine)
+    assert again == scores["mean"]  # the same clips, the same number, every time
+
+
+def test_spread_is_over_clips_and_names_are_unique(engine: Engine) -> None:
+    dark, bright = torch.zeros(1, 5, 3, 16, 16), torch.full((1, 5, 3, 16, 16), 0.5)
+    loader = Batches(Batch(dark + 0.1, ["a"]), Batch(bright, ["b"]))
+    result = validate(BLACK, loader, engine, lpips=None)  # type: ignore[arg-type]
+    values = [20.0, -20 * math.log10(0.5)]
+    assert result.num_clips == 2
+    assert result.metrics["psnr"] == pytest.approx(sum(values) / 2, abs=1e-3)
+    assert result.metrics["psnr_std"] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2), abs=1e-3)
+
+
+def test_no_usable_clip_is_an_error(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="no usable clip"):
+        validate(PERFECT, Batches(), engine, lpips=None)  # type: ignore[arg-type]
+
+
+def test_best_model_is_replaced_whole(tmp_path: Path) -> None:
+    first, second = TAEHV("taew2_2", width=0.125), TAEHV("taew2_2", width=0.125)
+    write_best_model(tmp_path, first, {"step": 1, "psnr": 20.0})
+    write_best_model(tmp_path, second, {"step": 2, "psnr": 21.0})
+    best = tmp_path / "best_model"
+    assert sorted(f.name for f in best.iterdir()) == [
+        "config.json",
+        "model.pth",
+        "model.safetensors",
+        "model_info.json",
+    ]
+    assert json.loads((best / "model_info.json").read_text())["step"] == 2
+    loaded = load_model(best).state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in second.state_dict().items())
+    assert [f.name for f in tmp_path.iterdir()] == ["best_model"]
+
+
+def test_history_forgets_what_lies_beyond_the_resumed_step(tmp_path: Path) -> None:
+    file = tmp_path / "validation_history.json"
+    history = ValidationHistory(file, up_to_step=0)
+    for step in (10, 20, 30):
+        history.add({"step": step, "psnr": float(step)})
+    resumed = ValidationHistory(file, up_to_step=20)
+    resumed.add({"step": 30, "psnr": 99.0})
+    assert [(e["step"], e["psnr"]) for e in json.loads(file.read_text())] == [(10, 10.0), (20, 20.0), (30, 99.0)]
