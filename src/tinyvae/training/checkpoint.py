@@ -54,7 +54,7 @@ class CheckpointInfo:
     folder: Path
     step: int
     is_emergency: bool
-    written_at: str  # ISO time from the manifest; empty where there is none
+    written_at: str  # ISO time from the manifest; the folder's own where that is damaged
 
     @property
     def age_key(self) -> tuple[str, int, bool]:
@@ -198,7 +198,7 @@ def _write_manifest(folder: Path, facts: Mapping[str, Any], hashed: Mapping[str,
             listed[name] = {"bytes": file.stat().st_size, "sha256": _hash(file)}
     manifest = {**facts, "written_at": _next_time(folder.parent), "files": dict(sorted(listed.items()))}
     with (folder / MANIFEST).open("w") as stream:
-        json.dump(manifest, stream, indent=1)
+        json.dump({**manifest, "own_sha256": _hash_of_json(manifest)}, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
     _sync_folder(folder)
@@ -231,6 +231,10 @@ def _hash(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def _hash_of_json(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -250,12 +254,13 @@ def list_checkpoints(run_folder: Path) -> list[CheckpointInfo]:
     for folder in run_folder.iterdir():
         match = NAME.fullmatch(folder.name)
         if match and folder.is_dir():
-            manifest = _manifest_or_none(folder) or {}
+            manifest = _manifest_or_none(folder)
+            changed = datetime.fromtimestamp(folder.stat().st_mtime, UTC).isoformat(timespec="microseconds")
             info = CheckpointInfo(
                 folder=folder,
                 step=int(match.group(2)),
                 is_emergency=match.group(1) is not None,
-                written_at=str(manifest.get("written_at", "")),
+                written_at=changed if manifest is None else manifest["written_at"],
             )
             found.append(info)
     return sorted(found, key=lambda info: info.age_key)
@@ -301,7 +306,10 @@ def _manifest_or_none(folder: Path) -> dict[str, Any] | None:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
         return None
-    return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else None
+    if not isinstance(manifest, dict):
+        return None
+    own_hash = manifest.pop("own_sha256", None)
+    return manifest if own_hash == _hash_of_json(manifest) else None
 
 
 def read_state(file: Path) -> dict[str, Any]:
