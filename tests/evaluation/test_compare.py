@@ -1,0 +1,94 @@
+"""Comparison on the same frames, with a reference VAE in any place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from copy_codec import CopyCodec
+
+from tinyvae import TAEHV
+from tinyvae.errors import UserError
+from tinyvae.evaluation import evaluate
+from tinyvae.evaluation.compare import compare
+from tinyvae.evaluation.reference_vae import is_reference_vae
+
+WriteVideo = Callable[..., Path]
+
+
+def test_the_better_model_wins_and_is_sure_of_it(write_video: WriteVideo, tmp_path: Path) -> None:
+    for seed in range(4):
+        write_video(f"clips/{seed}.mp4", seed=seed, frames=9 + seed)
+    comparison = compare([CopyCodec(offset=0.1), CopyCodec(flicker=0.05)], tmp_path / "clips", lpips=None)
+    psnr = comparison.candidates[0].difference("psnr")
+    flicker = comparison.candidates[0].difference("flicker_error")
+    assert psnr is not None and psnr.verdict == "better" and psnr.difference.mean == pytest.approx(6.0, abs=0.2)
+    assert flicker is not None and flicker.verdict == "worse" and flicker.losses == 4
+    assert flicker.difference.mean == pytest.approx(0.1, rel=0.05)
+    assert comparison.winners["psnr"] == "CopyCodec (2)" and comparison.winners["flicker_error"] == "CopyCodec"
+    assert [e.model.label for e in comparison.evaluations] == ["CopyCodec", "CopyCodec (2)"]
+
+
+def test_models_with_different_frame_rules_are_compared_on_shared_frames(write_video: WriteVideo) -> None:
+    video = write_video("clip.mp4", frames=15)  # causal 4x gives back 13, 8x gives back 9
+    comparison = compare([CopyCodec("taehv"), CopyCodec("taeltx_2")], video, lpips=None)
+    assert [e.clips[0].metrics.num_frames for e in comparison.evaluations] == [9, 9]
+
+
+def test_clips_that_one_model_cannot_do_are_left_out_of_the_pairing(write_video: WriteVideo, tmp_path: Path) -> None:
+    write_video("clips/long.mp4", frames=17)
+    write_video("clips/short.mp4", frames=5)  # too short for one latent of eight frames
+    comparison = compare([CopyCodec("taehv"), CopyCodec("taeltx_2")], tmp_path / "clips", lpips=None)
+    psnr = comparison.candidates[0].difference("psnr")
+    assert psnr is not None and psnr.difference.count == 1 and not comparison.is_complete
+
+
+def test_one_model_is_not_a_comparison(write_video: WriteVideo) -> None:
+    with pytest.raises(UserError, match="at least two models"):
+        compare([CopyCodec()], write_video("clip.mp4"), lpips=None)
+
+
+@pytest.fixture
+def cogvideox_folder(tmp_path: Path) -> Path:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(3)
+    vae = diffusers.AutoencoderKLCogVideoX(
+        block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4, latent_channels=16
+    )
+    folder = tmp_path / "CogVideoX-tiny" / "vae"
+    vae.save_pretrained(folder)
+    return folder
+
+
+def test_a_reference_vae_can_stand_in_any_place(cogvideox_folder: Path, write_video: WriteVideo) -> None:
+    video = write_video("clip.mp4", frames=14, height=40, width=48)  # 8k+1 and 8k: nine frames agree
+    assert is_reference_vae(cogvideox_folder) and is_reference_vae(cogvideox_folder.parent)
+    (clip,) = evaluate(cogvideox_folder, video, lpips=None).clips
+    assert clip.metrics.num_frames == 9 and clip.metrics.is_finite
+    comparison = compare([TAEHV("taecvx", width=0.125), cogvideox_folder.parent], video, lpips=None)
+    first, second = comparison.evaluations
+    assert (first.model.kind, second.model.kind) == ("tinyvae", "reference VAE")
+    assert first.clips[0].metrics.num_frames == second.clips[0].metrics.num_frames == 9
+    assert second.clips[0].metrics == clip.metrics
+    assert second.model.parameters > 1000 and second.model.variant == "AutoencoderKLCogVideoX"
+    assert any("reference VAE holds a whole clip" in note for note in first.notes)
+
+
+def test_the_reference_output_is_diffusers_own(cogvideox_folder: Path, write_video: WriteVideo) -> None:
+    import diffusers
+
+    from tinyvae.data.decode import read_frames
+    from tinyvae.evaluation import clip_metrics
+
+    video = write_video("clip.mp4", frames=9, height=32, width=48)
+    (clip,) = evaluate(cogvideox_folder, video, lpips=None).clips
+    vae = diffusers.AutoencoderKLCogVideoX.from_pretrained(cogvideox_folder).eval()
+    frames = read_frames(video, range(9))[None].float() / 255
+    with torch.no_grad():
+        latents = vae.encode((frames * 2 - 1).transpose(1, 2)).latent_dist.mode()
+        decoded = vae.decode(latents).sample.transpose(1, 2) / 2 + 0.5
+    (expected,) = clip_metrics(decoded, frames)
+    assert clip.metrics.psnr == pytest.approx(expected.psnr, abs=1e-3)
+    assert clip.metrics.flicker_error == pytest.approx(expected.flicker_error, abs=1e-5)

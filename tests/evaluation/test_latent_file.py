@@ -1,0 +1,60 @@
+"""Latents on disk: what is written in pieces is what safetensors reads as a whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError
+from tinyvae.evaluation.latent_file import LatentFacts, LatentReader, LatentWriter
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_pieces_make_one_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+    latents = torch.randn(1, 7, 16, 3, 4).to(dtype)
+    facts = LatentFacts(variant="taehv", num_frames=25, fps=23.976, height=24, width=30, source="ä film.mp4")
+    with LatentWriter(tmp_path / "x.safetensors", facts) as writer:
+        for piece in latents.split((1, 4, 2), dim=1):
+            writer.write(piece)
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["latents"], latents)
+    reader = LatentReader(tmp_path / "x.safetensors")
+    assert reader.facts == facts and reader.num_latents == 7 and reader.frame_shape == (16, 3, 4)
+    assert torch.equal(torch.cat(list(reader.chunks(3)), dim=1), latents)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), LatentWriter(tmp_path / "x.safetensors", LatentFacts()) as writer:
+        writer.write(torch.zeros(1, 1, 16, 2, 2))
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_files_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_text("mine")
+    with pytest.raises(FileExistsAlreadyError):
+        LatentWriter(path, LatentFacts())
+    with LatentWriter(path, LatentFacts(), overwrite=True) as writer:
+        writer.write(torch.zeros(1, 1, 16, 2, 2))
+    assert LatentReader(path).num_latents == 1
+
+
+def test_files_of_other_programs(tmp_path: Path) -> None:
+    save_file({"samples": torch.ones(5, 16, 2, 2)}, tmp_path / "a.safetensors")
+    reader = LatentReader(tmp_path / "a.safetensors")
+    assert reader.num_latents == 5 and next(reader.chunks(2)).shape == (1, 2, 16, 2, 2)
+    assert reader.facts == LatentFacts()
+    save_file({"weight": torch.ones(5)}, tmp_path / "b.safetensors")
+    with pytest.raises(UserError, match="holds no tensor named 'latents'"):
+        LatentReader(tmp_path / "b.safetensors")
+    save_file({"latents": torch.ones(2, 5, 16, 2, 2)}, tmp_path / "c.safetensors")
+    with pytest.raises(UserError, match="holds 2 videos"):
+        LatentReader(tmp_path / "c.safetensors")
+    (tmp_path / "d.safetensors").write_bytes(b"no safetensors file")
+    with pytest.raises(UserError, match="not a whole safetensors file"):
+        LatentReader(tmp_path / "d.safetensors")
+    with pytest.raises(MissingFileError, match="no latents file"):
+        LatentReader(tmp_path / "e.safetensors")
