@@ -18,7 +18,7 @@ from tinyvae.data.bad_files import BadFile
 from tinyvae.data.clip_choice import ClipChoice, choose_clip, choose_validation_clip, epoch_of, file_of
 from tinyvae.data.clip_settings import ClipSettings
 from tinyvae.data.decode import read_frames
-from tinyvae.data.geometry import cut_clip
+from tinyvae.data.geometry import finish_clip
 from tinyvae.data.index import IndexRow
 from tinyvae.data.splits import ClipSet
 from tinyvae.data.worker_process import WorkerMemory
@@ -141,7 +141,7 @@ class BatchReader:
         """Read one clip into the next place; False when the file is bad."""
         self._num_tries += 1
         try:
-            clip = read_clip(clips, row, choice, self._settings)
+            read_clip(clips, row, choice, self._settings, self._frames[len(self._names)])
         except UnreadableVideoError as refused:
             reason = str(refused).removeprefix(f"{clips.index.full_path(row)}: ")
             self._bad.append(BadFile(path=row.path, reason=reason))
@@ -149,11 +149,9 @@ class BatchReader:
         except OSError as failed:
             self._bad.append(BadFile(path=row.path, reason=f"cannot be read: {failed.strerror or failed}"))
             return False
-        self._frames[len(self._names)].copy_(clip)
         self._names.append(row.path)
         self._positions.append(position)
         self._color_and_blur.append(choice.color_and_blur.as_tuple())
-        del clip
         worker_memory.after_clip()
         return True
 
@@ -178,8 +176,8 @@ def _batch_memory(shape: tuple[int, ...]) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
 
 
-def read_clip(clips: ClipSet, row: IndexRow, choice: ClipChoice, settings: ClipSettings) -> Tensor:
-    """uint8 TCHW of clip size. Raises ``UnreadableVideoError`` or ``OSError`` when the file cannot give it."""
+def read_clip(clips: ClipSet, row: IndexRow, choice: ClipChoice, settings: ClipSettings, out_TCHW: Tensor) -> None:
+    """Fill ``out_TCHW`` (uint8, of clip size); ``UnreadableVideoError`` or ``OSError`` when the file cannot."""
     path = clips.index.full_path(row)
     found = os.stat(path)
     if found.st_size != row.file_bytes:
@@ -187,10 +185,14 @@ def read_clip(clips: ClipSet, row: IndexRow, choice: ClipChoice, settings: ClipS
             f"{path}: it has {found.st_size} bytes but had {row.file_bytes} when it was indexed; "
             "run `tinyvae data index` again"
         )
-    frames = read_frames(path, choice.frame_indices, info=clips.index.info(row), timeout_s=settings.decode_timeout_s)
-    if tuple(frames.shape[-2:]) != (row.height, row.width):
-        raise UnreadableVideoError(
-            f"{path}: it shows {frames.shape[-1]}x{frames.shape[-2]} pixels, in the index {row.width}x{row.height}; "
-            "run `tinyvae data index` again"
-        )
-    return cut_clip(frames, choice.window, settings.height, settings.width, choice.flip)
+    window = choice.window
+    native = (window.height, window.width) == (settings.height, settings.width)
+    frames = read_frames(
+        path,
+        choice.frame_indices,
+        info=clips.index.info(row),
+        timeout_s=settings.decode_timeout_s,
+        window=(window.top, window.left, window.height, window.width),
+        out=out_TCHW if native else None,
+    )
+    finish_clip(frames, out_TCHW, choice.flip)

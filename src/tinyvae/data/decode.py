@@ -24,12 +24,21 @@ __all__ = ["VideoInfo", "iterate_frames", "probe_video", "read_frames"]
 
 
 def read_frames(
-    path: Path, indices: Sequence[int], *, info: VideoInfo | None = None, timeout_s: float = 30.0
+    path: Path,
+    indices: Sequence[int],
+    *,
+    info: VideoInfo | None = None,
+    timeout_s: float = 30.0,
+    window: tuple[int, int, int, int] | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Exactly the frames ``indices`` (rising, no repeats): uint8 RGB, TCHW, 0..255.
 
     ``info`` (from :func:`probe_video` or an index) spares a scan of the file's packets. One seek to the key frame
     before the first index, then decoding forward; only the frames asked for are converted.
+
+    ``window`` (top, left, height, width; of the picture as shown) takes a part of each frame. ``out`` is a tensor of
+    the result's shape to write into and return: a loader that fills batches spares a copy of every clip with it.
     """
     path = Path(path)
     wanted = [int(i) for i in indices]
@@ -46,10 +55,13 @@ def read_frames(
             raise unreadable(path, f"frame {number} is {shown}, not {info.width}x{info.height} as it was indexed")
         place = places.get(number)
         if place is not None:
+            top, left, height, width = window or (0, 0, look.shown_size[1], look.shown_size[0])
+            assert top + height <= look.shown_size[1] and left + width <= look.shown_size[0], "window out of picture"
             if frames_TCHW is None:
-                width, height = look.shown_size
-                frames_TCHW = torch.empty((len(wanted), 3, height, width), dtype=torch.uint8)
-            converter.write(frame, look.orientation, frames_TCHW[place].numpy())
+                shape = (len(wanted), 3, height, width)
+                frames_TCHW = torch.empty(shape, dtype=torch.uint8) if out is None else out
+                assert frames_TCHW.shape == shape and frames_TCHW.dtype == torch.uint8, "out does not fit"
+            converter.write(frame, look.orientation, frames_TCHW[place].numpy(), top, left)
         if frames_TCHW is not None and number >= wanted[-1]:
             return frames_TCHW
     raise unreadable(path, f"it ends before frame {wanted[-1]}, which was asked for")

@@ -68,10 +68,22 @@ def window_size(frame_height: int, frame_width: int, settings: ClipSettings, sca
 
 def cut_clip(frames_TCHW: Tensor, window: CropWindow, height: int, width: int, flip: bool) -> Tensor:
     """The window of every frame at exactly ``height`` x ``width``. uint8 TCHW in, uint8 TCHW out."""
-    assert frames_TCHW.dtype == torch.uint8, "frames stay bytes until they are on the device"
     bottom, right = window.top + window.height, window.left + window.width
     assert bottom <= frames_TCHW.shape[-2] and right <= frames_TCHW.shape[-1], "the window leaves the picture"
     clip = frames_TCHW[..., window.top : bottom, window.left : right]
-    if (window.height, window.width) != (height, width):
-        clip = F.interpolate(clip.contiguous(), size=(height, width), mode="bilinear", antialias=True)
-    return clip.flip(-1) if flip else clip
+    return finish_clip(clip, torch.empty((*clip.shape[:2], height, width), dtype=torch.uint8), flip)
+
+
+def finish_clip(window_TCHW: Tensor, out_TCHW: Tensor, flip: bool) -> Tensor:
+    """Scale the pixels of a window to the size of ``out_TCHW`` and mirror them; both uint8, may be the same tensor."""
+    assert window_TCHW.dtype == out_TCHW.dtype == torch.uint8, "frames stay bytes until they are on the device"
+    size = out_TCHW.shape[-2:]
+    # Frame by frame: what is made in between then fits into the processor's cache.
+    for frame, out in zip(window_TCHW, out_TCHW, strict=True):
+        if frame.shape[-2:] != size:
+            frame = F.interpolate(frame[None].contiguous(), size=size, mode="bilinear", antialias=True)[0]
+        if flip:
+            frame = frame.flip(-1)
+        if frame.data_ptr() != out.data_ptr():
+            out.copy_(frame)
+    return out_TCHW

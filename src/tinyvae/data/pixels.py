@@ -12,10 +12,12 @@ The rules, the same for every file:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import av
+import av.filter
 import numpy as np
 from av.sidedata.sidedata import Type as SideDataType
 from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoReformatter
@@ -27,6 +29,10 @@ from tinyvae.data.video_file import unreadable
 _EXACT = int(Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT)
 _MATRIX_UNTAGGED = 2  # AVCOL_SPC_UNSPECIFIED
 _SD_LINES = 576
+
+# Of a window's cut: whole chroma samples of every format, and none that the window's edge is interpolated from.
+_CROP_STEP, _CROP_MARGIN = 16, 8
+_CROP_WORTH = 0.95  # above this share of the picture the cut saves nothing
 
 # swscale leaves limited-range grey as it is; this table stretches 16..235 to 0..255.
 _GREY_STRETCH = np.clip(np.round((np.arange(256) - 16) * 255 / 219), 0, 255).astype(np.uint8)
@@ -73,10 +79,15 @@ class RgbConverter:
 
     def __init__(self) -> None:
         self._reformatter = VideoReformatter()
+        self._cropper: tuple[tuple[object, ...], av.filter.Graph] | None = None
 
-    def write(self, frame: av.VideoFrame, orientation: Orientation, out_CHW: np.ndarray) -> None:
-        """Convert ``frame`` into ``out_CHW`` (uint8, 3 x shown height x shown width)."""
+    def write(
+        self, frame: av.VideoFrame, orientation: Orientation, out_CHW: np.ndarray, top: int = 0, left: int = 0
+    ) -> None:
+        """Convert the part of ``frame`` that starts at (``top``, ``left``) as shown and fills ``out_CHW`` (uint8)."""
         untagged_hd = frame.colorspace == _MATRIX_UNTAGGED and frame.height > _SD_LINES
+        if orientation == Orientation():
+            frame, top, left = self._near_window(frame, top, left, *out_CHW.shape[1:])
         planar = self._reformatter.reformat(
             frame,
             format="gbrp",
@@ -90,4 +101,41 @@ class RgbConverter:
             plane = planar.planes[plane_number]
             pixels = np.frombuffer(memoryview(plane), dtype=np.uint8).reshape(-1, plane.line_size)
             shown = orientation.apply(pixels[: frame.height, : frame.width])
+            shown = shown[top : top + out_CHW.shape[1], left : left + out_CHW.shape[2]]
             out_CHW[channel] = _GREY_STRETCH[shown] if limited_grey else shown
+
+    def _near_window(
+        self, frame: av.VideoFrame, top: int, left: int, height: int, width: int
+    ) -> tuple[av.VideoFrame, int, int]:
+        """The frame cut (without copying) to little more than the window, and where the window starts in it.
+
+        The margin keeps the colour of the window's edge pixels what it is in the whole picture; the alignment keeps
+        chroma samples where they belong. (A picture of odd size has half a chroma sample at its edge, which swscale
+        spreads over the whole picture: such a one is never cut.)
+        """
+        y0, x0 = (
+            max(0, top - _CROP_MARGIN) // _CROP_STEP * _CROP_STEP,
+            max(0, left - _CROP_MARGIN) // _CROP_STEP * _CROP_STEP,
+        )
+        y1 = min(frame.height, -(-(top + height + _CROP_MARGIN) // _CROP_STEP) * _CROP_STEP)
+        x1 = min(frame.width, -(-(left + width + _CROP_MARGIN) // _CROP_STEP) * _CROP_STEP)
+        odd = frame.height % 2 or frame.width % 2
+        if odd or (y1 - y0) * (x1 - x0) > _CROP_WORTH * frame.height * frame.width:
+            return frame, top, left
+        key = (frame.format.name, frame.width, frame.height, y0, x0, y1, x1)
+        if self._cropper is None or self._cropper[0] != key:
+            graph = av.filter.Graph()
+            source = graph.add_buffer(
+                width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1, 1000)
+            )
+            crop = graph.add("crop", f"{x1 - x0}:{y1 - y0}:{x0}:{y0}:exact=1")
+            sink = graph.add("buffersink")
+            source.link_to(crop)
+            crop.link_to(sink)
+            graph.configure()
+            self._cropper = (key, graph)
+        graph = self._cropper[1]
+        graph.push(frame)
+        cut = graph.pull()
+        assert isinstance(cut, av.VideoFrame)
+        return cut, top - y0, left - x0
