@@ -159,6 +159,23 @@ def test_the_discriminator_learns_and_its_correction_mends_the_fault() -> None:
     assert 0.9 < result.correction_std < 1.1
 
 
+def test_a_step_that_failed_half_way_is_undone() -> None:
+    seraena = make_seraena()
+    for step in range(2):
+        seraena.step(*clips(3, seed=step))
+    before = loaded(all_state(seraena))
+    seraena.remember()
+    first = seraena.step(*clips(3, seed=7))
+    seraena.step(*clips(3, seed=8))  # two commits since: free slots and overwritten ones
+    after = loaded(all_state(seraena))
+    seraena.go_back()
+    assert same(loaded(all_state(seraena)), before) and not same(after, before)
+    again = seraena.step(*clips(3, seed=7))
+    seraena.step(*clips(3, seed=8))
+    assert torch.equal(first.target_NTCHW, again.target_NTCHW)
+    assert same(loaded(all_state(seraena)), after)
+
+
 # several ranks
 
 

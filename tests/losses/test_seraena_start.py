@@ -42,6 +42,15 @@ def test_whichever_comes_first() -> None:
     assert rule.after_validation(4, 1.0).started_at == 4
 
 
+def test_a_resumed_run_may_change_the_rule_and_keeps_the_past() -> None:
+    past = SeraenaStart(patience=3).after_validation(1, 20.0).after_validation(2, 19.0)
+    resumed = SeraenaStart(patience=2).with_past_of(past)
+    assert resumed == SeraenaStart(patience=2, best=20.0, stale_validations=1)
+    assert resumed.after_validation(3, 19.5).started_at == 3
+    started = SeraenaStart(at_step=5).before_step(5)
+    assert SeraenaStart(at_step=900).with_past_of(started).started_at == 5
+
+
 @pytest.mark.parametrize("wrong", [{}, {"at_step": -1}, {"patience": 0}])
 def test_mistakes(wrong: dict) -> None:
     with pytest.raises(UserError):
