@@ -234,7 +234,8 @@ class Seraena:
         shared, generator = self._memory
         self.discriminator.eval()
         self.optimizer.zero_grad(set_to_none=True)
-        self.load_shared_state_dict(shared)
+        # A copy: the optimiser would go on in the remembered tensors themselves, and a step can fail twice.
+        self.load_shared_state_dict(copy.deepcopy(shared))
         self.generator.set_state(generator)
         self.buffer.go_back()
 

@@ -218,12 +218,12 @@ def _appear(unfinished: Path, folder: Path) -> None:
     replaced = folder.with_name(folder.name + REPLACED)
     if folder.exists():
         if replaced.exists():
-            shutil.rmtree(replaced)
+            _remove(replaced)
         folder.rename(replaced)
     unfinished.rename(folder)
     _sync_folder(folder.parent)
     if replaced.exists():
-        shutil.rmtree(replaced)
+        _remove(replaced)
 
 
 def _hash(file: Path) -> str:
@@ -328,10 +328,16 @@ def remove_old(run_folder: Path, *, keep: int | None, best_step: int | None) -> 
     surplus = emergency[:-1] + ([] if keep is None else ordinary[: max(0, len(ordinary) - keep)])
     for info in surplus:
         if info.step != best_step or info.is_emergency:
-            # Renamed first: a removal that is cut short must not leave a folder that looks like a checkpoint.
-            doomed = info.folder.with_name(f"{UNFINISHED}removing-{info.folder.name}")
-            info.folder.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            _remove(info.folder)
+
+
+def _remove(folder: Path) -> None:
+    """Renamed first: a removal that is cut short must not leave a folder that looks like a checkpoint."""
+    doomed = folder.with_name(f"{UNFINISHED}removing-{folder.name}")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_unfinished(run_folder: Path) -> None:
@@ -339,7 +345,7 @@ def remove_unfinished(run_folder: Path) -> None:
     for replaced in run_folder.glob(f"*{REPLACED}"):
         in_its_place = replaced.with_name(replaced.name.removesuffix(REPLACED))
         if in_its_place.exists():  # by a rename, so it is whole
-            shutil.rmtree(replaced, ignore_errors=True)
+            _remove(replaced)
         else:
             replaced.rename(in_its_place)
     for folder in run_folder.glob(f"{UNFINISHED}*"):

@@ -56,6 +56,7 @@ class Engine:
         self.rank: int = processes.process_index
         self.world_size: int = processes.num_processes
         self.local_rank: int = processes.local_process_index
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.is_main: bool = processes.is_main_process
         self.device: torch.device = processes.device
         self.timeout_s = config.nccl_timeout
@@ -172,10 +173,11 @@ class Engine:
         norm = as_number(norm_tensor)
         # Averaged gradients are the same numbers on every process, so all of them decide alike.
         stepped = math.isfinite(norm)
-        if stepped or self._scaler.is_enabled():
+        if stepped:
+            # The scaler would let an optimiser step whose own gradients are finite while another one's are not.
             for optimizer in self._optimizers.optimizers:
-                self._scaler.step(optimizer)  # with fp16 scaling it looks for infinities itself and then does nothing
-            self._scaler.update()
+                self._scaler.step(optimizer)
+        self._scaler.update()
         self._optimizers.zero_grad()
         return StepResult(gradient_norm=norm, stepped=stepped)
 

@@ -1,0 +1,196 @@
+"""What a rank does when a step goes wrong: skip, retry in smaller parts, or stop with a sentence and a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import NanLoss, OutOfMemory
+from tiny_runs import SERAENA, arguments_for, differences, launch, state_of, train_here
+
+from tinyvae.config_files.loading import load_config
+from tinyvae.errors import UserError
+from tinyvae.models.taehv import TAEHV
+from tinyvae.training.engine import Engine, as_number
+from tinyvae.training.guards import AnotherRankInTrouble, Status, check_skipped, is_out_of_memory
+from tinyvae.training.optimizers import make_optimizers
+from tinyvae.training.start import build_task
+from tinyvae.training.task import StepLosses, TrainingTask
+
+
+def with_losses(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """Have ``change(compute, clips)`` stand for `TrainingTask.losses` in this process."""
+    original = TrainingTask.losses
+    monkeypatch.setattr(
+        TrainingTask,
+        "losses",
+        lambda self, frames, **options: change(lambda: original(self, frames, **options), len(frames)),
+    )
+
+
+def test_a_nan_skips_the_step_and_names_its_clips(clips: Path, tmp_path: Path) -> None:
+    """Three steps, the second with a NaN: the weights are those of two steps, the clips of three are used up."""
+    arguments = arguments_for(clips, tmp_path / "run", max_train_steps=3, validation_steps=0, log_every=1)
+    running = launch(arguments, tmp_path, prepare=NanLoss(rank=0, calls=(2,)))
+    assert running.wait() == [0], running.both_logs()
+    text = (tmp_path / "run/train.log").read_text()
+    (line,) = [line for line in text.splitlines() if "step 2 skipped" in line]
+    assert line.count(".mp4") == 2 and "process 0" in line
+    state = state_of(tmp_path / "run/checkpoint-3")["training_state.pt"]
+    assert state["progress"]["skipped_steps"] == 1 and state["progress"]["samples_seen"] == 6
+    assert state["average"]["updates"] == 2
+    assert all(value["step"] == 2 for value in state["engine"]["optimizers"]["optimizers"][0]["state"].values())
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [("train/loss" in line) for line in lines] == [True, False, True]
+
+
+def test_a_loss_that_is_not_finite_counts_even_with_finite_gradients(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_losses(
+        monkeypatch,
+        lambda compute, n: StepLosses(total=compute().total + torch.inf, logged={"loss": torch.tensor(torch.inf)}),
+    )
+    arguments = arguments_for(
+        clips, tmp_path / "run", max_train_steps=9, max_skipped_steps=3, validation_steps=0, checkpointing_steps=0
+    )
+    with pytest.raises(UserError, match=r"3 steps in a row .* not finite.*docs/troubleshooting.md#steps"):
+        train_here(arguments)
+    assert (tmp_path / "run/train.log").read_text().count("skipped:") == 3
+
+
+@pytest.mark.parametrize("seraena", [False, True], ids=["plain", "seraena"])
+def test_out_of_memory_retries_in_halves_at_the_same_maths(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seraena: bool
+) -> None:
+    """Four clips do not fit, two do: after the step everything is as in the run where four fitted, up to rounding."""
+    changes: dict[str, object] = {"train_batch_size": 4, "max_train_steps": 2, "validation_steps": 0, "log_every": 1}
+    changes |= {"checkpointing_steps": 1, "epsilon": 1e-3, **(SERAENA if seraena else {})}
+    train_here(arguments_for(clips, tmp_path / "whole", **changes))
+    seen: list[int] = []
+
+    def two_fit(compute: Any, num_clips: int) -> StepLosses:
+        seen.append(num_clips)
+        if num_clips > 2:
+            raise torch.OutOfMemoryError("injected")
+        return compute()
+
+    with_losses(monkeypatch, two_fit)
+    train_here(arguments_for(clips, tmp_path / "halves", **changes))
+    assert seen == [4, 2, 2, 2, 2], "one failure, then halves for good"
+    assert "the same maths in less memory" in (tmp_path / "halves/train.log").read_text()
+    whole, halves = (state_of(tmp_path / name / "checkpoint-2")["training_state.pt"] for name in ("whole", "halves"))
+    for name, value in whole["model"].items():
+        assert torch.allclose(value, halves["model"][name], atol=2e-6), name
+    if seraena:
+        assert halves["seraena"]["steps"] == whole["seraena"]["steps"] == 2
+        for name, value in whole["seraena"]["discriminator"].items():
+            assert torch.allclose(value, halves["seraena"]["discriminator"][name], atol=1e-4), name
+        own = [state_of(tmp_path / name / "checkpoint-2")["rank_00000.pt"]["seraena"] for name in ("whole", "halves")]
+        assert torch.equal(own[0]["generator"], own[1]["generator"])
+        assert torch.allclose(own[0]["buffer"][0].float(), own[1]["buffer"][0].float(), atol=2e-3)
+
+
+def test_gradients_in_parts_equal_those_of_the_whole(clips: Path) -> None:
+    """With Seraena, at 4 clips whole, in 2 and in 4 parts: one discriminator step each, equal gradients."""
+    config = load_config("quickstart", arguments_for(clips, Path("unused"), train_batch_size=4, **SERAENA)[1:]).config
+    frames = torch.rand(4, 4, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+    engine = Engine(config)
+    gradients = []
+    for num_parts in (1, 2, 4):
+        torch.manual_seed(0)
+        model = TAEHV(config.variant, width=config.model_width)
+        engine.prepare(model, make_optimizers(model, config))
+        task = build_task(config, engine, model)
+        parts = frames.chunk(num_parts)
+        corrections: list[Any] = task.correct_in_parts(parts) if num_parts > 1 else [None]
+        for part, corrected in zip(parts, corrections, strict=True):
+            losses = task.losses(part, use_seraena=True, corrected=corrected)
+            (losses.total * len(part) / len(frames)).backward()
+        assert task.seraena is not None and task.seraena.steps == 1
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    for other in gradients[1:]:
+        assert (gradients[0] - other).norm() < 1e-4 * gradients[0].norm()
+
+
+def test_a_single_clip_that_does_not_fit_stops_with_a_checkpoint(clips: Path, tmp_path: Path) -> None:
+    """Seraena's first micro-batch of the step has been counted by then; the checkpoint is of before the step."""
+    changes: dict[str, object] = {**SERAENA, "max_train_steps": 3, "gradient_accumulation_steps": 2}
+    changes |= {"validation_steps": 0, "checkpointing_steps": 1}
+    arguments = arguments_for(clips, tmp_path / "run", **changes)
+    fault = OutOfMemory(rank=0, calls=range(4, 100))  # the second micro-batch of the second step, and ever after
+    running = launch(arguments, tmp_path, prepare=fault)
+    assert running.wait() == [2], running.both_logs()
+    assert "out of memory with a single clip of 4 frames of 32x32; the run is saved" in running.log()
+    assert "Traceback" not in running.log()
+    run = tmp_path / "run"
+    found = differences(state_of(run / "checkpoint-1"), state_of(run / "emergency_checkpoint-1"))
+    assert [place for place in found if "/lr:" not in place] == [], "the rate is set anew before every step"
+
+
+def test_seraena_goes_back_to_where_it_was(clips: Path) -> None:
+    """A failed attempt leaves nothing behind, with a full replay buffer too."""
+    config = load_config("quickstart", arguments_for(clips, Path("unused"), **SERAENA)[1:]).config
+    engine = Engine(config)
+    task = build_task(config, engine, TAEHV(config.variant, width=config.model_width))
+    seraena = task.seraena
+    assert seraena is not None
+    seraena.buffer.max_mb = 0.1  # 4 items: full from the second step on
+    frames = torch.rand(2, 4, 3, 32, 32)
+    for num_steps_before in (0, 1, 3):
+        while seraena.steps < num_steps_before:
+            task.losses(frames, use_seraena=True)
+        task.remember()
+        before = seraena.state_dict()
+        before["shared"] = {key: _copied(value) for key, value in before["shared"].items()}
+        for _ in range(3):
+            task.losses(torch.rand_like(frames), use_seraena=True)
+        assert differences(before, seraena.state_dict()) != []
+        task.go_back()
+        assert differences(before, seraena.state_dict()) == []
+
+
+def _copied(value: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(value)
+
+
+def test_half_precision_skips_with_both_optimisers_or_none(clips: Path) -> None:
+    """An infinity in the weights of one optimiser: the other must not step either."""
+    arguments = arguments_for(clips, Path("unused"), optimizer="muon", mixed_precision="fp16")
+    config = load_config("quickstart", arguments[1:]).config
+    model = TAEHV(config.variant, width=config.model_width)
+    engine = Engine(config)
+    optimizers = make_optimizers(model, config)
+    engine.prepare(model, optimizers)
+    engine.backward(sum(p.square().sum() for p in model.parameters()))
+    assert engine.finish_step(max_grad_norm=1.0).stepped, "from here on the moments alone would move the weights"
+    for spoilt in (next(iter(model.parameters())), optimizers.optimizers[0].param_groups[0]["params"][0]):
+        before = [p.detach().clone() for p in model.parameters()]
+        engine.backward(sum(p.square().sum() for p in model.parameters()))
+        assert spoilt.grad is not None
+        spoilt.grad[0] = torch.inf
+        result = engine.finish_step(max_grad_norm=1.0)
+        assert not result.stepped
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    engine.backward(sum(p.square().sum() for p in model.parameters()))
+    assert engine.finish_step(max_grad_norm=1.0).stepped
+
+
+def test_codes_and_kinds() -> None:
+    assert Status.WELL < Status.OUT_OF_MEMORY < Status.HAS_TO_STOP
+    assert AnotherRankInTrouble(Status.OUT_OF_MEMORY).status == Status.OUT_OF_MEMORY
+    assert is_out_of_memory(torch.OutOfMemoryError("x")) and is_out_of_memory(MemoryError())
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**60)
+    assert is_out_of_memory(refused.value)
+    assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
+    check_skipped(9, limit=10, mixed_precision="bf16")
+    with pytest.raises(UserError, match="use bf16"):
+        check_skipped(10, limit=10, mixed_precision="fp16")
+    assert as_number(torch.tensor(2.0)) == as_number(2.0) == 2.0
+    assert as_number(None) != as_number(None)
