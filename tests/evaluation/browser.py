@@ -1,0 +1,104 @@
+"""A headless Chromium, driven over the WebDriver protocol with the standard library alone.
+
+Debian packages: chromium, chromium-driver.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REQUIRED = "TINYVAE_REQUIRE_BROWSER"
+FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--mute-audio"]
+
+
+def find_browser() -> tuple[str, str]:
+    """(browser, driver), or a skip that names the packages; a failure where TINYVAE_REQUIRE_BROWSER=1."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    driver = shutil.which("chromedriver")
+    if browser is None or driver is None:
+        missing = "no Chromium with its driver here (Debian packages: chromium, chromium-driver)"
+        if os.environ.get(REQUIRED) == "1":
+            pytest.fail(f"{missing}, and {REQUIRED}=1")
+        pytest.skip(missing)
+    return browser, driver
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, session: str) -> None:
+        self._session = session
+
+    def call(self, path: str, **body: Any) -> Any:
+        request = urllib.request.Request(
+            f"{self._session}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["value"]
+
+    def open(self, file: Path, *, width: int, height: int = 900, dark: bool = False) -> None:
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.command("Emulation.setDeviceMetricsOverride", **metrics)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.command("Emulation.setEmulatedMedia", features=[scheme])
+        self.call("url", url=file.absolute().as_uri())
+        self.wait("return document.documentElement.dataset.ready === 'true'")
+
+    def command(self, name: str, **parameters: Any) -> Any:
+        return self.call("goog/cdp/execute", cmd=name, params=parameters)
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.call("execute/sync", script=script, args=list(arguments))
+
+    def wait(self, condition: str, *, timeout_s: float = 30) -> None:
+        end = time.monotonic() + timeout_s
+        while not self.run(condition):
+            assert time.monotonic() < end, f"did not come true: {condition}"
+            time.sleep(0.05)
+
+    def complaints(self) -> list[str]:
+        """Warnings and errors of the console since the last call."""
+        return [entry["message"] for entry in self.call("se/log", type="browser") if entry["level"] != "INFO"]
+
+    def screenshot(self, file: Path, *, width: int, top: int, height: int) -> None:
+        clip = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
+        taken = self.command("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        file.write_bytes(base64.b64decode(taken["data"]))
+
+
+@contextmanager
+def open_browser() -> Iterator[Page]:
+    browser, driver = find_browser()
+    process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if "started successfully on port" in line)
+        port = re.search(r"port (\d+)", line)
+        assert port is not None, line
+        root = f"http://127.0.0.1:{port.group(1)}"
+        wanted = {
+            "goog:chromeOptions": {"binary": browser, "args": FLAGS},
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
+        session = Page(root).call("session", capabilities={"alwaysMatch": wanted})
+        page = Page(f"{root}/session/{session['sessionId']}")
+        try:
+            yield page
+        finally:
+            urllib.request.urlopen(urllib.request.Request(page._session, method="DELETE"), timeout=60).close()
+    finally:
+        process.terminate()
+        process.wait(timeout=30)

@@ -1,0 +1,239 @@
+"""The report: complete, self-contained, safe against odd names, and alive in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import av
+import pytest
+import torch
+from browser import Page, open_browser
+from copy_codec import CopyCodec
+
+from tinyvae.evaluation import evaluate
+from tinyvae.evaluation.compare import compare
+from tinyvae.evaluation.evidence import PLAYER_FRAMES, choose_clips, gather_evidence
+from tinyvae.evaluation.publish import publish
+from tinyvae.evaluation.report import Report, report_html
+from tinyvae.evaluation.round_trip import open_model
+from tinyvae.evaluation.training_curves import MAX_POINTS, find_run_folder, read_training_curves
+
+WriteVideo = Callable[..., Path]
+ODD_NAME = "a <b>&\"'</script> clip.mp4"
+
+
+class Parsed(HTMLParser):
+    """Tags with their attributes, and whether every tag that opens also closes."""
+
+    VOID = frozenset({"meta", "link", "input", "img", "br"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def page_data(text: str) -> dict[str, object]:
+    found = re.search(r'id="report-data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    return json.loads(found.group(1))
+
+
+@pytest.fixture
+def eval_report(write_video: WriteVideo, tmp_path: Path) -> Path:
+    for seed in range(3):
+        write_video(f"clips/{seed}.mp4", seed=seed, frames=25 + 4 * seed, height=64, width=96)
+    write_video(f"clips/{ODD_NAME.replace('/', '_')}", frames=17, height=64, width=96)
+    (tmp_path / "clips" / "broken.mp4").write_bytes(b"no video")
+    round_trip = open_model(CopyCodec(flicker=0.03), label="copy <codec>")
+    result = evaluate(round_trip, tmp_path / "clips", lpips=None)
+    publish(result, [round_trip], tmp_path / "report", command="tinyvae eval copy --data 'clips & more'", num_films=3)
+    return tmp_path / "report" / "report.html"
+
+
+def test_the_page_is_whole_and_needs_no_network(eval_report: Path) -> None:
+    text = eval_report.read_text()
+    parsed = Parsed(text)
+    assert parsed.open == []
+    for tag, attributes in parsed.tags:
+        for name in ("src", "href"):
+            address = attributes.get(name)
+            assert address is None or address.startswith(("data:", "#")), (tag, address)
+    assert "@import" not in text and "url(" not in text
+    sections = [attributes["id"] for tag, attributes in parsed.tags if tag == "section"]
+    assert sections == ["summary", "films", "clips", "frames", "worst-frames", "latents", "environment"]
+    assert "copy &lt;codec&gt;" in text and "<codec>" not in text and "</script> clip" not in text
+    assert "tinyvae eval copy --data &#x27;clips &amp; more&#x27;" in text
+    assert "1 video was skipped" in text and "broken.mp4" in text
+    assert len(text) < 4_000_000
+
+
+def test_the_page_holds_the_numbers(eval_report: Path) -> None:
+    results = json.loads((eval_report.parent / "results.json").read_text())
+    clips = {clip["name"]: clip["metrics"] for clip in results["evaluations"][0]["clips"]}
+    data = page_data(eval_report.read_text())
+    curves = {curve["name"]: curve["series"][0] for curve in data["curves"]}  # type: ignore[attr-defined]
+    assert curves.keys() == clips.keys() and len(clips) == 4
+    for name, metrics in clips.items():
+        assert curves[name]["psnr"] == pytest.approx(metrics["psnr_by_frame"], rel=1e-4)
+        assert len(curves[name]["flicker_error"]) == len(metrics["psnr_by_frame"]) - 1
+    text = eval_report.read_text()
+    mean = results["evaluations"][0]["summary"]["psnr"]["mean"]
+    assert f"{mean:.2f}" in text and text.count("<tr data-clip=") == 4
+
+
+def test_films_hold_input_output_and_error_in_step(write_video: WriteVideo) -> None:
+    video = write_video("clip.mp4", frames=PLAYER_FRAMES + 25, height=40, width=56)
+    round_trip = open_model(CopyCodec(offset=0.2))
+    result = evaluate(round_trip, video, lpips=None)
+    (shown,) = gather_evidence([round_trip], [result], limit=4)
+    film = shown.film
+    assert film.num_frames == PLAYER_FRAMES and film.panels == ("input", "output", "error")
+    with av.open(__import__("io").BytesIO(film.mp4)) as container:
+        frames = [torch.from_numpy(f.to_ndarray(format="rgb24")).float() for f in container.decode(video=0)]
+    assert len(frames) == PLAYER_FRAMES and frames[0].shape == (40, 3 * 56, 3)
+    for frame in (frames[0], frames[-1]):
+        left, middle = frame[:, :56], frame[:, 56:112]
+        assert (middle - left).mean().item() == pytest.approx(0.2 * 255, abs=6)
+    assert film.first_frame <= shown.worst_frames[0].frame < film.first_frame + film.num_frames
+    assert len(shown.latents[0].pictures) == 4
+
+
+def test_the_clips_shown_are_the_telling_ones(write_video: WriteVideo, tmp_path: Path) -> None:
+    for seed in range(6):
+        write_video(f"clips/{seed}.mp4", seed=seed, frames=9)
+    comparison = compare([CopyCodec(offset=0.2), CopyCodec(flicker=0.1)], tmp_path / "clips", lpips=None)
+    chosen = choose_clips(comparison.evaluations, limit=4)
+    scores = {clip.name: clip.metrics.psnr for clip in comparison.evaluations[0].clips}
+    assert len(chosen) == len({name for name, _ in chosen}) == 4
+    assert {"worst", "best"} <= {why for _, why in chosen} and {name for name, _ in chosen} <= scores.keys()
+
+
+def test_comparison_page(write_video: WriteVideo, tmp_path: Path) -> None:
+    for seed in range(3):
+        write_video(f"clips/{seed}.mp4", seed=seed, frames=9)
+    trips = [open_model(CopyCodec(offset=0.1), label="base"), open_model(CopyCodec(flicker=0.05), label="new")]
+    comparison = compare(trips, tmp_path / "clips", lpips=None)
+    publish(comparison, trips, tmp_path, command="tinyvae compare base new", num_films=1)
+    text = (tmp_path / "report.html").read_text()
+    assert Parsed(text).open == [] and "new − base" in text
+    assert '<span class="verdict better">better</span>' in text and '<span class="verdict worse">worse</span>' in text
+    (player,) = page_data(text)["players"]  # type: ignore[misc]
+    assert player["panels"] == ["input", "base", "new", "error of base", "error of new"]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["comparison"]["winners"]["psnr"] == "new"
+
+
+def test_a_page_without_films_and_with_nan(write_video: WriteVideo) -> None:
+    result = evaluate(CopyCodec(offset=float("nan")), write_video("clip.mp4", frames=9), lpips=None)
+    report = Report(evaluations=(result,), comparison=None, evidence=(), training={}, command="x")
+    text = report_html(report)
+    assert Parsed(text).open == [] and "NaN" in text and 'id="stage"' not in text
+    assert page_data(text)["players"] == []
+
+
+def test_training_curves_of_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "best_model").mkdir(parents=True)
+    lines = [json.dumps({"step": s, "train/loss": 1 / (s + 1), "note": "x"}) for s in range(1000)]
+    (run / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 1000, "train/lo']))
+    history = [{"step": 100, "psnr": 20.5, "ssim": float("nan")}, {"step": 200, "psnr": 22.0}]
+    (run / "validation_history.json").write_text(json.dumps(history))
+    assert find_run_folder(run / "best_model") == find_run_folder(run) == run
+    assert find_run_folder(tmp_path / "other.pth") is None
+    curves = read_training_curves(run)
+    assert list(curves) == ["val/psnr", "train/loss"]
+    assert curves["val/psnr"] == [(100.0, 20.5), (200.0, 22.0)]
+    assert len(curves["train/loss"]) == MAX_POINTS and curves["train/loss"][-1] == (999.0, 0.001)
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1400, 400])
+def test_in_a_browser_the_page_loads_sorts_and_plays(eval_report: Path, page: Page, width: int, dark: bool) -> None:
+    page.open(eval_report, width=width, dark=dark)
+    assert page.run("return document.documentElement.scrollWidth") <= width  # nothing sticks out
+    paper = page.run("return getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", paper)[:3])) < 200) == dark
+    assert page.run("return performance.getEntriesByType('resource').filter(e => !e.name.startsWith('data:'))") == []
+
+    names = "return [...document.querySelectorAll('.clips tbody tr')].map(r => Number(r.cells[4].dataset.value))"
+    sort = "document.querySelectorAll('.clips thead button.sort')[4].click()"
+    page.run(sort)
+    rising = page.run(names)
+    page.run(sort)
+    assert rising == sorted(rising) and page.run(names) == rising[::-1] and len(set(rising)) > 1
+
+    page.run("document.querySelector('#films').scrollIntoView({behavior: 'instant'})")
+    page.wait("const v = document.querySelector('video'); return v.readyState >= 2 && v.currentTime > 0.1")
+    assert page.run("return document.querySelectorAll('#stage canvas').length") == 3
+    lit = """return [...document.querySelectorAll('#stage canvas')].map((c) =>
+        c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((v, i) => i % 4 < 3 && v > 40))"""
+    assert page.run(lit) == [True, True, True]
+    press = "document.querySelector(`#stage [name=${arguments[0]}]`).click()"
+    page.run("document.querySelector('video').pause()")
+    frame = "return Number(document.querySelector('#stage').dataset.frame)"
+    page.run("const s = document.querySelector('#stage input'); s.value = 4; s.dispatchEvent(new Event('input'))")
+    page.wait(f"{frame} === 4")
+    page.run(press, "forward")
+    page.wait(f"{frame} === 5")
+    page.run(press, "back")
+    page.run(press, "back")
+    page.wait(f"{frame} === 3")
+    page.run("const s = document.querySelector('[name=speed]'); s.value = '0.25'; s.dispatchEvent(new Event('change'))")
+    assert page.run("return document.querySelector('video').playbackRate") == 0.25
+    assert page.run("return document.querySelector('video').loop") is True
+    page.run(press, "loop")
+    assert page.run("return document.querySelector('video').loop") is False
+    page.run("document.querySelector('[data-view-button=wipe]').click()")
+    assert page.run("return document.querySelectorAll('#stage canvas').length") == 1
+    page.run("document.querySelectorAll('.picks button')[1].click()")
+    page.wait("return document.querySelector('video').readyState >= 2")
+    assert page.run("return document.querySelectorAll('.picks button')[1].getAttribute('aria-pressed')") == "true"
+
+    before = page.run("return document.querySelector('#curve-chart path').getAttribute('d')")
+    page.run("document.querySelectorAll('#curve-metric button')[1].click()")
+    assert page.run("return document.querySelector('#curve-chart path').getAttribute('d')") != before
+    page.run("document.querySelectorAll('.clips tbody tr')[2].click()")
+    clip = page.run("return document.querySelectorAll('.clips tbody tr')[2].dataset.clip")
+    assert page.run("return document.querySelector('#curve-clip').value") == clip
+    assert page.complaints() == []
+
+
+@pytest.mark.slow
+def test_in_a_browser_the_comparison_switches_metrics(page: Page, write_video: WriteVideo, tmp_path: Path) -> None:
+    for seed in range(3):
+        write_video(f"clips/{seed}.mp4", seed=seed, frames=9)
+    trips = [open_model(CopyCodec(offset=0.1), label="base"), open_model(CopyCodec(flicker=0.05), label="new")]
+    comparison = compare(trips, tmp_path / "clips", lpips=None)
+    publish(comparison, trips, tmp_path, command="tinyvae compare base new", num_films=1)
+    page.open(tmp_path / "report.html", width=400)
+    shown = "return [...document.querySelectorAll('.clips tbody tr')[0].cells].filter(c => !c.hidden).length"
+    assert page.run(shown) == 6  # clip, frames, size, two values, curve
+    value = "return [...document.querySelectorAll('.clips tbody tr')[0].cells].filter(c => !c.hidden)[3].textContent"
+    psnr = page.run(value)
+    page.run("document.querySelector('#table-metric button[value=mse]').click()")
+    assert page.run(shown) == 6 and page.run(value) != psnr
+    assert page.run("return document.documentElement.scrollWidth") <= 400
+    page.run("document.querySelector('#films').scrollIntoView({behavior: 'instant'})")
+    page.wait("return document.querySelectorAll('#stage canvas').length === 5")
+    assert page.complaints() == []
