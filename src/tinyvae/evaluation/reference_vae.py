@@ -59,7 +59,7 @@ def open_reference_vae(
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     teacher = load_teacher(None, path, dtype=dtype, device=device)
     facts = ModelFacts(
-        label=label or path.absolute().name,
+        label=label or _label_of(path),
         path=str(path),
         kind=REFERENCE_KIND,
         variant=teacher.class_name,
@@ -71,6 +71,12 @@ def open_reference_vae(
         sha256=None,
     )
     return ReferenceRoundTrip(teacher, spec, facts, path)
+
+
+def _label_of(path: Path) -> str:
+    """The folder's name; a folder that is only called vae says nothing, so then that of the pipeline around it."""
+    absolute = path.absolute()
+    return absolute.parent.name if absolute.name == "vae" else absolute.name
 
 
 class ReferenceRoundTrip:

@@ -4,7 +4,7 @@ Models and data are given as to `tinyvae eval`; a diffusers VAE folder can stand
 clip by clip, with a 95 % confidence interval: "unclear" means that the interval holds zero. All models are compared on
 the frames that every one of them gives back. With --output_dir, results.json and report.html are written.
 
-examples:
+example:
   tinyvae compare taehv.safetensors output/my_run --data videos/val --output_dir output/comparison
   tinyvae compare CogVideoX-2b/vae taecvx.pth output/my_run --data videos/val --max_frames 49
 

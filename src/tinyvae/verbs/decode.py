@@ -3,7 +3,7 @@ diffusion space) becomes NAME.mp4. Any length in constant memory.
 
 Size, length and frame rate are those the file states; a file that states none gives all frames at 24 per second.
 
-examples:
+example:
   tinyvae decode output/my_run film_latents.safetensors
   tinyvae decode taew2_2.pth latents/*.safetensors --output_dir videos --fps 16
 

@@ -3,7 +3,7 @@
 Any length in constant memory. The file also states variant, frame count, size and frame rate, so that `tinyvae decode`
 gives the whole video back; for that the last frame is repeated where the frame rule would lose some at the end.
 
-examples:
+example:
   tinyvae encode output/my_run film.mp4 --output_dir latents
   tinyvae decode output/my_run latents/film_latents.safetensors --audio_from film.mp4
 

@@ -5,7 +5,7 @@ video, an annotation file (.json, .jsonl) or an index of `tinyvae data index`. E
 model in constant memory and compared with the input frame it stands for. Sizes that are no multiple of the model's
 space factor are padded by their edge and cropped back. With --output_dir, results.json and report.html are written.
 
-examples:
+example:
   tinyvae eval output/my_run --data videos/val --output_dir output/my_run/eval
   tinyvae eval taew2_2.pth --data clips.jsonl --split val --max_frames 49 --size 480x720
 

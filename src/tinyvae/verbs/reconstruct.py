@@ -3,7 +3,7 @@
 Any length in constant memory: frames are streamed. Sizes that are no multiple of the model's space factor are padded by
 their edge pixels and cropped back. Each VIDEO (a file, or a folder of them) becomes NAME_reconstructed.mp4.
 
-examples:
+example:
   tinyvae reconstruct output/my_run film.mp4
   tinyvae reconstruct taehv.safetensors videos/ --output_dir out --side_by_side --latents
 

@@ -1,0 +1,117 @@
+"""``inference.py`` at the root: numbers per sample and in total, videos, pictures, latents, a reference VAE."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from tinyvae import TAEHV, save_model
+from tinyvae.data.decode import probe_video, read_frames
+from tinyvae.data.sample_clips import write_sample_clips
+from tinyvae.evaluation import evaluate
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("inference_script", ROOT / "inference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inference")
+    write_sample_clips(folder / "clips", count=5, height=32, width=48, frames=17)
+    torch.manual_seed(0)
+    save_model(TAEHV("taecvx", width=0.125), folder / "student.safetensors")
+    return folder
+
+
+def test_samples_totals_and_files(
+    script: ModuleType, setting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clips = setting / "clips"
+    options = [
+        "--model_path",
+        str(setting / "student.safetensors"),
+        "--num_samples",
+        "2",
+        "--output_dir",
+        str(tmp_path),
+    ]
+    options += ["--data_root", str(clips), "--annotation_file", str(clips / "annotations.json")]
+    assert script.main([*options, "--save_latents", "--benchmark"]) == 0
+    printed = capsys.readouterr().out
+    measured = evaluate(setting / "student.safetensors", clips / "annotations.json", lpips=None, max_clips=2)
+    said = re.findall(r"sample \d of 2  (\S+): MSE ([\d.]+), PSNR ([\d.]+) dB", printed)
+    assert [name for name, _, _ in said] == [clip.name for clip in measured.clips]
+    for (_, mse, psnr), clip in zip(said, measured.clips, strict=True):
+        assert float(mse) == pytest.approx(clip.metrics.mse, abs=1e-6)
+        assert float(psnr) == pytest.approx(clip.metrics.psnr, abs=0.006)
+    total = re.search(r"total over 2 samples: MSE ([\d.]+), PSNR ([\d.]+) dB", printed)
+    assert total is not None and measured.summary.psnr is not None
+    assert float(total.group(2)) == pytest.approx(measured.summary.psnr.mean, abs=0.006)
+    assert re.search(r"benchmark of student on cpu.* encode [\d.]+ frames/s, decode [\d.]+ frames/s", printed)
+    (video, _), (picture, _) = sorted(tmp_path.glob("*.mp4")), sorted(tmp_path.glob("*.png"))
+    info = probe_video(video)
+    assert (info.frames, info.height, info.width) == (17, 32, 3 * 48 + 16)
+    assert Image.open(picture).size == (3 * 48 + 16, 32)
+    left = read_frames(video, [8])[0, :, :, :48].float()
+    source = read_frames(Path(measured.clips[0].path), [8])[0].float()
+    assert (left - source).abs().mean() < 4
+    assert load_file(sorted(tmp_path.glob("*_latents.safetensors"))[0])["latents"].shape == (1, 5, 16, 4, 6)
+
+
+def test_with_a_reference_vae(
+    script: ModuleType, setting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    vae = diffusers.AutoencoderKLCogVideoX(
+        block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4, latent_channels=16
+    )
+    vae.save_pretrained(tmp_path / "CogVideoX-tiny" / "vae")
+    model = ["--model_path", str(setting / "student.safetensors"), "--num_samples", "1", "--num_frames", "9"]
+    options = [*model, "--data_root", str(setting / "clips"), "--output_dir", str(tmp_path / "out")]
+    assert (
+        script.main([*options, "--use_ref_vae", "--cogvideox_model_path", str(tmp_path / "CogVideoX-tiny" / "vae")])
+        == 0
+    )
+    assert re.search(r"total over 1 samples: student MSE .*; CogVideoX-tiny MSE .* dB", capsys.readouterr().out)
+    (video,) = (tmp_path / "out").glob("*.mp4")
+    assert probe_video(video).width == 5 * 48 + 4 * 8
+    assert script.main([*options, "--use_ref_vae"]) == 2
+    assert script.main([*options, "--cogvideox_model_path", str(tmp_path / "CogVideoX-tiny" / "vae")]) == 2
+
+
+def test_without_data_the_sample_clips_are_used(
+    script: ModuleType, setting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model_path", str(setting / "student.safetensors"), "--output_dir", str(tmp_path)]
+    assert script.main([*model, "--num_samples", "1", "--num_frames", "5", "--size", "32x48"]) == 0
+    assert "procedural sample clips" in capsys.readouterr().out
+
+
+def test_mistakes_and_bad_videos(
+    script: ModuleType, setting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main(["--model_path", str(tmp_path / "none.pth"), "--output_dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("inference.py: error: there is no model at")
+    entries = [{"path": "train/000.mp4"}, {"path": "gone.mp4"}]
+    entries[0]["path"] = next(p for p in (setting / "clips").rglob("*.mp4")).relative_to(setting / "clips").as_posix()
+    (setting / "clips" / "some.json").write_text(json.dumps({"total": 2, "list": entries}))
+    options = ["--model_path", str(setting / "student.safetensors"), "--output_dir", str(tmp_path / "out")]
+    options += ["--annotation_file", str(setting / "clips" / "some.json"), "--num_frames", "5"]
+    assert script.main(options) == 1
+    assert "skipped:" in capsys.readouterr().out

@@ -1,0 +1,52 @@
+"""``tinyvae compare``: paired differences in the terminal and in files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tinyvae import TAEHV, save_model
+from tinyvae.cli import run
+from tinyvae.data.sample_clips import write_sample_clips
+from tinyvae.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clips, and two models whose last bias differs: grey is nearer to every picture than black."""
+    folder = tmp_path_factory.mktemp("compare")
+    write_sample_clips(folder / "clips", count=5, height=32, width=48, frames=9)
+    for name, bias in (("black", 0.0), ("grey", 0.45)):
+        torch.manual_seed(0)
+        model = TAEHV("taehv", width=0.125)
+        with torch.no_grad():
+            model.decoder[-1].weight.zero_()
+            model.decoder[-1].bias.fill_(bias)
+        save_model(model, folder / f"{name}.safetensors", overwrite=True)
+    return folder
+
+
+def test_compare_names_the_winner(setting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = [str(setting / "black.safetensors"), str(setting / "grey.safetensors")]
+    options = ["--data", str(setting / "clips"), "--output_dir", str(tmp_path), "--lpips", "off", "--films", "1"]
+    assert run(["compare", *models, *options]) == 0
+    printed = capsys.readouterr().out
+    assert "grey against black" in printed and "better on 5 of 5" in printed
+    assert "best clips:" in printed and "psnr grey" in printed
+    results = json.loads((tmp_path / "results.json").read_text())
+    difference = results["comparison"]["differences"][0]["by_metric"]["psnr"]
+    assert difference["verdict"] == "better" and difference["difference"]["low"] > 0
+    first, second = (e["summary"]["psnr"]["mean"] for e in results["evaluations"])
+    assert difference["difference"]["mean"] == pytest.approx(second - first, abs=1e-5)
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_variants_are_given_for_each_model(setting: Path) -> None:
+    models = [str(setting / "black.safetensors"), str(setting / "grey.safetensors")]
+    with pytest.raises(UserError, match="--variant was given 1 times for 2 models"):
+        run(["compare", *models, "--data", str(setting / "clips"), "--variant", "taehv"])
+    with pytest.raises(UserError, match="at least two models"):
+        run(["compare", models[0], "--data", str(setting / "clips")])

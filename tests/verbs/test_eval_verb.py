@@ -1,0 +1,94 @@
+"""``tinyvae eval``: files, exit codes, one sentence for each mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tinyvae import TAEHV, save_model
+from tinyvae.cli import run
+from tinyvae.data.sample_clips import write_sample_clips
+from tinyvae.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clips")
+    write_sample_clips(folder, count=5, height=32, width=48, frames=9)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run as the trainer leaves it: best model and curves."""
+    folder = tmp_path_factory.mktemp("my_run")
+    torch.manual_seed(0)
+    save_model(TAEHV("taehv", width=0.125), folder / "best_model")
+    lines = [json.dumps({"step": step, "train/loss": 1 / (1 + step), "val/psnr": 10 + step / 10}) for step in range(20)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def test_eval_writes_results_and_report(
+    clips: Path, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(
+        ["eval", str(run_folder), "--data", str(clips), "--output_dir", str(tmp_path), "--lpips", "off", "--films", "2"]
+    )
+    printed = capsys.readouterr().out
+    assert code == 0 and "PSNR dB" in printed and "decode frames/s" in printed
+    results = json.loads((tmp_path / "results.json").read_text())
+    (evaluation,) = results["evaluations"]
+    assert results["format"] == "tinyvae-results" and len(evaluation["clips"]) == 5
+    assert evaluation["summary"]["psnr"]["count"] == 5 and evaluation["summary"]["lpips"] is None
+    page = (tmp_path / "report.html").read_text()
+    assert 'id="training"' in page and "val/psnr" in page and page.count('data-training="') == 2
+
+
+def test_one_bad_video_among_many_gives_exit_code_1(
+    clips: Path, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "good.mp4").write_bytes(next(clips.rglob("*.mp4")).read_bytes())
+    (tmp_path / "broken.mp4").write_bytes(b"nothing like a video")
+    assert run(["eval", str(run_folder), "--data", str(tmp_path), "--lpips", "off"]) == 1
+    errors = capsys.readouterr().err
+    assert errors.count("broken.mp4") == 1 and "1 of the videos could not be measured" in errors
+
+
+def test_mistakes_are_one_sentence_and_exit_code_2(clips: Path, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    unknown = tmp_path / "unknown.safetensors"
+    save_file({"some.weight": torch.zeros(3, 3)}, unknown)
+    model, data = str(run_folder), str(clips)
+    for arguments, words in (
+        ([model, "--data", str(tmp_path / "empty")], "there is no video in"),
+        ([str(tmp_path / "no_model"), "--data", data], "there is no model at"),
+        ([str(unknown), "--data", data], "is not a model of this family"),
+        ([model, "--data", data, "--size", "big"], "is not a size"),
+        ([model, "--data", data, "--dtype", "float61"], "Did you mean 'float16'"),
+        ([model, "--data", data, "--split", "trian"], "the split 'trian' is unknown"),
+        ([model, "--data", data, "--lpips", str(tmp_path / "x.safetensors")], "no LPIPS weights at"),
+        ([model, "--data", data, "--films", "-1"], "--films must not be negative"),
+    ):
+        with pytest.raises(UserError, match=words) as mistake:
+            run(["eval", *arguments])
+        assert "\n" not in str(mistake.value)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tinyvae.cli", "eval", model, "--data", str(tmp_path / "empty")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("tinyvae: error: there is no video in")
+    assert "Traceback" not in done.stderr
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("eval", "compare", "reconstruct", "encode", "decode"):
+        with pytest.raises(SystemExit) as leaving:
+            run([verb, "--help"])
+        assert leaving.value.code == 0 and f"tinyvae {verb} " in capsys.readouterr().out.split("example:")[1]
