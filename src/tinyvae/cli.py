@@ -17,6 +17,7 @@ from tinyvae.errors import UserError, nearest_name
 
 VERBS: dict[str, str] = {
     "train": "train an autoencoder from a preset or a settings file",
+    "check": "try everything out before a long run: GPUs, data, rules, disk, one real step",
     "data": "index a data set, check what is in it, or write sample clips",
     "info": "say what a weights file or variant is: network, sizes, frame rule",
     "lpips-weights": "get the LPIPS weights that the perceptual loss and metric need",

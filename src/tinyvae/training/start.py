@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -36,6 +36,7 @@ from tinyvae.training.finish import write_final_model
 from tinyvae.training.guards import SignalWatch, average_when_all_are_well
 from tinyvae.training.initialisation import initialise_he
 from tinyvae.training.optimizers import make_optimizers
+from tinyvae.training.preflight import checks_at_start
 from tinyvae.training.progress import HIGHER_IS_BETTER, LoopState, Progress
 from tinyvae.training.resume import FoundCheckpoint, SavedRun, check_same_run, find_checkpoint, open_checkpoint
 from tinyvae.training.run_log import RunLog
@@ -62,13 +63,12 @@ class FinishedRun:
 def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
     """Run the whole training; raises `UserError` for mistakes and `StopRequested` when a signal ended it."""
     config = loaded.config
-    check_config(config, loaded.given_paths)
-    check_needs(config)
+    check_before_start(loaded)
     engine = start_engine(config)
-    with ExitStack() as closing:
-        closing.callback(engine.close_quietly)
+    with ExitStack() as at_end:
+        at_end.callback(engine.close_quietly)
         signals = SignalWatch()
-        closing.callback(signals.close)
+        at_end.callback(signals.close)
         found = engine.from_main(lambda: _asked_checkpoint(config))
         checkpoint = None if found is None else found.folder
         folder = engine.from_main(lambda: make_run_folder(config, checkpoint))
@@ -81,17 +81,26 @@ def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
             from_step=stood.step,
             with_validation=stood.validated_step == stood.step,
         )
-        closing.callback(run_log.close)
+        at_end.callback(run_log.close)
         if found is not None and engine.is_main:
             for fault in found.passed_over:
                 log.warning("passing over a damaged checkpoint: %s", fault)
         if engine.is_main:
             for notice in loaded.notices:
                 log.info("note: %s", notice)
+            for check in checks_at_start(config, processes=engine.local_world_size):
+                if check.fix:
+                    log.warning("%s: %s; fix: %s", check.name, check.found, check.fix)
         log.info("run folder: %s", folder)
         progress = _run(config, engine, folder, signals, run_log, saved, command)
         engine.close()
     return FinishedRun(folder=folder, progress=progress)
+
+
+def check_before_start(loaded: LoadedConfig) -> None:
+    """What can be refused before any process group or GPU is touched; `tinyvae check --quick` asks for it too."""
+    check_config(loaded.config, loaded.given_paths)
+    check_needs(loaded.config)
 
 
 def check_needs(config: TrainConfig) -> None:
@@ -183,7 +192,7 @@ def _run(
     )
     _describe(config, engine, data, model)
     trainer = Trainer(parts, loop)
-    with _profiler(config, engine, folder):
+    with _profiler(config, engine, folder), closing(parts.batches):  # else each worker is waited for 5 s at the exit
         progress = trainer.train()
     if engine.is_main:
         write_final_model(config, folder, model, average, progress, command=command)

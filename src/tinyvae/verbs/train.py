@@ -15,8 +15,12 @@ example:
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
+from pathlib import Path
+
+from tinyvae.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = config_help_text()
 
 
+def note_mistake() -> None:
+    """Leave word for whoever restarts runs: a launcher of many processes reports exit code 1 for everything."""
+    note = os.environ.get("TINYVAE_MISTAKE_NOTE")
+    if note:
+        Path(note).touch()
+
+
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.config_files.loading import load_config
 
@@ -36,7 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(config_help_text())
         return 0
-    loaded = load_config(arguments.preset, arguments.settings)
+    try:
+        loaded = load_config(arguments.preset, arguments.settings)
+    except UserError:
+        note_mistake()
+        raise
     from tinyvae.training.engine import PeerLostError
     from tinyvae.training.guards import StopRequested
     from tinyvae.training.start import run_training
@@ -51,5 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         # Not the user's mistake, and not 2: whoever restarts runs may try this one again.
         print(f"tinyvae: error: {lost}", file=sys.stderr)
         return 1
+    except UserError:
+        note_mistake()
+        raise
     print(f"the run is in {finished.folder}")
     return 0

@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# Keep a training run going: start it, and after a failure start it again from its newest intact checkpoint.
+set -uo pipefail
+set -m # the run gets a process group of its own, so a signal to ours reaches it once, through us
+
+usage() {
+    cat <<'TEXT'
+usage: ./auto_recovery_train.sh GPUS CONFIG [FILE] [options of train_taehv_h100.sh]
+
+Starts ./train_taehv_h100.sh with the same words. When it fails it is started again from the newest intact checkpoint
+of its own run folder, after a pause that doubles each time. It is not started again after success, after a mistake in
+what was asked for (exit code 2), or when this script itself is told to stop (SIGTERM, SIGINT, SIGUSR1: handed on, so
+that the run can save).
+
+The run folder is RUN_DIR, or --output_dir, or output/recovery_CONFIG_TIME. A folder that already holds checkpoints is
+gone on with, so a job that a scheduler starts again under the same RUN_DIR continues by itself. On several machines give
+all of them the same RUN_DIR on a shared disk.
+
+environment: MAX_RESTARTS (10) restarts without any progress between them, PAUSE_S (15) before the first restart,
+             MAX_PAUSE_S (600), and everything that train_taehv_h100.sh reads
+example:     RUN_DIR=output/h100 ./auto_recovery_train.sh 8 h100
+TEXT
+}
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+launcher="${TRAIN_LAUNCHER:-$here/train_taehv_h100.sh}"
+if [[ -t 2 && -z "${NO_COLOR:-}" ]]; then bold=$'\e[1m' plain=$'\e[0m'; else bold='' plain=''; fi
+say() { printf '%sauto_recovery_train.sh: %s%s\n' "$bold" "$*" "$plain" >&2; }
+
+for word in "$@"; do
+    if [[ "$word" == --help || "$word" == -h ]]; then usage; exit 0; fi
+done
+[[ $# -ge 2 ]] || { usage >&2; exit 2; }
+
+max_restarts="${MAX_RESTARTS:-10}" pause="${PAUSE_S:-15}" max_pause="${MAX_PAUSE_S:-600}"
+words=() resume='' base="${RUN_DIR:-}"
+config="$2"
+while [[ $# -gt 0 ]]; do
+    case "$1" in
+        --resume) resume="${2:?--resume needs a value}"; shift 2 ;;
+        --output_dir) base="${2:?--output_dir needs a value}"; shift 2 ;;
+        *) words+=("$1"); shift ;;
+    esac
+done
+base="${base:-output/recovery_$(basename "$config" .py)_$(date +%Y-%m-%d_%H-%M-%S)}"
+
+# The newest checkpoint whose every file is as it was written; nothing where there is none.
+newest() {
+    "${PYTHON:-python}" - "$base" <<'PYTHON'
+import sys
+from pathlib import Path
+from tinyvae.training.checkpoint import newest_intact
+base = Path(sys.argv[1])
+found, damaged = newest_intact([base, *base.glob("attempt_*")])
+for fault in damaged:
+    print("passing over a damaged checkpoint:", fault, file=sys.stderr)
+print(found if found is not None else "")
+PYTHON
+}
+
+child='' stopping=''
+hand_on() { stopping="$1"; [[ -z "$child" ]] || kill -s "$1" "$child" 2>/dev/null; }
+trap 'hand_on TERM' TERM; trap 'hand_on INT' INT; trap 'hand_on USR1' USR1
+
+note="$(mktemp -u)"
+export TINYVAE_MISTAKE_NOTE="$note" # a launcher of many processes reports exit code 1 for everything
+finish() { rm -f "$note"; exit "$1"; }
+
+restarts=0 last_checkpoint=''
+while :; do
+    checkpoint="$(newest)" || { say "the checkpoints of $base cannot be looked at; is tinyvae installed?"; finish 2; }
+    from=()
+    if [[ -n "$checkpoint" ]]; then
+        folder="$(dirname "$checkpoint")" from=(--resume "$checkpoint")
+        say "going on from $checkpoint"
+    else
+        # A folder in which a run died before its first checkpoint is not written over.
+        folder="$base" attempt=1
+        while [[ -e "$folder/config.json" ]]; do attempt=$((attempt + 1)); folder="$base/attempt_$attempt"; done
+        if [[ -n "$resume" ]]; then from=(--resume "$resume"); fi
+    fi
+
+    "$launcher" "${words[@]}" ${from[@]+"${from[@]}"} --output_dir "$folder" </dev/null &
+    child=$!
+    wait "$child"; code=$?
+    while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done # a signal ends `wait` before the child ends
+    child=''
+    if [[ -n "$stopping" ]]; then
+        say "stopped by SIG$stopping; go on with the same command and RUN_DIR=$base"
+        finish $((128 + $(kill -l "$stopping")))
+    fi
+    if [[ "$code" -eq 0 ]]; then say "the run is complete: $folder"; finish 0; fi
+    if [[ "$code" -eq 2 || -e "$note" ]]; then say "the message above needs an answer: starting again would not help"; finish 2; fi
+
+    checkpoint="$(newest)" || checkpoint=''
+    if [[ "$checkpoint" != "$last_checkpoint" ]]; then # it got further than before: patience begins anew
+        restarts=0 pause="${PAUSE_S:-15}" last_checkpoint="$checkpoint"
+    fi
+    restarts=$((restarts + 1))
+    if [[ "$restarts" -gt "$max_restarts" ]]; then
+        say "gave up after $max_restarts restarts without progress (last exit code $code); see $folder/train.log"
+        finish "$code"
+    fi
+    say "failed with exit code $code; restart $restarts of $max_restarts in $pause s"
+    sleep "$pause" & child=$!; wait "$child"; child=''
+    if [[ -n "$stopping" ]]; then say "stopped by SIG$stopping"; finish $((128 + $(kill -l "$stopping"))); fi
+    pause=$((pause * 2 > max_pause ? max_pause : pause * 2))
+done
