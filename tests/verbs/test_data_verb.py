@@ -119,6 +119,15 @@ def test_mistakes_are_one_sentence(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "i").exists()
 
 
+def test_sample_clips_can_be_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clips = tmp_path / "clips"
+    assert run("sample", clips, "--count", 6, "--frames", 9, "--height", 64, "--width", 96) == 0
+    assert "wrote 6 clips" in capsys.readouterr().out
+    words = ("--height", 64, "--width", 96, "--n_frames", 9, "--num_workers", 0)
+    assert run("check", clips / "annotations.json", *words, "--contact_sheet", tmp_path / "s.png") == 0
+    assert "6 good, 0 bad" in capsys.readouterr().out
+
+
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run("--help")

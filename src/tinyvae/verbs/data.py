@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sample = actions.add_parser("sample", help="write a deterministic set of procedural clips")
     sample.add_argument("folder", type=Path, help="where to write the clips and their annotations.json")
     sample.add_argument("--count", type=int, default=40, help="number of clips (default: 40)")
-    sample.add_argument("--height", type=int, default=192, help="height in pixels (default: 192)")
-    sample.add_argument("--width", type=int, default=256, help="width in pixels (default: 256)")
-    sample.add_argument("--frames", type=int, default=48, help="frames of each clip (default: 48)")
+    sample.add_argument("--height", type=int, default=128, help="height in pixels (default: 128)")
+    sample.add_argument("--width", type=int, default=192, help="width in pixels (default: 192)")
+    sample.add_argument("--frames", type=int, default=33, help="frames of each clip (default: 33)")
     sample.add_argument("--seed", type=int, default=0, help="another seed, other clips (default: 0)")
     sample.add_argument("--overwrite", action="store_true", help="write over clips that are already there")
 
