@@ -40,6 +40,7 @@ from tinyvae.training.preflight import checks_at_start
 from tinyvae.training.progress import HIGHER_IS_BETTER, LoopState, Progress
 from tinyvae.training.resume import FoundCheckpoint, SavedRun, check_same_run, find_checkpoint, open_checkpoint
 from tinyvae.training.run_log import RunLog
+from tinyvae.training.run_report import write_run_report
 from tinyvae.training.run_state import RunState
 from tinyvae.training.task import TrainingTask
 from tinyvae.training.trainer import LoopParts, Trainer
@@ -49,7 +50,6 @@ from tinyvae.training.validation import put_best_model_back
 log = logging.getLogger(__name__)
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-SERAENA_PATIENCE = 2  # validations without improvement after which seraena_start=auto begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ def _run(
     data = open_data(config, engine, folder)
     if saved is not None:
         check_same_run(saved, config, data_fingerprint=data.fingerprint)
-    model = build_model(config).to(engine.device)
+    model = build_model(config).to(engine.device, memory_format=torch.channels_last)
     optimizers = make_optimizers(model, config)
     engine.prepare(model, optimizers)
     task = build_task(config, engine, model)
@@ -196,6 +196,8 @@ def _run(
         progress = trainer.train()
     if engine.is_main:
         write_final_model(config, folder, model, average, progress, command=command)
+        if config.report:
+            write_run_report(config, folder, data, task.lpips, device=engine.device, command=command)
     engine.barrier()
     if not trainer.is_saved:
         raise UserError(
@@ -218,6 +220,7 @@ def build_model(config: TrainConfig) -> TAEHV:
         if config.init == "he":
             initialise_he(model, seed=config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing
+    model.folded_training = True  # the same function and gradients in less work (docs/performance.md)
     return model.train()
 
 
@@ -226,7 +229,15 @@ def build_task(config: TrainConfig, engine: Engine, model: TAEHV) -> TrainingTas
     teacher = None
     if config.teacher_path is not None:
         dtype = TORCH_DTYPES[config.ref_vae_dtype]
-        teacher = load_teacher(config.teacher_type, config.teacher_path, dtype=dtype, device=engine.device)
+        teacher = load_teacher(
+            config.teacher_type,
+            config.teacher_path,
+            dtype=dtype,
+            device=engine.device,
+            sample=config.ref_vae_sample,
+            seed=config.seed + engine.rank,
+            spec=config.spec,
+        )
     lpips = find_validation_lpips(config)
     seraena = None
     if config.use_seraena:
@@ -271,7 +282,7 @@ def make_seraena_start(config: TrainConfig) -> SeraenaStart | None:
         return None
     higher = HIGHER_IS_BETTER[config.metric_for_best_model]
     if config.seraena_start == "auto":
-        return SeraenaStart(patience=SERAENA_PATIENCE, higher_is_better=higher)
+        return SeraenaStart(patience=config.seraena_patience, higher_is_better=higher)
     return SeraenaStart(at_step=config.seraena_start, higher_is_better=higher)
 
 

@@ -1,0 +1,53 @@
+"""``report.html`` of a finished run: its model on its own validation files, with the training curves."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from tinyvae.config import TrainConfig
+from tinyvae.errors import UserError
+from tinyvae.evaluation.clip_sources import ClipSource
+from tinyvae.evaluation.evaluate import EvaluationSettings, evaluate_round_trip
+from tinyvae.evaluation.publish import publish
+from tinyvae.evaluation.round_trip import open_model
+from tinyvae.losses.perceptual import LPIPS
+from tinyvae.training.clips import RunData
+
+log = logging.getLogger(__name__)
+
+
+def write_run_report(
+    config: TrainConfig, folder: Path, data: RunData, lpips: LPIPS | None, *, device: torch.device, command: str
+) -> None:
+    """Evaluate the run's best model (else its final one) and write ``results.json`` and ``report.html``.
+
+    The films and curves are of the same files, frames and size as the run's validations.
+    """
+    clips = validation_clips(config, data)
+    if not clips:
+        log.info("no report: the run has no validation files")
+        return
+    n_frames, height, width = config.validation_size
+    source = config.data_source
+    settings = EvaluationSettings(data=str(source), max_frames=n_frames, size=(height, width), max_clips=len(clips))
+    model = folder / "best_model" if (folder / "best_model").is_dir() else folder
+    round_trip = open_model(model, variant=config.variant, device=device, label=config.variant)
+    try:
+        with torch.no_grad():
+            result = evaluate_round_trip(round_trip, clips, settings, devices=[device], lpips=lpips)
+        publish(result, [round_trip], folder, command=command)
+    except UserError as fault:
+        # The run itself is whole and saved; a report that cannot be made must not turn it into a failure.
+        log.error("no report could be made: %s", fault)
+        return
+    log.info("report: %s", folder / "report.html")
+
+
+def validation_clips(config: TrainConfig, data: RunData) -> list[ClipSource]:
+    """The files of the run's validations, in the same order."""
+    index = data.validation.index
+    rows = [index.row(int(number)) for number in data.validation.rows[: config.num_validation_samples]]
+    return [ClipSource(name=row.path, path=index.full_path(row)) for row in rows]
