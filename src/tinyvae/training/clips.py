@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,8 +73,8 @@ class RunData:
         """Equal where the same positions give the same clips."""
         return self.train.fingerprint
 
-    def training_batches(self, engine: Engine, *, start_sample: int) -> Iterator[ClipBatch]:
-        """Endless micro-batches of this rank, from the clips that come after ``start_sample``."""
+    def training_batches(self, engine: Engine, *, start_sample: int) -> Generator[ClipBatch, None, None]:
+        """Endless micro-batches of this rank, from the clips that come after ``start_sample``. Close it at the end."""
         config = self.config
         loader = make_train_loader(
             self.train,
@@ -90,7 +90,7 @@ class RunData:
             bad_file_limit=config.bad_file_limit,
             bad_file_log=self.bad_files,
         )
-        return iter(loader)
+        yield from loader
 
     def validation_loader(self, engine: Engine) -> ValidationLoader:
         """This rank's share of the validation clips: the same tensors every time."""

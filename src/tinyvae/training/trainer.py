@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,7 +53,7 @@ class LoopParts:
     task: TrainingTask
     optimizers: OptimizerSet
     average: WeightAverage | None
-    batches: Iterator[ClipBatch]
+    batches: Generator[ClipBatch, None, None]
     run_log: RunLog
     signals: SignalWatch
     validate: Callable[[Progress, float], ValidationOutcome]
