@@ -39,7 +39,7 @@ class Timing:
     milliseconds: float  # median
     spread: float  # (slowest - fastest) / median over the middle half of the repeats
     frames_per_s: float
-    peak_bytes: int | None  # CUDA only: everything allocated during the call, weights included
+    peak_bytes: int | None  # CUDA only: the most the call had on the device beyond its arguments and the weights
     relative_error: float | None  # against the plain network in float32
     share_of_flops: float | None  # of the measured matrix product, by the operations the folded form needs
     share_of_bytes: float | None  # of the measured copy, by the fewest bytes the folded form moves
@@ -107,15 +107,16 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """Most bytes allocated on the device during a call, what was there before included; None off CUDA."""
+    """Most bytes a call has on the device beyond what was there before it (its arguments, weights); None off CUDA."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
     call()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def relative_error(made: Tensor, reference: Tensor) -> float:

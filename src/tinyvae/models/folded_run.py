@@ -19,7 +19,7 @@ from tinyvae.models.blocks import _whole_groups
 from tinyvae.models.fold import ConvStep, GrowStep, MemStep, PoolStep, SoftClampStep, Step, SuperMemStep
 
 StepMemory = list[Tensor | None]
-"""One entry per step: NTCHW, or None before the first chunk."""
+"""One entry per step: frames NTHWC of a memory block, NTCHW of a pooling step, or None before the first chunk."""
 
 
 CUDA_CHANNEL_MULTIPLE = 8
@@ -124,32 +124,42 @@ def aligned_conv(x: Tensor, weight: Tensor, bias: Tensor | None, *, multiple: in
         bias = F.pad(bias, (0, more_out))
     if more_in:
         x = F.pad(x, (0, 0, 0, 0, 0, more_in)).contiguous(memory_format=torch.channels_last)
-    return F.conv2d(x, weight, bias, padding=padding)[:, :outputs]
+    return as_bhwc(F.conv2d(x, weight, bias, padding=padding))[..., :outputs].permute(0, 3, 1, 2)
 
 
 def stack_frames(x: Tensor, step: PoolStep) -> Tensor:
     """(N·T)CHW -> (N·T/s)(s·C)HW, channels_last; what comes stacked already stays."""
-    _, c, h, w = x.shape
-    if c == step.weight.shape[1]:
+    if x.shape[1] == step.weight.shape[1]:
         return x
-    return x.reshape(-1, step.stride * c, h, w).contiguous(memory_format=torch.channels_last)
+    groups = as_bhwc(x).unflatten(0, (-1, step.stride)).movedim(1, 3)
+    return as_bchw(groups.flatten(3))
 
 
 def spread_frames(x: Tensor, frames: int) -> Tensor:
     """(N·T)(frames·C)HW -> (N·T·frames)CHW, channels_last."""
     if frames == 1:
         return x
-    _, c, h, w = x.shape
-    return x.reshape(-1, c // frames, h, w).contiguous(memory_format=torch.channels_last)
+    return as_bchw(as_bhwc(x).unflatten(3, (frames, -1)).movedim(3, 1).flatten(0, 1))
+
+
+def as_bhwc(x: Tensor) -> Tensor:
+    """Slices of channels, frames and rows are taken of this view, not of BCHW: the backward pass of a slice makes a
+    tensor in the plain order of its dimensions, which for BCHW is not channels_last, and every convolution behind it
+    would copy its gradient into channels_last first (9 of 50 ms of a training step on an H200).
+    """
+    return x.permute(0, 2, 3, 1)
+
+
+def as_bchw(x: Tensor) -> Tensor:
+    return x.contiguous().permute(0, 3, 1, 2)
 
 
 def _grow(step: GrowStep, x: Tensor) -> Tensor:
     _, _, h, w = x.shape
-    phases = F.conv2d(x, step.weight, padding=1).unflatten(1, (2, 2, step.frames, -1))  # B i j frame C H+1 W+1
-    rows = [torch.stack([phases[:, i, j, ..., i : i + h, j : j + w] for j in (0, 1)], dim=-1) for i in (0, 1)]
-    grown = torch.stack(rows, dim=-3)  # B frame C H i W j
-    grown = grown.flatten(0, 1).flatten(4, 5).flatten(2, 3)
-    return grown.contiguous(memory_format=torch.channels_last)
+    phases = as_bhwc(F.conv2d(x, step.weight, padding=1)).unflatten(3, (2, 2, step.frames, -1))
+    rows = [torch.stack([phases[:, i : i + h, j : j + w, i, j] for j in (0, 1)], dim=3) for i in (0, 1)]
+    grown = torch.stack(rows, dim=2)  # B H i W j frame C
+    return as_bchw(grown.movedim(5, 1).flatten(4, 5).flatten(2, 3).flatten(0, 1))
 
 
 def _grow_in_place(step: GrowStep, x: Tensor) -> Tensor:
@@ -166,9 +176,10 @@ def _grow_in_place(step: GrowStep, x: Tensor) -> Tensor:
 def _mem_block(step: MemStep, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
     if may_work_in_place():
         return _mem_block_in_place(step, x, past, num_videos)
-    now, then = F.conv2d(x, step.first, step.first_bias, padding=1).chunk(2, dim=1)
+    now, then = as_bhwc(F.conv2d(x, step.first, step.first_bias, padding=1)).chunk(2, dim=3)
     shifted, last = _shift(then, past, num_videos)
-    hidden = torch.relu(F.conv2d(torch.relu(now + shifted), step.second, step.second_bias, padding=1))
+    hidden = as_bchw(torch.relu(now + shifted))
+    hidden = torch.relu(F.conv2d(hidden, step.second, step.second_bias, padding=1))
     return torch.relu(F.conv2d(hidden, step.third, step.third_bias, padding=1) + x), last
 
 
@@ -176,8 +187,8 @@ def _mem_block_in_place(step: MemStep, x: Tensor, past: Tensor | None, num_video
     """`_mem_block` with two dense convolutions for its first and every pointwise pass in place."""
     channels = x.shape[1]
     hidden = F.conv2d(x, step.first[:channels], step.first_bias[:channels], padding=1)
-    then = F.conv2d(x, step.first[channels:], padding=1).unflatten(0, (num_videos, -1))
-    video = hidden.unflatten(0, (num_videos, -1))
+    then = as_bhwc(F.conv2d(x, step.first[channels:], padding=1)).unflatten(0, (num_videos, -1))
+    video = as_bhwc(hidden).unflatten(0, (num_videos, -1))
     video[:, 1:] += then[:, :-1]
     if past is not None:
         video[:, :1] += past
@@ -190,14 +201,14 @@ def _super_mem_block(step: SuperMemStep, x: Tensor, past: Tensor | None, num_vid
     channels = x.shape[1]
     now = F.conv2d(x, step.depth, padding=3, groups=channels)
     then = F.conv2d(x, step.past_depth, padding=3, groups=channels)
-    shifted, last = _shift(then, past, num_videos)
-    wide = F.conv2d(torch.cat([now, shifted], dim=1), step.widen, step.widen_bias)
+    shifted, last = _shift(as_bhwc(then), past, num_videos)
+    wide = F.conv2d(as_bchw(torch.cat([as_bhwc(now), shifted], dim=3)), step.widen, step.widen_bias)
     return x + F.conv2d(_relu(wide), step.narrow), last
 
 
-def _shift(x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
-    """(each frame's predecessor (N·T)CHW, the last frame N1CHW to remember)."""
-    video = x.unflatten(0, (num_videos, -1))
+def _shift(x_BHWC: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    """(each frame's predecessor BHWC, the last frame N1HWC to remember)."""
+    video = x_BHWC.unflatten(0, (num_videos, -1))
     first = torch.zeros_like(video[:, :1]) if past is None else past
     shifted = torch.cat([first, video[:, :-1]], dim=1).flatten(0, 1)
     return shifted, video[:, -1:].clone()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tinyvae.models import hopper_source as source
-from tinyvae.models.nvrtc import Kernel, compile_kernel
+from tinyvae.models.nvrtc import Kernel, Launch, compile_kernel
 
 TILE_HEIGHTS = (32, 30, 24, 16)
 
@@ -86,27 +86,52 @@ def conv_tiles(
     if out is None:
         out = torch.empty(shape, dtype=x_BHWC.dtype, device=x_BHWC.device)
     assert out.shape == shape and out.is_contiguous()
+    launch = _tiles_launch(
+        x_BHWC.dtype == torch.bfloat16,
+        x_BHWC.device.index,
+        (frames, height, width, frames_per_video),
+        (weights.channels_in, weights.channels_out, weights.sources, weights.taps, weights.grown),
+        weights.packed.shape[0],
+        stacked,
+        relu,
+    )
+    past = past_NHWC if weights.sources == 2 else None
+    launch(x_BHWC, past, weights.packed, weights.bias, residual_BHWC, out)
+    return out
+
+
+@functools.lru_cache(maxsize=256)
+def _tiles_launch(
+    bfloat: bool,
+    device_index: int,
+    video: tuple[int, int, int, int],
+    convolution: tuple[int, int, int, int, int],
+    blocks: int,
+    stacked: int,
+    relu: bool,
+) -> Launch:
+    """How the work of one `conv_tiles` call is cut up."""
+    frames, height, width, frames_per_video = video
+    channels_in, channels_out, sources, taps, grown = convolution
     tile_h = best_tile_height(height)
-    blocks = weights.packed.shape[0]
     split_pixels = blocks % 2 == 1
     tiles_x, tiles_y = -(-width // 8), -(-height // tile_h)
     halo_bytes = (source.HALO_W * (tile_h + 2) + 1) * 128
     stage_bytes = source.WEIGHT_TILE_BYTES * (1 if split_pixels else 2)
     fixed = source.STAGING_BYTES + source.BARRIER_BYTES + halo_bytes * (4 if split_pixels else 2)
-    stages = min(8, (source.MAX_SHARED_BYTES - fixed) // stage_bytes)
+    # No more stages than a job has steps: the warpgroup that runs ahead must not get two jobs ahead.
+    steps = channels_in // 64 * sources * taps
+    stages = min(8, steps, (source.MAX_SHARED_BYTES - fixed) // stage_bytes)
     tiles = tiles_x * tiles_y * frames
     jobs = -(-tiles // 2) * blocks if split_pixels else tiles * blocks // 2
-    kernel = _tiles_kernel(tile_h, x_BHWC.dtype == torch.bfloat16, x_BHWC.device.index)
-    described = _Shape(
-        frames_per_video, frames, height, width, channels, weights.channels_out, weights.sources, blocks, weights.taps,
-        weights.grown, stacked, int(split_pixels), stages, tiles_x, tiles_y, tiles, int(relu),
+    shape = _Shape(
+        frames_per_video, frames, height, width, channels_in, channels_out, sources, blocks, taps, grown, stacked,
+        int(split_pixels), stages, tiles_x, tiles_y, tiles, int(relu),
     )  # fmt: skip
-    past = past_NHWC if weights.sources == 2 else None
-    kernel(
-        min(jobs, _processors(x_BHWC.device.index)), x_BHWC, past, weights.packed, weights.bias, residual_BHWC, out,
-        described, shared_bytes=fixed + stages * stage_bytes,
-    )  # fmt: skip
-    return out
+    kernel = _tiles_kernel(tile_h, bfloat, device_index)
+    return kernel.prepare(
+        6, [shape], blocks=min(jobs, _processors(device_index)), shared_bytes=fixed + stages * stage_bytes
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +159,23 @@ def image_conv(x_BHWC: Tensor, weights: ImageWeights, out: Tensor) -> None:
     frames, height, width, channels = x_BHWC.shape
     patch = weights.patch_size
     assert channels == 64 and out.shape == (frames, 3, height * patch, width * patch) and out.is_contiguous()
+    launch = _image_launch(
+        weights.channels_out, patch, x_BHWC.dtype == torch.bfloat16, x_BHWC.device.index, frames, height, width
+    )
+    launch(x_BHWC, weights.packed, weights.bias, out)
+
+
+@functools.lru_cache(maxsize=64)
+def _image_launch(
+    channels_out: int, patch: int, bfloat: bool, device_index: int, frames: int, height: int, width: int
+) -> Launch:
     tiles_x, tiles_y = -(-width // 16), -(-height // 16)
-    kernel = _image_kernel(weights.channels_out, patch, x_BHWC.dtype == torch.bfloat16, x_BHWC.device.index)
-    kernel(tiles_x * tiles_y * frames, x_BHWC, weights.packed, weights.bias, out, height, width, tiles_x, tiles_y)
+    return _image_kernel(channels_out, patch, bfloat, device_index).prepare(
+        4,
+        [height, width, tiles_x, tiles_y],
+        blocks=tiles_x * tiles_y * frames,
+        shared_bytes=_image_shared_bytes(channels_out),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +199,17 @@ def first_conv(x_BCHW: Tensor, weights: FirstWeights, *, stacked: int = 1) -> Te
     frames, channels, height, width = x_BCHW.shape
     assert channels == 3 and x_BCHW.is_contiguous() and frames % stacked == 0
     out = torch.empty(frames // stacked, height, width, 64 * stacked, dtype=x_BCHW.dtype, device=x_BCHW.device)
-    tiles_x, tiles_y = -(-width // 32), -(-height // 16)
-    kernel = _first_kernel(x_BCHW.dtype == torch.bfloat16, x_BCHW.device.index)
-    blocks = min(tiles_x * tiles_y * frames, 2 * _processors(x_BCHW.device.index))
-    kernel(blocks, x_BCHW, weights.packed, weights.bias, out, height, width, tiles_x, tiles_y, stacked, frames)
+    launch = _first_launch(x_BCHW.dtype == torch.bfloat16, x_BCHW.device.index, frames, height, width, stacked)
+    launch(x_BCHW, weights.packed, weights.bias, out)
     return out
+
+
+@functools.lru_cache(maxsize=64)
+def _first_launch(bfloat: bool, device_index: int, frames: int, height: int, width: int, stacked: int) -> Launch:
+    tiles_x, tiles_y = -(-width // 32), -(-height // 16)
+    blocks = min(tiles_x * tiles_y * frames, 2 * _processors(device_index))
+    values = [height, width, tiles_x, tiles_y, stacked, frames]
+    return _first_kernel(bfloat, device_index).prepare(4, values, blocks=blocks, shared_bytes=0)
 
 
 def _fragments(weight_KN: Tensor) -> Tensor:
@@ -202,8 +247,12 @@ def _image_kernel(channels_out: int, patch_size: int, bfloat: bool, device_index
         "image_conv",
         device_index=device_index,
         threads=128,
-        shared_bytes=18 * 18 * 128 + 36 * 256 * -(-channels_out // 8),
+        shared_bytes=_image_shared_bytes(channels_out),
     )
+
+
+def _image_shared_bytes(channels_out: int) -> int:
+    return 18 * 18 * 128 + 36 * 256 * -(-channels_out // 8)
 
 
 @functools.cache

@@ -181,10 +181,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) conv_tiles(
             asm volatile("cp.async.commit_group;" ::: "memory");
           }
           if (halos == 2) {
-            asm volatile("cp.async.wait_group 1; fence.proxy.async;" ::: "memory");
+            asm volatile("cp.async.wait_group 1; fence.proxy.async.shared::cta;" ::: "memory");
             barrier_arrive(FULL_H(0, buffer));
           }
-          asm volatile("cp.async.wait_group 0; fence.proxy.async;" ::: "memory");
+          asm volatile("cp.async.wait_group 0; fence.proxy.async.shared::cta;" ::: "memory");
           barrier_arrive(FULL_H(halos - 1, buffer));
         }
       }
@@ -197,6 +197,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) conv_tiles(
   const int h = s.split_pixels ? member : 0;
   char* staging = shared + (warp - 4) * 1024;
   const u32 staging_address = smem_address(staging);
+  const int lead = min(s.weight_stages, slices * s.taps) - 1;
   int stage = 0, turn = 0; u32 phase = 0;
   float acc[TILE_H * 4];
   for (int job = blockIdx.x; job < jobs; job += gridDim.x) {
@@ -205,10 +206,29 @@ extern "C" __global__ void __launch_bounds__(384, 1) conv_tiles(
     const int blocks_out = s.channels_out >> 6;
     const int place = block / blocks_out;  // phases: ((row * 2 + column) * grown + frame)
     const int phase_y = s.taps == 4 ? place / s.grown >> 1 : 0, phase_x = s.taps == 4 ? place / s.grown & 1 : 0;
-    u32 add = 0; int previous = -1, previous_turn = -1;
+    // Where this job's results go, and the residual, which is fetched while the last slice is computed.
+    const bool exists = tile < s.tiles;
+    const int frame = tile / tiles_per_frame, in_frame = tile % tiles_per_frame;
+    const int y0 = in_frame / s.tiles_x * TILE_H + (lane >> 4), xx = in_frame % s.tiles_x * 8 + ((lane >> 1) & 7);
+    const int channel = (block % blocks_out) * 64 + quarter * 16, in_pixel = (channel + (lane & 1) * 8) * 2;
+    const bool column_exists = exists && xx < s.width;
+    const float bias_low = bias ? bias[channel + (lane >> 2)] : 0.f;
+    const float bias_high = bias ? bias[channel + (lane >> 2) + 8] : 0.f;
+    uint4 kept[TILE_H / 2];
+    u32 add = 0; int previous = -1, previous_turn = -1, count = 0;
+    if (member == 1) asm volatile("bar.sync 1, 256;" ::: "memory");
     for (int slice = 0; slice < slices; slice++, turn++) {
       barrier_wait(FULL_H(h, turn & 1), (turn >> 1) & 1);
       const u32 halo = halo_at + (h * 2 + (turn & 1)) * HALO_BYTES;
+      if (residual && slice == slices - 1) {
+        const char* from = residual + (((i64)frame * s.height + y0) * s.width + xx) * s.channels_out * 2 + in_pixel;
+        const i64 two_rows = (i64)s.width * s.channels_out * 4;
+#pragma unroll
+        for (int i = 0; i < TILE_H / 2; i++, from += two_rows)  // in this order, so that no address is kept
+          asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+                       : "=r"(kept[i].x), "=r"(kept[i].y), "=r"(kept[i].z), "=r"(kept[i].w)
+                       : "l"(from), "r"((u32)(column_exists && y0 + i * 2 < s.height)));
+      }
       for (int tap = 0; tap < s.taps; tap++) {
         const int dy = s.taps == 9 ? tap / 3 : phase_y + (tap >> 1), dx = s.taps == 9 ? tap % 3 : phase_x + (tap & 1);
         barrier_wait(FULL_W(stage), phase);
@@ -221,6 +241,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) conv_tiles(
           add = 1;
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        // The first warpgroup runs ahead by a few steps, so that one computes while the other writes its results.
+        if (member == 0 && ++count == lead) asm volatile("bar.arrive 1, 256;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
         // The step before this one has been computed: its weights, and perhaps its halo, may be written over.
         if (lane == 0 && previous >= 0) barrier_arrive(EMPTY_W(previous));
@@ -233,42 +255,23 @@ extern "C" __global__ void __launch_bounds__(384, 1) conv_tiles(
     if (lane == 0) { barrier_arrive(EMPTY_W(previous)); barrier_arrive(EMPTY_H(h, previous_turn & 1)); }
 
     // The way out: a warp holds 16 channels of all pixels; transposed through shared memory, 32 bytes of a pixel each.
-    const bool exists = tile < s.tiles;
-    const int frame = tile / tiles_per_frame, in_frame = tile % tiles_per_frame;
-    const int y0 = in_frame / s.tiles_x * TILE_H, xx = in_frame % s.tiles_x * 8 + ((lane >> 1) & 7);
-    const int channel = (block % blocks_out) * 64 + quarter * 16;
     const int step = s.taps == 4 ? 2 : 1, out_frame = frame * s.grown + place % s.grown;
     const i64 pixel_bytes = (i64)s.channels_out * s.stacked * 2, row_bytes = pixel_bytes * s.width * step;
-    const int in_pixel = (channel + (lane & 1) * 8) * 2;
-    const i64 first = out_frame / s.stacked * row_bytes * (s.height * step) + pixel_bytes * (xx * step + phase_x) +
-                      out_frame % s.stacked * s.channels_out * 2 + in_pixel;
-    const char* kept_from = residual + ((i64)frame * s.height * s.width + xx) * s.channels_out * 2 + in_pixel;
-    const float bias_low = bias ? bias[channel + (lane >> 2)] : 0.f;
-    const float bias_high = bias ? bias[channel + (lane >> 2) + 8] : 0.f;
+    char* to = out + (out_frame / s.stacked * (i64)(s.height * step) + y0 * step + phase_y) * row_bytes +
+               pixel_bytes * (xx * step + phase_x) + out_frame % s.stacked * s.channels_out * 2 + in_pixel;
+    const i64 two_out_rows = row_bytes * 2 * step;
     const bool relu_now = s.relu && !residual;
 #pragma unroll
-    for (int start = 0; start < TILE_H / 2; start += 5) {
-      uint4 kept[5];
-      i64 at[5]; bool inside[5];
-#pragma unroll
-      for (int i = 0; i < 5; i++) {
-        const int y = y0 + (start + i) * 2 + (lane >> 4);
-        inside[i] = exists && start + i < TILE_H / 2 && y < s.height && xx < s.width;
-        at[i] = first + (i64)(y * step + phase_y) * row_bytes;
-        if (residual && inside[i]) kept[i] = *(const uint4*)(kept_from + (i64)y * s.width * s.channels_out * 2);
-      }
-#pragma unroll
-      for (int i = 0; i < 5; i++) {
-        if (start + i >= TILE_H / 2) continue;
+    for (int i = 0; i < TILE_H / 2; i++) {
         u32 packed[4];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          float* d = acc + ((start + i) * 2 + half) * 4;
+          float* d = acc + (i * 2 + half) * 4;
           float v0 = d[0] + bias_low, v1 = d[1] + bias_low, v2 = d[2] + bias_high, v3 = d[3] + bias_high;
           if (relu_now) { v0 = fmaxf(v0, 0.f); v1 = fmaxf(v1, 0.f); v2 = fmaxf(v2, 0.f); v3 = fmaxf(v3, 0.f); }
           packed[half * 2] = pack(v0, v1); packed[half * 2 + 1] = pack(v2, v3);
         }
-        const int buffer = ((start + i) & 1) * 512;  // two in turn: the next write waits for the sync in between
+        const int buffer = (i & 1) * 512;  // two in turn: the next write waits for the sync in between
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                      :: "r"(staging_address + buffer + ((lane >> 4) * 8 + (lane & 7)) * 32 + ((lane >> 3) & 1) * 16),
                         "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3]) : "memory");
@@ -283,8 +286,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) conv_tiles(
             p[w] = pack(lo, hi);
           }
         }
-        if (inside[i]) *(uint4*)(out + at[i]) = v;
-      }
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.u32 [%4], {%0, %1, %2, %3}; }"
+                     :: "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(to),
+                        "r"((u32)(column_exists && y0 + i * 2 < s.height)) : "memory");
+        to += two_out_rows;
     }
   }
 }

@@ -11,9 +11,11 @@ import functools
 import glob
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 
 class KernelBuildError(RuntimeError):
@@ -23,33 +25,50 @@ class KernelBuildError(RuntimeError):
 class Kernel:
     """One loaded kernel function of one device."""
 
-    def __init__(self, function: ctypes.c_void_p, *, threads: int, shared_bytes: int, keep_alive: object) -> None:
+    def __init__(self, function: ctypes.c_void_p, *, threads: int, device_index: int, module: ctypes.c_void_p) -> None:
         self._function = function
         self._threads = threads
-        self._shared_bytes = shared_bytes
-        self._module = keep_alive
+        self._device_index = device_index
+        self._module = module  # unloaded with the process
+        self._launch = _driver().cuLaunchKernel
 
-    def __call__(self, blocks: int, *arguments: object, shared_bytes: int | None = None) -> None:
-        """Launch on torch's current stream. Arguments: tensors and None (pointers), ints, ctypes structures."""
-        values = [_as_c(argument) for argument in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        shared = self._shared_bytes if shared_bytes is None else shared_bytes
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = _driver().cuLaunchKernel(
-            self._function, blocks, 1, 1, self._threads, 1, 1, shared, stream, pointers, None
-        )
-        _check_driver(status, "cuLaunchKernel")
+    def prepare(
+        self, pointers: int, values: Sequence[ctypes.Structure | int], *, blocks: int, shared_bytes: int
+    ) -> Launch:
+        """A launch whose first ``pointers`` arguments are tensors, given later, followed by ``values``."""
+        return Launch(self, pointers, values, blocks=blocks, shared_bytes=shared_bytes)
 
 
-def _as_c(argument: object) -> ctypes.c_void_p | ctypes.c_int | ctypes.Structure:
-    if argument is None:
-        return ctypes.c_void_p(0)
-    if isinstance(argument, torch.Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    if isinstance(argument, int):
-        return ctypes.c_int(argument)
-    assert isinstance(argument, ctypes.Structure)
-    return argument
+class Launch:
+    """A kernel with everything but its tensors: building arguments anew for every call costs more than the launch."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        pointers: int,
+        values: Sequence[ctypes.Structure | int],
+        *,
+        blocks: int,
+        shared_bytes: int,
+    ) -> None:
+        self._tensors = [ctypes.c_void_p() for _ in range(pointers)]
+        self._values = [ctypes.c_int(value) if isinstance(value, int) else value for value in values]
+        held = [*self._tensors, *self._values]
+        self._addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(one) for one in held))
+        self._kernel, self._blocks, self._shared_bytes = kernel, blocks, shared_bytes
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch on torch's current stream; None is a null pointer."""
+        for place, tensor in zip(self._tensors, tensors, strict=True):
+            place.value = 0 if tensor is None else tensor.data_ptr()
+        kernel = self._kernel
+        stream = torch._C._cuda_getCurrentRawStream(kernel._device_index)
+        status = kernel._launch(
+            kernel._function, self._blocks, 1, 1, kernel._threads, 1, 1, self._shared_bytes,
+            ctypes.c_void_p(stream), self._addresses, None,
+        )  # fmt: skip
+        if status != 0:
+            _check_driver(status, "cuLaunchKernel")
 
 
 @functools.cache
@@ -64,7 +83,7 @@ def compile_kernel(source: str, name: str, *, device_index: int, threads: int, s
         _check_driver(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
         most_dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check_driver(driver.cuFuncSetAttribute(function, most_dynamic_shared, shared_bytes), "cuFuncSetAttribute")
-    return Kernel(function, threads=threads, shared_bytes=shared_bytes, keep_alive=module)
+    return Kernel(function, threads=threads, device_index=device_index, module=module)
 
 
 @functools.cache
