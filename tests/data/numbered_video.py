@@ -1,4 +1,4 @@
-"""Clips that carry their frame numbers in the picture, made by PyAV in many shapes, for tests that ask which frame came.
+"""Clips that carry their frame numbers in the picture, made by PyAV in many shapes, to tell which frame came.
 
 The code is the one of the shared hostile files at half the size: 10 bits along the top, most significant first, each a
 block of 16 x 16 pixels (white = 1), with the inverse of each block below it. The rest is procedural footage.

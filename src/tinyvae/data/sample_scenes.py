@@ -239,7 +239,7 @@ def text(shot: Shot) -> torch.Tensor:
     draw = ImageDraw.Draw(sheet)
     y = round(0.1 * shot.height)
     while y < height:
-        size = round(shot.uniform(0.11, 0.22) * shot.height)
+        size = round(shot.uniform(0.13, 0.3) * shot.height)
         place = (round(shot.uniform(0.02, 0.5) * width), y)
         draw.text(place, shot.pick(LINES), fill=255, font=ImageFont.load_default(size))
         y += round(size * 1.5)
