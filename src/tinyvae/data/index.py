@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 MAGIC = b"TVINDEX1"
 PAGE = 4096
 CHUNK_ROWS = 1 << 17
-LOOKUPS_BEFORE_RELEASE = 512
+LOOKUPS_BEFORE_RELEASE = 64
+"""Linux maps 64 KB around each page that is touched: this many lookups hold about 8 MB."""
 
 STATUS_OK = 1
 STATUS_BAD = 2

@@ -104,7 +104,7 @@ def split(
     use_annotation = split_by != "hash" and index.has_splits
     shortest = frames_needed(settings.n_frames, settings.min_frame_delta)
     sides: dict[str, list[npt.NDArray[Any]]] = {"train": [], "val": []}
-    fractions: list[npt.NDArray[Any]] = []
+    border = _Border()
     left_out = {"bad": 0, "too_short": 0, "too_small": 0, "test": 0}
     for start, rows in index.chunks():
         good = rows["status"] == STATUS_OK
@@ -125,7 +125,7 @@ def split(
         numbers = (start + usable).astype(np.uint32)
         sides["train"].append(numbers[trains])
         sides["val"].append(numbers[~trains])
-        fractions.append(fraction)
+        border.add(numbers, fraction)
     train, val = (np.concatenate([np.zeros(0, np.uint32), *sides[name]]) for name in ("train", "val"))
     excluded = Exclusions(**left_out)
     if len(train) + len(val) == 0:
@@ -135,7 +135,7 @@ def split(
             "ask for a smaller or shorter clip, or add files"
         )
     if not use_annotation and train_split < 1.0:
-        train, val = _fill_empty_side(train, val, np.concatenate(fractions))
+        train, val = border.fill_empty_side(train, val)
     _refuse_empty_side(index, train, val, train_split, use_annotation)
     if excluded.total:
         log.info("left out of %d files: %s", len(index), excluded.sentence())
@@ -162,17 +162,35 @@ def _first_reason(index: VideoIndex) -> str:
     return "" if first is None else f"; the first is {first.path!r}: {first.reason}"
 
 
-def _fill_empty_side(
-    train: npt.NDArray[Any], val: npt.NDArray[Any], fractions: npt.NDArray[Any]
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """In a small data set the hash may leave one side empty; the file nearest to the border then changes sides."""
-    if len(train) + len(val) < 2 or (len(train) and len(val)):
-        return train, val
-    whole = np.concatenate([train, val])
-    moved = int(np.argmax(fractions)) if len(val) == 0 else int(np.argmin(fractions))
-    log.info("the hash put all %d files on one side; row %d was moved to the other", len(whole), whole[moved])
-    rest = np.delete(whole, moved)
-    return (rest, whole[moved : moved + 1]) if len(val) == 0 else (whole[moved : moved + 1], rest)
+class _Border:
+    """Remembers the files nearest to the border between the sides, for sets so small that one side is empty."""
+
+    def __init__(self) -> None:
+        self._lowest: tuple[float, int] | None = None
+        self._highest: tuple[float, int] | None = None
+
+    def add(self, numbers: npt.NDArray[Any], fractions: npt.NDArray[Any]) -> None:
+        if len(numbers) == 0:
+            return
+        low, high = int(np.argmin(fractions)), int(np.argmax(fractions))
+        lowest, highest = (float(fractions[low]), int(numbers[low])), (float(fractions[high]), int(numbers[high]))
+        self._lowest = lowest if self._lowest is None else min(self._lowest, lowest)
+        self._highest = highest if self._highest is None else max(self._highest, highest)
+
+    def fill_empty_side(
+        self, train: npt.NDArray[Any], val: npt.NDArray[Any]
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Where the hash put all files on one side, the one nearest to the border changes sides."""
+        if len(train) + len(val) < 2 or (len(train) and len(val)):
+            return train, val
+        assert self._lowest is not None and self._highest is not None, "there are files on one side"
+        if len(val) == 0:
+            moved = self._highest[1]
+            log.info("the hash put all %d files into training; row %d validates instead", len(train), moved)
+            return train[train != moved], np.array([moved], dtype=np.uint32)
+        moved = self._lowest[1]
+        log.info("the hash put all %d files into validation; row %d trains instead", len(val), moved)
+        return np.array([moved], dtype=np.uint32), val[val != moved]
 
 
 def _refuse_empty_side(
