@@ -118,6 +118,7 @@ def _rank_main(
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that no server has started
     prepare(rank)
     entry(words)
 

@@ -21,7 +21,8 @@ def start_worker(worker: int) -> None:
     # `WorkerMemory` collects after every clip.
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1):  # to the whole job: the main process decides
+        signal.signal(number, signal.SIG_IGN)
     _end_only_when_the_parent_says_so()
 
 

@@ -1,0 +1,194 @@
+"""SIGTERM, SIGINT and SIGUSR1: finish the step, save, exit with 128 + n; and a second one ends at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from faults import Both, SignalInStep, SlowSteps
+from tiny_runs import SERAENA, Launch, arguments_for, launch, run_differences, train_here
+
+from tinyvae.data.index_build import build_index
+from tinyvae.training import clips as clips_module
+from tinyvae.training import validation
+
+
+@pytest.fixture(scope="module")
+def undisturbed(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    train_here(arguments_for(clips, run, gradient_accumulation_steps=2))
+    return run
+
+
+def resume_and_compare(clips: Path, run: Path, undisturbed: Path, **changes: object) -> None:
+    train_here(arguments_for(clips, run, resume_from_checkpoint="latest", gradient_accumulation_steps=2, **changes))
+    assert run_differences(undisturbed, run, 6) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "call", "step"),
+    [(signal.SIGTERM, 7, 4), (signal.SIGINT, 4, 2), (signal.SIGUSR1, 12, 6)],
+    ids=["SIGTERM in mid-accumulation", "SIGINT before a validation", "SIGUSR1 in the last step"],
+)
+def test_one_process(
+    clips: Path, tmp_path: Path, undisturbed: Path, number: signal.Signals, call: int, step: int
+) -> None:
+    run = tmp_path / "run"
+    arguments = arguments_for(clips, run, gradient_accumulation_steps=2)
+    running = launch(arguments, tmp_path, prepare=SignalInStep(rank=0, call=call, number=number))
+    assert running.wait() == [128 + number], running.both_logs()
+    assert (run / f"emergency_checkpoint-{step}").is_dir()
+    assert f"{number.name} received: finishing the step" in running.log()
+    assert f"stopped by {number.name}; go on with --resume latest" in running.log()
+    assert "Traceback" not in running.log()
+    resume_and_compare(clips, run, undisturbed)
+
+
+def test_a_second_signal_ends_at_once(clips: Path, tmp_path: Path) -> None:
+    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, prepare=SlowSteps(20))
+    running.wait_for("call 1")
+    running.signal(signal.SIGTERM)
+    running.wait_for("SIGTERM received")
+    assert running.processes[0].is_alive()
+    sent = time.monotonic()
+    running.signal(signal.SIGINT)
+    assert running.wait(10) == [128 + signal.SIGINT]
+    assert time.monotonic() - sent < 5, "the step takes 20 s: it was not waited for"
+    assert not list((tmp_path / "run").glob("*checkpoint*"))
+
+
+class SignalInValidation:
+    """SIGTERM before a batch of the second validation is measured."""
+
+    def __call__(self, rank: int) -> None:
+        measure, calls = validation._measure, []
+
+        def measure_and_signal(*arguments: object) -> object:
+            calls.append(1)
+            if rank == 0 and len(calls) == 5:  # each validation measures two clips with each of two sets of weights
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.1)
+            print(f"measured {len(calls)}", flush=True)
+            return measure(*arguments)  # type: ignore[arg-type]
+
+        validation._measure = measure_and_signal  # type: ignore[assignment]
+
+
+def test_in_a_validation(clips: Path, tmp_path: Path, undisturbed: Path) -> None:
+    """It is left at once, and made up for when the run is resumed."""
+    run = tmp_path / "run"
+    running = launch(arguments_for(clips, run, gradient_accumulation_steps=2), tmp_path, prepare=SignalInValidation())
+    assert running.wait() == [143], running.both_logs()
+    assert "measured 5" in running.log() and "measured 6" not in running.log()
+    assert (run / "emergency_checkpoint-4").is_dir()
+    resume_and_compare(clips, run, undisturbed)
+
+
+class SlowIndex:
+    """Building the index takes for ever."""
+
+    def __call__(self, rank: int) -> None:
+        def slow(*arguments: object, **options: object) -> None:
+            build_index(*arguments[:1], options["cache_dir"] / "data_index.tvi", num_workers=2)  # type: ignore
+            print("indexing", flush=True)
+            time.sleep(60)
+
+        clips_module.open_or_build_index = slow  # type: ignore[assignment]
+
+
+def test_before_the_first_step_there_is_nothing_to_wait_for(clips: Path, tmp_path: Path) -> None:
+    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, prepare=SlowIndex())
+    running.wait_for("indexing")
+    running.signal(signal.SIGTERM)
+    assert running.wait(10) == [143]
+    assert "SIGTERM received before the first step: there is nothing to save" in running.log()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_data_workers_outlive_a_signal_to_the_whole_group(clips: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """Schedulers signal every process of a job; the workers must still serve the step that is being finished."""
+    run = tmp_path / "run"
+    arguments = arguments_for(clips, run, dataloader_num_workers=2, gradient_accumulation_steps=2, validation_steps=0)
+    running = launch(arguments, tmp_path, prepare=SlowSteps(0.3))
+    running.wait_for("call 3")
+    everybody = [psutil.Process(running.processes[0].pid)]
+    everybody += everybody[0].children(recursive=True)
+    assert len(everybody) == 3, "the run and its two workers"
+    for process in everybody:
+        process.send_signal(number)
+    time.sleep(0.1)
+    assert all(process.status() != psutil.STATUS_ZOMBIE for process in everybody), "the workers live on"
+    assert running.wait() == [128 + number], running.both_logs()
+    assert list(run.glob("emergency_checkpoint-*"))
+    assert "DataLoader worker" not in running.log()
+    left = [process for process in everybody if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert left == [], "they end with the run"
+
+
+# two ranks
+
+
+def two_ranks(clips: Path, run: Path, logs: Path, prepare: object, **changes: object) -> Launch:
+    arguments = arguments_for(clips, run, train_batch_size=1, gradient_accumulation_steps=2, **SERAENA, **changes)
+    return launch(arguments, logs, ranks=2, prepare=prepare)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def undisturbed_pair(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    running = two_ranks(clips, folder / "run", folder, Both())
+    assert running.wait(180) == [0, 0], running.both_logs()
+    return folder / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=["rank 0", "rank 1", "both"])
+def test_a_signal_to_some_ranks_stops_all_together(
+    clips: Path, tmp_path: Path, undisturbed_pair: Path, ranks: tuple[int, ...]
+) -> None:
+    """In the middle of an accumulation cycle, with Seraena: one agreed save, and the resumed run is bit-equal."""
+    run = tmp_path / "run"
+    faults = [SignalInStep(rank=rank, call=7) for rank in ranks]
+    running = two_ranks(clips, run, tmp_path, Both(*faults))
+    assert running.wait(120) == [143, 143], running.both_logs()
+    assert (run / "emergency_checkpoint-4/rank_00001.pt").is_file()
+    resumed = two_ranks(clips, run, tmp_path, Both(), resume_from_checkpoint="latest")
+    assert resumed.wait(120) == [0, 0], resumed.both_logs()
+    assert run_differences(undisturbed_pair, run, 6) == []
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_rank_that_waits_for_another(clips: Path, tmp_path: Path) -> None:
+    """Rank 0 waits inside a collective, where no handler of Python's runs: it can be ended all the same."""
+    changes = {"train_batch_size": 1, "validation_steps": 0}
+    running = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path, ranks=2, prepare=SlowRank(1, 40))
+    running.wait_for("call 2", rank=1)
+    time.sleep(1.0)
+    running.signal(signal.SIGTERM, 0)
+    running.wait_for("SIGTERM received", rank=0)
+    running.signal(signal.SIGTERM, 0)
+    running.processes[0].join(5)
+    assert running.processes[0].exitcode == 143
+    running.kill()
+
+
+class SlowRank:
+    """One rank takes long over its second step."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        self.rank, self.seconds = rank, seconds
+
+    def __call__(self, rank: int) -> None:
+        from faults import _around_losses
+
+        def change(number: int, compute: object, num_clips: int) -> object:
+            print(f"call {number}", flush=True)
+            if rank == self.rank and number == 2:
+                time.sleep(self.seconds)
+            return compute()  # type: ignore[operator]
+
+        _around_losses(change)
