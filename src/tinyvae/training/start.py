@@ -58,6 +58,7 @@ class FinishedRun:
 
     folder: Path
     progress: Progress
+    is_main: bool
 
 
 def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
@@ -94,7 +95,7 @@ def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
         log.info("run folder: %s", folder)
         progress = _run(config, engine, folder, signals, run_log, saved, command)
         engine.close()
-    return FinishedRun(folder=folder, progress=progress)
+    return FinishedRun(folder=folder, progress=progress, is_main=engine.is_main)
 
 
 def check_before_start(loaded: LoadedConfig) -> None:
@@ -155,7 +156,8 @@ def _run(
     data = open_data(config, engine, folder)
     if saved is not None:
         check_same_run(saved, config, data_fingerprint=data.fingerprint)
-    model = build_model(config).to(engine.device, memory_format=torch.channels_last)
+    model = build_model(config).to(engine.device)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizers = make_optimizers(model, config)
     engine.prepare(model, optimizers)
     task = build_task(config, engine, model)
