@@ -62,13 +62,9 @@ child='' stopping=''
 hand_on() { stopping="$1"; [[ -z "$child" ]] || kill -s "$1" "$child" 2>/dev/null; }
 trap 'hand_on TERM' TERM; trap 'hand_on INT' INT; trap 'hand_on USR1' USR1
 
-note="$(mktemp -u)"
-export TINYVAE_MISTAKE_NOTE="$note" # a launcher of many processes reports exit code 1 for everything
-finish() { rm -f "$note"; exit "$1"; }
-
 restarts=0 last_checkpoint=''
 while :; do
-    checkpoint="$(newest)" || { say "the checkpoints of $base cannot be looked at; is tinyvae installed?"; finish 2; }
+    checkpoint="$(newest)" || { say "the checkpoints of $base cannot be looked at; is tinyvae installed?"; exit 2; }
     from=()
     if [[ -n "$checkpoint" ]]; then
         folder="$(dirname "$checkpoint")" from=(--resume "$checkpoint")
@@ -87,10 +83,10 @@ while :; do
     child=''
     if [[ -n "$stopping" ]]; then
         say "stopped by SIG$stopping; go on with the same command and RUN_DIR=$base"
-        finish $((128 + $(kill -l "$stopping")))
+        exit $((128 + $(kill -l "$stopping")))
     fi
-    if [[ "$code" -eq 0 ]]; then say "the run is complete: $folder"; finish 0; fi
-    if [[ "$code" -eq 2 || -e "$note" ]]; then say "the message above needs an answer: starting again would not help"; finish 2; fi
+    if [[ "$code" -eq 0 ]]; then say "the run is complete: $folder"; exit 0; fi
+    if [[ "$code" -eq 2 ]]; then say "the message above needs an answer: starting again would not help"; exit 2; fi
 
     checkpoint="$(newest)" || checkpoint=''
     if [[ "$checkpoint" != "$last_checkpoint" ]]; then # it got further than before: patience begins anew
@@ -99,10 +95,10 @@ while :; do
     restarts=$((restarts + 1))
     if [[ "$restarts" -gt "$max_restarts" ]]; then
         say "gave up after $max_restarts restarts without progress (last exit code $code); see $folder/train.log"
-        finish "$code"
+        exit "$code"
     fi
     say "failed with exit code $code; restart $restarts of $max_restarts in $pause s"
     sleep "$pause" & child=$!; wait "$child"; child=''
-    if [[ -n "$stopping" ]]; then say "stopped by SIG$stopping"; finish $((128 + $(kill -l "$stopping"))); fi
+    if [[ -n "$stopping" ]]; then say "stopped by SIG$stopping"; exit $((128 + $(kill -l "$stopping"))); fi
     pause=$((pause * 2 > max_pause ? max_pause : pause * 2))
 done

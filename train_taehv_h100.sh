@@ -138,4 +138,29 @@ unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR # the launcher's to set
 
 say "$total process$([[ "$total" -eq 1 ]] || echo es) on $nodes machine$([[ "$nodes" -eq 1 ]] || echo s), preset $preset"
 say "${command[*]}"
-exec "${command[@]}" # signals go straight to the launcher
+
+# The launcher of many processes answers every end with exit code 1, so the ends are told
+# apart here: a mistake leaves a note; a signal is handed on once, and a second one to every process at once.
+note="$(mktemp -u)" stopping='' child=''
+export TINYVAE_MISTAKE_NOTE="$note"
+hand_on() {
+    [[ -n "$child" ]] || exit $((128 + $(kill -l "$1")))
+    if [[ -n "$stopping" ]]; then
+        local worker
+        for worker in $(pgrep -P "$child" || true); do kill -s "$1" -- "-$worker" 2>/dev/null || true; done
+    fi
+    stopping="$1"
+    kill -s "$1" "$child" 2>/dev/null || true
+}
+trap 'hand_on TERM' TERM; trap 'hand_on INT' INT; trap 'hand_on USR1' USR1
+set +e -m # a process group of its own: a signal from the keyboard must not arrive twice
+"${command[@]}" </dev/null &
+child=$!
+wait "$child"; code=$?
+while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done # a signal ends `wait` before the child ends
+if [[ -e "$note" ]]; then rm -f "$note"; exit 2; fi
+if [[ -n "$stopping" && "$code" -ne 0 ]]; then
+    say "stopped by SIG$stopping; go on with --resume latest"
+    exit $((128 + $(kill -l "$stopping")))
+fi
+exit "$code"

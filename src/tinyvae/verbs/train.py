@@ -69,5 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
     except UserError:
         note_mistake()
         raise
-    print(f"the run is in {finished.folder}")
+    if finished.is_main:
+        print(f"the run is in {finished.folder}")
     return 0
