@@ -1,0 +1,151 @@
+"""Whole runs: what a run folder holds, what the terms do together, and what is refused at the start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import SERAENA, arguments_for, train_here
+
+from tinyvae import TAEHV, load_model, save_model
+from tinyvae.config import TrainConfig
+from tinyvae.errors import UserError
+from tinyvae.training.start import build_model
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_model(folder / "final_model.safetensors").state_dict()
+
+
+def test_a_run_folder_holds_all_that_is_promised(clips: Path, tmp_path: Path) -> None:
+    changes = {"report": True, "report_to": "tensorboard", "save_validation_videos": True, "log_every": 1}
+    run = train_here(arguments_for(clips, tmp_path / "run", **changes))
+    names = {file.name for file in run.folder.iterdir()}
+    promised = "config.json train.log metrics.jsonl logs best_model validation_history.json final_model.pth"
+    assert {*promised.split(), "final_model.safetensors", "model_card.md", "report.html", "checkpoint-6"} <= names
+    best = run.folder / "best_model"
+    assert {file.name for file in best.iterdir()} == {
+        "model.safetensors",
+        "model.pth",
+        "config.json",
+        "model_info.json",
+    }
+    info = json.loads((best / "model_info.json").read_text())
+    assert {"step", "psnr", "ssim", "lpips", "train_loss", "timestamp"} <= set(info)
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
+    wanted = {"train/learning_rate", "train/gradient_norm", "train/frames_per_second", "train/gpu_memory_gb"}
+    assert wanted <= set(lines[0]) and [line["step"] for line in lines if "val/psnr" in line] == [2, 4, 6]
+    history = json.loads((run.folder / "validation_history.json").read_text())
+    assert [entry["step"] for entry in history] == [2, 4, 6] and "raw" in history[0]
+    config = json.loads((run.folder / "config.json").read_text())
+    assert config["variant"] == "taehv" and config["model_width"] == 0.125
+    assert load_model(run.folder).spec.width == 0.125
+    assert "PSNR" in (run.folder / "report.html").read_text()
+    assert "psnr" in (run.folder / "model_card.md").read_text()
+
+
+def test_accumulation_is_the_larger_batch(clips: Path, tmp_path: Path) -> None:
+    """Four clips a step as 4, as 2 x 2 and as 1 x 4: the same clips, the same gradients but for rounding."""
+    finals = []
+    for batch, accumulation in ((4, 1), (2, 2), (1, 4)):
+        shape = {"train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        run = train_here(arguments_for(clips, tmp_path / f"{batch}", validation_steps=0, max_train_steps=3, **shape))
+        assert run.progress.samples_seen == 12
+        finals.append(final_weights(run.folder))
+    for other in finals[1:]:
+        for key, value in finals[0].items():
+            torch.testing.assert_close(other[key], value, atol=2e-5, rtol=1e-3)
+
+
+def test_early_stopping_ends_the_run_and_says_why(clips: Path, tmp_path: Path) -> None:
+    frozen = {"learning_rate": 1e-30, "ema_decay": 0.0, "early_stopping_patience": 2, "max_train_steps": 20}
+    run = train_here(arguments_for(clips, tmp_path / "run", validation_steps=2, **frozen))
+    assert run.progress.step == 6  # the first validation is the best, two more bring nothing
+    info = json.loads((run.folder / "early_stop_info.json").read_text())
+    assert (info["best_step"], info["patience"], info["validations_without_improvement"]) == (2, 2, 2)
+    assert (run.folder / "final_model.safetensors").exists()
+
+
+def write_tiny_teacher(folder: Path) -> Path:
+    """A CogVideoX VAE of a few thousand parameters, as diffusers saves it."""
+    from diffusers import AutoencoderKLCogVideoX
+
+    torch.manual_seed(0)
+    channels = (4, 4, 4, 4)
+    AutoencoderKLCogVideoX(
+        block_out_channels=channels, layers_per_block=1, norm_num_groups=2, latent_channels=16
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_teacher_seraena_and_lpips_in_one_run(clips: Path, tmp_path: Path, shared: Path) -> None:
+    """All terms on: each is logged, the teacher is in no checkpoint, and training moves the student only."""
+    changes = {
+        "variant": "taecvx",
+        "n_frames": 8,
+        "use_ref_vae": True,
+        "cogvideox_model_path": write_tiny_teacher(tmp_path / "vae"),
+        "ref_vae_dtype": "float32",
+        "encoder_loss_weight": 0.1,
+        "decoder_loss_weight": 0.1,
+        "perceptual_loss_weight": 0.1,
+        "temporal_loss_weight": 0.1,
+        "lpips_weights": shared / "lpips" / "alex.safetensors",
+        "max_train_steps": 2,
+        "log_every": 1,
+        **SERAENA,
+    }
+    run = train_here(arguments_for(clips, tmp_path / "run", **changes))
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    terms = ("reconstruction", "encoder", "decoder", "perceptual", "temporal", "seraena")
+    assert all(f"train/{term}_loss" in lines[0] for term in terms)
+    assert "val/lpips" in lines[-1]
+    state = torch.load(run.folder / "checkpoint-2" / "training_state.pt", weights_only=True)
+    assert set(state["model"]) == set(TAEHV("taecvx", width=0.125).state_dict())
+    assert not any("teacher" in key or "vae" in key for key in state)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_every_precision_takes_steps(clips: Path, tmp_path: Path, precision: str) -> None:
+    settings = {"mixed_precision": precision, "max_train_steps": 2, "validation_steps": 0, "ema_decay": 0.0}
+    run = train_here(arguments_for(clips, tmp_path / "run", **settings))
+    before = build_model(TrainConfig(model_width=0.125, seed=42)).state_dict()
+    after = final_weights(run.folder)
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in after.values())
+
+
+def test_gradient_checkpointing_and_muon_train_too(clips: Path, tmp_path: Path) -> None:
+    settings = {"gradient_checkpointing": True, "optimizer": "muon", "max_train_steps": 2, "validation_steps": 0}
+    run = train_here(arguments_for(clips, tmp_path / "run", **settings))
+    assert run.progress.step == 2 and run.progress.skipped_steps == 0
+
+
+def test_pretrained_weights_are_where_training_starts(clips: Path, tmp_path: Path) -> None:
+    save_model(TAEHV("taehv", width=0.125), tmp_path / "start.safetensors")
+    settings = {"pretrained_model_path": tmp_path / "start.safetensors", "learning_rate": 1e-30, "max_train_steps": 1}
+    run = train_here(arguments_for(clips, tmp_path / "run", ema_decay=0.0, validation_steps=0, **settings))
+    start = load_model(tmp_path / "start.safetensors").state_dict()
+    assert all(torch.allclose(start[key], value) for key, value in final_weights(run.folder).items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"n_frames": 6}, "n_frames=6 does not suit taehv"),
+        ({"height": 36}, "multiples of 8"),
+        ({"encoder_loss_weight": 0.1}, "needs a teacher"),
+        ({"perceptual_loss_weight": 0.1, "lpips_weights": "no/such/file"}, "lpips_weights"),
+        ({"pretrained_model_path": "no/such/model.pth"}, "no/such/model.pth"),
+        ({"data_root": "no/such/folder"}, "data_root"),
+        ({"train_split": 1.0}, "validation"),
+        ({"height": 320, "width": 320}, "320"),
+    ],
+)
+def test_mistakes_end_at_the_start(clips: Path, tmp_path: Path, changes: dict[str, object], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        train_here(arguments_for(clips, tmp_path / "run", **changes))
+    assert not list(tmp_path.glob("run/checkpoint-*"))
