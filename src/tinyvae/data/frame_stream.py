@@ -14,6 +14,7 @@ from itertools import chain
 import av
 import av.error
 
+from tinyvae.data.h264 import is_disposable, nal_length_size
 from tinyvae.data.timeline import Timeline
 from tinyvae.data.video_file import OpenVideo, PacketError, unreadable
 
@@ -162,7 +163,7 @@ def seek_frames(video: OpenVideo, timeline: Timeline, first: int) -> Iterator[tu
     None means: open the file again and count from its start. At most two key frames are decoded from.
     """
     for key in _keys_before(video, timeline, first):
-        packets = chain((key,), video.packets())
+        packets = chain((key,), _needed(video, timeline.earliest_pts(first)))
         frames = frames_in_order(video, packets, after_seek=True)
         numbered = ((_number(timeline, frame), frame) for frame in frames)
         try:
@@ -172,6 +173,15 @@ def seek_frames(video: OpenVideo, timeline: Timeline, first: int) -> Iterator[tu
         if opening is not None and opening[0] == first:
             return _without_gaps(video, first, chain((opening,), numbered))
     return None
+
+
+def _needed(video: OpenVideo, wanted_pts: int) -> Iterator[av.Packet]:
+    """The packets that follow, without pictures before ``wanted_pts`` that nothing refers to."""
+    length_size = nal_length_size(video.stream)
+    for packet in video.packets():
+        on_the_way = length_size > 0 and packet.pts is not None and packet.pts < wanted_pts
+        if not (on_the_way and is_disposable(packet, length_size)):
+            yield packet
 
 
 def _number(timeline: Timeline, frame: av.VideoFrame) -> int | None:

@@ -47,6 +47,10 @@ class EvenTimeline:
         """A time at or after frame ``index`` and before frame ``index + 1``."""
         return math.floor(self.first_pts + (index + EVEN_TOLERANCE) * self.pts_step)
 
+    def earliest_pts(self, index: int) -> int:
+        """No frame before ``index`` is shown at or after this time."""
+        return math.ceil(self.first_pts + (index - EVEN_TOLERANCE) * self.pts_step)
+
     def index_of(self, pts: int) -> int | None:
         """The number of the frame shown at ``pts``; None when no frame is."""
         position = (pts - self.first_pts) / self.pts_step
@@ -68,6 +72,9 @@ class VariableTimeline:
         return index < len(self.pts)
 
     def seek_pts(self, index: int) -> int:
+        return int(self.pts[index])
+
+    def earliest_pts(self, index: int) -> int:
         return int(self.pts[index])
 
     def index_of(self, pts: int) -> int | None:
