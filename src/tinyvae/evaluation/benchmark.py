@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -75,7 +75,7 @@ def time_once_ms(call: Callable[[], object], device: torch.device) -> float:
 
 
 def time_alternating_ms(
-    calls: dict[str, Callable[[], object]], device: torch.device, *, repeats: int, warmups: int
+    calls: Mapping[str, Callable[[], object]], device: torch.device, *, repeats: int, warmups: int
 ) -> dict[str, list[float]]:
     """Times of each call, taken in turn: a, b, a, b, ..."""
     for _ in range(warmups):

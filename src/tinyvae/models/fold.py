@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +152,8 @@ def _is_relu(found: list[nn.Module], place: int) -> bool:
 
 
 def fold_mem_block(block: MemBlock) -> MemStep:
-    first, second, third = (block.conv[i] for i in (0, 2, 4))
+    first, second, third = (_conv(list(block.conv), i) for i in (0, 2, 4))
+    assert first.bias is not None and second.bias is not None and third.bias is not None
     channels = first.weight.shape[0]
     return MemStep(
         first=torch.cat([first.weight[:, :channels], first.weight[:, channels:]]),
@@ -164,7 +166,8 @@ def fold_mem_block(block: MemBlock) -> MemStep:
 
 
 def fold_super_mem_block(block: SuperMemBlock) -> SuperMemStep:
-    depth, widen, narrow = (block.conv[i] for i in (0, 1, 3))
+    depth, widen, narrow = (_conv(list(block.conv), i) for i in (0, 1, 3))
+    assert widen.bias is not None
     channels = narrow.weight.shape[0]
     return SuperMemStep(
         depth=depth.weight[:channels],
@@ -211,7 +214,13 @@ def map_weights(steps: list[Step], change: Callable[[Tensor], Tensor]) -> list[S
     """The same steps with every weight and bias replaced by ``change(it)``."""
 
     def changed(step: Step) -> Step:
-        tensors = {f.name: getattr(step, f.name) for f in fields(step)}
-        return replace(step, **{name: change(value) for name, value in tensors.items() if isinstance(value, Tensor)})
+        values: dict[str, Any] = {field.name: getattr(step, field.name) for field in fields(step)}
+        changes: dict[str, Any] = {name: change(one) for name, one in values.items() if isinstance(one, Tensor)}
+        return replace(step, **changes)
 
     return [changed(step) for step in steps]
+
+
+def channels_last(weight: Tensor) -> Tensor:
+    """Convolution weights in the memory order that NHWC convolutions read; biases as they are."""
+    return weight.contiguous(memory_format=torch.channels_last) if weight.ndim == 4 else weight

@@ -4,7 +4,8 @@
 
 - ``hopper``: own kernels, fp16 and bf16 on GPUs of compute capability 9.0 (H100, H200), base networks whose hidden
   channel counts are multiples of 64. Kernels are compiled once per process and tile height (four at most); frame
-  count and frame size may change at every call without compiling again.
+  count and frame size may change at every call without compiling again. Two of the three convolutions of a memory
+  block also exist as fused cuDNN operators: the faster way is found once per frame size (see `fastest_way`).
 - ``compiled``: `torch.compile` over torch's own operators, on other CUDA devices. The first frame size is compiled
   as it is; from the second on the sizes are symbols, so there are a few compilations and not one per size.
 - ``eager``: torch's own operators, on CPUs and where no compiler is found.
@@ -15,6 +16,7 @@ for another one, move the model and call `fused()` again.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import shutil
 from collections.abc import Callable
@@ -26,7 +28,7 @@ from torch.nn import functional as F
 
 from tinyvae.errors import UserError
 from tinyvae.models.codec import CodecMemory, VideoCodec
-from tinyvae.models.fold import Step, fold_layers, map_weights
+from tinyvae.models.fold import Step, channels_last, fold_layers, map_weights
 from tinyvae.models.folded_run import run_steps
 from tinyvae.models.hopper_engine import HopperStack, why_not_hopper
 
@@ -83,7 +85,7 @@ class FusedTAEHV(VideoCodec):
         patch = self.spec.patch_size
         if engine == "hopper":
             return HopperStack(steps, patch_size=patch).run
-        steps = map_weights(steps, _channels_last)
+        steps = map_weights(steps, channels_last)
 
         def run(x_NTCHW: Tensor, memory: list[Tensor | None] | None) -> tuple[Tensor, list[Tensor | None]]:
             if side == "encoder":
@@ -132,11 +134,5 @@ def folded_copy(layers: torch.nn.Sequential) -> list[Step]:
     Folded weights are sums of products, so they are taken in float64 and rounded once.
     """
     dtype = next(layers.parameters()).dtype
-    import copy
-
     exact = copy.deepcopy(layers).double()
     return map_weights(fold_layers(exact), lambda weight: weight.detach().to(dtype).contiguous())
-
-
-def _channels_last(weight: Tensor) -> Tensor:
-    return weight.contiguous(memory_format=torch.channels_last) if weight.ndim == 4 else weight
