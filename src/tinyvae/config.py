@@ -109,6 +109,12 @@ class TrainConfig:
     bad_file_limit: float = option(
         0.05, "data", "Share of unreadable files above which the run stops.", at_least=0, at_most=1
     )
+    decoded_cache_gb: float = option(
+        0.0, "data", "Keep decoded files of small data sets, up to so many GiB; 0: decode every clip anew.", at_least=0
+    )
+    decoded_cache_dir: Path | None = option(
+        None, "data", "Where decoded files are kept, best a local disk; none: the temporary folder of the machine."
+    )
     decode_timeout_s: float = option(30.0, "data", "Longest time one clip may take to decode, seconds.", above=0)
 
     # augmentation
@@ -316,6 +322,7 @@ class TrainConfig:
             "annotation_file",
             "index_path",
             "lpips_weights",
+            "decoded_cache_dir",
             "output_dir",
         ):
             value: object = getattr(self, key)

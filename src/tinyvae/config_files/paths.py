@@ -18,6 +18,7 @@ PATH_KEYS = (
     "annotation_file",
     "index_path",
     "lpips_weights",
+    "decoded_cache_dir",
     "output_dir",
 )
 """Keys that always name a file or folder. ``logging_dir`` is not here: it is relative to the run's folder."""

@@ -18,6 +18,7 @@ from tinyvae.data.bad_files import BadFile
 from tinyvae.data.clip_choice import ClipChoice, choose_clip, choose_validation_clip, epoch_of, file_of
 from tinyvae.data.clip_settings import ClipSettings
 from tinyvae.data.decode import read_frames
+from tinyvae.data.decoded_cache import DecodedCache, default_cache_dir
 from tinyvae.data.geometry import finish_clip
 from tinyvae.data.index import IndexRow
 from tinyvae.data.splits import ClipSet
@@ -186,6 +187,10 @@ def read_clip(clips: ClipSet, row: IndexRow, choice: ClipChoice, settings: ClipS
             "run `tinyvae data index` again"
         )
     window = choice.window
+    cached = _cached_window(clips, row, choice, settings) if settings.decoded_cache_gb > 0 else None
+    if cached is not None:
+        finish_clip(cached, out_TCHW, choice.flip)
+        return
     native = (window.height, window.width) == (settings.height, settings.width)
     frames = read_frames(
         path,
@@ -196,3 +201,16 @@ def read_clip(clips: ClipSet, row: IndexRow, choice: ClipChoice, settings: ClipS
         out=out_TCHW if native else None,
     )
     finish_clip(frames, out_TCHW, choice.flip)
+
+
+def _cached_window(clips: ClipSet, row: IndexRow, choice: ClipChoice, settings: ClipSettings) -> Tensor | None:
+    """The clip's window of its frames, a view of the decoded cache; None where the file does not fit in there."""
+    cache = DecodedCache(settings.decoded_cache_dir or default_cache_dir(), max_gb=settings.decoded_cache_gb)
+    video = cache.frames(clips.index.full_path(row), clips.index.info(row), timeout_s=settings.decode_timeout_s)
+    if video is None:
+        return None
+    first, *others = choice.frame_indices
+    delta = others[0] - first if others else 1
+    window = choice.window
+    rows, columns = slice(window.top, window.top + window.height), slice(window.left, window.left + window.width)
+    return video[first : choice.frame_indices[-1] + 1 : delta, :, rows, columns]

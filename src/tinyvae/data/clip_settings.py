@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from tinyvae.errors import UserError
 
@@ -42,6 +43,10 @@ class ClipSettings:
     seed: int = 42
     decode_timeout_s: float = 30.0
     """Deadline for decoding one clip; a file that passes it is a bad file."""
+    decoded_cache_gb: float = 0.0
+    """Size of the cache of decoded files in GiB; 0: none (see `tinyvae.data.decoded_cache`)."""
+    decoded_cache_dir: Path | None = None
+    """Where that cache lies; None: `default_cache_dir()`."""
     variant: str | None = None
     """When given, height and width must suit this variant; else they must be multiples of 8."""
 

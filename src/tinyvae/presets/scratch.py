@@ -21,6 +21,7 @@ config = TrainConfig(
     validation_width=256,
     validation_n_frames=20,
     random_resize=False,
+    decoded_cache_gb=16.0,
     max_train_steps=4_000,
     train_batch_size=16,
     mixed_precision="bf16",

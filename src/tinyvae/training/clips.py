@@ -39,6 +39,8 @@ def training_settings(config: TrainConfig) -> ClipSettings:
         allow_upscale=config.allow_upscale,
         seed=config.seed,
         decode_timeout_s=config.decode_timeout_s,
+        decoded_cache_gb=config.decoded_cache_gb,
+        decoded_cache_dir=config.decoded_cache_dir,
         variant=config.variant,
     )
 
