@@ -1,0 +1,283 @@
+"""Two processes, a fault in one of them: nobody hangs, nobody drifts, and the job ends with a sentence."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults import Both, NanLoss, OutOfMemory, OutOfMemoryInSeraena, SlowSteps
+from tiny_runs import (
+    SERAENA,
+    Launch,
+    arguments_for,
+    differences,
+    launch,
+    run_differences,
+    state_of,
+    train_here,
+)
+
+from tinyvae.data.loader import TrainLoader
+from tinyvae.errors import UserError
+from tinyvae.training import start
+from tinyvae.training.engine import Engine
+
+pytestmark = pytest.mark.slow
+
+
+class KeepWeights:
+    """Each rank writes the weights (and Seraena's) that it ends with, to compare them over ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, rank: int) -> None:
+        finish = Engine.close
+
+        def keep(engine: Engine) -> None:
+            model, seraena = self.seen
+            state: dict[str, Any] = {"model": model.state_dict()}
+            if seraena is not None:
+                state["seraena"] = seraena.shared_state_dict()
+            torch.save(state, self.folder / f"weights_of_rank_{rank}.pt")
+            finish(engine)
+
+        build = start.build_task
+
+        def build_and_see(config: Any, engine: Any, model: Any) -> Any:
+            task = build(config, engine, model)
+            self.seen = (model, task.seraena)
+            return task
+
+        Engine.close = keep  # type: ignore[method-assign]
+        start.build_task = build_and_see  # type: ignore[assignment]
+
+
+def two_ranks(clips: Path, folder: Path, *faults: Any, **changes: object) -> Launch:
+    arguments = arguments_for(clips, folder / "run", **{"train_batch_size": 2, "log_every": 1, **changes})
+    return launch(arguments, folder, ranks=2, prepare=Both(KeepWeights(folder), *faults))
+
+
+def assert_ranks_equal(folder: Path) -> None:
+    both = [torch.load(folder / f"weights_of_rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert differences(*both) == []
+
+
+def test_resume_on_two_ranks_with_seraena(clips: Path, tmp_path: Path) -> None:
+    """Killed after step 3 of 6, in mid-epoch, with accumulation; and all ranks hold one discriminator."""
+    changes = {**SERAENA, "gradient_accumulation_steps": 2, "train_batch_size": 1}
+    whole = two_ranks(clips, tmp_path / "whole", **changes)
+    assert whole.wait(180) == [0, 0], whole.both_logs()
+    assert_ranks_equal(tmp_path / "whole")
+    killed = two_ranks(clips, tmp_path / "killed", SlowSteps(0.3), **changes)
+    killed.wait_for("checkpoint-3", timeout_s=120)
+    killed.signal(signal.SIGKILL)
+    assert killed.wait() == [-9, -9]
+    resumed = two_ranks(clips, tmp_path / "killed", **changes, resume_from_checkpoint="latest")
+    assert resumed.wait(180) == [0, 0], resumed.both_logs()
+    assert run_differences(tmp_path / "whole/run", tmp_path / "killed/run", 6) == []
+
+
+def test_one_two_one_ranks(clips: Path, tmp_path: Path) -> None:
+    """Weights, moments, scores, discriminator and data position go on; the log says what does not."""
+    run = tmp_path / "run"
+    one: dict[str, object] = {**SERAENA, "checkpointing_steps": 2, "validation_steps": 2}
+    train_here(arguments_for(clips, run, **one, max_train_steps=2))
+    pair = two_ranks(clips, tmp_path, **one, train_batch_size=1, max_train_steps=4, resume_from_checkpoint="latest")
+    assert pair.wait(120) == [0, 0], pair.both_logs()
+    assert_ranks_equal(tmp_path)
+    assert "written by 1 processes and 2 go on: weights, optimiser, schedule, data position and scores" in pair.log()
+    last = train_here(arguments_for(clips, run, **one, resume_from_checkpoint="latest"))
+    assert last.progress.step == 6 and last.progress.samples_seen == 12
+    assert [state_of(run / f"checkpoint-{step}")["training_state.pt"]["seraena"]["steps"] for step in (4, 6)] == [4, 6]
+
+
+def test_ranks_share_the_gradient_of_one(clips: Path, tmp_path: Path) -> None:
+    """Without Seraena two ranks of one clip give the weights of one rank of two, up to rounding."""
+    train_here(arguments_for(clips, tmp_path / "one", max_train_steps=3, epsilon=1e-3))
+    pair = two_ranks(clips, tmp_path, train_batch_size=1, max_train_steps=3, epsilon=1e-3)
+    assert pair.wait(120) == [0, 0], pair.both_logs()
+    one, two = (
+        state_of(run / "checkpoint-3")["training_state.pt"]["model"] for run in (tmp_path / "one", tmp_path / "run")
+    )
+    assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
+
+
+@pytest.mark.parametrize("seraena", [False, True], ids=["plain", "seraena"])
+def test_a_nan_on_one_rank_makes_all_skip(clips: Path, tmp_path: Path, seraena: bool) -> None:
+    changes: dict[str, object] = SERAENA if seraena else {}
+    running = two_ranks(clips, tmp_path, NanLoss(rank=1, calls=(2, 4)), **changes)
+    assert running.wait(120) == [0, 0], running.both_logs()
+    assert_ranks_equal(tmp_path)
+    text = (tmp_path / "run/train.log").read_text()
+    skipped = [line for line in text.splitlines() if "skipped:" in line]
+    assert len(skipped) == 2 and all("process 1:" in line and "process 0:" not in line for line in skipped)
+    assert state_of(tmp_path / "run/checkpoint-6")["training_state.pt"]["progress"]["skipped_steps"] == 2
+
+
+class NanFrames:
+    """One rank's decoder makes NaN frames in one step: Seraena must not learn from them on any rank."""
+
+    def __call__(self, rank: int) -> None:
+        from tinyvae.training.task import TrainingTask
+
+        if rank == 1:
+            student, calls = TrainingTask._student, []
+
+            def nan_once(self: TrainingTask, *arguments: Any) -> Any:
+                decoded, *rest = student(self, *arguments)
+                calls.append(1)
+                return (decoded * float("nan") if len(calls) == 3 else decoded, *rest)
+
+            TrainingTask._student = nan_once  # type: ignore[method-assign]
+
+
+def test_nan_frames_on_one_rank_with_seraena(clips: Path, tmp_path: Path) -> None:
+    running = two_ranks(clips, tmp_path, NanFrames(), **SERAENA, max_train_steps=4)
+    assert running.wait(120) == [0, 0], running.both_logs()
+    assert_ranks_equal(tmp_path)
+    state = state_of(tmp_path / "run/checkpoint-4")["training_state.pt"]
+    assert state["progress"]["skipped_steps"] == 1 and state["seraena"]["steps"] == 3
+    (line,) = [line for line in (tmp_path / "run/train.log").read_text().splitlines() if "skipped:" in line]
+    assert "process 1:" in line and "process 0:" not in line
+
+
+def test_too_many_nans_end_the_run_with_a_diagnosis(clips: Path, tmp_path: Path) -> None:
+    running = two_ranks(clips, tmp_path, NanLoss(rank=1, calls=range(2, 99)), max_skipped_steps=3)
+    assert running.wait(120) == [2, 2], running.both_logs()
+    for rank in (0, 1):
+        assert "3 steps in a row had a loss or gradient that is not finite" in running.log(rank)
+        assert "Traceback" not in running.log(rank)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        OutOfMemory(rank=1, calls=(3,)),
+        OutOfMemoryInSeraena(rank=1, calls=(2,), after_exchange=False),
+        OutOfMemoryInSeraena(rank=0, calls=(3,), after_exchange=True),
+    ],
+    ids=["before Seraena", "in Seraena before its exchange", "in Seraena after its exchange"],
+)
+def test_out_of_memory_on_one_rank_makes_all_retry(clips: Path, tmp_path: Path, fault: Any) -> None:
+    """With accumulation the other rank is on its way to an exchange that the failed one will not reach."""
+    changes = {**SERAENA, "gradient_accumulation_steps": 2, "max_train_steps": 3}
+    running = two_ranks(clips, tmp_path, fault, **changes)
+    assert running.wait(120) == [0, 0], running.both_logs()
+    assert_ranks_equal(tmp_path)
+    for rank in (0, 1):
+        assert running.log(rank).count("micro-batches in 2 parts") == 1
+    state = state_of(tmp_path / "run/checkpoint-3")["training_state.pt"]
+    assert state["seraena"]["steps"] == 6, "a failed attempt leaves no discriminator step behind"
+    assert state["progress"]["skipped_steps"] == 0
+
+
+def test_out_of_memory_with_one_clip_stops_all_with_a_checkpoint(clips: Path, tmp_path: Path) -> None:
+    running = two_ranks(clips, tmp_path, OutOfMemory(rank=1, calls=range(3, 99)), **SERAENA, validation_steps=0)
+    assert running.wait(120) == [2, 2], running.both_logs()
+    for rank in (0, 1):
+        assert "out of memory with a single clip" in running.log(rank) and "Traceback" not in running.log(rank)
+    assert (tmp_path / "run/emergency_checkpoint-2/rank_00001.pt").is_file()
+
+
+class NoMoreClips:
+    """The storage of one rank goes away after two batches."""
+
+    def __call__(self, rank: int) -> None:
+        read = TrainLoader.__iter__
+
+        def two_batches(self: TrainLoader) -> Any:
+            for number, batch in enumerate(read(self)):
+                if number == 2 and rank == 1:
+                    raise UserError("not one of 64 files could be read")
+                yield batch
+
+        TrainLoader.__iter__ = two_batches  # type: ignore[method-assign]
+
+
+def test_a_rank_without_data_stops_all_with_a_checkpoint(clips: Path, tmp_path: Path) -> None:
+    running = two_ranks(clips, tmp_path, NoMoreClips(), **SERAENA, validation_steps=0)
+    assert running.wait(120) == [1, 2], running.both_logs()
+    assert "not one of 64 files could be read" in running.log(1)
+    assert "another process of this run had to stop" in running.log(0)
+    assert (tmp_path / "run/emergency_checkpoint-2").is_dir()
+
+
+def test_a_killed_rank_ends_the_job_in_seconds(clips: Path, tmp_path: Path) -> None:
+    running = two_ranks(clips, tmp_path, SlowSteps(0.2), nccl_timeout=600, max_train_steps=500)
+    running.wait_for("call 3")
+    killed = time.monotonic()
+    running.signal(signal.SIGKILL, 1)
+    assert running.wait(30) == [1, -9], running.both_logs()
+    assert time.monotonic() - killed < 15
+    assert "another process of this run has stopped or hangs" in running.log()
+    assert "docs/troubleshooting.md#a-lost-process" in running.log()
+    assert "Traceback" not in running.log() and "Watchdog" not in running.log()
+
+
+def test_a_silent_rank_ends_the_job_at_the_configured_timeout(clips: Path, tmp_path: Path) -> None:
+    """A peer that lives but says nothing: its connection stays open, so only the timeout can tell."""
+    running = two_ranks(clips, tmp_path, SlowSteps(0.2), nccl_timeout=5, max_train_steps=500, validation_steps=0)
+    running.wait_for("call 3")
+    running.signal(signal.SIGSTOP, 1)
+    stopped = time.monotonic()
+    running.processes[0].join(30)
+    waited = time.monotonic() - stopped
+    running.signal(signal.SIGCONT, 1)
+    running.kill()
+    assert running.processes[0].exitcode == 1, running.both_logs()
+    assert 3 < waited < 15
+    assert "within 5 s" in running.log() and "Traceback" not in running.log()
+
+
+class ShowTimeouts:
+    """Print the timeout of every process group."""
+
+    def __call__(self, rank: int) -> None:
+        prepare = Engine.prepare
+
+        def show(engine: Engine, *arguments: Any) -> None:
+            for group in (dist.group.WORLD, engine._messages):
+                backend = group._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+                print("timeout", int(backend.options._timeout.total_seconds()), flush=True)
+            prepare(engine, *arguments)
+
+        Engine.prepare = show  # type: ignore[method-assign]
+
+
+def test_every_group_has_the_configured_timeout(clips: Path, tmp_path: Path) -> None:
+    running = two_ranks(clips, tmp_path, ShowTimeouts(), nccl_timeout=77, max_train_steps=1, validation_steps=0)
+    assert running.wait(60) == [0, 0], running.both_logs()
+    assert running.log().count("timeout 77") == 2
+
+
+def test_a_mistake_is_told_by_every_rank(clips: Path, tmp_path: Path) -> None:
+    running = two_ranks(clips, tmp_path, resume_from_checkpoint="latest")
+    assert running.wait(60) == [2, 2], running.both_logs()
+    for rank in (0, 1):
+        assert "there is no intact checkpoint" in running.log(rank) and "Traceback" not in running.log(rank)
+
+
+def test_validation_out_of_memory_on_one_rank(clips: Path, tmp_path: Path) -> None:
+    running = two_ranks(clips, tmp_path, OomInValidation())
+    assert running.wait(60) == [2, 2], running.both_logs()
+    for rank in (0, 1):
+        assert "out of memory in validation; the run is saved" in running.log(rank)
+    assert (tmp_path / "run/emergency_checkpoint-2").is_dir()
+
+
+class OomInValidation:
+    def __call__(self, rank: int) -> None:
+        from tinyvae.training import validation
+
+        if rank == 1:
+
+            def fail(*arguments: object) -> None:
+                raise torch.OutOfMemoryError("injected")
+
+            validation._measure = fail  # type: ignore[assignment]
