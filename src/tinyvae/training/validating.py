@@ -140,7 +140,10 @@ class Validator:
             **result.metrics,
             "raw": None if raw is None else raw.metrics,
         }
-        self._history.add(entry)
+        try:
+            self._history.add(entry)
+        except OSError as fault:  # the entry is written with the next one
+            log.error("could not write validation_history.json at step %d: %s", progress.step, fault)
         shown = ", ".join(
             f"{name} {result.metrics[name]:.4g}" for name in ("psnr", "ssim", "lpips") if name in result.metrics
         )
