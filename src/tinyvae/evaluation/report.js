@@ -26,7 +26,7 @@
     return { ticks, digits };
   }
 
-  function drawChart(box, { series, xLabel, yDigits = 3, height = 260, onPick = null, readout = null, log = false }) {
+  function drawChart(box, { series, xLabel, height = 260, onPick = null, readout = null, log = false, minSpan = 0 }) {
     const width = Math.max(280, Math.min(1180, box.clientWidth - 28));
     const margin = { left: 54, right: 12, top: 10, bottom: 30 };
     const svg = node("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": xLabel });
@@ -39,6 +39,8 @@
     let [x0, x1] = [Math.min(...xs), Math.max(...xs)];
     let [y0, y1] = [Math.min(...ys), Math.max(...ys)];
     if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
+    // A curve that moves by a hundredth must not look like a drama.
+    if (y1 - y0 < minSpan) [y0, y1] = [(y0 + y1 - minSpan) / 2, (y0 + y1 + minSpan) / 2];
     const room = (y1 - y0) * 0.08 || Math.abs(y1) * 0.05 || 0.5;
     y0 -= room; y1 += room;
     const px = (x) => margin.left + ((x - x0) / (x1 - x0)) * (width - margin.left - margin.right);
@@ -239,7 +241,7 @@
     };
     const pickable = data.players.some((p) => p.name === clip.name);
     curves.chart = drawChart(box, {
-      series, xLabel: `${metric.label} of every frame of ${clip.name}`, readout, height: 270,
+      series, xLabel: `${metric.label} of every frame of ${clip.name}`, readout, height: 270, minSpan: { psnr: 2, ssim: 0.02, lpips: 0.02 }[metric.name] || 0,
       onPick: pickable ? (x) => player.goTo(clip.name, x) : null,
     });
     readout(null, []);

@@ -218,7 +218,7 @@ def clip_section(evaluations: Evaluations, listed: Sequence[str]) -> str:
     heads = _sort_head("Clip") + _sort_head("Frames", number=True) + _sort_head("Size", number=True)
     for info in measured:
         for index, evaluation in enumerate(evaluations):
-            label = f"{_swatch(index)}{escape(evaluation.model.label)}" if many else _metric_name(info)
+            label = f"{_swatch(index)}{escape(evaluation.model.label)}" if many else _short_name(info)
             heads += _sort_head(
                 label, number=True, metric=info.name if many else None, hidden=many and info.name != "psnr"
             )
@@ -374,6 +374,11 @@ def _variant_words(result: EvaluationResult) -> str:
 
 def _metric_name(info: MetricInfo) -> str:
     return escape(info.label) + (f' <span class="unit">{escape(info.unit)}</span>' if info.unit else "")
+
+
+def _short_name(info: MetricInfo) -> str:
+    """The name alone, for a narrow column; the unit shows when the pointer rests on it."""
+    return f'<span title="{escape(f"{info.unit} {info.meaning}".strip())}">{escape(info.label)}</span>'
 
 
 def _interval_words(info: MetricInfo, estimate: Estimate) -> str:
