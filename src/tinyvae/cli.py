@@ -19,6 +19,7 @@ VERBS: dict[str, str] = {
     "train": "train an autoencoder from a preset or a settings file",
     "check": "try everything out before a long run: GPUs, data, rules, disk, one real step",
     "data": "index a data set, check what is in it, or write sample clips",
+    "bench": "measure how fast a model is here, plain against fused",
     "info": "say what a weights file or variant is: network, sizes, frame rule",
     "lpips-weights": "get the LPIPS weights that the perceptual loss and metric need",
     "eval": "measure a model on videos: quality, flicker, speed, with a report to look at",

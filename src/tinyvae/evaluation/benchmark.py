@@ -41,8 +41,8 @@ class Timing:
     frames_per_s: float
     peak_bytes: int | None  # CUDA only: the most the call had on the device beyond its arguments and the weights
     relative_error: float | None  # against the plain network in float32
-    share_of_flops: float | None  # of the measured matrix product, by the operations the folded form needs
-    share_of_bytes: float | None  # of the measured copy, by the fewest bytes the folded form moves
+    share_of_flops: float  # of the measured matrix product, by the operations the folded form needs
+    share_of_bytes: float  # of the measured copy, by the fewest bytes the folded form moves
 
 
 @dataclass(frozen=True, kw_only=True)

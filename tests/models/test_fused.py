@@ -1,0 +1,210 @@
+"""`model.fused()`: the same numbers as the plain network, for every variant, whole and in pieces."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters as compilations
+
+from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
+from tinyvae.errors import UserError
+from tinyvae.models import fastest_way, folded_run
+from tinyvae.models.fold import ConvStep, PoolStep, fold_layers, split_phases
+from tinyvae.models.fused import FusedTAEHV, choose_engine, folded_copy
+
+TOLERANCE = 2e-6  # float32 rounding over the depth of the network, relative
+
+
+def random_weights(model: TAEHV) -> None:
+    """Weights of which every layer matters to the output; torch's own initialisation fades over the depth."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.05 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
+            parameter.copy_(torch.randn(parameter.shape) * scale)
+
+
+def relative_error(made: Tensor, expected: Tensor) -> float:
+    assert made.shape == expected.shape
+    return ((made - expected).norm() / expected.norm()).item()
+
+
+def small(variant: str, **options: object) -> TAEHV:
+    model = TAEHV(variant, width=0.25, **options)
+    random_weights(model)
+    return model.eval()
+
+
+def video_for(model: TAEHV, num_videos: int = 2, extra_frames: int = 1) -> Tensor:
+    factor = model.spec.space_factor
+    return torch.rand(num_videos, 2 * model.spec.time_factor + extra_frames, 3, factor, 2 * factor)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_every_variant_whole_and_sequential(variant: str) -> None:
+    model = small(variant)
+    fused = model.fused()
+    frames = video_for(model)
+    latents = model.encode_video(frames)
+    decoded = model.decode_video(latents)
+    for parallel in (True, False):
+        assert relative_error(fused.encode_video(frames, parallel=parallel), latents) < TOLERANCE
+        assert relative_error(fused.decode_video(latents, parallel=parallel), decoded) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("variant", "preview"),
+    [("taehv", "time"), ("taehv", "space"), ("taehv", "both"), ("taeltx_2", "both"), ("taew2_2_super", "time")],
+)
+@torch.no_grad()
+def test_previews(variant: str, preview: str) -> None:
+    model = small(variant, preview=preview)
+    latents = torch.randn(2, 3, model.spec.latent_channels, 3, 4)
+    expected = model.decode_video(latents)
+    for parallel in (True, False):
+        assert relative_error(model.fused().decode_video(latents, parallel=parallel), expected) < TOLERANCE
+
+
+@torch.no_grad()
+def test_uneven_pushes_give_the_whole_video() -> None:
+    model = small("taehv")
+    fused = model.fused()
+    frames = video_for(model, extra_frames=3)
+    latents = fused.encode_video(frames)
+    for sizes in ([1, 2, 5, 3], [11], [3, 3, 3, 2], [4, 7]):
+        encoder = StreamingEncoder(fused)
+        parts = [encoder.push(part) for part in frames.split(sizes, dim=1)]
+        assert relative_error(torch.cat([*parts, encoder.flush()], 1), latents) < TOLERANCE
+    decoded = fused.decode_video(latents)
+    for chunk in (1, 2, None):
+        decoder = StreamingDecoder(fused, chunk_latents=chunk)
+        assert relative_error(decoder.push(latents), decoded) < TOLERANCE
+        assert decoder.flush().shape[1] == 0
+
+
+@torch.no_grad()
+def test_weights_are_a_copy_and_the_model_stays() -> None:
+    model = small("taehv")
+    frames = video_for(model)
+    before = copy.deepcopy(model.state_dict())
+    fused = model.fused()
+    expected = fused.encode_video(frames)
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    for parameter in model.parameters():
+        parameter.zero_()
+    assert torch.equal(fused.encode_video(frames), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_error_at_low_precision_is_that_of_the_plain_network(dtype: torch.dtype) -> None:
+    exact = small("taehv")
+    plain = copy.deepcopy(exact).to(dtype)
+    fused = plain.fused()
+    assert fused.dtype == dtype
+    latents = torch.randn(1, 2, 16, 4, 4).to(dtype)
+    expected = exact.decode_video(latents.float())
+    of_plain = relative_error(plain.decode_video(latents).float(), expected)
+    assert relative_error(fused.decode_video(latents).float(), expected) < 1.25 * of_plain
+
+
+@torch.no_grad()
+def test_input_is_not_written_over() -> None:
+    model = small("taehv")
+    fused = model.fused()
+    frames, latents = video_for(model), torch.randn(1, 2, 16, 3, 3)
+    kept_frames, kept_latents = frames.clone(), latents.clone()
+    fused.encode_video(frames)
+    fused.decode_video(latents)
+    assert torch.equal(frames, kept_frames) and torch.equal(latents, kept_latents)
+
+
+def test_engine_is_chosen_and_said() -> None:
+    model = small("taehv")
+    assert "as asked" in FusedTAEHV(model, engine="eager").engines["encoder"]
+    with pytest.raises(UserError, match="the model is on cpu"):
+        FusedTAEHV(model, engine="hopper")
+    engine, reason = choose_engine(folded_copy(model.decoder), torch.float32, torch.device("cpu"), None)
+    assert engine == "eager" and reason and reason in repr(model.fused())
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_engine_compiles_a_bounded_number_of_times() -> None:
+    """Eight sizes and lengths, four compilations at most: the first as it is, then with symbols."""
+    if not any(shutil.which(name) for name in ("gcc", "cc", "clang")):
+        pytest.skip("torch.compile needs a C compiler on a CPU")
+    torch.compiler.reset()
+    compilations.clear()
+    model = small("taehv")
+    fused = FusedTAEHV(model, engine="compiled")
+    for height, width in ((2, 3), (4, 5), (3, 6), (5, 2)):
+        for num_latents in (2, 4):
+            latents = torch.randn(1, num_latents, 16, height, width)
+            assert relative_error(fused.decode_video(latents), model.decode_video(latents)) < TOLERANCE
+    assert 1 <= compilations["stats"]["unique_graphs"] <= 4
+
+
+def test_phases_of_a_known_kernel() -> None:
+    """A 3x3 that copies the pixel to the left on the doubled grid, as 2x2 phases."""
+    weight = torch.zeros(1, 1, 1, 3, 3)
+    weight[..., 1, 0] = 1
+    phases = split_phases(weight).reshape(2, 2, 2, 2)  # phase row, phase column, tap row, tap column
+    # An even column's left neighbour lies in the small column before; an odd one's in its own.
+    for row in (0, 1):
+        own_row = torch.tensor([0.0, 1.0]) if row == 0 else torch.tensor([1.0, 0.0])
+        for column in (0, 1):
+            assert torch.equal(phases[row, column], torch.outer(own_row, torch.tensor([1.0, 0.0])))
+
+
+def test_filled_up_channels_change_nothing() -> None:
+    x, weight, bias = torch.randn(2, 3, 5, 6), torch.randn(5, 3, 3, 3), torch.randn(5)
+    plain = folded_run.aligned_conv(x, weight, bias, multiple=1)
+    filled = folded_run.aligned_conv(x, weight, bias, multiple=8)
+    torch.testing.assert_close(filled, plain)
+
+
+def test_first_convolution_over_stacked_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way CUDA takes: frames side by side through a block-diagonal first convolution."""
+    model = small("taehv")
+    steps = fold_layers(model.encoder)
+    assert isinstance(steps[0], ConvStep) and isinstance(steps[1], PoolStep)
+    frames = video_for(model, extra_frames=0)
+    expected = folded_run.run_steps(steps, frames)[0]
+    monkeypatch.setattr(folded_run, "stacking_of_first", lambda *arguments: 2)
+    assert relative_error(folded_run.run_steps(steps, frames)[0].detach(), expected.detach()) < TOLERANCE
+
+
+def test_low_latency_is_for_cuda() -> None:
+    with pytest.raises(UserError, match="CUDA graph"):
+        StreamingDecoder(small("taehv").fused(), low_latency=True)
+    with pytest.raises(UserError, match="at least 1"):
+        StreamingDecoder(small("taehv").fused(), chunk_latents=0)
+
+
+def test_chunk_fills_the_device_at_every_size() -> None:
+    fused = small("taehv").fused()
+    assert fused.stream_chunk_latents(60, 90) == 8
+    assert fused.stream_chunk_latents(90, 160) == 3
+    assert fused.stream_chunk_latents(500, 500) == 1
+
+
+def test_a_wrong_way_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fastest_way, "_chosen", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(fastest_way, "_time_ms", lambda way: 1.0 if way is slow else 0.5)
+
+    def slow() -> Tensor:
+        return torch.ones(3)
+
+    for wrong in (torch.full((3,), torch.nan), torch.tensor([1.0, 1.0, 2.0])):
+        fastest_way._chosen.clear()
+        with pytest.warns(UserWarning, match="other gives another result"):
+            assert torch.equal(fastest_way.run_fastest("p", {"slow": slow, "other": lambda w=wrong: w}), torch.ones(3))
+    fastest_way._chosen.clear()
+    fastest_way.run_fastest("p", {"slow": slow, "fast": lambda: torch.ones(3)})
+    assert fastest_way.choices() == {"p": "fast"}

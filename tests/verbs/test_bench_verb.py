@@ -1,0 +1,48 @@
+"""`tinyvae bench`: the real thing at a small size, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tinyvae.cli import run
+from tinyvae.errors import UserError
+
+
+def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "bench.json"
+    options = ["--size", "16x24", "--frames", "5", "--device", "cpu", "--repeats", "3", "--output", str(target)]
+    assert run(["bench", "taehv", *options]) == 0
+    shown = capsys.readouterr().out
+    report = json.loads(target.read_text())
+    assert [(row["operation"], row["codec"]) for row in report["timings"]] == [
+        ("decode", "plain"),
+        ("decode", "fused"),
+        ("encode", "plain"),
+        ("encode", "fused"),
+    ]
+    for row in report["timings"]:
+        assert row["milliseconds"] > 0 and row["relative_error"] < 1e-5
+        assert row["frames_per_s"] == pytest.approx(5 / row["milliseconds"] * 1e3)
+        assert f"{row['milliseconds']:.2f}" in shown
+    assert report["dtype"] == "fp32" and report["ceilings"]["flops_per_s"] > 0
+    assert "eager" in report["engines"]["decoder"] and report["engines"]["decoder"] in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["taehv", "--size", "480"], "HEIGHTxWIDTH"),
+        (["taehv", "--size", "481x720", "--device", "cpu"], "480x720 or 488x720"),
+        (["taehv", "--device", "gpu"], "not a device"),
+        (["taehv", "--frames", "0"], "at least 1"),
+        (["taehv", "--size", "16x16", "--frames", "1", "--device", "cpu", "--repeats", "2"], "3 repeats"),
+        (["taehv", "--output", "no/such/folder/x.json"], "does not exist"),
+        (["no_such_file.pth", "--device", "cpu"], "no_such_file.pth"),
+    ],
+)
+def test_mistakes_end_in_a_sentence(options: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        run(["bench", *options])
