@@ -46,6 +46,7 @@ base="${base:-output/recovery_$(basename "$config" .py)_$(date +%Y-%m-%d_%H-%M-%
 
 # The newest checkpoint whose every file is as it was written; nothing where there is none.
 newest() {
+    compgen -G "$base/*checkpoint-*" >/dev/null || compgen -G "$base/attempt_*/*checkpoint-*" >/dev/null || return 0
     "${PYTHON:-python}" - "$base" <<'PYTHON'
 import sys
 from pathlib import Path
@@ -63,8 +64,8 @@ hand_on() { stopping="$1"; [[ -z "$child" ]] || kill -s "$1" "$child" 2>/dev/nul
 trap 'hand_on TERM' TERM; trap 'hand_on INT' INT; trap 'hand_on USR1' USR1
 
 restarts=0 last_checkpoint=''
+checkpoint="$(newest)" || { say "the checkpoints of $base cannot be looked at; is tinyvae installed?"; exit 2; }
 while :; do
-    checkpoint="$(newest)" || { say "the checkpoints of $base cannot be looked at; is tinyvae installed?"; exit 2; }
     from=()
     if [[ -n "$checkpoint" ]]; then
         folder="$(dirname "$checkpoint")" from=(--resume "$checkpoint")
@@ -88,7 +89,7 @@ while :; do
     if [[ "$code" -eq 0 ]]; then say "the run is complete: $folder"; exit 0; fi
     if [[ "$code" -eq 2 ]]; then say "the message above needs an answer: starting again would not help"; exit 2; fi
 
-    checkpoint="$(newest)" || checkpoint=''
+    checkpoint="$(newest)" || { say "the checkpoints of $base cannot be looked at"; exit "$code"; }
     if [[ "$checkpoint" != "$last_checkpoint" ]]; then # it got further than before: patience begins anew
         restarts=0 pause="${PAUSE_S:-15}" last_checkpoint="$checkpoint"
     fi

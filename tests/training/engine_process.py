@@ -1,8 +1,8 @@
 """One process of an engine test: ``torchrun ... engine_process.py PLAN.json FOLDER`` trains as each case says.
 
 A case: ``name``; ``zero`` (keys of `DeepSpeedSettings`, or null for the plain engine); ``steps``; and where wanted
-``precision``, ``micro_batches``, ``nan_at`` ([rank, step]), ``save_at`` (a step), ``load`` (the file of an earlier
-case), ``max_grad_norm``. Each rank writes ``FOLDER/NAME.RANK.pt``.
+``precision``, ``micro_batches``, ``nan_at`` and ``huge_at`` ([rank, step]: what the loss becomes), ``save_at`` (a
+step), ``load`` (the file of an earlier case), ``max_grad_norm``. Each rank writes ``FOLDER/NAME.RANK.pt``.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def run_case(case: dict[str, Any], folder: Path) -> Engine:
         torch.manual_seed(0)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.05)
+    model = model.to(memory_format=torch.channels_last)  # as a run has it
     optimizers = make_optimizers(model, config)
     engine.prepare(model, optimizers)
     first = 0
@@ -94,6 +95,8 @@ def train_step(case: dict[str, Any], engine: Engine, model: TAEHV, own: torch.Te
         loss = 10 * (decoded.float() - model.target(part)).square().mean() * len(part) / len(own)
         if case.get("nan_at") == [engine.rank, step] and part is parts[-1]:
             loss = loss * float("nan")
+        if case.get("huge_at") == [engine.rank, step]:
+            loss = loss * 1e8  # finite in fp32, beyond what fp16 can carry
         total += loss.detach()
         engine.backward(loss)
     return total

@@ -56,7 +56,9 @@ class _Held(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         for name, parameter in model.named_parameters():
-            self.register_parameter(name.replace(".", "_"), nn.Parameter(parameter.detach().clone()))
+            # DeepSpeed sees flat memory, so a channels-last weight is held in the plain order.
+            plain = parameter.detach().clone(memory_format=torch.contiguous_format)
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(plain))
 
     def forward(self, gradients: list[Tensor]) -> Tensor:
         return _Given.apply(gradients, *self.parameters())
@@ -146,7 +148,7 @@ class DeepSpeedEngine(Engine):
         if someone_is_bad:
             self.discard_gradients()
             return None
-        return gradients
+        return [gradient.contiguous() for gradient in gradients]
 
     def _step_zero(self, gradients: list[Tensor]) -> None:
         self._zero.backward(self._zero(gradients))
@@ -226,7 +228,7 @@ class DeepSpeedEngine(Engine):
         rates = [group["lr"] for group in self._adamw.param_groups]
         for group in self._adamw.param_groups:
             group["lr"] = 0.0
-        self._step_zero([torch.zeros_like(p) for p in self._parameters])
+        self._step_zero([p.new_zeros(p.shape) for p in self._parameters])
         for group, rate in zip(self._adamw.param_groups, rates, strict=True):
             group["lr"] = rate
 

@@ -192,6 +192,8 @@ class Engine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._optimizers.load_state_dict(state["optimizers"])
+        for optimizer in self._optimizers.optimizers:
+            _lay_out_like_weights(optimizer)
         if self._scaler.is_enabled() and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
 
@@ -228,6 +230,14 @@ def join_processes(config: TrainConfig) -> Any:
         torch.backends.cudnn.allow_tf32 = config.allow_tf32
         torch.backends.cudnn.benchmark = True
     return processes
+
+
+def _lay_out_like_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Give moments their weights' memory order, which fused steps insist on; another engine may have saved another."""
+    for weight, moments in optimizer.state.items():
+        for name, value in moments.items():
+            if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
+                moments[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
 
 
 def as_number(norm: Tensor | float | None) -> float:

@@ -88,9 +88,9 @@ def checks_at_start(config: TrainConfig, *, processes: int) -> list[Check]:
     return [*_gpus(config, processes), _disk(config, processes)]
 
 
-def print_table(checks: Iterable[Check], stream: TextIO = sys.stdout) -> None:
+def print_table(checks: Iterable[Check], stream: TextIO | None = None) -> None:
     """One line for each check; the fix stands below what it is for."""
-    rows = list(checks)
+    rows, stream = list(checks), stream or sys.stdout
     try:
         "✓✗".encode(stream.encoding or "ascii")
         marks = {"well": "✓", "warns": "!", "fails": "✗"}
@@ -181,7 +181,14 @@ def _packages(config: TrainConfig, launch: LaunchConfig | None) -> Iterator[Chec
     extras += ["teachers"] if config.teacher_path is not None else []
     shown: dict[str, str] = {}
     problems: dict[str, str] = {}
-    for line in requires("tinyvae") or []:
+    try:
+        lines = requires("tinyvae") or []
+    except PackageNotFoundError:  # run from the source folder: nobody has written down what it needs
+        yield Check(
+            name="packages", found="tinyvae is not installed, only on the path", fix="pip install -e .", only_warns=True
+        )
+        return
+    for line in lines:
         requirement = Requirement(line)
         marker = requirement.marker
         if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in extras):

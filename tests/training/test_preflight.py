@@ -1,0 +1,150 @@
+"""The checks before a run: each line passes for what is well and names the fix for what is not."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tinyvae.config import TrainConfig
+from tinyvae.config_files import load_preset
+from tinyvae.training import preflight
+from tinyvae.training.preflight import Check, checkpoint_bytes, checks_at_start, parse_driver_version, print_table
+from tinyvae.training.trial_step import TrialStep, state_bytes, try_step
+
+
+def tiny(clips: Path, folder: Path, **changes: object) -> TrainConfig:
+    config = TrainConfig(
+        lr_warmup_steps=1,
+        model_width=0.125,
+        data_root=clips,
+        height=32,
+        width=32,
+        n_frames=4,
+        train_split=0.7,
+        output_dir=folder / "run",
+    )
+    return replace(config, **changes)  # type: ignore[arg-type]
+
+
+def named(checks: list[Check], name: str) -> Check:
+    (check,) = (check for check in checks if check.name == name)
+    return check
+
+
+def test_a_good_run_passes_every_line(clips: Path, tmp_path: Path) -> None:
+    config = tiny(clips, tmp_path, max_train_steps=10)
+    checks = preflight.preflight(config, {}, processes=1)
+    assert all(check.passes for check in checks), checks
+    assert {"frames", "packages", "files", "data", "disk", "memory", "one step"} <= {check.name for check in checks}
+    data = named(checks, "data").found
+    assert "8 files" in data and "train" in data and "validate" in data
+    assert "torch 2" in named(checks, "packages").found
+    assert not (tmp_path / "run").exists()  # looking leaves nothing behind
+
+
+def test_every_kind_of_missing_file_is_a_line_with_its_fix_and_the_step_is_still_tried(tmp_path: Path) -> None:
+    config = replace(load_preset("h100"), output_dir=tmp_path, n_frames=8, n_seraena_frames=1)  # short: it is the CPU
+    checks = preflight.preflight(config, {}, processes=8)
+    fixes = "\n".join(check.fix for check in checks)
+    for word in ("data_root", "checkpoints/taecvx.pth", "CogVideoX-2b", "LPIPS weights"):
+        assert word in fixes
+    if not preflight.torch.cuda.is_available():
+        assert "no GPU" in named(checks, "device").found
+        assert "run it on a machine with a GPU" in named(checks, "one step").fix
+
+
+def test_bad_data_is_found_in_a_sample(clips: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"broken_{number}.mp4").write_bytes(b"not a video")
+    (check,) = preflight._data(tiny(folder, tmp_path, dataloader_num_workers=0))
+    assert not check.passes and "bad" in check.fix
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (empty,) = preflight._data(tiny(folder, tmp_path))
+    assert "there is no video" in empty.fix
+    (large,) = preflight._data(tiny(clips, tmp_path, height=512, width=512, dataloader_num_workers=0))
+    assert "can give a clip" in large.fix
+
+
+def test_rules_are_lines_too(clips: Path, tmp_path: Path) -> None:
+    config = tiny(clips, tmp_path, n_frames=6, use_seraena=True, seraena_loss_weight=0.1, n_seraena_frames=3)
+    checks = preflight.preflight(config, {}, processes=1)
+    broken = [check for check in checks if check.name == "settings"]
+    assert broken and any("n_frames" in check.fix for check in broken)
+    assert "one step" not in {check.name for check in checks}
+
+
+def test_disk_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(output_dir=tmp_path / "run", checkpoints_total_limit=5)
+    weights = state_bytes(config).weights
+    assert weights == 4 * sum(p.numel() for p in __import__("tinyvae").TAEHV("taehv").parameters())
+    assert checkpoint_bytes(config, 1) == 5 * weights
+    seraena = replace(config, use_seraena=True, seraena_buffer_mb=100)
+    assert checkpoint_bytes(seraena, 4) - checkpoint_bytes(seraena, 1) == 300 * 2**20
+    check = preflight._disk(config, 1)
+    assert check.passes and str(tmp_path) in check.found
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda place: usage._replace(free=weights))
+    assert "--output_dir" in preflight._disk(config, 1).fix
+    assert any(not check.passes for check in checks_at_start(config, processes=1))
+
+
+def test_a_port_in_use_is_found() -> None:
+    with socket.socket() as busy:
+        busy.bind(("", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        (check,) = preflight._port(port)
+        assert "MASTER_PORT" in check.fix and str(port) in check.found
+    (check,) = preflight._port(port)
+    assert check.passes
+    assert list(preflight._port(None)) == []
+
+
+def test_driver_versions_are_read_and_compared() -> None:
+    text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27 21:21:55 UTC 2021\nGCC version: 9.4.0"
+    assert parse_driver_version(text) == (470, 82, 1) < preflight.OLDEST_DRIVER
+    assert (parse_driver_version("Kernel Module for x86_64  580.95.05  Release") or ()) > preflight.OLDEST_DRIVER
+    assert parse_driver_version("nothing here") is None
+
+
+def test_memory_that_is_not_there_is_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = TrialStep(memory_bytes=99, available_bytes=100, seconds=1.0, measured_at="here")
+    monkeypatch.setattr(preflight, "try_step", lambda config: trial)
+    memory, _ = preflight._trial_step(TrainConfig(max_train_steps=10))
+    assert "--gradient_checkpointing" in memory.fix
+    monkeypatch.setattr(preflight, "try_step", lambda config: TrialStep(measured_at="here", fault="out of memory"))
+    (failed,) = preflight._trial_step(TrainConfig())
+    assert failed.fix == "out of memory"
+
+
+def test_the_estimate_grows_with_the_clip_and_shrinks_with_checkpointing(clips: Path, tmp_path: Path) -> None:
+    small = try_step(tiny(clips, tmp_path, train_batch_size=1))
+    large = try_step(tiny(clips, tmp_path, train_batch_size=4))
+    assert large.memory_bytes > 2 * small.memory_bytes - 5 * state_bytes(tiny(clips, tmp_path)).weights
+    lean = try_step(tiny(clips, tmp_path, train_batch_size=4, gradient_checkpointing=True))
+    assert lean.memory_bytes < large.memory_bytes
+
+
+def test_the_table_shows_ticks_and_fixes_also_without_unicode() -> None:
+    checks = [
+        Check(name="a", found="fine"),
+        Check(name="bb", found="old", fix="renew it", only_warns=True),
+        Check(name="c", found="gone", fix="bring it"),
+    ]
+    assert [check.passes for check in checks] == [True, True, False]
+    for encoding, tick, cross in (("utf-8", "✓", "✗"), ("ascii", "ok", "NO")):
+        raw = io.BytesIO()
+        stream = io.TextIOWrapper(raw, encoding=encoding)
+        print_table(checks, stream)
+        stream.flush()
+        lines = raw.getvalue().decode(encoding).splitlines()
+        assert lines[0].split() == [tick, "a", "fine"] and lines[3].split()[0] == cross
+        assert lines[4].strip() == "fix: bring it"
