@@ -64,6 +64,20 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "size_64_batch_64": {"height": 64, "width": 64, "train_batch_size": 64},
     "size_192_batch_7": {"height": 192, "width": 192, "train_batch_size": 7},
     "adamw": {"optimizer": "adamw"},
+    "0.005_linear": {"muon_learning_rate": 0.005, "lr_scheduler": "linear"},
+    "0.003_linear": {"muon_learning_rate": 0.003, "lr_scheduler": "linear"},
+    "0.007_linear": {"muon_learning_rate": 0.007, "lr_scheduler": "linear"},
+    "0.005_linear_ema_0.99": {"muon_learning_rate": 0.005, "lr_scheduler": "linear", "ema_decay": 0.99},
+    "0.005_linear_warmup_30": {"muon_learning_rate": 0.005, "lr_scheduler": "linear", "lr_warmup_steps": 30},
+    "0.005_linear_64": {
+        "muon_learning_rate": 0.005,
+        "lr_scheduler": "linear",
+        "height": 64,
+        "width": 64,
+        "train_batch_size": 64,
+    },
+    "0.005_linear_quiet_0.3": {"muon_learning_rate": 0.005, "lr_scheduler": "linear", "quiet": 0.3},
+    "0.005_linear_adam_3e-3": {"muon_learning_rate": 0.005, "lr_scheduler": "linear", "learning_rate": 3e-3},
     "log_0.005": {"muon_learning_rate": 0.005, "loss": "log_mse"},
     "log_0.0025": {"muon_learning_rate": 0.0025, "loss": "log_mse"},
     "log_0.0025_linear": {"muon_learning_rate": 0.0025, "loss": "log_mse", "lr_scheduler": "linear"},
@@ -151,7 +165,7 @@ def run(
     initialise_he(model, seed=config.seed)
     model = model.cuda()
     model.folded_training = True
-    optimizers = make_optimizers(model, config)
+    optimizer_set = make_optimizers(model, config)
     average = WeightAverage(model, decay=config.ema_decay)
 
     def forward(frames: Tensor) -> Tensor:
@@ -166,15 +180,15 @@ def run(
         started = time.perf_counter()
         frames = random_batch(train, config, generator)
         progress = step if seconds is None else int(trained / seconds * config.max_train_steps)
-        optimizers.set_rates(learning_rate_factor(min(progress, config.max_train_steps - 1), config))
+        optimizer_set.set_rates(learning_rate_factor(min(progress, config.max_train_steps - 1), config))
         with torch.autocast("cuda", dtype=torch.bfloat16):
             decoded = compiled(frames)
         loss = 10 * loss_of(decoded, model.target(frames), loss_kind)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or float("inf"))
-        for optimizer in optimizers.optimizers:
+        for optimizer in optimizer_set.optimizers:
             optimizer.step()
-        optimizers.zero_grad()
+        optimizer_set.zero_grad()
         average.update(model)
         torch.cuda.synchronize()
         if step >= 3:  # compilation is start-up
