@@ -99,9 +99,7 @@ def check_variants(dtype: torch.dtype, device: torch.device) -> dict[str, dict[s
             "fused encode stream": relative_error(fused.encode_video(short, parallel=False), exact_in),
             "plain decode": relative_error(plain.decode_video(latents), exact_out),
             "fused decode": relative_error(fused.decode_video(latents), exact_out),
-            "fused decode stream": relative_error(
-                torch.cat(stream_parts(fused, latents), 1), exact_out
-            ),
+            "fused decode stream": relative_error(torch.cat(stream_parts(fused, latents), 1), exact_out),
         }
         print(f"  {variant} {preview or ''}: " + ", ".join(f"{k} {v:.2e}" for k, v in row.items()), flush=True)
     return found

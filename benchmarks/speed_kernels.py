@@ -87,6 +87,25 @@ def check_tiles(dtype: torch.dtype) -> list[dict[str, object]]:
     return rows
 
 
+def cudnn_add_relu(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, kernel: Callable[[], Tensor]
+) -> Callable[[], object] | None:
+    """cuDNN's own fused convolution, bias, residual and ReLU, where it runs: a candidate for the engine."""
+    flat, kept = x.permute(0, 3, 1, 2), residual.permute(0, 3, 1, 2)
+    nhwc, bias = weight.contiguous(memory_format=torch.channels_last), bias.to(x.dtype)
+
+    def call() -> Tensor:
+        return torch.cudnn_convolution_add_relu(flat, nhwc, kept, 1.0, bias, (1, 1), (1, 1), (1, 1), 1)
+
+    try:
+        error = relative_error(call().permute(0, 2, 3, 1), kernel())
+    except RuntimeError as refusal:
+        print({"cudnn_add_relu": f"refused: {refusal}"}, flush=True)
+        return None
+    print({"cudnn_add_relu": "difference from the kernel", "error": error}, flush=True)
+    return call
+
+
 def repeated(call: Callable[[], object]) -> Callable[[], None]:
     def calls() -> None:
         for _ in range(LAUNCHES):
@@ -121,13 +140,16 @@ def time_tiles(dtype: torch.dtype) -> list[dict[str, object]]:
             flops = 2.0 * x.numel() * channels * 9 * sources
             kept = residual if sources == 1 else None
 
-            def kernel(p: hopper_conv.TileWeights = packed, k: Tensor | None = kept, a: Tensor = x) -> object:
+            def kernel(p: hopper_conv.TileWeights = packed, k: Tensor | None = kept, a: Tensor = x) -> Tensor:
                 return hopper_conv.conv_tiles(a, p, frames_per_video=a.shape[0], residual_BHWC=k, relu=True)
 
             def library(w: Tensor = doubled, a: Tensor = flat) -> object:
                 return F.conv2d(a, w, padding=1)
 
-            rows.append(timed(f"3x3 {channels}ch x{sources} frames", flops, {"kernel": kernel, "cudnn": library}))
+            calls: dict[str, Callable[[], object]] = {"kernel": kernel, "cudnn": library}
+            if kept is not None and (fused := cudnn_add_relu(x, weight, packed.bias, kept, kernel)) is not None:
+                calls["cudnn_add_relu"] = fused
+            rows.append(timed(f"3x3 {channels}ch x{sources} frames", flops, calls))
     for channels, following, grown, frames, height, width in (
         (256, 128, 1, 13, 60, 90),
         (128, 64, 2, 13, 120, 180),

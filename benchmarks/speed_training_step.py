@@ -1,6 +1,6 @@
 """A training step (encode, decode, MSE, AdamW; bf16 autocast): the plain network against the folded one.
 
-    python benchmarks/speed_training_step.py [--cases 2x12x480x720 16x12x128x128] [--ways plain folded ...] [--output DIR]
+    python benchmarks/speed_training_step.py [--cases 2x12x480x720 16x12x128x128] [--ways plain ...] [--output DIR]
 
 Ways: ``plain`` eager; ``folded``: folded_training, eager; ``folded compiled``: the same under torch.compile;
 ``plain compiled``. All start from the same weights and see the same batches, so their losses can be compared.
@@ -88,7 +88,7 @@ def main() -> None:
     for case in arguments.cases:
         videos, frames, height, width = map(int, case.split("x"))
         batches = moving_pictures(8, videos, frames, height, width)
-        steps, rows, curves = {}, {}, {}
+        rows, curves = {}, {}
         for way in arguments.ways:
             torch.compiler.reset()
             began = time.perf_counter()
@@ -110,7 +110,6 @@ def main() -> None:
             print(f"{case} {way}: " + ", ".join(f"{k} {v:.4g}" for k, v in row.items())
                   + f"; loss {curve[0]:.5f} {curve[len(curve) // 2]:.5f} {curve[-1]:.5f}", flush=True)  # fmt: skip
         results[case] = {"times": rows, "losses": curves}
-        del steps
     if arguments.output:
         (arguments.output / "training.json").write_text(json.dumps(results, indent=1))
 

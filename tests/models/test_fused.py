@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters as compilations
 
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
 from tinyvae.errors import UserError
-from tinyvae.models import fastest_way, folded_run
+from tinyvae.models import folded_run
 from tinyvae.models.fold import ConvStep, PoolStep, fold_layers, split_phases
 from tinyvae.models.fused import FusedTAEHV, choose_engine, folded_copy
 
@@ -191,20 +191,3 @@ def test_chunk_fills_the_device_at_every_size() -> None:
     assert fused.stream_chunk_latents(60, 90) == 8
     assert fused.stream_chunk_latents(90, 160) == 3
     assert fused.stream_chunk_latents(500, 500) == 1
-
-
-def test_a_wrong_way_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastest_way, "_chosen", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(fastest_way, "_time_ms", lambda way: 1.0 if way is slow else 0.5)
-
-    def slow() -> Tensor:
-        return torch.ones(3)
-
-    for wrong in (torch.full((3,), torch.nan), torch.tensor([1.0, 1.0, 2.0])):
-        fastest_way._chosen.clear()
-        with pytest.warns(UserWarning, match="other gives another result"):
-            assert torch.equal(fastest_way.run_fastest("p", {"slow": slow, "other": lambda w=wrong: w}), torch.ones(3))
-    fastest_way._chosen.clear()
-    fastest_way.run_fastest("p", {"slow": slow, "fast": lambda: torch.ones(3)})
-    assert fastest_way.choices() == {"p": "fast"}

@@ -6,15 +6,13 @@ The kernels themselves are compared with torch by benchmarks/speed_kernels.py on
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae import TAEHV
-from tinyvae.models import fastest_way, hopper_conv, hopper_engine
+from tinyvae.models import hopper_conv, hopper_engine
 from tinyvae.models.fused import folded_copy
 
 
@@ -81,29 +79,12 @@ def torch_first_conv(x_BCHW: Tensor, weights: hopper_conv.FirstWeights, *, stack
     return made.unflatten(0, (-1, stacked)).flatten(1, 2).permute(0, 2, 3, 1).contiguous()
 
 
-def torch_conv_relu(x_BHWC: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.relu(F.conv2d(x_BHWC.permute(0, 3, 1, 2), weight, bias, padding=1)).permute(0, 2, 3, 1).contiguous()
-
-
-def torch_conv_add_relu(x_BHWC: Tensor, weight: Tensor, bias: Tensor, residual_BHWC: Tensor) -> Tensor:
-    made = F.conv2d(x_BHWC.permute(0, 3, 1, 2), weight, bias, padding=1).permute(0, 2, 3, 1)
-    return torch.relu(made + residual_BHWC).contiguous()
-
-
-@pytest.fixture(params=["kernel", "cudnn"])
-def kernels_in_torch(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    # every trial of the first way takes 1 ms, of the second 2 ms, or the other way round
-    fast, slow = (1.0, 2.0) if request.param == "kernel" else (2.0, 1.0)
-    turns = itertools.cycle([fast] * fastest_way.TRIALS + [slow] * fastest_way.TRIALS)
+@pytest.fixture
+def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_engine, "conv_tiles", torch_conv_tiles)
     monkeypatch.setattr(hopper_engine, "image_conv", torch_image_conv)
     monkeypatch.setattr(hopper_engine, "first_conv", torch_first_conv)
-    monkeypatch.setattr(hopper_engine, "_library_conv_relu", torch_conv_relu)
-    monkeypatch.setattr(hopper_engine, "_library_conv_add_relu", torch_conv_add_relu)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(fastest_way, "_time_ms", lambda way: next(turns))
-    monkeypatch.setattr(fastest_way, "_chosen", {})
 
 
 def stacks(model: TAEHV) -> tuple[hopper_engine.HopperStack, hopper_engine.HopperStack]:

@@ -4,8 +4,7 @@
 
 - ``hopper``: own kernels, fp16 and bf16 on GPUs of compute capability 9.0 (H100, H200), base networks whose hidden
   channel counts are multiples of 64. Kernels are compiled once per process and tile height (four at most); frame
-  count and frame size may change at every call without compiling again. Two of the three convolutions of a memory
-  block also exist as fused cuDNN operators: the faster way is found once per frame size (see `fastest_way`).
+  count and frame size may change at every call without compiling again.
 - ``compiled``: `torch.compile` over torch's own operators, on other CUDA devices. The first frame size is compiled
   as it is; from the second on the sizes are symbols, so there are a few compilations and not one per size.
 - ``eager``: torch's own operators, on CPUs and where no compiler is found.

@@ -7,16 +7,14 @@ because their 64-channel frames at full resolution are what fills the memory of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.models.fastest_way import run_fastest
+from tinyvae.models import nvrtc
 from tinyvae.models.fold import ConvStep, GrowStep, MemStep, PoolStep, SoftClampStep, Step, channels_last, map_weights
 from tinyvae.models.hopper_conv import (
     FirstWeights,
@@ -59,7 +57,7 @@ def why_not_hopper(steps: list[Step], dtype: torch.dtype, device: torch.device) 
             return f"{step.weight.shape[0] // (4 * step.frames)} channels is no multiple of 64"
         if not isinstance(step, MemStep | GrowStep | ConvStep | PoolStep | SoftClampStep):
             return "a super decoder has no kernel of its own"
-    return None
+    return nvrtc.why_unavailable()
 
 
 class HopperStack:
@@ -179,35 +177,15 @@ class HopperStack:
         return groups.permute(0, 2, 3, 1, 4).flatten(3), rest
 
     def _mem_block(self, place: int, x: Tensor, past: Tensor | None, num_videos: int, stacked: int) -> Tensor:
-        """The first convolution (two frames) is always ours; cuDNN has the other two as fused operators as well."""
-        step, weights = cast(MemStep, self._steps[place]), cast(_MemWeights, self._packed[place])
+        weights = cast(_MemWeights, self._packed[place])
         frames, (_, height, width, channels) = x.shape[0] // num_videos, x.shape
-        problem = (str(x.device), str(x.dtype), channels, height, width)
         hidden = conv_tiles(x, weights.first, frames_per_video=frames, past_NHWC=past, relu=True)
-        second: dict[str, Callable[[], Tensor]] = {
-            "kernel": partial(conv_tiles, hidden, weights.second, frames_per_video=frames, relu=True),
-            "cudnn": partial(_library_conv_relu, hidden, step.second, step.second_bias),
-        }
-        deeper = run_fastest(("second", *problem), second)
-        second.clear()
-
-        # The first hidden frames are no longer needed: the result takes their place, or they go before cuDNN's comes.
-        spare = [hidden]
-        del hidden
-
-        def ours() -> Tensor:
-            out = spare[0].view(-1, height, width, channels * stacked) if spare else None
-            return conv_tiles(
-                deeper, weights.third, frames_per_video=frames, residual_BHWC=x, relu=True, stacked=stacked, out=out
-            )
-
-        def library() -> Tensor:
-            spare.clear()
-            return _library_conv_add_relu(deeper, step.third, step.third_bias, x)
-
-        if stacked != 1:
-            return ours()
-        return run_fastest(("third", *problem), {"kernel": ours, "cudnn": library})
+        deeper = conv_tiles(hidden, weights.second, frames_per_video=frames, relu=True)
+        # The first hidden frames are no longer needed: the result takes their place.
+        out = hidden.view(-1, height, width, channels * stacked)
+        return conv_tiles(
+            deeper, weights.third, frames_per_video=frames, residual_BHWC=x, relu=True, stacked=stacked, out=out
+        )
 
     def _conv(self, place: int, x: Tensor) -> Tensor:
         step, packed = self._steps[place], self._packed[place]
@@ -255,19 +233,6 @@ class HopperStack:
             conv_tiles(part, grow, frames_per_video=1, relu=step.relu, out=here)
             image_conv(here, image, out[start * step.frames : start * step.frames + here.shape[0]])
         return out
-
-
-def _library_conv_relu(x_BHWC: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """relu(conv3x3 + bias) as one operator of cuDNN, BHWC in and out."""
-    made = torch.cudnn_convolution_relu(x_BHWC.permute(0, 3, 1, 2), weight, bias, (1, 1), (1, 1), (1, 1), 1)
-    return made.permute(0, 2, 3, 1)
-
-
-def _library_conv_add_relu(x_BHWC: Tensor, weight: Tensor, bias: Tensor, residual_BHWC: Tensor) -> Tensor:
-    """relu(conv3x3 + bias + residual) as one operator of cuDNN, BHWC in and out."""
-    x, residual = x_BHWC.permute(0, 3, 1, 2), residual_BHWC.permute(0, 3, 1, 2)
-    made = torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, (1, 1), (1, 1), (1, 1), 1)
-    return made.permute(0, 2, 3, 1)
 
 
 def _library_conv(x_BHWC: Tensor, weight: Tensor, bias: Tensor | None, *, stride: int = 1) -> Tensor:

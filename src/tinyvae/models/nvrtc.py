@@ -109,6 +109,16 @@ def _compile(source: str) -> bytes:
     return image.raw
 
 
+def why_unavailable() -> str | None:
+    """None where kernels can be compiled and loaded, else the reason in words."""
+    try:
+        _driver()
+        _nvrtc()
+    except KernelBuildError as reason:
+        return str(reason).rstrip(".")
+    return None
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
     try:
