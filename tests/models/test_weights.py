@@ -41,6 +41,12 @@ def test_round_trip_states_the_variant(tmp_path: Path, variant: str) -> None:
             assert loaded.spec == model.spec and same_weights(loaded, model) and not loaded.training
 
 
+def test_files_are_as_readable_as_any_other(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    files = save_model(TAEHV("taew2_2", width=0.125), tmp_path / "m")
+    assert {file.stat().st_mode for file in files} == {(tmp_path / "other").stat().st_mode}
+
+
 def test_renaming_a_file_changes_nothing(tmp_path: Path) -> None:
     """Upstream takes the variant from the path; here a lone renamed file still says what it is."""
     save_model(TAEHV("taecvx", width=0.25), tmp_path / "a" / "x.safetensors")

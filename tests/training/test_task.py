@@ -114,3 +114,14 @@ def test_losses_are_fp32_under_autocast_and_with_half_weights(dtype: torch.dtype
     assert losses.total.dtype == torch.float32
     task.model.to(dtype)
     assert task.losses(FRAMES, use_seraena=False).total.dtype == torch.float32
+
+
+def test_perceptual_frames_take_turns(shared: Path) -> None:
+    config = TrainConfig(
+        variant="taehv", model_width=0.125, n_frames=5, perceptual_loss_weight=1.0, perceptual_frames=1
+    )
+    lpips = LPIPS.from_file(shared / "lpips" / "alex.safetensors")
+    task = TrainingTask(config, TAEHV("taehv", width=0.125), lpips=lpips)
+    frames = torch.rand(1, 5, 3, 64, 64)
+    seen = {round(float(task.losses(frames, use_seraena=False, step=s).logged["perceptual_loss"]), 7) for s in range(5)}
+    assert len(seen) == 5

@@ -40,7 +40,7 @@ class SeraenaResult:
     and the trainer must skip its own step too.
     """
 
-    target_NTCHW: Tensor  # noqa: N815 (layout suffix)
+    target_NTCHW: Tensor
     finite: bool
     discriminator_loss: Tensor
     correction_std: Tensor

@@ -21,7 +21,7 @@ STD_FLOOR = 1e-5
 class Correction:
     """``values_NCHW``: what to add to each fake, detached. The rest are scalars for the log, on the same device."""
 
-    values_NCHW: Tensor  # noqa: N815 (layout suffix)
+    values_NCHW: Tensor
     std: Tensor
     real_score: Tensor
     fake_score: Tensor

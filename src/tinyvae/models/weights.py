@@ -338,9 +338,10 @@ def _write_state(state: dict[str, Tensor], file: Path, *, suffix: str, config: M
     if suffix == ".pth":
         torch.save(state, file)
         return
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
-    save_file(state, file, metadata={"format": "pt", "tinyvae": json.dumps(config)})
+    # Not save_file: it makes files that only their owner can read, whatever the umask says.
+    file.write_bytes(save(state, metadata={"format": "pt", "tinyvae": json.dumps(config)}))
 
 
 @contextmanager

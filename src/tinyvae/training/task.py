@@ -56,9 +56,12 @@ class TrainingTask:
         if config.compile_model:
             self._forward = torch.compile(self._student, mode=config.compile_mode)
 
-    def losses(self, frames_NTCHW: Tensor, *, use_seraena: bool, corrected: SeraenaResult | None = None) -> StepLosses:
+    def losses(
+        self, frames_NTCHW: Tensor, *, use_seraena: bool, step: int = 0, corrected: SeraenaResult | None = None
+    ) -> StepLosses:
         """Losses of clips NTCHW in [0, 1]; each term is a mean over its elements, so slices of a batch average.
 
+        ``step``: the optimiser step; with ``perceptual_frames`` it says whose turn it is to be looked at.
         ``corrected``: Seraena's step for these clips where it has been taken already (by `correct_in_parts`). Where
         some rank's Seraena met values that are not finite, the total is not finite either, on all ranks.
         """
@@ -75,7 +78,7 @@ class TrainingTask:
             terms["encoder_loss"] = (config.encoder_loss_weight, latent_loss(latents, teacher_latents))
             terms["decoder_loss"] = (config.decoder_loss_weight, reconstruction_loss(taught, target, kind))
         if self.lpips is not None and config.perceptual_loss_weight > 0:
-            distance = perceptual_loss(self.lpips, decoded, target, max_frames=config.perceptual_frames)
+            distance = perceptual_loss(self.lpips, decoded, target, max_frames=config.perceptual_frames, offset=step)
             terms["perceptual_loss"] = (config.perceptual_loss_weight, distance)
         if config.temporal_loss_weight > 0:
             terms["temporal_loss"] = (config.temporal_loss_weight, temporal_loss(decoded, target))

@@ -175,7 +175,7 @@ class Trainer:
                 corrections = list(task.correct_in_parts(parts))
         for part, corrected in zip(parts, corrections, strict=True):
             with engine.autocast():
-                losses = task.losses(part, use_seraena=self._uses_seraena, corrected=corrected)
+                losses = task.losses(part, use_seraena=self._uses_seraena, step=self.progress.step, corrected=corrected)
             weight = share * len(part) / len(frames)
             # A loss that is not finite can have finite gradients. Not here: the guard looks at gradients alone.
             is_number = torch.isfinite(losses.total.detach())
