@@ -10,13 +10,14 @@ import pytest
 import torch
 from copy_codec import CopyCodec
 
-from tinyvae import TAEHV
+from tinyvae import TAEHV, load_model
 from tinyvae.data.decode import read_frames
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.evaluation import clip_metrics, evaluate
 from tinyvae.evaluation import round_trip as round_trip_module
 from tinyvae.evaluation.metrics import METRICS, PSNR_CAP_DB
 from tinyvae.evaluation.results_file import results_as_json
+from tinyvae.evaluation.round_trip import open_model
 
 WriteVideo = Callable[..., Path]
 
@@ -176,6 +177,19 @@ def test_model_files_and_their_facts(write_video: WriteVideo, small_model_file: 
     assert result.cost.decode_fps > 0 and result.cost.peak_memory_bytes is not None
     assert result.cost.peak_memory_bytes > 10 * 2**20
     assert result.environment["torch"] == torch.__version__
+
+
+def test_a_fused_model_scores_the_same(write_video: WriteVideo, small_model_file: Path) -> None:
+    video = write_video("clip.mp4", frames=11)
+    plain = evaluate(small_model_file, video, lpips=None)
+    fused = evaluate(open_model(small_model_file, fused=True), video, lpips=None)
+    in_memory = evaluate(load_model(small_model_file).fused(), video, lpips=None)
+    for result in (fused, in_memory):
+        assert result.clips[0].metrics.psnr == pytest.approx(plain.clips[0].metrics.psnr, abs=1e-3)
+        assert result.model.parameters == plain.model.parameters
+    assert fused.model.label == "small (fused)"
+    with pytest.raises(UserError, match="cannot be moved to meta"):
+        open_model(load_model(small_model_file).fused()).to(torch.device("meta"))
 
 
 def test_real_clips(shared: Path) -> None:

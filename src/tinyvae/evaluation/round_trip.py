@@ -17,8 +17,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from tinyvae.errors import UserError
 from tinyvae.models.codec import VideoCodec, pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
+from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec
 from tinyvae.models.weights import find_weights, load_model
 
@@ -102,9 +104,13 @@ class RoundTrip(Protocol):
 class StreamedCodec:
     """A network of the family, run as a stream: memory does not grow with the length of a clip."""
 
-    def __init__(self, codec: VideoCodec, facts: ModelFacts) -> None:
+    def __init__(
+        self, codec: VideoCodec, facts: ModelFacts, *, reopen: Callable[[torch.device], VideoCodec] | None = None
+    ) -> None:
+        """``reopen`` makes the codec anew on another device, for those that cannot be moved (fused ones)."""
         self.codec = codec
         self.facts = facts
+        self._reopen = reopen
 
     @property
     def device(self) -> torch.device:
@@ -126,9 +132,14 @@ class StreamedCodec:
     def to(self, device: torch.device) -> StreamedCodec:
         if device == self.device:
             return self
+        if self._reopen is not None:
+            return StreamedCodec(self._reopen(device), self.facts, reopen=self._reopen)
+        if not isinstance(self.codec, nn.Module):
+            raise UserError(
+                f"{self.facts.label} was made for {self.device} and cannot be moved to {device}; make it there."
+            )
         from copy import deepcopy
 
-        assert isinstance(self.codec, nn.Module)
         return StreamedCodec(deepcopy(self.codec).to(device), self.facts)
 
     def run(
@@ -232,11 +243,12 @@ def open_model(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     label: str | None = None,
+    fused: bool = False,
 ) -> RoundTrip:
     """Any model as a round trip: a path that `load_model` takes, a diffusers VAE folder, or a codec in memory.
 
     On a CPU the weights run in float32 unless ``dtype`` says otherwise (half precision is slow there); on a GPU in the
-    file's dtype. A codec in memory stays as it is.
+    file's dtype. ``fused`` runs the folded network (`TAEHV.fused`). A codec in memory stays as it is.
     """
     if not isinstance(model, str | os.PathLike | VideoCodec):
         return model
@@ -249,8 +261,14 @@ def open_model(
         return open_reference_vae(path, device=device, dtype=dtype, label=label)
     if dtype is None and device.type == "cpu":
         dtype = torch.float32
-    codec = load_model(path, variant, device=device, dtype=dtype)
-    return StreamedCodec(codec, codec_facts(codec, label=label or label_of(path), path=path))
+
+    def reopen(where: torch.device) -> VideoCodec:
+        plain = load_model(path, variant, device=where, dtype=dtype)
+        return plain.fused() if fused else plain
+
+    codec = reopen(device)
+    label = label or label_of(path) + (" (fused)" if fused else "")
+    return StreamedCodec(codec, codec_facts(codec, label=label, path=path), reopen=reopen)
 
 
 def label_of(path: Path) -> str:
@@ -264,9 +282,13 @@ def label_of(path: Path) -> str:
 
 def codec_facts(codec: VideoCodec, *, label: str, path: Path | None) -> ModelFacts:
     spec: VariantSpec = codec.spec
-    assert isinstance(codec, nn.Module)
+    network = codec
+    if not isinstance(network, nn.Module):  # a folded network is counted as the one it came from
+        with torch.device("meta"):
+            network = TAEHV(spec.name, width=spec.width)
+    assert isinstance(network, nn.Module)
     counts = {
-        name: sum(p.numel() for p in getattr(codec, name).parameters()) if hasattr(codec, name) else None
+        name: sum(p.numel() for p in getattr(network, name).parameters()) if hasattr(network, name) else None
         for name in ("encoder", "decoder")
     }
     return ModelFacts(
@@ -275,7 +297,7 @@ def codec_facts(codec: VideoCodec, *, label: str, path: Path | None) -> ModelFac
         kind=FAMILY_KIND,
         variant=spec.name,
         width=spec.width,
-        parameters=sum(p.numel() for p in codec.parameters()),
+        parameters=sum(p.numel() for p in network.parameters()),
         encoder_parameters=counts["encoder"],
         decoder_parameters=counts["decoder"],
         dtype=str(codec.dtype).removeprefix("torch."),

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     devices, dtype = choose_devices(arguments.device), options.pop("dtype")
     round_trips = with_own_labels(
         [
-            open_model(path, variant=variant, device=devices[0], dtype=dtype)
+            open_model(path, variant=variant, device=devices[0], dtype=dtype, fused=arguments.fused)
             for path, variant in zip(arguments.models, _variants(arguments), strict=True)
         ]
     )
