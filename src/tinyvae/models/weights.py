@@ -233,7 +233,7 @@ def tell_variant(
     width = _width_of(state)
     if width is None:
         raise UserError(
-            f"{origin} is not a model of this family: {_first_keys(state)}; expected encoder.0.weight, decoder.22.weight."
+            f"{origin} is no model of this family: {_first_keys(state)}; expected encoder.0.weight, decoder.22.weight."
         )
     fitting = [name for name in VARIANTS if _fits(state, name, width)]
     wanted = variant or stated.get("variant")

@@ -1,8 +1,8 @@
 """AdamW, and Muon for the inner convolutions.
 
 Muon (momentum, then the update made orthogonal by five Newton-Schulz steps) trains the 4-D weights flattened to
-out x rest; biases, the first conv of the encoder and the last of the decoder stay with AdamW. `OptimizerSet` makes one or two torch
-optimisers look like one to the engine.
+out x rest; biases, the first conv of the encoder and the last of the decoder stay with AdamW.
+`OptimizerSet` makes one or two torch optimisers look like one to the engine.
 """
 
 from __future__ import annotations

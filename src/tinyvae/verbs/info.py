@@ -58,7 +58,8 @@ def facts(model: TAEHV, *, source: str, num_frames: int) -> list[tuple[str, str]
         (
             "frame example",
             f"{num_frames} frames -> {spec.latents(num_frames)} latents -> "
-            f"{spec.frames_out(num_frames)} frames, of which the first {spec.aligned_frames(num_frames)} are the input's",
+            f"{spec.frames_out(num_frames)} frames, of which the first {spec.aligned_frames(num_frames)} are "
+            "the input's",
         ),
         ("trains at", ", ".join(str(t) for t in range(2, 70) if spec.is_training_length(t))[:60] + " ... frames"),
     ]
