@@ -98,16 +98,18 @@ class RunningLoader:
         next(self.batches)
         self.workers = [child for child in psutil.Process().children() if child.pid not in before]
 
-    def seconds_for(self, clips: int) -> float:
-        # Batches that were made while nobody was timing are thrown away first.
+    def seconds_for(self, clips: int) -> tuple[float, float]:
+        """Wall seconds, and CPU seconds of the workers."""
+        # Batches that were made while nobody was timing are thrown away first; from then on the main process waits
+        # for the workers at both ends of the measurement, so that as many clips are made in it as are counted.
         for _ in range(STALE * len(self.workers)):
             next(self.batches)
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), self._cpu_seconds()
         for _ in range(clips // BATCH):
             next(self.batches)
-        return time.perf_counter() - started
+        return time.perf_counter() - started, self._cpu_seconds() - cpu_started
 
-    def cpu_seconds(self) -> float:
+    def _cpu_seconds(self) -> float:
         return sum(sum(worker.cpu_times()[:2]) for worker in self.workers)
 
 
@@ -123,9 +125,9 @@ def compare_with_bare(train: ClipSet, rounds: int, clips: int) -> None:
                 bare_clip(path, start, convert)
             wall[name].append((time.perf_counter() - started) / clips)
             cpu[name].append((time.process_time() - cpu_started) / clips)
-        cpu_before = loader.cpu_seconds()
-        wall["loader"].append(loader.seconds_for(clips) / clips)
-        cpu["loader"].append((loader.cpu_seconds() - cpu_before) / (clips + STALE * BATCH))
+        loader_wall, loader_cpu = loader.seconds_for(clips)
+        wall["loader"].append(loader_wall / clips)
+        cpu["loader"].append(loader_cpu / clips)
     print(f"\none worker, {rounds} rounds of {clips} clips in turn; ms a clip")
     for name in wall:
         print(
@@ -145,7 +147,7 @@ def compare_workers(train: ClipSet, rounds: int, clips: int) -> None:
     one, two = RunningLoader(train, 1), RunningLoader(train, 2)
     ratios, rates = [], {1: [], 2: []}
     for _ in range(rounds):
-        times = {1: one.seconds_for(clips), 2: two.seconds_for(clips)}
+        times = {1: one.seconds_for(clips)[0], 2: two.seconds_for(clips)[0]}
         ratios.append(times[1] / times[2])
         for workers, seconds in times.items():
             rates[workers].append(clips / seconds)

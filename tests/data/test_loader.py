@@ -74,6 +74,7 @@ def test_a_batch_holds_what_the_pure_function_says(sides: tuple[ClipSet, ClipSet
     assert model_input.dtype == torch.float32 and model_input.min() >= 0 and 0.5 < model_input.max() <= 1
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 8 worker")
 @pytest.mark.parametrize("num_workers", [2, 8])
 def test_the_same_batches_with_any_number_of_workers(sides: tuple[ClipSet, ClipSet], num_workers: int) -> None:
     alone = take(sides[0], 9, batch_size=2)
