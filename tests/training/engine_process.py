@@ -80,10 +80,30 @@ def run_case(case: dict[str, Any], folder: Path) -> Engine:
                 state = {"model": model.state_dict(), "engine": engine.state_dict(), "step": step + 1}
                 torch.save(state, folder / f"{case['name']}.saved.pt")
             engine.barrier()
-    dtype = str(next(model.parameters()).dtype)
-    torch.save(done | {"model": model.state_dict(), "dtype": dtype}, folder / f"{case['name']}.{engine.rank}.pt")
+    found = {"model": model.state_dict(), "dtype": str(next(model.parameters()).dtype), "in_effect": in_effect(engine)}
+    torch.save(done | found, folder / f"{case['name']}.{engine.rank}.pt")
     engine.barrier()
     return engine
+
+
+def in_effect(engine: Engine) -> dict[str, Any]:
+    """The values that DeepSpeed says it works with, and where its moments lie."""
+    zero = getattr(engine, "_zero", None)
+    if zero is None:
+        return {}
+    names = ("reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "contiguous_gradients", "reduce_scatter")
+    values = {name: getattr(zero, f"zero_{name}")() for name in (*names, "sub_group_size")}
+    values["stage3_param_persistence_threshold"] = zero.zero_param_persistence_threshold()
+    values["stage3_model_persistence_threshold"] = zero.zero_model_persistence_threshold()
+    partitions = [p for p in zero.module.parameters() if hasattr(p, "ds_tensor")]
+    return values | {
+        "zero_stage": zero.zero_optimization_stage(),
+        "clipping": zero.gradient_clipping(),
+        "communication_data_type": str(zero.communication_data_type),
+        "offload_optimizer": zero.zero_use_cpu_optimizer(),
+        "whole_parameters": sum(p.ds_persist for p in partitions),
+        "sub_groups": len(getattr(zero.optimizer, "fp16_groups", [])),
+    }
 
 
 def train_step(case: dict[str, Any], engine: Engine, model: TAEHV, own: torch.Tensor, step: int) -> torch.Tensor:

@@ -41,6 +41,17 @@ def test_muon_is_refused_before_anything_is_started() -> None:
 # the engine alone
 
 
+def odd_values(stage: int) -> dict[str, Any]:
+    """Settings of which none is DeepSpeed's default."""
+    numbers: dict[str, Any] = {"reduce_bucket_size": 77_777, "contiguous_gradients": False, "overlap_comm": stage == 2}
+    if stage == 2:
+        numbers |= {"allgather_bucket_size": 55_555, "reduce_scatter": False}
+    else:
+        numbers |= {"sub_group_size": 33_333, "stage3_param_persistence_threshold": 500}
+        numbers |= {"stage3_model_persistence_threshold": 2_000}
+    return {"zero_stage": stage, "communication_data_type": "bf16", "numbers": numbers}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases in one group of two processes: starting it costs more than running it."""
@@ -59,6 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         short = {**zero, "communication_data_type": "fp16"}
         plan.append({"name": f"{name}_overflow", "zero": short, "steps": 3, "huge_at": [0, 1]})
+    plan += [{"name": f"odd_{stage}", "zero": odd_values(stage), "steps": 2} for stage in (2, 3)]
     plan += [{"name": f"plain_{p}", "zero": None, "steps": 2, "precision": p} for p in ("fp16", "bf16")]
     run_plan(plan, folder, processes=2)
     run_plan([{"name": "moved", "zero": None, "steps": 10, "load": "zero3.saved.pt"}], folder, processes=1)
@@ -118,6 +130,22 @@ def test_every_precision(folder: Path, name: str) -> None:
     assert brain[0]["stepped"] == [True, True] and brain[0]["dtype"] == "torch.float32" and same_weights(*brain)
     plain = results(folder, "plain_bf16", processes=2)[0]
     assert brain[0]["losses"] == pytest.approx(plain["losses"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_number_is_in_effect(folder: Path, stage: int) -> None:
+    given = odd_values(stage)
+    effect = results(folder, f"odd_{stage}", processes=2)[0]["in_effect"]
+    assert {key: effect[key] for key in given["numbers"]} == given["numbers"]
+    assert effect["zero_stage"] == stage and effect["clipping"] == 0.5
+    assert effect["communication_data_type"] == "torch.bfloat16"
+    if stage == 3:
+        fewer = results(folder, "zero3", processes=2)[0]["in_effect"]
+        assert effect["sub_groups"] > 1 == fewer["sub_groups"]
+        assert effect["whole_parameters"] > fewer["whole_parameters"] > 0
+    assert not effect["offload_optimizer"]
+    assert results(folder, f"zero{stage}_offload", processes=2)[0]["in_effect"]["offload_optimizer"]
 
 
 # whole runs, chosen by launch configuration alone
