@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tinyvae.losses.seraena import Seraena
-from tinyvae.training import checkpoint
+from tinyvae.training import checkpoint, start
+from tinyvae.training.engine import Engine
 from tinyvae.training.task import StepLosses, TrainingTask
 
 
@@ -161,3 +163,31 @@ class FullDisk:
             return facts
 
         checkpoint._write_state = write_state
+
+
+class KeepWeights:
+    """Each rank writes the weights (and Seraena's) that it ends with, to compare them over ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, rank: int) -> None:
+        finish = Engine.close
+
+        def keep(engine: Engine) -> None:
+            model, seraena = self.seen
+            state: dict[str, Any] = {"model": model.state_dict()}
+            if seraena is not None:
+                state["seraena"] = seraena.shared_state_dict()
+            torch.save(state, self.folder / f"weights_of_rank_{rank}.pt")
+            finish(engine)
+
+        build = start.build_task
+
+        def build_and_see(config: Any, engine: Any, model: Any) -> Any:
+            task = build(config, engine, model)
+            self.seen = (model, task.seraena)
+            return task
+
+        Engine.close = keep  # type: ignore[method-assign]
+        start.build_task = build_and_see  # type: ignore[assignment]

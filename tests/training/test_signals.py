@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -192,3 +195,49 @@ class SlowRank:
             return compute()  # type: ignore[operator]
 
         _around_losses(change)
+
+
+# the launcher
+
+
+def torchrun(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0", "-m", "tinyvae.cli", "train", *arguments]
+    with log.open("wb") as stream:
+        return subprocess.Popen(command, stdout=stream, stderr=stream, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def ranks_of(launcher: int) -> list[psutil.Process]:
+    return psutil.Process(launcher).children()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_signal_to_the_launcher_alone(clips: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """torchrun passes SIGTERM on; of SIGUSR1 and SIGKILL it dies, and its ranks notice that they are orphans."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    changes: dict[str, object] = {"max_train_steps": 10_000, "train_batch_size": 1, "log_every": 1}
+    arguments = arguments_for(clips, run, **changes, checkpointing_steps=0, validation_steps=0)
+    launcher = torchrun(arguments, log)
+    ranks: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists():
+            assert time.monotonic() < deadline and launcher.poll() is None, log.read_text()
+            time.sleep(0.1)
+        ranks = ranks_of(launcher.pid)
+        assert len(ranks) == 2
+        launcher.send_signal(number)
+        _, left = psutil.wait_procs(ranks, timeout=60)
+        still = [rank for rank in left if rank.status() != psutil.STATUS_ZOMBIE]
+        assert still == [], log.read_text()
+        assert launcher.wait(60) != 0
+    finally:
+        for process in (*ranks, launcher):
+            if process.poll() is None if isinstance(process, subprocess.Popen) else process.is_running():
+                process.kill()
+    (saved,) = run.glob("emergency_checkpoint-*")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert saved.name == f"emergency_checkpoint-{json.loads(lines[-1])['step']}", "no step is lost"
+    if number != signal.SIGTERM:
+        assert "the launcher has died: finishing the step, then saving" in log.read_text()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults import Both, NanLoss, OutOfMemory, OutOfMemoryInSeraena, SlowSteps
+from faults import Both, KeepWeights, NanLoss, OutOfMemory, OutOfMemoryInSeraena, SlowSteps
 from tiny_runs import (
     SERAENA,
     Launch,
@@ -24,38 +24,9 @@ from tiny_runs import (
 
 from tinyvae.data.loader import TrainLoader
 from tinyvae.errors import UserError
-from tinyvae.training import start
 from tinyvae.training.engine import Engine
 
 pytestmark = pytest.mark.slow
-
-
-class KeepWeights:
-    """Each rank writes the weights (and Seraena's) that it ends with, to compare them over ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __call__(self, rank: int) -> None:
-        finish = Engine.close
-
-        def keep(engine: Engine) -> None:
-            model, seraena = self.seen
-            state: dict[str, Any] = {"model": model.state_dict()}
-            if seraena is not None:
-                state["seraena"] = seraena.shared_state_dict()
-            torch.save(state, self.folder / f"weights_of_rank_{rank}.pt")
-            finish(engine)
-
-        build = start.build_task
-
-        def build_and_see(config: Any, engine: Any, model: Any) -> Any:
-            task = build(config, engine, model)
-            self.seen = (model, task.seraena)
-            return task
-
-        Engine.close = keep  # type: ignore[method-assign]
-        start.build_task = build_and_see  # type: ignore[assignment]
 
 
 def two_ranks(clips: Path, folder: Path, *faults: Any, **changes: object) -> Launch:
