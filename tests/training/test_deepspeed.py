@@ -43,9 +43,9 @@ def test_muon_is_refused_before_anything_is_started() -> None:
 
 def odd_values(stage: int) -> dict[str, Any]:
     """Settings of which none is DeepSpeed's default."""
-    numbers: dict[str, Any] = {"reduce_bucket_size": 77_777, "contiguous_gradients": False, "overlap_comm": stage == 2}
+    numbers: dict[str, Any] = {"reduce_bucket_size": 77_778, "contiguous_gradients": False, "overlap_comm": stage == 2}
     if stage == 2:
-        numbers |= {"allgather_bucket_size": 55_555, "reduce_scatter": False}
+        numbers |= {"allgather_bucket_size": 55_556, "reduce_scatter": False}
     else:
         numbers |= {"sub_group_size": 33_333, "stage3_param_persistence_threshold": 500}
         numbers |= {"stage3_model_persistence_threshold": 2_000}
@@ -237,3 +237,22 @@ def test_mistakes_in_a_launch_file_end_in_one_sentence(clips: Path, tmp_path: Pa
     run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=1, prepare=under)
     assert run.wait(60) == [2]
     assert "reduce_bucket is not a key that takes effect" in run.log() and "Traceback" not in run.log()
+
+
+@pytest.mark.slow
+def test_a_frozen_teacher_beside_deepspeed(clips: Path, tmp_path: Path) -> None:
+    """The old "zero stage 2 requires an optimizer": here only the student reaches DeepSpeed, in bf16 too."""
+    diffusers = pytest.importorskip("diffusers")
+    vae = diffusers.AutoencoderKLHunyuanVideo(block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4)
+    vae.save_pretrained(tmp_path / "teacher")
+    changes: dict[str, object] = {"use_ref_vae": True, "ref_vae_path": tmp_path / "teacher", "n_frames": 5}
+    changes |= {"encoder_loss_weight": 0.1, "decoder_loss_weight": 0.1, "mixed_precision": "bf16", "log_every": 1}
+    changes |= {"max_train_steps": 2, "checkpointing_steps": 2, "validation_steps": 0}
+    under = UnderDeepSpeed(launch_file(tmp_path, 2))
+    run = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path / "logs", ranks=2, prepare=under)
+    assert run.wait(180) == [0, 0], run.both_logs()
+    assert '"train/encoder_loss"' in (tmp_path / "run" / "metrics.jsonl").read_text()
+    state = state_of(tmp_path / "run" / "checkpoint-2")["training_state.pt"]
+    (moments,) = state["engine"]["optimizers"]["optimizers"]
+    assert len(moments["state"]) == len(state["model"])
+    assert not any("teacher" in key for key in state["model"])

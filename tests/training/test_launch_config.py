@@ -57,7 +57,7 @@ def test_every_deepspeed_value_reaches_deepspeeds_own_configuration(tmp_path: Pa
         "offload_optimizer_device": "cpu",
         "communication_data_type": "bf16",
         "reduce_bucket_size": "5e7",
-        "allgather_bucket_size": 123,
+        "allgather_bucket_size": 124,
         "overlap_comm": True,
         "contiguous_gradients": False,
         "reduce_scatter": False,
@@ -69,7 +69,7 @@ def test_every_deepspeed_value_reaches_deepspeeds_own_configuration(tmp_path: Pa
     assert config["gradient_clipping"] == 0.7 and config["gradient_accumulation_steps"] == 1
     assert config["communication_data_type"] == "bf16"
     assert zero["stage"] == 2 and zero["offload_optimizer"] == {"device": "cpu"}
-    assert zero["reduce_bucket_size"] == 50_000_000 and zero["allgather_bucket_size"] == 123
+    assert zero["reduce_bucket_size"] == 50_000_000 and zero["allgather_bucket_size"] == 124
     assert zero["overlap_comm"] is True and zero["contiguous_gradients"] is False and zero["reduce_scatter"] is False
 
 
@@ -86,7 +86,8 @@ def test_every_deepspeed_value_reaches_deepspeeds_own_configuration(tmp_path: Pa
         ({"stage3_prefetch_bucket_size": 10}, "nothing to fetch ahead"),
         ({"deepspeed_config_file": "ds.json"}, "write its values into this file"),
         ({"overlap_comm": "yes"}, "must be true or false"),
-        ({"reduce_bucket_size": -1}, "must be a whole number"),
+        ({"reduce_bucket_size": -1}, "must be an even whole number"),
+        ({"allgather_bucket_size": 55_555}, "must be an even whole number"),
         ({"deepspeed_multinode_launcher": "pdsh"}, "must be standard"),
     ],
 )

@@ -98,6 +98,14 @@ def _whole_number(value: Any) -> int:
     return int(number)
 
 
+def _bucket(value: Any) -> int:
+    """Numbers in a bucket; DeepSpeed aligns pieces to pairs."""
+    number = _whole_number(value)
+    if number < 2 or number % 2:
+        raise ValueError
+    return number
+
+
 def _number(value: Any) -> float:
     if isinstance(value, bool):
         raise ValueError
@@ -154,9 +162,13 @@ def _flag(*stages: int) -> _Key:
     return _Key(convert=_switch, wants="true or false", stages=stages)
 
 
+def _bucket_size(*stages: int) -> _Key:
+    return _Key(convert=_bucket, wants="an even whole number of at least 2", stages=stages)
+
+
 ZERO_KEYS: Mapping[str, _Key] = {
-    "reduce_bucket_size": _size(1, 2, 3),
-    "allgather_bucket_size": _size(1, 2),
+    "reduce_bucket_size": _bucket_size(1, 2, 3),
+    "allgather_bucket_size": _bucket_size(1, 2),
     "overlap_comm": _flag(1, 2, 3),
     "contiguous_gradients": _flag(1, 2, 3),
     "reduce_scatter": _flag(1, 2),
