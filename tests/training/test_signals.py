@@ -48,6 +48,7 @@ def test_one_process(
     assert f"{number.name} received: finishing the step" in running.log()
     assert f"stopped by {number.name}; go on with --resume latest" in running.log()
     assert "Traceback" not in running.log()
+    assert f"the run ends: {number.name}" in (run / "train.log").read_text()
     resume_and_compare(clips, run, undisturbed)
 
 

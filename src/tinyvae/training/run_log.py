@@ -73,6 +73,13 @@ class RunLog:
         except OSError as fault:  # a full disk: checkpoints decide whether the run can go on, not its log
             log.error("could not log step %d: %s", step, fault)
 
+    def note(self, text: str) -> None:
+        """Write a line to ``train.log`` alone."""
+        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
+        for handler in self._handlers:
+            if isinstance(handler, logging.FileHandler):
+                handler.handle(record)
+
     def videos(self, step: int, shown: list[tuple[str, Tensor, Tensor]]) -> None:
         """Log a picture and a short animation of input | output | error for each (name, input, output) TCHW."""
         if self._writer is None:

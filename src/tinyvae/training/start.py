@@ -33,7 +33,7 @@ from tinyvae.training.clips import RunData, open_data
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine, start_engine
 from tinyvae.training.finish import write_final_model
-from tinyvae.training.guards import SignalWatch, average_when_all_are_well
+from tinyvae.training.guards import SignalWatch, StopRequested, average_when_all_are_well
 from tinyvae.training.initialisation import initialise_he
 from tinyvae.training.optimizers import make_optimizers
 from tinyvae.training.preflight import checks_at_start
@@ -93,7 +93,11 @@ def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
                 if check.fix:
                     log.warning("%s: %s; fix: %s", check.name, check.found, check.fix)
         log.info("run folder: %s", folder)
-        progress = _run(config, engine, folder, signals, run_log, saved, command)
+        try:
+            progress = _run(config, engine, folder, signals, run_log, saved, command)
+        except (UserError, StopRequested) as reason:
+            run_log.note(f"the run ends: {reason}")  # the terminal is told by the command line
+            raise
         engine.close()
     return FinishedRun(folder=folder, progress=progress, is_main=engine.is_main)
 

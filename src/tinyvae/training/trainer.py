@@ -123,7 +123,16 @@ class Trainer:
                     "--resume latest when that is mended. See docs/troubleshooting.md#a-lost-process"
                 )
             self._use_smaller_slices()
-        result = parts.engine.finish_step(max_grad_norm=config.max_grad_norm)
+        try:
+            result = parts.engine.finish_step(max_grad_norm=config.max_grad_norm)
+        except (RuntimeError, MemoryError) as fault:
+            if not is_out_of_memory(fault):
+                raise
+            # No save: some ranks may have stepped. The others notice that this one is gone.
+            raise UserError(
+                "out of memory while the gradients were applied; use --gradient_checkpointing true or a smaller "
+                "--train_batch_size, then --resume latest. See docs/troubleshooting.md#out-of-memory"
+            ) from None
         if result.stepped and parts.average is not None:
             parts.average.update(parts.task.model)
         return result
