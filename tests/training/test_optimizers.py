@@ -75,3 +75,10 @@ def test_rates_follow_the_factor_and_keep_their_peaks_on_load() -> None:
     changed.load_state_dict(saved)
     changed.set_rates(1.0)
     assert [group["lr"] for group in changed.groups()] == [0.04, 0.004]
+
+
+def test_state_of_another_grouping_is_refused_in_a_sentence() -> None:
+    model = TAEHV("taehv", width=0.125)
+    adamw, muon = (make_optimizers(model, TrainConfig(optimizer=name)) for name in ("adamw", "muon"))
+    with pytest.raises(ValueError, match="use it as --pretrained_model_path"):
+        muon.load_state_dict(adamw.state_dict())

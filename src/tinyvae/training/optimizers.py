@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyvae.config import TrainConfig
+from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 
 NEWTON_SCHULZ_STEPS = 5
@@ -97,7 +98,13 @@ class OptimizerSet:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over moments and step counts; the peak rates stay those of this run's configuration."""
         saved = state["optimizers"]
-        assert len(saved) == len(self.optimizers), "the checkpoint was written with another optimizer setting"
+        sizes = [[len(group["params"]) for group in one["param_groups"]] for one in saved]
+        own = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
+        if sizes != own:
+            raise UserError(
+                f"the checkpoint's optimiser state holds groups of {sizes} weights, this run's {own}: it was written by "
+                "another version or with another optimizer setting; use it as --pretrained_model_path instead."
+            )
         for optimizer, one in zip(self.optimizers, saved, strict=True):
             peaks = [group["base_lr"] for group in optimizer.param_groups]
             optimizer.load_state_dict(one)
