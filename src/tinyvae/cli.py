@@ -79,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UserError as mistake:
         print(f"tinyvae: error: {mistake}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("tinyvae: stopped", file=sys.stderr)
+        sys.exit(130)  # 128 + SIGINT
     except BrokenPipeError:
         # `tinyvae ... | head` closed our output; point stdout elsewhere so that the interpreter's own
         # flush at exit does not complain a second time.

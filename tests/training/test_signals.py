@@ -112,6 +112,26 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(clips: Path, tmp_pat
     assert "SIGTERM received before the first step: there is nothing to save" in running.log()
 
 
+def test_ctrl_c_while_python_still_imports_leaves_no_traceback(clips: Path, tmp_path: Path) -> None:
+    """Before there is a run there is no watch: the command line itself has to answer."""
+    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, entry=interrupted)
+    assert running.wait() == [130], running.both_logs()
+    assert "tinyvae: stopped" in running.log() and "Traceback" not in running.log()
+
+
+def interrupted(words: list[str]) -> None:
+    import tinyvae.cli
+
+    def run(argv: object) -> int:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+        return 0
+
+    tinyvae.cli.run = run  # type: ignore[assignment]
+    tinyvae.cli.main(words)
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_data_workers_outlive_a_signal_to_the_whole_group(clips: Path, tmp_path: Path, number: signal.Signals) -> None:
     """Schedulers signal every process of a job; the workers must still serve the step that is being finished."""
