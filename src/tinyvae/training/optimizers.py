@@ -102,7 +102,7 @@ class OptimizerSet:
         own = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
         if sizes != own:
             raise UserError(
-                f"the checkpoint's optimiser state holds groups of {sizes} weights, this run's {own}: it was written by "
+                f"the checkpoint's optimiser state holds groups of {sizes} weights, this run's {own}: it was made by "
                 "another version or with another optimizer setting; use it as --pretrained_model_path instead."
             )
         for optimizer, one in zip(self.optimizers, saved, strict=True):
