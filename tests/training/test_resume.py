@@ -164,4 +164,5 @@ def test_an_early_stop_stays_one(clips: Path, tmp_path: Path) -> None:
     (tmp_path / "run/final_model.pth").unlink()
     again = train_here(arguments_for(clips, tmp_path / "run", resume_from_checkpoint="latest", **changes))
     assert again.progress.step == first.progress.step
+    assert "this run had stopped early" in (tmp_path / "run/train.log").read_text()
     assert (tmp_path / "run/final_model.pth").exists()

@@ -93,6 +93,8 @@ class Trainer:
             if self._validation_was_missed():
                 self._validate()
                 self._save_if_due()
+            elif self._stops_early():
+                log.info("this run had stopped early; a larger --early_stopping_patience makes it go on")
             while self.progress.step < config.max_train_steps and not self._stops_early():
                 started = time.perf_counter()
                 clips = self._next_clips()
