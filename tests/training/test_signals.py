@@ -92,24 +92,37 @@ def test_in_a_validation(clips: Path, tmp_path: Path, undisturbed: Path) -> None
     resume_and_compare(clips, run, undisturbed)
 
 
+def slow_probe(path: Path, **options: object) -> None:
+    print("probing", flush=True)
+    time.sleep(60)
+
+
 class SlowIndex:
-    """Building the index takes for ever."""
+    """Building the index takes for ever, in two processes of its own."""
 
     def __call__(self, rank: int) -> None:
         def slow(*arguments: object, **options: object) -> None:
-            build_index(*arguments[:1], options["cache_dir"] / "data_index.tvi", num_workers=2)  # type: ignore
-            print("indexing", flush=True)
-            time.sleep(60)
+            build_index(*arguments[:1], options["cache_dir"] / "data_index.tvi", num_workers=2, probe=slow_probe)  # type: ignore
 
         clips_module.open_or_build_index = slow  # type: ignore[assignment]
 
 
-def test_before_the_first_step_there_is_nothing_to_wait_for(clips: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_before_the_first_step_there_is_nothing_to_wait_for(
+    clips: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, prepare=SlowIndex())
-    running.wait_for("indexing")
-    running.signal(signal.SIGTERM)
-    assert running.wait(10) == [143]
-    assert "SIGTERM received before the first step: there is nothing to save" in running.log()
+    running.wait_for("probing")
+    everybody = [psutil.Process(running.processes[0].pid)]
+    everybody += everybody[0].children(recursive=True)
+    assert len(everybody) >= 2
+    running.signal(number)
+    assert running.wait(10) == [code]
+    if number == signal.SIGTERM:
+        assert "SIGTERM received before the first step: there is nothing to save" in running.log()
+    time.sleep(0.2)
+    left = [process for process in everybody if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert left == [], "no orphan waits for ever"
 
 
 def test_ctrl_c_while_python_still_imports_leaves_no_traceback(clips: Path, tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ rank that fails leaves its work, gives its code once, and meets the others at wh
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import select
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from enum import IntEnum
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LAUNCHER_CHECK_S = 1.0
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class Status(IntEnum):
@@ -147,12 +150,22 @@ def _end_now(exit_code: int) -> None:
 
 
 _open_watches: list[SignalWatch] = []
+_forked_by_main_thread = True
+
+
+def _note_forking_thread() -> None:
+    global _forked_by_main_thread
+    _forked_by_main_thread = threading.current_thread() is threading.main_thread()
 
 
 def _forget_in_child() -> None:
     """A forked child (a data worker) must not speak into its parent's socket, nor shrug off being terminated."""
     if _open_watches:
         _open_watches.clear()
+        if sys.platform == "linux" and _forked_by_main_thread:
+            # A parent that is killed cannot end its children, and a pool's worker would wait for ever. (The kernel's
+            # "parent" is the forking thread: a thread that ends would take the child with it, hence main only.)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Signals to a whole process group: the parent decides when its children end.
@@ -160,7 +173,7 @@ def _forget_in_child() -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(before=_note_forking_thread, after_in_child=_forget_in_child)
 
 
 def is_out_of_memory(fault: BaseException) -> bool:
