@@ -300,7 +300,9 @@ class TrainConfig:
     logging_dir: Path = option(
         Path("logs"), "logging", "Folder of the tracker's files; relative: inside the run's folder."
     )
-    enable_profiler: bool = option(False, "logging", "Write a torch profiler trace of a few early steps.")
+    enable_profiler: bool = option(
+        False, "logging", "Write a torch profiler trace of the run (profile.json); use it with few steps."
+    )
     log_system_stats: bool = option(False, "logging", "Log CPU, memory and GPU use and temperature.")
 
     # workers and limits

@@ -24,7 +24,8 @@ def write_run_report(
 ) -> None:
     """Evaluate the run's best model (else its final one) and write ``results.json`` and ``report.html``.
 
-    The films and curves are of the same files, frames and size as the run's validations.
+    The same files at the same size as in the run's validations, but each from its first frame on, as `tinyvae eval`
+    takes them; validations take the middle of each file, so the numbers differ a little.
     """
     clips = validation_clips(config, data)
     if not clips:

@@ -139,12 +139,16 @@ def make_run_folder(config: TrainConfig, checkpoint: Path | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)
         put_best_model_back(folder)
-        temporary = folder / ".config.json.part"
-        temporary.write_text(to_json(config) + "\n")
-        temporary.replace(folder / "config.json")
     except OSError as fault:
         raise UserError(f"cannot write to the run folder {folder} ({fault}); choose another --output_dir.") from None
     return folder.absolute()
+
+
+def write_run_config(folder: Path, config: TrainConfig) -> None:
+    """``config.json``: the run's settings as they were resolved."""
+    temporary = folder / ".config.json.part"
+    temporary.write_text(to_json(config) + "\n")
+    temporary.replace(folder / "config.json")
 
 
 def _run(
@@ -160,6 +164,8 @@ def _run(
     data = open_data(config, engine, folder)
     if saved is not None:
         check_same_run(saved, config, data_fingerprint=data.fingerprint)
+    if engine.is_main:  # only now: a resume that is refused must leave the run's settings as they were
+        write_run_config(folder, config)
     model = build_model(config).to(engine.device)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizers = make_optimizers(model, config)

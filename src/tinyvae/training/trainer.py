@@ -225,6 +225,8 @@ class Trainer:
         )
         if not result.stepped:
             self._report_skipped(clips)
+            if skipped_in_a_row >= self.config.max_skipped_steps:
+                self._save(emergency=True)
             check_skipped(
                 skipped_in_a_row, limit=self.config.max_skipped_steps, mixed_precision=self.config.mixed_precision
             )
