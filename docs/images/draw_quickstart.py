@@ -15,7 +15,7 @@ from PIL import Image
 from tinyvae import load_model
 from tinyvae.data.decode import iterate_frames
 
-CLIPS = 3
+CLIPS = 2
 FRAMES = 33
 ERROR_GAIN = 4
 
@@ -45,9 +45,9 @@ def main() -> None:
     length = min(len(row) for row in rows)
     film = torch.cat([row[:length] for row in rows], dim=2)
     pixels = (film * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-    pictures = [Image.fromarray(frame).quantize(128) for frame in pixels[::2]]
+    pictures = [Image.fromarray(frame).quantize(64) for frame in pixels[::3]]
     arguments.picture.parent.mkdir(parents=True, exist_ok=True)
-    pictures[0].save(arguments.picture, save_all=True, append_images=pictures[1:], duration=110, loop=0, optimize=True)
+    pictures[0].save(arguments.picture, save_all=True, append_images=pictures[1:], duration=150, loop=0, optimize=True)
     print(f"{arguments.picture}: {arguments.picture.stat().st_size / 1024:.0f} kB")
 
 
