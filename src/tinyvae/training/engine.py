@@ -87,7 +87,7 @@ class Engine:
         """Replace each tensor by its mean over all processes, in one exchange per dtype."""
         if not self.many:
             return
-        for dtype in {tensor.dtype for tensor in tensors}:
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # the same order on every rank
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in same])
             with self._exchange("gradients"):
