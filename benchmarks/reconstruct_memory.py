@@ -24,16 +24,18 @@ from tinyvae.data.write import VideoWriter
 
 FPS = 24
 CHILD = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 import torch
 from tinyvae.evaluation.reconstruct import Outputs, reconstruct_video
 from tinyvae.evaluation.round_trip import open_model
 torch.set_num_threads(int(sys.argv[4]))
+def peak_mib():  # not getrusage: its maximum survives exec, so the parent's memory would count
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
 model = open_model(sys.argv[1])
-loaded = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+loaded = peak_mib()
 done = reconstruct_video(model, Path(sys.argv[2]), Outputs(video=Path(sys.argv[3])))
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+peak = peak_mib()
 print(json.dumps({"loaded_mib": loaded, "peak_mib": peak, "frames": done.num_frames, "seconds": done.seconds}))
 """
 
