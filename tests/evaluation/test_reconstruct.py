@@ -139,6 +139,10 @@ print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.st
 """
 
 
+WARM_UP_MIB = 70
+"""The heap settles over the first thousand frames. Seen: 308 MiB for 48 frames, 344 for 1200, 348 for 2880 and 5760."""
+
+
 def peak_mib(video: Path, folder: Path) -> float:
     """Peak resident memory of a fresh process that reconstructs a video, MiB."""
     command = [sys.executable, "-c", PEAK_SCRIPT, str(video), str(folder)]
@@ -147,12 +151,12 @@ def peak_mib(video: Path, folder: Path) -> float:
 
 def test_memory_does_not_grow_with_length(write_video: WriteVideo, tmp_path: Path) -> None:
     short = write_video("short.mp4", frames=48, height=64, width=96)
-    long = write_video("long.mp4", frames=600, height=64, width=96)  # as floats these frames alone are 42 MiB
-    assert peak_mib(long, tmp_path) < peak_mib(short, tmp_path) + 25
+    long = write_video("long.mp4", frames=1800, height=64, width=96)  # as floats these frames alone are 127 MiB
+    assert peak_mib(long, tmp_path) < peak_mib(short, tmp_path) + WARM_UP_MIB
 
 
 @pytest.mark.slow
 def test_two_minutes_need_no_more_memory_than_two_seconds(write_video: WriteVideo, tmp_path: Path) -> None:
     short = write_video("short.mp4", frames=48, height=64, width=96)
     long = write_video("long.mp4", frames=2880, height=64, width=96)  # as floats these frames alone are 202 MiB
-    assert peak_mib(long, tmp_path) < peak_mib(short, tmp_path) + 40
+    assert peak_mib(long, tmp_path) < peak_mib(short, tmp_path) + WARM_UP_MIB
