@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # are not all free a training step took 3 to 6 s instead of 0.8 (two cores, quickstart's step).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        sys.exit(run(sys.argv[1:] if argv is None else argv))
+        leave(run(sys.argv[1:] if argv is None else argv))
     except UserError as mistake:
         print(f"tinyvae: error: {mistake}", file=sys.stderr)
         sys.exit(2)
@@ -90,6 +90,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         # flush at exit does not complain a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+
+
+def leave(exit_code: int) -> None:
+    """End the process; as one of several that a launcher started, without the interpreter's tidying up.
+
+    There a library's background thread, met half-way through its end, now and then aborts a process whose work is
+    done and saved (seen once: "terminate called without an active exception", exit code -6), and the launcher then
+    calls the whole job failed.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":
