@@ -16,7 +16,7 @@ from tinyvae.data.write import VideoWriter
 from tinyvae.errors import FileExistsAlreadyError, UserError
 
 FPS = 24
-LENS_SIGMA = 1.5  # pixels at LENS_HEIGHT; drawn edges are sharper than any camera's, and would be all that is learned
+LENS_SIGMA = 2.2  # pixels at LENS_HEIGHT; drawn edges are sharper than any camera's, and would be all that is learned
 LENS_HEIGHT = 128
 VALIDATION_EVERY = 5
 
