@@ -50,7 +50,6 @@ config = TrainConfig(
     seraena_loss_weight=0.1,
     n_seraena_frames=4,
     seraena_start=2_000,
-    seraena_buffer_mb=2_048,
     validation_steps=1_000,
     num_validation_samples=20,
     validation_batch_size=2,
