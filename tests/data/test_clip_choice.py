@@ -23,7 +23,7 @@ SETTINGS = ClipSettings(
 def row(frames: int = 60, width: int = 320, height: int = 240) -> IndexRow:
     return IndexRow(
         number=0, path="a.mp4", status=STATUS_OK, reason="", split="", frames=frames, fps=25.0, width=width,
-        height=height, codec="h264", interlaced=False, file_bytes=1, mtime_ns=1, first_pts=0, pts_step=1.0,
+        height=height, codec="h264", interlaced=False, file_bytes=1, ends_crc=1, mtime_ns=1, first_pts=0, pts_step=1.0,
         pixel_aspect=1.0, thorough=False,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ import torch
 from tinyvae.data.frame_stream import count_frames, seek_frames
 from tinyvae.data.pixels import RgbConverter
 from tinyvae.data.probe import Look, VideoInfo, find_timeline, probe_video, same_look
-from tinyvae.data.video_file import Deadline, open_video, unreadable
+from tinyvae.data.video_file import Deadline, ends_crc, open_video, unreadable
 
 __all__ = ["VideoInfo", "iterate_frames", "probe_video", "read_frames"]
 
@@ -44,8 +44,10 @@ def read_frames(
     wanted = [int(i) for i in indices]
     assert wanted and wanted[0] >= 0, f"frame numbers start at 0: {wanted}"
     assert all(a < b for a, b in pairwise(wanted)), f"frame numbers must rise: {wanted}"
-    if info is not None and wanted[-1] >= info.frames:
-        raise unreadable(path, f"it has {info.frames} frames, frame {wanted[-1]} was asked for")
+    if info is not None:
+        if wanted[-1] >= info.frames:
+            raise unreadable(path, f"it has {info.frames} frames, frame {wanted[-1]} was asked for")
+        check_unchanged(path, info)
     places = {number: place for place, number in enumerate(wanted)}
     converter = RgbConverter()
     frames_TCHW: torch.Tensor | None = None
@@ -94,6 +96,12 @@ def iterate_frames(
         raise unreadable(path, "no frames" if start == 0 else f"it ends before frame {start}")
     if stop is not None:
         raise unreadable(path, f"it ends after frame {number}, frames up to {stop - 1} were asked for")
+
+
+def check_unchanged(path: Path, info: VideoInfo) -> None:
+    """Refuse a file whose tables are not those that ``info`` was read from: its frames may have other numbers."""
+    if info.ends_crc is not None and info.ends_crc != ends_crc(path):
+        raise unreadable(path, "it has changed since it was indexed; run `tinyvae data index` again")
 
 
 def _frames_from(

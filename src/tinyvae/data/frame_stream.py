@@ -15,7 +15,7 @@ import av
 import av.error
 
 from tinyvae.data.h264 import is_disposable, nal_length_size
-from tinyvae.data.timeline import Timeline
+from tinyvae.data.timeline import EndProof, Timeline
 from tinyvae.data.video_file import OpenVideo, PacketError, unreadable
 
 # Codecs where every packet of a sound file gives exactly one frame. Others may hold pictures that are never shown
@@ -26,6 +26,11 @@ ONE_FRAME_PER_PACKET = frozenset(
 
 # Containers that may begin anywhere, since they are cut from a running broadcast.
 RECORDING_FORMATS = frozenset({"mpegts", "mpeg"})
+
+# Containers with a table of all frames, or of all in a fragment: what is missing there shows as a packet that is not.
+_TABLE_FORMATS = frozenset({"mov,mp4,m4a,3gp,3g2,mj2"})
+
+CUT_OFF = "it is cut off: frames before its last one are missing"
 
 _SEEKS = 6  # the wanted time, then 1, 2, 4, 8, 16 s before it; after that the start of the file
 _KEYS_TRIED = 2
@@ -84,6 +89,8 @@ class _Run:
     def __init__(self, video: OpenVideo, *, after_seek: bool) -> None:
         self._context = video.stream.codec_context
         self._proof = _OrderProof(self._context.name)
+        # After a seek the timeline knows all times, and not all pictures are decoded.
+        self._end_proof = None if after_seek else end_proof(video)
         self._drop_uncertain = after_seek
         self._key_seen = video.container.format.name not in RECORDING_FORMATS
         self._key_pts: int | None = None
@@ -108,6 +115,8 @@ class _Run:
             return
         for frame in decoded:
             if self._is_kept(frame):
+                if self._end_proof and not self._end_proof.follows(frame.pts, at_end=packet is None):
+                    raise DamageError(self.count, CUT_OFF)
                 self.count += 1
                 yield frame
 
@@ -135,6 +144,13 @@ class _Run:
         if not self._key_seen:
             return True
         return pts is not None and self._key_pts is not None and pts < self._key_pts
+
+
+def end_proof(video: OpenVideo) -> EndProof | None:
+    """The proof that the film's end is whole; None where the container itself tells."""
+    if video.container.format.name in _TABLE_FORMATS:
+        return None
+    return EndProof(rate=video.stream.average_rate, time_base=video.stream.time_base)
 
 
 def frames_in_order(video: OpenVideo, packets: Iterator[av.Packet], *, after_seek: bool) -> Iterator[av.VideoFrame]:

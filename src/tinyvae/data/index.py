@@ -46,6 +46,7 @@ ROW = np.dtype(
         ("path_bytes", "<u4"),
         ("reason_bytes", "<u4"),
         ("file_bytes", "<i8"),
+        ("ends_crc", "<u4"),
         ("mtime_ns", "<i8"),
         ("frames", "<i4"),
         ("width", "<i4"),
@@ -86,6 +87,7 @@ class IndexRow:
     codec: str
     interlaced: bool
     file_bytes: int
+    ends_crc: int
     mtime_ns: int
     first_pts: int
     pts_step: float
@@ -160,6 +162,7 @@ class VideoIndex:
             codec=self._codecs[int(raw["codec"])],
             interlaced=bool(raw["interlaced"]),
             file_bytes=int(raw["file_bytes"]),
+            ends_crc=int(raw["ends_crc"]),
             mtime_ns=int(raw["mtime_ns"]),
             first_pts=int(raw["first_pts"]),
             pts_step=float(raw["pts_step"]),
@@ -185,6 +188,7 @@ class VideoIndex:
             first_pts=row.first_pts,
             pts_step=row.pts_step,
             pixel_aspect=row.pixel_aspect,
+            ends_crc=row.ends_crc,
         )
 
     def find(self, path: str) -> int | None:

@@ -231,6 +231,7 @@ def _record(entry: VideoEntry, row: IndexRow | None, outcome: ProbeOutcome, thor
         height=info.height,
         codec=info.codec,
         interlaced=info.interlaced,
+        ends_crc=info.ends_crc or 0,
         first_pts=info.first_pts,
         pts_step=info.pts_step,
         pixel_aspect=info.pixel_aspect,

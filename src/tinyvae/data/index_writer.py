@@ -52,6 +52,7 @@ class IndexRecord:
     codec: str = ""
     interlaced: bool = False
     file_bytes: int = -1
+    ends_crc: int = 0
     mtime_ns: int = -1
     first_pts: int = 0
     pts_step: float = 0.0
@@ -101,6 +102,7 @@ class IndexJournal:
             "path_bytes": len(path),
             "reason_bytes": len(reason),
             "file_bytes": record.file_bytes,
+            "ends_crc": record.ends_crc,
             "mtime_ns": record.mtime_ns,
             "frames": record.frames,
             "width": record.width,

@@ -12,10 +12,18 @@ import av
 import numpy as np
 import numpy.typing as npt
 
-from tinyvae.data.frame_stream import ONE_FRAME_PER_PACKET, count_frames
+from tinyvae.data.frame_stream import CUT_OFF, ONE_FRAME_PER_PACKET, count_frames, end_proof
 from tinyvae.data.pixels import Orientation, frame_orientation
-from tinyvae.data.timeline import EvenTimeline, Timeline, Timing, VariableTimeline, even_step, rising_times
-from tinyvae.data.video_file import Deadline, OpenVideo, PacketError, open_video, unreadable
+from tinyvae.data.timeline import (
+    EvenTimeline,
+    Timeline,
+    Timing,
+    VariableTimeline,
+    even_step,
+    reorder_depth,
+    rising_times,
+)
+from tinyvae.data.video_file import Deadline, OpenVideo, PacketError, ends_crc, open_video, unreadable
 
 _SCANS_KEPT = 64  # packet scans that a process remembers, for files with uneven times
 
@@ -40,6 +48,8 @@ class VideoInfo:
     """Time per frame in the stream's time base; 0: uneven times; negative: frames must be counted."""
     pixel_aspect: float = 1.0
     """Sample aspect ratio: width / height of one pixel as it should be shown."""
+    ends_crc: int | None = None
+    """Checksum of the file's two ends when it was probed; a reader refuses a file that has another one."""
 
     @property
     def timing(self) -> Timing:
@@ -133,6 +143,7 @@ def _describe(video: OpenVideo, look: Look, shown: list[int | None]) -> VideoInf
         first_pts=times[0] if times is not None else 0,
         pts_step=step,
         pixel_aspect=1 / aspect if look.orientation.transpose else aspect,
+        ends_crc=ends_crc(video.path),
     )
 
 
@@ -185,4 +196,16 @@ def packet_times(video: OpenVideo) -> npt.NDArray[np.int64] | None:
     rising = rising_times(sorted(t for t in times if t is not None))
     if not rising or len(rising) < len(times) or key_pts is None or rising[0] < key_pts:
         return None
+    _check_end(video, [t for t in times if t is not None], rising)
     return np.asarray(rising, dtype=np.int64)
+
+
+def _check_end(video: OpenVideo, stored: list[int], rising: list[int]) -> None:
+    """Refuse a file that ends before all of its last pictures are there, as decoding it from the start does."""
+    proof = end_proof(video)
+    if proof is None:
+        return
+    last_ones = len(rising) - reorder_depth(stored)
+    for number, pts in enumerate(rising):
+        if not proof.follows(pts, at_end=number >= last_ones):
+            raise unreadable(video.path, f"damaged at frame {number} ({CUT_OFF})")

@@ -11,6 +11,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +20,11 @@ import numpy.typing as npt
 # How far (in frame steps) a time may lie from an even grid. Below 0.5 the nearest grid point is unambiguous; the
 # grid of a 1/1000 s time base at 60 fps is off by 0.03.
 EVEN_TOLERANCE = 0.3
+
+
+# Of the pace of a film: a longer wait for the next frame means that one between is missing. Half a step is what even
+# the coarse times of Matroska (1 ms) and the jitter of telephones never reach.
+MAX_STEP = 1.5
 
 
 class Timing(enum.IntEnum):
@@ -88,6 +94,44 @@ class VariableTimeline:
 Timeline = EvenTimeline | VariableTimeline
 
 
+class EndProof:
+    """Says whether the last pictures of a file can be all that there were.
+
+    Pictures are stored before those that are shown earlier and refer to them, so a file cut off behind one of them
+    still gives it, without the ones between. A decoder hands it out like any other, at the end, when it is emptied.
+    Where all frames so far came at one pace, the gap in time tells. Where they did not, nothing can: there a gap
+    may be what was filmed.
+    """
+
+    def __init__(self, *, rate: Fraction | None, time_base: Fraction | None) -> None:
+        # The pace until two frames have shown one.
+        self._first_step = float(1 / (rate * time_base)) if rate and time_base else None
+        self._first: int | None = None
+        self._last: int | None = None
+        self._steps = 0
+        self._longest = 0
+
+    def follows(self, pts: int | None, *, at_end: bool) -> bool:
+        """Whether a frame at ``pts`` (stream time base) may come next; ``at_end``: the decoder is being emptied."""
+        if pts is None:
+            return True
+        previous, self._last = self._last, pts
+        if self._first is None or previous is None:
+            self._first = pts
+            return True
+        step, pace = pts - previous, self._pace(previous)
+        if at_end and pace is not None and self._longest <= MAX_STEP * pace < step:
+            return False
+        self._steps += 1
+        self._longest = max(self._longest, step)
+        return True
+
+    def _pace(self, last: int) -> float | None:
+        """Time per frame so far."""
+        assert self._first is not None
+        return (last - self._first) / self._steps if self._steps >= 2 else self._first_step
+
+
 def even_step(pts: Sequence[int]) -> float | None:
     """The step of the even grid that all of ``pts`` (strictly rising) lie on; None when there is none.
 
@@ -110,3 +154,18 @@ def rising_times(pts: Sequence[int | None]) -> list[int] | None:
     times = [t for t in pts if t is not None]
     complete = len(times) == len(pts)
     return times if complete and all(a < b for a, b in pairwise(times)) else None
+
+
+def reorder_depth(stored: Sequence[int], *, limit: int = 16) -> int:
+    """How many pictures at most are stored before one that is shown earlier (``stored``: times in storage order).
+
+    >>> reorder_depth([0, 3, 1, 2, 6, 4, 5])
+    1
+    >>> reorder_depth([0, 4, 2, 1, 3])
+    2
+    """
+    times = np.asarray(stored, dtype=np.int64)
+    later_first = np.zeros(len(times), dtype=np.int64)
+    for back in range(1, min(limit, len(times) - 1) + 1):
+        later_first[back:] += times[:-back] > times[back:]
+    return int(later_first.max(initial=0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ MAX_PIXELS = 16384 * 8192
 
 # With "explode" a decoder reports a broken slice instead of painting something plausible over it.
 ERROR_DETECTION = "explode+crccheck+bitstream+buffer"
+
+# Where containers keep what tells frames apart (sizes, times, edit lists): at the front, at the back, or both.
+_END_BYTES = 1 << 16
 
 _NOT_THE_FILM = (
     av.stream.Disposition.attached_pic | av.stream.Disposition.timed_thumbnails | av.stream.Disposition.still_image
@@ -147,6 +151,22 @@ def check_regular_file(path: Path) -> None:
         raise unreadable(path, "not a regular file")
     if os.path.getsize(path) == 0:
         raise unreadable(path, "the file is empty")
+
+
+def ends_crc(path: Path) -> int:
+    """CRC-32 of the first and the last 64 KiB: tells whether a file's tables are those that were indexed.
+
+    A size alone does not. Where the edit list of an indexed file is lost, or another cut of the same film takes its
+    place, every frame has another number, and only the tables know.
+    """
+    check_regular_file(path)
+    try:
+        with open(path, "rb", buffering=0) as stream:
+            crc = zlib.crc32(stream.read(_END_BYTES))
+            stream.seek(max(stream.tell(), os.fstat(stream.fileno()).st_size - _END_BYTES))
+            return zlib.crc32(stream.read(_END_BYTES), crc)
+    except OSError as error:
+        raise unreadable(path, (error.strerror or str(error)).lower()) from None
 
 
 def _choose_stream(path: Path, container: av.container.InputContainer) -> av.video.stream.VideoStream:
