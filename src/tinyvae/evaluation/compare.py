@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tinyvae.errors import UserError
-from tinyvae.evaluation.evaluate import (
+from tinyvae.evaluation.evaluating import (
     EvaluationResult,
     EvaluationSettings,
     check_settings,

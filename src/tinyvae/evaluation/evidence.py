@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, frame_chunks, measure_clip
-from tinyvae.evaluation.evaluate import ClipResult, EvaluationResult
+from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
 from tinyvae.evaluation.pictures import (
     heat_map,
     jpeg_uri,

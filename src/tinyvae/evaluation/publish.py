@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tinyvae.evaluation.compare import Comparison
-from tinyvae.evaluation.evaluate import EvaluationResult
+from tinyvae.evaluation.evaluating import EvaluationResult
 from tinyvae.evaluation.evidence import gather_evidence
 from tinyvae.evaluation.report import DEFAULT_FILMS, Report, write_report
 from tinyvae.evaluation.results_file import write_results

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyvae.evaluation.compare import Comparison
-from tinyvae.evaluation.evaluate import ClipResult, EvaluationResult
+from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
 from tinyvae.evaluation.evidence import ClipEvidence
 from tinyvae.evaluation.metrics import METRICS
 from tinyvae.evaluation.report_sections import (

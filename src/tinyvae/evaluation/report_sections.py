@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from tinyvae.evaluation.compare import Comparison
-from tinyvae.evaluation.evaluate import ClipResult, EvaluationResult
+from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
 from tinyvae.evaluation.evidence import ClipEvidence, LatentPictures, WorstFrame
 from tinyvae.evaluation.metrics import METRICS, MetricInfo
 from tinyvae.evaluation.pictures import HEAT_FULL_SCALE, HEAT_STOPS

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyvae.evaluation.compare import Comparison
-from tinyvae.evaluation.evaluate import EvaluationResult
+from tinyvae.evaluation.evaluating import EvaluationResult
 
 RESULTS_FORMAT = "tinyvae-results"
 RESULTS_VERSION = 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from tinyvae.data.write import VideoWriter
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, find_clips, frame_chunks, measure_clip
-from tinyvae.evaluation.evaluate import check_length
+from tinyvae.evaluation.evaluating import check_length
 from tinyvae.evaluation.latent_file import LatentWriter
 from tinyvae.evaluation.metrics import psnr_from_mse
 from tinyvae.evaluation.reconstruct import FALLBACK_FPS, latent_facts, pixel_format_for

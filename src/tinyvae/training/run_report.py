@@ -10,7 +10,7 @@ import torch
 from tinyvae.config import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.evaluation.clip_sources import ClipSource
-from tinyvae.evaluation.evaluate import EvaluationSettings, evaluate_round_trip
+from tinyvae.evaluation.evaluating import EvaluationSettings, evaluate_round_trip
 from tinyvae.evaluation.publish import publish
 from tinyvae.evaluation.round_trip import open_model
 from tinyvae.losses.perceptual import LPIPS

@@ -47,7 +47,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from tinyvae.evaluation.evaluate import evaluate
+    from tinyvae.evaluation.evaluating import evaluate
     from tinyvae.evaluation.resources import choose_devices
     from tinyvae.evaluation.round_trip import open_model
 
