@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -139,8 +140,8 @@ def test_text_is_held_as_a_path() -> None:
         ({"train_batch_size": 0}, "train_batch_size=0 must be at least 1"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be at least 1"),
         ({"learning_rate": 0.0}, "learning_rate=0 must be above 0 and at most 1"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan must be above 0"),
-        ({"learning_rate": float("inf")}, "learning_rate=inf must be above 0"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan must be finite and above 0"),
+        ({"learning_rate": float("inf")}, "learning_rate=inf must be finite and above 0"),
         ({"train_split": 1.5}, "train_split=1.5 must be above 0 and at most 1"),
         ({"beta2": 1.0}, "beta2=1 must be at least 0 and below 1"),
         ({"color_jitter_params": (0.1, 0.1, 0.1, -0.1)}, "color_jitter_params=0.1,0.1,0.1,-0.1 must be at least 0"),
@@ -162,6 +163,8 @@ def test_text_is_held_as_a_path() -> None:
         ({"variant": "taeh3", "n_frames": 16, "height": 64}, "use a length of 17c, here 17"),
         ({"reconstruction_loss_weight": 0.0}, "all loss weights are 0"),
         ({"perceptual_loss_weight": 0.1, "height": 24}, "needs frames of at least 31x31 pixels, got 24x128"),
+        ({"metric_for_best_model": "lpips", "validation_height": 24}, "is LPIPS, which needs frames of at least 31x31"),
+        ({"temporal_loss_weight": 0.1, "n_frames": 1}, "temporal_loss_weight needs at least 2 decoded frames"),
         ({"split_by": "annotation"}, "split_by=annotation needs an annotation_file"),
         ({"train_split": 1.0}, "train_split=1 leaves no file to validate on"),
         ({"validation_steps": 0, "early_stopping_patience": 5}, "early_stopping_patience=5 needs validations"),
@@ -255,8 +258,16 @@ def test_teacher_families_are_those_of_the_teachers() -> None:
 # files
 
 
-def test_a_missing_file_names_key_path_and_base(tmp_path: Path) -> None:
-    config = TrainConfig(data_root=tmp_path, pretrained_model_path=tmp_path / "checkpoints" / "taecvx.pth")
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder that is not empty; nobody looks into its file here."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.mp4").touch()
+    return tmp_path / "data"
+
+
+def test_a_missing_file_names_key_path_and_base(tmp_path: Path, data: Path) -> None:
+    config = TrainConfig(data_root=data, pretrained_model_path=tmp_path / "checkpoints" / "taecvx.pth")
     given = {"pretrained_model_path": GivenPath(text="checkpoints/taecvx.pth", base=tmp_path)}
     with pytest.raises(MissingFileError) as caught:
         check_paths(config, given)
@@ -274,6 +285,30 @@ def test_sample_clips_need_no_folder_yet(tmp_path: Path) -> None:
     check_paths(TrainConfig(data_root=tmp_path / "new", use_sample_clips=True, output_dir=tmp_path / "out"))
 
 
+def test_data_that_cannot_be_is_said_before_anything_starts(tmp_path: Path, data: Path) -> None:
+    empty, other = tmp_path / "mount", tmp_path / "list.txt"
+    empty.mkdir()
+    other.write_text("a.mp4")
+    for wrong, says in (
+        ({"data_root": empty}, "mount is an empty folder; .*not mounted"),
+        ({"data_root": data, "annotation_file": other}, r"list.txt is no annotation file .*\.json or \.jsonl"),
+        ({"data_root": data, "index_path": other}, "list.txt is no index; name the file that `tinyvae data index`"),
+        ({"data_root": data, "index_path": data}, "is a folder; name the file that `tinyvae data index`"),
+    ):
+        with pytest.raises(UserError, match=says):
+            check_paths(replace(TrainConfig(), **wrong))
+
+
+def test_an_output_folder_that_cannot_be_written(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_file").touch()
+    with pytest.raises(UserError, match="cannot be made: it is a file"):
+        check_paths(TrainConfig(data_root=data, output_dir=tmp_path / "a_file"))
+    # Root may write anywhere, so the question to the system is answered here.
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)
+    with pytest.raises(UserError, match=f"{tmp_path} is not yours to write to"):
+        check_paths(TrainConfig(data_root=data, output_dir=tmp_path / "new" / "run"))
+
+
 def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
     file = tmp_path / "clips.json"
     file.write_text("{}")
@@ -283,17 +318,31 @@ def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
         check_paths(TrainConfig(data_root=tmp_path, output_dir=file / "run"))
 
 
-def test_lpips_weights_are_asked_for_when_a_term_needs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lpips_weights_are_asked_for_when_a_term_needs_them(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TINYVAE_LPIPS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    check_paths(TrainConfig(data_root=tmp_path))
+    check_paths(TrainConfig(data_root=data))
     for needs in ({"perceptual_loss_weight": 0.1}, {"metric_for_best_model": "lpips"}):
         with pytest.raises(UserError, match=r"needs LPIPS weights, and there are none: .*tinyvae lpips-weights"):
-            check_paths(replace(TrainConfig(), data_root=tmp_path, **needs))
-    named = TrainConfig(data_root=tmp_path, lpips_weights=tmp_path / "no.safetensors")
+            check_paths(replace(TrainConfig(), data_root=data, **needs))
+    named = TrainConfig(data_root=data, lpips_weights=tmp_path / "no.safetensors")
     with pytest.raises(UserError, match=r"lpips_weights=.*does not exist"):
         check_paths(named)
+
+
+def test_an_lpips_file_that_is_none_is_refused_before_the_data_are_indexed(tmp_path: Path, data: Path) -> None:
+    (tmp_path / "text").write_text("no weights")
+    save_model(TAEHV("taehv", width=0.125), tmp_path / "student.safetensors")
+    for wrong, says in (
+        ("text", "no readable safetensors file"),
+        ("student.safetensors", "does not hold LPIPS weights for AlexNet"),
+        ("data", "is a folder; name the LPIPS weights file itself"),
+    ):
+        with pytest.raises(UserError, match=f"lpips_weights: .*{says}"):
+            check_paths(TrainConfig(data_root=data, lpips_weights=tmp_path / wrong))
 
 
 def test_weights_of_another_network_are_refused_at_start(tmp_path: Path) -> None:
@@ -324,8 +373,17 @@ def test_a_teacher_folder_must_hold_the_variants_teacher(tmp_path: Path) -> None
         check_paths(replace(config, variant="taew2_1"))
 
 
-def test_a_hub_name_is_not_looked_for_on_the_disk(tmp_path: Path) -> None:
-    check_paths(replace(TrainConfig(), **TEACHER, data_root=tmp_path, ref_vae_path="owner/name"))
+def test_a_hub_name_that_nobody_knows_is_refused_with_the_folder_it_could_have_been(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("diffusers")
+    monkeypatch.setattr(pytest.importorskip("huggingface_hub").constants, "ENDPOINT", "http://127.0.0.1:9")
+    config = replace(TrainConfig(), **TEACHER, data_root=data, ref_vae_path="owner/name")
+    given = {"ref_vae_path": GivenPath(text="owner/name", base=tmp_path / "project")}
+    with pytest.raises(
+        MissingFileError, match=f"ref_vae_path: .*owner/name .seen from {tmp_path}/project., and the hub"
+    ):
+        check_paths(config, given)
 
 
 # values
@@ -344,6 +402,8 @@ def test_spellings_of_other_trainers() -> None:
     assert convert("ref_vae_dtype", "bf16") == "bfloat16"
     assert convert("mixed_precision", "bfloat16") == "bf16"
     assert convert("metric_for_best_model", "reconstruction_loss") == "mse"
+    for key, none in (("report_to", "none"), ("mixed_precision", "no"), ("early_stopping_patience", 0)):
+        assert convert(key, None) == convert_text(key, "None") == none
     jitter = {"brightness": 0.1, "contrast": 0.2, "saturation": 0.3, "hue": 0.05}
     assert convert("color_jitter_params", jitter) == (0.1, 0.2, 0.3, 0.05)
     with pytest.raises(UserError, match="no part gamma"):

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tinyvae import TAEHV, save_model
+from tinyvae import TAEHV, cli, save_model
 from tinyvae.config import FIELDS, TrainConfig
 from tinyvae.config_files import (
     config_help_text,
@@ -330,9 +330,10 @@ def test_overrides_as_python_values() -> None:
         (["--no-height"], "height is not a switch"),
         (["--no-random_flip=1"], "takes no value"),
         (["64"], "'64' is not a setting; settings are written as --key value"),
-        (["--random_flip", "maybe"], "'maybe' is not a setting"),
+        (["--random_flip", "maybe"], "random_flip='maybe' must be true or false"),
         (["--random_flip=maybe"], "random_flip='maybe' must be true or false"),
         (["--height", "none"], "height='none' must be a whole number"),
+        (["--lr", "1e-3"], "there is no setting 'lr' (the command line). Did you mean 'learning_rate'?"),
         (["--lr_scheduler", "cosin"], "Did you mean 'cosine'?"),
     ],
 )
@@ -365,6 +366,16 @@ def test_a_weight_of_zero_turns_seraena_off_and_says_so() -> None:
     loaded = load_config("h100", ["--seraena_loss_weight", "0"])
     assert loaded.config.use_seraena is False
     assert any("use_seraena is set to false" in notice for notice in loaded.notices)
+
+
+def test_a_run_that_is_cut_short_has_a_short_beginning_and_says_so(tmp_path: Path) -> None:
+    loaded = load_config("h100", ["--max_train_steps", "50"])
+    assert (loaded.config.lr_warmup_steps, loaded.config.seraena_start) == (5, 5)
+    assert "lr_warmup_steps is set to 5, because the command line sets max_train_steps to 50." in loaded.notices
+    assert load_config("h100", ["--max_train_steps", "5000"]).config.lr_warmup_steps == 2_000, "it fits, so it stays"
+    assert load_config(write(tmp_path, "args.max_train_steps = 20")).config.lr_warmup_steps == 2, "a default gives way"
+    both = ["--max_train_steps", "20", "--lr_warmup_steps", "30"]
+    assert "lr_warmup_steps=30 is more than max_train_steps=20" in refusal("quickstart", both)
 
 
 def test_a_contradiction_inside_one_layer_is_a_mistake(tmp_path: Path) -> None:
@@ -553,3 +564,14 @@ def test_the_help_text_names_every_key_and_its_default() -> None:
     for key in FIELDS:
         assert f"--{key} (" in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_help_of_a_preset_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", "1gpu_h100", "--log_every", "7", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "1 x H100 80 GB" in text
+    assert "--learning_rate (float, above 0 and at most 1; default 0.0001; here 0.0005)" in text
+    assert "default 10; here 7)" in text
+    with pytest.raises(SystemExit):
+        cli.run(["train", "--help"])
+    assert "quickstart  See it work" in capsys.readouterr().out

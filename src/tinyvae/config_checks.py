@@ -7,6 +7,8 @@ all complaints, because a user who mends one mistake per start loses a queue slo
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tinyvae.config import FIELDS, TrainConfig
-from tinyvae.config_values import convert, limits_in_words, shown_value, within
+from tinyvae.config_values import convert, limits_in_words, numbers_in, shown_value, within
 from tinyvae.errors import MissingFileError, UserError
 
+ANNOTATION_SUFFIXES = (".json", ".jsonl", ".ndjson")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -89,11 +92,13 @@ def _field_complaints(config: TrainConfig) -> Iterator[Complaint]:
             continue
         limits = field.metadata["limits"]
         if not within(value, limits):
-            yield Complaint(keys=(key,), text=f"{key}={shown_value(value)} must be {limits_in_words(limits)}.")
+            finite = all(math.isfinite(number) for number in numbers_in(value))
+            text = f"{key}={shown_value(value)} must be {'' if finite else 'finite and '}{limits_in_words(limits)}."
+            yield Complaint(keys=(key,), text=text)
 
 
 def _variant_rules(config: TrainConfig) -> Iterator[Complaint]:
-    """The variant's own rules: width factor, frame length, frame size, Seraena groups."""
+    """The variant's own rules: width factor, frame length, frame size, Seraena groups, frames to tell a change from."""
     try:
         spec = config.spec
     except UserError as mistake:
@@ -110,6 +115,10 @@ def _variant_rules(config: TrainConfig) -> Iterator[Complaint]:
     if config.use_seraena:
         seraena_keys = ("n_frames", "n_seraena_frames")
         checks.append((seraena_keys, lambda: spec.check_seraena_frames(config.n_frames, config.n_seraena_frames)))
+    if config.temporal_loss_weight > 0:
+        from tinyvae.losses.temporal import check_temporal_frames
+
+        checks.append((("n_frames", "temporal_loss_weight"), lambda: check_temporal_frames(spec, config.n_frames)))
     for keys, check in checks:
         try:
             check()
@@ -145,12 +154,17 @@ def _loss_rules(config: TrainConfig) -> Iterator[Complaint]:
     weights = [key for key in FIELDS if key.endswith("_loss_weight")]
     if not any(getattr(config, key) for key in weights):
         yield Complaint(keys=tuple(weights), text="all loss weights are 0, so nothing would be trained; set one.")
-    smallest = min(config.height, config.width)
-    if config.perceptual_loss_weight > 0 and smallest < 31:
-        yield Complaint(
-            keys=("perceptual_loss_weight", "height", "width"),
-            text=f"perceptual_loss_weight needs frames of at least 31x31 pixels, got {config.height}x{config.width}.",
-        )
+    _, height, width = config.validation_size
+    for key, wanted, size in (
+        ("perceptual_loss_weight", config.perceptual_loss_weight > 0, (config.height, config.width)),
+        ("metric_for_best_model", config.metric_for_best_model == "lpips", (height, width)),
+    ):
+        if wanted and min(size) < 31:
+            yield Complaint(
+                keys=(key, "height", "width", "validation_height", "validation_width"),
+                text=f"{key}={shown_value(getattr(config, key))} is LPIPS, which needs frames of at least 31x31 "
+                f"pixels, got {size[0]}x{size[1]}.",
+            )
 
 
 def _teacher_rules(config: TrainConfig) -> Iterator[Complaint]:
@@ -266,17 +280,13 @@ RULES: tuple[Callable[[TrainConfig], Iterator[Complaint]], ...] = (
 
 def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list[Complaint]:
     """Everything that is named and not there, with the key, the path as written, and where it was looked for."""
-    complaints = list(_data_paths(config, given))
-    if config.lpips_weights is not None and not config.lpips_weights.is_file():
-        complaints.append(_missing(config, "lpips_weights", given, "; get them with: tinyvae lpips-weights"))
-    complaints += _pretrained_weights(config, given)
-    complaints += _teacher_paths(config, given)
-    complaints += _lpips_needs(config)
-    occupied = next((parent for parent in config.output_dir.absolute().parents if parent.exists()), None)
-    if occupied is not None and not occupied.is_dir():
-        text = f"output_dir={config.output_dir} cannot be made: {occupied} is a file."
-        complaints.append(Complaint(keys=("output_dir",), text=text))
-    return complaints
+    return [
+        *_data_paths(config, given),
+        *_pretrained_weights(config, given),
+        *_teacher_paths(config, given),
+        *_lpips_weights(config, given),
+        *_output_folder(config),
+    ]
 
 
 def _missing(config: TrainConfig, key: str, given: Mapping[str, GivenPath], remedy: str = "") -> Complaint:
@@ -299,13 +309,24 @@ def _data_paths(config: TrainConfig, given: Mapping[str, GivenPath]) -> Iterator
             continue
         if not path.exists():
             yield _missing(config, key, given)
-        elif key == "index_path" and path.is_dir():
-            yield Complaint(
-                keys=(key,), text=f"{key}={path} is a folder; name the file that `tinyvae data index` made."
-            )
-    if config.data_root is not None and config.data_root.is_file():
-        text = f"data_root={config.data_root} is a file; name it as annotation_file or index_path."
-        yield Complaint(keys=("data_root",), text=text)
+        elif mistake := _wrong_kind_of_data(key, path):
+            yield Complaint(keys=(key,), text=f"{key}={path} {mistake}.")
+
+
+def _wrong_kind_of_data(key: str, path: Path) -> str:
+    """What is wrong with a data path that exists, as the end of a sentence; told from its first bytes at most."""
+    from tinyvae.data.index import is_index
+
+    if key == "data_root":
+        if path.is_file():
+            return "is a file; name it as annotation_file or index_path"
+        if next(path.iterdir(), None) is None:
+            return "is an empty folder; name the folder of the videos (or is its disk not mounted?)"
+    elif key == "index_path" and not is_index(path):
+        return f"is {'a folder' if path.is_dir() else 'no index'}; name the file that `tinyvae data index` made"
+    elif key == "annotation_file" and path.suffix.lower() not in ANNOTATION_SUFFIXES and not path.is_dir():
+        return f"is no annotation file by its name; it must end in {' or '.join(ANNOTATION_SUFFIXES)}"
+    return ""
 
 
 def _pretrained_weights(config: TrainConfig, given: Mapping[str, GivenPath]) -> Iterator[Complaint]:
@@ -337,23 +358,31 @@ def _pretrained_weights(config: TrainConfig, given: Mapping[str, GivenPath]) -> 
 def _teacher_paths(config: TrainConfig, given: Mapping[str, GivenPath]) -> Iterator[Complaint]:
     key = "ref_vae_path" if config.ref_vae_path else "cogvideox_model_path"
     path = config.teacher_path
-    if path is None or (HUB_NAME.fullmatch(path) and not Path(path).exists()):
+    if path is None:
         return
-    if not Path(path).exists():
+    if not Path(path).exists() and not HUB_NAME.fullmatch(path):
         yield _missing(config, key, given, "; name a folder that diffusers can load, or a hub name as owner/name")
         return
     from tinyvae.teachers import check_teacher
 
+    seen_from = given[key].base if key in given else None
     try:
-        check_teacher(path, config.teacher_type, config.spec)
+        check_teacher(path, config.teacher_type, config.spec, seen_from=seen_from)
     except UserError as mistake:
-        yield Complaint(keys=(key, "variant", "ref_vae_type", "model_width"), text=f"{key}: {mistake}")
+        missing = isinstance(mistake, MissingFileError)
+        keys = (key, "variant", "ref_vae_type", "model_width")
+        yield Complaint(keys=keys, text=f"{key}: {mistake}", missing=missing)
 
 
-def _lpips_needs(config: TrainConfig) -> Iterator[Complaint]:
-    """LPIPS as a loss or as the metric that decides needs its weights; as one metric among others it does not."""
-    from tinyvae.losses.lpips_weights import find_lpips_weights
+def _lpips_weights(config: TrainConfig, given: Mapping[str, GivenPath]) -> Iterator[Complaint]:
+    """LPIPS as a loss or as the metric that decides needs its weights; as one metric among others it does not.
 
+    A file that the user names must hold them in any case.
+    """
+    named = config.lpips_weights
+    if named is not None and not named.exists():
+        yield _missing(config, "lpips_weights", given, "; get them with: tinyvae lpips-weights")
+        return
     needed = [
         key
         for key, wanted in (
@@ -362,11 +391,30 @@ def _lpips_needs(config: TrainConfig) -> Iterator[Complaint]:
         )
         if wanted
     ]
-    if not needed or config.lpips_weights is not None:
+    if named is None and not needed:
         return
+    from tinyvae.losses.lpips_weights import find_lpips_weights
+    from tinyvae.losses.perceptual import LPIPS
+
     try:
-        find_lpips_weights(None)
+        LPIPS.from_file(find_lpips_weights(named))
     except UserError as mistake:
-        value = shown_value(getattr(config, needed[0]))
-        text = f"{needed[0]}={value} needs LPIPS weights, and there are none: {mistake}"
+        because = f"{needed[0]}={shown_value(getattr(config, needed[0]))} needs LPIPS weights" if needed else ""
+        if named is not None:
+            text = f"lpips_weights: {mistake}"
+        elif isinstance(mistake, MissingFileError):
+            text = f"{because}, and there are none: {mistake}"
+        else:
+            text = f"{because}: {mistake}"
         yield Complaint(keys=(*needed, "lpips_weights"), text=text)
+
+
+def _output_folder(config: TrainConfig) -> Iterator[Complaint]:
+    folder = config.output_dir.absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir():
+        where = "it" if there == folder else there
+        yield Complaint(keys=("output_dir",), text=f"output_dir={config.output_dir} cannot be made: {where} is a file.")
+    elif not os.access(there, os.W_OK | os.X_OK):
+        text = f"output_dir={config.output_dir} cannot be made: {there} is not yours to write to; choose another."
+        yield Complaint(keys=("output_dir",), text=text)

@@ -28,6 +28,15 @@ OTHER_SPELLINGS: Mapping[str, Mapping[str, str]] = {
 }
 """Key -> values that mean the same as one of ours, as other trainers' files write them."""
 
+NONE_MEANS: Mapping[str, Any] = {
+    "report_to": "none",
+    "mixed_precision": "no",
+    "max_grad_norm": 0.0,
+    "early_stopping_patience": 0,
+    "validation_steps": 0,
+}
+"""Key -> its value for "none of it", where other trainers' files write None."""
+
 JITTER_NAMES = ("brightness", "contrast", "saturation", "hue")
 
 
@@ -52,6 +61,8 @@ def convert(key: str, value: Any) -> Any:
     """
     if key == "color_jitter_params" and isinstance(value, Mapping):
         value = _jitter_from_names(value)
+    if value is None and key in NONE_MEANS:
+        return NONE_MEANS[key]
     try:
         return _convert(key, value, field_types()[key])
     except _NotThisTypeError as fault:
@@ -60,7 +71,7 @@ def convert(key: str, value: Any) -> Any:
 
 def convert_text(key: str, text: str) -> Any:
     """The words of the command line as ``key`` holds them; ``none`` where the key may be empty, ``a,b`` for tuples."""
-    return convert(key, _python_value(text.strip(), field_types()[key]))
+    return convert(key, _python_value(key, text.strip()))
 
 
 def is_bool(key: str) -> bool:
@@ -82,13 +93,16 @@ def type_in_words(key: str) -> str:
 
 def within(value: Any, limits: Mapping[str, float | None]) -> bool:
     """Whether a number, or each number of a tuple, lies in a range; None and words always do."""
-    numbers = [
-        number
-        for number in (value if isinstance(value, tuple) else (value,))
-        if isinstance(number, int | float) and not isinstance(number, bool)
-    ]
     given = [(LIMIT_WORDS[name][1], limit) for name, limit in limits.items() if limit is not None]
-    return all(math.isfinite(number) and passes(number, limit) for number in numbers for passes, limit in given)
+    return all(
+        math.isfinite(number) and passes(number, limit) for number in numbers_in(value) for passes, limit in given
+    )
+
+
+def numbers_in(value: Any) -> list[float]:
+    """The numbers of a value: itself, those of a tuple, none of a word."""
+    values = value if isinstance(value, tuple) else (value,)
+    return [number for number in values if isinstance(number, int | float) and not isinstance(number, bool)]
 
 
 def limits_in_words(limits: Mapping[str, float | None]) -> str:
@@ -200,10 +214,10 @@ def _jitter_from_names(named: Mapping[Any, Any]) -> tuple[Any, ...]:
     return tuple(named.get(name, 0.0) for name in JITTER_NAMES)
 
 
-def _python_value(text: str, kind: Any) -> Any:
-    """The Python value that command-line text means for a type; text that means none of them stays text."""
-    alternatives = _alternatives(kind)
-    if text.lower() in NONE_WORDS and type(None) in alternatives:
+def _python_value(key: str, text: str) -> Any:
+    """The Python value that command-line text means for a key; text that means none of its types stays text."""
+    alternatives = _alternatives(field_types()[key])
+    if text.lower() in NONE_WORDS and (type(None) in alternatives or key in NONE_MEANS):
         return None
     if bool in alternatives and text.lower() in TRUE_WORDS + FALSE_WORDS:
         return text.lower() in TRUE_WORDS

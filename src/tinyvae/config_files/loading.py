@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from tinyvae.config import FIELDS, TrainConfig
 from tinyvae.config_checks import Complaint, GivenPath, path_complaints, raise_complaints, value_complaints
-from tinyvae.config_files.old_keys import CHECKED_KEYS, OLD_KEYS, notice_of
+from tinyvae.config_files.old_keys import CHECKED_KEYS, OLD_KEYS, OTHER_NAMES, notice_of
 from tinyvae.config_files.overrides import parse_overrides
 from tinyvae.config_files.paths import (
     PATH_KEYS,
@@ -100,6 +100,7 @@ def load_config(
     for layer in layers:
         merging.add(layer)
     merging.settle_switches()
+    merging.settle_lengths()
     merging.settle_variant()
     config = TrainConfig(**merging.values)
     complaints = [*merging.complaints, *merging.variant_disagreements(config)]
@@ -178,6 +179,12 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
 }
 """Switch -> the weights that mean nothing without it."""
 
+BEGINNINGS = ("lr_warmup_steps", "seraena_start")
+"""Steps of a run's beginning, which a shorter run cannot hold."""
+
+BEGINNING_SHARE = 10
+"""A run that is cut short has a beginning of a tenth of it."""
+
 RIVALS: tuple[tuple[str, str], ...] = (("ref_vae_path", "cogvideox_model_path"),)
 """Two keys that name the same thing."""
 
@@ -206,7 +213,7 @@ class _Merging:
             elif key in CHECKED_KEYS:
                 self._stated[key] = (value, layer.where(key))
             else:
-                nearest = nearest_name(key, FIELDS)
+                nearest = f" Did you mean {OTHER_NAMES[key]!r}?" if key in OTHER_NAMES else nearest_name(key, FIELDS)
                 text = f"there is no setting {key!r} ({layer.where(key)}).{nearest}"
                 self.complaints.append(Complaint(keys=(key, *nearest.split("'")[1:2]), text=text))
 
@@ -255,6 +262,18 @@ class _Merging:
         ]
         if self.values.get("use_sample_clips") and any(self.values[key] for key in sources):
             self._decide("use_sample_clips", False, f"{self._layer_of(sources[0])} names {sources[0]}")
+
+    def settle_lengths(self) -> None:
+        """A later layer that shortens the run (to try it out) shortens its beginning too, where that would not fit."""
+        if "max_train_steps" not in self._set_in:
+            return
+        steps = max(0, self.values["max_train_steps"])
+        for key in BEGINNINGS:
+            begins = self.values.get(key, FIELDS[key].default)
+            is_older = self._set_in.get(key, -1) < self._set_in["max_train_steps"]
+            if is_older and isinstance(begins, int) and begins >= steps:
+                because = f"{self._layer_of('max_train_steps')} sets max_train_steps to {steps}"
+                self._decide(key, steps // BEGINNING_SHARE, because)
 
     def _layer_of(self, key: str) -> str:
         return self._layers[self._set_in[key]].name

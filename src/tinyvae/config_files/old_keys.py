@@ -56,6 +56,25 @@ OLD_KEYS: Mapping[str, str] = {
 CHECKED_KEYS: Mapping[str, str] = {"patch_size": "patch_size", "latent_channels": "latent_channels"}
 """Old key -> the field of `VariantSpec` that it must agree with; the variant decides it now."""
 
+OTHER_NAMES: Mapping[str, str] = {
+    "lr": "learning_rate",
+    "eps": "epsilon",
+    "epochs": "max_train_steps",
+    "num_epochs": "max_train_steps",
+    "num_train_epochs": "max_train_steps",
+    "clip_grad": "max_grad_norm",
+    "grad_clip": "max_grad_norm",
+    "precision": "mixed_precision",
+    "dtype": "mixed_precision",
+    "ema": "ema_decay",
+    "resume": "resume_from_checkpoint",
+    "teacher": "ref_vae_path",
+    "dataset": "data_root",
+    "frames": "n_frames",
+    "resolution": "height",
+}
+"""A name from elsewhere -> the key that people mean by it, where no likeness of letters would lead there."""
+
 
 def notice_of(key: str) -> str:
     """The line that a user of an old key gets."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from tinyvae.config import FIELDS
 from tinyvae.config_files.old_keys import CHECKED_KEYS, OLD_KEYS
-from tinyvae.config_values import FALSE_WORDS, TRUE_WORDS, is_bool, is_tuple
+from tinyvae.config_values import is_bool, is_tuple
 from tinyvae.errors import UserError
 
 SHORT_FORMS: Mapping[str, str] = {"resume": "resume_from_checkpoint"}
@@ -54,8 +54,7 @@ def _values_of(key: str, rest: list[str]) -> Any:
     """Take the words that belong to ``key`` off the front of ``rest``."""
     has_value = bool(rest) and not rest[0].startswith("--")
     if key in FIELDS and is_bool(key):
-        # A switch alone means on; a word that is no truth value belongs to somebody else and is refused there.
-        return rest.pop(0) if has_value and rest[0].lower() in TRUE_WORDS + FALSE_WORDS else True
+        return rest.pop(0) if has_value else True  # a switch alone means on
     if not has_value:
         if key in FIELDS or key in OLD_KEYS or key in CHECKED_KEYS:
             raise UserError(f"--{key} needs a value.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from tinyvae.config import FIELDS, GROUPS
+from tinyvae.config import FIELDS, GROUPS, TrainConfig
 from tinyvae.config_values import limits_in_words, shown_value, type_in_words
 
 HELP_WIDTH = 100
@@ -20,18 +20,23 @@ def _keys_of(group: str) -> list[str]:
     return [key for key, field in FIELDS.items() if field.metadata["group"] == group]
 
 
-def config_help_text() -> str:
-    """Every setting with its type, range, default and meaning, by group, for a terminal."""
-    return "\n".join(line for group, heading in GROUPS.items() for line in _help_lines(group, heading))
+def config_help_text(config: TrainConfig | None = None) -> str:
+    """Every setting with its type, range, default and meaning, by group, for a terminal.
+
+    With ``config`` (a preset's or a file's), also its own value wherever that is not the default.
+    """
+    return "\n".join(line for group, heading in GROUPS.items() for line in _help_lines(group, heading, config))
 
 
-def _help_lines(group: str, heading: str) -> Iterator[str]:
+def _help_lines(group: str, heading: str, config: TrainConfig | None) -> Iterator[str]:
     yield f"{heading}:"
     for key in _keys_of(group):
         field = FIELDS[key]
         limits = limits_in_words(field.metadata["limits"])
         takes = type_in_words(key) + (f", {limits}" if limits else "")
-        yield f"  --{key} ({takes}; default {shown_value(field.default)})"
+        value = field.default if config is None else getattr(config, key)
+        here = "" if value == field.default else f"; here {shown_value(value)}"
+        yield f"  --{key} ({takes}; default {shown_value(field.default)}{here})"
         yield textwrap.fill(
             field.metadata["meaning"], width=HELP_WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8
         )

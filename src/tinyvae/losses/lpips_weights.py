@@ -42,6 +42,8 @@ def cached_lpips_path() -> Path:
 def find_lpips_weights(named: Path | None) -> Path:
     """The LPIPS weights: the file the user named, else ``$TINYVAE_LPIPS``, else the cache; or the way to get them."""
     if named is not None:
+        if named.is_dir():
+            raise UserError(f"{named} is a folder; name the LPIPS weights file itself ({COMMAND} -o FILE makes it)")
         if not named.is_file():
             raise MissingFileError(f"there are no LPIPS weights at {named}; get them with: {COMMAND} -o {named}")
         return named

@@ -44,9 +44,12 @@ class FoundTeacher:
     geometry: TeacherGeometry
 
 
-def check_teacher(path: str | Path, kind: str | None, spec: VariantSpec) -> None:
-    """Refuse, before any weight is read, a teacher that is missing, unknown, or not the student's."""
-    found = find_teacher(path, kind)
+def check_teacher(path: str | Path, kind: str | None, spec: VariantSpec, *, seen_from: Path | None = None) -> None:
+    """Refuse, before any weight is read, a teacher that is missing, unknown, or not the student's.
+
+    ``seen_from``: where a folder of that name was looked for, to say so; None: the shell's folder.
+    """
+    found = find_teacher(path, kind, seen_from=seen_from)
     if spec.name in found.family.variant_candidates(found.geometry):
         latent_space_of(found.config, found.geometry.latent_channels)
         return
@@ -105,13 +108,16 @@ def load_teacher(
     )
 
 
-def find_teacher(path: str | Path, kind: str | None) -> FoundTeacher:
+def find_teacher(path: str | Path, kind: str | None, *, seen_from: Path | None = None) -> FoundTeacher:
     """Read a teacher's config.json (from the hub: that one small file) and tell its family."""
     if kind is not None and kind not in TEACHER_KINDS:
         raise UserError(
             f"there is no teacher kind {kind!r}.{nearest_name(kind, TEACHER_KINDS)} Use {', '.join(TEACHER_KINDS)}."
         )
-    place, subfolder, config = _local_config(Path(path)) if Path(path).exists() else _hub_config(str(path))
+    if Path(path).exists():
+        place, subfolder, config = _local_config(Path(path))
+    else:
+        place, subfolder, config = _hub_config(str(path), seen_from or Path.cwd())
     class_name = config.get("_class_name") or _class_of_kind(kind, path)
     if class_name not in FAMILIES:
         raise UserError(f"the teacher {path} is a {class_name}; tinyvae learns from {', '.join(sorted(FAMILIES))}.")
@@ -146,9 +152,9 @@ def _local_config(path: Path) -> tuple[str, str | None, dict[str, Any]]:
     return str(folder), None, config
 
 
-def _hub_config(name: str) -> tuple[str, str | None, dict[str, Any]]:
+def _hub_config(name: str, seen_from: Path) -> tuple[str, str | None, dict[str, Any]]:
     if not HUB_NAME.fullmatch(name):
-        raise MissingFileError(f"there is no teacher folder {name} (seen from {Path.cwd()}); check the path.")
+        raise MissingFileError(f"there is no teacher folder {name} (seen from {seen_from}); check the path.")
     hub = require_package("huggingface_hub", extra="teachers", needed_for="a teacher from the hub")
     # Pipelines are what people publish, so vae/ comes first.
     subfolders = {"vae": f"vae/{CONFIG_NAME}", None: CONFIG_NAME}
@@ -156,7 +162,7 @@ def _hub_config(name: str) -> tuple[str, str | None, dict[str, Any]]:
         cached = hub.try_to_load_from_cache(name, file)
         if isinstance(cached, str):
             return name, subfolder, json.loads(Path(cached).read_text())
-    missing = f"there is no teacher folder {name} (seen from {Path.cwd()}), and the hub gives nothing of that name"
+    missing = f"there is no teacher folder {name} (seen from {seen_from}), and the hub gives nothing of that name"
     try:
         # One short question first: the hub's own download would try for a minute where there is no network.
         published = {item.rfilename for item in hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or ()}

@@ -27,7 +27,7 @@ from tinyvae.losses.seraena import Seraena
 from tinyvae.losses.seraena_start import SeraenaStart
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import load_model, save_model
-from tinyvae.teachers import check_teacher, load_teacher
+from tinyvae.teachers import load_teacher
 from tinyvae.training.checkpoint import CheckpointWriter, remove_unfinished
 from tinyvae.training.clips import RunData, open_data
 from tinyvae.training.ema import WeightAverage
@@ -105,15 +105,6 @@ def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
 def check_before_start(loaded: LoadedConfig) -> None:
     """What can be refused before any process group or GPU is touched; `tinyvae check --quick` asks for it too."""
     check_config(loaded.config, loaded.given_paths)
-    check_needs(loaded.config)
-
-
-def check_needs(config: TrainConfig) -> None:
-    """What the loss terms need, before any process group or GPU is touched."""
-    if config.teacher_path is not None:
-        check_teacher(config.teacher_path, config.teacher_type, config.spec)
-    if config.perceptual_loss_weight > 0:
-        find_lpips_weights(config.lpips_weights)
 
 
 def _asked_checkpoint(config: TrainConfig) -> FoundCheckpoint | None:

@@ -1,7 +1,7 @@
 """Train a tiny video autoencoder.
 
 A preset's name or a settings file says what to do; any setting can be changed behind it with --key value.
-`tinyvae train PRESET --help` lists every setting; `tinyvae check PRESET` tries everything out beforehand.
+`tinyvae train PRESET --help` lists every setting with its value there; `tinyvae check PRESET` tries everything out.
 
 Exit codes: 0 the run is complete; 2 something has to be mended first; 1 another process of the run was lost (or a
 bug); 128 + n signal n stopped the run, which is saved.
@@ -24,12 +24,22 @@ from tinyvae.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from tinyvae.config_files.loading import preset_names
+    from tinyvae.config_files.loading import preset_names, preset_summary
     from tinyvae.config_files.tables import config_help_text
 
-    parser.add_argument("preset", metavar="PRESET_OR_FILE", help=f"one of {', '.join(preset_names())}, or a file")
+    parser.add_argument("preset", metavar="PRESET_OR_FILE", help="a preset's name, a settings file or a run's folder")
     parser.add_argument("settings", nargs=argparse.REMAINDER, metavar="--key value", help="settings to change")
-    parser.epilog = config_help_text()
+    presets = "\n".join(f"  {name:<12}{preset_summary(name).splitlines()[0]}" for name in preset_names())
+    parser.epilog = f"presets:\n{presets}\n\n{config_help_text()}"
+
+
+def help_of(preset_or_file: str, settings: list[str]) -> str:
+    """What a preset or file is, and every setting with the value that it would have here."""
+    from tinyvae.config_files.loading import load_config, preset_names, preset_summary
+    from tinyvae.config_files.tables import config_help_text
+
+    table = config_help_text(load_config(preset_or_file, settings).config)
+    return f"{preset_summary(preset_or_file)}\n\n{table}" if preset_or_file in preset_names() else table
 
 
 def note_mistake() -> None:
@@ -43,9 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tinyvae.config_files.loading import load_config
 
     if "-h" in arguments.settings or "--help" in arguments.settings:
-        from tinyvae.config_files.tables import config_help_text
-
-        print(config_help_text())
+        print(help_of(arguments.preset, [word for word in arguments.settings if word not in ("-h", "--help")]))
         return 0
     try:
         loaded = load_config(arguments.preset, arguments.settings)
