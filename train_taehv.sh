@@ -23,9 +23,9 @@ done
 preset=quickstart
 if [[ $# -ge 1 && "$1" != --* ]]; then preset="$1"; shift; fi
 
-if [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]]; then
-    IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"; gpus="${#visible[@]}"
-elif [[ -z "${CUDA_VISIBLE_DEVICES+set}" ]] && command -v nvidia-smi >/dev/null; then
+if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then # set but empty, or -1, hides them all
+    IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES/#-1*/}"; gpus="${#visible[@]}"
+elif command -v nvidia-smi >/dev/null; then
     gpus="$( { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true)"
 else
     gpus=0

@@ -81,8 +81,8 @@ if [[ "$config" == h100 && "$total" -eq 16 ]]; then preset=16gpu_h100; fi
 if [[ -n "${USE_CPU:-}" ]]; then
     export CUDA_VISIBLE_DEVICES=''
 else
-    if [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]]; then
-        IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"; found="${#visible[@]}"
+    if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then # set but empty, or -1, hides them all
+        IFS=, read -ra visible <<<"${CUDA_VISIBLE_DEVICES/#-1*/}"; found="${#visible[@]}"
     elif command -v nvidia-smi >/dev/null; then
         found="$( { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU' || true)"
     else
@@ -140,16 +140,21 @@ say "$total process$([[ "$total" -eq 1 ]] || echo es) on $nodes machine$([[ "$no
 say "${command[*]}"
 
 # The launcher of many processes answers every end with exit code 1, so the ends are told
-# apart here: a mistake leaves a note; a signal is handed on once, and a second one to every process at once.
-note="$(mktemp -u)" stopping='' child=''
+# apart here: a mistake leaves a note; a signal is handed on once, and a second one ends every process at once.
+# (A scheduler that tells every process of the job is heard twice in a moment: that is still the first signal.)
+note="$(mktemp -u)" stopping='' stopped_at=0 child=''
 export TINYVAE_MISTAKE_NOTE="$note"
+now_ms() { local now="${EPOCHREALTIME:-$SECONDS.000000}"; echo "$((10#${now/[.,]/} / 1000))"; }
+workers() { if command -v pgrep >/dev/null; then pgrep -P "$child"; else cat /proc/"$child"/task/*/children; fi 2>/dev/null; }
 hand_on() {
     [[ -n "$child" ]] || exit $((128 + $(kill -l "$1")))
     if [[ -n "$stopping" ]]; then
-        local worker
-        for worker in $(pgrep -P "$child" || true); do kill -s "$1" -- "-$worker" 2>/dev/null || true; done
+        if [[ "$1" == "$stopping" && $(($(now_ms) - stopped_at)) -lt 300 ]]; then return; fi
+        local group
+        for group in $(workers || true) "$child"; do kill -s KILL -- "-$group" 2>/dev/null || true; done
+        return
     fi
-    stopping="$1"
+    stopping="$1" stopped_at="$(now_ms)"
     kill -s "$1" "$child" 2>/dev/null || true
 }
 trap 'hand_on TERM' TERM; trap 'hand_on INT' INT; trap 'hand_on USR1' USR1

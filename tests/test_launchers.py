@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -184,6 +186,14 @@ def test_no_colour_unless_on_a_terminal(stubs: Stubs) -> None:
     os.close(follower)
     assert b"\x1b[1m" in os.read(leader, 65536)
     os.close(leader)
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_gpus_that_the_environment_hides_are_not_counted(stubs: Stubs, hidden: str) -> None:
+    done = stubs.run(H100, "8", "h100", CUDA_VISIBLE_DEVICES=hidden, STUB_GPUS="8")
+    assert done.returncode == 2 and "no GPU is visible" in done.stderr
+    assert stubs.run(FRONT, CUDA_VISIBLE_DEVICES=hidden, STUB_GPUS="8").returncode == 0
+    assert stubs.call()[:1] == ["python"], "the CPU"
 
 
 def test_the_front_door_takes_all_gpus_or_the_cpu(stubs: Stubs) -> None:
@@ -384,6 +394,54 @@ def test_a_signal_to_the_launcher_alone_saves_and_exits_by_convention(tmp_path: 
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143, log.read_text()
     assert list((tmp_path / "run").glob("emergency_checkpoint-*/manifest.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_scheduler_that_tells_every_process_of_the_job(
+    tmp_path: Path, settings: list[str], number: signal.Signals
+) -> None:
+    """As Slurm and systemd do. Each launcher hands it on besides, so a rank hears it two or three times: one order."""
+    log = tmp_path / "log"
+    words = [str(RECOVERY), "2", *settings, "--max_train_steps", "100000", "--validation_steps", "0"]
+    with log.open("w") as stream:
+        process = subprocess.Popen(words, env=real_environment(free_port()), cwd=tmp_path, stdout=stream, stderr=stream)
+        wait_until(lambda: "step/s, loss" in log.read_text(), timeout_s=120)
+        everybody = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        assert len(everybody) == 5, "recovery, launcher, accelerate and two ranks"
+        for one in everybody:
+            one.send_signal(number)
+        assert process.wait(60) == 128 + number, log.read_text()
+    assert list((tmp_path / "run").glob("emergency_checkpoint-*/manifest.json")), log.read_text()
+    assert "again: stopping at once" not in log.read_text()
+
+
+@pytest.mark.slow
+def test_a_second_signal_to_the_launcher_ends_everybody_at_once(tmp_path: Path, settings: list[str]) -> None:
+    """Also where there is no pgrep, as on slim images."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("bash", "env", "dirname", "basename", "grep", "mktemp", "rm", "cat", "sort"):
+        (tools / tool).symlink_to(shutil.which(tool) or pytest.skip(f"no {tool} here"))
+    log, port = tmp_path / "log", free_port()
+    env = real_environment(port) | {"PATH": f"{Path(sys.executable).parent}:{tools}"}
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [str(H100), "2", *settings, "--max_train_steps", "100000", "--validation_steps", "0",
+             "--gradient_accumulation_steps", "4000"],
+            env=env, cwd=tmp_path, stdout=stream, stderr=stream,
+        )  # fmt: skip
+        wait_until(lambda: "files train" in log.read_text(), timeout_s=120)
+        time.sleep(1)
+        everybody = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "SIGTERM received: finishing" in log.read_text(), timeout_s=30)
+        time.sleep(0.5)
+        assert process.poll() is None, "a step takes minutes here"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 143, log.read_text()
+    _, alive = psutil.wait_procs(everybody, timeout=10)
+    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.mark.slow

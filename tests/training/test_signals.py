@@ -18,6 +18,7 @@ from tiny_runs import SERAENA, Launch, arguments_for, launch, run_differences, t
 from tinyvae.data.index_build import build_index
 from tinyvae.training import clips as clips_module
 from tinyvae.training import validation
+from tinyvae.training.guards import SAME_ORDER_S
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,17 @@ def test_a_second_signal_ends_at_once(clips: Path, tmp_path: Path) -> None:
     assert running.wait(10) == [128 + signal.SIGINT]
     assert time.monotonic() - sent < 5, "the step takes 20 s: it was not waited for"
     assert not list((tmp_path / "run").glob("*checkpoint*"))
+
+
+def test_one_order_that_arrives_twice_is_not_a_second_one(clips: Path, tmp_path: Path) -> None:
+    """`timeout` tells its child and then the child's group; a scheduler tells every process of the job."""
+    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, prepare=SlowSteps(1))
+    running.wait_for("call 1")
+    running.signal(signal.SIGTERM)
+    running.wait_for("SIGTERM received")
+    running.signal(signal.SIGTERM)
+    assert running.wait(30) == [143], running.both_logs()
+    assert (tmp_path / "run/emergency_checkpoint-1").is_dir()
 
 
 class SignalInValidation:
@@ -207,6 +219,7 @@ def test_a_second_signal_ends_a_rank_that_waits_for_another(clips: Path, tmp_pat
     time.sleep(1.0)
     running.signal(signal.SIGTERM, 0)
     running.wait_for("SIGTERM received", rank=0)
+    time.sleep(SAME_ORDER_S)
     running.signal(signal.SIGTERM, 0)
     running.processes[0].join(5)
     assert running.processes[0].exitcode == 143

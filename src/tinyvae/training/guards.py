@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from enum import IntEnum
 from types import FrameType
@@ -33,6 +34,10 @@ log = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LAUNCHER_CHECK_S = 1.0
+SAME_ORDER_S, SAME_ORDER_BY_TORCHRUN_S = 0.3, 1.0
+"""Slurm and systemd tell every process of a job, ``timeout`` its child and then the group, and each launcher hands on
+what it is told: one order to stop arrives several times in a moment. The same signal so soon is not a second one; of
+torchrun no signal is, for it answers a signal during its own shutdown with SIGTERM to its processes."""
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -87,8 +92,10 @@ class SignalWatch:
 
     def __init__(self) -> None:
         self.received = 0
+        self._received_at = 0.0
         self._holds = False
-        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        self._launcher = os.getppid() if self._by_torchrun else None
         self._ear, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
         self._before = {number: signal.signal(number, _leave_to_the_watch) for number in STOP_SIGNALS}
@@ -131,11 +138,19 @@ class SignalWatch:
         if not self._holds:
             os.write(2, f"\n{what} before the first step: there is nothing to save\n".encode())
             _end_now(128 + number)
+        if self._is_same_order(number):
+            return
         if self.received:
             os.write(2, f"\n{what} again: stopping at once\n".encode())
             _end_now(128 + number)
-        self.received = number
+        self.received, self._received_at = number, time.monotonic()
         os.write(2, f"\n{what}: finishing the step, then saving; send it again to stop at once\n".encode())
+
+    def _is_same_order(self, number: int) -> bool:
+        since = time.monotonic() - self._received_at
+        if self._by_torchrun:
+            return bool(self.received) and since < SAME_ORDER_BY_TORCHRUN_S
+        return self.received == number and since < SAME_ORDER_S
 
 
 def _leave_to_the_watch(number: int, frame: FrameType | None) -> None:
