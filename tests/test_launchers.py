@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -317,21 +318,36 @@ def wait_until(true: object, timeout_s: float = 30) -> None:
         time.sleep(0.05)
 
 
-def test_the_slurm_template_is_valid_shell_and_starts_recovery_on_every_machine(tmp_path: Path) -> None:
-    stub = tmp_path / "bin"
+def run_slurm_template(folder: Path, *, srun_exit: int) -> subprocess.CompletedProcess[str]:
+    stub = folder / "bin"
     stub.mkdir()
-    (stub / "scontrol").write_text("#!/bin/sh\necho node7\necho node8\n")
-    (stub / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@" "$MASTER_ADDR" "$NNODES" "$RUN_DIR"\n')
+    hosts = 'if [ "$1" = show ]; then echo node7; echo node8; else echo "scontrol $*"; fi'
+    (stub / "scontrol").write_text(f"#!/bin/sh\n{hosts}\n")
+    (stub / "srun").write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" "$MASTER_ADDR" "$NNODES" "$RUN_DIR"\nexit {srun_exit}\n'
+    )
     for file in stub.iterdir():
         file.chmod(0o755)
-    env = {"PATH": f"{stub}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "77"}
+    env = {"PATH": f"{stub}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "77"}
     env |= {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
-    done = subprocess.run(
-        ["bash", str(ROOT / "slurm" / "train_taehv.sbatch")], env=env, capture_output=True, text=True, check=True
-    )
+    words = ["bash", str(ROOT / "slurm" / "train_taehv.sbatch")]
+    return subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_slurm_template_is_valid_shell_and_starts_recovery_on_every_machine(tmp_path: Path) -> None:
+    done = run_slurm_template(tmp_path, srun_exit=0)
     lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
     assert "auto_recovery_train.sh" in done.stdout and lines[-7:-3] == ["8", "h100", "--data_root", "/data/videos"]
     assert lines[-3:] == ["node7", "2", f"{tmp_path}/output/slurm_77"]
+
+
+@pytest.mark.parametrize(("code", "again"), [(128 + signal.SIGUSR1, True), (143, False), (1, False)])
+def test_a_slurm_job_queues_again_at_its_time_limit_and_at_nothing_else(tmp_path: Path, code: int, again: bool) -> None:
+    done = run_slurm_template(tmp_path, srun_exit=code)
+    assert done.returncode == code and ("scontrol requeue 77" in done.stdout) == again
+    limit_signal = re.search(r"#SBATCH --signal=(\w+)@", (ROOT / "slurm" / "train_taehv.sbatch").read_text())
+    assert limit_signal is not None and limit_signal[1] == "USR1", "what the time limit sends, and scancel does not"
 
 
 # real starts
