@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import shutil
 import warnings
 from pathlib import Path
@@ -178,6 +179,10 @@ def hostile_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "wrong shape": (wrong_shape, r"encoder.4.conv.0.weight is \[8, 16, 5, 5\] instead of \[8, 16, 3, 3\]"),
         "extra key": (state | {"loss.weight": torch.zeros(1)}, "loss.weight is not known"),
         "integers": ({k: v.to(torch.int8) for k, v in state.items()}, "not floating point"),
+        "eight bits": ({k: v.to(torch.float8_e4m3fn) for k, v in state.items()}, "nothing here computes"),
+        "no data": ({k: v.to("meta") for k, v in state.items()}, "no plain tensor"),
+        "sparse": ({k: v.to_sparse() for k, v in state.items()}, "no plain tensor"),
+        "two models": (state | {f"module.{k}": v for k, v in state.items()}, "both encoder.0.weight and module.enc"),
         "mixed dtypes": (state | {"encoder.0.bias": state["encoder.0.bias"].half()}, "mixes the dtypes"),
     }
     made = {}
@@ -200,6 +205,47 @@ def test_hostile_files_get_one_sentence(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "owned").exists()
 
 
+@pytest.mark.parametrize("form", ["model.pth", "old.pth", "model.safetensors"])
+def test_changed_bytes_are_refused_or_are_only_other_numbers(tmp_path: Path, form: str) -> None:
+    """Fifty damaged copies: whatever torch's reader stumbles over, the user reads a sentence."""
+    model = TAEHV("taew2_2", width=0.125)
+    save_model(model, tmp_path / "good")
+    torch.save(bare_state(model), tmp_path / "good" / "old.pth", _use_new_zipfile_serialization=False)
+    whole = (tmp_path / "good" / form).read_bytes()
+    draw = random.Random(1)
+    file, refused = tmp_path / "changed", 0
+    for _ in range(50):
+        changed = bytearray(whole)
+        for _ in range(draw.randrange(1, 6)):
+            place = draw.randrange(12_000)
+            changed[place if draw.random() < 0.5 else len(whole) - 1 - place] = draw.randrange(256)
+        file.write_bytes(changed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a weight may have become infinite
+            try:
+                load_model(file, variant="taew2_2")
+            except UserError as mistake:
+                refused += 1
+                assert str(file) in str(mistake) and "\n" not in str(mistake)
+    assert refused > 10
+
+
+def test_values_that_are_not_finite_are_said(tmp_path: Path) -> None:
+    state = bare_state(TAEHV("taew2_2", width=0.125))
+    state["decoder.22.bias"][0] = torch.nan
+    torch.save(state, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match=r"not finite, first in decoder\.22\.bias"):
+        load_model(tmp_path / "w.pth")
+
+
+def test_expanded_tensors_become_weights_that_can_be_trained(tmp_path: Path) -> None:
+    state = {k: torch.full((), 0.01).expand(v.shape) for k, v in bare_state(TAEHV("taew2_2", width=0.125)).items()}
+    torch.save(state, tmp_path / "w.pth")
+    model = load_model(tmp_path / "w.pth")
+    model(torch.rand(1, 4, 3, 16, 16))[0].sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
 def test_mismatch_names_the_likely_variant(tmp_path: Path) -> None:
     save_file(bare_state(TAEHV("taehv1_5", width=0.25)), tmp_path / "w.safetensors")
     with pytest.raises(UserError, match=r"not a taew2_2 model.*looks like taehv1_5.*encoder.17.weight is"):
@@ -218,10 +264,49 @@ def test_missing_and_ambiguous_paths(tmp_path: Path) -> None:
         save_file(bare_state(TAEHV("taew2_2", width=0.125)), tmp_path / name)
     with pytest.raises(UserError, match="2 weight files; name one"):
         load_model(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/null", tmp_path / "pipe"):
+        with pytest.raises(UserError, match="neither a file nor a folder"):
+            load_model(path)
+    with pytest.raises(MissingFileError, match="too long"):
+        load_model("x" * 5000)
+    with pytest.raises(MissingFileError, match="Did you mean 'taew2_2'"):
+        load_model("taew22")
 
 
-def test_stated_config_that_is_broken_is_said(tmp_path: Path) -> None:
+def test_saves_that_were_cut_short_are_not_a_runs_model(tmp_path: Path) -> None:
+    whole, cut = TAEHV("taew2_2", width=0.125), TAEHV("taew2_2", width=0.125)
+    save_model(whole, tmp_path / "checkpoint-5")
+    save_model(cut, tmp_path / ".unfinished-checkpoint-10")
+    save_model(cut, tmp_path / ".unfinished-removing-checkpoint-7")
+    assert same_weights(load_model(tmp_path), whole)
+
+
+def test_a_save_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+    model = TAEHV("taew2_2", width=0.125)
+    with pytest.raises(UserError, match=r"end its name in \.safetensors or \.pth"):
+        save_model(model, tmp_path / "model.pt")
+    (tmp_path / "taken").write_text("a file")
+    for target in (tmp_path / "taken", tmp_path / "taken" / "model.pth"):
+        with pytest.raises(FileExistsAlreadyError, match="a file is in its way"):
+            save_model(model, target)
+    assert [f.name for f in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (b"{not json", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b'{"format": "\xe9"}', "cannot be read"),
+        (b'{"format": "tinyvae-model", "variant": ["taew2_2"]}', "which no model of this family has"),
+        (b'{"format": "tinyvae-model", "variant": "taew22"}', "Did you mean 'taew2_2'"),
+        (b'{"format": "tinyvae-model", "variant": "taew2_2", "width": "wide"}', "which no model of this family has"),
+        (b'{"format": "tinyvae-model", "variant": "taew2_2", "width": 1.0}', "that of another model"),
+    ],
+)
+def test_stated_config_that_is_broken_is_said(tmp_path: Path, config: bytes, says: str) -> None:
     torch.save(bare_state(TAEHV("taew2_2", width=0.125)), tmp_path / "w.pth")
-    (tmp_path / "config.json").write_text("{not json")
-    with pytest.raises(UserError, match="not valid JSON"):
+    (tmp_path / "config.json").write_bytes(config)
+    with pytest.raises(UserError, match=says):
         load_model(tmp_path / "w.pth")

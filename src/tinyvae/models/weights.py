@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import re
+import struct
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError
+from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError, nearest_name
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VARIANTS, WIDTH_STEP, Preview, VariantSpec, get_spec
 from tinyvae.version import __version__
@@ -32,6 +33,23 @@ RUN_FORMAT = "tinyvae-run"
 LATENT_CONVENTION = "diffusion space: as the diffusion model sees latents, after its VAE's scaling factor or mean/std"
 WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 SHOWN_KEYS = 4
+WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+CHECKPOINT_NAME = re.compile(r"(?:emergency_)?checkpoint-(\d+)")
+OTHER_FORMATS = (".pt", ".bin", ".ckpt", ".onnx", ".gguf")
+"""Ends of names that mean a file, and one that we do not write."""
+
+DAMAGE = (
+    RuntimeError,
+    EOFError,
+    OSError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    AssertionError,
+    struct.error,
+)
+"""What torch.load raises for a file with changed bytes: a pickle is a program, and it can fail at each operation."""
 
 
 def load_model(
@@ -49,10 +67,11 @@ def load_model(
     """
     weights_file = find_weights(Path(path))
     state, stated = read_weights(weights_file)
+    check_state(state, origin=weights_file)
     spec = tell_variant(state, stated=stated, variant=variant, origin=weights_file)
     with torch.device("meta"):
         model = TAEHV(spec.name, width=spec.width, preview=preview)
-    check_state(state, model, origin=weights_file)
+    assert set(state) == set(model.state_dict())
     model.load_state_dict(state, assign=True)
     file_dtype = state["encoder.0.weight"].dtype
     return model.to(device=torch.device(device), dtype=dtype or file_dtype).eval().requires_grad_(True)
@@ -77,11 +96,16 @@ def save_model(
     folder = target.parent if single else target
     weights_files = [target] if single else [folder / "model.safetensors", folder / "model.pth"]
     config_file = folder / "config.json"
+    if target.suffix in OTHER_FORMATS:
+        raise UserError(f"cannot write {target}: end its name in .safetensors or .pth, or name a folder for both.")
     state = plain_state(model, dtype=dtype)
     config = describe(model.spec, training_step=training_step)
     if not overwrite:
         _refuse_existing(weights_files, config_file, config)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise FileExistsAlreadyError(f"{folder} is to be a folder, and a file is in its way; save elsewhere.") from None
     for file in weights_files:
         with _appears_whole(file) as temporary:
             _write_state(state, temporary, suffix=file.suffix, config=config)
@@ -131,11 +155,19 @@ def strip_wrappers(key: str) -> str:
 
 def find_weights(path: Path) -> Path:
     """The weights file that a path means: itself, or the best one inside a folder."""
-    if path.is_file():
+    try:
+        is_file, is_there = path.is_file(), path.exists()
+    except OSError as fault:  # a name that is too long, a folder that may not be entered
+        raise MissingFileError(f"there is no model to be reached at {path} ({fault.strerror}).") from None
+    if is_file:
         return path
-    if not path.exists():
-        raise MissingFileError(f"there is no model at {path} (looked from {Path.cwd()}); check the path.")
-    checkpoints = sorted(path.glob("*checkpoint-*"), key=_step_of, reverse=True)
+    if not is_there:
+        hint = nearest_name(str(path), VARIANTS) if len(path.parts) == 1 else ""
+        raise MissingFileError(f"there is no model at {path} (looked from {Path.cwd()}); check the path.{hint}")
+    if not path.is_dir():
+        raise UserError(f"{path} is neither a file nor a folder; name a weights file or a run's folder.")
+    # Not the folders of saves that are under way or were cut short.
+    checkpoints = sorted(filter(_step_of, path.iterdir()), key=_step_of, reverse=True)
     for folder in (path, path / "best_model"):
         for name in ("model.safetensors", "model.pth"):
             if (folder / name).is_file():
@@ -155,14 +187,18 @@ def find_weights(path: Path) -> Path:
 
 
 def _step_of(checkpoint: Path) -> int:
-    number = re.search(r"checkpoint-(\d+)$", checkpoint.name)
-    return int(number.group(1)) if number else -1
+    """Steps done, or 0 for what is no checkpoint folder."""
+    number = CHECKPOINT_NAME.fullmatch(checkpoint.name)
+    return int(number.group(1)) if number else 0
 
 
 def read_weights(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(state dict, what the file or its ``config.json`` states). The format is told by the first bytes."""
-    with file.open("rb") as stream:
-        head = stream.read(16)
+    try:
+        with file.open("rb") as stream:
+            head = stream.read(16)
+    except OSError as fault:
+        raise UserError(f"{file} cannot be read ({fault.strerror}); check its permissions.") from None
     metadata: dict[str, Any] = {}
     if head[:2] in (b"PK", b"\x80\x02"):
         state = _read_pickled(file)
@@ -172,8 +208,11 @@ def read_weights(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise UserError(
             f"{file} is neither a safetensors nor a .pth file, or it is cut off; download or save it again."
         )
-    state = {strip_wrappers(key): value for key, value in state.items()}
-    return state, metadata or _read_config(file.parent / "config.json")
+    plain = {strip_wrappers(key): value.contiguous() for key, value in state.items()}
+    if len(plain) < len(state):
+        twice = next(key for key in state if strip_wrappers(key) != key and strip_wrappers(key) in state)
+        raise UserError(f"{file} holds both {strip_wrappers(twice)} and {twice}; save one of the two models alone.")
+    return plain, metadata or _read_config(file.parent / "config.json")
 
 
 def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -196,7 +235,7 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
             f"{file} holds more than tensors (or is damaged) and could run code when opened, so it was not read; "
             "ask its author for a .safetensors file."
         ) from None
-    except (RuntimeError, EOFError) as fault:
+    except DAMAGE as fault:
         reason = str(fault).splitlines()[0] if str(fault) else "unexpected end"
         raise UserError(f"{file} is not a whole .pth file ({reason}); download or save it again.") from None
     for wrapper in ("state_dict", "model"):
@@ -204,23 +243,39 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
             content = content[wrapper]
     if not isinstance(content, Mapping) or not all(isinstance(v, Tensor) for v in content.values()):
         raise UserError(f"{file} does not hold a state dict (a mapping of names to tensors); it is not a model file.")
+    for key, value in content.items():
+        if value.layout != torch.strided or value.device.type != "cpu":
+            raise UserError(f"{file}: {key} is no plain tensor ({value.layout}, {value.device}); save it again as one.")
     return {str(key): value for key, value in content.items()}
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    return _parse_stated(file.read_text(), origin=file) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    try:
+        return _parse_stated(file.read_text(encoding="utf-8"), origin=file)
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UserError(f"{file} beside the weights cannot be read ({fault}); mend or remove it.") from None
 
 
 def _parse_stated(text: str, *, origin: Path) -> dict[str, Any]:
     """``{"variant", "width"}`` as a config states them; a config of some other program states nothing."""
     try:
         config = json.loads(text)
-    except json.JSONDecodeError as fault:
+    except (json.JSONDecodeError, RecursionError) as fault:
         raise UserError(f"{origin} holds a description that is not valid JSON ({fault}); mend or remove it.") from None
     if not isinstance(config, dict) or config.get("format") not in (MODEL_FORMAT, RUN_FORMAT):
         return {}
     width_key = "width" if config["format"] == MODEL_FORMAT else "model_width"  # a run's width is in pixels
-    return {"variant": config.get("variant"), "width": config.get(width_key)}
+    stated = {"variant": config.get("variant"), "width": config.get(width_key)}
+    known = stated["variant"] is None or stated["variant"] in list(VARIANTS)
+    if not known or not isinstance(stated["width"], int | float | None):
+        hint = nearest_name(str(stated["variant"]), VARIANTS)
+        raise UserError(
+            f"{origin} states variant {stated['variant']!r} and {width_key} {stated['width']!r}, which no model of "
+            f"this family has.{hint} Mend or remove it; the variants are {', '.join(VARIANTS)}."
+        )
+    return stated
 
 
 # which variant
@@ -234,6 +289,11 @@ def tell_variant(
     if width is None:
         raise UserError(
             f"{origin} is no model of this family: {_first_keys(state)}; expected encoder.0.weight, decoder.22.weight."
+        )
+    if variant is None and stated.get("width") not in (None, width):
+        raise UserError(
+            f"{origin} has width {width:g} and is stated to have {stated['width']:g}: the description (config.json) is "
+            "that of another model; remove it, or pass variant."
         )
     fitting = [name for name in VARIANTS if _fits(state, name, width)]
     wanted = variant or stated.get("variant")
@@ -251,7 +311,7 @@ def tell_variant(
     if len(fitting) > 1:
         warnings.warn(
             f"{origin.name} could be {', '.join(fitting)}: they share one network and nothing states which; "
-            f"taking {fitting[0]}. Pass variant= to say.",
+            f"taking {fitting[0]}. Say which with variant= (in a command: --variant).",
             stacklevel=3,
         )
     return get_spec(fitting[0], width=width)
@@ -298,15 +358,23 @@ def _first_keys(state: Mapping[str, Tensor]) -> str:
     return f"it begins with {', '.join(keys)}" if keys else "it holds no tensor"
 
 
-def check_state(state: Mapping[str, Tensor], model: TAEHV, *, origin: Path) -> None:
-    """Refuse weights that are no numbers a network can use."""
+def check_state(state: Mapping[str, Tensor], *, origin: Path) -> None:
+    """Refuse weights in which no network computes; warn about values that are not finite."""
     for key, value in state.items():
         if not value.is_floating_point():
             raise UserError(f"{origin}: {key} is {value.dtype}, not floating point; this is not a plain model file.")
-    dtypes = {str(value.dtype).removeprefix("torch.") for value in state.values()}
+    dtypes = {value.dtype for value in state.values()}
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     if len(dtypes) > 1:
-        raise UserError(f"{origin} mixes the dtypes {', '.join(sorted(dtypes))}; save it in one.")
-    assert set(state) == set(model.state_dict())
+        raise UserError(f"{origin} mixes the dtypes {names}; save it in one.")
+    if not dtypes <= set(WEIGHT_DTYPES):
+        raise UserError(f"{origin} is in {names}, in which nothing here computes; convert it to float16 or float32.")
+    broken = [key for key, value in state.items() if not torch.isfinite(value).all()]
+    if broken:
+        warnings.warn(
+            f"{origin.name} holds values that are not finite, first in {broken[0]}: its output will not be a picture.",
+            stacklevel=3,
+        )
 
 
 # writing
@@ -328,8 +396,8 @@ def _holds_run_config(config_file: Path) -> bool:
     if not config_file.is_file():
         return False
     try:
-        config = json.loads(config_file.read_text())
-    except json.JSONDecodeError:
+        config = json.loads(config_file.read_bytes())
+    except (ValueError, RecursionError):
         return False
     return isinstance(config, dict) and config.get("format") == RUN_FORMAT
 
