@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,13 @@ def test_the_documented_table_is_current() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     assert "| `ema_decay` |" in text
     assert text == with_current_table(text), "run: python -m tinyvae.config_files docs/configuration.md"
+
+
+def test_the_document_says_which_averages_the_presets_have() -> None:
+    (row,) = [
+        line for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| `ema_decay` | none")
+    ]
+    assert set(re.findall(r"0\.\d+", row.split("|")[3])) == {f"{load_preset(name).ema_decay:g}" for name in NAMES}
 
 
 def test_the_document_names_every_preset() -> None:

@@ -301,7 +301,7 @@ class TrainConfig:
         Path("logs"), "logging", "Folder of the tracker's files; relative: inside the run's folder."
     )
     enable_profiler: bool = option(
-        False, "logging", "Write a torch profiler trace of the run (profile.json); use it with few steps."
+        False, "logging", "Write a torch profiler trace of a few steps, after the first ones, to profile.json."
     )
     log_system_stats: bool = option(False, "logging", "Log CPU, memory and GPU use and temperature.")
 

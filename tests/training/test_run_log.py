@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,23 @@ def test_log_file_and_metrics_lines(tmp_path: Path) -> None:
     log.close()
     assert "INFO hello 5" in (tmp_path / "train.log").read_text()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "train/loss": 1.0}
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_log_file_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = open_log(tmp_path)
+    (file,) = [handler for handler in log._handlers if isinstance(handler, logging.FileHandler)]
+    disk = file.setStream(FullDisk())
+    assert disk is not None
+    disk.close()
+    log.note("one")
+    log.note("two")
+    log.close()
+    assert capsys.readouterr().err.splitlines() == ["train.log cannot be written: [Errno 28] No space left on device"]
 
 
 def test_resumed_log_drops_lines_beyond_its_checkpoint_and_torn_ones(tmp_path: Path) -> None:

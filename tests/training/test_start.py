@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_runs import SERAENA, arguments_for, train_here
 
 from tinyvae import TAEHV, load_model, save_model
@@ -67,6 +68,12 @@ def test_early_stopping_ends_the_run_and_says_why(clips: Path, tmp_path: Path) -
     info = json.loads((run.folder / "early_stop_info.json").read_text())
     assert (info["best_step"], info["patience"], info["validations_without_improvement"]) == (2, 2, 2)
     assert (run.folder / "final_model.safetensors").exists()
+    frozen |= {"early_stopping_patience": 5, "max_train_steps": 8}
+    later = train_here(
+        arguments_for(clips, tmp_path / "run", validation_steps=2, resume_from_checkpoint="latest", **frozen)
+    )
+    assert later.progress.step == 8 and later.progress.best_step == 2
+    assert not (run.folder / "early_stop_info.json").exists(), "the run went on, yet the file says that it stopped"
 
 
 def write_tiny_teacher(folder: Path) -> Path:
@@ -96,6 +103,9 @@ def test_teacher_seraena_and_lpips_in_one_run(clips: Path, tmp_path: Path, share
         "lpips_weights": shared / "lpips" / "alex.safetensors",
         "max_train_steps": 2,
         "log_every": 1,
+        "report_to": "tensorboard",
+        "tracker_name": "all",
+        "save_validation_videos": True,
         **SERAENA,
     }
     run = train_here(arguments_for(clips, tmp_path / "run", **changes))
@@ -106,6 +116,47 @@ def test_teacher_seraena_and_lpips_in_one_run(clips: Path, tmp_path: Path, share
     state = torch.load(run.folder / "checkpoint-2" / "training_state.pt", weights_only=True)
     assert set(state["model"]) == set(TAEHV("taecvx", width=0.125).state_dict())
     assert not any("teacher" in key or "vae" in key for key in state)
+    events = EventAccumulator(str(run.folder / "logs" / "all"))
+    events.Reload()
+    scalars = [f"train/{term}_loss" for term in terms if term != "temporal"]
+    scalars += [f"train/{name}" for name in ("loss", "learning_rate", "gradient_norm", "frames_per_second")]
+    scalars += ["train/gpu_memory_gb", *(f"val/{name}{s}" for name in ("psnr", "ssim", "lpips") for s in ("", "_std"))]
+    assert set(scalars) <= set(events.Tags()["scalars"])
+    kinds = [tag.split("/")[0] for tag in events.Tags()["images"]]
+    assert kinds.count("val_picture") == kinds.count("val_video") == 2
+
+
+def test_drawn_teacher_latents_are_drawn_alike_after_a_resume(clips: Path, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    changes = {"variant": "taecvx", "n_frames": 8, "use_ref_vae": True, "encoder_loss_weight": 1.0, "log_every": 1}
+    changes |= {"cogvideox_model_path": write_tiny_teacher(tmp_path / "vae"), "ref_vae_dtype": "float32"}
+    changes |= {"validation_steps": 0, "checkpointing_steps": 1, "max_train_steps": 2}
+    runs = {}
+    for sample in (True, False):
+        whole = tmp_path / f"whole_{sample}"
+        train_here(arguments_for(clips, whole, ref_vae_sample=sample, **changes))
+        runs[sample] = final_weights(whole)
+    resumed = train_here(
+        arguments_for(
+            clips,
+            tmp_path / "resumed",
+            ref_vae_sample=True,
+            resume_from_checkpoint=tmp_path / "whole_True" / "checkpoint-1",
+            **changes,
+        )
+    )
+    assert all(torch.equal(runs[True][key], value) for key, value in final_weights(resumed.folder).items())
+    assert any(not torch.equal(runs[True][key], value) for key, value in runs[False].items()), "nothing was drawn"
+
+
+def test_seraena_begins_by_itself_when_validation_stalls(clips: Path, tmp_path: Path) -> None:
+    frozen = {"learning_rate": 1e-30, "ema_decay": 0.0, "validation_steps": 1, "log_every": 1, "max_train_steps": 4}
+    auto = {**SERAENA, "seraena_start": "auto", "seraena_patience": 2}
+    run = train_here(arguments_for(clips, tmp_path / "run", **frozen, **auto))
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    with_seraena = [line["step"] for line in lines if "train/seraena_loss" in line]
+    assert with_seraena == [4]  # best at step 1, nothing at steps 2 and 3
+    assert "Seraena joins in at step 3" in (run.folder / "train.log").read_text()
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])

@@ -88,6 +88,26 @@ def test_the_decoder_loss_trains_the_decoder_on_the_teachers_latents() -> None:
     assert not encoder and len(decoder) == len(list(task.model.decoder.parameters()))
 
 
+def test_a_teachers_term_of_weight_zero_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = make_task(use_ref_vae=True, encoder_loss_weight=1.0)
+    decoded: list[int] = []
+    decode = task.model.decode
+    monkeypatch.setattr(task.model, "decode", lambda latents: decoded.append(len(latents)) or decode(latents))
+    assert set(task.losses(FRAMES, use_seraena=False).logged) == {"loss", "reconstruction_loss", "encoder_loss"}
+    assert len(decoded) == 1, "the teacher's latents were decoded for nothing"
+    task = make_task(use_ref_vae=True, decoder_loss_weight=1.0)
+    assert set(task.losses(FRAMES, use_seraena=False).logged) == {"loss", "reconstruction_loss", "decoder_loss"}
+
+
+def test_the_compile_switch_compiles_the_students_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "compile", lambda function, *, mode: asked.append(mode) or function)
+    make_task()
+    assert asked == []
+    make_task(compile_model=True, compile_mode="max-autotune")
+    assert asked == ["max-autotune"]
+
+
 def test_slices_of_a_batch_average_to_the_whole() -> None:
     task = make_task(temporal_loss_weight=1.0)
     whole = task.losses(FRAMES, use_seraena=False).total

@@ -39,12 +39,13 @@ class ReferenceVAE:
         seed: int = 0,
     ) -> None:
         """``vae``: a diffusers VAE. ``spec``: the student whose frame rule the latents must fit. ``sample`` draws
-        latents instead of taking the distribution's mode, with random numbers from ``seed`` (see `state_dict`)."""
+        latents instead of taking the distribution's mode, with random numbers from ``seed`` (see `begin_step`)."""
         self._vae = vae.eval().requires_grad_(False)
         self._family = family
         self._geometry = geometry
         self._spec = spec
         self._sample = sample
+        self._seed = seed
         self._generator = torch.Generator().manual_seed(seed)
         self.device: torch.device = self._vae.device
         self.dtype: torch.dtype = self._vae.dtype
@@ -142,9 +143,7 @@ class ReferenceVAE:
                 remedy = f"it runs in {str(self.dtype).removeprefix('torch.')}; set ref_vae_dtype to bf16 or fp32"
             raise TeacherError(f"the teacher {self.class_name} made latents that are not finite: {remedy}.")
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs for an exact resume: the random numbers of ``sample``, and no weights."""
-        return {"generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._generator.set_state(state["generator"])
+    def begin_step(self, step: int) -> None:
+        """The draws of ``sample`` that follow depend on the seed and this number alone, so there is no state to save:
+        a resumed run draws what it would have drawn."""
+        self._generator.manual_seed((self._seed * 1_000_003 + step) % 2**63)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tinyvae.config import TrainConfig
+from tinyvae.config import FIELDS, TrainConfig
 from tinyvae.config_files.saving import to_json
 from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
@@ -20,6 +20,8 @@ from tinyvae.training.progress import Progress
 from tinyvae.version import __version__
 
 log = logging.getLogger(__name__)
+
+FRONT_MATTER = ("---", "library_name: tinyvae", "tags: [video, autoencoder, taehv]", "---", "")
 
 
 def write_final_model(
@@ -38,13 +40,14 @@ def write_final_model(
                 swapped.enter_context(average.swapped_into(model))
             for name in ("final_model.safetensors", "final_model.pth"):
                 save_model(model, folder / name, overwrite=True, training_step=progress.step)
+        if config.save_model_card:
+            card = model_card(config, folder, model, progress, command=command)
+            (folder / "model_card.md").write_text(card, encoding="utf-8")
     except WRITE_FAULTS as fault:
         raise UserError(
             f"the final model could not be written to {folder} ({str(fault).splitlines()[0]}); make room and go on "
             "with --resume latest: only the last files are missing."
         ) from None
-    if config.save_model_card:
-        (folder / "model_card.md").write_text(model_card(config, folder, model, progress, command=command))
     log.info("final model: %s", folder / "final_model.safetensors")
 
 
@@ -54,9 +57,9 @@ def model_card(config: TrainConfig, folder: Path, model: TAEHV, progress: Progre
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     history = folder / "validation_history.json"
     entries = json.loads(history.read_text()) if history.is_file() else []
-    taught = f"the teacher {config.teacher_path}" if config.teacher_path else "no teacher (its latent space is its own)"
     return "\n".join(
         [
+            *FRONT_MATTER,
             f"# {spec.name}, {parameters:.1f} M parameters",
             "",
             f"A tiny video autoencoder of the TAEHV family (stand-in for the VAE of {spec.teacher}), trained with "
@@ -64,13 +67,16 @@ def model_card(config: TrainConfig, folder: Path, model: TAEHV, progress: Progre
             "",
             f"- latents: {spec.latent_channels} channels, one for {spec.time_factor} frames of "
             f"{spec.space_factor}x{spec.space_factor} pixels; width factor {spec.width:g}",
-            f"- trained with {taught}, {progress.step} steps, {progress.samples_seen} clips of {config.n_frames} "
+            f"- trained {_beginning(config)}, with {_teaching(config)}",
+            f"- {progress.step} of {config.max_train_steps} steps, {progress.samples_seen} clips of {config.n_frames} "
             f"frames of {config.height}x{config.width}, {progress.training_s / 3600:.2f} h of training steps",
+            f"- losses (weight): {_losses(config)}",
+            f"- weights: {_weights(config)}",
             f"- command: `{command}`",
             "",
             "## Validation",
             "",
-            *_validation_table(entries),
+            *_validation_table(config, entries),
             "",
             "## Use",
             "",
@@ -91,11 +97,39 @@ def model_card(config: TrainConfig, folder: Path, model: TAEHV, progress: Progre
     )
 
 
-def _validation_table(entries: list[dict[str, object]]) -> list[str]:
+def _beginning(config: TrainConfig) -> str:
+    return f"from {config.pretrained_model_path}" if config.pretrained_model_path else "from fresh weights"
+
+
+def _teaching(config: TrainConfig) -> str:
+    if config.teacher_path is None:
+        return "no teacher: nothing tied its latents to those of a diffusion model"
+    return f"the teacher {config.teacher_path}"
+
+
+def _losses(config: TrainConfig) -> str:
+    suffix = "_loss_weight"
+    weights = {key.removesuffix(suffix): getattr(config, key) for key in FIELDS if key.endswith(suffix)}
+    return ", ".join(f"{name} ({weight:g})" for name, weight in weights.items() if weight > 0)
+
+
+def _weights(config: TrainConfig) -> str:
+    return f"running mean over the steps, decay {config.ema_decay:g}" if config.ema_decay > 0 else "of the last step"
+
+
+def _validation_table(config: TrainConfig, entries: list[dict[str, object]]) -> list[str]:
     if not entries:
         return ["The run had no validation."]
+    n_frames, height, width = config.validation_size
     names = [name for name in ("psnr", "ssim", "lpips") if name in entries[-1]]
-    rows = [f"| step | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    rows = [
+        f"Means over {entries[-1]['num_clips']} clips of {n_frames} frames of {height}x{width} that were not trained "
+        "on. The row of the best is that of `best_model/`, the last one that of these weights.",
+        "",
+    ]
+    rows += [f"| step | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    best = [entry for entry in entries if entry["is_best"]][-1:]
     for entry in entries:
-        rows.append(f"| {entry['step']} | {' | '.join(f'{entry[name]:.4g}' for name in names)} |")
+        step = f"{entry['step']}, best" if entry in best else entry["step"]
+        rows.append(f"| {step} | {' | '.join(f'{entry[name]:.4g}' for name in names)} |")
     return rows

@@ -32,6 +32,17 @@ class _BarSafeHandler(logging.StreamHandler):
         tqdm.write(self.format(record), file=self.stream)
 
 
+class _LogFile(logging.FileHandler):
+    """``train.log``. Where it cannot be written (a full disk) the run goes on, and says so once."""
+
+    _complained = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's own name)
+        if not self._complained:
+            self._complained = True
+            tqdm.write(f"train.log cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
+
+
 class RunLog:
     """The log of one run. A process that is not the main one has a `RunLog` too; it writes nothing."""
 
@@ -50,7 +61,7 @@ class RunLog:
         console.setFormatter(logging.Formatter("%(message)s"))
         self._handlers.append(console)
         if is_main:
-            file = logging.FileHandler(folder / "train.log")
+            file = _LogFile(folder / "train.log")
             file.setFormatter(logging.Formatter(LOG_LINE))
             self._handlers.append(file)
             self._drop_lines_after(from_step, with_validation)
@@ -73,9 +84,9 @@ class RunLog:
         except OSError as fault:  # a full disk: checkpoints decide whether the run can go on, not its log
             log.error("could not log step %d: %s", step, fault)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, level: int = logging.INFO) -> None:
         """Write a line to ``train.log`` alone."""
-        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
+        record = logging.LogRecord(__name__, level, __file__, 0, text, None, None)
         for handler in self._handlers:
             if isinstance(handler, logging.FileHandler):
                 handler.handle(record)

@@ -37,6 +37,7 @@ from tinyvae.training.guards import SignalWatch, StopRequested, average_when_all
 from tinyvae.training.initialisation import initialise_he
 from tinyvae.training.optimizers import make_optimizers
 from tinyvae.training.preflight import checks_at_start
+from tinyvae.training.profiling import StepProfiler
 from tinyvae.training.progress import HIGHER_IS_BETTER, LoopState, Progress
 from tinyvae.training.resume import FoundCheckpoint, SavedRun, check_same_run, find_checkpoint, open_checkpoint
 from tinyvae.training.run_log import RunLog
@@ -96,7 +97,7 @@ def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
         try:
             progress = _run(config, engine, folder, signals, run_log, saved, command)
         except (UserError, StopRequested) as reason:
-            run_log.note(f"the run ends: {reason}")  # the terminal is told by the command line
+            run_log.note(f"the run ends: {reason}", level=logging.WARNING)  # the terminal is told by the command line
             raise
         engine.close()
     return FinishedRun(folder=folder, progress=progress, is_main=engine.is_main)
@@ -180,6 +181,11 @@ def _run(
         stop_signal=lambda: signals.received,
         from_step=loop.progress.step,
     )
+    profiler = StepProfiler(
+        folder / "profile.json" if config.enable_profiler and engine.is_main else None,
+        device=engine.device,
+        steps_left=config.max_train_steps - loop.progress.step,
+    )
     parts = LoopParts(
         config=config,
         run_folder=folder,
@@ -189,13 +195,14 @@ def _run(
         average=average,
         batches=data.training_batches(engine, start_sample=loop.progress.samples_seen),
         run_log=run_log,
+        profiler=profiler,
         signals=signals,
         validate=validator.validate,
         save=make_saver(config, folder, state, data),
     )
     _describe(config, engine, data, model)
     trainer = Trainer(parts, loop)
-    with _profiler(config, engine, folder), closing(parts.batches):  # else each worker is waited for 5 s at the exit
+    with closing(profiler), closing(parts.batches):  # else each worker is waited for 5 s at the exit
         progress = trainer.train()
     if engine.is_main:
         write_final_model(config, folder, model, average, progress, command=command)
@@ -296,11 +303,11 @@ def make_saver(config: TrainConfig, folder: Path, state: RunState, data: RunData
     """
     writer = CheckpointWriter(folder, state.engine, keep=config.checkpoints_total_limit)
 
-    def write_model(target: Path) -> None:
+    def write_model(target: Path, *, step: int) -> None:
         with ExitStack() as swapped:
             if state.average is not None:
                 swapped.enter_context(state.average.swapped_into(state.model))
-            save_model(state.model, target / "model.safetensors", overwrite=True)
+            save_model(state.model, target / "model.safetensors", overwrite=True, training_step=step)
 
     def save(loop: LoopState, emergency: bool) -> bool:
         progress = loop.progress
@@ -316,7 +323,7 @@ def make_saver(config: TrainConfig, folder: Path, state: RunState, data: RunData
             emergency=emergency,
             shared_state=lambda: state.shared(loop),
             rank_state=state.of_rank(loop),
-            write_model=write_model,
+            write_model=lambda target: write_model(target, step=progress.step),
             facts=facts,
             best_step=progress.best_step,
         )
@@ -343,18 +350,3 @@ def _describe(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) 
         len(data.train),
         len(data.validation),
     )
-
-
-def _profiler(config: TrainConfig, engine: Engine, folder: Path) -> ExitStack:
-    """A torch profiler trace of the whole (short) run where asked for, written as ``profile.json``."""
-    stack = ExitStack()
-    if config.enable_profiler and engine.is_main:
-        from torch.profiler import ProfilerActivity, profile
-
-        activities = [ProfilerActivity.CPU]
-        if engine.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        profiler = profile(activities=activities)
-        stack.callback(lambda: profiler.export_chrome_trace(str(folder / "profile.json")))
-        stack.enter_context(profiler)
-    return stack

@@ -29,7 +29,6 @@ class StepLog:
         self._norms: list[float] = []
         self._seconds = 0.0
         self._clips = 0
-        self._last_step = 0
         self.recent_loss = math.nan
 
     def begin_step(self) -> None:
@@ -57,11 +56,13 @@ class StepLog:
         return float(self._step["loss"].item()) if "loss" in self._step else math.nan
 
     def is_due(self, step: int) -> bool:
-        self._last_step = step
         return step % self._config.log_every == 0 or step == 1 or step == self._config.max_train_steps
 
-    def take(self) -> dict[str, float]:
-        """The averages since the last line, over all ranks, by their TensorBoard names; starts a new line."""
+    def take(self, step: int) -> dict[str, float]:
+        """The averages since the last line, over all ranks, by their TensorBoard names; starts a new line.
+
+        ``step``: how many optimiser steps are done; the learning rate is that of the last of them.
+        """
         values: dict[str, float] = {}
         if self._steps:
             names = sorted(self._sums)
@@ -70,7 +71,7 @@ class StepLog:
             values = {f"train/{name}": float(mean) for name, mean in zip(names, means.tolist(), strict=True)}
             values["train/gradient_norm"] = sum(self._norms) / len(self._norms)
             self.recent_loss = values["train/loss"]
-        factor = learning_rate_factor(self._last_step - 1, self._config)
+        factor = learning_rate_factor(step - 1, self._config)
         values["train/learning_rate"] = self._config.learning_rate * factor
         values["train/frames_per_second"] = self._clips * self._config.n_frames / max(self._seconds, 1e-9)
         values["train/gpu_memory_gb"] = (

@@ -56,10 +56,16 @@ class TrainingTask:
         if config.compile_model:
             self._forward = torch.compile(self._student, mode=config.compile_mode)
 
+    def begin_step(self, step: int) -> None:
+        """An optimiser step's computation starts, or starts again: what is drawn in it depends on the step alone."""
+        if self.teacher is not None:
+            self.teacher.begin_step(step)
+
     def losses(
         self, frames_NTCHW: Tensor, *, use_seraena: bool, step: int = 0, corrected: SeraenaResult | None = None
     ) -> StepLosses:
         """Losses of clips NTCHW in [0, 1]; each term is a mean over its elements, so slices of a batch average.
+        A term of weight 0 is not computed, but for the reconstruction, which every log shows.
 
         ``step``: the optimiser step; with ``perceptual_frames`` it says whose turn it is to be looked at.
         ``corrected``: Seraena's step for these clips where it has been taken already (by `correct_in_parts`). Where
@@ -68,14 +74,16 @@ class TrainingTask:
         config, model = self.config, self.model
         target = model.target(frames_NTCHW)
         teacher_latents = None if self.teacher is None else self.teacher.encode(target)
-        decoded, latents, taught = self._forward(frames_NTCHW, teacher_latents)
+        decoded, latents, taught = self._forward(
+            frames_NTCHW, teacher_latents if config.decoder_loss_weight > 0 else None
+        )
         kind = config.reconstruction_loss_type
         terms: dict[str, tuple[float, Tensor]] = {
             "reconstruction_loss": (config.reconstruction_loss_weight, reconstruction_loss(decoded, target, kind))
         }
-        if teacher_latents is not None:
-            assert taught is not None
+        if teacher_latents is not None and config.encoder_loss_weight > 0:
             terms["encoder_loss"] = (config.encoder_loss_weight, latent_loss(latents, teacher_latents))
+        if taught is not None:
             terms["decoder_loss"] = (config.decoder_loss_weight, reconstruction_loss(taught, target, kind))
         if self.lpips is not None and config.perceptual_loss_weight > 0:
             distance = perceptual_loss(self.lpips, decoded, target, max_frames=config.perceptual_frames, offset=step)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from tinyvae.training.guards import (
     out_of_memory_error,
 )
 from tinyvae.training.optimizers import OptimizerSet
+from tinyvae.training.profiling import StepProfiler
 from tinyvae.training.progress import LoopState, Progress
 from tinyvae.training.run_log import RunLog
 from tinyvae.training.schedule import learning_rate_factor
@@ -41,6 +43,9 @@ from tinyvae.training.task import TrainingTask
 from tinyvae.training.validation import ValidationCut
 
 log = logging.getLogger(__name__)
+
+LOG_FILE_SECONDS = 10.0
+"""How often the progress bar is written where nobody watches it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,7 @@ class LoopParts:
     average: WeightAverage | None
     batches: Generator[ClipBatch, None, None]
     run_log: RunLog
+    profiler: StepProfiler
     signals: SignalWatch
     validate: Callable[[Progress, float], ValidationOutcome]
     save: Callable[[LoopState, bool], bool]
@@ -86,10 +92,7 @@ class Trainer:
         """Train to the last step, an early stop (both return) or a signal (raises `StopRequested`)."""
         config, parts = self.config, self.parts
         parts.signals.hold()
-        first = self.progress.step
-        with tqdm(
-            total=config.max_train_steps, initial=first, desc="train", unit="step", disable=not parts.engine.is_main
-        ) as bar:
+        with self._progress_bar() as bar:
             if self._validation_was_missed():
                 self._validate()
                 self._save_if_due()
@@ -100,6 +103,7 @@ class Trainer:
                 clips = self._next_clips()
                 result = self.step(clips)
                 self._count(clips, result, seconds=time.perf_counter() - started)
+                parts.profiler.step()
                 bar.update()
                 self._log(bar)
                 self._stop_if_asked()
@@ -163,6 +167,7 @@ class Trainer:
     def _compute_gradients(self, clips: list[ClipBatch]) -> Status:
         """The local work of a step, and how it went on the worst of the ranks."""
         self.step_log.begin_step()
+        self.parts.task.begin_step(self.progress.step)
         try:
             for batch in clips:
                 self._add_gradients(batch.model_input(self.parts.engine.device), share=1 / len(clips))
@@ -241,11 +246,25 @@ class Trainer:
             listed = "; ".join(f"process {rank}: {', '.join(names)}" for rank, names in suspects)
             log.warning("step %d skipped: a loss or gradient was not finite (%s)", self.progress.step, listed)
 
+    def _progress_bar(self) -> tqdm:
+        """Steps done, time left, and what `_log` puts behind them; a job's log file gets a line now and then."""
+        return tqdm(
+            total=self.config.max_train_steps,
+            initial=self.progress.step,
+            desc="train",
+            unit="step",
+            mininterval=0.1 if sys.stderr.isatty() else LOG_FILE_SECONDS,
+            maxinterval=LOG_FILE_SECONDS,
+            disable=not self.parts.engine.is_main,
+        )
+
     def _log(self, bar: tqdm) -> None:
         if self.step_log.is_due(self.progress.step):
-            values = self.step_log.take()  # an exchange: every rank comes here at the same steps
+            values = self.step_log.take(self.progress.step)  # an exchange: every rank comes here at the same steps
             self.parts.run_log.metrics(self.progress.step, values)
-            bar.set_postfix_str(self.step_log.bar_text(values))
+            text = self.step_log.bar_text(values)
+            bar.set_postfix_str(text, refresh=sys.stderr.isatty())
+            self.parts.run_log.note(f"step {self.progress.step} of {self.config.max_train_steps}: {text}")
 
     def _stop_if_asked(self) -> None:
         (signal_number,) = self.parts.engine.worst(self.parts.signals.received)

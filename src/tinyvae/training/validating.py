@@ -56,7 +56,10 @@ class Validator:
         self._history = ValidationHistory(folder / "validation_history.json", up_to_step=from_step)
 
     def validate(self, progress: Progress, train_loss: float) -> ValidationOutcome:
-        """Score, log, keep the best; the averaged weights decide where there are any."""
+        """Score, log, keep the best; the averaged weights decide where there are any.
+
+        ``train_loss``: of the newest log line; NaN where there is none yet.
+        """
         config = self._config
         raw = self._score() if self._average is not None else None
         with ExitStack() as swapped:
@@ -112,7 +115,7 @@ class Validator:
             "psnr": result.metrics["psnr"],
             "ssim": result.metrics.get("ssim"),
             "lpips": result.metrics.get("lpips"),
-            "train_loss": train_loss,
+            "train_loss": train_loss if math.isfinite(train_loss) else None,
         }
 
     def _write_down(
@@ -135,7 +138,7 @@ class Validator:
             "step": progress.step,
             "timestamp": datetime.now(UTC).isoformat(),
             "num_clips": result.num_clips,
-            "train_loss": train_loss,
+            "train_loss": train_loss if math.isfinite(train_loss) else None,
             "is_best": improved,
             **result.metrics,
             "raw": None if raw is None else raw.metrics,
@@ -149,15 +152,25 @@ class Validator:
         )
         best = " (best)" if improved else f" (best {progress.best_score:.4g} at step {progress.best_step})"
         log.info("validation at step %d: %s%s", progress.step, shown, best)
-        if stop:
-            info = {
-                "step": progress.step,
-                "metric": self._config.metric_for_best_model,
-                "best_score": progress.best_score,
-                "best_step": progress.best_step,
-                "validations_without_improvement": progress.stale_validations,
-                "patience": self._config.early_stopping_patience,
-                "timestamp": datetime.now(UTC).isoformat(),
-            }
-            write_json(self._folder / "early_stop_info.json", info)
-            log.info("stopping early: no better %s in %d validations", info["metric"], progress.stale_validations)
+        self._write_early_stop(progress, stop=stop)
+
+    def _write_early_stop(self, progress: Progress, *, stop: bool) -> None:
+        """``early_stop_info.json`` is there exactly while the run stands still for it; a larger patience ends that."""
+        file = self._folder / "early_stop_info.json"
+        if not stop:
+            file.unlink(missing_ok=True)
+            return
+        info = {
+            "step": progress.step,
+            "metric": self._config.metric_for_best_model,
+            "best_score": progress.best_score,
+            "best_step": progress.best_step,
+            "validations_without_improvement": progress.stale_validations,
+            "patience": self._config.early_stopping_patience,
+            "timestamp": datetime.now(UTC).isoformat(),
+        }
+        try:
+            write_json(file, info)
+        except OSError as fault:
+            log.error("could not write %s: %s", file.name, fault)
+        log.info("stopping early: no better %s in %d validations", info["metric"], progress.stale_validations)

@@ -1,0 +1,58 @@
+"""A torch profiler trace of a few steps, where the configuration asks for one.
+
+Not of the whole run: ten small steps already make a file of 150 MB, and the events of a long run would fill the memory
+of the machine before any of them is written.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+TRACED_STEPS = 5
+SETTLING_STEPS = 5
+"""Steps before the traced ones: compilation and the first clips are not what a step costs."""
+
+
+class StepProfiler:
+    """Traces some of the next ``steps_left`` steps into ``file``, which is written right after the last of them.
+
+    ``file`` None: nothing is traced, and `step` and `close` do nothing.
+    """
+
+    def __init__(self, file: Path | None, *, device: torch.device, steps_left: int) -> None:
+        self._file = file
+        self._profile: torch.profiler.profile | None = None
+        if file is None or steps_left < 1:
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        traced = min(TRACED_STEPS, max(1, steps_left - 1))
+        warm_up = min(1, steps_left - traced)  # of the profiler itself
+        settling = min(SETTLING_STEPS, steps_left - traced - warm_up)
+        self._profile = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(wait=settling, warmup=warm_up, active=traced, repeat=1),
+            on_trace_ready=self._write,
+        )
+        self._profile.start()
+
+    def step(self) -> None:
+        """An optimiser step is over."""
+        if self._profile is not None:
+            self._profile.step()
+
+    def close(self) -> None:
+        """No more steps; a trace that is under way is written as far as it goes."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+    def _write(self, profile: torch.profiler.profile) -> None:
+        profile.export_chrome_trace(str(self._file))
+        log.info("profile of some steps: %s", self._file)

@@ -1,0 +1,64 @@
+"""The model card says what the weights are, how they were made and how good they are, from what really happened."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from tinyvae import TAEHV, load_model
+from tinyvae.config import TrainConfig
+from tinyvae.training.ema import WeightAverage
+from tinyvae.training.finish import model_card, write_final_model
+from tinyvae.training.progress import Progress
+
+CONFIG = TrainConfig(model_width=0.125, n_frames=8, height=64, width=48, temporal_loss_weight=0.5, ema_decay=0.9)
+PROGRESS = Progress(step=40, samples_seen=160, training_s=1800)
+
+
+def write_history(folder: Path) -> None:
+    scores = [(20, 21.5, True), (40, 21.25, False)]
+    entries = [{"step": s, "num_clips": 3, "psnr": p, "ssim": 0.5, "is_best": best} for s, p, best in scores]
+    (folder / "validation_history.json").write_text(json.dumps(entries))
+
+
+def test_the_card(tmp_path: Path) -> None:
+    write_history(tmp_path)
+    card = model_card(CONFIG, tmp_path, TAEHV("taehv", width=0.125), PROGRESS, command="tinyvae train x --seed 1")
+    assert card.startswith("---\nlibrary_name: tinyvae\n")
+    for words in (
+        "# taehv, 0.2 M parameters",
+        "from fresh weights, with no teacher",
+        "40 of 10000 steps, 160 clips of 8 frames of 64x48, 0.50 h",
+        "losses (weight): reconstruction (10), temporal (0.5)\n",
+        "running mean over the steps, decay 0.9",
+        "`tinyvae train x --seed 1`",
+        "Means over 3 clips of 8 frames of 64x48",
+        "| step | psnr | ssim |",
+        "| 20, best | 21.5 | 0.5 |",
+        "| 40 | 21.25 | 0.5 |",
+        '"temporal_loss_weight": 0.5',
+    ):
+        assert words in card, words
+
+
+def test_a_card_without_validation_with_a_teacher_and_a_start(tmp_path: Path) -> None:
+    changes = {"pretrained_model_path": Path("start.pth"), "use_ref_vae": True, "ref_vae_path": "owner/vae"}
+    config = replace(CONFIG, ema_decay=0.0, **changes)
+    card = model_card(config, tmp_path, TAEHV("taehv", width=0.125), PROGRESS, command="x")
+    for words in ("from start.pth, with the teacher owner/vae", "of the last step", "The run had no validation."):
+        assert words in card, words
+
+
+def test_the_final_model_is_the_average_and_the_card_can_be_left_out(tmp_path: Path) -> None:
+    model = TAEHV("taehv", width=0.125)
+    average = WeightAverage(model, decay=0.9)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.data += 1.0
+    write_final_model(replace(CONFIG, save_model_card=False), tmp_path, model, average, PROGRESS, command="x")
+    assert not (tmp_path / "model_card.md").exists()
+    for name in ("final_model.safetensors", "final_model.pth"):
+        saved = load_model(tmp_path / name).state_dict()
+        assert all(saved[key].equal(value) for key, value in before.items()), "the raw weights were written"
+    assert not model.state_dict()["encoder.0.weight"].equal(before["encoder.0.weight"]), "the run's own are back"
