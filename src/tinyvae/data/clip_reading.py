@@ -6,7 +6,6 @@ process with the batch, so that the message is one sentence there and not a work
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from tinyvae.data.augment import to_model_input
 from tinyvae.data.bad_files import BadFile
+from tinyvae.data.batch_memory import Loan, LoanBoard, SharedMemoryError, WorkerBuffers
 from tinyvae.data.clip_choice import ClipChoice, choose_clip, choose_validation_clip, epoch_of, file_of
 from tinyvae.data.clip_settings import ClipSettings
 from tinyvae.data.decode import read_frames
@@ -72,7 +72,9 @@ class ReadBatch:
     bad_files: tuple[BadFile, ...]
     num_tries: int
     failure: str = ""
-    """Set when a training position found no readable file; the run cannot go on."""
+    """Set when the run cannot go on: a training position found no readable file, or shared memory is full."""
+    loan: Loan | None = None
+    """Of the worker's buffer that the frames came in."""
 
     def pin_memory(self) -> ReadBatch:
         return ReadBatch(
@@ -80,6 +82,7 @@ class ReadBatch:
             bad_files=self.bad_files,
             num_tries=self.num_tries,
             failure=self.failure,
+            loan=self.loan,
         )
 
 
@@ -87,15 +90,29 @@ worker_memory = WorkerMemory()
 """Of this process; it does nothing outside a loader's worker."""
 
 
-class TrainClips(torch.utils.data.Dataset[ReadBatch]):
-    """Training clips by global position."""
+class _Clips(torch.utils.data.Dataset[ReadBatch]):
+    """Batches by position; subclasses fill them."""
 
-    def __init__(self, clips: ClipSet, settings: ClipSettings) -> None:
+    def __init__(self, clips: ClipSet, settings: ClipSettings, board: LoanBoard | None = None) -> None:
         self.clips = clips
         self.settings = settings
+        self._buffers = WorkerBuffers(board)
 
     def __getitems__(self, positions: list[int]) -> ReadBatch:
-        reader = BatchReader(self.settings, len(positions))
+        try:
+            reader = BatchReader(self.settings, len(positions), self._buffers)
+        except SharedMemoryError as full:
+            return ReadBatch(batch=None, bad_files=(), num_tries=0, failure=str(full))
+        return self._read(positions, reader)
+
+    def _read(self, positions: list[int], reader: BatchReader) -> ReadBatch:
+        raise NotImplementedError
+
+
+class TrainClips(_Clips):
+    """Training clips by global position."""
+
+    def _read(self, positions: list[int], reader: BatchReader) -> ReadBatch:
         for position in positions:
             for attempt in range(MAX_ATTEMPTS):
                 number = file_of(position, len(self.clips), self.settings.seed, attempt)
@@ -104,22 +121,14 @@ class TrainClips(torch.utils.data.Dataset[ReadBatch]):
                 if reader.read(self.clips, row, choice, position):
                     break
             else:
-                return reader.finish(
-                    epoch=epoch_of(position, len(self.clips)),
-                    failure=f"{MAX_ATTEMPTS} files in a row could not be read at position {position}",
-                )
+                return reader.fail(f"{MAX_ATTEMPTS} files in a row could not be read at position {position}")
         return reader.finish(epoch=epoch_of(positions[0], len(self.clips)))
 
 
-class ValidationClips(torch.utils.data.Dataset[ReadBatch]):
+class ValidationClips(_Clips):
     """Validation clips; position i is the i-th file of the set. A bad file leaves its place empty."""
 
-    def __init__(self, clips: ClipSet, settings: ClipSettings) -> None:
-        self.clips = clips
-        self.settings = settings
-
-    def __getitems__(self, positions: list[int]) -> ReadBatch:
-        reader = BatchReader(self.settings, len(positions))
+    def _read(self, positions: list[int], reader: BatchReader) -> ReadBatch:
         for position in positions:
             row = self.clips.index.row(int(self.clips.rows[position]))
             reader.read(self.clips, row, choose_validation_clip(row, self.settings), position)
@@ -129,9 +138,10 @@ class ValidationClips(torch.utils.data.Dataset[ReadBatch]):
 class BatchReader:
     """Fills one batch tensor, clip by clip."""
 
-    def __init__(self, settings: ClipSettings, batch_size: int) -> None:
+    def __init__(self, settings: ClipSettings, batch_size: int, buffers: WorkerBuffers) -> None:
         self._settings = settings
-        self._frames = _batch_memory((batch_size, settings.n_frames, 3, settings.height, settings.width))
+        shape = (batch_size, settings.n_frames, 3, settings.height, settings.width)
+        self._frames, self._loan = buffers.take(shape)
         self._color_and_blur: list[tuple[float, ...]] = []
         self._names: list[str] = []
         self._positions: list[int] = []
@@ -156,9 +166,18 @@ class BatchReader:
         worker_memory.after_clip()
         return True
 
-    def finish(self, *, epoch: int, failure: str = "") -> ReadBatch:
+    def fail(self, reason: str) -> ReadBatch:
+        """No batch: the files in a row that could not be read end the run."""
+        last = self._bad[-1]
+        failure = (
+            f"{reason}; the last was {last.path!r}: {last.reason}; look whether the storage is still mounted, "
+            "or run `tinyvae data check`"
+        )
+        return ReadBatch(batch=None, bad_files=tuple(self._bad), num_tries=self._num_tries, failure=failure)
+
+    def finish(self, *, epoch: int) -> ReadBatch:
         batch = None
-        if self._names and not failure:
+        if self._names:
             batch = ClipBatch(
                 frames=self._frames[: len(self._names)],
                 color_and_blur=torch.tensor(self._color_and_blur),
@@ -166,15 +185,7 @@ class BatchReader:
                 positions=self._positions,
                 epoch=epoch,
             )
-        return ReadBatch(batch=batch, bad_files=tuple(self._bad), num_tries=self._num_tries, failure=failure)
-
-
-def _batch_memory(shape: tuple[int, ...]) -> Tensor:
-    """An empty uint8 tensor; in a worker it lies in shared memory, so that handing it over copies nothing."""
-    if torch.utils.data.get_worker_info() is None:
-        return torch.empty(shape, dtype=torch.uint8)
-    storage = torch.UntypedStorage._new_shared(math.prod(shape), device="cpu")
-    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
+        return ReadBatch(batch=batch, bad_files=tuple(self._bad), num_tries=self._num_tries, loan=self._loan)
 
 
 def read_clip(clips: ClipSet, row: IndexRow, choice: ClipChoice, settings: ClipSettings, out_TCHW: Tensor) -> None:

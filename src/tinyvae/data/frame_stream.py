@@ -16,7 +16,7 @@ import av.error
 
 from tinyvae.data.h264 import is_disposable, nal_length_size
 from tinyvae.data.timeline import EndProof, Timeline
-from tinyvae.data.video_file import OpenVideo, PacketError, unreadable
+from tinyvae.data.video_file import TABLE_FORMATS, OpenVideo, PacketError, unreadable
 
 # Codecs where every packet of a sound file gives exactly one frame. Others may hold pictures that are never shown
 # (VP8) or packets without a picture (MPEG-4 in AVI), so their packets prove nothing.
@@ -26,9 +26,6 @@ ONE_FRAME_PER_PACKET = frozenset(
 
 # Containers that may begin anywhere, since they are cut from a running broadcast.
 RECORDING_FORMATS = frozenset({"mpegts", "mpeg"})
-
-# Containers with a table of all frames, or of all in a fragment: what is missing there shows as a packet that is not.
-_TABLE_FORMATS = frozenset({"mov,mp4,m4a,3gp,3g2,mj2"})
 
 CUT_OFF = "it is cut off: frames before its last one are missing"
 
@@ -148,7 +145,7 @@ class _Run:
 
 def end_proof(video: OpenVideo) -> EndProof | None:
     """The proof that the film's end is whole; None where the container itself tells."""
-    if video.container.format.name in _TABLE_FORMATS:
+    if video.container.format.name in TABLE_FORMATS:
         return None
     return EndProof(rate=video.stream.average_rate, time_base=video.stream.time_base)
 

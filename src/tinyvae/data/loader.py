@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from tinyvae.data.bad_files import BadFileLog, BadFileWatch
+from tinyvae.data.batch_memory import BorrowedBatches, LoanBoard
 from tinyvae.data.clip_reading import ClipBatch, ReadBatch, TrainClips, ValidationClips
 from tinyvae.data.clip_settings import ClipSettings
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
@@ -29,31 +30,39 @@ log = logging.getLogger(__name__)
 class TrainLoader:
     """Iterate for batches without end. Each iteration starts at ``start_sample``."""
 
-    def __init__(self, loader: DataLoader[ReadBatch], watch: BadFileWatch, samples_per_epoch: int) -> None:
+    def __init__(
+        self, loader: DataLoader[ReadBatch], board: LoanBoard | None, watch: BadFileWatch, samples_per_epoch: int
+    ) -> None:
         self._loader = loader
+        self._board = board
         self.bad_files = watch
         self.samples_per_epoch = samples_per_epoch
 
     def __iter__(self) -> Iterator[ClipBatch]:
+        borrowed = BorrowedBatches(self._board)
         for read in self._loader:
             self.bad_files.see(read.bad_files, read.num_tries)
             if read.failure:
-                last = read.bad_files[-1]
-                raise UserError(
-                    f"{read.failure}; the last was {last.path!r}: {last.reason}; "
-                    "look whether the storage is still mounted, or run `tinyvae data check`"
-                )
+                raise UserError(read.failure)
             assert read.batch is not None, "a training batch without failure is whole"
+            borrowed.see(read.batch.frames, read.loan)
             yield read.batch
+            borrowed.give_back()
 
 
 class ValidationLoader:
     """Iterate for this rank's share of the validation clips: the same tensors every time."""
 
     def __init__(
-        self, loader: DataLoader[ReadBatch], watch: BadFileWatch, num_samples: int, num_samples_all_ranks: int
+        self,
+        loader: DataLoader[ReadBatch],
+        board: LoanBoard | None,
+        watch: BadFileWatch,
+        num_samples: int,
+        num_samples_all_ranks: int,
     ) -> None:
         self._loader = loader
+        self._board = board
         self.bad_files = watch
         self.num_samples = num_samples
         self.num_samples_all_ranks = num_samples_all_ranks
@@ -64,11 +73,16 @@ class ValidationLoader:
 
     def __iter__(self) -> Iterator[ClipBatch]:
         any_batch = False
+        borrowed = BorrowedBatches(self._board)
         for read in self._loader:
             self.bad_files.see(read.bad_files, read.num_tries)
+            if read.failure:
+                raise UserError(read.failure)
             if read.batch is not None:
                 any_batch = True
+                borrowed.see(read.batch.frames, read.loan)
                 yield read.batch
+                borrowed.give_back()
         if self.num_samples and not any_batch:
             path, reason = next(iter(self.bad_files.named.items()))
             raise UserError(f"not one validation clip could be read; the first was {path!r}: {reason}")
@@ -104,10 +118,10 @@ def make_train_loader(
     if start_sample < 0:
         raise UserError(f"start_sample is {start_sample}; it counts samples and must be at least 0")
     positions = EndlessPositions(batch_size, rank, world_size, start_sample)
-    loader = _data_loader(
-        TrainClips(clips, settings), positions, num_workers, prefetch_factor, persistent_workers, pin_memory
-    )
-    return TrainLoader(loader, BadFileWatch(limit=bad_file_limit, written_to=bad_file_log), len(clips))
+    board = LoanBoard(num_workers) if num_workers else None
+    dataset = TrainClips(clips, settings, board)
+    loader = _data_loader(dataset, positions, num_workers, prefetch_factor, persistent_workers, pin_memory)
+    return TrainLoader(loader, board, BadFileWatch(limit=bad_file_limit, written_to=bad_file_log), len(clips))
 
 
 def make_validation_loader(
@@ -138,11 +152,11 @@ def make_validation_loader(
     if total == 0:
         raise UserError(f"the {clips.name} set of {clips.index.source} is empty; there is nothing to validate on")
     positions = SharedPositions(total, batch_size, rank, world_size)
-    loader = _data_loader(
-        ValidationClips(clips, settings), positions, num_workers, prefetch_factor, persistent_workers, pin_memory
-    )
+    board = LoanBoard(num_workers) if num_workers else None
+    dataset = ValidationClips(clips, settings, board)
+    loader = _data_loader(dataset, positions, num_workers, prefetch_factor, persistent_workers, pin_memory)
     watch = BadFileWatch(limit=bad_file_limit, written_to=bad_file_log)
-    return ValidationLoader(loader, watch, len(positions.mine), total)
+    return ValidationLoader(loader, board, watch, len(positions.mine), total)
 
 
 class EndlessPositions(Sampler[list[int]]):
