@@ -35,6 +35,9 @@ def test_every_verb_has_help_with_an_example(verb: str) -> None:
         (["inf"], "Did you mean 'info'"),
         (["info", "nothing.pth"], "there is no model at nothing.pth"),
         (["info", "taehv", "--frames", "0"], "at least 1 frame"),
+        (["info", "taehv15"], "Did you mean 'taehv1_5'"),
+        (["info", "taehv", "--variant", "taecvx"], "leave one out"),
+        (["info", "/dev/null"], "neither a file nor a folder"),
     ],
 )
 def test_mistakes_end_in_one_sentence_and_exit_code_2(tmp_path: Path, words: list[str], says: str) -> None:
@@ -55,10 +58,12 @@ def test_version_matches_the_package_metadata() -> None:
 
 
 def test_info_on_a_variant_and_on_a_file(tmp_path: Path) -> None:
-    assert "4 frames of 16x16 pixels" in tinyvae("info", "taew2_2").stdout
-    save_model(TAEHV("taecvx", width=0.25), tmp_path / "m")
+    of_variant = tinyvae("info", "taeh3").stdout
+    assert "4 frames of 16x16 pixels" in of_variant and "17, 34, 51, ... frames\n" in of_variant
+    assert "training step" not in of_variant
+    save_model(TAEHV("taecvx", width=0.25), tmp_path / "m", training_step=1200)
     shown = tinyvae("info", "m", "--frames", "5", folder=tmp_path).stdout
-    assert "taecvx, stands in for the VAE of CogVideoX" in shown
+    assert "taecvx, stands in for the VAE of CogVideoX" in shown and "training step    1200\n" in shown
     assert "5 frames -> 2 latents -> 8 frames, of which the first 5 are the input's" in shown
 
 

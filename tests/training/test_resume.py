@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -80,6 +81,12 @@ def resumed(finished: Path, clips: Path, form: str, *, steps: int = 4, **changes
     lines = [line for line in (run / "train.log").read_text().splitlines() if "resumed from" in line]
     shutil.rmtree(run / f"checkpoint-{steps}")
     return lines[-1].split("resumed from ")[1].replace(str(finished) + "/run_2026-11-15_", "")
+
+
+def test_the_model_in_a_checkpoint_states_its_step(finished: Path) -> None:
+    (run,) = finished.glob("run_*_12-*")
+    stated = {c.name: json.loads((c / "config.json").read_text())["training_step"] for c in run.glob("checkpoint-*")}
+    assert stated == {"checkpoint-1": 1, "checkpoint-2": 2}
 
 
 def test_forms_of_resume(finished: Path, clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,7 +259,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _parse_stated(text: str, *, origin: Path) -> dict[str, Any]:
-    """``{"variant", "width"}`` as a config states them; a config of some other program states nothing."""
+    """``{"variant", "width", "training_step"}`` as a config states them; one of some other program states nothing."""
     try:
         config = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as fault:
@@ -268,6 +268,7 @@ def _parse_stated(text: str, *, origin: Path) -> dict[str, Any]:
         return {}
     width_key = "width" if config["format"] == MODEL_FORMAT else "model_width"  # a run's width is in pixels
     stated = {"variant": config.get("variant"), "width": config.get(width_key)}
+    stated["training_step"] = config.get("training_step")
     known = stated["variant"] is None or stated["variant"] in list(VARIANTS)
     if not known or not isinstance(stated["width"], int | float | None):
         hint = nearest_name(str(stated["variant"]), VARIANTS)
@@ -385,8 +386,8 @@ def _refuse_existing(weights_files: list[Path], config_file: Path, config: Mappi
         if file.exists():
             raise FileExistsAlreadyError(f"{file} exists already; pass overwrite=True to replace it.")
     if config_file.exists() and not _holds_run_config(config_file):
-        known = {"variant": config["variant"], "width": config["width"]}
-        if _read_config(config_file) != known:
+        there = _read_config(config_file)
+        if any(there.get(key) != config[key] for key in ("variant", "width")):
             raise FileExistsAlreadyError(
                 f"{config_file} describes another model; save to another folder or pass overwrite=True."
             )

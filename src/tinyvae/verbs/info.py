@@ -10,8 +10,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VARIANTS, VariantSpec, get_spec
+
+LAST_LENGTH = 52  # three chunks of taeh3; a line's worth for the others
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,29 +24,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    step: object = None
     if arguments.model in VARIANTS and not Path(arguments.model).exists():
+        if arguments.variant is not None:
+            raise UserError(f"{arguments.model} is the name of a variant, and --variant is for a file; leave one out.")
         import torch
 
         with torch.device("meta"):
             model = TAEHV(arguments.model)
         source = "variant (no weights loaded)"
     else:
-        from tinyvae.models.weights import find_weights, load_model
+        from tinyvae.models.weights import find_weights, load_model, read_weights
 
-        model = load_model(arguments.model, variant=arguments.variant)
-        source = str(find_weights(Path(arguments.model)))
-    for name, value in facts(model, source=source, num_frames=arguments.frames):
+        file = find_weights(Path(arguments.model))
+        model = load_model(file, variant=arguments.variant)
+        source, step = str(file), read_weights(file)[1].get("training_step")
+    for name, value in facts(model, source=source, step=step, num_frames=arguments.frames):
         print(f"{name:<16} {value}")
     return 0
 
 
-def facts(model: TAEHV, *, source: str, num_frames: int) -> list[tuple[str, str]]:
-    """The lines to show, as (name, value)."""
+def facts(model: TAEHV, *, source: str, step: object, num_frames: int) -> list[tuple[str, str]]:
+    """The lines to show, as (name, value). ``step``: the training step that the file states, if it does."""
     spec = model.spec
     parameters = {part: sum(p.numel() for p in getattr(model, part).parameters()) for part in ("encoder", "decoder")}
+    lengths = [t for t in range(1, LAST_LENGTH) if spec.is_training_length(t)]
     twins = [name for name in VARIANTS if name != spec.name and _same_network(name, spec)]
     return [
         ("source", source),
+        *([] if step is None else [("training step", str(step))]),
         ("variant", f"{spec.name}, stands in for the VAE of {spec.teacher}"),
         ("same network as", ", ".join(twins) or "no other variant"),
         ("width factor", f"{spec.width:g}"),
@@ -61,7 +70,7 @@ def facts(model: TAEHV, *, source: str, num_frames: int) -> list[tuple[str, str]
             f"{spec.frames_out(num_frames)} frames, of which the first {spec.aligned_frames(num_frames)} are "
             "the input's",
         ),
-        ("trains at", ", ".join(str(t) for t in range(2, 70) if spec.is_training_length(t))[:60] + " ... frames"),
+        ("trains at", f"{', '.join(map(str, lengths))}, ... frames"),
     ]
 
 
