@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -25,7 +27,9 @@ from tinyvae.data import (
     make_train_loader,
     make_validation_loader,
     split,
+    worker_process,
 )
+from tinyvae.data import loader as loader_module
 from tinyvae.data.clip_choice import choose_clip, file_of
 from tinyvae.data.decode import read_frames
 from tinyvae.errors import UserError
@@ -222,6 +226,23 @@ def test_workers_survive_the_schedulers_signal(sides: tuple[ClipSet, ClipSet]) -
     del batches
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
+
+
+def signal_while_starting(worker: int) -> None:
+    """In place of `start_worker`: the scheduler's signals come before the worker has done anything."""
+    for number in worker_process.JOB_SIGNALS:
+        subprocess.run(["sh", "-c", f"kill -{int(number)} {os.getpid()}"], check=True)
+    worker_process.start_worker(worker)
+
+
+def test_a_signal_that_comes_while_workers_start(
+    sides: tuple[ClipSet, ClipSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_module, "start_worker", signal_while_starting)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    got = take(sides[0], 4, batch_size=2, num_workers=2)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask, "the main process hears signals as before"
+    assert_equal(got, take(sides[0], 4, batch_size=2))
 
 
 def test_a_program_that_ends_in_mid_iteration_leaves_no_worker_behind(video_folder: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tinyvae.data.batch_memory import BorrowedBatches, LoanBoard
 from tinyvae.data.clip_reading import ClipBatch, ReadBatch, TrainClips, ValidationClips
 from tinyvae.data.clip_settings import ClipSettings
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
-from tinyvae.data.worker_process import start_worker
+from tinyvae.data.worker_process import signals_held_back, start_worker
 from tinyvae.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,9 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[ClipBatch]:
         borrowed = BorrowedBatches(self._board)
-        for read in self._loader:
+        with signals_held_back():
+            reads = iter(self._loader)
+        for read in reads:
             self.bad_files.see(read.bad_files, read.num_tries)
             if read.failure:
                 raise UserError(read.failure)
@@ -74,7 +76,9 @@ class ValidationLoader:
     def __iter__(self) -> Iterator[ClipBatch]:
         any_batch = False
         borrowed = BorrowedBatches(self._board)
-        for read in self._loader:
+        with signals_held_back():
+            reads = iter(self._loader)
+        for read in reads:
             self.bad_files.see(read.bad_files, read.num_tries)
             if read.failure:
                 raise UserError(read.failure)

@@ -7,11 +7,26 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 CLIPS_PER_TRIM = 8
+
+JOB_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+"""Sent to every process of a job by schedulers and terminals; the main process decides what they mean."""
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """While workers are started: they inherit the block, so that a signal to the whole job cannot end one before
+    `start_worker` has made it deaf. The main process gets what came in between afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def start_worker(worker: int) -> None:
@@ -21,7 +36,7 @@ def start_worker(worker: int) -> None:
     # `WorkerMemory` collects after every clip.
     gc.collect()
     gc.freeze()
-    for number in (signal.SIGINT, signal.SIGUSR1):  # to the whole job: the main process decides
+    for number in JOB_SIGNALS - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
     _end_only_when_the_parent_says_so()
 
