@@ -27,18 +27,16 @@ from tinyvae.errors import UserError
 log = logging.getLogger(__name__)
 
 
-class TrainLoader:
-    """Iterate for batches without end. Each iteration starts at ``start_sample``."""
+class _Loader:
+    """What training and validation share: workers that signals do not reach, bad files that are counted, and buffers
+    that go back to their worker."""
 
-    def __init__(
-        self, loader: DataLoader[ReadBatch], board: LoanBoard | None, watch: BadFileWatch, samples_per_epoch: int
-    ) -> None:
+    def __init__(self, loader: DataLoader[ReadBatch], board: LoanBoard | None, watch: BadFileWatch) -> None:
         self._loader = loader
         self._board = board
         self.bad_files = watch
-        self.samples_per_epoch = samples_per_epoch
 
-    def __iter__(self) -> Iterator[ClipBatch]:
+    def _reads(self) -> Iterator[ReadBatch]:
         borrowed = BorrowedBatches(self._board)
         with signals_held_back():
             reads = iter(self._loader)
@@ -46,13 +44,28 @@ class TrainLoader:
             self.bad_files.see(read.bad_files, read.num_tries)
             if read.failure:
                 raise UserError(read.failure)
-            assert read.batch is not None, "a training batch without failure is whole"
-            borrowed.see(read.batch.frames, read.loan)
-            yield read.batch
+            if read.batch is not None:
+                borrowed.see(read.batch.frames, read.loan)
+            yield read
             borrowed.give_back()
 
 
-class ValidationLoader:
+class TrainLoader(_Loader):
+    """Iterate for batches without end. Each iteration starts at ``start_sample``."""
+
+    def __init__(
+        self, loader: DataLoader[ReadBatch], board: LoanBoard | None, watch: BadFileWatch, samples_per_epoch: int
+    ) -> None:
+        super().__init__(loader, board, watch)
+        self.samples_per_epoch = samples_per_epoch
+
+    def __iter__(self) -> Iterator[ClipBatch]:
+        for read in self._reads():
+            assert read.batch is not None, "a training batch without failure is whole"
+            yield read.batch
+
+
+class ValidationLoader(_Loader):
     """Iterate for this rank's share of the validation clips: the same tensors every time."""
 
     def __init__(
@@ -63,9 +76,7 @@ class ValidationLoader:
         num_samples: int,
         num_samples_all_ranks: int,
     ) -> None:
-        self._loader = loader
-        self._board = board
-        self.bad_files = watch
+        super().__init__(loader, board, watch)
         self.num_samples = num_samples
         self.num_samples_all_ranks = num_samples_all_ranks
 
@@ -75,18 +86,10 @@ class ValidationLoader:
 
     def __iter__(self) -> Iterator[ClipBatch]:
         any_batch = False
-        borrowed = BorrowedBatches(self._board)
-        with signals_held_back():
-            reads = iter(self._loader)
-        for read in reads:
-            self.bad_files.see(read.bad_files, read.num_tries)
-            if read.failure:
-                raise UserError(read.failure)
+        for read in self._reads():
             if read.batch is not None:
                 any_batch = True
-                borrowed.see(read.batch.frames, read.loan)
                 yield read.batch
-                borrowed.give_back()
         if self.num_samples and not any_batch:
             path, reason = next(iter(self.bad_files.named.items()))
             raise UserError(f"not one validation clip could be read; the first was {path!r}: {reason}")
