@@ -127,6 +127,8 @@ def test_gradients_are_recorded_only_when_asked() -> None:
         (lambda: StreamingDecoder(MODELS["taehv"], num_latents=0), "at least 1"),
         (lambda: StreamingEncoder(MODELS["taehv"]).flush(), "empty"),
         (lambda: StreamingDecoder(MODELS["taehv"]).push(torch.randn(1, 1, 4, 1, 1)), "16 latent channels"),
+        (lambda: StreamingDecoder(MODELS["taehv"]).push(torch.randn(1, 0, 4, 1, 1)), "16 latent channels"),
+        (lambda: StreamingEncoder(MODELS["taehv"]).push(torch.rand(1, 0, 3, 9, 8)), "multiples of 8"),
         (lambda: push_twice(torch.rand(1, 1, 3, 8, 8), torch.rand(1, 1, 3, 16, 8)), "one object per stream"),
         (lambda: push_after_flush(), "has been flushed"),
         (lambda: push_stated(stated=1, pushed=2), "more latents"),

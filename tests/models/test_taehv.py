@@ -110,12 +110,17 @@ def test_half_precision_follows_the_weights(variant: str) -> None:
         (torch.rand(1, 1, 3, 12, 8), "8x8 or 16x8"),
         (torch.zeros(1, 1, 3, 8, 8, dtype=torch.uint8), r"x.float\(\) / 255"),
         (torch.rand(1, 1, 3, 8, 8, device="meta"), "is on meta"),
+        (torch.rand(1, 1, 3, 8, 8).numpy(), r"torch.as_tensor\(x\)"),
     ],
 )
 @pytest.mark.parametrize("parallel", [True, False])
 def test_bad_videos_are_refused(video: Tensor, says: str, parallel: bool) -> None:
+    model = TAEHV("taehv", width=0.125)
     with pytest.raises(UserError, match=says):
-        TAEHV("taehv", width=0.125).encode_video(video, parallel=parallel)
+        model.encode_video(video, parallel=parallel)
+    if "16x8" not in says:  # that one is padded
+        with pytest.raises(UserError, match=says):
+            model.reconstruct(video)
 
 
 def test_bad_latents_are_refused() -> None:
@@ -135,6 +140,15 @@ def test_values_of_another_range_warn_once() -> None:
         warnings.simplefilter("error")
         model.encode_video(255 * torch.rand(1, 1, 3, 8, 8))
         TAEHV("taehv", width=0.125).encode_video(torch.rand(1, 1, 3, 8, 8))
+
+
+def test_another_range_is_seen_behind_a_black_frame_and_in_a_later_call() -> None:
+    model = TAEHV("taehv", width=0.125)
+    model.encode_video(torch.rand(1, 1, 3, 8, 8))
+    fades_in = torch.zeros(2, 3, 3, 8, 8)
+    fades_in[1, 2] = 200
+    with pytest.warns(UserWarning, match=r"looks like 0\.\.255"):
+        model.encode_video(fades_in)
 
 
 def test_progress_bar_is_shown_when_asked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ class VideoCodec:
     """Encode and decode whole videos. Frames are NTCHW RGB in [0, 1]; latents NTCHW in diffusion space."""
 
     spec: VariantSpec
-    _range_was_checked = False
+    _range_is_settled = False
 
     # a network provides these four
 
@@ -89,9 +89,9 @@ class VideoCodec:
 
         Sizes that are no multiple of the space factor are padded by their edge pixels and cropped back.
         """
+        self._check_tensor(frames_NTCHW, "a video", channels=3, channel_word="RGB", may_be_none=False)
         height, width = frames_NTCHW.shape[-2:]
-        factor = self.spec.space_factor
-        padded = pad_to_multiple(frames_NTCHW, factor)
+        padded = pad_to_multiple(frames_NTCHW, self.spec.space_factor)
         decoded = self.decode_video(self.encode_video(padded))
         return decoded[:, : self.spec.aligned_frames(frames_NTCHW.shape[1]), :, :height, :width]
 
@@ -124,24 +124,30 @@ class VideoCodec:
 
     # checks
 
-    def check_frames(self, frames_NTCHW: Tensor) -> None:
-        """Refuse what cannot be a video; warn once per model about values far outside [0, 1]."""
-        self._check_tensor(frames_NTCHW, what="a video", channels=3, channel_word="RGB")
+    def check_frames(self, frames_NTCHW: Tensor, *, may_be_none: bool = False) -> None:
+        """Refuse what cannot be a video (``may_be_none``: T = 0 is one); warn once about values far outside [0, 1]."""
+        self._check_tensor(frames_NTCHW, "a video", channels=3, channel_word="RGB", may_be_none=may_be_none)
         self.spec.check_size(*frames_NTCHW.shape[-2:])
-        if self._range_was_checked:
-            return  # reading the values back would stall a GPU at every call
-        self._range_was_checked = True
-        low, high = frames_NTCHW[:1, :1].amin().item(), frames_NTCHW[:1, :1].amax().item()
+        if self._range_is_settled or frames_NTCHW.shape[1] == 0:
+            return
+        # On a GPU only the first call is looked at: reading values back would stall it at every one.
+        self._range_is_settled = frames_NTCHW.device.type != "cpu"
+        low, high = (value.item() for value in torch.aminmax(frames_NTCHW.detach()))
         if high > 2 or low < -0.5:
+            self._range_is_settled = True
             guess = "looks like 0..255; divide by 255" if high > 2 else "looks like -1..1; map x to (x + 1) / 2"
             warnings.warn(f"video values should be in [0, 1] but span {low:.3g}..{high:.3g} ({guess}).", stacklevel=3)
 
-    def check_latents(self, latents_NTCHW: Tensor) -> None:
-        """Refuse what cannot be this variant's latents."""
-        channels = self.spec.latent_channels
-        self._check_tensor(latents_NTCHW, what=f"{self.spec.name} latents", channels=channels, channel_word="latent")
+    def check_latents(self, latents_NTCHW: Tensor, *, may_be_none: bool = False) -> None:
+        """Refuse what cannot be this variant's latents (``may_be_none``: T = 0 can)."""
+        what, channels = f"{self.spec.name} latents", self.spec.latent_channels
+        self._check_tensor(latents_NTCHW, what, channels=channels, channel_word="latent", may_be_none=may_be_none)
 
-    def _check_tensor(self, x: Tensor, *, what: str, channels: int, channel_word: str) -> None:
+    def _check_tensor(self, x: Tensor, what: str, *, channels: int, channel_word: str, may_be_none: bool) -> None:
+        if not isinstance(x, Tensor):
+            raise UserError(
+                f"{what} must be a torch.Tensor, got {type(x).__name__}; use torch.as_tensor(x)."
+            )
         shape = tuple(x.shape)
         if x.ndim != 5:
             hint = "; add a batch dimension with x[None]" if x.ndim == 4 else ""
@@ -151,7 +157,7 @@ class VideoCodec:
             if x.shape[4] == channels:
                 hint = "; the layout is N T C H W, try x.movedim(-1, 2)"
             raise UserError(f"{what} must have {channels} {channel_word} channels, got shape {shape}{hint}.")
-        if 0 in shape:
+        if 0 in (shape[0], *shape[2:]) or (shape[1] == 0 and not may_be_none):
             raise UserError(f"{what} of shape {shape} is empty; pass at least one frame.")
         if not x.is_floating_point():
             hint = "x.float() / 255" if x.dtype == torch.uint8 else "x.float()"

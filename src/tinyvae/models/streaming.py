@@ -102,9 +102,8 @@ class StreamingDecoder(_Stream):
 
     def push(self, latents_NTCHW: Tensor) -> Tensor:
         """Frames NTCHW in [0, 1] that these latents complete; T may be 0 at the start of a video."""
-        codec, count = self._codec, latents_NTCHW.shape[1] if latents_NTCHW.ndim == 5 else -1
-        if count != 0:
-            codec.check_latents(latents_NTCHW)
+        self._codec.check_latents(latents_NTCHW, may_be_none=True)
+        count = latents_NTCHW.shape[1]
         self._accept(latents_NTCHW, unit="latents")
         if self._num_latents is not None and self._count + count > self._num_latents:
             raise UserError(f"num_latents={self._num_latents} was stated and more latents were pushed.")
@@ -161,8 +160,7 @@ class StreamingEncoder(_Stream):
 
     def push(self, frames_NTCHW: Tensor) -> Tensor:
         """Latents NTCHW that these frames complete; T may be 0 while a latent waits for its frames."""
-        if frames_NTCHW.ndim != 5 or frames_NTCHW.shape[1] != 0:
-            self._codec.check_frames(frames_NTCHW)
+        self._codec.check_frames(frames_NTCHW, may_be_none=True)
         self._accept(frames_NTCHW, unit="frames")
         if frames_NTCHW.shape[1] == 0:
             return self._join([])
