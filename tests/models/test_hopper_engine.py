@@ -93,9 +93,23 @@ def stacks(model: TAEHV) -> tuple[hopper_engine.HopperStack, hopper_engine.Hoppe
     return encoder, hopper_engine.HopperStack(folded_copy(model.decoder), patch_size=patch)
 
 
+def torch_conv_relu(x: Tensor, weight: Tensor, bias: Tensor, *sizes: object) -> Tensor:
+    return torch.relu(F.conv2d(x, weight, bias, padding=1))
+
+
+def torch_conv_add_relu(x: Tensor, weight: Tensor, z: Tensor, alpha: float, bias: Tensor, *sizes: object) -> Tensor:
+    return torch.relu(F.conv2d(x, weight, bias, padding=1) + alpha * z)
+
+
 @pytest.mark.usefixtures("kernels_in_torch")
+@pytest.mark.parametrize("library_channels", [(), (64, 128)])
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taeltx_2"])
-def test_same_numbers_whole_and_in_chunks(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_numbers_whole_and_in_chunks(
+    variant: str, library_channels: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper_engine, "LIBRARY_CHANNELS", frozenset(library_channels))
+    monkeypatch.setattr(torch, "cudnn_convolution_relu", torch_conv_relu)
+    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", torch_conv_add_relu)
     model = TAEHV(variant)
     factor = model.spec.space_factor
     encoder, decoder = stacks(model)

@@ -31,15 +31,27 @@ from tinyvae.models.hopper_conv import (
 FULL_SIZE_BYTES = 192 * 2**20
 """How much the 64-channel frames at full resolution may take at once; always at least one input frame's worth."""
 
+LIBRARY_CHANNELS: frozenset[int] = frozenset()
+"""Channel counts of memory blocks whose second and third convolution cuDNN does, with its own fused bias, residual and
+ReLU. None so far: `benchmarks/speed_codec.py --library_channels 64` compares."""
+
 HopperMemory = list[Tensor | None]
 """One entry per step: BHWC frames (one per video, or those that wait for partners), None before the first chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class _LibraryWeights:
+    """Of a convolution that cuDNN does: OIHW in channels_last memory, and the bias in the same precision."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class _MemWeights:
     first: TileWeights
-    second: TileWeights
-    third: TileWeights
+    second: TileWeights | _LibraryWeights
+    third: TileWeights | _LibraryWeights
 
 
 def why_not_hopper(steps: list[Step], dtype: torch.dtype, device: torch.device) -> str | None:
@@ -101,10 +113,13 @@ class HopperStack:
         if isinstance(step, MemStep):
             channels = step.second.shape[0]
             first = torch.cat([step.first[:channels], step.first[channels:]], dim=1)
+            by_library = channels in LIBRARY_CHANNELS
+            # What a pooling step follows must come out with frames side by side, which cuDNN cannot do.
+            before_pool = place + 1 < len(self._steps) and isinstance(self._steps[place + 1], PoolStep)
             return _MemWeights(
                 first=pack_tile_weights(first, step.first_bias[:channels], sources=2),
-                second=pack_tile_weights(step.second, step.second_bias),
-                third=pack_tile_weights(step.third, step.third_bias),
+                second=_pack_3x3(step.second, step.second_bias, by_library),
+                third=_pack_3x3(step.third, step.third_bias, by_library and not before_pool),
             )
         if isinstance(step, GrowStep):
             return pack_tile_weights(step.weight, None, grown=step.frames)
@@ -180,7 +195,13 @@ class HopperStack:
         weights = cast(_MemWeights, self._packed[place])
         frames, (_, height, width, channels) = x.shape[0] // num_videos, x.shape
         hidden = conv_tiles(x, weights.first, frames_per_video=frames, past_NHWC=past, relu=True)
-        deeper = conv_tiles(hidden, weights.second, frames_per_video=frames, relu=True)
+        if isinstance(weights.second, _LibraryWeights):
+            deeper = _library_conv_relu(hidden, weights.second)
+        else:
+            deeper = conv_tiles(hidden, weights.second, frames_per_video=frames, relu=True)
+        if isinstance(weights.third, _LibraryWeights):
+            del hidden  # its memory is what the result takes
+            return _library_conv_relu(deeper, weights.third, residual_BHWC=x)
         # The first hidden frames are no longer needed: the result takes their place.
         out = hidden.view(-1, height, width, channels * stacked)
         return conv_tiles(
@@ -233,6 +254,23 @@ class HopperStack:
             conv_tiles(part, grow, frames_per_video=1, relu=step.relu, out=here)
             image_conv(here, image, out[start * step.frames : start * step.frames + here.shape[0]])
         return out
+
+
+def _pack_3x3(weight: Tensor, bias: Tensor, by_library: bool) -> TileWeights | _LibraryWeights:
+    if by_library:
+        return _LibraryWeights(weight=weight.contiguous(memory_format=torch.channels_last), bias=bias)
+    return pack_tile_weights(weight, bias)
+
+
+def _library_conv_relu(x_BHWC: Tensor, weights: _LibraryWeights, residual_BHWC: Tensor | None = None) -> Tensor:
+    """3x3 convolution, bias, residual and ReLU as one cuDNN call, BHWC in and out."""
+    x, ones = x_BHWC.permute(0, 3, 1, 2), (1, 1)
+    if residual_BHWC is None:
+        made = torch.cudnn_convolution_relu(x, weights.weight, weights.bias, ones, ones, ones, 1)
+    else:
+        residual = residual_BHWC.permute(0, 3, 1, 2)
+        made = torch.cudnn_convolution_add_relu(x, weights.weight, residual, 1.0, weights.bias, ones, ones, ones, 1)
+    return made.permute(0, 2, 3, 1).contiguous()
 
 
 def _library_conv(x_BHWC: Tensor, weight: Tensor, bias: Tensor | None, *, stride: int = 1) -> Tensor:
