@@ -145,9 +145,7 @@ class VideoCodec:
 
     def _check_tensor(self, x: Tensor, what: str, *, channels: int, channel_word: str, may_be_none: bool) -> None:
         if not isinstance(x, Tensor):
-            raise UserError(
-                f"{what} must be a torch.Tensor, got {type(x).__name__}; use torch.as_tensor(x)."
-            )
+            raise UserError(f"{what} must be a torch.Tensor, got {type(x).__name__}; use torch.as_tensor(x).")
         shape = tuple(x.shape)
         if x.ndim != 5:
             hint = "; add a batch dimension with x[None]" if x.ndim == 4 else ""
