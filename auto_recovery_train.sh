@@ -26,6 +26,7 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 launcher="${TRAIN_LAUNCHER:-$here/train_taehv_h100.sh}"
 if [[ -t 2 && -z "${NO_COLOR:-}" ]]; then bold=$'\e[1m' plain=$'\e[0m'; else bold='' plain=''; fi
 say() { printf '%sauto_recovery_train.sh: %s%s\n' "$bold" "$*" "$plain" >&2; }
+refuse() { say "error: $*"; exit 2; }
 
 for word in "$@"; do
     if [[ "$word" == --help || "$word" == -h ]]; then usage; exit 0; fi
@@ -33,12 +34,17 @@ done
 [[ $# -ge 2 ]] || { usage >&2; exit 2; }
 
 max_restarts="${MAX_RESTARTS:-10}" pause="${PAUSE_S:-15}" max_pause="${MAX_PAUSE_S:-600}"
+for name in MAX_RESTARTS PAUSE_S MAX_PAUSE_S; do
+    [[ "${!name:-0}" =~ ^[0-9]+$ ]] || refuse "$name must be a whole number, not '${!name}'."
+done
 words=() resume='' base="${RUN_DIR:-}"
 config="$2"
 while [[ $# -gt 0 ]]; do
     case "$1" in
-        --resume) resume="${2:?--resume needs a value}"; shift 2 ;;
-        --output_dir) base="${2:?--output_dir needs a value}"; shift 2 ;;
+        --resume|--resume_from_checkpoint) [[ $# -ge 2 ]] || refuse "$1 needs a value."; resume="$2"; shift 2 ;;
+        --output_dir) [[ $# -ge 2 ]] || refuse "$1 needs a value."; base="$2"; shift 2 ;;
+        --resume=*|--resume_from_checkpoint=*) resume="${1#*=}"; shift ;;
+        --output_dir=*) base="${1#*=}"; shift ;;
         *) words+=("$1"); shift ;;
     esac
 done

@@ -233,9 +233,9 @@ class Recovery:
         self.env = {**os.environ, "TRAIN_LAUNCHER": str(launcher), "STUB_RECORD": str(self.record), "PAUSE_S": "0"}
         self.env |= {"PYTHON": sys.executable, "RUN_DIR": "run"}
 
-    def run(self, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [str(RECOVERY), "2", "h100", "--seed", "1"],
+            [str(RECOVERY), *(words or ("2", "h100", "--seed", "1"))],
             env={**self.env, **env},
             cwd=self.folder,
             capture_output=True,
@@ -289,6 +289,28 @@ def test_recovery_gives_up_without_progress_and_never_writes_over_a_dead_run(tmp
 def test_recovery_does_not_restart_success_or_mistakes(tmp_path: Path, code: int) -> None:
     recovery = Recovery(tmp_path, f"exit {code}")
     assert recovery.run().returncode == code and len(recovery.starts()) == 1
+
+
+@pytest.mark.parametrize("form", [["--output_dir", "own", "--resume", "a/b"], ["--output_dir=own", "--resume=a/b"]])
+def test_recovery_takes_both_forms_of_an_option(tmp_path: Path, form: list[str]) -> None:
+    recovery = Recovery(tmp_path, "exit 0")
+    done = recovery.run("2", "h100", *form)
+    assert done.returncode == 0, done.stderr
+    assert recovery.starts()[0].split() == ["2", "h100", "--resume", "a/b", "--output_dir", "own"]
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "says"),
+    [
+        (["2", "h100", "--resume"], {}, "--resume needs a value"),
+        (["2", "h100"], {"MAX_RESTARTS": "many"}, "MAX_RESTARTS must be a whole number, not 'many'"),
+    ],
+)
+def test_mistakes_to_recovery_start_nothing(tmp_path: Path, words: list[str], env: dict[str, str], says: str) -> None:
+    recovery = Recovery(tmp_path, "exit 0")
+    done = recovery.run(*words, **env)
+    assert done.returncode == 2 and says in done.stderr and not (tmp_path / "record" / "starts").exists()
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_requeued_job_goes_on_by_itself(tmp_path: Path) -> None:
