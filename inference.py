@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from tinyvae.cli import show_warning
 from tinyvae.errors import UserError
 from tinyvae.evaluation.sample_inference import InferenceOptions, run_inference
 from tinyvae.verbs.eval import parse_size
@@ -40,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
+    warnings.showwarning = show_warning
     try:
         if arguments.use_ref_vae and arguments.cogvideox_model_path is None:
             raise UserError("--use_ref_vae needs --cogvideox_model_path, the folder of the reference VAE.")

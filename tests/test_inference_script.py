@@ -88,7 +88,7 @@ def test_with_a_reference_vae(
         script.main([*options, "--use_ref_vae", "--cogvideox_model_path", str(tmp_path / "CogVideoX-tiny" / "vae")])
         == 0
     )
-    assert re.search(r"total over 1 samples: student MSE .*; CogVideoX-tiny MSE .* dB", capsys.readouterr().out)
+    assert re.search(r"total over 1 sample: student MSE .*; CogVideoX-tiny MSE .* dB", capsys.readouterr().out)
     (video,) = (tmp_path / "out").glob("*.mp4")
     assert probe_video(video).width == 5 * 48 + 4 * 8
     assert script.main([*options, "--use_ref_vae"]) == 2

@@ -11,7 +11,10 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
 
 from tinyvae.errors import UserError, nearest_name
 
@@ -77,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Before torch is loaded: its threads otherwise spin while they wait for each other, and on a machine whose cores
     # are not all free a training step took 3 to 6 s instead of 0.8 (two cores, quickstart's step).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    warnings.showwarning = show_warning
     try:
         leave(run(sys.argv[1:] if argv is None else argv))
     except UserError as mistake:
@@ -90,6 +94,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         # flush at exit does not complain a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Our own warnings as one sentence; those of libraries with the place they come from."""
+    own = Path(filename).is_relative_to(Path(__file__).parent)
+    text = (
+        f"tinyvae: warning: {message}\n" if own else warnings.formatwarning(message, category, filename, lineno, line)
+    )
+    print(text, end="", file=file or sys.stderr)
 
 
 def leave(exit_code: int) -> None:

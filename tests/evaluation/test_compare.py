@@ -13,7 +13,9 @@ from tinyvae import TAEHV
 from tinyvae.errors import UserError
 from tinyvae.evaluation import evaluate
 from tinyvae.evaluation.compare import compare
+from tinyvae.evaluation.reconstruct import Outputs, decode_to_video, reconstruct_video
 from tinyvae.evaluation.reference_vae import is_reference_vae
+from tinyvae.evaluation.round_trip import StreamedCodec, open_model
 
 WriteVideo = Callable[..., Path]
 
@@ -76,6 +78,24 @@ def test_a_reference_vae_can_stand_in_any_place(cogvideox_folder: Path, write_vi
     assert any("reference VAE holds a whole clip" in note for note in first.notes)
 
 
+def test_a_reference_vae_alone_sees_49_frames_unless_told(cogvideox_folder: Path, write_video: WriteVideo) -> None:
+    video = write_video("clip.mp4", frames=60, height=16, width=16)
+    alone = evaluate(cogvideox_folder, video, lpips=None)
+    assert alone.clips[0].metrics.num_frames == 49 and "first 49 frames" in alone.notes[0]
+    assert evaluate(cogvideox_folder, video, lpips=None, max_frames=57).clips[0].metrics.num_frames == 57
+
+
+def test_a_student_decodes_the_latents_of_its_reference_vae(
+    cogvideox_folder: Path, write_video: WriteVideo, tmp_path: Path
+) -> None:
+    video = write_video("clip.mp4", frames=9, height=32, width=48)
+    latents = tmp_path / "latents.safetensors"
+    reconstruct_video(open_model(cogvideox_folder), video, Outputs(latents=latents))
+    student = open_model(TAEHV("taecvx", width=0.125))
+    assert isinstance(student, StreamedCodec)
+    assert decode_to_video(student, latents, tmp_path / "out.mp4") == 9
+
+
 def test_the_reference_output_is_diffusers_own(cogvideox_folder: Path, write_video: WriteVideo) -> None:
     import diffusers
 
@@ -92,3 +112,20 @@ def test_the_reference_output_is_diffusers_own(cogvideox_folder: Path, write_vid
     (expected,) = clip_metrics(decoded, frames)
     assert clip.metrics.psnr == pytest.approx(expected.psnr, abs=1e-3)
     assert clip.metrics.flicker_error == pytest.approx(expected.flicker_error, abs=1e-5)
+
+
+def test_means_are_of_the_clips_that_every_model_could_do(write_video: WriteVideo, tmp_path: Path) -> None:
+    write_video("clips/long.mp4", frames=17)
+    write_video("clips/short.mp4", frames=5, seed=9)  # too short for one latent of eight frames
+    models = [CopyCodec("taehv", offset=0.1), CopyCodec("taeltx_2", offset=0.1)]
+    comparison = compare(models, tmp_path / "clips", lpips=None)
+    for evaluation in comparison.evaluations:
+        assert evaluation.summary.num_clips == 1 and evaluation.summary.psnr is not None
+        assert evaluation.summary.psnr.mean == evaluation.by_name()["long.mp4"].psnr
+        assert any("1 are left out of the means" in note and "short.mp4" in note for note in evaluation.notes)
+    assert len(comparison.evaluations[0].clips) == 2  # what was measured is still there
+
+
+def test_equal_models_tie(write_video: WriteVideo) -> None:
+    comparison = compare([CopyCodec(offset=0.1), CopyCodec(offset=0.1)], write_video("clip.mp4"), lpips=None)
+    assert set(comparison.winners) >= {"psnr", "ssim", "flicker_error"} and set(comparison.winners.values()) == {None}

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +20,10 @@ from tinyvae.data.decode import read_frames
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.evaluation import clip_metrics, evaluate
 from tinyvae.evaluation import round_trip as round_trip_module
-from tinyvae.evaluation.metrics import METRICS, PSNR_CAP_DB
+from tinyvae.evaluation.metrics import METRICS, PSNR_CAP_DB, ClipMeter
 from tinyvae.evaluation.results_file import results_as_json
-from tinyvae.evaluation.round_trip import open_model
+from tinyvae.evaluation.round_trip import StreamedCodec, label_of, open_model, own_memory_bytes
+from tinyvae.models.codec import CodecMemory
 
 WriteVideo = Callable[..., Path]
 
@@ -200,3 +206,92 @@ def test_real_clips(shared: Path) -> None:
     assert {"rotated_90.mp4", "av1.mp4", "gray.mp4", "odd_dims_vp9.webm"} <= names
     assert {"zero_bytes.mp4", "audio_only.mp4", "one_frame.mp4"} <= {skipped.name for skipped in hostile.skipped}
     assert all(clip.metrics.psnr == PSNR_CAP_DB for clip in hostile.clips)
+
+
+class FailingCodec(CopyCodec):
+    """A device that gives up at its first clip; the others are slow."""
+
+    def __init__(self, fault: BaseException, *, fails: bool = True) -> None:
+        super().__init__()
+        self.fault, self.fails = fault, fails
+        self.chunks = 0
+
+    def encode_chunk(self, frames_NTCHW: torch.Tensor, memory: CodecMemory | None) -> tuple[torch.Tensor, CodecMemory]:
+        self.chunks += 1
+        if self.fails:
+            raise self.fault
+        time.sleep(0.05)
+        return super().encode_chunk(frames_NTCHW, memory)
+
+
+class TwoDevices(StreamedCodec):
+    """A round trip whose copy on the second "device" is another codec."""
+
+    def __init__(self, codecs: list[FailingCodec]) -> None:
+        super().__init__(codecs[0], open_model(codecs[0]).facts)
+        self._codecs = iter(codecs)
+
+    def to(self, device: torch.device) -> StreamedCodec:
+        return StreamedCodec(next(self._codecs), self.facts)
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen", "words"),
+    [
+        (RuntimeError("the device fell off the bus"), RuntimeError, "fell off the bus"),
+        (torch.OutOfMemoryError("CUDA out of memory"), UserError, "mp4 does not fit into the memory of the GPU"),
+    ],
+)
+def test_one_failing_device_ends_the_evaluation_soon(
+    write_video: WriteVideo, tmp_path: Path, fault: Exception, seen: type[Exception], words: str
+) -> None:
+    for seed in range(3):
+        write_video(f"clips/{seed}.mp4", seed=seed, frames=9, height=16, width=16)
+    for copy in range(27):
+        (tmp_path / "clips" / f"copy{copy}.mp4").write_bytes((tmp_path / "clips" / "0.mp4").read_bytes())
+    working, failing = FailingCodec(fault, fails=False), FailingCodec(fault)
+    with pytest.raises(seen, match=words):
+        evaluate(TwoDevices([working, failing]), tmp_path / "clips", lpips=None, device=["cpu", "cpu"])
+    assert working.chunks < 30  # it did not go through all clips, of three chunks each
+
+
+def test_ctrl_c_does_not_wait_for_all_clips(write_video: WriteVideo, tmp_path: Path) -> None:
+    write_video("clips/0.mp4", frames=9, height=16, width=16)
+    for copy in range(30):
+        (tmp_path / "clips" / f"copy{copy}.mp4").write_bytes((tmp_path / "clips" / "0.mp4").read_bytes())
+    codec = FailingCodec(RuntimeError(), fails=False)
+    press = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT])
+    press.start()
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(codec, tmp_path / "clips", lpips=None)
+    assert codec.chunks < 45  # half of them
+
+
+def test_memory_is_that_of_the_stages_not_of_the_metrics(
+    write_video: WriteVideo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LPIPS and SSIM need more than a tiny network; their scratch memory must not be called the model's."""
+    push = ClipMeter.push
+
+    def hungry_push(self: ClipMeter, decoded_TCHW: torch.Tensor, target_TCHW: torch.Tensor) -> None:
+        torch.ones(600 * 2**20, dtype=torch.uint8)
+        push(self, decoded_TCHW, target_TCHW)
+
+    video = write_video("clip.mp4", frames=9)
+    usual = evaluate(CopyCodec(), video, lpips=None).cost.peak_memory_bytes
+    monkeypatch.setattr(ClipMeter, "push", hungry_push)
+    hungry = evaluate(CopyCodec(), video, lpips=None).cost.peak_memory_bytes
+    assert usual is not None and hungry is not None and hungry < usual + 300 * 2**20
+
+
+def test_memory_of_a_model_on_a_gpu_leaves_other_models_out() -> None:
+    facts = replace(open_model(CopyCodec()).facts, parameters=1000, dtype="float16")
+    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert own_memory_bytes(facts, cuda, idle=50_000, peak=80_000) == 30_000 + 2 * 1000
+    assert own_memory_bytes(facts, cpu, idle=0, peak=80_000) == 80_000
+
+
+def test_checkpoints_are_named_with_their_run() -> None:
+    assert label_of(Path("out/my_run/checkpoint-500")) == "my_run/checkpoint-500"
+    assert label_of(Path("out/my_run/best_model")) == "my_run/best_model"
+    assert (label_of(Path("out/my_run")), label_of(Path("a/taehv.safetensors"))) == ("my_run", "taehv")

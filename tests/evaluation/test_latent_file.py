@@ -58,3 +58,20 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
         LatentReader(tmp_path / "d.safetensors")
     with pytest.raises(MissingFileError, match="no latents file"):
         LatentReader(tmp_path / "e.safetensors")
+
+
+def test_long_names_in_any_script_fit(tmp_path: Path) -> None:
+    for name in ("🎬" * 600, "影片" * 600, "bad \udcff byte"):
+        with LatentWriter(tmp_path / "x.safetensors", LatentFacts(source=name), overwrite=True) as writer:
+            writer.write(torch.zeros(1, 1, 16, 2, 2))
+        source = LatentReader(tmp_path / "x.safetensors").facts.source
+        assert source is not None and source == name[-500:].replace("\udcff", "?")
+
+
+def test_nothing_to_decode_is_said(tmp_path: Path) -> None:
+    save_file({"latents": torch.zeros(1, 0, 16, 2, 2)}, tmp_path / "none.safetensors")
+    with pytest.raises(UserError, match="holds no latent"):
+        LatentReader(tmp_path / "none.safetensors")
+    save_file({"latents": torch.zeros(1, 1, 16, 2, 2)}, tmp_path / "bad.safetensors", {"tinyvae_latents": "{"})
+    with pytest.raises(UserError, match=r"metadata of .* is damaged"):
+        LatentReader(tmp_path / "bad.safetensors")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,7 +20,8 @@ from tinyvae.evaluation import evaluate
 from tinyvae.evaluation.compare import compare
 from tinyvae.evaluation.evidence import PLAYER_FRAMES, choose_clips, gather_evidence
 from tinyvae.evaluation.publish import publish
-from tinyvae.evaluation.report import Report, report_html
+from tinyvae.evaluation.report import MAX_CURVE_FRAMES, Report, listed_clips, report_html
+from tinyvae.evaluation.report_sections import training_section
 from tinyvae.evaluation.round_trip import open_model
 from tinyvae.evaluation.training_curves import MAX_POINTS, find_run_folder, read_training_curves
 
@@ -89,7 +92,10 @@ def test_the_page_holds_the_numbers(eval_report: Path) -> None:
     assert curves.keys() == clips.keys() and len(clips) == 4
     for name, metrics in clips.items():
         assert curves[name]["psnr"] == pytest.approx(metrics["psnr_by_frame"], rel=1e-4)
-        assert len(curves[name]["flicker_error"]) == len(metrics["psnr_by_frame"]) - 1
+        # Flicker needs the frame before (and the one after): the curve begins at frame 1.
+        assert curves[name]["flicker_error"][0] is curves[name]["flicker_energy"][0] is None
+        assert curves[name]["flicker_error"][1:] == pytest.approx(metrics["flicker_error_by_frame"], rel=1e-4)
+        assert curves[name]["flicker_energy"][1:-1] == pytest.approx(metrics["flicker_energy_by_frame"], rel=1e-4)
     text = eval_report.read_text()
     mean = results["evaluations"][0]["summary"]["psnr"]["mean"]
     assert f"{mean:.2f}" in text and text.count("<tr data-clip=") == 4
@@ -130,11 +136,47 @@ def test_comparison_page(write_video: WriteVideo, tmp_path: Path) -> None:
     publish(comparison, trips, tmp_path, command="tinyvae compare base new", num_films=1)
     text = (tmp_path / "report.html").read_text()
     assert Parsed(text).open == [] and "new − base" in text
+    first, second = (evaluation.by_name()["0.mp4"].psnr for evaluation in comparison.evaluations)
+    assert f">{second - first:+.2f}</td>" in text  # the paired difference of each clip
     assert '<span class="verdict better">better</span>' in text and '<span class="verdict worse">worse</span>' in text
     (player,) = page_data(text)["players"]  # type: ignore[misc]
     assert player["panels"] == ["input", "base", "new", "error of base", "error of new"]
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["comparison"]["winners"]["psnr"] == "new"
+
+
+def test_curves_of_a_long_film_are_thinned_and_keep_its_worst_frames(write_video: WriteVideo) -> None:
+    """A page with every frame of two hours is hundreds of megabytes of numbers that no browser draws."""
+    result = evaluate(CopyCodec(), write_video("clip.mp4", frames=9), lpips=None)
+    num_frames = 100_000
+    psnr = [30 + (place % 7) for place in range(num_frames)]
+    psnr[77_777] = 11
+    metrics = replace(
+        result.clips[0].metrics,
+        **{f"{name}_by_frame": tuple(psnr) for name in ("psnr", "ssim", "mse", "mae")},
+        flicker_error_by_frame=tuple(psnr[1:]),
+    )
+    film = replace(result, clips=(replace(result.clips[0], metrics=metrics),))
+    text = report_html(Report(evaluations=(film,), comparison=None, evidence=(), training={}, command="x"))
+    (curve,) = page_data(text)["curves"]  # type: ignore[misc]
+    assert len(curve["frames"]) == len(curve["series"][0]["psnr"]) == MAX_CURVE_FRAMES
+    assert curve["frames"] == sorted(curve["frames"]) and min(curve["series"][0]["psnr"]) == 11
+    place = curve["frames"].index(77_777)
+    assert curve["series"][0]["psnr"][place] == 11 and curve["series"][0]["flicker_error"][place] == 11
+    assert len(text) < 200_000
+
+
+def test_nan_is_worse_than_any_number(write_video: WriteVideo, tmp_path: Path) -> None:
+    for seed in range(3):
+        write_video(f"clips/{seed}.mp4", seed=seed, frames=9)
+    result = evaluate(CopyCodec(offset=0.1), tmp_path / "clips", lpips=None)
+    second = result.clips[1]
+    frames = list(second.metrics.psnr_by_frame)
+    frames[4] = math.nan
+    broken = replace(second, metrics=replace(second.metrics, psnr=math.nan, psnr_by_frame=tuple(frames)))
+    assert broken.metrics.worst_frame == 4
+    result = replace(result, clips=(result.clips[0], broken, result.clips[2]))
+    assert choose_clips([result], limit=1) == [(broken.name, "worst")] and listed_clips([result])[0] == broken.name
 
 
 def test_a_page_without_films_and_with_nan(write_video: WriteVideo) -> None:
@@ -158,6 +200,33 @@ def test_training_curves_of_a_run(tmp_path: Path) -> None:
     assert list(curves) == ["val/psnr", "train/loss"]
     assert curves["val/psnr"] == [(100.0, 20.5), (200.0, 22.0)]
     assert len(curves["train/loss"]) == MAX_POINTS and curves["train/loss"][-1] == (999.0, 0.001)
+
+
+def test_training_shows_the_telling_curves_first(tmp_path: Path) -> None:
+    entry = {
+        "step": 5,
+        "val/psnr": 20,
+        "val/psnr_std": 1,
+        "val_raw/psnr": 19,
+        "train/gpu_memory_gb": 0.0,
+        "train/loss": 1,
+    }
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(entry))
+    text = training_section(read_training_curves(tmp_path), "a <run>")
+    opened, closed = text.split("<details>")
+    assert re.findall('data-training="([^"]+)"', opened) == ["val/psnr", "train/loss"]
+    assert re.findall('data-training="([^"]+)"', closed) == ["val/psnr_std", "train/gpu_memory_gb", "val_raw/psnr"]
+    assert "3 more curves" in closed and "The run that a &lt;run&gt; comes from" in opened
+
+
+def test_a_comparison_shows_the_training_of_whichever_model_is_a_run(
+    write_video: WriteVideo, small_model_file: Path, tmp_path: Path
+) -> None:
+    (small_model_file.parent / "metrics.jsonl").write_text(json.dumps({"step": 1, "train/loss": 0.5}))
+    trips = [open_model(small_model_file), open_model(CopyCodec(), label="copy")]
+    comparison = compare(trips, write_video("clip.mp4", frames=9), lpips=None)
+    publish(comparison, trips, tmp_path / "out", command="x", num_films=0)
+    assert "The run that small comes from" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -228,11 +297,11 @@ def test_in_a_browser_the_comparison_switches_metrics(page: Page, write_video: W
     publish(comparison, trips, tmp_path, command="tinyvae compare base new", num_films=1)
     page.open(tmp_path / "report.html", width=400)
     shown = "return [...document.querySelectorAll('.clips tbody tr')[0].cells].filter(c => !c.hidden).length"
-    assert page.run(shown) == 6  # clip, frames, size, two values, curve
+    assert page.run(shown) == 7  # clip, frames, size, two values, their difference, curve
     value = "return [...document.querySelectorAll('.clips tbody tr')[0].cells].filter(c => !c.hidden)[3].textContent"
     psnr = page.run(value)
     page.run("document.querySelector('#table-metric button[value=mse]').click()")
-    assert page.run(shown) == 6 and page.run(value) != psnr
+    assert page.run(shown) == 7 and page.run(value) != psnr
     assert page.run("return document.documentElement.scrollWidth") <= 400
     page.run("document.querySelector('#films').scrollIntoView({behavior: 'instant'})")
     page.wait("return document.querySelectorAll('#stage canvas').length === 5")

@@ -34,8 +34,8 @@ def test_compare_names_the_winner(setting: Path, tmp_path: Path, capsys: pytest.
     options = ["--data", str(setting / "clips"), "--output_dir", str(tmp_path), "--lpips", "off", "--films", "1"]
     assert run(["compare", *models, *options]) == 0
     printed = capsys.readouterr().out
-    assert "grey against black" in printed and "better on 5 of 5" in printed
-    assert "best clips:" in printed and "psnr grey" in printed
+    assert "grey against black" in printed and "better   (wins 5 of 5 clips)" in printed
+    assert "best clips:" in printed and "winners by mean: PSNR grey" in printed
     results = json.loads((tmp_path / "results.json").read_text())
     difference = results["comparison"]["differences"][0]["by_metric"]["psnr"]
     assert difference["verdict"] == "better" and difference["difference"]["low"] > 0
@@ -50,3 +50,9 @@ def test_variants_are_given_for_each_model(setting: Path) -> None:
         run(["compare", *models, "--data", str(setting / "clips"), "--variant", "taehv"])
     with pytest.raises(UserError, match="at least two models"):
         run(["compare", models[0], "--data", str(setting / "clips")])
+
+
+def test_equal_models_have_no_winner(setting: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, clips = str(setting / "black.safetensors"), str(setting / "clips")
+    assert run(["compare", model, model, "--data", clips, "--lpips", "off", "--max_clips", "2"]) == 0
+    assert "winners by mean: PSNR tie, SSIM tie" in capsys.readouterr().out

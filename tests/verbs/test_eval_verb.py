@@ -80,6 +80,9 @@ def test_mistakes_are_one_sentence_and_exit_code_2(clips: Path, run_folder: Path
         with pytest.raises(UserError, match=words) as mistake:
             run(["eval", *arguments])
         assert "\n" not in str(mistake.value)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):  # before the model is even looked for
+        run(["eval", "no_model", "--data", data, "--output_dir", str(tmp_path / "file" / "below")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tinyvae.cli", "eval", model, "--data", str(tmp_path / "empty")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -92,3 +95,15 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as leaving:
             run([verb, "--help"])
         assert leaving.value.code == 0 and f"tinyvae {verb} " in capsys.readouterr().out.split("example:")[1]
+
+
+def test_weights_that_could_be_several_variants_give_one_plain_sentence(clips: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    save_file(dict(TAEHV("taehv", width=0.125).state_dict()), tmp_path / "untold.safetensors")
+    command = [sys.executable, "-m", "tinyvae.cli", "eval", str(tmp_path / "untold.safetensors"), "--data", str(clips)]
+    command += ["--lpips", "off", "--max_clips", "1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    (line,) = [line for line in done.stderr.splitlines() if "could be taehv, taecvx" in line]
+    assert done.returncode == 0 and line.startswith("tinyvae: warning: untold.safetensors") and "--variant" in line
+    assert "load_model(" not in done.stderr  # no line of our source

@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tinyvae import TAEHV, save_model
+from tinyvae import TAEHV, load_model, save_model
 from tinyvae.cli import run
 from tinyvae.data.decode import probe_video
 from tinyvae.data.sample_clips import write_sample_clips
 from tinyvae.errors import UserError
+from tinyvae.verbs.reconstruct import distinct_names
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +59,13 @@ def test_encode_then_decode(setting: Path, tmp_path: Path) -> None:
     latents = tmp_path / f"{video.stem}_latents.safetensors"
     assert load_file(latents)["latents"].shape == (1, 4, 16, 5, 7)
     assert run(["decode", model, str(latents), "--output_dir", str(tmp_path)]) == 0
-    info = probe_video(tmp_path / f"{video.stem}.mp4")
+    info = probe_video(tmp_path / f"{video.stem}_decoded.mp4")
     assert (info.frames, info.height, info.width, info.fps) == (10, 36, 50, 24)
     save_file({"latents": torch.randn(1, 3, 16, 4, 6)}, tmp_path / "foreign.safetensors")
     assert (
         run(["decode", model, str(tmp_path / "foreign.safetensors"), "--output_dir", str(tmp_path), "--fps", "8"]) == 0
     )
-    info = probe_video(tmp_path / "foreign.mp4")
+    info = probe_video(tmp_path / "foreign_decoded.mp4")
     assert (info.frames, info.height, info.width, info.fps) == (9, 32, 48, 8)
 
 
@@ -76,7 +77,8 @@ def test_a_bad_video_among_others_gives_exit_code_1(
     bad.write_bytes(b"\0" * 100)
     assert run(["reconstruct", model, str(bad), str(video), "--output_dir", str(tmp_path / "out")]) == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == [f"{video.stem}_reconstructed.mp4"]
-    assert "bad.mp4" in capsys.readouterr().err
+    errors = capsys.readouterr().err.replace("\r", "\n").splitlines()
+    assert any(line.startswith("skipped: ") and "bad.mp4" in line for line in errors)  # on a line of its own
     with pytest.raises(UserError, match=r"bad\.mp4"):
         run(["reconstruct", model, str(bad), "--output_dir", str(tmp_path / "out")])
 
@@ -97,6 +99,10 @@ def test_mistakes(setting: Path, tmp_path: Path) -> None:
     for arguments, words in (
         (["reconstruct", model, str(tmp_path / "none.mp4")], "there is no video at"),
         (["reconstruct", model, video, "--max_frames", "0"], "--max_frames must be at least 1"),
+        (["reconstruct", model, video, "--crf", "99"], "--crf must be from 0"),
+        (["decode", model, video, "--crf", "nan"], "--crf must be from 0"),
+        (["decode", model, video, "--fps", "-1"], "--fps must be above 0"),
+        (["decode", model, video, "--audio_from", "none.mp4"], "no video at --audio_from none.mp4"),
         (["reconstruct", model, video, "--device", "tpu9"], "there is no device 'tpu9'"),
         (["decode", model, str(tmp_path / "none.safetensors")], "there is no latents file at"),
         (["decode", model, str(tmp_path / "wrong.safetensors")], "must have 16 latent channels"),
@@ -106,3 +112,34 @@ def test_mistakes(setting: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=words):
             run([*arguments, "--output_dir", str(tmp_path / "out")])
     assert list((tmp_path / "out").iterdir()) == [] if (tmp_path / "out").exists() else True
+
+
+def test_encode_and_decode_beside_the_film(setting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the documents: both in the folder of the film, which must not be in the way."""
+    film = tmp_path / "film.mp4"
+    film.write_bytes(videos_of(setting)[0].read_bytes())
+    monkeypatch.chdir(tmp_path)
+    assert run(["encode", str(setting / "model.safetensors"), "film.mp4"]) == 0
+    assert run(["decode", str(setting / "model.safetensors"), "film_latents.safetensors"]) == 0
+    assert film.read_bytes() == videos_of(setting)[0].read_bytes() and (tmp_path / "film_decoded.mp4").is_file()
+
+
+def test_names_never_collide() -> None:
+    assert distinct_names(["a", "a_2", "a", "b", "a"]) == ["a", "a_2", "a_3", "b", "a_4"]
+
+
+def test_an_output_folder_that_cannot_be_is_refused_before_the_work(setting: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model, video = str(setting / "model.safetensors"), str(videos_of(setting)[0])
+    with pytest.raises(UserError, match="cannot be written"):
+        run(["reconstruct", model, video, "--output_dir", str(tmp_path / "file" / "below")])
+
+
+def test_nan_gives_exit_code_1_and_is_named(setting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = load_model(setting / "model.safetensors")
+    with torch.no_grad():
+        model.decoder[-1].bias.fill_(float("nan"))
+    save_model(model, tmp_path / "nan.safetensors")
+    video = str(videos_of(setting)[0])
+    assert run(["reconstruct", str(tmp_path / "nan.safetensors"), video, "--output_dir", str(tmp_path)]) == 1
+    assert "no numbers (NaN)" in capsys.readouterr().err

@@ -21,14 +21,11 @@ from tinyvae.evaluation.evaluating import (
 )
 from tinyvae.evaluation.metrics import METRICS, ClipMetrics
 from tinyvae.evaluation.resources import choose_devices
-from tinyvae.evaluation.round_trip import REFERENCE_KIND, Model, RoundTrip, open_model
-from tinyvae.evaluation.statistics import PairedDifference, paired_difference
+from tinyvae.evaluation.round_trip import Model, RoundTrip, open_model, reference_limit
+from tinyvae.evaluation.statistics import PairedDifference, paired_difference, summarise
 
 if TYPE_CHECKING:
     from tinyvae.losses.perceptual import LPIPS
-
-REFERENCE_MAX_FRAMES = 49
-"""Frames of each clip where a reference VAE takes part and the user set no limit: it holds a whole clip in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +45,8 @@ class Comparison:
 
     evaluations: tuple[EvaluationResult, ...]
     candidates: tuple[Candidate, ...]
-    winners: dict[str, str]
-    """Metric -> label of the model with the best mean over the clips that all models have."""
+    winners: dict[str, str | None]
+    """Metric -> label of the model with the best mean over the clips that all models have; None for a tie."""
 
     @property
     def baseline(self) -> EvaluationResult:
@@ -82,7 +79,6 @@ def compare(
     """
     if len(models) < 2:
         raise UserError("compare needs at least two models; for one, use: tinyvae eval MODEL --data DATA")
-    notes: list[str] = []
     devices = choose_devices(device)
     named = variants if variants is not None else [None] * len(models)
     assert len(named) == len(models), "one variant (or None) for each model"
@@ -92,9 +88,7 @@ def compare(
             for model, variant in zip(models, named, strict=True)
         ]
     )
-    if max_frames is None and any(trip.facts.kind == REFERENCE_KIND for trip in round_trips):
-        max_frames = REFERENCE_MAX_FRAMES
-        notes.append(f"only the first {max_frames} frames of each clip: a reference VAE holds a whole clip in memory.")
+    max_frames, notes = reference_limit(round_trips, max_frames)
     settings = EvaluationSettings(
         data=os.fspath(data),
         data_root=os.fspath(data_root) if data_root is not None else None,
@@ -128,7 +122,10 @@ def compare(
 
 
 def compare_results(evaluations: Sequence[EvaluationResult]) -> Comparison:
-    """Paired differences of evaluations on the same data; the first is the baseline."""
+    """Paired differences of evaluations on the same data; the first is the baseline.
+
+    The means are of the clips that every model could do, so that they can be compared too.
+    """
     assert len(evaluations) >= 2
     shared = set.intersection(*(set(evaluation.by_name()) for evaluation in evaluations))
     if not shared:
@@ -136,6 +133,17 @@ def compare_results(evaluations: Sequence[EvaluationResult]) -> Comparison:
     tables = [
         {name: metrics for name, metrics in evaluation.by_name().items() if name in shared}
         for evaluation in evaluations
+    ]
+    left_out = set().union(*(evaluation.by_name() for evaluation in evaluations)) - shared
+    named = ", ".join(sorted(left_out)[:3])
+    note = f"not every model could do every clip; {len(left_out)} are left out of the means and differences: {named}"
+    evaluations = [
+        replace(
+            evaluation,
+            summary=summarise(list(table.values())),
+            notes=(*evaluation.notes, note) if left_out else evaluation.notes,
+        )
+        for evaluation, table in zip(evaluations, tables, strict=True)
     ]
     candidates = []
     for evaluation, table in zip(evaluations[1:], tables[1:], strict=True):
@@ -156,8 +164,8 @@ def with_own_labels(round_trips: Sequence[RoundTrip]) -> list[RoundTrip]:
     return list(round_trips)
 
 
-def _winners(labels: Sequence[str], tables: Sequence[Mapping[str, ClipMetrics]]) -> dict[str, str]:
-    winners: dict[str, str] = {}
+def _winners(labels: Sequence[str], tables: Sequence[Mapping[str, ClipMetrics]]) -> dict[str, str | None]:
+    winners: dict[str, str | None] = {}
     for metric, info in METRICS.items():
         scores: list[tuple[float, str]] = []
         for label, table in zip(labels, tables, strict=True):
@@ -165,5 +173,7 @@ def _winners(labels: Sequence[str], tables: Sequence[Mapping[str, ClipMetrics]])
             if values and all(map(math.isfinite, values)):
                 scores.append((math.fsum(map(info.badness, values)) / len(values), label))
         if scores:
-            winners[metric] = min(scores)[1]
+            best = min(scores)[0]
+            first, *others = [label for score, label in scores if score == best]
+            winners[metric] = None if others else first
     return winners

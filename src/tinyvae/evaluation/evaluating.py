@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,16 @@ from tqdm import tqdm
 from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
 from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, find_clips, frame_chunks, measure_clip
 from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics
-from tinyvae.evaluation.resources import PeakMemory, choose_devices, environment_facts
-from tinyvae.evaluation.round_trip import Model, ModelFacts, RoundTrip, StageTimes, open_model
+from tinyvae.evaluation.resources import choose_devices, environment_facts, fitting_in_memory, on_device
+from tinyvae.evaluation.round_trip import (
+    Model,
+    ModelFacts,
+    RoundTrip,
+    open_model,
+    own_memory_bytes,
+    reference_limit,
+)
+from tinyvae.evaluation.stage_cost import StageTimes, idle_bytes, memory_kind
 from tinyvae.evaluation.statistics import Summary, summarise
 
 if TYPE_CHECKING:
@@ -73,7 +82,8 @@ class Cost:
     """Speed and memory of the model, without reading files and measuring.
 
     Frames per second at the sizes of the clips, over all clips but the first of each device (it warms up), where
-    there is more than one. Several devices add up.
+    there is more than one. Several devices add up. Memory is that of encoder and decoder while they ran, the most of
+    all clips and devices.
     """
 
     encode_fps: float
@@ -82,7 +92,7 @@ class Cost:
     decode_megapixels_per_s: float
     peak_memory_bytes: int | None
     memory_kind: str
-    """``GPU memory`` (allocated by torch) or ``process memory`` (resident, with everything else in it)."""
+    """``GPU memory`` (this model's, allocated by torch) or ``process memory`` (resident, with all that is in it)."""
     num_devices: int
 
 
@@ -141,6 +151,8 @@ def evaluate(
     """
     # A model that is in memory stays where it is unless a device is named.
     devices = [model.device] if device is None and not isinstance(model, str | os.PathLike) else choose_devices(device)
+    round_trip = open_model(model, variant=variant, device=devices[0], dtype=dtype, label=label)
+    max_frames, limit_notes = reference_limit([round_trip], max_frames)
     settings = EvaluationSettings(
         data=os.fspath(data),
         data_root=os.fspath(data_root) if data_root is not None else None,
@@ -151,10 +163,15 @@ def evaluate(
     )
     check_settings(settings)
     clips = clips_of(settings)
-    round_trip = open_model(model, variant=variant, device=devices[0], dtype=dtype, label=label)
-    ruler, notes = open_lpips(lpips)
+    ruler, lpips_notes = open_lpips(lpips)
     return evaluate_round_trip(
-        round_trip, clips, settings, devices=devices, lpips=ruler, notes=notes, show_progress_bar=show_progress_bar
+        round_trip,
+        clips,
+        settings,
+        devices=devices,
+        lpips=ruler,
+        notes=[*limit_notes, *lpips_notes],
+        show_progress_bar=show_progress_bar,
     )
 
 
@@ -170,19 +187,23 @@ def evaluate_round_trip(
     show_progress_bar: bool = False,
 ) -> EvaluationResult:
     """`evaluate` for a model and clips that are open already. ``frame_limit`` compares fewer frames than come back."""
-    memory = PeakMemory(devices)
-    memory.start()
     waiting: queue.SimpleQueue[tuple[int, ClipSource]] = queue.SimpleQueue()
     for item in enumerate(clips):
         waiting.put(item)
     bar = tqdm(total=len(clips), desc=round_trip.facts.label, unit="clip", disable=not show_progress_bar)
+    stop = threading.Event()
     workers = [
-        _Worker(round_trip.to(device), settings, deepcopy(lpips).to(device) if lpips else None, frame_limit)
+        _Worker(round_trip.to(device), settings, deepcopy(lpips).to(device) if lpips else None, frame_limit, stop)
         for device in devices
     ]
     with bar, ThreadPoolExecutor(max_workers=len(workers)) as pool:
-        for future in [pool.submit(worker.run, waiting, bar) for worker in workers]:
-            future.result()
+        try:
+            running = [pool.submit(worker.run, waiting, bar) for worker in workers]
+            ended, _ = wait(running, return_when=FIRST_EXCEPTION)
+            for future in ended:
+                future.result()
+        finally:
+            stop.set()  # one device failed, or the user pressed Ctrl-C: the others do not go through all the rest
     outcomes = [outcome for _, outcome in sorted((pair for w in workers for pair in w.outcomes), key=lambda p: p[0])]
     results = tuple(outcome for outcome in outcomes if isinstance(outcome, ClipResult))
     skipped = tuple(outcome for outcome in outcomes if isinstance(outcome, SkippedClip))
@@ -195,7 +216,7 @@ def evaluate_round_trip(
         summary=summarise([clip.metrics for clip in results]),
         clips=results,
         skipped=skipped,
-        cost=_cost(workers, memory),
+        cost=_cost(workers, devices[0]),
         environment=environment_facts(devices),
         notes=(*notes, *_notes_on(results)),
     )
@@ -210,20 +231,27 @@ class _Worker:
         settings: EvaluationSettings,
         lpips: LPIPS | None,
         frame_limit: FrameLimit | None,
+        stop: threading.Event,
     ) -> None:
+        self._stop = stop
         self._round_trip = round_trip
         self._settings = settings
         self._lpips = lpips
         self._frame_limit = frame_limit
         self.outcomes: list[tuple[int, ClipResult | SkippedClip]] = []
         self.times: list[StageTimes] = []
+        self.memory_bytes: list[int] = []
 
     def run(self, waiting: queue.SimpleQueue[tuple[int, ClipSource]], bar: tqdm[Any]) -> None:
-        with torch.no_grad():
+        """Until the queue is empty or somebody sets ``stop``."""
+        with torch.no_grad(), on_device(self._round_trip.device):
             for number, clip in _taken_from(waiting):
                 outcome: ClipResult | SkippedClip
                 try:
-                    outcome = self._measure(clip)
+                    with fitting_in_memory(clip.path):
+                        outcome = self._measure(clip)
+                except _StoppedError:
+                    return
                 except UnreadableVideoError as bad:
                     outcome = SkippedClip(name=clip.name, reason=str(bad))
                 self.outcomes.append((number, outcome))
@@ -238,15 +266,21 @@ class _Worker:
         wanted = round_trip.aligned_frames(part.num_frames)
         if self._frame_limit is not None:
             wanted = min(wanted, self._frame_limit(part.num_frames))
-        meter, times = ClipMeter(self._lpips), StageTimes()
+        meter, times, idle = ClipMeter(self._lpips), StageTimes(), idle_bytes(round_trip.device)
         chunks = frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width))
         measured = 0
         for piece in round_trip.run(chunks, part.num_frames, times):
+            if self._stop.is_set():
+                raise _StoppedError
             keep = min(piece.decoded.shape[0], wanted - measured)
             meter.push(piece.decoded[:keep], piece.target[:keep])
             measured += keep
         assert measured == wanted, (measured, wanted, part)
         self.times.append(times)
+        if times.peak_bytes is not None:
+            self.memory_bytes.append(
+                own_memory_bytes(round_trip.facts, round_trip.device, idle=idle, peak=times.peak_bytes)
+            )
         return ClipResult(
             name=clip.name,
             path=str(clip.path),
@@ -258,6 +292,10 @@ class _Worker:
             encode_s=times.encode_s,
             decode_s=times.decode_s,
         )
+
+
+class _StoppedError(Exception):
+    """The evaluation ends early; nobody outside sees this."""
 
 
 def _taken_from(waiting: queue.SimpleQueue[tuple[int, ClipSource]]) -> Iterator[tuple[int, ClipSource]]:
@@ -312,7 +350,7 @@ def open_lpips(wanted: LPIPS | str | os.PathLike[str] | None) -> tuple[LPIPS | N
         return None, (f"LPIPS was not measured: {missing}",)
 
 
-def _cost(workers: Sequence[_Worker], memory: PeakMemory) -> Cost:
+def _cost(workers: Sequence[_Worker], device: torch.device) -> Cost:
     encode_fps = decode_fps = encode_pixels = decode_pixels = 0.0
     for worker in workers:
         counted = worker.times[1:] or worker.times
@@ -328,8 +366,8 @@ def _cost(workers: Sequence[_Worker], memory: PeakMemory) -> Cost:
         decode_fps=decode_fps,
         encode_megapixels_per_s=encode_pixels / 1e6,
         decode_megapixels_per_s=decode_pixels / 1e6,
-        peak_memory_bytes=memory.read_bytes(),
-        memory_kind=memory.kind,
+        peak_memory_bytes=max((bytes_ for worker in workers for bytes_ in worker.memory_bytes), default=None),
+        memory_kind=memory_kind(device),
         num_devices=len(workers),
     )
 

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, frame_chunks, measure_clip
 from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
+from tinyvae.evaluation.metrics import sortable
 from tinyvae.evaluation.pictures import (
     heat_map,
     jpeg_uri,
@@ -25,7 +27,8 @@ from tinyvae.evaluation.pictures import (
     to_bytes_range,
     worst_patch,
 )
-from tinyvae.evaluation.round_trip import RoundTrip, StageTimes
+from tinyvae.evaluation.round_trip import RoundTrip
+from tinyvae.evaluation.stage_cost import StageTimes
 
 PLAYER_FRAMES = 96
 PLAYER_WIDTH = 384  # pixels of each panel
@@ -86,14 +89,14 @@ class ClipEvidence:
 
 def choose_clips(evaluations: Sequence[EvaluationResult], *, limit: int) -> list[tuple[str, str]]:
     """(name, why) of at most ``limit`` clips: worst, best, largest differences of models, median, more bad ones."""
-    first = evaluations[0].by_name()
-    shared = [name for name in first if all(name in e.by_name() for e in evaluations[1:])]
-    score = {name: sum(e.by_name()[name].psnr for e in evaluations) / len(evaluations) for name in shared}
+    tables = [evaluation.by_name() for evaluation in evaluations]
+    first, last = tables[0], tables[-1]
+    shared = [name for name in first if all(name in table for table in tables)]
+    score = {name: sortable(sum(table[name].psnr for table in tables) / len(tables)) for name in shared}
     by_score = sorted(shared, key=lambda name: score[name])
     wanted: list[tuple[str, str]] = [(by_score[0], "worst"), (by_score[-1], "best")]
     if len(evaluations) > 1:
-        last = evaluations[-1].by_name()
-        by_gain = sorted(shared, key=lambda name: last[name].psnr - first[name].psnr)
+        by_gain = sorted(shared, key=lambda name: sortable(last[name].psnr - first[name].psnr))
         label = evaluations[-1].model.label
         wanted += [(by_gain[-1], f"where {label} gains most"), (by_gain[0], f"where {label} gains least")]
     wanted += [(by_score[len(by_score) // 2], "median")]
@@ -107,11 +110,16 @@ def choose_clips(evaluations: Sequence[EvaluationResult], *, limit: int) -> list
 
 @torch.no_grad()
 def gather_evidence(
-    round_trips: Sequence[RoundTrip], evaluations: Sequence[EvaluationResult], *, limit: int
+    round_trips: Sequence[RoundTrip],
+    evaluations: Sequence[EvaluationResult],
+    *,
+    limit: int,
+    show_progress_bar: bool = False,
 ) -> list[ClipEvidence]:
     """Run the chosen clips through the models again and keep pictures of them."""
     shown: list[ClipEvidence] = []
-    for name, why in choose_clips(evaluations, limit=limit):
+    chosen = choose_clips(evaluations, limit=limit)
+    for name, why in tqdm(chosen, desc="films for the report", unit="clip", disable=not show_progress_bar):
         results = [next(clip for clip in e.clips if clip.name == name) for e in evaluations]
         settings = evaluations[0].settings
         source = ClipSource(name=name, path=Path(results[0].path))
@@ -124,7 +132,7 @@ def _evidence_of(
     part: ClipPart, why: str, round_trips: Sequence[RoundTrip], results: Sequence[ClipResult]
 ) -> ClipEvidence:
     compared = results[0].metrics.num_frames
-    worst = [min(range(compared), key=r.metrics.psnr_by_frame.__getitem__) for r in results]
+    worst = [result.metrics.worst_frame for result in results]
     first = max(0, min(worst[-1] - PLAYER_FRAMES // 2, compared - PLAYER_FRAMES))
     window = range(first, min(compared, first + PLAYER_FRAMES))
     looks = [_look_at(part, trip, window, place) for trip, place in zip(round_trips, worst, strict=True)]

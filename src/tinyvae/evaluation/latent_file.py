@@ -72,10 +72,11 @@ class LatentWriter:
         shape = [1, self.num_latents, *self._frame_shape]
         num_bytes = self._stream.tell() - HEADER_ROOM
         header = {
-            "__metadata__": {"format": "pt", METADATA_KEY: json.dumps(describe_facts(self._facts))},
+            "__metadata__": {"format": "pt", METADATA_KEY: json.dumps(describe_facts(self._facts), ensure_ascii=False)},
             TENSOR: {"dtype": DTYPE_NAMES[self._dtype], "shape": shape, "data_offsets": [0, num_bytes]},
         }
-        body = json.dumps(header).encode()
+        # Names in other scripts stay short this way; a byte of a name that is no UTF-8 becomes a question mark.
+        body = json.dumps(header, ensure_ascii=False).encode("utf-8", "replace")
         assert len(body) <= HEADER_ROOM - 8, "the metadata outgrew its room"
         self._stream.seek(0)
         self._stream.write(struct.pack("<Q", HEADER_ROOM - 8) + body.ljust(HEADER_ROOM - 8))
@@ -126,6 +127,8 @@ class LatentReader:
             raise UserError(f"{path} holds {shape[0]} videos in one tensor; save one video in a file.")
         self._has_batch = len(shape) == 5
         self.num_latents = shape[1] if self._has_batch else shape[0]
+        if not self.num_latents:
+            raise UserError(f"{path} holds no latent: its tensor {self._key!r} is {'x'.join(map(str, shape))}.")
         self.frame_shape: tuple[int, int, int] = tuple(shape[-3:])
         self.facts = self._facts()
 
@@ -149,6 +152,9 @@ class LatentReader:
         return fitting[0]
 
     def _facts(self) -> LatentFacts:
-        stated = json.loads((self._file.metadata() or {}).get(METADATA_KEY, "{}"))
+        try:
+            stated = json.loads((self._file.metadata() or {}).get(METADATA_KEY, "{}"))
+        except json.JSONDecodeError:
+            raise UserError(f"the metadata of {self.path} is damaged; encode the video again.") from None
         known = LatentFacts.__dataclass_fields__
         return LatentFacts(**{key: value for key, value in stated.items() if key in known})

@@ -44,6 +44,8 @@ class MetricInfo:
     """Tables show ``value * shown_scale``; ``unit`` belongs to the shown number."""
     digits: int
     meaning: str
+    first_frame: int = 0
+    """The first frame of a clip that has a value of its own; flicker needs the frame before."""
 
     def shown(self, value: float | None) -> str:
         """The number as tables print it."""
@@ -112,6 +114,7 @@ METRICS: dict[str, MetricInfo] = {
             shown_scale=255,
             digits=2,
             meaning="root mean square error of frame-to-frame differences, in levels of 255",
+            first_frame=1,
         ),
         MetricInfo(
             name="flicker_energy",
@@ -121,6 +124,7 @@ METRICS: dict[str, MetricInfo] = {
             shown_scale=255**2,
             digits=2,
             meaning="temporal high-frequency energy of the output above the input's; negative means motion is smeared",
+            first_frame=1,
         ),
     )
 }
@@ -137,6 +141,8 @@ class ClipMetrics:
     mae_by_frame: tuple[float, ...]
     flicker_error_by_frame: tuple[float, ...]
     """One value for each frame after the first: RMS of (Δout - Δin) between it and the frame before."""
+    flicker_energy_by_frame: tuple[float, ...]
+    """One value for each frame but the first and the last: mean of h(out)² - h(in)² around it."""
     psnr: float
     """Mean of the frames' PSNR."""
     ssim: float | None
@@ -154,6 +160,11 @@ class ClipMetrics:
     def is_finite(self) -> bool:
         """False when the decoder made NaN or infinity somewhere."""
         return math.isfinite(self.mse)
+
+    @property
+    def worst_frame(self) -> int:
+        """The frame of the lowest PSNR; one that is no number is the worst there is."""
+        return min(range(self.num_frames), key=lambda place: sortable(self.psnr_by_frame[place]))
 
     def value(self, metric: str) -> float | None:
         """The clip's value of a metric of `METRICS`."""
@@ -206,6 +217,7 @@ class ClipMeter:
             mse_by_frame=tuple(self._mse),
             mae_by_frame=tuple(self._mae),
             flicker_error_by_frame=tuple(math.sqrt(value) for value in self._difference_ms),
+            flicker_energy_by_frame=tuple(self._extra_energy),
             psnr=_mean(psnr),
             ssim=_mean(ssim) if ssim else None,
             lpips=_mean(lpips) if lpips else None,
@@ -284,6 +296,11 @@ def ssim_by_frame(decoded_TCHW: Tensor, target_TCHW: Tensor) -> list[float]:
 def high_pass(frames_TCHW: Tensor) -> Tensor:
     """(x_{t+1} - 2·x_t + x_{t-1}) / 4 for every inner frame: T-2 frames, gain 1 at the highest temporal frequency."""
     return (frames_TCHW[2:] - 2 * frames_TCHW[1:-1] + frames_TCHW[:-2]) / 4
+
+
+def sortable(psnr: float) -> float:
+    """A PSNR to sort by: what is no number is worse than any."""
+    return -math.inf if math.isnan(psnr) else psnr
 
 
 def _lpips_min_pixels() -> int:

@@ -25,15 +25,16 @@ from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, frame_chunks, 
 from tinyvae.evaluation.latent_file import LatentFacts, LatentReader, LatentWriter
 from tinyvae.evaluation.metrics import psnr_from_mse
 from tinyvae.evaluation.pictures import to_bytes_range
-from tinyvae.evaluation.round_trip import RoundTrip, StageTimes, StreamedCodec, to_unit_range
+from tinyvae.evaluation.round_trip import RoundTrip, StreamedCodec, to_unit_range
 from tinyvae.evaluation.side_by_side import side_by_side, side_by_side_width
+from tinyvae.evaluation.stage_cost import StageTimes
 from tinyvae.models.codec import pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 
 FALLBACK_FPS = 24.0  # for files that do not tell
 
-OnFrames = Callable[[int], None]
-"""Told how many frames were done since the last call, for a progress bar."""
+OnFrames = Callable[[int, int], None]
+"""Told how many frames were done since the last call, and how many there are in all, for a progress bar."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ def reconstruct_video(
             beside = files.enter_context(_video_writer(part, outputs.side_by_side, outputs, width=width))
         latents = None
         if outputs.latents is not None:
-            facts = latent_facts(part, variant=round_trip.facts.variant)
+            facts = latent_facts(part, variant=round_trip.facts.latent_variant or round_trip.facts.variant)
             latents = files.enter_context(LatentWriter(outputs.latents, facts, overwrite=outputs.overwrite))
 
         def keep_latents(latents_NTCHW: Tensor) -> None:
@@ -108,7 +109,7 @@ def reconstruct_video(
             if beside is not None:
                 beside.write(side_by_side(target, [decoded]))
             if on_frames is not None:
-                on_frames(keep)
+                on_frames(keep, part.num_frames)
     assert len(errors) == part.num_frames, (len(errors), part)
     return Reconstruction(
         source=source,
@@ -146,7 +147,7 @@ def encode_to_file(
             if made.shape[1]:
                 file.write(made)
             if on_frames is not None:
-                on_frames(frames_TCHW.shape[0])
+                on_frames(frames_TCHW.shape[0], covered)
         rest = encoder.flush()
         if rest.shape[1]:
             file.write(rest)
@@ -196,7 +197,7 @@ def decode_to_video(
                 writer.write(to_bytes_range(frames_TCHW))
                 written += frames_TCHW.shape[0]
             if on_frames is not None:
-                on_frames(frames_TCHW.shape[0])
+                on_frames(frames_TCHW.shape[0], limit)
         decoder.flush()
     return written
 

@@ -20,10 +20,9 @@ from tinyvae.evaluation.round_trip import (
     REFERENCE_KIND,
     ModelFacts,
     Piece,
-    StageTimes,
-    Stopwatch,
     to_unit_range,
 )
+from tinyvae.evaluation.stage_cost import StageTimes, Stopwatch
 from tinyvae.models.codec import pad_to_multiple
 from tinyvae.models.variants import VariantSpec, get_spec
 from tinyvae.teachers import ReferenceVAE, load_teacher
@@ -69,6 +68,7 @@ def open_reference_vae(
         decoder_parameters=None,
         dtype=str(dtype).removeprefix("torch."),
         sha256=None,
+        latent_variant=spec.name,
     )
     return ReferenceRoundTrip(teacher, spec, facts, path)
 
@@ -122,12 +122,12 @@ class ReferenceRoundTrip:
         padded = pad_to_multiple(target_TCHW[None], self._teacher.space_factor)
         with Stopwatch(self.device) as watch:
             latents = self._teacher.encode(padded)
-        times.encode_s += watch.seconds
+        times.add_encoding(watch)
         if on_latents is not None:
             on_latents(latents)
         with Stopwatch(self.device) as watch:
             decoded = self._teacher.decode(latents)
-        times.decode_s += watch.seconds
+        times.add_decoding(watch)
         times.frames += wanted
         times.pixels += wanted * height * width
         if decoded.shape[1] < wanted:

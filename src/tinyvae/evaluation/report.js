@@ -16,8 +16,8 @@
 
   // ---- a line chart with axes, a readout and an optional click ----
 
-  function niceTicks(low, high, count) {
-    const rough = (high - low) / count || 1;
+  function niceTicks(low, high, count, smallest = 0) {
+    const rough = Math.max(smallest, (high - low) / count || 1);
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough);
     const ticks = [];
@@ -49,10 +49,10 @@
     for (const tick of yTicks.ticks) {
       const value = log ? 10 ** tick : tick;
       node("line", { class: "grid", x1: margin.left, x2: width - margin.right, y1: py(value), y2: py(value) }, svg);
-      const text = log ? value.toPrecision(2) : tick.toFixed(yTicks.digits);
+      const text = log ? value.toPrecision(2) : yTicks.digits > 4 && tick ? tick.toExponential(2) : tick.toFixed(yTicks.digits);
       node("text", { class: "axis", x: margin.left - 8, y: py(value) + 4, "text-anchor": "end" }, svg).textContent = text;
     }
-    const xTicks = niceTicks(x0, x1, Math.max(2, Math.floor(width / 130)));
+    const xTicks = niceTicks(x0, x1, Math.max(2, Math.floor(width / 100)), 1);  // frames and steps are whole
     for (const tick of xTicks.ticks) {
       const text = Math.abs(tick) >= 10000 ? `${tick / 1000}k` : tick.toFixed(xTicks.digits);
       node("text", { class: "axis", x: px(tick), y: height - 10, "text-anchor": "middle" }, svg).textContent = text;
@@ -220,10 +220,9 @@
     if (!box) return;
     const clip = data.curves.find((c) => c.name === curves.name);
     const metric = data.metrics.find((m) => m.name === curves.metric);
-    const offset = metric.name === "flicker_error" ? 1 : 0;
     const series = data.models.map((label, i) => ({
       label, colour: seriesColour(i),
-      points: (clip.series[i][metric.name] || []).map((v, t) => [t + offset, v === null ? null : v * metric.scale]),
+      points: (clip.series[i][metric.name] || []).map((v, t) => [clip.frames ? clip.frames[t] : t, v === null ? null : v * metric.scale]),
     }));
     const legend = $("#curve-legend");
     const readout = (x, values) => {
@@ -317,6 +316,7 @@
 
   function drawTraining() {
     $$("[data-training]").forEach((box) => {
+      if (!box.clientWidth) return;  // inside details that are closed: drawn when they open
       const key = box.dataset.training;
       const points = data.training[key];
       const last = box.parentElement.querySelector(".last");
@@ -337,6 +337,7 @@
   setUpPlayer();
   setUpCurves();
   drawTraining();
+  $$("details").forEach((details) => details.addEventListener("toggle", drawTraining));
   let width = innerWidth;
   addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; drawCurves(); drawTraining(); } });
   document.documentElement.dataset.ready = "true";

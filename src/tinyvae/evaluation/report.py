@@ -1,13 +1,14 @@
 """``report.html``: one file that opens offline and holds everything: tables, curves, films, pictures, environment.
 
 Its size is bounded. Films and pictures are those of `evidence` (at most `DEFAULT_FILMS` clips, under about 1 MB each);
-the table lists at most `MAX_ROWS` clips and curves at most `MAX_CURVE_NUMBERS` values, the worst and the best first
-(``results.json`` always has all of them).
+the table lists at most `MAX_ROWS` clips and curves at most `MAX_CURVE_NUMBERS` values of at most `MAX_CURVE_FRAMES`
+frames a clip, the worst and the best first (``results.json`` always has all of them).
 """
 
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from typing import Any
 from tinyvae.evaluation.compare import Comparison
 from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
 from tinyvae.evaluation.evidence import ClipEvidence
-from tinyvae.evaluation.metrics import METRICS
+from tinyvae.evaluation.metrics import METRICS, sortable
 from tinyvae.evaluation.report_sections import (
     clip_section,
     curve_section,
@@ -38,6 +39,7 @@ from tinyvae.evaluation.training_curves import Curves
 DEFAULT_FILMS = 6
 MAX_ROWS = 2000
 MAX_CURVE_NUMBERS = 200_000
+MAX_CURVE_FRAMES = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,8 @@ class Report:
     evidence: tuple[ClipEvidence, ...]
     training: Curves
     command: str
+    training_of: str = ""
+    """Label of the model whose run ``training`` is."""
 
 
 def write_report(report: Report, file: Path) -> None:
@@ -66,7 +70,7 @@ def report_html(report: Report) -> str:
         "frames": curve_section(report.evaluations),
         "worst frames": worst_section(report.evidence, len(report.evaluations)),
         "latents": latent_section(report.evidence, len(report.evaluations)),
-        "training": training_section(report.training),
+        "training": training_section(report.training, report.training_of if report.comparison else None),
         "environment": environment_section(report.evaluations, report.command),
     }
     shown = {name: html for name, html in sections.items() if html}
@@ -97,11 +101,7 @@ def listed_clips(evaluations: Sequence[EvaluationResult]) -> list[str]:
     tables = [evaluation.by_name() for evaluation in evaluations]
     shared = [name for name in tables[0] if all(name in table for table in tables)]
 
-    def score(name: str) -> float:
-        value = tables[-1][name].psnr
-        return value if math.isfinite(value) else -1.0
-
-    shared.sort(key=score)
+    shared.sort(key=lambda name: sortable(tables[-1][name].psnr))
     return shared if len(shared) <= MAX_ROWS else shared[: MAX_ROWS // 2] + shared[-MAX_ROWS // 2 :]
 
 
@@ -142,21 +142,41 @@ def _curves(report: Report, listed: Sequence[str]) -> list[dict[str, Any]]:
     curves: list[dict[str, Any]] = []
     spent = 0
     for name in order:
-        series = [_series(table[name]) for table in tables]
+        frames = curve_frames(tables[-1][name])
+        series = [_series(table[name], frames) for table in tables]
         spent += sum(len(values) for one in series for values in one.values())
         if spent > MAX_CURVE_NUMBERS and curves:
             break
-        curves.append({"name": name, "series": series})
+        places = None if frames == range(len(frames)) else frames  # None: all of them
+        curves.append({"name": name, "frames": places, "series": series})
     return curves
 
 
-def _series(clip: ClipResult) -> dict[str, list[float | None]]:
+def curve_frames(clip: ClipResult) -> Sequence[int]:
+    """The frames of a clip's curves: all, or of a long film the worst (by PSNR) of each stretch of equal length."""
+    psnr = clip.metrics.psnr_by_frame
+    if len(psnr) <= MAX_CURVE_FRAMES:
+        return range(len(psnr))
+    bounds = [round(i * len(psnr) / MAX_CURVE_FRAMES) for i in range(MAX_CURVE_FRAMES + 1)]
+    return [
+        min(range(start, stop), key=lambda place: sortable(psnr[place])) for start, stop in itertools.pairwise(bounds)
+    ]
+
+
+def _series(clip: ClipResult, frames: Sequence[int]) -> dict[str, list[float | None]]:
+    """Values at ``frames``; None where a frame has none (flicker of the first)."""
     found: dict[str, list[float | None]] = {}
-    for metric in METRICS:
+    for metric, info in METRICS.items():
         values = clip.metrics.by_frame(metric)
         if values:
-            found[metric] = [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
+            found[metric] = [_number_at(values, place - info.first_frame) for place in frames]
     return found
+
+
+def _number_at(values: Sequence[float], place: int) -> float | None:
+    if not (0 <= place < len(values) and math.isfinite(values[place])):
+        return None
+    return float(f"{values[place]:.5g}")
 
 
 def _embedded_json(content: dict[str, Any]) -> str:

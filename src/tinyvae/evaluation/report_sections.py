@@ -12,7 +12,7 @@ from tinyvae.evaluation.evidence import ClipEvidence, LatentPictures, WorstFrame
 from tinyvae.evaluation.metrics import METRICS, MetricInfo
 from tinyvae.evaluation.pictures import HEAT_FULL_SCALE, HEAT_STOPS
 from tinyvae.evaluation.statistics import Estimate, PairedDifference
-from tinyvae.evaluation.training_curves import Curves
+from tinyvae.evaluation.training_curves import Curves, is_detail
 
 TILES = ("psnr", "ssim", "lpips", "flicker_error")
 SPARK_POINTS = 48
@@ -26,7 +26,9 @@ def header_html(evaluations: Evaluations) -> str:
         f"{first.summary.num_clips} clips, {first.summary.num_frames} frames",
         f"data {escape(first.settings.data)}"
         + (f", split {escape(first.settings.split)}" if first.settings.split else ""),
-        f"size {first.settings.size[0]}×{first.settings.size[1]}" if first.settings.size else "size as in the files",
+        f"scaled to {first.settings.size[1]}×{first.settings.size[0]} pixels"
+        if first.settings.size
+        else "size as in the files",
         escape(first.environment.get("date", "")),
     ]
     kind = "Evaluation" if len(evaluations) == 1 else "Comparison"
@@ -222,6 +224,8 @@ def clip_section(evaluations: Evaluations, listed: Sequence[str]) -> str:
             heads += _sort_head(
                 label, number=True, metric=info.name if many else None, hidden=many and info.name != "psnr"
             )
+        if many:
+            heads += _sort_head("Difference", number=True, metric=info.name, hidden=info.name != "psnr")
     heads += "<th>PSNR by frame</th>"
     rows = ""
     for name in listed:
@@ -234,11 +238,14 @@ def clip_section(evaluations: Evaluations, listed: Sequence[str]) -> str:
         )
         for info in measured:
             cells += "".join(_value_cell(info, clip, grouped=many) for clip in clips)
+            cells += _difference_cell(info, clips[0], clips[-1]) if many else ""
         rows += f'<tr data-clip="{escape(name)}">{cells}<td>{_spark(clips[-1])}</td></tr>'
     total = min(len(e.clips) for e in evaluations)
     less = (
         f" The {len(listed)} worst and best of {total} are listed; results.json has all." if len(listed) < total else ""
     )
+    labels = [escape(evaluation.model.label) for evaluation in evaluations]
+    less += f" The difference is {labels[-1]} − {labels[0]}." if many else ""
     return (
         f"<h2>Clips</h2><p>Click a heading to sort, a row to see the clip's frames and film.{less}</p>"
         f'<div class="bar">{_metric_switch("table-metric", measured) if many else ""}'
@@ -262,6 +269,17 @@ def _value_cell(info: MetricInfo, clip: ClipResult, *, grouped: bool) -> str:
     if value is None or not math.isfinite(value):
         return f'<td class="num"{attributes} data-value="">{"–" if value is None else "NaN"}</td>'
     return f'<td class="num"{attributes} data-value="{value:.8g}">{_shown(info, value)}</td>'
+
+
+def _difference_cell(info: MetricInfo, first: ClipResult, last: ClipResult) -> str:
+    """The last model less the first on one clip, as it is paired: of sizes for a metric that is best at zero."""
+    values = [clip.metrics.value(info.name) for clip in (first, last)]
+    attributes = f' data-metric="{info.name}"' + (" hidden" if info.name != "psnr" else "")
+    if any(value is None or not math.isfinite(value) for value in values):
+        return f'<td class="num"{attributes} data-value="">–</td>'
+    before, after = (abs(value) if info.better == "zero" else value for value in values if value is not None)
+    shown = f"{(after - before) * info.shown_scale:+.{info.digits}f}"
+    return f'<td class="num"{attributes} data-value="{after - before:.8g}">{shown}</td>'
 
 
 def _spark(clip: ClipResult) -> str:
@@ -341,15 +359,24 @@ def _latent_card(clip: ClipEvidence, latents: LatentPictures, num_models: int) -
     return f'<div class="card"><h3>{escape(clip.name)}</h3>{model}<div class="row">{figures}</div></div>'
 
 
-def training_section(curves: Curves) -> str:
+def training_section(curves: Curves, label: str | None = None) -> str:
+    """The curves of a run, the telling ones open; ``label`` names the model where there are several."""
     if not curves:
         return ""
+    main = [key for key in curves if not is_detail(key, curves[key])]
+    rest = [key for key in curves if key not in main]
+    more = f"<details><summary>{len(rest)} more curves</summary>{_charts(rest)}</details>" if rest else ""
+    which = f"The run that {escape(label)} comes from" if label else "The run this model comes from"
+    return f"<h2>Training</h2><p>{which}, by step.</p>{_charts(main)}{more}"
+
+
+def _charts(keys: Sequence[str]) -> str:
     charts = "".join(
         f'<div class="chart"><div class="head"><h3>{escape(key)}</h3><span class="last"></span></div>'
         f'<div data-training="{escape(key)}"></div></div>'
-        for key in curves
+        for key in keys
     )
-    return f'<h2>Training</h2><p>The run this model comes from, by step.</p><div class="multiples">{charts}</div>'
+    return f'<div class="multiples">{charts}</div>'
 
 
 def environment_section(evaluations: Evaluations, command: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -45,7 +46,10 @@ def describe_device(device: torch.device) -> str:
     """The device in words: the GPU's name, or the processor's with its thread count."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} ({device})"
-    return f"{_processor_name()}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+    if device.type != "cpu":
+        return str(device)
+    threads = torch.get_num_threads()
+    return f"{_processor_name()}, {threads} {'thread' if threads == 1 else 'threads'}"
 
 
 def _processor_name() -> str:
@@ -58,7 +62,7 @@ def _processor_name() -> str:
 
 
 def environment_facts(devices: Sequence[torch.device]) -> dict[str, str]:
-    """Versions and machine, as the report prints them."""
+    """Versions, machine and the folder that relative paths start from, as the report prints them."""
     import av
     import torchmetrics
 
@@ -70,8 +74,28 @@ def environment_facts(devices: Sequence[torch.device]) -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": "; ".join(dict.fromkeys(describe_device(device) for device in devices)),
+        "folder": os.getcwd(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Makes a GPU the current one of this thread: kernels that are compiled at run time go to the current one."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        yield
+
+
+@contextmanager
+def fitting_in_memory(what: object) -> Iterator[None]:
+    """Around the work on one video: GPU memory that does not suffice is told in one sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError as fault:
+        raise UserError(
+            f"{what} does not fit into the memory of the GPU; take smaller frames, fewer of them (--max_frames) "
+            "or half precision (--dtype float16)."
+        ) from fault
 
 
 def command_line() -> str:
@@ -81,40 +105,3 @@ def command_line() -> str:
     words = list(sys.argv)
     words[0] = "tinyvae" if Path(words[0]).name in ("tinyvae", "cli.py", "__main__.py") else Path(words[0]).name
     return shlex.join(words)
-
-
-class PeakMemory:
-    """The highest memory use between two points: GPU allocations, or the resident memory of this process on a CPU."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._cuda = [device for device in devices if device.type == "cuda"]
-        self.kind = "GPU memory" if self._cuda else "process memory"
-
-    def start(self) -> None:
-        for device in self._cuda:
-            torch.cuda.reset_peak_memory_stats(device)
-        if not self._cuda:
-            self._can_reset = _reset_resident_peak()
-
-    def read_bytes(self) -> int | None:
-        """Bytes since `start`, the largest of the devices; None where the system does not tell."""
-        if self._cuda:
-            return max(torch.cuda.max_memory_allocated(device) for device in self._cuda)
-        return _resident_peak_bytes() if self._can_reset else None
-
-
-def _reset_resident_peak() -> bool:
-    """Set the kernel's high-water mark of this process back to what it uses now (Linux)."""
-    mark = Path(f"/proc/{os.getpid()}/clear_refs")
-    try:
-        mark.write_text("5")
-    except OSError:  # other systems, or a kernel without it: the peak is then reported as not measured
-        return False
-    return True
-
-
-def _resident_peak_bytes() -> int | None:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyvae.errors import UserError
+from tinyvae.evaluation.stage_cost import StageTimes, Stopwatch
 from tinyvae.models.codec import VideoCodec, pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
@@ -29,6 +29,8 @@ CHUNK_PIXELS = {"cpu": 1_400_000, "cuda": 12_000_000}
 and gain nothing."""
 MAX_CHUNK_FRAMES = 32
 FAMILY_KIND, REFERENCE_KIND = "tinyvae", "reference VAE"
+REFERENCE_MAX_FRAMES = 49
+"""Frames of each clip where a reference VAE takes part and the user set no limit: it holds a whole clip in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +49,8 @@ class ModelFacts:
     dtype: str
     sha256: str | None
     """Of the weights file."""
-
-
-@dataclass(kw_only=True)
-class StageTimes:
-    """Seconds inside encoder and decoder, and the frames they were for; filled while a clip runs."""
-
-    encode_s: float = 0.0
-    decode_s: float = 0.0
-    frames: int = 0
-    pixels: int = 0
+    latent_variant: str | None = None
+    """The variant whose latents these are, where it is not ``variant``: a reference VAE makes those of its students."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +152,7 @@ class StreamedCodec:
                 on_latents(latents)
             with Stopwatch(self.device) as watch:
                 decoded_NTCHW = decoder.push(latents)
-            times.decode_s += watch.seconds
+            times.add_decoding(watch)
             target_TCHW = queue.take(decoded_NTCHW.shape[1])
             if target_TCHW is not None:
                 height, width = target_TCHW.shape[-2:]
@@ -175,13 +169,13 @@ class StreamedCodec:
             padded = pad_to_multiple(target_TCHW[None], self.codec.spec.space_factor)
             with Stopwatch(self.device) as watch:
                 latents = encoder.push(padded)
-            times.encode_s += watch.seconds
+            times.add_encoding(watch)
             times.frames += frames_TCHW.shape[0]
             times.pixels += frames_TCHW.shape[0] * frames_TCHW.shape[-2] * frames_TCHW.shape[-1]
             yield latents
         with Stopwatch(self.device) as watch:
             latents = encoder.flush()
-        times.encode_s += watch.seconds
+        times.add_encoding(watch)
         yield latents
 
 
@@ -205,31 +199,27 @@ class _TargetQueue:
         return torch.cat(taken) if taken else None
 
 
-class Stopwatch:
-    """Seconds of a block, with the device's queue empty at both ends."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.seconds = 0.0
-
-    def __enter__(self) -> Stopwatch:
-        self._wait()
-        self._start = time.perf_counter()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._wait()
-        self.seconds = time.perf_counter() - self._start
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
 def to_unit_range(frames_TCHW: Tensor, device: torch.device) -> Tensor:
     """uint8 0..255 -> float32 in [0, 1] on a device."""
     assert frames_TCHW.dtype == torch.uint8, frames_TCHW.dtype
     return frames_TCHW.to(device, non_blocking=True).float() / 255
+
+
+def own_memory_bytes(facts: ModelFacts, device: torch.device, *, idle: int, peak: int) -> int:
+    """Memory of one model: on a GPU its weights and what was allocated on top of ``idle`` while it ran, so that other
+    models and metrics on that GPU do not count; on a CPU the whole process."""
+    if device.type != "cuda":
+        return peak
+    itemsize: int = getattr(torch, facts.dtype).itemsize
+    return peak - idle + facts.parameters * itemsize
+
+
+def reference_limit(round_trips: Sequence[RoundTrip], max_frames: int | None) -> tuple[int | None, tuple[str, ...]]:
+    """(max_frames, notes): a limit where the user set none and a reference VAE takes part."""
+    if max_frames is not None or all(trip.facts.kind != REFERENCE_KIND for trip in round_trips):
+        return max_frames, ()
+    note = f"only the first {REFERENCE_MAX_FRAMES} frames of each clip: a reference VAE holds a whole clip in memory."
+    return REFERENCE_MAX_FRAMES, (note,)
 
 
 Model = str | os.PathLike[str] | VideoCodec | RoundTrip
@@ -274,7 +264,7 @@ def open_model(
 def label_of(path: Path) -> str:
     """A short name for a model: its file's, or its folder's where every file is called model."""
     absolute = path.absolute()
-    if absolute.stem in ("model", "final_model", "best_model"):
+    if absolute.stem in ("model", "final_model", "best_model") or absolute.name.startswith("checkpoint-"):
         parent = absolute.parent
         return f"{parent.name}/{absolute.name}"
     return absolute.stem if absolute.suffix in (".safetensors", ".pth") else absolute.name

@@ -21,10 +21,12 @@ from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, find_clips, fr
 from tinyvae.evaluation.evaluating import check_length
 from tinyvae.evaluation.latent_file import LatentWriter
 from tinyvae.evaluation.metrics import psnr_from_mse
+from tinyvae.evaluation.output_folder import make_output_folder, writing_to
 from tinyvae.evaluation.reconstruct import FALLBACK_FPS, latent_facts, pixel_format_for
-from tinyvae.evaluation.resources import PeakMemory, choose_devices
-from tinyvae.evaluation.round_trip import REFERENCE_KIND, RoundTrip, StageTimes, open_model
+from tinyvae.evaluation.resources import choose_devices, fitting_in_memory
+from tinyvae.evaluation.round_trip import REFERENCE_KIND, RoundTrip, open_model, own_memory_bytes
 from tinyvae.evaluation.side_by_side import side_by_side, side_by_side_width, write_picture
+from tinyvae.evaluation.stage_cost import StageTimes, idle_bytes, memory_kind
 
 BENCHMARK_REPEATS = 3
 
@@ -60,24 +62,27 @@ def run_inference(options: InferenceOptions, say: Callable[[str], None] = print)
     """Do all samples; returns how many could not be read. ``say`` gets one line for each result."""
     if options.num_samples < 1 or options.num_frames < 1:
         raise UserError("--num_samples and --num_frames must be at least 1.")
+    make_output_folder(options.output_dir)
     device = choose_devices(options.device)[0]
     models = [open_model(options.model_path, variant=options.variant, device=device)]
     if options.reference_path is not None:
         models.append(open_model(options.reference_path, device=device))
     clips = _samples(options, say)
-    options.output_dir.mkdir(parents=True, exist_ok=True)
     scores: list[list[SampleScore]] = []
+    measured: list[ClipSource] = []
     skipped = 0
     for number, clip in enumerate(clips, start=1):
         try:
-            scores.append(_one_sample(clip, number, models, options))
+            with writing_to(options.output_dir), fitting_in_memory(clip.path):
+                scores.append(_one_sample(clip, number, models, options))
         except UnreadableVideoError as bad:
             skipped += 1
             say(f"sample {number} of {len(clips)}  skipped: {bad}")
             continue
+        measured.append(clip)
         say(f"sample {number} of {len(clips)}  {clip.name}: {_words(scores[-1])}")
     if not scores:
-        raise UserError(f"none of the {len(clips)} samples could be read.")
+        raise UserError(f"none of the {len(clips)} samples could be read; the lines above say why.")
     totals = [
         SampleScore(
             model=one[0].model,
@@ -86,11 +91,11 @@ def run_inference(options: InferenceOptions, say: Callable[[str], None] = print)
         )
         for one in zip(*scores, strict=True)
     ]
-    say(f"total over {len(scores)} samples: {_words(totals)}")
+    say(f"total over {len(scores)} {'sample' if len(scores) == 1 else 'samples'}: {_words(totals)}")
     if options.benchmark:
-        readable = next(clip for clip in clips if _is_readable(clip, options))
+        part = measure_clip(measured[0], max_frames=options.num_frames, size=options.size)
         for model in models:
-            say(benchmark_line(model, measure_clip(readable, max_frames=options.num_frames, size=options.size)))
+            say(benchmark_line(model, part))
     say(f"comparison videos and pictures are in {options.output_dir}")
     return skipped
 
@@ -105,14 +110,6 @@ def _samples(options: InferenceOptions, say: Callable[[str], None]) -> list[Clip
         write_sample_clips(source, count=max(5, options.num_samples), overwrite=True)
     root = options.data_root if options.annotation_file is not None else None
     return find_clips(source, data_root=root, max_clips=options.num_samples)
-
-
-def _is_readable(clip: ClipSource, options: InferenceOptions) -> bool:
-    try:
-        measure_clip(clip, max_frames=options.num_frames, size=options.size)
-    except UnreadableVideoError:
-        return False
-    return True
 
 
 def _one_sample(
@@ -160,7 +157,8 @@ def _decoded(model: RoundTrip, part: ClipPart, latents_file: Path | None) -> tup
         targets.append(piece.target.cpu())
         outputs.append(piece.decoded.clamp(0, 1).cpu())
     if latents_file is not None:
-        with LatentWriter(latents_file, latent_facts(part, variant=model.facts.variant), overwrite=True) as file:
+        variant = model.facts.latent_variant or model.facts.variant
+        with LatentWriter(latents_file, latent_facts(part, variant=variant), overwrite=True) as file:
             for made in latents:
                 if made.shape[1]:
                     file.write(made)
@@ -169,9 +167,8 @@ def _decoded(model: RoundTrip, part: ClipPart, latents_file: Path | None) -> tup
 
 def benchmark_line(model: RoundTrip, part: ClipPart) -> str:
     """Median speed of encoder and decoder over a few passes after a warm-up, frames read beforehand."""
+    idle = idle_bytes(model.device)
     frames = list(frame_chunks(part, chunk_frames=model.chunk_frames(part.height, part.width)))
-    memory = PeakMemory([model.device])
-    memory.start()
     passes: list[StageTimes] = []
     for _ in range(1 + BENCHMARK_REPEATS):
         passes.append(StageTimes())
@@ -179,8 +176,11 @@ def benchmark_line(model: RoundTrip, part: ClipPart) -> str:
             pass
     encode_fps = statistics.median(times.frames / times.encode_s for times in passes[1:])
     decode_fps = statistics.median(times.frames / times.decode_s for times in passes[1:])
-    peak = memory.read_bytes()
-    words = f"peak {memory.kind} {peak / 2**20:.0f} MiB" if peak is not None else "peak memory not measured"
+    peak = max((times.peak_bytes for times in passes if times.peak_bytes is not None), default=None)
+    kind = memory_kind(model.device)
+    words = "peak memory not measured"
+    if peak is not None:
+        words = f"peak {kind} {own_memory_bytes(model.facts, model.device, idle=idle, peak=peak) / 2**20:.0f} MiB"
     return (
         f"benchmark of {model.facts.label} on {model.device}, {part.num_frames} frames of {part.height}x{part.width}: "
         f"encode {encode_fps:.1f} frames/s, decode {decode_fps:.1f} frames/s, {words}"

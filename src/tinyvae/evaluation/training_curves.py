@@ -43,6 +43,15 @@ def thin(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return [points[round(i * (len(points) - 1) / (MAX_POINTS - 1))] for i in range(MAX_POINTS)]
 
 
+def is_detail(key: str, points: list[tuple[float, float]]) -> bool:
+    """Whether a curve is for those who look closer: spreads, counts, weights without averaging, nothing but zero."""
+    return (
+        key.endswith(("_std", "/num_clips", "/train_loss"))
+        or key.startswith("val_raw/")
+        or not any(value for _, value in points)
+    )
+
+
 def _take(curves: dict[str, dict[float, float]], entry: Any, *, prefix: str) -> None:
     if not isinstance(entry, dict) or not isinstance(entry.get("step"), int | float):
         return
@@ -63,5 +72,5 @@ def _parsed(text: str) -> Any:
 
 def _order(item: tuple[str, Any]) -> tuple[int, str]:
     key = item[0]
-    groups = ("val/psnr", "val/", "train/loss", "train/")
+    groups = ("val/psnr", "val/ssim", "val/lpips", "val/flicker", "val/", "train/loss", "train/")
     return next((place for place, start in enumerate(groups) if key.startswith(start)), len(groups)), key

@@ -17,7 +17,14 @@ import argparse
 from typing import Any
 
 from tinyvae.errors import UserError
-from tinyvae.verbs.eval import add_data_arguments, data_options, evaluation_table, publish_results, report_problems
+from tinyvae.verbs.eval import (
+    add_data_arguments,
+    data_options,
+    evaluation_table,
+    prepare_output,
+    publish_results,
+    report_problems,
+)
 
 WORST_AND_BEST = 3  # clips named in the terminal
 
@@ -36,6 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     from tinyvae.evaluation.round_trip import open_model
 
     options = data_options(arguments)
+    if len(arguments.models) < 2:
+        raise UserError("compare needs at least two models; for one, use: tinyvae eval MODEL --data DATA")
+    prepare_output(arguments)
     devices, dtype = choose_devices(arguments.device), options.pop("dtype")
     round_trips = with_own_labels(
         [
@@ -49,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     for candidate in comparison.candidates:
         print(f"\n{candidate.label} against {comparison.baseline.model.label}:\n{difference_table(candidate)}")
         print(best_and_worst(comparison, candidate.label))
-    print("\nwinners: " + ", ".join(f"{metric} {label}" for metric, label in comparison.winners.items()))
+    print("\n" + winner_line(comparison))
     report_problems(evaluations)
     publish_results(comparison, list(round_trips), arguments)
     return 0 if comparison.is_complete else 1
@@ -71,7 +81,7 @@ def difference_table(candidate: Any) -> str:
     """Paired differences as text: metric, difference, interval, verdict, wins."""
     from tinyvae.evaluation.metrics import METRICS
 
-    lines = []
+    rows: list[list[str]] = []
     for paired in candidate.differences:
         info, difference = METRICS[paired.metric], paired.difference
         interval = "one clip, no interval"
@@ -79,17 +89,28 @@ def difference_table(candidate: Any) -> str:
             interval = f"{info.shown(difference.low)} … {info.shown(difference.high)}"
         mean = f"{difference.mean * info.shown_scale:+.{info.digits}f}"
         name = f"{info.label} {info.unit}".strip()
-        lines.append(
-            f"  {name:<28} {mean:>10}  ({interval})  {paired.verdict}, better on {paired.wins} of {difference.count}"
-        )
-    return "\n".join(lines)
+        wins = f"(wins {paired.wins} of {difference.count} clips)"
+        rows.append([f"  {name}", mean.rjust(9), f"({interval})", paired.verdict, wins])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def winner_line(comparison: Any) -> str:
+    """The model with the best mean, metric by metric."""
+    from tinyvae.evaluation.metrics import METRICS
+
+    won = (f"{METRICS[metric].label} {label or 'tie'}" for metric, label in comparison.winners.items())
+    return "winners by mean: " + ", ".join(won)
 
 
 def best_and_worst(comparison: Any, label: str) -> str:
     """The clips on which a model gains and loses most against the baseline, by PSNR."""
+    from tinyvae.evaluation.metrics import sortable
+
     baseline = comparison.baseline.by_name()
     table = next(e.by_name() for e in comparison.evaluations if e.model.label == label)
-    gains = sorted(((table[name].psnr - baseline[name].psnr, name) for name in table if name in baseline), reverse=True)
+    gains = [(sortable(table[name].psnr - baseline[name].psnr), name) for name in table if name in baseline]
+    gains.sort(reverse=True)
     best = ", ".join(f"{name} {gain:+.2f} dB" for gain, name in gains[:WORST_AND_BEST])
     worst = ", ".join(f"{name} {gain:+.2f} dB" for gain, name in gains[::-1][:WORST_AND_BEST])
     return f"  best clips:  {best}\n  worst clips: {worst}"

@@ -13,19 +13,23 @@ exit code: 0 all videos encoded; 1 some could not be read (they are named); 2 a 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinyvae.errors import UserError
 from tinyvae.verbs.reconstruct import (
+    Done,
     add_stream_arguments,
-    distinct_stems,
+    check_numbers,
+    distinct_names,
     find_videos,
     for_each,
     open_stream,
     refuse_existing,
 )
+
+if TYPE_CHECKING:
+    from tinyvae.evaluation.reconstruct import OnFrames
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,15 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.evaluation.reconstruct import encode_to_file
 
-    if arguments.max_frames is not None and arguments.max_frames < 1:
-        raise UserError(f"--max_frames must be at least 1, got {arguments.max_frames}.")
+    check_numbers(arguments)
     videos = find_videos(arguments.videos)
-    targets = [arguments.output_dir / f"{stem}_latents.safetensors" for stem in distinct_stems(videos)]
+    names = distinct_names([video.stem for video in videos])
+    targets = [arguments.output_dir / f"{name}_latents.safetensors" for name in names]
     if not arguments.overwrite:
         refuse_existing(targets)
     round_trip = open_family_model(arguments)
 
-    def one(number: int, on_frames: Callable[[int], None]) -> str:
+    def one(number: int, on_frames: OnFrames) -> Done:
         num_latents = encode_to_file(
             round_trip,
             videos[number],
@@ -55,9 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
             max_frames=arguments.max_frames,
             on_frames=on_frames,
         )
-        return f"{videos[number]}: {num_latents} latents -> {targets[number]}"
+        return Done(line=f"{videos[number]}: {num_latents} latents -> {targets[number]}")
 
-    return for_each(videos, one)
+    return for_each(videos, one, arguments.output_dir)
 
 
 def open_family_model(arguments: argparse.Namespace) -> Any:

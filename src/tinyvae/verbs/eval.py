@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tinyvae.evaluation.round_trip import open_model
 
     options = data_options(arguments)
+    prepare_output(arguments)
     devices = choose_devices(arguments.device)
     round_trip = open_model(
         arguments.model,
@@ -65,6 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
     report_problems([result])
     publish_results(result, [round_trip], arguments)
     return 0 if result.is_complete else 1
+
+
+def prepare_output(arguments: argparse.Namespace) -> None:
+    """Before any work: the folder for the results can be written."""
+    if arguments.output_dir is not None:
+        from tinyvae.evaluation.output_folder import make_output_folder
+
+        make_output_folder(arguments.output_dir)
 
 
 def data_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -144,10 +153,13 @@ def report_problems(results: list[Any]) -> None:
 def publish_results(result: Any, round_trips: list[Any], arguments: argparse.Namespace) -> None:
     if arguments.output_dir is None:
         return
+    from tinyvae.evaluation.output_folder import writing_to
     from tinyvae.evaluation.publish import publish
     from tinyvae.evaluation.resources import command_line
 
-    if arguments.output_dir.is_file():
-        raise UserError(f"--output_dir {arguments.output_dir} is a file; name a folder.")
-    files = publish(result, round_trips, arguments.output_dir, command=command_line(), num_films=arguments.films)
+    folder = arguments.output_dir
+    with writing_to(folder):
+        files = publish(
+            result, round_trips, folder, command=command_line(), num_films=arguments.films, show_progress_bar=True
+        )
     print("\n" + "\n".join(f"wrote {file}" for file in files))
