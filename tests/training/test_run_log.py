@@ -7,6 +7,8 @@ import io
 import json
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,41 @@ def test_a_log_file_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: 
     log.note("two")
     log.close()
     assert capsys.readouterr().err.splitlines() == ["train.log cannot be written: [Errno 28] No space left on device"]
+
+
+FULL_DISK = """
+import logging, resource, sys
+from pathlib import Path
+import torch
+from tinyvae.config import TrainConfig
+from tinyvae.training.run_log import RunLog
+
+log = RunLog(Path(sys.argv[1]), TrainConfig(tracker_name="t"), is_main=True, from_step=0)
+log.metrics(1, {"train/loss": 1.0})
+limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))  # no file may grow: what a full disk is to a program
+frames = torch.rand(3, 3, 8, 8)
+for step in (2, 3, 4):
+    log.metrics(step, {"train/loss": float(step)})
+    log.videos(step, [("a.mp4", frames, frames)])
+    if log._writer is not None:
+        log._show(step, lambda writer: writer.flush())
+resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+log.metrics(5, {"train/loss": 5.0})
+log.videos(5, [("a.mp4", frames, frames)])
+log.close()
+"""
+
+
+def test_a_full_disk_ends_neither_the_log_nor_the_run(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "could not log step 2" in done.stderr and "could not write to TensorBoard" in done.stderr
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5], "what could not be written came later, and no line is torn"
+    events = EventAccumulator(str(tmp_path / "logs" / "t"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")][-1] == 5
 
 
 def test_resumed_log_drops_lines_beyond_its_checkpoint_and_torn_ones(tmp_path: Path) -> None:

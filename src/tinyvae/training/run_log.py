@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +55,9 @@ class RunLog:
         validated, so that its line stays."""
         self._is_main = is_main
         self._metrics_file = folder / "metrics.jsonl"
+        self._unwritten: list[str] = []  # lines of metrics.jsonl that a full disk did not take yet
         self._writer: SummaryWriter | None = None
+        self._open_writer: Callable[[int], SummaryWriter] | None = None
         self._handlers: list[logging.Handler] = []
         package_log = logging.getLogger("tinyvae")
         package_log.setLevel(logging.INFO if is_main else logging.WARNING)
@@ -66,7 +70,8 @@ class RunLog:
             self._handlers.append(file)
             self._drop_lines_after(from_step, with_validation)
             if config.report_to == "tensorboard":
-                self._writer = _open_tensorboard(folder / config.logging_dir, config, from_step)
+                self._open_writer = lambda step: _open_tensorboard(folder / config.logging_dir, config, step)
+                self._show(from_step, lambda writer: writer.flush())
         for handler in self._handlers:
             package_log.addHandler(handler)
         package_log.propagate = False
@@ -75,14 +80,25 @@ class RunLog:
         """Write one line of numbers at an optimiser step; names like ``train/loss`` and ``val/psnr``."""
         if not self._is_main:
             return
+        self._unwritten.append(json.dumps({"step": step, **values}) + "\n")
         try:
-            with self._metrics_file.open("a") as stream:
-                stream.write(json.dumps({"step": step, **values}) + "\n")
-            if self._writer is not None:
-                for name, value in values.items():
-                    self._writer.add_scalar(name, value, step)
+            _append_whole(self._metrics_file, "".join(self._unwritten))
+            self._unwritten = []
         except OSError as fault:  # a full disk: checkpoints decide whether the run can go on, not its log
-            log.error("could not log step %d: %s", step, fault)
+            log.error("could not log step %d (%s); its line is written with the next one", step, fault)
+        self._show(step, partial(_add_scalars, values=values, step=step))
+
+    def _show(self, step: int, add: Callable[[SummaryWriter], object]) -> None:
+        """Add something to TensorBoard; where that fails it is left out, and the next time a new file is begun."""
+        if self._open_writer is None:
+            return
+        try:
+            if self._writer is None:
+                self._writer = self._open_writer(step)
+            add(self._writer)
+        except OSError as fault:
+            self._writer = None  # its thread has ended and takes nothing more
+            log.error("could not write to TensorBoard at step %d: %s", step, fault)
 
     def note(self, text: str, *, level: int = logging.INFO) -> None:
         """Write a line to ``train.log`` alone."""
@@ -93,16 +109,13 @@ class RunLog:
 
     def videos(self, step: int, shown: list[tuple[str, Tensor, Tensor]]) -> None:
         """Log a picture and a short animation of input | output | error for each (name, input, output) TCHW."""
-        if self._writer is None:
-            return
-        for name, frames, decoded in shown:
+        for name, frames, decoded in shown if self._open_writer is not None else []:
             strip = side_by_side(frames, decoded)
-            self._writer.add_image(f"val_picture/{name}", strip[len(strip) // 2], step)
-            _add_animation(self._writer, f"val_video/{name}", strip, step)
+            self._show(step, partial(_add_pictures, name=name, strip=strip, step=step))
 
     def close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            self._show(0, lambda writer: writer.close())
         for handler in self._handlers:
             logging.getLogger("tinyvae").removeHandler(handler)
             handler.close()
@@ -118,6 +131,18 @@ class RunLog:
         temporary = self._metrics_file.with_suffix(".part")
         temporary.write_text("".join(line + "\n" for line in kept))
         temporary.replace(self._metrics_file)
+
+
+def _append_whole(file: Path, text: str) -> None:
+    """Add text to a file, or leave the file as it was: half a line would spoil the one after it."""
+    size = file.stat().st_size if file.exists() else 0
+    try:
+        with file.open("a") as stream:
+            stream.write(text)
+    except OSError:
+        if file.exists():
+            os.truncate(file, size)
+        raise
 
 
 def _step_of(line: str, *, default: int) -> int:
@@ -143,6 +168,16 @@ def _open_tensorboard(folder: Path, config: TrainConfig, from_step: int) -> Summ
     rows = "\n".join(f"| {key} | {value} |" for key, value in flat_for_tracker(config).items())
     writer.add_text("settings", f"| key | value |\n|---|---|\n{rows}", from_step)
     return writer
+
+
+def _add_scalars(writer: SummaryWriter, *, values: Mapping[str, float], step: int) -> None:
+    for name, value in values.items():
+        writer.add_scalar(name, value, step)
+
+
+def _add_pictures(writer: SummaryWriter, *, name: str, strip: Tensor, step: int) -> None:
+    writer.add_image(f"val_picture/{name}", strip[len(strip) // 2], step)
+    _add_animation(writer, f"val_video/{name}", strip, step)
 
 
 def _add_animation(writer: SummaryWriter, name: str, frames_TCHW: Tensor, step: int) -> None:
