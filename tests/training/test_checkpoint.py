@@ -166,7 +166,8 @@ def test_a_failed_save_is_survived_twice(
         assert save(writer, 5) is None and save(writer, 6) is None
         with pytest.raises(UserError, match=r"3 saves in a row failed, .*No space left on device.*--resume latest"):
             save(writer, 7)
-    assert "COULD NOT SAVE checkpoint-2" in caplog.text and "(1 of 3)" in caplog.text
+    assert "COULD NOT SAVE checkpoint-2" in caplog.text and "the next save will try again (1 of 3)" in caplog.text
+    assert "the run stops (3 of 3)" in caplog.text
     found, faults = newest_intact([tmp_path])
     assert step_of(found) == 4 and faults == []
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-4"}, "nothing half-written is left"

@@ -96,7 +96,7 @@ log.close()
 def test_a_full_disk_ends_neither_the_log_nor_the_run(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "could not log step 2" in done.stderr and "could not write to TensorBoard" in done.stderr
+    assert "could not log step 2" in done.stderr and done.stderr.count("could not write to TensorBoard") == 1
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4, 5], "what could not be written came later, and no line is torn"
     events = EventAccumulator(str(tmp_path / "logs" / "t"))

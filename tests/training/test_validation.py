@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,3 +139,19 @@ def test_history_forgets_what_lies_beyond_the_resumed_step(tmp_path: Path) -> No
     resumed = ValidationHistory(file, up_to_step=20)
     resumed.add({"step": 30, "psnr": 99.0})
     assert [(e["step"], e["psnr"]) for e in json.loads(file.read_text())] == [(10, 10.0), (20, 20.0), (30, 99.0)]
+
+
+def test_what_a_full_disk_cut_off_does_not_stay_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TAEHV("taehv", width=0.125)
+    write_best_model(tmp_path, model, {"step": 1})
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_best_model(tmp_path, model, {"step": 2})
+    with pytest.raises(OSError, match="No space left"):
+        ValidationHistory(tmp_path / "validation_history.json", up_to_step=0).add({"step": 2})
+    assert [f.name for f in tmp_path.iterdir()] == ["best_model"]
+    assert json.loads((tmp_path / "best_model" / "model_info.json").read_text())["step"] == 1

@@ -136,10 +136,12 @@ class CheckpointWriter:
         self._failed_in_a_row += 1
         if self._engine.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)
+            is_last = self._failed_in_a_row >= MAX_FAILED_SAVES
             log.error(
-                "COULD NOT SAVE %s (%s). Earlier checkpoints are untouched; the next save will try again (%d of %d).",
+                "COULD NOT SAVE %s (%s). Earlier checkpoints are untouched; the %s (%d of %d).",
                 name,
                 fault,
+                "run stops" if is_last else "next save will try again",
                 self._failed_in_a_row,
                 MAX_FAILED_SAVES,
             )

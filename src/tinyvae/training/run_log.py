@@ -44,6 +44,12 @@ class _LogFile(logging.FileHandler):
             self._complained = True
             tqdm.write(f"train.log cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
 
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError:  # what the full disk did not take is still in the stream's buffer
+            self.handleError(logging.makeLogRecord({}))
+
 
 class RunLog:
     """The log of one run. A process that is not the main one has a `RunLog` too; it writes nothing."""
@@ -90,8 +96,8 @@ class RunLog:
 
     def _show(self, step: int, add: Callable[[SummaryWriter], object]) -> None:
         """Add something to TensorBoard; where that fails it is left out, and the next time a new file is begun."""
-        if self._open_writer is None:
-            return
+        if self._open_writer is None or (self._writer is None and self._unwritten):
+            return  # where metrics.jsonl cannot be written, events cannot either
         try:
             if self._writer is None:
                 self._writer = self._open_writer(step)

@@ -27,6 +27,7 @@ from tinyvae.losses.perceptual import LPIPS
 from tinyvae.models.codec import VideoCodec
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model
+from tinyvae.training.checkpoint import WRITE_FAULTS
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import Status, StopRequested, is_out_of_memory
 
@@ -150,8 +151,12 @@ def write_best_model(run_folder: Path, model: TAEHV, info: Mapping[str, Any]) ->
     put_best_model_back(run_folder)
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    save_model(model, fresh, training_step=int(info["step"]))
-    write_json(fresh / "model_info.json", {**info, "timestamp": datetime.now(UTC).isoformat()})
+    try:
+        save_model(model, fresh, training_step=int(info["step"]))
+        write_json(fresh / "model_info.json", {**info, "timestamp": datetime.now(UTC).isoformat()})
+    except WRITE_FAULTS:
+        shutil.rmtree(fresh, ignore_errors=True)  # a full disk needs the room
+        raise
     if best.exists():
         best.rename(old)
     fresh.rename(best)
@@ -168,8 +173,11 @@ def put_best_model_back(run_folder: Path) -> None:
 def write_json(file: Path, content: object) -> None:
     """Write JSON so that a reader sees the old file or the new one, never a part."""
     temporary = file.with_name(f".{file.name}.part")
-    with temporary.open("w") as stream:
-        json.dump(content, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(file)
+    try:
+        with temporary.open("w") as stream:
+            json.dump(content, stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
