@@ -86,11 +86,12 @@ def test_latents_of_another_variant_are_refused(write_video: WriteVideo, tmp_pat
     assert not (tmp_path / "x.mp4").exists()
 
 
-def add_tone(source: Path, target: Path, seconds: float) -> None:
-    """``source`` with a 440 Hz tone, in AAC."""
+def add_tone(source: Path, target: Path, seconds: float, *, codec: str = "aac", delay_s: float = 0) -> None:
+    """``source`` with a 440 Hz tone that begins after ``delay_s``."""
     with av.open(str(source)) as video, av.open(str(target), "w") as out:
         stream = out.add_stream_from_template(video.streams.video[0])
-        sound = out.add_stream("aac", rate=44100)
+        sound = out.add_stream(codec, rate=44100, layout="mono")
+        convert = av.AudioResampler(format=sound.codec_context.format.name, layout="mono", rate=44100)
         for packet in video.demux(video.streams.video[0]):
             if packet.dts is not None:
                 packet.stream = stream
@@ -98,8 +99,9 @@ def add_tone(source: Path, target: Path, seconds: float) -> None:
         wave = np.sin(2 * np.pi * 440 * np.arange(int(44100 * seconds)) / 44100).astype(np.float32)[None]
         for start in range(0, wave.shape[1], 1024):
             frame = av.AudioFrame.from_ndarray(wave[:, start : start + 1024], format="fltp", layout="mono")
-            frame.sample_rate, frame.pts, frame.time_base = 44100, start, Fraction(1, 44100)
-            out.mux(sound.encode(frame))
+            frame.sample_rate, frame.pts, frame.time_base = 44100, start + round(44100 * delay_s), Fraction(1, 44100)
+            for converted in convert.resample(frame):
+                out.mux(sound.encode(converted))
         out.mux(sound.encode(None))
 
 
@@ -111,6 +113,27 @@ def test_sound_is_carried_over(write_video: WriteVideo, tmp_path: Path) -> None:
     assert 0.9 < len(samples) / 44100 < 1.1
     spectrum = np.abs(np.fft.rfft(samples[4096:36864]))
     assert np.argmax(spectrum) * 44100 / 32768 == pytest.approx(440, abs=3)
+
+
+@pytest.mark.parametrize(("codec", "suffix"), [("aac", ".mp4"), ("flac", ".mkv")])
+def test_sound_that_sets_in_late_stays_late(write_video: WriteVideo, tmp_path: Path, codec: str, suffix: str) -> None:
+    """Copied (AAC) or encoded anew (FLAC): lips and voice stay together."""
+    source = tmp_path / f"in{suffix}"
+    add_tone(write_video("silent.mp4", frames=24, fps=24), source, seconds=0.5, codec=codec, delay_s=0.4)
+    reconstruct_video(opened(CopyCodec()), source, Outputs(video=tmp_path / "out.mp4"))
+    assert tone_start_s(source) == pytest.approx(0.4, abs=0.03)
+    assert tone_start_s(tmp_path / "out.mp4") == pytest.approx(0.4, abs=0.03)
+
+
+def tone_start_s(path: Path) -> float:
+    """When the sound of a file is first heard, counted from its first frame."""
+    with av.open(str(path)) as container:
+        for frame in container.decode(container.streams.audio[0]):
+            samples = np.abs(frame.to_ndarray().astype(np.float64)).reshape(-1)
+            loud = samples > 0.1 * (2 ** (15 if samples.max() > 2 else 0))
+            if loud.any():
+                return float(frame.time) + float(np.argmax(loud)) / frame.sample_rate
+    raise AssertionError(f"{path} is silent")
 
 
 def test_files_of_all_kinds(shared: Path, tmp_path: Path) -> None:

@@ -89,11 +89,14 @@ class AudioTrack:
         self, sound: Any, stream: Any, layout: str, rate: int, film_start_s: Fraction
     ) -> Iterator[tuple[Fraction, Any]]:
         resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate, frame_size=_AAC_FRAME_SAMPLES)
-        samples = 0
+        samples: int | None = None
         try:
             for decoded in chain(self._input.decode(sound), (None,)):
                 if decoded is not None and decoded.time is not None and decoded.time < film_start_s:
                     continue
+                if samples is None:  # sound that sets in after the film's first frame stays that late
+                    late_s = Fraction(decoded.time) - film_start_s if decoded is not None and decoded.time else 0
+                    samples = max(0, round(late_s * rate))
                 for frame in resampler.resample(decoded):
                     frame.pts, frame.time_base = samples, Fraction(1, rate)
                     samples += frame.samples
