@@ -127,6 +127,18 @@ def test_changed_settings_are_refused_with_a_list(finished: Path, clips: Path) -
         resumed(finished, clips, "latest", model_width=0.25, allow_changed_settings=True)
 
 
+def test_a_refused_resume_leaves_the_run_as_it_was(clips: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run_2026-11-15_12-00-00"
+    changes: dict[str, object] = {"validation_steps": 0, "checkpointing_steps": 1, "log_every": 1, **KEEP_ALL}
+    train_here(arguments_for(clips, run, max_train_steps=3, **changes))
+    left = {file.name: file.read_bytes() for file in run.iterdir() if file.suffix in (".json", ".jsonl")}
+    assert len(left["metrics.jsonl"].splitlines()) == 3
+    for wrong in ({"n_frames": 8}, {"model_width": 0.25, "allow_changed_settings": True}):
+        with pytest.raises(UserError):
+            resumed(tmp_path, clips, "checkpoint-1", **wrong)
+    assert {file.name: file.read_bytes() for file in run.iterdir() if file.suffix in (".json", ".jsonl")} == left
+
+
 def test_another_optimiser_starts_its_moments_anew(finished: Path, clips: Path) -> None:
     assert resumed(finished, clips, "latest", optimizer="muon", allow_changed_settings=True).endswith("step 3")
     log = (finished / "run_2026-11-15_13-00-00/train.log").read_text()

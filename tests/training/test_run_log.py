@@ -23,7 +23,9 @@ CONFIG = TrainConfig(data_root=Path("/data/of the run"), color_jitter_params=(0.
 
 
 def open_log(folder: Path, *, is_main: bool = True, from_step: int = 0) -> RunLog:
-    return RunLog(folder, CONFIG, is_main=is_main, from_step=from_step)
+    log = RunLog(folder, CONFIG, is_main=is_main)
+    log.begin(from_step=from_step)
+    return log
 
 
 def test_tensorboard_holds_scalars_config_pictures_and_animations(tmp_path: Path) -> None:
@@ -76,7 +78,8 @@ import torch
 from tinyvae.config import TrainConfig
 from tinyvae.training.run_log import RunLog
 
-log = RunLog(Path(sys.argv[1]), TrainConfig(tracker_name="t"), is_main=True, from_step=0)
+log = RunLog(Path(sys.argv[1]), TrainConfig(tracker_name="t"), is_main=True)
+log.begin()
 log.metrics(1, {"train/loss": 1.0})
 limit = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))  # no file may grow: what a full disk is to a program

@@ -54,11 +54,7 @@ class _LogFile(logging.FileHandler):
 class RunLog:
     """The log of one run. A process that is not the main one has a `RunLog` too; it writes nothing."""
 
-    def __init__(
-        self, folder: Path, config: TrainConfig, *, is_main: bool, from_step: int, with_validation: bool = True
-    ) -> None:
-        """``from_step``: the step that the run resumes from, 0 for a new one; ``with_validation``: whether it had been
-        validated, so that its line stays."""
+    def __init__(self, folder: Path, config: TrainConfig, *, is_main: bool) -> None:
         self._is_main = is_main
         self._metrics_file = folder / "metrics.jsonl"
         self._unwritten: list[str] = []  # lines of metrics.jsonl that a full disk did not take yet
@@ -74,13 +70,20 @@ class RunLog:
             file = _LogFile(folder / "train.log")
             file.setFormatter(logging.Formatter(LOG_LINE))
             self._handlers.append(file)
-            self._drop_lines_after(from_step, with_validation)
             if config.report_to == "tensorboard":
                 self._open_writer = lambda step: _open_tensorboard(folder / config.logging_dir, config, step)
-                self._show(from_step, lambda writer: writer.flush())
         for handler in self._handlers:
             package_log.addHandler(handler)
         package_log.propagate = False
+
+    def begin(self, *, from_step: int = 0, with_validation: bool = True) -> None:
+        """Begin at the step that the run resumes from; until then a resume can be refused, and nothing is dropped.
+
+        ``with_validation``: whether that step had been validated, so that its line stays.
+        """
+        if self._is_main:
+            self._drop_lines_after(from_step, with_validation)
+            self._show(from_step, lambda writer: writer.flush())
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line of numbers at an optimiser step; names like ``train/loss`` and ``val/psnr``."""

@@ -75,14 +75,7 @@ def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
         checkpoint = None if found is None else found.folder
         folder = engine.from_main(lambda: make_run_folder(config, checkpoint))
         saved = None if checkpoint is None else open_checkpoint(checkpoint)
-        stood = Progress() if saved is None else Progress(**saved.shared["progress"])
-        run_log = RunLog(
-            folder,
-            config,
-            is_main=engine.is_main,
-            from_step=stood.step,
-            with_validation=stood.validated_step == stood.step,
-        )
+        run_log = RunLog(folder, config, is_main=engine.is_main)
         at_end.callback(run_log.close)
         if found is not None and engine.is_main:
             for fault in found.passed_over:
@@ -156,8 +149,6 @@ def _run(
     data = open_data(config, engine, folder)
     if saved is not None:
         check_same_run(saved, config, data_fingerprint=data.fingerprint)
-    if engine.is_main:  # only now: a resume that is refused must leave the run's settings as they were
-        write_run_config(folder, config)
     model = build_model(config).to(engine.device)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizers = make_optimizers(model, config)
@@ -169,6 +160,10 @@ def _run(
     if saved is not None:
         loop = state.restore(saved, loop.seraena_start)
         log.info("resumed from %s at step %d", saved.folder, loop.progress.step)
+    stood = loop.progress
+    run_log.begin(from_step=stood.step, with_validation=stood.validated_step == stood.step)
+    if engine.is_main:  # only now: a resume that is refused must leave the run's settings and lines as they were
+        write_run_config(folder, config)
     validator = Validator(
         config,
         engine,
