@@ -16,11 +16,11 @@ import torch
 from browser import Page, open_browser
 from copy_codec import CopyCodec
 
-from tinyvae.evaluation import evaluate
+from tinyvae.evaluation import EvaluationResult, evaluate
 from tinyvae.evaluation.compare import compare
 from tinyvae.evaluation.evidence import PLAYER_FRAMES, choose_clips, gather_evidence
 from tinyvae.evaluation.publish import publish
-from tinyvae.evaluation.report import MAX_CURVE_FRAMES, Report, listed_clips, report_html
+from tinyvae.evaluation.report import MAX_CURVE_FRAMES, Report, listed_clips, report_html, write_report
 from tinyvae.evaluation.report_sections import training_section
 from tinyvae.evaluation.round_trip import open_model
 from tinyvae.evaluation.training_curves import MAX_POINTS, find_run_folder, read_training_curves
@@ -145,18 +145,24 @@ def test_comparison_page(write_video: WriteVideo, tmp_path: Path) -> None:
     assert results["comparison"]["winners"]["psnr"] == "new"
 
 
-def test_curves_of_a_long_film_are_thinned_and_keep_its_worst_frames(write_video: WriteVideo) -> None:
-    """A page with every frame of two hours is hundreds of megabytes of numbers that no browser draws."""
+def long_film(write_video: WriteVideo) -> EvaluationResult:
+    """An evaluation of one film of 100,000 frames, made up from that of a short one; frame 77,777 is the worst."""
     result = evaluate(CopyCodec(), write_video("clip.mp4", frames=9), lpips=None)
-    num_frames = 100_000
-    psnr = [30 + (place % 7) for place in range(num_frames)]
-    psnr[77_777] = 11
+    psnr = tuple(11.0 if place == 77_777 else 30.0 + (place % 7) for place in range(100_000))
     metrics = replace(
         result.clips[0].metrics,
-        **{f"{name}_by_frame": tuple(psnr) for name in ("psnr", "ssim", "mse", "mae")},
-        flicker_error_by_frame=tuple(psnr[1:]),
+        psnr_by_frame=psnr,
+        ssim_by_frame=psnr,
+        mse_by_frame=psnr,
+        mae_by_frame=psnr,
+        flicker_error_by_frame=psnr[1:],
     )
-    film = replace(result, clips=(replace(result.clips[0], metrics=metrics),))
+    return replace(result, clips=(replace(result.clips[0], metrics=metrics),))
+
+
+def test_curves_of_a_long_film_are_thinned_and_keep_its_worst_frames(write_video: WriteVideo) -> None:
+    """A page with every frame of two hours is hundreds of megabytes of numbers that no browser draws."""
+    film = long_film(write_video)
     text = report_html(Report(evaluations=(film,), comparison=None, evidence=(), training={}, command="x"))
     (curve,) = page_data(text)["curves"]  # type: ignore[misc]
     assert len(curve["frames"]) == len(curve["series"][0]["psnr"]) == MAX_CURVE_FRAMES
@@ -235,7 +241,6 @@ def page() -> Iterator[Page]:
         yield opened
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1400, 400])
 def test_in_a_browser_the_page_loads_sorts_and_plays(eval_report: Path, page: Page, width: int, dark: bool) -> None:
@@ -288,7 +293,6 @@ def test_in_a_browser_the_page_loads_sorts_and_plays(eval_report: Path, page: Pa
     assert page.complaints() == []
 
 
-@pytest.mark.slow
 def test_in_a_browser_the_comparison_switches_metrics(page: Page, write_video: WriteVideo, tmp_path: Path) -> None:
     for seed in range(3):
         write_video(f"clips/{seed}.mp4", seed=seed, frames=9)
@@ -306,3 +310,22 @@ def test_in_a_browser_the_comparison_switches_metrics(page: Page, write_video: W
     page.run("document.querySelector('#films').scrollIntoView({behavior: 'instant'})")
     page.wait("return document.querySelectorAll('#stage canvas').length === 5")
     assert page.complaints() == []
+
+
+def test_in_a_browser_a_long_film_and_the_curves_of_a_run_are_drawn(
+    page: Page, write_video: WriteVideo, tmp_path: Path
+) -> None:
+    steps = [(float(step), 20 + step / 10) for step in range(1, 61)]
+    training = {"val/psnr": steps[-1:], "train/loss": steps, "val/psnr_std": steps}
+    evaluations = (long_film(write_video),)
+    report = Report(evaluations=evaluations, comparison=None, evidence=(), training=training, command="x")
+    write_report(report, tmp_path / "report.html")
+    page.open(tmp_path / "report.html", width=400)
+    drawn = "return [...document.querySelectorAll('[data-training]')].filter(box => box.querySelector('path')).length"
+    page.run("document.querySelector('details').open = true")
+    page.wait(f"{drawn} === 3")
+    ticks = "return [...document.querySelectorAll('[data-training] text')].map(t => t.textContent)"
+    assert "59.5" not in page.run(ticks) and "60" in page.run(ticks)  # steps are whole
+    path = page.run("return document.querySelector('#curve-chart path').getAttribute('d')")
+    assert path.count("L") == MAX_CURVE_FRAMES - 1
+    assert page.run("return document.documentElement.scrollWidth") <= 400 and page.complaints() == []

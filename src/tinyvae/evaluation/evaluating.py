@@ -30,7 +30,7 @@ from tinyvae.evaluation.round_trip import (
     own_memory_bytes,
     reference_limit,
 )
-from tinyvae.evaluation.stage_cost import StageTimes, idle_bytes, memory_kind
+from tinyvae.evaluation.stage_cost import StageTimes, give_back_freed_memory, idle_bytes, memory_kind
 from tinyvae.evaluation.statistics import Summary, summarise
 
 if TYPE_CHECKING:
@@ -191,6 +191,7 @@ def evaluate_round_trip(
     for item in enumerate(clips):
         waiting.put(item)
     bar = tqdm(total=len(clips), desc=round_trip.facts.label, unit="clip", disable=not show_progress_bar)
+    give_back_freed_memory()
     stop = threading.Event()
     workers = [
         _Worker(round_trip.to(device), settings, deepcopy(lpips).to(device) if lpips else None, frame_limit, stop)

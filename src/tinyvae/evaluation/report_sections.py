@@ -144,7 +144,7 @@ def _difference_cells(info: MetricInfo, paired: PairedDifference | None) -> str:
     return (
         f'<td class="num">{mean:+.{info.digits}f}<span class="ci">{interval}</span></td>'
         f'<td><span class="verdict {paired.verdict}">{paired.verdict}</span> '
-        f'<span class="unit">{paired.wins} of {count} clips</span></td>'
+        f'<span class="unit">wins {paired.wins} of {count}</span></td>'
     )
 
 

@@ -6,6 +6,9 @@ set around the two stages alone.
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +72,14 @@ def memory_kind(device: torch.device) -> str:
 def idle_bytes(device: torch.device) -> int:
     """GPU memory that is allocated now; 0 on a CPU, where the whole process is counted."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def give_back_freed_memory() -> None:
+    """Hand memory that was freed back to the system, so that what one model used does not count for the next."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # glibc; others give back by themselves
+        trim(0)
 
 
 def reset_peak_memory(device: torch.device) -> bool:
