@@ -165,6 +165,10 @@ def test_text_is_held_as_a_path() -> None:
         ({"perceptual_loss_weight": 0.1, "height": 24}, "needs frames of at least 31x31 pixels, got 24x128"),
         ({"metric_for_best_model": "lpips", "validation_height": 24}, "is LPIPS, which needs frames of at least 31x31"),
         ({"temporal_loss_weight": 0.1, "n_frames": 1}, "temporal_loss_weight needs at least 2 decoded frames"),
+        (
+            {"use_seraena": True, "seraena_loss_weight": 0.1, "seraena_buffer_mb": 1, "height": 480, "width": 720},
+            "does not hold one group of frames (2.14 MB); set seraena_buffer_mb to ten times that",
+        ),
         ({"split_by": "annotation"}, "split_by=annotation needs an annotation_file"),
         ({"train_split": 1.0}, "train_split=1 leaves no file to validate on"),
         ({"validation_steps": 0, "early_stopping_patience": 5}, "early_stopping_patience=5 needs validations"),

@@ -115,6 +115,7 @@ def _variant_rules(config: TrainConfig) -> Iterator[Complaint]:
     if config.use_seraena:
         seraena_keys = ("n_frames", "n_seraena_frames")
         checks.append((seraena_keys, lambda: spec.check_seraena_frames(config.n_frames, config.n_seraena_frames)))
+        checks.append((("seraena_buffer_mb", "height", "width"), lambda: _check_replay_buffer(config)))
     if config.temporal_loss_weight > 0:
         from tinyvae.losses.temporal import check_temporal_frames
 
@@ -125,6 +126,18 @@ def _variant_rules(config: TrainConfig) -> Iterator[Complaint]:
         except UserError as mistake:
             prefix = "validation size: " if keys[0] == "validation_height" else ""
             yield Complaint(keys=keys, text=prefix + str(mistake))
+
+
+def _check_replay_buffer(config: TrainConfig) -> None:
+    """Refuse a replay buffer that does not hold one group of frames with its context."""
+    from torch import Size
+
+    from tinyvae.losses.replay_buffer import ReplayBuffer
+
+    factor = config.spec.space_factor
+    image = Size((3 * config.n_seraena_frames, config.height, config.width))
+    context = Size((config.spec.latent_channels, config.height // factor, config.width // factor))
+    ReplayBuffer(max_mb=config.seraena_buffer_mb, device="cpu").capacity(image, context)
 
 
 def _loss_rules(config: TrainConfig) -> Iterator[Complaint]:

@@ -14,7 +14,7 @@ from tinyvae.config import TrainConfig
 from tinyvae.config_files import load_preset
 from tinyvae.training import preflight
 from tinyvae.training.preflight import Check, checkpoint_bytes, checks_at_start, parse_driver_version, print_table
-from tinyvae.training.trial_step import TrialStep, state_bytes, try_step
+from tinyvae.training.trial_step import StepCost, TrialStep, state_bytes, try_step
 
 
 def tiny(clips: Path, folder: Path, **changes: object) -> TrainConfig:
@@ -131,6 +131,20 @@ def test_the_estimate_grows_with_the_clip_and_shrinks_with_checkpointing(clips: 
     assert large.memory_bytes > 2 * small.memory_bytes - 5 * state_bytes(tiny(clips, tmp_path)).weights
     lean = try_step(tiny(clips, tmp_path, train_batch_size=4, gradient_checkpointing=True))
     assert lean.memory_bytes < large.memory_bytes
+
+
+def test_the_optimisers_time_is_not_scaled_with_the_clips() -> None:
+    cost = StepCost(micro_batch_s=2.0, optimiser_s=1.0, kept_bytes=0)
+    assert cost.step_s(micro_batches=1) == 3.0
+    assert cost.step_s(micro_batches=4, scale=10.0) == 81.0
+
+
+def test_a_step_that_fits_a_cpu_is_taken_as_it_is(clips: Path, tmp_path: Path) -> None:
+    assert "scaled" not in try_step(tiny(clips, tmp_path, train_batch_size=4)).measured_at
+    assert (
+        "4 clips of 4 frames of 32x32 on the CPU, scaled"
+        in try_step(tiny(clips, tmp_path, train_batch_size=8)).measured_at
+    )
 
 
 def test_the_table_shows_ticks_and_fixes_also_without_unicode() -> None:

@@ -52,7 +52,7 @@ class ReplayBuffer:
         if capacity < 1:
             raise UserError(
                 f"the replay buffer of {self.max_mb} MB does not hold one group of frames "
-                f"({item_bytes / BYTES_PER_MB:.2f} MB); give it at least ten times that."
+                f"({item_bytes / BYTES_PER_MB:.2f} MB); set seraena_buffer_mb to ten times that or more."
             )
         return capacity
 

@@ -77,16 +77,9 @@ def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
         saved = None if checkpoint is None else open_checkpoint(checkpoint)
         run_log = RunLog(folder, config, is_main=engine.is_main)
         at_end.callback(run_log.close)
-        if found is not None and engine.is_main:
-            for fault in found.passed_over:
-                log.warning("passing over a damaged checkpoint: %s", fault)
         if engine.is_main:
-            for notice in loaded.notices:
-                log.info("note: %s", notice)
-            for check in checks_at_start(config, processes=engine.local_world_size):
-                if check.fix:
-                    log.warning("%s: %s; fix: %s", check.name, check.found, check.fix)
-        log.info("run folder: %s", folder)
+            _tell_what_is_known(loaded, engine, found)
+            log.info("run folder: %s", folder)
         try:
             progress = _run(config, engine, folder, signals, run_log, saved, command)
         except (UserError, StopRequested) as reason:
@@ -94,6 +87,17 @@ def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
             raise
         engine.close()
     return FinishedRun(folder=folder, progress=progress, is_main=engine.is_main)
+
+
+def _tell_what_is_known(loaded: LoadedConfig, engine: Engine, found: FoundCheckpoint | None) -> None:
+    """What was decided for the user, and what does not stop the run but may trouble it."""
+    for fault in found.passed_over if found is not None else ():
+        log.warning("passing over a damaged checkpoint: %s", fault)
+    for notice in loaded.notices:
+        log.info("note: %s", notice)
+    for check in checks_at_start(loaded.config, processes=engine.local_world_size):
+        if check.fix:
+            log.warning("%s: %s; fix: %s", check.name, check.found, check.fix)
 
 
 def check_before_start(loaded: LoadedConfig) -> None:
@@ -145,12 +149,12 @@ def _run(
     saved: SavedRun | None,
     command: str,
 ) -> Progress:
+    """Build what the loop drives, put a checkpoint's state into it, train, and write what a finished run leaves."""
     torch.manual_seed(config.seed)
     data = open_data(config, engine, folder)
     if saved is not None:
         check_same_run(saved, config, data_fingerprint=data.fingerprint)
     model = build_model(config).to(engine.device)
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizers = make_optimizers(model, config)
     engine.prepare(model, optimizers)
     task = build_task(config, engine, model)
@@ -183,7 +187,6 @@ def _run(
     )
     parts = LoopParts(
         config=config,
-        run_folder=folder,
         engine=engine,
         task=task,
         optimizers=optimizers,
@@ -201,8 +204,8 @@ def _run(
         progress = trainer.train()
     if engine.is_main:
         write_final_model(config, folder, model, average, progress, command=command)
-        if config.report:
-            write_run_report(config, folder, data, task.lpips, device=engine.device, command=command)
+    if engine.is_main and config.report:
+        write_run_report(config, folder, data, task.lpips, device=engine.device, command=command)
     engine.barrier()
     if not trainer.is_saved:
         raise UserError(
@@ -226,6 +229,7 @@ def build_model(config: TrainConfig) -> TAEHV:
             initialise_he(model, seed=config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing
     model.folded_training = True  # the same function and gradients in less work (docs/performance.md)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model.train()
 
 

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -53,7 +52,6 @@ class LoopParts:
     """What the loop drives; `tinyvae.training.start` puts it together."""
 
     config: TrainConfig
-    run_folder: Path
     engine: Engine
     task: TrainingTask
     optimizers: OptimizerSet

@@ -1,12 +1,15 @@
 """One real training step before the run: how much memory it takes, and how long.
 
-On a GPU the step is taken at full size. On a CPU it is taken with one small clip and scaled by the number of pixels;
-activations are counted as autograd keeps them, which does not depend on the allocator.
+On a GPU the step is taken at full size. On a CPU it is taken with a few small clips and scaled by the number of pixels
+(but for the optimiser, whose time is that of the weights); activations are counted as autograd keeps them, which does
+not depend on the allocator.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +22,7 @@ from tinyvae.errors import UserError
 from tinyvae.training.guards import is_out_of_memory
 
 SMALL_SIDE = 64
-COUNTED_STEPS = 2  # the first one warms up
+SMALL_BATCH = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,20 @@ class StateBytes:
 
     weights: int
     discriminator: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """``micro_batch_s``: forward and backward of one micro-batch. ``optimiser_s``: once per step. ``kept_bytes``: what
+    autograd kept of a micro-batch for its backward pass."""
+
+    micro_batch_s: float
+    optimiser_s: float
+    kept_bytes: int
+
+    def step_s(self, *, micro_batches: int, scale: float = 1.0) -> float:
+        """Seconds of an optimiser step whose micro-batches are ``scale`` times as large."""
+        return self.micro_batch_s * scale * micro_batches + self.optimiser_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +85,7 @@ def _full_size_step(config: TrainConfig) -> TrialStep:
     free, total = torch.cuda.mem_get_info(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        seconds, _ = _take_steps(config, device)
+        cost = _take_steps(config, device)
     except (RuntimeError, MemoryError) as fault:
         if not is_out_of_memory(fault):
             raise
@@ -79,45 +96,49 @@ def _full_size_step(config: TrainConfig) -> TrialStep:
     finally:
         torch.cuda.empty_cache()
     used = torch.cuda.max_memory_reserved(device) + (total - free)
-    accumulated = seconds * config.gradient_accumulation_steps
-    return TrialStep(memory_bytes=used, available_bytes=total, seconds=accumulated, measured_at=at)
+    seconds = cost.step_s(micro_batches=config.gradient_accumulation_steps)
+    return TrialStep(memory_bytes=used, available_bytes=total, seconds=seconds, measured_at=at)
 
 
 def _scaled_step(config: TrainConfig) -> TrialStep:
-    """A step with one small clip and no teacher (its pass on a CPU would take minutes), scaled to the real size."""
+    """A step with small clips and no teacher (its pass on a CPU would take minutes), scaled to the real size."""
     factor = config.spec.space_factor
     side = max(SMALL_SIDE // factor, 2) * factor
     small = replace(
         config,
         height=min(config.height, side),
         width=min(config.width, side),
-        train_batch_size=1,
+        train_batch_size=min(config.train_batch_size, SMALL_BATCH),
         use_ref_vae=False,
         encoder_loss_weight=0.0,
         decoder_loss_weight=0.0,
         compile_model=False,
     )
-    at = f"1 clip of {small.n_frames} frames of {small.height}x{small.width} on the CPU, scaled by pixels"
+    pixels, small_pixels = (c.train_batch_size * c.height * c.width for c in (config, small))
+    scale = pixels / small_pixels
+    clips = "1 clip" if small.train_batch_size == 1 else f"{small.train_batch_size} clips"
+    at = f"{clips} of {small.n_frames} frames of {small.height}x{small.width} on the CPU"
+    if scale > 1:
+        at += ", scaled by pixels"
     if config.use_ref_vae:
         at += ", without the teacher"
     try:
-        seconds, activations = _take_steps(small, torch.device("cpu"))
+        cost = _take_steps(small, torch.device("cpu"))
     except UserError as mistake:
         return TrialStep(measured_at=at, fault=str(mistake))
-    scale = config.train_batch_size * config.height * config.width / (small.height * small.width)
     state = state_bytes(config)
     # weights, gradients, two moments, the average; Seraena has no average
     fixed = 5 * state.weights + 4 * state.discriminator
     return TrialStep(
-        memory_bytes=int(fixed + activations * scale),
+        memory_bytes=int(fixed + cost.kept_bytes * scale),
         available_bytes=psutil.virtual_memory().available,
-        seconds=seconds * scale * config.gradient_accumulation_steps,
+        seconds=cost.step_s(micro_batches=config.gradient_accumulation_steps, scale=scale),
         measured_at=at,
     )
 
 
-def _take_steps(config: TrainConfig, device: torch.device) -> tuple[float, int]:
-    """(seconds of one micro-batch's step, bytes that autograd kept for its backward pass)."""
+def _take_steps(config: TrainConfig, device: torch.device) -> StepCost:
+    """What a micro-batch and the optimiser cost in the second of two steps; the first warms up and counts bytes."""
     from tinyvae.training.engine import Engine
     from tinyvae.training.optimizers import make_optimizers
     from tinyvae.training.start import build_model, build_task
@@ -128,20 +149,26 @@ def _take_steps(config: TrainConfig, device: torch.device) -> tuple[float, int]:
     engine.prepare(model, optimizers)
     task = build_task(config, engine, model)
     frames = torch.rand(config.train_batch_size, config.n_frames, 3, config.height, config.width, device=device)
-    kept = _KeptBytes()
-    seconds = 0.0
-    for number in range(COUNTED_STEPS):
+
+    def seconds_of(work: Callable[[], object]) -> float:
         started = time.perf_counter()
-        with engine.autocast(), torch.autograd.graph.saved_tensors_hooks(kept.count, _unchanged):
-            losses = task.losses(frames, use_seraena=config.use_seraena)
-        engine.backward(losses.total)
-        engine.finish_step(max_grad_norm=config.max_grad_norm)
+        work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - started
-        if number == 0:
-            first = kept.total
-    return seconds, first
+        return time.perf_counter() - started
+
+    def micro_batch(watch: AbstractContextManager[object] = nullcontext()) -> None:  # noqa: B008 (it holds nothing)
+        with engine.autocast(), watch:  # the forward pass alone: what checkpointing makes again is not kept
+            losses = task.losses(frames, use_seraena=config.use_seraena)
+        engine.backward(losses.total)
+
+    def optimiser() -> None:
+        engine.finish_step(max_grad_norm=config.max_grad_norm)
+
+    kept = _KeptBytes()
+    micro_batch(torch.autograd.graph.saved_tensors_hooks(kept.count, _unchanged))
+    optimiser()
+    return StepCost(micro_batch_s=seconds_of(micro_batch), optimiser_s=seconds_of(optimiser), kept_bytes=kept.total)
 
 
 class _KeptBytes:
