@@ -16,7 +16,8 @@ from copy_codec import CopyCodec
 from safetensors.torch import load_file
 
 from tinyvae import TAEHV
-from tinyvae.data.decode import probe_video, read_frames
+from tinyvae.data.decode import probe_video, read_frames, uneven_times_s
+from tinyvae.data.write import VideoWriter
 from tinyvae.errors import UserError
 from tinyvae.evaluation.reconstruct import Outputs, decode_to_video, encode_to_file, reconstruct_video
 from tinyvae.evaluation.round_trip import StreamedCodec, open_model
@@ -142,8 +143,30 @@ def test_files_of_all_kinds(shared: Path, tmp_path: Path) -> None:
         reconstruct_video(opened(CopyCodec()), hostile / name, Outputs(video=tmp_path / "out.mp4", overwrite=True))
         info = probe_video(tmp_path / "out.mp4")
         assert (info.frames, (info.height, info.width)) == (frames, size)
-    reconstruct_video(opened(CopyCodec()), hostile / "vfr_gap.mp4", Outputs(video=tmp_path / "vfr.mp4"))
-    assert probe_video(tmp_path / "vfr.mp4").frames == 60  # uneven times become even; no frame is lost
+    source, target = hostile / "frame_index_vfr.mp4", tmp_path / "vfr.mp4"
+    reconstruct_video(opened(CopyCodec()), source, Outputs(video=target))
+    before, after = (uneven_times_s(path, probe_video(path)) for path in (source, target))
+    assert before is not None and after is not None and np.abs(before - after).max() < 1e-3 and len(after) == 200
+
+
+def test_uneven_times_are_kept(write_video: WriteVideo, tmp_path: Path) -> None:
+    """A telephone's film of variable rate: a second without frames must not move the voice after it."""
+    times = [0, 0.04, 0.08, 0.1, 0.12, 0.15, 0.9, 0.95, 1.0, 1.1, 1.2, 1.3]
+    even, source = write_video("even.mp4", frames=12), tmp_path / "in.mp4"
+    with VideoWriter(source, fps=10, width=64, height=48, times_s=times) as writer:
+        writer.write(read_frames(even, range(12)))
+    assert uneven_times_s(even, probe_video(even)) is None
+    round_trip = opened(CopyCodec())
+    outputs = Outputs(video=tmp_path / "out.mp4", side_by_side=tmp_path / "beside.mp4")
+    reconstruct_video(round_trip, source, outputs)
+    encode_to_file(round_trip, source, tmp_path / "x.safetensors")
+    decode_to_video(round_trip, tmp_path / "x.safetensors", tmp_path / "decoded.mp4", audio_from=source)
+    for name in ("in.mp4", "out.mp4", "beside.mp4", "decoded.mp4"):
+        found = uneven_times_s(tmp_path / name, probe_video(tmp_path / name))
+        assert found is not None and found == pytest.approx(times, abs=1e-4), name
+    reconstruct_video(round_trip, source, Outputs(video=tmp_path / "short.mp4"), max_frames=7)
+    cut = uneven_times_s(tmp_path / "short.mp4", probe_video(tmp_path / "short.mp4"))
+    assert cut is not None and cut == pytest.approx(times[:7], abs=1e-4)
 
 
 PEAK_SCRIPT = """

@@ -17,10 +17,10 @@ import torch
 
 from tinyvae.data.frame_stream import count_frames, seek_frames
 from tinyvae.data.pixels import RgbConverter
-from tinyvae.data.probe import Look, VideoInfo, find_timeline, probe_video, same_look
+from tinyvae.data.probe import Look, VideoInfo, find_timeline, probe_video, same_look, uneven_times_s
 from tinyvae.data.video_file import Deadline, ends_crc, open_video, unreadable
 
-__all__ = ["VideoInfo", "iterate_frames", "probe_video", "read_frames"]
+__all__ = ["VideoInfo", "iterate_frames", "probe_video", "read_frames", "uneven_times_s"]
 
 
 def read_frames(

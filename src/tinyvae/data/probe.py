@@ -157,6 +157,19 @@ def find_timeline(path: Path, info: VideoInfo | None, deadline: Deadline) -> Tim
     return VariableTimeline(pts=times) if times is not None else None
 
 
+def uneven_times_s(path: Path, info: VideoInfo, *, timeout_s: float = 30.0) -> npt.NDArray[np.float64] | None:
+    """When each frame is shown, in seconds after the first; None where times are even or cannot be told."""
+    if info.timing is not Timing.VARIABLE:
+        return None
+    deadline = Deadline(path, timeout_s)
+    times = _remembered_times(path, deadline)
+    with open_video(path, deadline) as video:
+        time_base = video.stream.time_base
+    if times is None or time_base is None or len(times) != info.frames:
+        return None
+    return (times - times[0]) * float(time_base)
+
+
 _scans: OrderedDict[tuple[str, int, int], npt.NDArray[np.int64] | None] = OrderedDict()
 
 

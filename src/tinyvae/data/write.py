@@ -6,6 +6,7 @@ A file appears under its name only when it is complete: a killed write leaves at
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,7 @@ from typing import Any, Literal, Self
 
 import av
 import numpy as np
+import numpy.typing as npt
 import torch
 from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoReformatter
 
@@ -25,6 +27,7 @@ FORMATS = {".mp4": "mp4", ".mov": "mov", ".mkv": "matroska"}
 _EXACT = int(
     Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INP | Interpolation.FULL_CHR_H_INT
 )
+_FINE_TIME_BASE = Fraction(1, 90_000)  # of videos whose frames do not follow each other evenly
 _BT709 = 1  # the value of the matrix, of the primaries and of the transfer curve
 
 
@@ -56,6 +59,9 @@ class VideoWriter:
     ``audio_from`` names a video whose first sound track is carried over from its
     start, cut to the length of the frames: copied as it is where the container can hold it, else as AAC; a source
     without sound gives a file without sound. ``pixel_aspect`` is the source's ``VideoInfo.pixel_aspect``.
+
+    ``times_s`` (one for each frame, rising from 0) makes a video of variable frame rate; ``fps`` is then its average,
+    which the encoder plans with. None: frames follow each other evenly.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class VideoWriter:
         pixel_aspect: float = 1.0,
         pixel_format: Literal["yuv420p", "yuv444p"] = "yuv420p",
         audio_from: Path | None = None,
+        times_s: Sequence[float] | npt.NDArray[np.float64] | None = None,
         overwrite: bool = False,
     ) -> None:
         self.path = Path(path)
@@ -79,6 +86,8 @@ class VideoWriter:
         even = pixel_format == "yuv420p"
         self._extra_width, self._extra_height = (width % 2, height % 2) if even else (0, 0)
         self.rate = frame_rate(fps)
+        self._times_s = times_s
+        self._time_base = 1 / self.rate if times_s is None else _FINE_TIME_BASE
         self.frames_written = 0
         self._overwrite = overwrite
         if self.path.suffix.lower() not in FORMATS:
@@ -112,7 +121,7 @@ class VideoWriter:
         stream.width, stream.height = self.width + self._extra_width, self.height + self._extra_height
         stream.pix_fmt = self._pixel_format
         context = stream.codec_context
-        context.time_base = 1 / self.rate
+        context.time_base = self._time_base
         context.gop_size = key_interval
         context.thread_count = 1
         context.color_range = ColorRange.MPEG
@@ -131,7 +140,19 @@ class VideoWriter:
                 self._container.mux(packet)
             self.frames_written += 1
             if self._audio is not None:
-                self._audio.mux_until(self.frames_written / self.rate)
+                self._audio.mux_until(self._start_s(self.frames_written))
+
+    def _start_s(self, number: int) -> Fraction:
+        """When frame ``number`` is shown; the last one of variable times stays as long as an average one."""
+        if self._times_s is None:
+            return number / self.rate
+        assert number <= len(self._times_s), f"frame {number} has no time"
+        if number < len(self._times_s):
+            return Fraction(float(self._times_s[number]))
+        return Fraction(float(self._times_s[-1])) + 1 / self.rate
+
+    def _pts(self, number: int) -> int:
+        return round(self._start_s(number) / self._time_base)
 
     def _to_yuv(self, frame_CHW: np.ndarray) -> av.VideoFrame:
         padded = np.pad(frame_CHW, ((0, 0), (0, self._extra_height), (0, self._extra_width)), mode="edge")
@@ -144,8 +165,9 @@ class VideoWriter:
             interpolation=_EXACT,
             threads=1,
         )
-        frame.pts = self.frames_written
-        frame.time_base = 1 / self.rate
+        frame.pts = self._pts(self.frames_written)
+        frame.duration = self._pts(self.frames_written + 1) - frame.pts
+        frame.time_base = self._time_base
         frame.colorspace = frame.color_primaries = frame.color_trc = _BT709
         frame.color_range = ColorRange.MPEG
         return frame
@@ -160,7 +182,7 @@ class VideoWriter:
         for packet in self._stream.encode(None):
             self._container.mux(packet)
         if self._audio is not None:
-            self._audio.finish(self.frames_written / self.rate)
+            self._audio.finish(self._start_s(self.frames_written))
         self._release()
         if self._overwrite:
             os.replace(self._part, self.path)

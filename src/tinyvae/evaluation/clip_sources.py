@@ -8,15 +8,17 @@ data can be compared clip by clip.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.data.annotations import SPLIT_NAMES, VIDEO_SUFFIXES, default_data_root, iterate_entries
-from tinyvae.data.decode import iterate_frames, probe_video
+from tinyvae.data.decode import iterate_frames, probe_video, uneven_times_s
 from tinyvae.data.index import is_index, open_index
 from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
 
@@ -46,6 +48,8 @@ class ClipPart:
     """Whether frames are cropped and scaled to this size, or the file has it."""
     pixel_aspect: float = 1.0
     """Width / height of one pixel as it should be shown."""
+    times_s: npt.NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
+    """When each frame is shown, in seconds after the first; None where frames follow each other evenly."""
 
 
 def find_clips(
@@ -95,10 +99,13 @@ def _clips_of(data: Path, data_root: Path | None, split: str | None) -> list[Cli
     ]
 
 
-def measure_clip(clip: ClipSource, *, max_frames: int | None, size: tuple[int, int] | None) -> ClipPart:
+def measure_clip(
+    clip: ClipSource, *, max_frames: int | None, size: tuple[int, int] | None, with_times: bool = False
+) -> ClipPart:
     """What of a video will be evaluated; ``UnreadableVideoError`` for one that cannot be.
 
     ``size`` is (height, width): a centred window of that shape, scaled. None keeps every pixel of the file.
+    ``with_times`` also looks up uneven frame times, for those who write the film again.
     """
     if clip.known_bad:
         raise UnreadableVideoError(f"{clip.path}: {clip.known_bad} (as its index says)")
@@ -106,14 +113,17 @@ def measure_clip(clip: ClipSource, *, max_frames: int | None, size: tuple[int, i
     if info.interlaced:
         raise UnreadableVideoError(f"{clip.path}: interlaced; deinterlace it first, e.g. ffmpeg -vf bwdif")
     height, width = size if size is not None else (info.height, info.width)
+    num_frames = info.frames if max_frames is None else min(info.frames, max_frames)
+    times_s = uneven_times_s(clip.path, info, timeout_s=PROBE_TIMEOUT_S) if with_times else None
     return ClipPart(
         path=clip.path,
-        num_frames=info.frames if max_frames is None else min(info.frames, max_frames),
+        num_frames=num_frames,
         fps=info.fps,
         height=height,
         width=width,
         resized=(height, width) != (info.height, info.width),
         pixel_aspect=info.pixel_aspect,
+        times_s=times_s[:num_frames] if times_s is not None else None,
     )
 
 

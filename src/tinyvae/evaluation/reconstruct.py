@@ -2,7 +2,7 @@
 
 A film comes back with all of its frames. The codec's frame rule gives back fewer than went in for most lengths (48
 frames make 12 latents, which make 45 frames), so the last frame is repeated until every frame is covered, and what was
-repeated is cut off again. The written file has a constant frame rate, the average of the source's.
+repeated is cut off again. Frames of uneven times keep their times, so that picture and sound stay together.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -74,9 +76,9 @@ def reconstruct_video(
     max_frames: int | None = None,
     on_frames: OnFrames | None = None,
 ) -> Reconstruction:
-    """Encode and decode a video; same frames, same frame rate, same size, its sound carried over."""
+    """Encode and decode a video; same frames, same times, same size, its sound carried over."""
     started = time.perf_counter()
-    part = measure_clip(ClipSource(name=source.name, path=source), max_frames=max_frames, size=None)
+    part = measure_clip(ClipSource(name=source.name, path=source), max_frames=max_frames, size=None, with_times=True)
     covered = frames_to_cover(round_trip, part.num_frames)
     chunks = repeat_last(frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width)), covered)
     errors: list[float] = []
@@ -168,7 +170,8 @@ def decode_to_video(
 ) -> int:
     """A video of a latents file; returns its frame count. Size, length and frame rate are those the file states.
 
-    ``fps`` overrules the file; ``audio_from`` names a video whose sound is carried over.
+    ``fps`` overrules the file; ``audio_from`` names a video whose sound is carried over, and the times of its frames
+    where they are uneven and it has as many.
     """
     reader, codec = LatentReader(source), round_trip.codec
     check_variant(reader, codec.spec.name)
@@ -186,6 +189,7 @@ def decode_to_video(
         height=height,
         crf=crf,
         audio_from=audio_from,
+        times_s=_times_of(audio_from, limit) if audio_from is not None and fps is None else None,
         overwrite=overwrite,
         pixel_format=pixel_format_for(height, width),
     )
@@ -254,6 +258,12 @@ def pixel_format_for(height: int, width: int) -> Literal["yuv420p", "yuv444p"]:
     return "yuv444p" if height % 2 or width % 2 else "yuv420p"
 
 
+def _times_of(film: Path, num_frames: int) -> npt.NDArray[np.float64] | None:
+    """Uneven times of a film that has at least ``num_frames`` frames; None where they are even or too few."""
+    part = measure_clip(ClipSource(name=film.name, path=film), max_frames=num_frames, size=None, with_times=True)
+    return part.times_s if part.num_frames == num_frames else None
+
+
 def _video_writer(part: ClipPart, path: Path, outputs: Outputs, *, width: int | None = None) -> VideoWriter:
     path.parent.mkdir(parents=True, exist_ok=True)
     width = width or part.width
@@ -265,6 +275,7 @@ def _video_writer(part: ClipPart, path: Path, outputs: Outputs, *, width: int | 
         crf=outputs.crf,
         pixel_aspect=part.pixel_aspect,
         audio_from=part.path,
+        times_s=part.times_s,
         overwrite=outputs.overwrite,
         pixel_format=pixel_format_for(part.height, width),
     )

@@ -36,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="weights file, model, checkpoint or run folder")
     parser.add_argument("latents", nargs="+", type=Path, metavar="LATENTS", help="safetensors files")
     parser.add_argument("--fps", type=float, help="frames per second; default: as the file states, else 24")
-    parser.add_argument("--audio_from", type=Path, help="a video whose sound is carried over (one LATENTS file only)")
+    parser.add_argument(
+        "--audio_from",
+        type=Path,
+        help="a video whose sound and uneven frame times are carried over (one LATENTS file only)",
+    )
     add_quality_argument(parser)
     add_stream_arguments(parser)
 

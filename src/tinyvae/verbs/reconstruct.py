@@ -1,4 +1,4 @@
-"""Send videos through a model: encode, decode, write. Same frames, same frame rate, same size, with their sound.
+"""Send videos through a model: encode, decode, write. Same frames, same times, same size, with their sound.
 
 Any length in constant memory: frames are streamed. Sizes that are no multiple of the model's space factor are padded by
 their edge pixels and cropped back. Each VIDEO (a file, or a folder of them) becomes NAME_reconstructed.mp4.
