@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from tinyvae import TAEHV, save_model
-from tinyvae.config import FIELDS, GROUPS, TeacherType, TrainConfig
+from tinyvae.config import FIELDS, GROUPS, TeacherType, TrainConfig, path_keys
 from tinyvae.config_checks import GivenPath, check_config, check_paths, check_values
 from tinyvae.config_values import convert, convert_text, limits_in_words, type_in_words
 from tinyvae.errors import MissingFileError, UserError
@@ -129,6 +129,8 @@ def test_frozen_and_by_keyword() -> None:
 
 
 def test_text_is_held_as_a_path() -> None:
+    assert all(isinstance(getattr(replace(TrainConfig(), **{key: "a/b"}), key), Path) for key in path_keys())
+    assert {"logging_dir", "output_dir", "data_root"} <= set(path_keys())
     config = TrainConfig(data_root="clips", output_dir="out")  # type: ignore[arg-type]
     assert config.data_root == Path("clips")
     assert config.output_dir == Path("out")

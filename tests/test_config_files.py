@@ -469,6 +469,18 @@ def test_the_variant_comes_from_the_weights_where_nothing_states_it(tmp_path: Pa
 # run folders
 
 
+def test_weights_that_cannot_be_read_are_one_mistake_among_others(tmp_path: Path) -> None:
+    (tmp_path / "broken.pth").write_bytes(b"nothing")
+    text = refusal(write(tmp_path, 'args.pretrained_model_path = "broken.pth"\nargs.hieght = 64\n'))
+    assert "2 mistakes" in text and "pretrained_model_path: " in text and "Did you mean 'height'?" in text
+
+
+def test_the_trackers_folder_may_lie_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load_config("quickstart", ["--logging_dir", "~/boards"]).config.logging_dir == Path("/home/me/boards")
+    assert load_config("quickstart", ["--logging_dir", "boards"]).config.logging_dir == Path("boards")
+
+
 def test_a_run_folder_gets_its_time_once() -> None:
     now = datetime.datetime(2026, 11, 15, 7, 8, 9)
     assert new_run_folder(Path("/out/%Y-%m-%d_%H-%M-%S"), now) == Path("/out/2026-11-15_07-08-09")

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from tinyvae.models.variants import VariantSpec, get_spec
 
@@ -318,15 +318,7 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        for key in (
-            "pretrained_model_path",
-            "data_root",
-            "annotation_file",
-            "index_path",
-            "lpips_weights",
-            "decoded_cache_dir",
-            "output_dir",
-        ):
+        for key in path_keys():
             value: object = getattr(self, key)
             if isinstance(value, str):  # text is what people write for a path; it is held as one
                 object.__setattr__(self, key, Path(value))
@@ -373,3 +365,9 @@ FIELDS: Mapping[str, dataclasses.Field[Any]] = {field.name: field for field in d
 def field_types() -> dict[str, Any]:
     """Key -> its type, as an object."""
     return get_type_hints(TrainConfig)
+
+
+@functools.cache
+def path_keys() -> tuple[str, ...]:
+    """The keys whose values are paths (or none)."""
+    return tuple(key for key, kind in field_types().items() if kind is Path or Path in get_args(kind))

@@ -39,6 +39,13 @@ def test_a_line_is_the_mean_of_its_steps_and_their_parts() -> None:
     assert log.take(2)["train/loss"] == pytest.approx(8.0), "the line before is still in it"
 
 
+def test_muons_rate_stands_beside_adamws() -> None:
+    log = log_of(optimizer="muon", muon_learning_rate=0.02)
+    add_step(log, 1.0)
+    assert log.take(2)["train/muon_learning_rate"] == pytest.approx(0.02)
+    assert "train/muon_learning_rate" not in log_of().take(2)
+
+
 def test_a_skipped_step_and_a_failed_attempt_are_left_out() -> None:
     log = log_of()
     add_step(log, 2.0)

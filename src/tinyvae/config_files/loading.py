@@ -228,6 +228,8 @@ class _Merging:
         self.values[key] = self._from_base(layer.base, key, known)
 
     def _from_base(self, base: Path, key: str, value: Any) -> Any:
+        if key == "logging_dir":
+            return value.expanduser()
         if value is None or key not in (*PATH_KEYS, *TEACHER_KEYS, "resume_from_checkpoint"):
             return value
         self.given[key] = GivenPath(text=str(value), base=base)
@@ -288,9 +290,14 @@ class _Merging:
         elif weights is not None and weights.exists():
             from tinyvae.models.weights import find_weights, read_weights, tell_variant
 
-            file = find_weights(weights)
-            state, stated = read_weights(file)
-            spec = tell_variant(state, stated=stated, variant=None, origin=file)
+            try:
+                file = find_weights(weights)
+                state, stated = read_weights(file)
+                spec = tell_variant(state, stated=stated, variant=None, origin=file)
+            except UserError as mistake:
+                keys = ("pretrained_model_path", "variant")
+                self.complaints.append(Complaint(keys=keys, text=f"pretrained_model_path: {mistake}"))
+                return
             self._decide(
                 "variant", spec.name, f"the weights in {file} are of that network; set variant to say otherwise"
             )

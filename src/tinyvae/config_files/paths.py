@@ -10,17 +10,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tinyvae.config import path_keys
+
 PROJECT_MARKERS = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "requirements.txt")
 
-PATH_KEYS = (
-    "pretrained_model_path",
-    "data_root",
-    "annotation_file",
-    "index_path",
-    "lpips_weights",
-    "decoded_cache_dir",
-    "output_dir",
-)
+PATH_KEYS = tuple(key for key in path_keys() if key != "logging_dir")
 """Keys that always name a file or folder. ``logging_dir`` is not here: it is relative to the run's folder."""
 
 TEACHER_KEYS = ("ref_vae_path", "cogvideox_model_path")

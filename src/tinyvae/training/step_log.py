@@ -73,6 +73,8 @@ class StepLog:
             self.recent_loss = values["train/loss"]
         factor = learning_rate_factor(step - 1, self._config)
         values["train/learning_rate"] = self._config.learning_rate * factor
+        if self._config.optimizer == "muon":
+            values["train/muon_learning_rate"] = self._config.muon_learning_rate * factor
         values["train/frames_per_second"] = self._clips * self._config.n_frames / max(self._seconds, 1e-9)
         values["train/gpu_memory_gb"] = (
             torch.cuda.max_memory_allocated() / GIB if self._engine.device.type == "cuda" else 0.0

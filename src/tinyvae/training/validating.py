@@ -35,15 +35,17 @@ class Validator:
         config: TrainConfig,
         engine: Engine,
         folder: Path,
+        *,
         model: TAEHV,
         average: WeightAverage | None,
         data: RunData,
         lpips: LPIPS | None,
         run_log: RunLog,
-        *,
         stop_signal: Callable[[], int],
         from_step: int,
     ) -> None:
+        """``stop_signal``: the number of a signal that this rank has received, 0 for none. ``from_step``: the step that
+        the run begins at; what the history holds beyond it is dropped."""
         self._config = config
         self._engine = engine
         self._folder = folder
