@@ -74,6 +74,7 @@ else
     nodes=1 node=0
     [[ "${NNODES:-1}" == 1 ]] || refuse "NNODES=$NNODES needs MASTER_ADDR (the first machine) and RANK (this one's number)."
 fi
+[[ "${MASTER_PORT:-29500}" =~ ^[0-9]+$ ]] || refuse "MASTER_PORT must be a number, not '$MASTER_PORT'."
 total=$((gpus * nodes))
 if [[ "$config" == h100 && "$total" -eq 16 ]]; then preset=16gpu_h100; fi
 

@@ -145,6 +145,7 @@ def test_the_engine_is_chosen_by_the_launch_file_alone(stubs: Stubs) -> None:
         (["8", "h100"], {"CUDA_VISIBLE_DEVICES": "0,1"}, "2 are visible"),
         (["8", "h100"], {"MASTER_ADDR": "node1"}, "RANK must be this machine's number from 0 to 1"),
         (["8", "h100"], {"MASTER_ADDR": "node1", "RANK": "2"}, "RANK must be"),
+        (["8", "h100"], {"MASTER_PORT": "abc"}, "MASTER_PORT must be a number, not 'abc'"),
         (["8", "h100"], {"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
         (["8", "h100"], {"ENGINE": "horovod"}, "ENGINE must be ddp or deepspeed"),
     ],
