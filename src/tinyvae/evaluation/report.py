@@ -21,17 +21,15 @@ from tinyvae.evaluation.compare import Comparison
 from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
 from tinyvae.evaluation.evidence import ClipEvidence
 from tinyvae.evaluation.metrics import METRICS, sortable
+from tinyvae.evaluation.report_pictures import latent_section, player_section, worst_section
 from tinyvae.evaluation.report_sections import (
     clip_section,
     curve_section,
     environment_section,
     footer_text,
     header_html,
-    latent_section,
-    player_section,
     summary_section,
     training_section,
-    worst_section,
 )
 from tinyvae.evaluation.results_file import write_whole
 from tinyvae.evaluation.training_curves import Curves
