@@ -29,7 +29,7 @@ def test_the_card(tmp_path: Path) -> None:
     for words in (
         "# taehv, 0.2 M parameters",
         "from fresh weights, with no teacher",
-        "40 of 10000 steps, 160 clips of 8 frames of 64x48, 0.50 h",
+        "40 of 10000 steps, 160 clips of 8 frames of 64x48, 0:30:00 (h:mm:ss)",
         "losses (weight): reconstruction (10), temporal (0.5)\n",
         "running mean over the steps, decay 0.9",
         "`tinyvae train x --seed 1`",

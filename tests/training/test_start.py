@@ -65,6 +65,8 @@ def test_early_stopping_ends_the_run_and_says_why(clips: Path, tmp_path: Path) -
     frozen = {"learning_rate": 1e-30, "ema_decay": 0.0, "early_stopping_patience": 2, "max_train_steps": 20}
     run = train_here(arguments_for(clips, tmp_path / "run", validation_steps=2, **frozen))
     assert run.progress.step == 6  # the first validation is the best, two more bring nothing
+    text = (run.folder / "train.log").read_text()
+    assert "(best psnr)" in text and " at step 2)" in text and "stopping early: no better psnr in 2 validations" in text
     info = json.loads((run.folder / "early_stop_info.json").read_text())
     assert (info["best_step"], info["patience"], info["validations_without_improvement"]) == (2, 2, 2)
     assert (run.folder / "final_model.safetensors").exists()

@@ -170,7 +170,8 @@ def _hub_config(name: str, seen_from: Path) -> tuple[str, str | None, dict[str, 
             if file in published:
                 return name, subfolder, json.loads(Path(hub.hf_hub_download(name, file)).read_text())
     except _network_failures() as failure:
-        raise MissingFileError(f"{missing}: {_first_line(failure)}") from None
+        remedy = "name its folder, or download it first where there is a network"
+        raise MissingFileError(f"{missing} ({_first_line(failure)}); {remedy}.") from None
     raise MissingFileError(f"{missing} with a VAE's {CONFIG_NAME} in it.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -69,7 +70,7 @@ def model_card(config: TrainConfig, folder: Path, model: TAEHV, progress: Progre
             f"{spec.space_factor}x{spec.space_factor} pixels; width factor {spec.width:g}",
             f"- trained {_beginning(config)}, with {_teaching(config)}",
             f"- {progress.step} of {config.max_train_steps} steps, {progress.samples_seen} clips of {config.n_frames} "
-            f"frames of {config.height}x{config.width}, {progress.training_s / 3600:.2f} h of training steps",
+            f"frames of {config.height}x{config.width}, {timedelta(seconds=round(progress.training_s))} (h:mm:ss) in steps",
             f"- losses (weight): {_losses(config)}",
             f"- weights: {_weights(config)}",
             f"- command: `{command}`",

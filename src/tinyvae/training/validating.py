@@ -152,7 +152,12 @@ class Validator:
         shown = ", ".join(
             f"{name} {result.metrics[name]:.4g}" for name in ("psnr", "ssim", "lpips") if name in result.metrics
         )
-        best = " (best)" if improved else f" (best {progress.best_score:.4g} at step {progress.best_step})"
+        metric = self._config.metric_for_best_model
+        best = (
+            f" (best {metric})"
+            if improved
+            else f" (best {metric} {progress.best_score:.4g} at step {progress.best_step})"
+        )
         log.info("validation at step %d: %s%s", progress.step, shown, best)
         self._write_early_stop(progress, stop=stop)
 
