@@ -67,6 +67,9 @@ def cogvideox_folder(tmp_path: Path) -> Path:
 def test_a_reference_vae_can_stand_in_any_place(cogvideox_folder: Path, write_video: WriteVideo) -> None:
     video = write_video("clip.mp4", frames=14, height=40, width=48)  # 8k+1 and 8k: nine frames agree
     assert is_reference_vae(cogvideox_folder) and is_reference_vae(cogvideox_folder.parent)
+    for wrong in ({"variant": "taecvx"}, {"fused": True}):
+        with pytest.raises(UserError, match="is a reference VAE; leave it out"):
+            open_model(cogvideox_folder, **wrong)  # type: ignore[arg-type]
     (clip,) = evaluate(cogvideox_folder, video, lpips=None).clips
     assert clip.metrics.num_frames == 9 and clip.metrics.is_finite
     comparison = compare([TAEHV("taecvx", width=0.125), cogvideox_folder.parent], video, lpips=None)

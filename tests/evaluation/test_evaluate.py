@@ -97,7 +97,7 @@ def test_one_unreadable_video_among_many_is_skipped_and_named(write_video: Write
     result = evaluate(CopyCodec(), tmp_path / "clips", lpips=None)
     assert [clip.name for clip in result.clips] == ["good.mp4"] and not result.is_complete
     reasons = {skipped.name: skipped.reason for skipped in result.skipped}
-    assert "3 frames are fewer than the 4 of one taehv latent" in reasons["short.mp4"]
+    assert "it has 3 of the 4 frames that one taehv latent needs" in reasons["short.mp4"]
     assert "text.mp4" in reasons["text.mp4"]
 
 
@@ -107,10 +107,13 @@ def test_users_mistakes_are_one_sentence(write_video: WriteVideo, tmp_path: Path
         evaluate(CopyCodec(), tmp_path / "empty", lpips=None)
     with pytest.raises(MissingFileError, match="there is no data at"):
         evaluate(CopyCodec(), tmp_path / "nowhere", lpips=None)
-    with pytest.raises(UserError, match=r"no video of .* could be measured: .*3 frames are fewer than the 4"):
+    with pytest.raises(UserError, match=r"no video of .* could be measured: .*it has 3 of the 4 frames"):
         evaluate(CopyCodec(), write_video("short.mp4", frames=3), lpips=None)
     with pytest.raises(UserError, match="max_frames must be at least 1"):
         evaluate(CopyCodec(), write_video("a.mp4"), lpips=None, max_frames=0)
+    for device in ("meta", "cpu,vulkan"):
+        with pytest.raises(UserError, match="torch cannot compute on"):
+            evaluate(CopyCodec(), write_video(f"{device}.mp4"), lpips=None, device=device)
     with pytest.raises(UserError, match="no device 'gpu'"):
         evaluate(CopyCodec(), write_video("b.mp4"), lpips=None, device="gpu")
     with pytest.raises(UserError, match="there are no LPIPS weights at"):

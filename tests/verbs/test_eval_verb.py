@@ -59,7 +59,7 @@ def test_one_bad_video_among_many_gives_exit_code_1(
     (tmp_path / "broken.mp4").write_bytes(b"nothing like a video")
     assert run(["eval", str(run_folder), "--data", str(tmp_path), "--lpips", "off"]) == 1
     errors = capsys.readouterr().err
-    assert errors.count("broken.mp4") == 1 and "1 of the videos could not be measured" in errors
+    assert errors.count("broken.mp4") == 1 and "1 of 2 videos could not be measured" in errors
 
 
 def test_mistakes_are_one_sentence_and_exit_code_2(clips: Path, run_folder: Path, tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_an_output_folder_that_cannot_be_is_refused_before_the_work(setting: Pat
         run(["reconstruct", model, video, "--output_dir", str(tmp_path / "file" / "below")])
 
 
+@pytest.mark.filterwarnings("ignore:.*holds values that are not finite")
 def test_nan_gives_exit_code_1_and_is_named(setting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = load_model(setting / "model.safetensors")
     with torch.no_grad():

@@ -312,8 +312,8 @@ def check_length(part: ClipPart, round_trip: RoundTrip) -> None:
     needed = round_trip.frames_per_latent()
     if part.num_frames < needed:
         raise UnreadableVideoError(
-            f"{part.path}: {part.num_frames} frames are fewer than the {needed} of one {round_trip.facts.variant} "
-            "latent; use a longer video"
+            f"{part.path}: it has {part.num_frames} of the {needed} frames that one {round_trip.facts.variant} latent "
+            "needs; use a longer video"
         )
 
 

@@ -248,8 +248,8 @@ def short_note(part: ClipPart, round_trip: RoundTrip) -> str:
     if part.num_frames >= needed:
         return ""
     return (
-        f"{part.path}: {part.num_frames} frames are fewer than the {needed} of one {round_trip.facts.variant} latent, "
-        "so the last frame was repeated for the encoder"
+        f"{part.path}: it has {part.num_frames} of the {needed} frames that one {round_trip.facts.variant} latent "
+        "needs, so the last frame was repeated for the encoder"
     )
 
 

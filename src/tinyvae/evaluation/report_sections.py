@@ -1,4 +1,4 @@
-"""The sections of the report with numbers. Tables are plain HTML that reads without scripts; ``report.js`` adds the rest."""
+"""The sections of the report with numbers: plain HTML tables that read without scripts; ``report.js`` adds the rest."""
 
 from __future__ import annotations
 

@@ -39,6 +39,10 @@ def _device(name: str | torch.device) -> torch.device:
         if (device.index or 0) >= count:
             raise UserError(f"the device {str(device)!r} is not here: this machine shows {count} CUDA devices.")
         return torch.device("cuda", device.index or 0)
+    try:
+        torch.ones(1, device=device).item()
+    except (RuntimeError, NotImplementedError, AssertionError):
+        raise UserError(f"torch cannot compute on {str(device)!r} here; give cpu, cuda or cuda:0.") from None
     return device
 
 

@@ -248,6 +248,9 @@ def open_model(
 
     path, device = Path(model), device or torch.device("cpu")
     if is_reference_vae(path):
+        if variant is not None or fused:
+            flag = f"--variant {variant}" if variant is not None else "--fused"
+            raise UserError(f"{flag} is for models of the family, and {path} is a reference VAE; leave it out.")
         return open_reference_vae(path, device=device, dtype=dtype, label=label)
     if dtype is None and device.type == "cpu":
         dtype = torch.float32

@@ -14,6 +14,7 @@ exit code: 0 all videos measured with all models; 1 some were skipped (they are 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from tinyvae.errors import UserError
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.evaluation.compare import compare, with_own_labels
+    from tinyvae.evaluation.reference_vae import is_reference_vae
     from tinyvae.evaluation.resources import choose_devices
     from tinyvae.evaluation.round_trip import open_model
 
@@ -49,7 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
     devices, dtype = choose_devices(arguments.device), options.pop("dtype")
     round_trips = with_own_labels(
         [
-            open_model(path, variant=variant, device=devices[0], dtype=dtype, fused=arguments.fused)
+            open_model(
+                path,
+                variant=variant,
+                device=devices[0],
+                dtype=dtype,
+                fused=arguments.fused and not is_reference_vae(Path(path)),
+            )
             for path, variant in zip(arguments.models, _variants(arguments), strict=True)
         ]
     )

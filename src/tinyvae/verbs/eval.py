@@ -41,7 +41,9 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", metavar="HxW", help="crop and scale to this size, e.g. 480x720; default: as they are")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 or cuda:0,cuda:1; default: every GPU, else the CPU")
     parser.add_argument("--dtype", help=f"one of {', '.join(DTYPES)}; default: float32 on a CPU, else the file's")
-    parser.add_argument("--fused", action="store_true", help="run the folded network: same output, faster on a GPU")
+    parser.add_argument(
+        "--fused", action="store_true", help="run the folded network (not of a VAE): same output, faster on a GPU"
+    )
     parser.add_argument("--lpips", metavar="FILE", help="LPIPS weights; 'off' leaves the metric out; default: as found")
     parser.add_argument("--films", type=int, default=6, help="clips shown as films in the report (default 6)")
 
@@ -147,7 +149,8 @@ def report_problems(results: list[Any]) -> None:
     for reason in skipped.values():
         print(f"skipped: {reason}", file=sys.stderr)
     if skipped:
-        print(f"{len(skipped)} of the videos could not be measured and were skipped.", file=sys.stderr)
+        names = {clip.name for result in results for clip in (*result.clips, *result.skipped)}
+        print(f"{len(skipped)} of {len(names)} videos could not be measured and were skipped.", file=sys.stderr)
 
 
 def publish_results(result: Any, round_trips: list[Any], arguments: argparse.Namespace) -> None:
