@@ -70,7 +70,8 @@ def model_card(config: TrainConfig, folder: Path, model: TAEHV, progress: Progre
             f"{spec.space_factor}x{spec.space_factor} pixels; width factor {spec.width:g}",
             f"- trained {_beginning(config)}, with {_teaching(config)}",
             f"- {progress.step} of {config.max_train_steps} steps, {progress.samples_seen} clips of {config.n_frames} "
-            f"frames of {config.height}x{config.width}, {timedelta(seconds=round(progress.training_s))} (h:mm:ss) in steps",
+            f"frames of {config.height}x{config.width}, "
+            f"{timedelta(seconds=round(progress.training_s))} (h:mm:ss) in training steps",
             f"- losses (weight): {_losses(config)}",
             f"- weights: {_weights(config)}",
             f"- command: `{command}`",

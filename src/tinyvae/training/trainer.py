@@ -84,6 +84,7 @@ class Trainer:
         self.step_log = StepLog(parts.config, parts.engine)
         if state.step_log is not None:
             self.step_log.load_state_dict(state.step_log)
+        self.mistake: UserError | None = None  # why this rank has to stop
         self.is_saved = True  # whether the newest save that was tried is on disk
 
     def train(self) -> Progress:
@@ -110,37 +111,6 @@ class Trainer:
                 self._save_if_due()
         return self.progress
 
-    def step(self, clips: list[ClipBatch]) -> StepResult:
-        """One optimiser step over several micro-batches, all ranks together."""
-        parts, config = self.parts, self.config
-        if self.seraena_start is not None:
-            self.seraena_start = self.seraena_start.before_step(self.progress.step)
-        parts.optimizers.set_rates(learning_rate_factor(self.progress.step, config))
-        if self._uses_seraena:
-            parts.task.remember()
-        while (worst := self._compute_gradients(clips)) != Status.WELL:
-            self._undo_step()
-            if worst == Status.HAS_TO_STOP:
-                self._save(emergency=True)
-                raise PeerLostError(
-                    "another process of this run had to stop, its own message says why; the run is saved, go on with "
-                    "--resume latest when that is mended. See docs/troubleshooting.md#a-lost-process"
-                )
-            self._use_smaller_slices()
-        try:
-            result = parts.engine.finish_step(max_grad_norm=config.max_grad_norm)
-        except (RuntimeError, MemoryError) as fault:
-            if not is_out_of_memory(fault):
-                raise
-            # No save: some ranks may have stepped. The others notice that this one is gone.
-            raise UserError(
-                "out of memory while the gradients were applied; use --gradient_checkpointing true or a smaller "
-                "--train_batch_size, then --resume latest. See docs/troubleshooting.md#out-of-memory"
-            ) from None
-        if result.stepped and parts.average is not None:
-            parts.average.update(parts.task.model)
-        return result
-
     def _next_clips(self) -> list[ClipBatch]:
         """The step's clips. Where this rank has none, all ranks save before they stop."""
         try:
@@ -158,6 +128,28 @@ class Trainer:
         self._save(emergency=True)
         raise reason
 
+    def step(self, clips: list[ClipBatch]) -> StepResult:
+        """One optimiser step over several micro-batches, all ranks together."""
+        parts, config = self.parts, self.config
+        if self.seraena_start is not None:
+            self.seraena_start = self.seraena_start.before_step(self.progress.step)
+        parts.optimizers.set_rates(learning_rate_factor(self.progress.step, config))
+        if self._uses_seraena:
+            parts.task.remember()
+        while (worst := self._compute_gradients(clips)) != Status.WELL:
+            self._undo_step()
+            if worst == Status.HAS_TO_STOP:
+                self._save(emergency=True)
+                raise self.mistake or PeerLostError(
+                    "another process of this run had to stop, its own message says why; the run is saved, go on with "
+                    "--resume latest when that is mended. See docs/troubleshooting.md#a-lost-process"
+                )
+            self._use_smaller_slices()
+        result = self._apply_gradients()
+        if result.stepped and parts.average is not None:
+            parts.average.update(parts.task.model)
+        return result
+
     @property
     def _uses_seraena(self) -> bool:
         return self.seraena_start is not None and self.seraena_start.has_started
@@ -172,6 +164,11 @@ class Trainer:
             status = Status.WELL
         except AnotherRankInTrouble as trouble:
             return trouble.status
+        except PeerLostError:
+            raise  # nobody is left to be told
+        except UserError as mistake:  # a teacher that fails, say
+            self.mistake = mistake
+            status = Status.HAS_TO_STOP
         except (RuntimeError, MemoryError) as fault:
             if not is_out_of_memory(fault):
                 raise
@@ -212,6 +209,18 @@ class Trainer:
             raise out_of_memory_error(config.n_frames, config.height, config.width)
         self.slices = min(config.train_batch_size, 2 * self.slices)
         log.warning("going on with micro-batches in %d parts: the same maths in less memory", self.slices)
+
+    def _apply_gradients(self) -> StepResult:
+        try:
+            return self.parts.engine.finish_step(max_grad_norm=self.config.max_grad_norm)
+        except (RuntimeError, MemoryError) as fault:
+            if not is_out_of_memory(fault):
+                raise
+            # No save: some ranks may have stepped. The others notice that this one is gone.
+            raise UserError(
+                "out of memory while the gradients were applied; use --gradient_checkpointing true or a smaller "
+                "--train_batch_size, then --resume latest. See docs/troubleshooting.md#out-of-memory"
+            ) from None
 
     def _count(self, clips: list[ClipBatch], result: StepResult, *, seconds: float) -> None:
         engine, progress = self.parts.engine, self.progress

@@ -1,0 +1,50 @@
+"""The loop where a step cannot be computed: whatever the user can mend ends the run on all ranks, saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults import _around_losses
+from tiny_runs import SERAENA, arguments_for, launch, train_here
+
+from tinyvae.teachers import TeacherError
+from tinyvae.training.task import StepLosses, TrainingTask
+
+
+class TeacherFails:
+    """The teacher of one rank makes latents that are not finite, in its second step."""
+
+    def __init__(self, *, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, rank: int) -> None:
+        def change(number: int, compute: Any, num_clips: int) -> StepLosses:
+            if rank == self.rank and number == 2:
+                raise TeacherError("the teacher made latents that are not finite")
+            return compute()
+
+        _around_losses(change)
+
+
+def test_a_teacher_that_fails_stops_the_run_and_loses_nothing(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingTask, "losses", TrainingTask.losses)  # put back after the test
+    TeacherFails(rank=0)(0)
+    with pytest.raises(TeacherError, match="not finite"):
+        train_here(arguments_for(clips, tmp_path / "run", validation_steps=0))
+    assert (tmp_path / "run/emergency_checkpoint-1").is_dir()
+    assert "the run ends: the teacher made latents" in (tmp_path / "run/train.log").read_text()
+
+
+def test_a_teacher_that_fails_on_one_rank_stops_all_with_a_checkpoint(clips: Path, tmp_path: Path) -> None:
+    settings = {**SERAENA, "validation_steps": 0, "train_batch_size": 1}
+    running = launch(
+        arguments_for(clips, tmp_path / "run", **settings), tmp_path, ranks=2, prepare=TeacherFails(rank=1)
+    )
+    assert running.wait(120) == [1, 2], running.both_logs()
+    assert "the teacher made latents that are not finite" in running.log(1)
+    assert "another process of this run had to stop" in running.log(0)
+    assert (tmp_path / "run/emergency_checkpoint-1").is_dir()
