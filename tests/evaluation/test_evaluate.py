@@ -21,6 +21,7 @@ from tinyvae.errors import MissingFileError, UserError
 from tinyvae.evaluation import clip_metrics, evaluate
 from tinyvae.evaluation import round_trip as round_trip_module
 from tinyvae.evaluation.metrics import METRICS, PSNR_CAP_DB, ClipMeter
+from tinyvae.evaluation.resources import choose_devices
 from tinyvae.evaluation.results_file import results_as_json
 from tinyvae.evaluation.round_trip import StreamedCodec, label_of, open_model, own_memory_bytes
 from tinyvae.models.codec import CodecMemory
@@ -79,6 +80,15 @@ def test_several_devices_give_the_same_numbers(write_video: WriteVideo, tmp_path
     assert [clip.name for clip in two.clips] == [clip.name for clip in one.clips] == [f"{i}.mp4" for i in range(4)]
     assert [clip.metrics for clip in two.clips] == [clip.metrics for clip in one.clips]
     assert two.cost.num_devices == 2
+
+
+def test_a_gpu_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_devices("cuda:0, cuda:1") == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    with pytest.raises(UserError, match="'cuda:0' is named twice"):
+        choose_devices("cuda,cuda:0")
+    with pytest.raises(UserError, match="this machine shows 2 CUDA devices"):
+        choose_devices("cuda:2")
 
 
 def test_size_and_frame_limits(write_video: WriteVideo, tmp_path: Path) -> None:

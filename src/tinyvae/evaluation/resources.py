@@ -26,6 +26,9 @@ def choose_devices(wanted: str | torch.device | Sequence[str | torch.device] | N
     devices = [_device(name) for name in names]
     if not devices:
         raise UserError("no device was named; give cpu, cuda, cuda:0 or cuda:0,cuda:1.")
+    twice = next((device for device in devices if device.type == "cuda" and devices.count(device) > 1), None)
+    if twice is not None:
+        raise UserError(f"the device '{twice}' is named twice; one worker keeps a GPU busy, so name each once.")
     return devices
 
 
