@@ -145,7 +145,10 @@ class TrainConfig:
     max_train_steps: int = option(10_000, "step", "Optimiser steps of the whole run.", at_least=1)
     train_batch_size: int = option(4, "step", "Clips of one micro-batch on one device.", at_least=1)
     gradient_accumulation_steps: int = option(
-        1, "step", "Micro-batches per optimiser step; the same maths as one larger batch.", at_least=1
+        1,
+        "step",
+        "Micro-batches per optimiser step; the same maths as one larger batch (Seraena trains in each of them).",
+        at_least=1,
     )
     mixed_precision: Literal["no", "fp16", "bf16"] = option(
         "no", "step", "Precision of the networks in training; losses are in fp32 always."

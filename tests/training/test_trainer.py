@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,21 @@ def test_a_teacher_that_fails_on_one_rank_stops_all_with_a_checkpoint(clips: Pat
     assert "the teacher made latents that are not finite" in running.log(1)
     assert "another process of this run had to stop" in running.log(0)
     assert (tmp_path / "run/emergency_checkpoint-1").is_dir()
+
+
+def test_early_stopping_ends_both_ranks_with_the_scores_of_one(clips: Path, tmp_path: Path) -> None:
+    """Frozen weights: the clips of a validation shared by two ranks score what one rank scores on all of them."""
+    frozen = {"learning_rate": 1e-30, "ema_decay": 0.0, "early_stopping_patience": 1, "validation_steps": 1}
+    alone = train_here(arguments_for(clips, tmp_path / "one", **frozen))
+    pair = launch(arguments_for(clips, tmp_path / "two", train_batch_size=1, **frozen), tmp_path, ranks=2)
+    assert pair.wait(120) == [0, 0], pair.both_logs()
+    assert alone.progress.step == 2
+    stops, histories = (
+        [json.loads((tmp_path / run / name).read_text()) for run in ("one", "two")]
+        for name in ("early_stop_info.json", "validation_history.json")
+    )
+    assert [stop["step"] for stop in stops] == [2, 2]
+    for of_one, of_two in zip(*histories, strict=True):
+        assert of_one["num_clips"] == of_two["num_clips"] == 2
+        for name in ("psnr", "psnr_std", "ssim", "ssim_std"):
+            assert of_two[name] == pytest.approx(of_one[name], rel=1e-6), name
