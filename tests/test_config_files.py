@@ -161,6 +161,20 @@ def test_each_old_key_gets_one_line(tmp_path: Path) -> None:
     assert not set(OLD_KEYS) & set(FIELDS)
 
 
+def test_an_old_key_may_say_what_only_a_running_program_knows(tmp_path: Path) -> None:
+    lines = (
+        "import os, torch",
+        'args.world_size = int(os.environ["NO_SUCH_WORLD_SIZE"])',
+        'args.device_type = "cuda" if torch.cuda.is_available() else "cpu"',
+        "args.model_dtype = torch.bfloat16",
+        "args.ref_vae_dtype = torch.half",
+    )
+    loaded = load_config(write(tmp_path, "\n".join(lines)))
+    assert loaded.config.ref_vae_dtype == "float16"
+    assert [notice.split()[0] for notice in loaded.notices] == ["world_size", "device_type", "model_dtype"]
+    assert "line 1" in refusal(write(tmp_path, "args.height = torch.cuda.device_count()"))
+
+
 def test_files_of_many_node_runs_load(tmp_path: Path) -> None:
     lines = "".join(f"args.{key} = True\n" for key in OLD_KEYS)
     assert len(load_config(write(tmp_path, lines)).notices) == len(OLD_KEYS)

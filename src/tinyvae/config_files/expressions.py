@@ -27,6 +27,15 @@ SET_MAKERS = (
 )
 """Calls that make an object with attributes; read as dictionaries."""
 
+DTYPES: Mapping[str, str] = {
+    "torch.float32": "float32",
+    "torch.float": "float32",
+    "torch.float16": "float16",
+    "torch.half": "float16",
+    "torch.bfloat16": "bfloat16",
+}
+"""A precision as torch's own object -> its name as a setting."""
+
 
 class NotASettingError(Exception):
     """An expression that is more than a setting may be; the message says what."""
@@ -152,6 +161,8 @@ class Expressions:
         return BINARY_OPERATORS[type(node.op)](left, right)
 
     def _attribute(self, node: ast.Attribute) -> Any:
+        if dotted(node) in DTYPES:
+            return DTYPES[dotted(node) or ""]
         owner = self.value(node.value)
         if isinstance(owner, dict):
             if node.attr not in owner:

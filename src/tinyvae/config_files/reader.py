@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyvae.config_files.expressions import BINARY_OPERATORS, SET_MAKERS, Expressions, NotASettingError, dotted
+from tinyvae.config_files.old_keys import OLD_KEYS
 from tinyvae.errors import UserError
 
 SETTINGS_NAME = "args"
@@ -114,7 +115,16 @@ class _Reading:
         key = self._key_of(target)
         if key is None:
             raise NotASettingError(f"`{ast.unparse(target)}` is neither a setting nor a variable")
-        self._set(key, self.expressions.value(value), target.lineno)
+        self._set(key, self._value_of(key, value), target.lineno)
+
+    def _value_of(self, key: str, value: ast.expr) -> Any:
+        """The value of a setting; None for a key that another part decides now, where it would have to be run."""
+        try:
+            return self.expressions.value(value)
+        except NotASettingError:
+            if key in OLD_KEYS:
+                return None
+            raise
 
     def _assign_name(self, name: str, value: ast.expr) -> None:
         call = dotted(value.func) if isinstance(value, ast.Call) else None
