@@ -21,6 +21,7 @@ from tinyvae.evaluation.compare import compare
 from tinyvae.evaluation.evidence import PLAYER_FRAMES, choose_clips, gather_evidence
 from tinyvae.evaluation.publish import publish
 from tinyvae.evaluation.report import MAX_CURVE_FRAMES, Report, listed_clips, report_html, write_report
+from tinyvae.evaluation.report_pictures import player_section, worst_section
 from tinyvae.evaluation.report_sections import training_section
 from tinyvae.evaluation.round_trip import open_model
 from tinyvae.evaluation.training_curves import MAX_POINTS, find_run_folder, read_training_curves
@@ -191,6 +192,9 @@ def test_a_page_without_films_and_with_nan(write_video: WriteVideo) -> None:
     text = report_html(report)
     assert Parsed(text).open == [] and "NaN" in text and 'id="stage"' not in text
     assert page_data(text)["players"] == []
+    shown = gather_evidence([open_model(CopyCodec(offset=float("nan")))], [result], limit=1)
+    pictures = player_section(shown) + worst_section(shown, 1)
+    assert "NaN dB at its worst" in pictures and "nan dB" not in pictures
 
 
 def test_training_curves_of_a_run(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinyvae import TAEHV, save_model
+from tinyvae import TAEHV, load_model, save_model
 from tinyvae.cli import run
 from tinyvae.data.sample_clips import write_sample_clips
 from tinyvae.errors import UserError
@@ -50,6 +50,22 @@ def test_variants_are_given_for_each_model(setting: Path) -> None:
         run(["compare", *models, "--data", str(setting / "clips"), "--variant", "taehv"])
     with pytest.raises(UserError, match="at least two models"):
         run(["compare", models[0], "--data", str(setting / "clips")])
+
+
+@pytest.mark.filterwarnings("ignore:.*holds values that are not finite")
+def test_a_model_that_makes_nan_loses_and_is_named(
+    setting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = load_model(setting / "grey.safetensors")
+    with torch.no_grad():
+        model.decoder[-1].bias.fill_(float("nan"))
+    save_model(model, tmp_path / "broken.safetensors")
+    models = [str(tmp_path / "broken.safetensors"), str(setting / "grey.safetensors")]
+    assert run(["compare", *models, "--data", str(setting / "clips"), "--lpips", "off", "--max_clips", "2"]) == 1
+    shown = capsys.readouterr()
+    assert "winners by mean: PSNR grey" in shown.out and "no clip has numbers of both models" in shown.out
+    assert "nan" not in shown.out and "inf" not in shown.out and "NaN" in shown.out
+    assert "(NaN) in 2 clips, first in" in shown.err
 
 
 def test_equal_models_have_no_winner(setting: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -377,4 +377,5 @@ def _notes_on(results: Sequence[ClipResult]) -> tuple[str, ...]:
     broken = [clip.name for clip in results if not clip.metrics.is_finite]
     if not broken:
         return ()
-    return (f"the decoder made values that are no numbers (NaN) in {len(broken)} clips, the first is {broken[0]}.",)
+    count = "one clip" if len(broken) == 1 else f"{len(broken)} clips"
+    return (f"the decoder made values that are no numbers (NaN) in {count}, first in {broken[0]}.",)

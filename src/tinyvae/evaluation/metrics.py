@@ -51,7 +51,11 @@ class MetricInfo:
         """The number as tables print it."""
         if value is None:
             return "not measured"
-        return f"{value * self.shown_scale:.{self.digits}f}"
+        return f"{value * self.shown_scale:.{self.digits}f}" if math.isfinite(value) else "NaN"
+
+    def shown_difference(self, difference: float) -> str:
+        """The same with its sign, for one value less another."""
+        return f"{difference * self.shown_scale:+.{self.digits}f}" if math.isfinite(difference) else "NaN"
 
     def badness(self, value: float) -> float:
         """A number that is smaller for better values."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from tinyvae.evaluation.evidence import ClipEvidence, LatentPictures, WorstFrame
+from tinyvae.evaluation.metrics import METRICS, sortable
 from tinyvae.evaluation.pictures import HEAT_FULL_SCALE, HEAT_STOPS
 
 
@@ -14,7 +15,7 @@ def player_section(evidence: Sequence[ClipEvidence]) -> str:
         return ""
     picks = "".join(
         f'<button type="button" aria-pressed="false"><b>{escape(clip.name)}</b><span>{escape(clip.why)}, '
-        f"{min(w.psnr for w in clip.worst_frames):.1f} dB at its worst</span></button>"
+        f"{_worst_psnr(clip)} dB at its worst</span></button>"
         for clip in evidence
     )
     speeds = "".join(
@@ -40,9 +41,13 @@ def player_section(evidence: Sequence[ClipEvidence]) -> str:
     )
 
 
+def _worst_psnr(clip: ClipEvidence) -> str:
+    return METRICS["psnr"].shown(min((worst.psnr for worst in clip.worst_frames), key=sortable))
+
+
 def worst_section(evidence: Sequence[ClipEvidence], num_models: int) -> str:
     cards = [(clip, worst) for clip in evidence for worst in clip.worst_frames]
-    cards.sort(key=lambda pair: pair[1].psnr)
+    cards.sort(key=lambda pair: sortable(pair[1].psnr))
     if not cards:
         return ""
     html = "".join(_worst_card(clip, worst, num_models) for clip, worst in cards)
@@ -62,7 +67,7 @@ def _worst_card(clip: ClipEvidence, worst: WorstFrame, num_models: int) -> str:
     return (
         f'<div class="card"><div class="head"><div><h3>{escape(clip.name)}</h3>'
         f'<div class="sub">{model}frame {worst.frame}, '
-        f"{worst.psnr:.2f} dB<br>{worst.patch_width}×{worst.patch_height} pixels</div></div>"
+        f"{METRICS['psnr'].shown(worst.psnr)} dB<br>{worst.patch_width}×{worst.patch_height} pixels</div></div>"
         f'<span class="where"><img alt="the frame" src="{worst.whole}">'
         f'<i style="left:{left:.2f}%;top:{top:.2f}%;width:{width:.2f}%;height:{height:.2f}%"></i></span></div>'
         f'<div class="crops">{crops}</div></div>'

@@ -136,11 +136,10 @@ def _comparison_table(comparison: Comparison) -> str:
 def _difference_cells(info: MetricInfo, paired: PairedDifference | None) -> str:
     if paired is None:
         return '<td class="num">not measured</td><td></td>'
-    mean = paired.difference.mean * info.shown_scale
     interval = _interval_words(info, paired.difference)
     count = paired.difference.count
     return (
-        f'<td class="num">{mean:+.{info.digits}f}<span class="ci">{interval}</span></td>'
+        f'<td class="num">{info.shown_difference(paired.difference.mean)}<span class="ci">{interval}</span></td>'
         f'<td><span class="verdict {paired.verdict}">{paired.verdict}</span> '
         f'<span class="unit">wins {paired.wins} of {count}</span></td>'
     )
@@ -245,7 +244,7 @@ def _difference_cell(info: MetricInfo, first: ClipResult, last: ClipResult) -> s
     if any(value is None or not math.isfinite(value) for value in values):
         return f'<td class="num"{attributes} data-value="">–</td>'
     before, after = (abs(value) if info.better == "zero" else value for value in values if value is not None)
-    shown = f"{(after - before) * info.shown_scale:+.{info.digits}f}"
+    shown = info.shown_difference(after - before)
     return f'<td class="num"{attributes} data-value="{after - before:.8g}">{shown}</td>'
 
 
@@ -333,9 +332,7 @@ def _interval_words(info: MetricInfo, estimate: Estimate) -> str:
 
 
 def _shown(info: MetricInfo, value: float | None) -> str:
-    if value is None:
-        return "–"
-    return info.shown(value) if math.isfinite(value) else "NaN"
+    return "–" if value is None else info.shown(value)
 
 
 def _swatch(index: int) -> str:

@@ -14,6 +14,7 @@ exit code: 0 all videos measured with all models; 1 some were skipped (they are 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def difference_table(candidate: Any) -> str:
         interval = "one clip, no interval"
         if difference.low is not None and difference.high is not None:
             interval = f"{info.shown(difference.low)} … {info.shown(difference.high)}"
-        mean = f"{difference.mean * info.shown_scale:+.{info.digits}f}"
+        mean = info.shown_difference(difference.mean)
         name = f"{info.label} {info.unit}".strip()
         wins = f"(wins {paired.wins} of {difference.count} clips)"
         rows.append([f"  {name}", mean.rjust(9), f"({interval})", paired.verdict, wins])
@@ -113,12 +114,12 @@ def winner_line(comparison: Any) -> str:
 
 def best_and_worst(comparison: Any, label: str) -> str:
     """The clips on which a model gains and loses most against the baseline, by PSNR."""
-    from tinyvae.evaluation.metrics import sortable
-
     baseline = comparison.baseline.by_name()
     table = next(e.by_name() for e in comparison.evaluations if e.model.label == label)
-    gains = [(sortable(table[name].psnr - baseline[name].psnr), name) for name in table if name in baseline]
-    gains.sort(reverse=True)
+    pairs = ((table[name].psnr - baseline[name].psnr, name) for name in table if name in baseline)
+    gains = sorted((pair for pair in pairs if math.isfinite(pair[0])), reverse=True)
+    if not gains:
+        return "  no clip has numbers of both models"
     best = ", ".join(f"{name} {gain:+.2f} dB" for gain, name in gains[:WORST_AND_BEST])
     worst = ", ".join(f"{name} {gain:+.2f} dB" for gain, name in gains[::-1][:WORST_AND_BEST])
     return f"  best clips:  {best}\n  worst clips: {worst}"
