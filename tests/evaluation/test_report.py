@@ -18,7 +18,7 @@ from copy_codec import CopyCodec
 
 from tinyvae.evaluation import EvaluationResult, evaluate
 from tinyvae.evaluation.compare import compare
-from tinyvae.evaluation.evidence import PLAYER_FRAMES, choose_clips, gather_evidence
+from tinyvae.evaluation.evidence import PLAYER_FRAMES, PLAYER_WIDTH, choose_clips, gather_evidence
 from tinyvae.evaluation.publish import publish
 from tinyvae.evaluation.report import MAX_CURVE_FRAMES, Report, listed_clips, report_html, write_report
 from tinyvae.evaluation.report_pictures import player_section, worst_section
@@ -117,6 +117,16 @@ def test_films_hold_input_output_and_error_in_step(write_video: WriteVideo) -> N
         assert (middle - left).mean().item() == pytest.approx(0.2 * 255, abs=6)
     assert film.first_frame <= shown.worst_frames[0].frame < film.first_frame + film.num_frames
     assert len(shown.latents[0].pictures) == 4
+
+
+def test_films_of_many_models_stay_within_what_browsers_decode(write_video: WriteVideo) -> None:
+    video = write_video("clip.mp4", frames=9, height=32, width=400)
+    trips = [open_model(CopyCodec(offset=0.01 * number), label=f"model {number}") for number in range(6)]
+    evaluations = [evaluate(trip, video, lpips=None) for trip in trips]
+    (shown,) = gather_evidence(trips, evaluations, limit=1)
+    assert len(shown.film.panels) == 13 and shown.film.panel_width * 13 <= 4096 and shown.film.panel_width > 300
+    (alone,) = gather_evidence(trips[:1], evaluations[:1], limit=1)
+    assert alone.film.panel_width == PLAYER_WIDTH
 
 
 def test_the_clips_shown_are_the_telling_ones(write_video: WriteVideo, tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ from tinyvae.evaluation.round_trip import RoundTrip
 from tinyvae.evaluation.stage_cost import StageTimes
 
 PLAYER_FRAMES = 96
-PLAYER_WIDTH = 384  # pixels of each panel
+PLAYER_WIDTH = 384  # pixels of each panel, less where many stand side by side
+MAX_FILM_WIDTH = 4096  # pixels of all panels together: wider H.264 is beyond what hardware decodes
 PATCH_SIDE = 64  # pixels of a magnified piece
 LATENT_PICTURES = 4
 PLAYER_CRF = 23
@@ -135,7 +136,8 @@ def _evidence_of(
     worst = [result.metrics.worst_frame for result in results]
     first = max(0, min(worst[-1] - PLAYER_FRAMES // 2, compared - PLAYER_FRAMES))
     window = range(first, min(compared, first + PLAYER_FRAMES))
-    looks = [_look_at(part, trip, window, place) for trip, place in zip(round_trips, worst, strict=True)]
+    width = panel_width(len(round_trips))
+    looks = [_look_at(part, trip, window, place, width) for trip, place in zip(round_trips, worst, strict=True)]
     labels = [trip.facts.label for trip in round_trips]
     single = len(labels) == 1
     panels = [("input", looks[0].input)]
@@ -166,8 +168,8 @@ def _evidence_of(
 class _Look:
     """What one pass of a model over a clip leaves behind: small frames of the window, one whole frame, some latents."""
 
-    def __init__(self, window: range, worst: int, latent_places: Sequence[int]) -> None:
-        self._window, self._worst = window, worst
+    def __init__(self, window: range, worst: int, latent_places: Sequence[int], width: int) -> None:
+        self._window, self._worst, self._width = window, worst, width
         self._wanted_latents = set(latent_places)
         self._frames = self._latents_seen = 0
         self._input: list[Tensor] = []
@@ -181,9 +183,9 @@ class _Look:
         for decoded_CHW, target_CHW in zip(decoded_TCHW, target_TCHW, strict=True):
             if self._frames in self._window:
                 pair = decoded_CHW[None], target_CHW[None]
-                self._input.append(_small(to_bytes_range(pair[1])))
-                self._output.append(_small(to_bytes_range(pair[0])))
-                self._error.append(_small(heat_map(*pair)))
+                self._input.append(_small(to_bytes_range(pair[1]), self._width))
+                self._output.append(_small(to_bytes_range(pair[0]), self._width))
+                self._error.append(_small(heat_map(*pair), self._width))
             if self._frames == self._worst:
                 self.worst_pair = decoded_CHW.cpu(), target_CHW.cpu()
             self._frames += 1
@@ -204,10 +206,10 @@ class _Look:
     error = property(lambda self: torch.cat(self._error))
 
 
-def _look_at(part: ClipPart, round_trip: RoundTrip, window: range, worst: int) -> _Look:
+def _look_at(part: ClipPart, round_trip: RoundTrip, window: range, worst: int, width: int) -> _Look:
     num_latents = round_trip.latents(window.stop)
     places = sorted({round(i * (num_latents - 1) / (LATENT_PICTURES - 1)) for i in range(LATENT_PICTURES)})
-    look = _Look(window, worst, places)
+    look = _Look(window, worst, places, width)
     chunks = frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width))
     for piece in round_trip.run(chunks, part.num_frames, StageTimes(), look.see_latents):
         look.see(piece.decoded, piece.target)
@@ -226,7 +228,7 @@ def _worst_frame(label: str, place: int, result: ClipResult, look: _Look) -> Wor
         model=label,
         frame=place,
         psnr=result.metrics.psnr_by_frame[place],
-        whole=jpeg_uri(_small(to_bytes_range(target[None]))[0]),
+        whole=jpeg_uri(_small(to_bytes_range(target[None]), PLAYER_WIDTH)[0]),
         box=(left / frame_width, top / frame_height, width / frame_width, height / frame_height),
         input=png_uri(to_bytes_range(target[here])),
         output=png_uri(to_bytes_range(decoded[here])),
@@ -256,5 +258,10 @@ def _film(panels: Sequence[tuple[str, Tensor]], *, fps: float, first_frame: int)
     )
 
 
-def _small(frames_TCHW: Tensor) -> Tensor:
-    return shrink(frames_TCHW, width=PLAYER_WIDTH).cpu()
+def panel_width(num_models: int) -> int:
+    """Pixels of a panel at most: input, outputs and errors of all models fit into one film."""
+    return min(PLAYER_WIDTH, MAX_FILM_WIDTH // (1 + 2 * num_models) // 2 * 2)
+
+
+def _small(frames_TCHW: Tensor, width: int) -> Tensor:
+    return shrink(frames_TCHW, width=width).cpu()
