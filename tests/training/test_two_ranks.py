@@ -54,17 +54,20 @@ def test_resume_on_two_ranks_with_seraena(clips: Path, tmp_path: Path) -> None:
     assert run_differences(tmp_path / "whole/run", tmp_path / "killed/run", 6) == []
 
 
-def test_one_two_one_ranks(clips: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_from_one_rank_to_many_and_back(clips: Path, tmp_path: Path, ranks: int) -> None:
     """Weights, moments, scores, discriminator and data position go on; the log says what does not."""
     run = tmp_path / "run"
     one: dict[str, object] = {**SERAENA, "checkpointing_steps": 2, "validation_steps": 2}
     train_here(arguments_for(clips, run, **one, max_train_steps=2))
-    pair = two_ranks(clips, tmp_path, **one, train_batch_size=1, max_train_steps=4, resume_from_checkpoint="latest")
-    assert pair.wait(120) == [0, 0], pair.both_logs()
-    assert_ranks_equal(tmp_path)
-    assert "written by 1 processes and 2 go on: weights, optimiser, schedule, data position and scores" in pair.log()
+    changes: dict[str, object] = {"train_batch_size": 1, "max_train_steps": 4, "resume_from_checkpoint": "latest"}
+    many = launch(arguments_for(clips, run, **{**one, **changes}), tmp_path, ranks=ranks, prepare=KeepWeights(tmp_path))
+    assert many.wait(240) == [0] * ranks, many.both_logs()
+    weights = [torch.load(tmp_path / f"weights_of_rank_{rank}.pt", weights_only=True) for rank in range(ranks)]
+    assert all(differences(weights[0], other) == [] for other in weights[1:])
+    assert f"with 1 process(es) and the run goes on with {ranks}: weights, optimiser, schedule, data" in many.log()
     last = train_here(arguments_for(clips, run, **one, resume_from_checkpoint="latest"))
-    assert last.progress.step == 6 and last.progress.samples_seen == 12
+    assert last.progress.step == 6 and last.progress.samples_seen == 2 * 2 + 2 * ranks + 2 * 2
     assert [state_of(run / f"checkpoint-{step}")["training_state.pt"]["seraena"]["steps"] for step in (4, 6)] == [4, 6]
 
 

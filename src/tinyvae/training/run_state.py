@@ -107,9 +107,9 @@ class RunState:
         if saved.world_size != self.engine.world_size:
             if self.engine.is_main:
                 log.warning(
-                    "the checkpoint was written by %d processes and %d go on: weights, optimiser, schedule, data "
-                    "position and scores carry over; torch's random states, Seraena's draws and the averages of the "
-                    "next log line start anew",
+                    "the checkpoint was written with %d process(es) and the run goes on with %d: weights, optimiser, "
+                    "schedule, data position and scores carry over; torch's random states, Seraena's draws and the "
+                    "averages of the next log line start anew",
                     saved.world_size,
                     self.engine.world_size,
                 )
