@@ -13,13 +13,14 @@ import pytest
 
 from tinyvae import TAEHV, save_model
 from tinyvae.config import FIELDS, GROUPS, TeacherType, TrainConfig, path_keys
-from tinyvae.config_checks import GivenPath, check_config, check_paths, check_values
+from tinyvae.config_checks import check_config, check_paths, check_values
+from tinyvae.config_complaints import GivenPath
 from tinyvae.config_values import convert, convert_text, limits_in_words, type_in_words
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.teachers import TEACHER_KINDS
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "tinyvae"
-CONFIG_FILES = {"config.py", "config_checks.py", "config_values.py"}
+CONFIG_FILES = {"config.py", "config_checks.py", "config_complaints.py", "config_named_files.py", "config_values.py"}
 
 ISSUE_KEYS = [
     "pretrained_model_path",
@@ -307,12 +308,30 @@ def test_data_that_cannot_be_is_said_before_anything_starts(tmp_path: Path, data
 
 def test_an_output_folder_that_cannot_be_written(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_file").touch()
-    with pytest.raises(UserError, match="cannot be made: it is a file"):
+    with pytest.raises(UserError, match=r"cannot be written: .*a_file is a file"):
         check_paths(TrainConfig(data_root=data, output_dir=tmp_path / "a_file"))
     # Root may write anywhere, so the question to the system is answered here.
     monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)
-    with pytest.raises(UserError, match=f"{tmp_path} is not yours to write to"):
+    with pytest.raises(UserError, match=f"output_dir=.*{tmp_path} is not yours to write to"):
         check_paths(TrainConfig(data_root=data, output_dir=tmp_path / "new" / "run"))
+    with pytest.raises(UserError, match=f"data_root=.*{tmp_path} is not yours to write to"):
+        check_paths(TrainConfig(data_root=tmp_path / "clips", use_sample_clips=True, output_dir=data))
+
+
+@pytest.mark.parametrize(
+    "key", ["data_root", "annotation_file", "pretrained_model_path", "lpips_weights", "ref_vae_path"]
+)
+def test_what_may_not_be_read_is_one_sentence(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    secret = tmp_path / "secret.json"
+    secret.mkdir()
+    teacher = {**TEACHER, key: str(secret)} if key == "ref_vae_path" else {key: secret}
+    config = replace(TrainConfig(), **{"data_root": data, **teacher})
+    # Root may read anything, so the question to the system is answered here.
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != secret)
+    with pytest.raises(UserError, match=f"^the configuration: {key}={secret} may not be read by you; mend"):
+        check_paths(config)
 
 
 def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
@@ -320,7 +339,7 @@ def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(UserError, match="is a file; name it as annotation_file"):
         check_paths(TrainConfig(data_root=file))
-    with pytest.raises(UserError, match=r"cannot be made: .*clips.json is a file"):
+    with pytest.raises(UserError, match=r"cannot be written: .*clips.json is a file"):
         check_paths(TrainConfig(data_root=tmp_path, output_dir=file / "run"))
 
 

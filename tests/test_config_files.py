@@ -294,6 +294,18 @@ def test_a_file_in_the_style_of_the_presets(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, plain)).config.seed == 3
 
 
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, "args.height = 64")
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert f"{file} cannot be read (Permission denied); mend its permissions" in refusal(file)
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert "cannot be read (Permission denied)" in refusal(file)
+
+
 def test_what_is_neither_preset_nor_file(tmp_path: Path) -> None:
     text = refusal("h10")
     assert "there is no preset or file 'h10'" in text and "Did you mean 'h100'?" in text and "quickstart" in text

@@ -2,7 +2,8 @@
 
 This file is the only list of parameters. ``tinyvae train --help``, the table in ``docs/configuration.md``, the types
 of command-line values and the range checks are all made from the fields below; rules between several parameters are
-in `tinyvae.config_checks`, files and presets in `tinyvae.config_files`.
+in `tinyvae.config_checks`, what is asked of the files that it names in `tinyvae.config_named_files`, settings files and
+presets in `tinyvae.config_files`.
 """
 
 # ruff: noqa: RUF009  (option() is dataclasses.field with our metadata; it makes no shared value)

@@ -8,37 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tinyvae.config import FIELDS, TrainConfig
+from tinyvae.config_complaints import Complaint, GivenPath, raise_complaints
+from tinyvae.config_named_files import path_complaints
 from tinyvae.config_values import convert, limits_in_words, numbers_in, shown_value, within
-from tinyvae.errors import MissingFileError, UserError
-
-ANNOTATION_SUFFIXES = (".json", ".jsonl", ".ndjson")
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Complaint:
-    """One thing that is wrong: the keys it is about, and a sentence with the remedy."""
-
-    keys: tuple[str, ...]
-    text: str
-    missing: bool = False
-    """Whether it is about a file that is named and not there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GivenPath:
-    """How a path was written, and the folder it was resolved against."""
-
-    text: str
-    base: Path
+from tinyvae.errors import UserError
 
 
 def check_values(config: TrainConfig) -> None:
@@ -54,20 +31,6 @@ def check_paths(config: TrainConfig, given: Mapping[str, GivenPath] | None = Non
 def check_config(config: TrainConfig, given: Mapping[str, GivenPath] | None = None) -> None:
     """`check_values` and `check_paths` in one message."""
     raise_complaints([*value_complaints(config), *path_complaints(config, given or {})])
-
-
-def raise_complaints(complaints: Sequence[Complaint], *, heading: str = "the configuration") -> None:
-    """Raise one error that lists all complaints; nothing where there is none."""
-    if not complaints:
-        return
-    error = MissingFileError if all(complaint.missing for complaint in complaints) else UserError
-    if len(complaints) == 1:
-        raise error(f"{heading}: {complaints[0].text}")
-    lines = "".join(f"\n  - {complaint.text}" for complaint in complaints)
-    raise error(f"{heading} has {len(complaints)} mistakes:{lines}")
-
-
-# values
 
 
 def value_complaints(config: TrainConfig) -> list[Complaint]:
@@ -286,148 +249,3 @@ RULES: tuple[Callable[[TrainConfig], Iterator[Complaint]], ...] = (
     _loss_rules,
     _teacher_rules,
 )
-
-
-# files
-
-
-def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list[Complaint]:
-    """Everything that is named and not there, with the key, the path as written, and where it was looked for."""
-    return [
-        *_data_paths(config, given),
-        *_pretrained_weights(config, given),
-        *_teacher_paths(config, given),
-        *_lpips_weights(config, given),
-        *_output_folder(config),
-    ]
-
-
-def _missing(config: TrainConfig, key: str, given: Mapping[str, GivenPath], remedy: str = "") -> Complaint:
-    path = Path(getattr(config, key))
-    written = given.get(key)
-    text, base = (written.text, written.base) if written else (str(path), Path.cwd())
-    where = f"looked for {path.absolute()}" + ("" if Path(text).is_absolute() else f", from {base}")
-    return Complaint(keys=(key,), text=f"{key}={text} does not exist ({where}){remedy}.", missing=True)
-
-
-def _data_paths(config: TrainConfig, given: Mapping[str, GivenPath]) -> Iterator[Complaint]:
-    keys = ("data_root", "annotation_file", "index_path")
-    if config.data_source is None:
-        yield Complaint(keys=keys, text="no data is named; set data_root to a folder of videos (--data_root FOLDER).")
-    if config.use_sample_clips and config.data_root is None:
-        yield Complaint(keys=keys, text="use_sample_clips needs a data_root, the folder that the clips are written to.")
-    for key in keys:
-        path = getattr(config, key)
-        if path is None or (key == "data_root" and config.use_sample_clips):
-            continue
-        if not path.exists():
-            yield _missing(config, key, given)
-        elif mistake := _wrong_kind_of_data(key, path):
-            yield Complaint(keys=(key,), text=f"{key}={path} {mistake}.")
-
-
-def _wrong_kind_of_data(key: str, path: Path) -> str:
-    """What is wrong with a data path that exists, as the end of a sentence; told from its first bytes at most."""
-    from tinyvae.data.index import is_index
-
-    if key == "data_root":
-        if path.is_file():
-            return "is a file; name it as annotation_file or index_path"
-        if next(path.iterdir(), None) is None:
-            return "is an empty folder; name the folder of the videos (or is its disk not mounted?)"
-    elif key == "index_path" and not is_index(path):
-        return f"is {'a folder' if path.is_dir() else 'no index'}; name the file that `tinyvae data index` made"
-    elif key == "annotation_file" and path.suffix.lower() not in ANNOTATION_SUFFIXES and not path.is_dir():
-        return f"is no annotation file by its name; it must end in {' or '.join(ANNOTATION_SUFFIXES)}"
-    return ""
-
-
-def _pretrained_weights(config: TrainConfig, given: Mapping[str, GivenPath]) -> Iterator[Complaint]:
-    """Whether the weights to start from are there, can be read, and are of the network that is to be trained."""
-    keys = ("pretrained_model_path", "variant", "model_width")
-    path = config.pretrained_model_path
-    if path is None:
-        return
-    if not path.exists():
-        yield _missing(config, "pretrained_model_path", given, "; download the weights there, or name another file")
-        return
-    from tinyvae.models.weights import find_weights, read_weights, tell_variant
-
-    try:
-        file = find_weights(path)
-        state, stated = read_weights(file)
-        found = tell_variant(state, stated=stated, variant=config.variant, origin=file)
-    except UserError as mistake:
-        yield Complaint(keys=keys, text=f"pretrained_model_path: {mistake}")
-        return
-    if found.width != config.model_width:
-        yield Complaint(
-            keys=keys,
-            text=f"pretrained_model_path={file} holds a network of model_width={found.width:g}, "
-            f"and model_width is {config.model_width:g}; set model_width to {found.width:g}, or name other weights.",
-        )
-
-
-def _teacher_paths(config: TrainConfig, given: Mapping[str, GivenPath]) -> Iterator[Complaint]:
-    key = "ref_vae_path" if config.ref_vae_path else "cogvideox_model_path"
-    path = config.teacher_path
-    if path is None:
-        return
-    if not Path(path).exists() and not HUB_NAME.fullmatch(path):
-        yield _missing(config, key, given, "; name a folder that diffusers can load, or a hub name as owner/name")
-        return
-    from tinyvae.teachers import check_teacher
-
-    seen_from = given[key].base if key in given else None
-    try:
-        check_teacher(path, config.teacher_type, config.spec, seen_from=seen_from)
-    except UserError as mistake:
-        missing = isinstance(mistake, MissingFileError)
-        keys = (key, "variant", "ref_vae_type", "model_width")
-        yield Complaint(keys=keys, text=f"{key}: {mistake}", missing=missing)
-
-
-def _lpips_weights(config: TrainConfig, given: Mapping[str, GivenPath]) -> Iterator[Complaint]:
-    """LPIPS as a loss or as the metric that decides needs its weights; as one metric among others it does not.
-
-    A file that the user names must hold them in any case.
-    """
-    named = config.lpips_weights
-    if named is not None and not named.exists():
-        yield _missing(config, "lpips_weights", given, "; get them with: tinyvae lpips-weights")
-        return
-    needed = [
-        key
-        for key, wanted in (
-            ("perceptual_loss_weight", config.perceptual_loss_weight > 0),
-            ("metric_for_best_model", config.metric_for_best_model == "lpips"),
-        )
-        if wanted
-    ]
-    if named is None and not needed:
-        return
-    from tinyvae.losses.lpips_weights import find_lpips_weights
-    from tinyvae.losses.perceptual import LPIPS
-
-    try:
-        LPIPS.from_file(find_lpips_weights(named))
-    except UserError as mistake:
-        because = f"{needed[0]}={shown_value(getattr(config, needed[0]))} needs LPIPS weights" if needed else ""
-        if named is not None:
-            text = f"lpips_weights: {mistake}"
-        elif isinstance(mistake, MissingFileError):
-            text = f"{because}, and there are none: {mistake}"
-        else:
-            text = f"{because}: {mistake}"
-        yield Complaint(keys=(*needed, "lpips_weights"), text=text)
-
-
-def _output_folder(config: TrainConfig) -> Iterator[Complaint]:
-    folder = config.output_dir.absolute()
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    if not there.is_dir():
-        where = "it" if there == folder else there
-        yield Complaint(keys=("output_dir",), text=f"output_dir={config.output_dir} cannot be made: {where} is a file.")
-    elif not os.access(there, os.W_OK | os.X_OK):
-        text = f"output_dir={config.output_dir} cannot be made: {there} is not yours to write to; choose another."
-        yield Complaint(keys=("output_dir",), text=text)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tinyvae.config import FIELDS, TrainConfig
-from tinyvae.config_checks import Complaint, GivenPath, path_complaints, raise_complaints, value_complaints
+from tinyvae.config_checks import value_complaints
+from tinyvae.config_complaints import Complaint, GivenPath, raise_complaints
 from tinyvae.config_files.old_keys import CHECKED_KEYS, OLD_KEYS, OTHER_NAMES, notice_of
 from tinyvae.config_files.overrides import parse_overrides
 from tinyvae.config_files.paths import (
@@ -26,6 +27,7 @@ from tinyvae.config_files.paths import (
 )
 from tinyvae.config_files.reader import FileSettings, read_settings
 from tinyvae.config_files.saving import settings_in_json
+from tinyvae.config_named_files import path_complaints
 from tinyvae.config_values import convert, convert_text, shown_value
 from tinyvae.errors import MissingFileError, UserError, nearest_name
 
@@ -123,9 +125,12 @@ def _source_layers(preset_or_file: str | Path) -> list[_Layer]:
     if name in preset_names():
         return _preset_layers(name, base=project_of(Path.cwd()))
     path = Path(preset_or_file).expanduser()
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        is_there = path.is_file()
+    except PermissionError as refused:
+        raise _unreadable(path, refused) from None
+    if not is_there:
         known = preset_names()
         raise MissingFileError(
             f"there is no preset or file {name!r} (looked from {Path.cwd()}).{nearest_name(name, known)} "
@@ -144,6 +149,12 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text; it must be a settings file or a config.json.") from None
+    except OSError as refused:
+        raise _unreadable(path, refused) from None
+
+
+def _unreadable(path: Path, refused: OSError) -> UserError:
+    return UserError(f"{path} cannot be read ({refused.strerror}); mend its permissions, or name another file.")
 
 
 def _read_preset(name: str) -> FileSettings:

@@ -18,7 +18,9 @@ from typing import Any, TextIO
 import torch
 
 from tinyvae.config import TrainConfig
-from tinyvae.config_checks import GivenPath, path_complaints, value_complaints
+from tinyvae.config_checks import value_complaints
+from tinyvae.config_complaints import GivenPath
+from tinyvae.config_named_files import path_complaints
 from tinyvae.errors import UserError
 from tinyvae.training.launch_config import LaunchConfig
 from tinyvae.training.trial_step import TrialStep, state_bytes, try_step
