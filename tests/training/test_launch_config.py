@@ -78,6 +78,9 @@ def test_every_deepspeed_value_reaches_deepspeeds_own_configuration(tmp_path: Pa
     [
         ({"reduce_bucket": 5}, "deepspeed_config.reduce_bucket is not a key that takes effect. Did you mean"),
         ({"zero_stage": 0}, "must be 1, 2 or 3"),
+        ({"reduce_bucket_size": float("inf")}, "an even whole number"),
+        ({"gradient_clipping": float("nan")}, "auto or a number"),
+        ({3: 4}, "deepspeed_config.3 is not a key"),  # type: ignore[dict-item]
         ({"offload_param_device": "cpu"}, "no effect below zero_stage 3"),
         ({"offload_optimizer_device": "nvme"}, "must be none or cpu"),
         ({"stage3_param_persistence_threshold": 10}, "no effect at zero_stage 2, only at 3"),
@@ -107,6 +110,9 @@ def test_all_problems_of_a_file_are_told_at_once(tmp_path: Path) -> None:
     ("top", "says"),
     [
         ({"distributed_type": "FSDP"}, "distributed_type: FSDP is none of"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": 3}, "deepspeed_config: 3 must hold keys and values"),
+        ({"num_processes": 0}, "num_processes: 0 must be a whole number of at least 1"),
+        ({"main_process_port": 99999}, "main_process_port: 99999 must be"),
         ({"deepspeed_config": {"zero_stage": 2}}, "no effect unless distributed_type is DEEPSPEED"),
         ({"dynamo_backend": "INDUCTOR"}, "compile_model decides"),
         ({"downcast_bf16": "yes"}, "downcast_bf16: yes has no effect"),

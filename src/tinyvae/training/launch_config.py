@@ -8,8 +8,9 @@ it) or on the command line of the ``accelerate launch`` that started it.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,25 @@ def _whole_number(value: Any) -> int:
     """An int; also from 2e8, which YAML takes for text."""
     if isinstance(value, bool):
         raise ValueError
-    number = float(value)
+    number = _number(value)
     if number != int(number) or number < 0:
         raise ValueError
     return int(number)
+
+
+def _count(value: Any) -> int:
+    """A whole number of at least 1."""
+    number = _whole_number(value)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _port(value: Any) -> int:
+    number = _whole_number(value)
+    if number > 65535:
+        raise ValueError
+    return number
 
 
 def _bucket(value: Any) -> int:
@@ -107,7 +123,7 @@ def _bucket(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool):
+    if isinstance(value, bool) or not math.isfinite(float(value)):
         raise ValueError
     return float(value)
 
@@ -244,7 +260,9 @@ def read_launch_file(file: Path) -> LaunchConfig:
     if not file.is_file():
         raise MissingFileError(f"there is no launch configuration {file} (looked from {Path.cwd()}).")
     try:
-        content = yaml.safe_load(file.read_text())
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as fault:
+        raise UserError(f"{file} cannot be read ({fault.strerror}); check its permissions.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as fault:
         raise UserError(f"{file} is not YAML: {' '.join(str(fault).split())}") from None
     if not isinstance(content, dict):
@@ -252,16 +270,20 @@ def read_launch_file(file: Path) -> LaunchConfig:
     problems: list[str] = []
     _check_machine_keys(content, problems)
     block = content.get("deepspeed_config") or {}
+    if not isinstance(block, dict):
+        problems.append(f"deepspeed_config: {block} must hold keys and values")
+        block = {"zero_stage": 1}  # that one complaint is enough
     uses_deepspeed = content.get("distributed_type") == "DEEPSPEED"
     if block and not uses_deepspeed:
         problems.append("deepspeed_config has no effect unless distributed_type is DEEPSPEED")
     values = _deepspeed_values(block, problems) if uses_deepspeed else {}
     precision = _read(content, "mixed_precision", _precision, "no, fp16 or bf16", problems)
-    processes = _read(content, "num_processes", _whole_number, "a whole number", problems)
-    machines = _read(content, "num_machines", _whole_number, "a whole number", problems)
-    port = _read(content, "main_process_port", _whole_number, "a whole number", problems)
+    processes = _read(content, "num_processes", _count, "a whole number of at least 1", problems)
+    machines = _read(content, "num_machines", _count, "a whole number of at least 1", problems)
+    port = _read(content, "main_process_port", _port, "a whole number up to 65535", problems)
     if problems:
-        raise UserError(f"{file}: {'; '.join(problems)}.")
+        text = "; ".join(problems)
+        raise UserError(f"{file}: {text}" if text.endswith("?") else f"{file}: {text}.")
     return LaunchConfig(
         file=file,
         num_processes=processes,
@@ -285,6 +307,12 @@ def _read(content: Mapping[str, Any], key: str, convert: Callable[[Any], Any], w
         return None
 
 
+def _meant(key: object, known: Iterable[str]) -> str:
+    """``". Did you mean 'x'?"`` for a key that is close to a known one."""
+    hint = nearest_name(str(key), known)
+    return f".{hint}" if hint else ""
+
+
 def _check_machine_keys(content: Mapping[str, Any], problems: list[str]) -> None:
     for key, value in content.items():
         if key in MACHINE_KEYS:
@@ -295,9 +323,7 @@ def _check_machine_keys(content: Mapping[str, Any], problems: list[str]) -> None
         elif key in ("dynamo_config", "dynamo_backend"):
             problems.append(f"{key} has no effect here: the run's compile_model decides; take it out")
         else:
-            problems.append(
-                f"there is no key {key!r} that takes effect here.{nearest_name(key, MACHINE_KEYS)}".rstrip(".")
-            )
+            problems.append(f"there is no key {key!r} that takes effect here{_meant(key, MACHINE_KEYS)}")
     kind = content.get("distributed_type", "NO")
     kind = "NO" if kind is False else kind
     if kind not in DISTRIBUTED_TYPES:
@@ -324,8 +350,7 @@ def _deepspeed_values(block: Mapping[str, Any], problems: list[str]) -> dict[str
             if value not in NONE_WORDS:
                 problems.append(f"deepspeed_config.{key} has no effect here: {REFUSED[key]}")
         elif key not in DEEPSPEED_KEYS:
-            hint = nearest_name(key, DEEPSPEED_KEYS).rstrip(".")
-            problems.append(f"deepspeed_config.{key} is not a key that takes effect.{hint}".rstrip("."))
+            problems.append(f"deepspeed_config.{key} is not a key that takes effect{_meant(key, DEEPSPEED_KEYS)}")
         else:
             known = DEEPSPEED_KEYS[key]
             if stage and stage not in known.stages:
