@@ -316,6 +316,8 @@ def test_an_output_folder_that_cannot_be_written(tmp_path: Path, data: Path, mon
         check_paths(TrainConfig(data_root=data, output_dir=tmp_path / "new" / "run"))
     with pytest.raises(UserError, match=f"data_root=.*{tmp_path} is not yours to write to"):
         check_paths(TrainConfig(data_root=tmp_path / "clips", use_sample_clips=True, output_dir=data))
+    monkeypatch.setattr(os, "access", lambda place, mode: not mode & os.W_OK or Path(place) != data)
+    check_paths(TrainConfig(data_root=data, use_sample_clips=True, output_dir=tmp_path / "out"))  # they are there
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ def _data_paths(config: TrainConfig, given: Mapping[str, GivenPath], unreadable:
         if path is None or key in unreadable:
             continue
         if key == "data_root" and config.use_sample_clips:
-            if obstacle := _obstacle_to_writing(path):
+            has_clips = path.is_dir() and any(path.iterdir())
+            if not has_clips and (obstacle := _obstacle_to_writing(path)):
                 yield Complaint(keys=(key,), text=f"{key}={path} cannot be written: {obstacle}.")
         elif not path.exists():
             yield _missing(config, key, given)
@@ -190,14 +191,15 @@ def _output_folder(config: TrainConfig) -> Iterator[Complaint]:
 
 def _obstacle_to_writing(folder: Path) -> str:
     """Why nothing can be written into a folder that may not be there yet; empty where nothing is in the way."""
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if _is_seen(place))
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if is_seen(place))
     if not there.is_dir():
         return f"{there} is a file"
     return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} is not yours to write to"
 
 
-def _is_seen(place: Path) -> bool:
+def is_seen(path: Path) -> bool:
+    """Whether something is there, as far as this user may know."""
     try:
-        return place.exists()
-    except PermissionError:  # of a folder above it, which is the one to complain of
+        return path.exists()
+    except PermissionError:  # of a folder above it
         return False

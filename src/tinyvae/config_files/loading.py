@@ -27,7 +27,7 @@ from tinyvae.config_files.paths import (
 )
 from tinyvae.config_files.reader import FileSettings, read_settings
 from tinyvae.config_files.saving import settings_in_json
-from tinyvae.config_named_files import path_complaints
+from tinyvae.config_named_files import is_seen, path_complaints
 from tinyvae.config_values import convert, convert_text, shown_value
 from tinyvae.errors import MissingFileError, UserError, nearest_name
 
@@ -298,7 +298,7 @@ class _Merging:
         weights = self.values.get("pretrained_model_path")
         if self.values.get("cogvideox_model_path"):
             self._decide("variant", "taecvx", "cogvideox_model_path names a CogVideoX; set variant to say otherwise")
-        elif weights is not None and weights.exists():
+        elif weights is not None and is_seen(weights):
             from tinyvae.models.weights import find_weights, read_weights, tell_variant
 
             try:

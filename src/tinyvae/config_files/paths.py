@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from tinyvae.config import path_keys
+from tinyvae.config_named_files import is_seen
 
 PROJECT_MARKERS = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "requirements.txt")
 
@@ -50,7 +51,7 @@ def resolved_teacher(name: str, base: Path) -> str:
     here = resolved(name, base)
     parts = Path(name).parts
     looks_local = len(parts) != 2 or name.startswith(("~", ".", "/")) or (base / parts[0]).is_dir()
-    return str(here) if here.exists() or looks_local else name
+    return str(here) if looks_local or is_seen(here) else name
 
 
 def resolved_checkpoint(name: str, base: Path) -> str:
