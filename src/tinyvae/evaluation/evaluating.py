@@ -267,7 +267,8 @@ class _Worker:
         wanted = round_trip.aligned_frames(part.num_frames)
         if self._frame_limit is not None:
             wanted = min(wanted, self._frame_limit(part.num_frames))
-        meter, times, idle = ClipMeter(self._lpips), StageTimes(), idle_bytes(round_trip.device)
+        meter, times = ClipMeter(self._lpips), StageTimes(with_memory=True)
+        idle = idle_bytes(round_trip.device)
         chunks = frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width))
         measured = 0
         for piece in round_trip.run(chunks, part.num_frames, times):

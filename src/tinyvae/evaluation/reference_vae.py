@@ -22,7 +22,7 @@ from tinyvae.evaluation.round_trip import (
     Piece,
     to_unit_range,
 )
-from tinyvae.evaluation.stage_cost import StageTimes, Stopwatch
+from tinyvae.evaluation.stage_cost import StageTimes
 from tinyvae.models.codec import pad_to_multiple
 from tinyvae.models.variants import VariantSpec, get_spec
 from tinyvae.teachers import ReferenceVAE, load_teacher
@@ -120,12 +120,12 @@ class ReferenceRoundTrip:
         target_TCHW = to_unit_range(torch.cat(list(chunks))[:wanted], self.device)
         height, width = target_TCHW.shape[-2:]
         padded = pad_to_multiple(target_TCHW[None], self._teacher.space_factor)
-        with Stopwatch(self.device) as watch:
+        with times.watch(self.device) as watch:
             latents = self._teacher.encode(padded)
         times.add_encoding(watch)
         if on_latents is not None:
             on_latents(latents)
-        with Stopwatch(self.device) as watch:
+        with times.watch(self.device) as watch:
             decoded = self._teacher.decode(latents)
         times.add_decoding(watch)
         times.frames += wanted

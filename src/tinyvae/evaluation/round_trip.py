@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyvae.errors import UserError
-from tinyvae.evaluation.stage_cost import StageTimes, Stopwatch
+from tinyvae.evaluation.stage_cost import StageTimes
 from tinyvae.models.codec import VideoCodec, pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
@@ -150,7 +150,7 @@ class StreamedCodec:
         for latents in self._latents(encoder, chunks, queue, times):
             if on_latents is not None:
                 on_latents(latents)
-            with Stopwatch(self.device) as watch:
+            with times.watch(self.device) as watch:
                 decoded_NTCHW = decoder.push(latents)
             times.add_decoding(watch)
             target_TCHW = queue.take(decoded_NTCHW.shape[1])
@@ -167,13 +167,13 @@ class StreamedCodec:
             target_TCHW = to_unit_range(frames_TCHW, self.device)
             queue.put(target_TCHW)
             padded = pad_to_multiple(target_TCHW[None], self.codec.spec.space_factor)
-            with Stopwatch(self.device) as watch:
+            with times.watch(self.device) as watch:
                 latents = encoder.push(padded)
             times.add_encoding(watch)
             times.frames += frames_TCHW.shape[0]
             times.pixels += frames_TCHW.shape[0] * frames_TCHW.shape[-2] * frames_TCHW.shape[-1]
             yield latents
-        with Stopwatch(self.device) as watch:
+        with times.watch(self.device) as watch:
             latents = encoder.flush()
         times.add_encoding(watch)
         yield latents

@@ -171,7 +171,7 @@ def benchmark_line(model: RoundTrip, part: ClipPart) -> str:
     frames = list(frame_chunks(part, chunk_frames=model.chunk_frames(part.height, part.width)))
     passes: list[StageTimes] = []
     for _ in range(1 + BENCHMARK_REPEATS):
-        passes.append(StageTimes())
+        passes.append(StageTimes(with_memory=True))
         for _ in model.run(frames, part.num_frames, passes[-1]):
             pass
     encode_fps = statistics.median(times.frames / times.encode_s for times in passes[1:])

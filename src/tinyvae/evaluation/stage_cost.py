@@ -20,12 +20,18 @@ import torch
 class StageTimes:
     """Seconds inside encoder and decoder, the frames they were for, and the memory; filled while a clip runs."""
 
+    with_memory: bool = False
+    """Whether memory is watched; that sets back marks of the whole process or GPU, so it must be asked for."""
     encode_s: float = 0.0
     decode_s: float = 0.0
     frames: int = 0
     pixels: int = 0
     peak_bytes: int | None = None
-    """The most memory while a stage ran: allocated on the GPU, or resident in this process; None: cannot be told."""
+    """The most memory while a stage ran: allocated on the GPU, or resident in this process; None: not known."""
+
+    def watch(self, device: torch.device) -> Stopwatch:
+        """A watch for one stage; hand it to `add_encoding` or `add_decoding` afterwards."""
+        return Stopwatch(device, with_memory=self.with_memory)
 
     def add_encoding(self, watch: Stopwatch) -> None:
         self.encode_s += watch.seconds
@@ -41,16 +47,16 @@ class StageTimes:
 
 
 class Stopwatch:
-    """Seconds and peak memory of a block, with the device's queue empty at both ends."""
+    """Seconds and, if asked for, peak memory of a block, with the device's queue empty at both ends."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, with_memory: bool = False) -> None:
+        self._device, self._with_memory = device, with_memory
         self.seconds = 0.0
         self.peak_bytes: int | None = None
 
     def __enter__(self) -> Stopwatch:
         self._wait()
-        self._can_tell = reset_peak_memory(self._device)
+        self._can_tell = self._with_memory and reset_peak_memory(self._device)
         self._start = time.perf_counter()
         return self
 
