@@ -140,11 +140,11 @@ unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR # the launcher's to set
 say "$total process$([[ "$total" -eq 1 ]] || echo es) on $nodes machine$([[ "$nodes" -eq 1 ]] || echo s), preset $preset"
 say "${command[*]}"
 
-# The launcher of many processes answers every end with exit code 1, so the ends are told
-# apart here: a mistake leaves a note; a signal is handed on once, and a second one ends every process at once.
+# The launcher of many processes answers every end with exit code 1, so the ends are told apart here: a mistake, or a
+# signal to a single process, leaves a note; a signal is handed on once, and a second one ends every process at once.
 # (A scheduler that tells every process of the job is heard twice in a moment: that is still the first signal.)
 note="$(mktemp -u)" stopping='' stopped_at=0 child=''
-export TINYVAE_MISTAKE_NOTE="$note"
+export TINYVAE_EXIT_NOTE="$note"
 now_ms() { local now="${EPOCHREALTIME:-$SECONDS.000000}"; echo "$((10#${now/[.,]/} / 1000))"; }
 workers() { if command -v pgrep >/dev/null; then pgrep -P "$child"; else cat /proc/"$child"/task/*/children; fi 2>/dev/null; }
 hand_on() {
@@ -164,9 +164,11 @@ set +e -m # a process group of its own: a signal from the keyboard must not arri
 child=$!
 wait "$child"; code=$?
 while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done # a signal ends `wait` before the child ends
-if [[ -e "$note" ]]; then rm -f "$note"; exit 2; fi
+noted=''; if [[ -e "$note" ]]; then noted="$(<"$note")"; rm -f "$note"; fi
+if [[ "$noted" == 2 ]]; then exit 2; fi
 if [[ -n "$stopping" && "$code" -ne 0 ]]; then
     say "stopped by SIG$stopping; go on with --resume latest"
     exit $((128 + $(kill -l "$stopping")))
 fi
+if [[ -n "$noted" && "$code" -ne 0 ]]; then exit "$noted"; fi
 exit "$code"

@@ -456,6 +456,20 @@ def test_a_scheduler_that_tells_every_process_of_the_job(
 
 
 @pytest.mark.slow
+def test_a_signal_to_one_rank_alone_is_the_launchers_exit_code(tmp_path: Path, settings: list[str]) -> None:
+    """torchrun says 1 for it, which would read as a failure."""
+    log = tmp_path / "log"
+    words = [str(H100), "2", *settings, "--max_train_steps", "100000", "--validation_steps", "0"]
+    with log.open("w") as stream:
+        process = subprocess.Popen(words, env=real_environment(free_port()), cwd=tmp_path, stdout=stream, stderr=stream)
+        wait_until(lambda: "step/s, loss" in log.read_text(), timeout_s=120)
+        (accelerate,) = psutil.Process(process.pid).children()
+        accelerate.children()[-1].send_signal(signal.SIGUSR1)
+        assert process.wait(60) == 128 + signal.SIGUSR1, log.read_text()
+    assert list((tmp_path / "run").glob("emergency_checkpoint-*/manifest.json"))
+
+
+@pytest.mark.slow
 def test_a_second_signal_to_the_launcher_ends_everybody_at_once(tmp_path: Path, settings: list[str]) -> None:
     """Also where there is no pgrep, as on slim images."""
     tools = tmp_path / "tools"

@@ -42,11 +42,11 @@ def help_of(preset_or_file: str, settings: list[str]) -> str:
     return f"{preset_summary(preset_or_file)}\n\n{table}" if preset_or_file in preset_names() else table
 
 
-def note_mistake() -> None:
-    """Leave word for whoever restarts runs: a launcher of many processes reports exit code 1 for everything."""
-    note = os.environ.get("TINYVAE_MISTAKE_NOTE")
+def note_exit_code(code: int) -> None:
+    """Leave word for the launcher script: torchrun reports exit code 1 for everything that its processes say."""
+    note = os.environ.get("TINYVAE_EXIT_NOTE")
     if note:
-        Path(note).touch()
+        Path(note).write_text(f"{code}\n")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         loaded = load_config(arguments.preset, arguments.settings)
     except UserError:
-        note_mistake()
+        note_exit_code(2)
         raise
     from tinyvae.training.engine import PeerLostError
     from tinyvae.training.guards import StopRequested
@@ -69,13 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
         finished = run_training(loaded, command=command)
     except StopRequested as stop:
         print(f"stopped by {stop}; go on with --resume latest", file=sys.stderr)
+        note_exit_code(stop.exit_code)
         return stop.exit_code
     except PeerLostError as lost:
         # Not the user's mistake, and not 2: whoever restarts runs may try this one again.
         print(f"tinyvae: error: {lost}", file=sys.stderr)
         return 1
     except UserError:
-        note_mistake()
+        note_exit_code(2)
         raise
     if finished.is_main:
         print(f"the run is in {finished.folder}")
