@@ -164,8 +164,11 @@ set +e -m # a process group of its own: a signal from the keyboard must not arri
 child=$!
 wait "$child"; code=$?
 while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done # a signal ends `wait` before the child ends
-noted=''; if [[ -e "$note" ]]; then noted="$(<"$note")"; rm -f "$note"; fi
-if [[ "$noted" == 2 ]]; then exit 2; fi
+noted='' reason=''; if [[ -e "$note" ]]; then { read -r noted; read -r reason; } <"$note"; rm -f "$note"; fi
+if [[ "$noted" == 2 ]]; then
+    if [[ "$total" -gt 1 ]]; then refuse "$reason"; fi # once more, below what torchrun has to say about it
+    exit 2
+fi
 if [[ -n "$stopping" && "$code" -ne 0 ]]; then
     say "stopped by SIG$stopping; go on with --resume latest"
     exit $((128 + $(kill -l "$stopping")))

@@ -419,6 +419,16 @@ def test_a_real_start_of_two_processes_on_the_cpu(tmp_path: Path, settings: list
         check=False,
     )
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+    (tmp_path / "clips" / "clip_0.mp4").unlink()
+    other_files = subprocess.run(
+        [str(H100), "2", *settings, "--max_train_steps", "8", "--resume", "latest"],
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert other_files.returncode == 2, other_files.stderr
+    last = other_files.stderr.splitlines()[-1]
+    assert "the list of training files" in last and "--allow_changed_settings" in last, (
+        "not buried under torchrun's words"
+    )
 
 
 @pytest.mark.slow

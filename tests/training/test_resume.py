@@ -10,7 +10,7 @@ import pytest
 from faults import SignalInStep
 from tiny_runs import SERAENA, arguments_for, launch, run_differences, train_here
 
-from tinyvae.cli import main
+from tinyvae.cli import main, run
 from tinyvae.errors import UserError
 
 KEEP_ALL = {"checkpoints_total_limit": 99}
@@ -121,6 +121,10 @@ def test_changed_settings_are_refused_with_a_list(finished: Path, clips: Path) -
     with pytest.raises(UserError) as refused:
         resumed(finished, clips, "latest", n_frames=8, random_flip=False)
     assert "n_frames: 4 -> 8" in str(refused.value) and "random_flip: True -> False" in str(refused.value)
+    pattern = finished / "run_%Y-%m-%d_%H-%M-%S"
+    words = arguments_for(clips, pattern, n_frames=8, random_flip=False, resume_from_checkpoint="latest")
+    with pytest.raises(UserError, match="n_frames: 4 -> 8"):  # before many processes are started for it
+        run(["check", words[0], "--quick", *words[1:]])
     allowed = resumed(finished, clips, "latest", n_frames=8, allow_changed_settings=True)
     assert allowed == "13-00-00/checkpoint-3 at step 3"
     with pytest.raises(UserError, match="another network"):

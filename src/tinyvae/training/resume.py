@@ -154,19 +154,29 @@ def changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> tuple[lis
     return of_the_run, others
 
 
+def check_same_settings(folder: Path, manifest: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """Refuse to go on with another model or other clips, unless ``allow_changed_settings``; the differences."""
+    changes, _ = changed_settings(manifest["config"], config)
+    _refuse(folder, changes, config)
+    return changes
+
+
 def check_same_run(saved: SavedRun, config: TrainConfig, *, data_fingerprint: str) -> None:
     """Refuse to go on with another model or other data, unless ``allow_changed_settings``."""
-    changes, others = changed_settings(saved.manifest["config"], config)
+    _, others = changed_settings(saved.manifest["config"], config)
     if others:
         log.info("settings changed since the checkpoint: %s", "; ".join(others))
+    changes = check_same_settings(saved.folder, saved.manifest, config)
     if not changes and saved.manifest["data_fingerprint"] != data_fingerprint:
         changes = ["the list of training files (files were added, removed or replaced)"]
-    if not changes:
-        return
-    listed = "; ".join(changes)
-    if not config.allow_changed_settings:
+        _refuse(saved.folder, changes, config)
+    if changes:
+        log.warning("resuming with changed settings, as allowed: %s", "; ".join(changes))
+
+
+def _refuse(folder: Path, changes: list[str], config: TrainConfig) -> None:
+    if changes and not config.allow_changed_settings:
         raise UserError(
-            f"{saved.folder} belongs to a run with other settings: {listed}. Set them back, or pass "
+            f"{folder} belongs to a run with other settings: {'; '.join(changes)}. Set them back, or pass "
             "--allow_changed_settings to go on regardless."
         )
-    log.warning("resuming with changed settings, as allowed: %s", listed)

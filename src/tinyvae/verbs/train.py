@@ -42,11 +42,11 @@ def help_of(preset_or_file: str, settings: list[str]) -> str:
     return f"{preset_summary(preset_or_file)}\n\n{table}" if preset_or_file in preset_names() else table
 
 
-def note_exit_code(code: int) -> None:
-    """Leave word for the launcher script: torchrun reports exit code 1 for everything that its processes say."""
+def note_end(exit_code: int, reason: str = "") -> None:
+    """Leave word for the launcher script: torchrun says 1 for everything, below which the reason is hard to find."""
     note = os.environ.get("TINYVAE_EXIT_NOTE")
     if note:
-        Path(note).write_text(f"{code}\n")
+        Path(note).write_text(f"{exit_code}\n{reason}\n")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     try:
         loaded = load_config(arguments.preset, arguments.settings)
-    except UserError:
-        note_exit_code(2)
+    except UserError as mistake:
+        note_end(2, str(mistake))
         raise
     from tinyvae.training.engine import PeerLostError
     from tinyvae.training.guards import StopRequested
@@ -69,14 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
         finished = run_training(loaded, command=command)
     except StopRequested as stop:
         print(f"stopped by {stop}; go on with --resume latest", file=sys.stderr)
-        note_exit_code(stop.exit_code)
+        note_end(stop.exit_code)
         return stop.exit_code
     except PeerLostError as lost:
         # Not the user's mistake, and not 2: whoever restarts runs may try this one again.
         print(f"tinyvae: error: {lost}", file=sys.stderr)
         return 1
-    except UserError:
-        note_exit_code(2)
+    except UserError as mistake:
+        note_end(2, str(mistake))
         raise
     if finished.is_main:
         print(f"the run is in {finished.folder}")
