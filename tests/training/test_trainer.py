@@ -40,6 +40,7 @@ def test_a_teacher_that_fails_stops_the_run_and_loses_nothing(
     assert "the run ends: the teacher made latents" in (tmp_path / "run/train.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_teacher_that_fails_on_one_rank_stops_all_with_a_checkpoint(clips: Path, tmp_path: Path) -> None:
     settings = {**SERAENA, "validation_steps": 0, "train_batch_size": 1}
     running = launch(
