@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -274,8 +275,25 @@ def test_missing_and_ambiguous_paths(tmp_path: Path) -> None:
         load_model("taew22")
 
 
+def test_what_may_not_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """(Root may read everything, so the refusal is played.)"""
+
+    def refuse(*rest: object, **more: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    (tmp_path / "w.pth").write_bytes(b"PK")
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UserError, match=r"w\.pth cannot be read \(Permission denied\)"):
+        load_model(tmp_path / "w.pth")
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UserError, match=r"cannot be looked into \(Permission denied\)"):
+        load_model(tmp_path)
+
+
 def test_saves_that_were_cut_short_are_not_a_runs_model(tmp_path: Path) -> None:
-    whole, cut = TAEHV("taew2_2", width=0.125), TAEHV("taew2_2", width=0.125)
+    first, whole, cut = (TAEHV("taew2_2", width=0.125) for _ in range(3))
+    save_model(first, tmp_path / "emergency_checkpoint-0")
+    assert same_weights(load_model(tmp_path), first)
     save_model(whole, tmp_path / "checkpoint-5")
     save_model(cut, tmp_path / ".unfinished-checkpoint-10")
     save_model(cut, tmp_path / ".unfinished-removing-checkpoint-7")

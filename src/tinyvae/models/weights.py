@@ -166,8 +166,13 @@ def find_weights(path: Path) -> Path:
         raise MissingFileError(f"there is no model at {path} (looked from {Path.cwd()}); check the path.{hint}")
     if not path.is_dir():
         raise UserError(f"{path} is neither a file nor a folder; name a weights file or a run's folder.")
+    try:
+        inside = sorted(path.iterdir())
+    except OSError as fault:
+        raise UserError(f"{path} cannot be looked into ({fault.strerror}); check its permissions.") from None
     # Not the folders of saves that are under way or were cut short.
-    checkpoints = sorted(filter(_step_of, path.iterdir()), key=_step_of, reverse=True)
+    named = ((CHECKPOINT_NAME.fullmatch(entry.name), entry.name) for entry in inside)
+    checkpoints = sorted((int(match[1]), name) for match, name in named if match)
     for folder in (path, path / "best_model"):
         for name in ("model.safetensors", "model.pth"):
             if (folder / name).is_file():
@@ -175,21 +180,15 @@ def find_weights(path: Path) -> Path:
     for name in (
         "final_model.safetensors",
         "final_model.pth",
-        *(f"{c.name}/model.safetensors" for c in checkpoints),
+        *(f"{name}/model.safetensors" for _, name in reversed(checkpoints)),
     ):
         if (path / name).is_file():
             return path / name
-    loose = sorted(f for f in path.iterdir() if f.suffix in (".safetensors", ".pth"))
+    loose = [entry for entry in inside if entry.suffix in (".safetensors", ".pth")]
     if len(loose) == 1:
         return loose[0]
     found = f"it holds {len(loose)} weight files; name one of them" if loose else "it holds no weights"
     raise UserError(f"{path} is not a model, checkpoint or run folder: {found}.")
-
-
-def _step_of(checkpoint: Path) -> int:
-    """Steps done, or 0 for what is no checkpoint folder."""
-    number = CHECKPOINT_NAME.fullmatch(checkpoint.name)
-    return int(number.group(1)) if number else 0
 
 
 def read_weights(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
