@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from tinyvae.heap import trim_heap
 
 CLIPS_PER_TRIM = 8
 
@@ -69,7 +70,6 @@ class WorkerMemory:
 
     def __init__(self) -> None:
         self._clips = 0
-        self._trim = _heap_trimmer()
 
     def after_clip(self) -> None:
         if torch.utils.data.get_worker_info() is None:
@@ -77,13 +77,4 @@ class WorkerMemory:
         gc.collect()
         self._clips += 1
         if self._clips % CLIPS_PER_TRIM == 0:
-            self._trim()
-
-
-def _heap_trimmer() -> Callable[[], object]:
-    """glibc's malloc_trim; other C libraries have none and need none."""
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except AttributeError:
-        return lambda: None
-    return lambda: trim(0)
+            trim_heap()

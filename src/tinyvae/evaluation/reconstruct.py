@@ -30,6 +30,7 @@ from tinyvae.evaluation.pictures import to_bytes_range
 from tinyvae.evaluation.round_trip import RoundTrip, StreamedCodec, to_unit_range
 from tinyvae.evaluation.side_by_side import side_by_side, side_by_side_width
 from tinyvae.evaluation.stage_cost import StageTimes
+from tinyvae.heap import trim_heap
 from tinyvae.models.codec import pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 
@@ -80,7 +81,8 @@ def reconstruct_video(
     started = time.perf_counter()
     part = measure_clip(ClipSource(name=source.name, path=source), max_frames=max_frames, size=None, with_times=True)
     covered = frames_to_cover(round_trip, part.num_frames)
-    chunks = repeat_last(frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width)), covered)
+    chunks = frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width))
+    chunks = repeat_last(with_steady_heap(chunks, round_trip.device), covered)
     errors: list[float] = []
     num_latents = 0
     with ExitStack() as files:
@@ -143,7 +145,7 @@ def encode_to_file(
     chunks = frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width))
     facts = latent_facts(part, variant=codec.spec.name)
     with LatentWriter(target, facts, overwrite=overwrite) as file:
-        for frames_TCHW in repeat_last(chunks, covered):
+        for frames_TCHW in repeat_last(with_steady_heap(chunks, codec.device), covered):
             frames = to_unit_range(frames_TCHW, codec.device)[None]
             made = encoder.push(pad_to_multiple(frames, codec.spec.space_factor))
             if made.shape[1]:
@@ -194,7 +196,8 @@ def decode_to_video(
         pixel_format=pixel_format_for(height, width),
     )
     with writer:
-        for latents_NTCHW in reader.chunks(max(1, frames_each // codec.spec.time_factor)):
+        chunks = reader.chunks(max(1, frames_each // codec.spec.time_factor))
+        for latents_NTCHW in with_steady_heap(chunks, codec.device):
             decoded_NTCHW = decoder.push(latents_NTCHW.to(codec.device, codec.dtype))
             frames_TCHW = decoded_NTCHW[0, : limit - written, :, :height, :width].float()
             if frames_TCHW.shape[0]:
@@ -209,6 +212,18 @@ def decode_to_video(
 def frames_to_cover(round_trip: RoundTrip, num_frames: int) -> int:
     """How many frames to send through so that at least ``num_frames`` come back; the codec's rule decides."""
     return next(t for t in count(num_frames) if round_trip.aligned_frames(t) >= num_frames)
+
+
+def with_steady_heap(chunks: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """The chunks, with the heap trimmed before each on a CPU.
+
+    What a chunk's tensors leave behind are holes of many sizes. Without trimming they had grown by 95 of 742 MiB after
+    two minutes of 480x720; with it a minute takes what two seconds take. It costs a tenth of the speed.
+    """
+    for chunk in chunks:
+        if device.type == "cpu":
+            trim_heap()
+        yield chunk
 
 
 def repeat_last(chunks: Iterable[Tensor], total: int) -> Iterator[Tensor]:

@@ -6,14 +6,14 @@ set around the two stages alone.
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from tinyvae.heap import trim_heap
 
 
 @dataclass(kw_only=True)
@@ -83,9 +83,7 @@ def idle_bytes(device: torch.device) -> int:
 def give_back_freed_memory() -> None:
     """Hand memory that was freed back to the system, so that what one model used does not count for the next."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:  # glibc; others give back by themselves
-        trim(0)
+    trim_heap()
 
 
 def reset_peak_memory(device: torch.device) -> bool:
