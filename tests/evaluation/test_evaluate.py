@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -268,13 +267,23 @@ def test_one_failing_device_ends_the_evaluation_soon(
     assert working.chunks < 30  # it did not go through all clips, of three chunks each
 
 
+class PressedCodec(FailingCodec):
+    """Somebody presses Ctrl-C while its fifth chunk is encoded."""
+
+    def __init__(self) -> None:
+        super().__init__(RuntimeError(), fails=False)
+
+    def encode_chunk(self, frames_NTCHW: torch.Tensor, memory: CodecMemory | None) -> tuple[torch.Tensor, CodecMemory]:
+        if self.chunks == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().encode_chunk(frames_NTCHW, memory)
+
+
 def test_ctrl_c_does_not_wait_for_all_clips(write_video: WriteVideo, tmp_path: Path) -> None:
     write_video("clips/0.mp4", frames=9, height=16, width=16)
     for copy in range(30):
         (tmp_path / "clips" / f"copy{copy}.mp4").write_bytes((tmp_path / "clips" / "0.mp4").read_bytes())
-    codec = FailingCodec(RuntimeError(), fails=False)
-    press = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT])
-    press.start()
+    codec = PressedCodec()
     with pytest.raises(KeyboardInterrupt):
         evaluate(codec, tmp_path / "clips", lpips=None)
     assert codec.chunks < 45  # half of them
