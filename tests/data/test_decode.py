@@ -237,6 +237,16 @@ def test_interlaced_is_refused(tmp_path: Path, source: torch.Tensor) -> None:
         probe_video(path)
 
 
+@pytest.mark.parametrize("codec", ["mpeg4", "mpeg2video", "libx265"])
+def test_reordered_pictures_without_trial_decoding(tmp_path: Path, source: torch.Tensor, codec: str) -> None:
+    """MP4 files are opened without it, so that their tables alone must tell how far pictures are reordered."""
+    quality = {"qscale": "2", "b": "3000000"} if codec.startswith("mpeg") else {}
+    path = write_video(tmp_path / "a.mp4", source, codec=codec, options={"bf": "2", "g": "12", **quality})
+    assert [frame_number(f) for f in iterate_frames(path)] == list(range(50))
+    for info in (None, probe_video(path)):
+        assert [frame_number(f) for f in read_frames(path, range(14, 22), info=info)] == list(range(14, 22))
+
+
 @pytest.mark.parametrize("suffix", ["mkv", "ts", "flv"])
 def test_cut_anywhere(tmp_path: Path, source: torch.Tensor, suffix: str) -> None:
     """A file cut off at any byte gives true frames or an error, read on or by a seek; also where the cut parts a

@@ -244,7 +244,9 @@ def test_expanded_tensors_become_weights_that_can_be_trained(tmp_path: Path) -> 
     torch.save(state, tmp_path / "w.pth")
     model = load_model(tmp_path / "w.pth")
     model(torch.rand(1, 4, 3, 16, 16))[0].sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    before = [parameter.clone() for parameter in model.parameters()]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()  # torch refuses to write into expanded memory
+    assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
 def test_mismatch_names_the_likely_variant(tmp_path: Path) -> None:
