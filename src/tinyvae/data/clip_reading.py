@@ -7,6 +7,7 @@ process with the batch, so that the message is one sentence there and not a work
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +50,8 @@ class ClipBatch:
 
     def model_input(self, device: torch.device | str | None = None) -> Tensor:
         """float32 NTCHW in [0, 1] on ``device``, with colour jitter and blur: what the model is fed."""
-        frames = self.frames if device is None else self.frames.to(device, non_blocking=True)
+        # Only out of pinned memory, which is a copy: a worker may write over its own once the batch is let go of.
+        frames = self.frames if device is None else self.frames.to(device, non_blocking=self.frames.is_pinned())
         return to_model_input(frames, self.color_and_blur)
 
     def pin_memory(self) -> ClipBatch:
@@ -90,7 +92,7 @@ worker_memory = WorkerMemory()
 """Of this process; it does nothing outside a loader's worker."""
 
 
-class _Clips(torch.utils.data.Dataset[ReadBatch]):
+class _Clips(torch.utils.data.Dataset[ReadBatch], ABC):
     """Batches by position; subclasses fill them."""
 
     def __init__(self, clips: ClipSet, settings: ClipSettings, board: LoanBoard | None = None) -> None:
@@ -105,8 +107,9 @@ class _Clips(torch.utils.data.Dataset[ReadBatch]):
             return ReadBatch(batch=None, bad_files=(), num_tries=0, failure=str(full))
         return self._read(positions, reader)
 
+    @abstractmethod
     def _read(self, positions: list[int], reader: BatchReader) -> ReadBatch:
-        raise NotImplementedError
+        """Fill ``reader`` with the clips of ``positions``."""
 
 
 class TrainClips(_Clips):
