@@ -13,10 +13,8 @@ import torch
 from tinyvae.errors import UserError
 from tinyvae.evaluation.evaluating import (
     EvaluationResult,
-    EvaluationSettings,
-    check_settings,
-    clips_of,
     evaluate_round_trip,
+    open_clips,
     open_lpips,
 )
 from tinyvae.evaluation.metrics import METRICS, ClipMetrics
@@ -89,16 +87,9 @@ def compare(
         ]
     )
     max_frames, notes = reference_limit(round_trips, max_frames)
-    settings = EvaluationSettings(
-        data=os.fspath(data),
-        data_root=os.fspath(data_root) if data_root is not None else None,
-        split=split,
-        max_clips=max_clips,
-        max_frames=max_frames,
-        size=size,
+    settings, clips = open_clips(
+        data, data_root=data_root, split=split, max_clips=max_clips, max_frames=max_frames, size=size
     )
-    check_settings(settings)
-    clips = clips_of(settings)
     ruler, lpips_notes = open_lpips(lpips)
 
     def shared_frames(num_frames: int) -> int:

@@ -153,16 +153,9 @@ def evaluate(
     devices = [model.device] if device is None and not isinstance(model, str | os.PathLike) else choose_devices(device)
     round_trip = open_model(model, variant=variant, device=devices[0], dtype=dtype, label=label)
     max_frames, limit_notes = reference_limit([round_trip], max_frames)
-    settings = EvaluationSettings(
-        data=os.fspath(data),
-        data_root=os.fspath(data_root) if data_root is not None else None,
-        split=split,
-        max_clips=max_clips,
-        max_frames=max_frames,
-        size=size,
+    settings, clips = open_clips(
+        data, data_root=data_root, split=split, max_clips=max_clips, max_frames=max_frames, size=size
     )
-    check_settings(settings)
-    clips = clips_of(settings)
     ruler, lpips_notes = open_lpips(lpips)
     return evaluate_round_trip(
         round_trip,
@@ -173,6 +166,28 @@ def evaluate(
         notes=[*limit_notes, *lpips_notes],
         show_progress_bar=show_progress_bar,
     )
+
+
+def open_clips(
+    data: str | os.PathLike[str],
+    *,
+    data_root: str | os.PathLike[str] | None,
+    split: str | None,
+    max_clips: int | None,
+    max_frames: int | None,
+    size: tuple[int, int] | None,
+) -> tuple[EvaluationSettings, list[ClipSource]]:
+    """The settings of an evaluation, checked, and the clips that they choose; arguments as in `evaluate`."""
+    settings = EvaluationSettings(
+        data=os.fspath(data),
+        data_root=os.fspath(data_root) if data_root is not None else None,
+        split=split,
+        max_clips=max_clips,
+        max_frames=max_frames,
+        size=size,
+    )
+    check_settings(settings)
+    return settings, clips_of(settings)
 
 
 def evaluate_round_trip(
