@@ -106,6 +106,22 @@ def cudnn_add_relu(
     return call
 
 
+def cudnn_two_frames(x: Tensor, weight: Tensor, bias: Tensor, kernel: Callable[[], Tensor]) -> Callable[[], object]:
+    """The same two-frame convolution as cuDNN's 3-D one with bias and ReLU; it makes one frame too many, at the end."""
+    channels = x.shape[-1]
+    # Taps in time: the frame before, then the frame itself.
+    taps = torch.stack([weight[:, channels:], weight[:, :channels]], dim=2)
+    taps, bias = taps.contiguous(memory_format=torch.channels_last_3d), bias.to(x.dtype)
+    video, ones = x[None].permute(0, 4, 1, 2, 3), (1, 1, 1)
+
+    def call() -> Tensor:
+        return torch.cudnn_convolution_relu(video, taps, bias, ones, ones, ones, 1)
+
+    made = call()[:, :, : x.shape[0]].permute(0, 2, 3, 4, 1)[0]
+    print({"cudnn_two_frames": "difference from the kernel", "error": relative_error(made, kernel())}, flush=True)
+    return call
+
+
 def repeated(call: Callable[[], object]) -> Callable[[], None]:
     def calls() -> None:
         for _ in range(LAUNCHES):
@@ -149,6 +165,8 @@ def time_tiles(dtype: torch.dtype) -> list[dict[str, object]]:
             calls: dict[str, Callable[[], object]] = {"kernel": kernel, "cudnn": library}
             if kept is not None and (fused := cudnn_add_relu(x, weight, packed.bias, kept, kernel)) is not None:
                 calls["cudnn_add_relu"] = fused
+            if sources == 2:
+                calls["cudnn_two_frames"] = cudnn_two_frames(x, weight, packed.bias, kernel)
             rows.append(timed(f"3x3 {channels}ch x{sources} frames", flops, calls))
     for channels, following, grown, frames, height, width in (
         (256, 128, 1, 13, 60, 90),

@@ -6,6 +6,8 @@ The kernels themselves are compared with torch by benchmarks/speed_kernels.py on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -79,11 +81,21 @@ def torch_first_conv(x_BCHW: Tensor, weights: hopper_conv.FirstWeights, *, stack
     return made.unflatten(0, (-1, stacked)).flatten(1, 2).permute(0, 2, 3, 1).contiguous()
 
 
+def torch_conv_relu(x: Tensor, weight: Tensor, bias: Tensor, *sizes: object) -> Tensor:
+    return torch.relu(F.conv2d(x, weight, bias, padding=1))
+
+
+def torch_conv_add_relu(x: Tensor, weight: Tensor, z: Tensor, alpha: float, bias: Tensor, *sizes: object) -> Tensor:
+    return torch.relu(F.conv2d(x, weight, bias, padding=1) + alpha * z)
+
+
 @pytest.fixture
 def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_engine, "conv_tiles", torch_conv_tiles)
     monkeypatch.setattr(hopper_engine, "image_conv", torch_image_conv)
     monkeypatch.setattr(hopper_engine, "first_conv", torch_first_conv)
+    monkeypatch.setattr(torch, "cudnn_convolution_relu", torch_conv_relu)
+    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", torch_conv_add_relu)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
 
 
@@ -93,23 +105,13 @@ def stacks(model: TAEHV) -> tuple[hopper_engine.HopperStack, hopper_engine.Hoppe
     return encoder, hopper_engine.HopperStack(folded_copy(model.decoder), patch_size=patch)
 
 
-def torch_conv_relu(x: Tensor, weight: Tensor, bias: Tensor, *sizes: object) -> Tensor:
-    return torch.relu(F.conv2d(x, weight, bias, padding=1))
-
-
-def torch_conv_add_relu(x: Tensor, weight: Tensor, z: Tensor, alpha: float, bias: Tensor, *sizes: object) -> Tensor:
-    return torch.relu(F.conv2d(x, weight, bias, padding=1) + alpha * z)
-
-
 @pytest.mark.usefixtures("kernels_in_torch")
-@pytest.mark.parametrize("library_channels", [(), (64, 128)])
+@pytest.mark.parametrize("library_channels", [(), sorted(hopper_engine.LIBRARY_CHANNELS)])
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taeltx_2"])
 def test_same_numbers_whole_and_in_chunks(
-    variant: str, library_channels: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    variant: str, library_channels: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper_engine, "LIBRARY_CHANNELS", frozenset(library_channels))
-    monkeypatch.setattr(torch, "cudnn_convolution_relu", torch_conv_relu)
-    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", torch_conv_add_relu)
     model = TAEHV(variant)
     factor = model.spec.space_factor
     encoder, decoder = stacks(model)

@@ -31,9 +31,10 @@ from tinyvae.models.hopper_conv import (
 FULL_SIZE_BYTES = 192 * 2**20
 """How much the 64-channel frames at full resolution may take at once; always at least one input frame's worth."""
 
-LIBRARY_CHANNELS: frozenset[int] = frozenset()
+LIBRARY_CHANNELS: frozenset[int] = frozenset({64, 128})
 """Channel counts of memory blocks whose second and third convolution cuDNN does, with its own fused bias, residual and
-ReLU. None so far: `benchmarks/speed_codec.py --library_channels 64` compares."""
+ReLU: there cuDNN wins 0.3 ms of 11.4 (64 channels) and 0.3 more (128), nothing at 256 (480x720x49 on an H200;
+`benchmarks/speed_codec.py --library_channels` compares)."""
 
 HopperMemory = list[Tensor | None]
 """One entry per step: BHWC frames (one per video, or those that wait for partners), None before the first chunk."""
