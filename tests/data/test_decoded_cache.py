@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tinyvae.data.clip_settings import ClipSettings
-from tinyvae.data.decode import probe_video, read_frames
+from tinyvae.data.decode import VideoInfo, probe_video, read_frames
 from tinyvae.data.decoded_cache import DecodedCache
+from tinyvae.data.geometry import CropWindow
 from tinyvae.data.index_build import open_or_build_index
 from tinyvae.data.loader import make_train_loader
 from tinyvae.data.splits import split
@@ -26,42 +27,46 @@ def write_video(path: Path, *, seed: int = 0, frames: int = 12) -> Path:
     return path
 
 
+def whole(cache: DecodedCache, video: Path, info: VideoInfo | None = None) -> torch.Tensor | None:
+    """Every frame, uncut."""
+    info = info or probe_video(video)
+    window = CropWindow(top=0, left=0, height=info.height, width=info.width)
+    return cache.clip(video, info, range(info.frames), window, timeout_s=30)
+
+
 def test_frames_are_those_of_the_file_and_survive_a_second_look(tmp_path: Path) -> None:
     video = write_video(tmp_path / "a.mp4")
-    info = probe_video(video)
     cache = DecodedCache(tmp_path / "cache", max_gb=1)
-    expected = read_frames(video, range(info.frames))
+    expected = read_frames(video, range(12))
     for _ in range(2):
-        cached = cache.frames(video, info, timeout_s=30)
+        cached = whole(cache, video)
         assert cached is not None and torch.equal(cached, expected)
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_writing_to_a_clip_does_not_reach_the_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frame_indices", [(0,), (11,), (2, 5, 8), (3, 4, 5, 6)])
+def test_a_window_is_cut_where_the_file_would_be(tmp_path: Path, frame_indices: tuple[int, ...]) -> None:
     video = write_video(tmp_path / "a.mp4")
     cache, info = DecodedCache(tmp_path / "cache", max_gb=1), probe_video(video)
-    first = cache.frames(video, info, timeout_s=30)
-    assert first is not None
-    before = first.clone()
-    first.zero_()
-    again = cache.frames(video, info, timeout_s=30)
-    assert again is not None and torch.equal(again, before)
+    for top, left, height, width in ((0, 0, 64, 96), (63, 95, 1, 1), (7, 13, 40, 50), (0, 46, 64, 50)):
+        cut = CropWindow(top=top, left=left, height=height, width=width)
+        cached = cache.clip(video, info, frame_indices, cut, timeout_s=30)
+        expected = read_frames(video, frame_indices)[..., top : top + height, left : left + width]
+        assert cached is not None and torch.equal(cached, expected)
 
 
 def test_no_room_means_none_and_nothing_left_behind(tmp_path: Path) -> None:
     videos = [write_video(tmp_path / f"{n}.mp4", seed=n) for n in range(2)]
-    infos = [probe_video(video) for video in videos]
     room_for_one = 1.5 * 12 * 3 * 64 * 96 / 2**30
     cache = DecodedCache(tmp_path / "cache", max_gb=room_for_one)
-    assert cache.frames(videos[0], infos[0], timeout_s=30) is not None
-    assert cache.frames(videos[1], infos[1], timeout_s=30) is None
+    assert whole(cache, videos[0]) is not None
+    assert whole(cache, videos[1]) is None
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_a_replaced_file_is_decoded_anew(tmp_path: Path) -> None:
     cache = DecodedCache(tmp_path / "cache", max_gb=1)
-    old = cache.frames(write_video(tmp_path / "a.mp4", seed=1), probe_video(tmp_path / "a.mp4"), timeout_s=30)
-    new = cache.frames(write_video(tmp_path / "a.mp4", seed=2), probe_video(tmp_path / "a.mp4"), timeout_s=30)
+    old, new = (whole(cache, write_video(tmp_path / "a.mp4", seed=seed)) for seed in (1, 2))
     assert old is not None and new is not None and not torch.equal(old, new)
 
 
@@ -69,7 +74,7 @@ def test_a_file_that_breaks_its_index_entry_is_refused_and_leaves_nothing(tmp_pa
     video = write_video(tmp_path / "a.mp4")
     wrong = replace(probe_video(video), frames=13)
     with pytest.raises(UnreadableVideoError, match="gave 12 frames, in the index 13"):
-        DecodedCache(tmp_path / "cache", max_gb=1).frames(video, wrong, timeout_s=30)
+        whole(DecodedCache(tmp_path / "cache", max_gb=1), video, wrong)
     assert list((tmp_path / "cache").iterdir()) == []
 
 

@@ -218,13 +218,7 @@ def read_clip(clips: ClipSet, row: IndexRow, choice: ClipChoice, settings: ClipS
 
 
 def _cached_window(clips: ClipSet, row: IndexRow, choice: ClipChoice, settings: ClipSettings) -> Tensor | None:
-    """The clip's window of its frames, a view of the decoded cache; None where the file does not fit in there."""
+    """The clip's window of its frames from the decoded cache; None where the file does not fit in there."""
     cache = DecodedCache(settings.decoded_cache_dir or default_cache_dir(), max_gb=settings.decoded_cache_gb)
-    video = cache.frames(clips.index.full_path(row), clips.index.info(row), timeout_s=settings.decode_timeout_s)
-    if video is None:
-        return None
-    first, *others = choice.frame_indices
-    delta = others[0] - first if others else 1
-    window = choice.window
-    rows, columns = slice(window.top, window.top + window.height), slice(window.left, window.left + window.width)
-    return video[first : choice.frame_indices[-1] + 1 : delta, :, rows, columns]
+    path, info = clips.index.full_path(row), clips.index.info(row)
+    return cache.clip(path, info, choice.frame_indices, choice.window, timeout_s=settings.decode_timeout_s)
