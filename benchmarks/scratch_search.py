@@ -4,8 +4,9 @@ The network, initialisation, optimisers, schedule and average are the shipped on
 `tinyvae train scratch` (whole files decoded once, random crops cut on the GPU), so that the search is not bound by
 decoding. The figure is the mean per-frame PSNR over 20 frames of the centre 256x256 of every validation clip.
 
-  python benchmarks/scratch_search.py --clips DIR --steps 1000 --only base,muon_lr_0.02
+  python benchmarks/scratch_search.py --clips DIR --steps 1000 --only base,muon_0.0035
   python benchmarks/scratch_search.py --clips DIR --seconds 260 --only base --output results.json
+  python benchmarks/scratch_search.py --clips DIR --score output/RUN/final_model.safetensors
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -20,76 +22,55 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tinyvae.config import TrainConfig
 from tinyvae.models.taehv import TAEHV
+from tinyvae.models.weights import load_model
+from tinyvae.presets import scratch
 from tinyvae.training import initialisation
 from tinyvae.training.ema import WeightAverage
+from tinyvae.training.engine import Engine
 from tinyvae.training.initialisation import initialise_he
-from tinyvae.training.optimizers import make_optimizers
+from tinyvae.training.optimizers import Muon, OptimizerSet, inner_conv_weights, make_optimizers
 from tinyvae.training.schedule import learning_rate_factor
 
-BASE = TrainConfig(
-    variant="taehv",
-    height=128,
-    width=128,
-    n_frames=12,
-    train_batch_size=16,
-    optimizer="muon",
-    learning_rate=1e-3,
-    muon_learning_rate=0.01,
-    lr_warmup_steps=100,
-    weight_decay=0.0,
-    max_grad_norm=1.0,
-    ema_decay=0.998,
-)
+BASE = scratch.config
 
 CANDIDATES: dict[str, dict[str, Any]] = {
     "base": {},
-    "muon_lr_0.005": {"muon_learning_rate": 0.005},
-    "muon_lr_0.015": {"muon_learning_rate": 0.015},
-    "muon_lr_0.02": {"muon_learning_rate": 0.02},
-    "adam_lr_3e-3": {"learning_rate": 3e-3},
-    "linear": {"lr_scheduler": "linear"},
-    "no_clip": {"max_grad_norm": 0.0},
+    "muon_0.007": {"muon_learning_rate": 0.007},
+    "muon_0.0035": {"muon_learning_rate": 0.0035},
+    "muon_0.0025": {"muon_learning_rate": 0.0025},
+    "cosine": {"lr_scheduler": "cosine"},
     "warmup_30": {"lr_warmup_steps": 30},
+    "adam_3e-3": {"learning_rate": 3e-3},
+    "adam_3e-4": {"learning_rate": 3e-4},
+    "clip_0.3": {"max_grad_norm": 0.3},
+    "clip_0.1": {"max_grad_norm": 0.1},
     "momentum_0.9": {"muon_momentum": 0.9},
-    "ema_0.99": {"ema_decay": 0.99},
-    "l1": {"loss": "l1"},
-    "charbonnier": {"loss": "charbonnier"},
+    "momentum_0.98": {"muon_momentum": 0.98},
     "quiet_0.3": {"quiet": 0.3},
     "quiet_0.03": {"quiet": 0.03},
+    "l1": {"loss": "l1"},
+    "charbonnier": {"loss": "charbonnier"},
+    "log_mse": {"loss": "log_mse"},
+    "rmse": {"loss": "rmse"},
+    "bilinear": {"bilinear": True},
+    "edges": {"muon_at_edges": True},
+    "decoder_0.5": {"decoder_rate": 0.5},
+    "decoder_2": {"decoder_rate": 2.0},
+    "seed_1": {"seed": 1},
+    "rows": {"row_normalised": True},
+    "rows_0.0035": {"row_normalised": True, "muon_learning_rate": 0.0035},
     "size_96_batch_28": {"height": 96, "width": 96, "train_batch_size": 28},
     "size_64_batch_64": {"height": 64, "width": 64, "train_batch_size": 64},
     "size_192_batch_7": {"height": 192, "width": 192, "train_batch_size": 7},
     "adamw": {"optimizer": "adamw"},
-    "0.005_linear": {"muon_learning_rate": 0.005, "lr_scheduler": "linear"},
-    "0.003_linear": {"muon_learning_rate": 0.003, "lr_scheduler": "linear"},
-    "0.007_linear": {"muon_learning_rate": 0.007, "lr_scheduler": "linear"},
-    "0.005_linear_ema_0.99": {"muon_learning_rate": 0.005, "lr_scheduler": "linear", "ema_decay": 0.99},
-    "0.005_linear_warmup_30": {"muon_learning_rate": 0.005, "lr_scheduler": "linear", "lr_warmup_steps": 30},
-    "0.005_linear_64": {
-        "muon_learning_rate": 0.005,
-        "lr_scheduler": "linear",
-        "height": 64,
-        "width": 64,
-        "train_batch_size": 64,
-    },
-    "0.004_linear": {"muon_learning_rate": 0.004, "lr_scheduler": "linear"},
-    "0.005_linear_clip_0.3": {"muon_learning_rate": 0.005, "lr_scheduler": "linear", "max_grad_norm": 0.3},
-    "0.005_linear_momentum_0.9": {"muon_learning_rate": 0.005, "lr_scheduler": "linear", "muon_momentum": 0.9},
-    "0.005_linear_quiet_0.3": {"muon_learning_rate": 0.005, "lr_scheduler": "linear", "quiet": 0.3},
-    "0.005_linear_adam_3e-3": {"muon_learning_rate": 0.005, "lr_scheduler": "linear", "learning_rate": 3e-3},
-    "log_0.005": {"muon_learning_rate": 0.005, "loss": "log_mse"},
-    "log_0.0025": {"muon_learning_rate": 0.0025, "loss": "log_mse"},
-    "log_0.0025_linear": {"muon_learning_rate": 0.0025, "loss": "log_mse", "lr_scheduler": "linear"},
-    "log_0.005_linear": {"muon_learning_rate": 0.005, "loss": "log_mse", "lr_scheduler": "linear"},
-    "mse_0.0025_linear": {"muon_learning_rate": 0.0025, "lr_scheduler": "linear"},
-    "log_0.005_64": {"muon_learning_rate": 0.005, "loss": "log_mse", "height": 64, "width": 64, "train_batch_size": 64},
-    "log_0.005_adam_3e-4": {"muon_learning_rate": 0.005, "loss": "log_mse", "learning_rate": 3e-4},
-    "log_0.005_quiet_0.3": {"muon_learning_rate": 0.005, "loss": "log_mse", "quiet": 0.3},
 }
+
+OPTIONS = ("quiet", "loss", "row_normalised", "bilinear", "muon_at_edges", "decoder_rate")
+"""What a candidate may change beside the configuration."""
 
 
 def decode(path: str) -> Tensor:
@@ -145,38 +126,96 @@ def score(model: TAEHV, videos: list[Tensor]) -> float:
 def loss_of(decoded: Tensor, target: Tensor, kind: str) -> Tensor:
     from tinyvae.losses.reconstruction import reconstruction_loss
 
-    if kind == "log_mse":
-        error = (decoded.float() - target.float()).square().mean(dim=(2, 3, 4))
-        return (error + 1e-5).log().mean() / 10
-
+    if kind in ("log_mse", "rmse"):
+        error = (decoded.float() - target.float()).square().mean(dim=(2, 3, 4)) + 1e-5
+        return error.log().mean() / 10 if kind == "log_mse" else error.sqrt().mean() / 10
     return reconstruction_loss(decoded, target, kind)  # type: ignore[arg-type]
 
 
+class RowNormalisedMuon(Muon):
+    """Muon whose orthogonal update has every row divided by its running size, and the whole kept as long as before."""
+
+    def _propose_one_shape(
+        self, parameters: list[nn.Parameter], rows: int, columns: int, *, lr: float, momentum: float
+    ) -> Any:
+        proposal = super()._propose_one_shape(parameters, rows, columns, lr=lr, momentum=momentum)
+        directions = torch.stack([one.reshape(rows, columns) for one in proposal.directions])
+        sizes = torch.stack([self.state[p].get("row_size", directions.new_zeros(rows, 1)) for p in parameters])
+        sizes.lerp_(directions.square().mean(-1, keepdim=True), 0.05)
+        even = directions / (sizes.sqrt() + 1e-7)
+        even *= directions.norm(dim=(-2, -1), keepdim=True) / even.norm(dim=(-2, -1), keepdim=True)
+        for parameter, size in zip(parameters, sizes, strict=True):
+            self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+            self.state[parameter]["row_size"] = size
+        return replace(proposal, directions=[one.view(p.shape) for one, p in zip(even, parameters, strict=True)])
+
+
+class Rig:
+    """One network, its compiled round trip and the engine, for all candidates; drawn anew for each."""
+
+    def __init__(self) -> None:
+        self.engine = Engine(BASE)
+        self.model = TAEHV(BASE.variant).to(self.engine.device, memory_format=torch.channels_last)
+        self.model.folded_training = True
+        self.round_trip = torch.compile(
+            lambda frames: self.model.decode(self.model.encode(frames)), mode=BASE.compile_mode
+        )
+
+    def draw(self, seed: int, options: dict[str, Any]) -> TAEHV:
+        initialisation.QUIET_BRANCH = options.get("quiet", 0.1)
+        fresh = TAEHV(BASE.variant)
+        initialise_he(fresh, seed=seed)
+        if options.get("bilinear"):
+            start_bilinear(fresh)
+        self.model.load_state_dict(fresh.state_dict())
+        return self.model
+
+
+def start_bilinear(model: TAEHV) -> None:
+    """Let the convs behind each upsampling begin as bilinear interpolation: random in channels, a tent in space."""
+    tent = torch.tensor([0.25, 0.5, 0.25])
+    for layer in list(model.decoder)[2:-1]:
+        if isinstance(layer, nn.Conv2d):
+            mixing = torch.randn(layer.weight.shape[:2]) / math.sqrt(layer.weight.shape[1])
+            layer.weight.data.copy_(mixing[:, :, None, None] * tent[:, None] * tent)
+
+
+def optimizers_of(model: TAEHV, config: TrainConfig, options: dict[str, Any]) -> OptimizerSet:
+    """The shipped optimisers, or with what a candidate changes in them."""
+    inner = inner_conv_weights(model)
+    if options.get("muon_at_edges"):
+        inner = {name: p for name, p in model.named_parameters() if p.ndim == 4}
+    chosen = make_optimizers(model, config)
+    if not {"row_normalised", "muon_at_edges", "decoder_rate"} & options.keys():
+        return chosen
+    groups = [
+        {"params": [p for name, p in inner.items() if name.startswith(part)], "lr": config.muon_learning_rate * rate}
+        for part, rate in (("encoder", 1.0), ("decoder", options.get("decoder_rate", 1.0)))
+    ]
+    kind = RowNormalisedMuon if options.get("row_normalised") else Muon
+    muon = kind(groups, lr=config.muon_learning_rate, momentum=config.muon_momentum)  # type: ignore[arg-type]
+    taken = {id(p) for p in inner.values()}
+    adamw = chosen.optimizers[1]
+    adamw.param_groups[0]["params"] = [p for p in adamw.param_groups[0]["params"] if id(p) not in taken]
+    return OptimizerSet([muon, adamw])
+
+
 def run(
+    rig: Rig,
     name: str,
     config: TrainConfig,
-    quiet: float,
-    loss_kind: str,
+    options: dict[str, Any],
     train: list[Tensor],
     val: list[Tensor],
     *,
     seconds: float | None,
 ) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = TAEHV(config.variant)
-    initialisation.QUIET_BRANCH = quiet
-    initialise_he(model, seed=config.seed)
-    model = model.cuda()
-    model.folded_training = True
-    optimizer_set = make_optimizers(model, config)
+    model = rig.draw(config.seed, options)
+    optimizer_set = optimizers_of(model, config, options)
     average = WeightAverage(model, decay=config.ema_decay)
-
-    def forward(frames: Tensor) -> Tensor:
-        return model.decode(model.encode(frames))
-
-    compiled = torch.compile(forward, dynamic=False)
-    generator = torch.Generator().manual_seed(1)
-    parameters = list(model.parameters())
+    generator = torch.Generator().manual_seed(config.seed)
+    engine = rig.engine
+    engine.prepare(model, optimizer_set)
     curve: list[tuple[int, float, float]] = []
     trained, step = 0.0, 0
     while step < config.max_train_steps:
@@ -184,16 +223,12 @@ def run(
         frames = random_batch(train, config, generator)
         progress = step if seconds is None else int(trained / seconds * config.max_train_steps)
         optimizer_set.set_rates(learning_rate_factor(min(progress, config.max_train_steps - 1), config))
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            decoded = compiled(frames)
-        loss = 10 * loss_of(decoded, model.target(frames), loss_kind)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or float("inf"))
-        for optimizer in optimizer_set.optimizers:
-            optimizer.step()
-        optimizer_set.zero_grad()
+        with engine.autocast():
+            decoded = rig.round_trip(frames)
+        loss = 10 * loss_of(decoded, model.target(frames), options.get("loss", "mse"))
+        engine.backward(loss)
+        result = engine.finish_step(max_grad_norm=config.max_grad_norm)
         average.update(model)
-        torch.cuda.synchronize()
         if step >= 3:  # compilation is start-up
             trained += time.perf_counter() - started
         step += 1
@@ -202,7 +237,8 @@ def run(
             with average.swapped_into(model):
                 psnr = score(model, val)
             curve.append((step, trained, psnr))
-            print(f"{name}: step {step}, {trained:.0f} s, {psnr:.2f} dB (raw {score(model, val):.2f})", flush=True)
+            words = f"{psnr:.2f} dB (raw {score(model, val):.2f}), loss {loss:.4f}, gradient {result.gradient_norm:.3f}"
+            print(f"{name}: step {step}, {trained:.0f} s, {words}", flush=True)
         if last:
             break
     return {"name": name, "curve": curve, "steps": step, "seconds": trained, "psnr": curve[-1][2]}
@@ -216,6 +252,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(CANDIDATES))
     parser.add_argument("--set", nargs="*", default=[], help="key=value for every candidate")
     parser.add_argument("--budget_s", type=float, default=540, help="stop starting candidates after this")
+    parser.add_argument("--score", type=Path, nargs="*", default=[], help="only give these weight files' figure")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     began = time.perf_counter()
@@ -227,17 +264,21 @@ def main() -> None:
         f"{time.perf_counter() - began:.0f} s to decode",
         flush=True,
     )
+    for weights in arguments.score:
+        print(f"{score(load_model(weights).cuda(), val):.2f} dB  {weights}", flush=True)
+    if arguments.score:
+        return
     common = {key: json.loads(value) for key, value in (pair.split("=") for pair in arguments.set)}
-    results = []
+    results, rig = [], Rig()
     for name in arguments.only.split(","):
         if time.perf_counter() - began > arguments.budget_s:
             print(f"no time left for {name}")
             continue
         changes = {**common, **CANDIDATES[name]}
-        quiet, loss_kind = changes.pop("quiet", 0.1), changes.pop("loss", "mse")
+        options = {key: changes.pop(key) for key in OPTIONS if key in changes}
         config = replace(BASE, max_train_steps=arguments.steps, **changes)
         try:
-            results.append(run(name, config, quiet, loss_kind, train, val, seconds=arguments.seconds))
+            results.append(run(rig, name, config, options, train, val, seconds=arguments.seconds))
         except torch.OutOfMemoryError as fault:
             print(f"{name}: {fault}")
         if arguments.output:

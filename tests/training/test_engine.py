@@ -65,8 +65,21 @@ def test_one_step_in_every_precision(precision: str) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
-    engine, model = prepared()
+@pytest.mark.parametrize(("compile_mode", "moves"), [("reduce-overhead", True), ("default", False)])
+def test_gradients_leave_the_memory_that_a_cuda_graph_writes_again(compile_mode: str, moves: bool) -> None:
+    engine, model = prepared(compile_model=True, compile_mode=compile_mode)
+    weight = next(iter(model.parameters()))
+    made: list[torch.Tensor] = []
+    weight.register_post_accumulate_grad_hook(lambda p: made.append(p.grad))
+    decoded, _ = model(torch.rand(1, 4, 3, 16, 16))
+    engine.backward(decoded.square().mean())
+    assert weight.grad is not None and torch.equal(weight.grad, made[0])
+    assert (weight.grad.data_ptr() != made[0].data_ptr()) == moves
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_gradient_that_is_not_finite_changes_nothing(optimizer: str) -> None:
+    engine, model = prepared(optimizer=optimizer)
     before = [p.detach().clone() for p in model.parameters()]
     decoded, _ = model(torch.rand(1, 4, 3, 16, 16))
     engine.backward(decoded.sum() * math.inf)

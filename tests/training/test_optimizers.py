@@ -29,6 +29,28 @@ def test_update_is_the_orthogonalised_nesterov_momentum() -> None:
     torch.testing.assert_close(weight.detach(), before - 0.1 * direction)
 
 
+def test_a_proposed_step_is_the_step_and_can_be_forgotten() -> None:
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(4, 2, 3, 3)) for _ in range(3)]
+    twins = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+    proposing, plain = (Muon(group, lr=0.1, momentum=0.9) for group in (weights, twins))
+    for turn in range(4):
+        for weight, twin in zip(weights, twins, strict=True):
+            twin.grad = torch.randn(twin.shape)
+            weight.grad = twin.grad.clone()
+        plain.step()
+        proposing.propose()
+        proposing.step()
+        if turn == 1:  # gradients that turn out not to be fit: nothing of them may stay
+            for weight in weights:
+                weight.grad = torch.full_like(weight, torch.nan)
+            proposing.propose()
+            proposing.zero_grad()
+    for weight, twin in zip(weights, twins, strict=True):
+        assert torch.equal(weight, twin)
+        assert torch.equal(proposing.state[weight]["momentum"], plain.state[twin]["momentum"])
+
+
 def test_muon_takes_inner_matrices_only() -> None:
     names = inner_conv_weights(TAEHV("taehv", width=0.125))
     assert "decoder.3.conv.0.weight" in names and "encoder.2.conv.weight" in names

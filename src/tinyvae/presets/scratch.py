@@ -26,6 +26,7 @@ config = TrainConfig(
     train_batch_size=16,
     mixed_precision="bf16",
     compile_model=True,
+    compile_mode="reduce-overhead",
     optimizer="muon",
     learning_rate=1e-3,
     muon_learning_rate=0.005,

@@ -62,6 +62,7 @@ class Engine:
         self.timeout_s = config.nccl_timeout
         self._dtype = AUTOCAST_DTYPES[config.mixed_precision]
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=config.mixed_precision == "fp16")
+        self._replays_graphs = config.compile_model and config.compile_mode in ("reduce-overhead", "max-autotune")
         # Small messages travel on a gloo group of their own: the GPU need not be waited for, and a process that died
         # closes its connection, which the others notice at once instead of at the timeout.
         self._messages = (
@@ -158,6 +159,11 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of one (part of a) micro-batch; the caller has weighted the loss by its share."""
         self._scaler.scale(loss).backward()
+        if self._replays_graphs:
+            # Every replay of a CUDA graph writes into the same memory: these gradients get out of the next one's way.
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
 
     def discard_gradients(self) -> None:
         self._optimizers.zero_grad()
@@ -169,8 +175,10 @@ class Engine:
         self.average_(gradients)
         for optimizer in self._optimizers.optimizers:
             self._scaler.unscale_(optimizer)
-        norm_tensor = nn.utils.clip_grad_norm_(self._parameters, max_grad_norm if max_grad_norm > 0 else math.inf)
-        norm = as_number(norm_tensor)
+        limit = max_grad_norm if max_grad_norm > 0 else math.inf
+        reading = NumberOnItsWay(nn.utils.clip_grad_norm_(self._parameters, limit))
+        self._optimizers.propose()  # the GPU computes on while the host waits for the norm
+        norm = reading.value()
         # Averaged gradients are the same numbers on every process, so all of them decide alike.
         stepped = math.isfinite(norm)
         if stepped:
@@ -238,6 +246,23 @@ def _lay_out_like_weights(optimizer: torch.optim.Optimizer) -> None:
         for name, value in moments.items():
             if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
                 moments[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+
+
+class NumberOnItsWay:
+    """A scalar that is being copied off its device: what is handed to the device after it need not be waited for."""
+
+    def __init__(self, scalar: Tensor) -> None:
+        self._done = torch.cuda.Event() if scalar.is_cuda else None
+        self._copy = scalar.detach()
+        if self._done is not None:
+            self._copy = torch.empty(scalar.shape, dtype=scalar.dtype, pin_memory=True)
+            self._copy.copy_(scalar.detach(), non_blocking=True)
+            self._done.record()
+
+    def value(self) -> float:
+        if self._done is not None:
+            self._done.synchronize()
+        return float(self._copy)
 
 
 def as_number(norm: Tensor | float | None) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,15 +23,31 @@ NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic whose iteration drives singular values towards 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Proposal:
+    """What a step would do to the weights of one shape."""
+
+    parameters: list[nn.Parameter]
+    moments: list[Tensor]
+    directions: list[Tensor]
+    lr: float
+
+
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum whose update matrix is orthogonalised; weights of one shape are done in one batch."""
+    """Nesterov momentum whose update matrix is orthogonalised; weights of one shape are done in one batch.
+
+    `propose` does the work of a step without taking it: it can be handed to a GPU before the host knows whether the
+    gradients are fit to be applied. `step` takes the step (and proposes it first, where nobody has); `zero_grad`
+    forgets it.
+    """
 
     def __init__(self, params: Iterable[nn.Parameter], *, lr: float, momentum: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
+        self._proposals: list[_Proposal] | None = None
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "the trainer computes the loss once"
+    def propose(self) -> None:
+        self._proposals = []
         for group in self.param_groups:
             by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
             for parameter in group["params"]:
@@ -38,22 +55,36 @@ class Muon(torch.optim.Optimizer):
                     rows = parameter.shape[0]
                     by_shape.setdefault((rows, parameter.numel() // rows), []).append(parameter)
             for (rows, columns), parameters in by_shape.items():
-                self._step_one_shape(parameters, rows, columns, lr=group["lr"], momentum=group["momentum"])
+                self._proposals.append(
+                    self._propose_one_shape(parameters, rows, columns, lr=group["lr"], momentum=group["momentum"])
+                )
 
-    def _step_one_shape(
+    def _propose_one_shape(
         self, parameters: list[nn.Parameter], rows: int, columns: int, *, lr: float, momentum: float
-    ) -> None:
+    ) -> _Proposal:
         gradients = [p.grad for p in parameters if p.grad is not None]
-        for parameter in parameters:
-            if "momentum" not in self.state[parameter]:
-                self.state[parameter]["momentum"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        moments = [self.state[p]["momentum"] for p in parameters]
-        torch._foreach_lerp_(moments, gradients, 1.0 - momentum)
+        old = [self.state[p]["momentum"] if p in self.state else torch.zeros_like(p) for p in parameters]
+        moments = list(torch._foreach_lerp(old, gradients, 1.0 - momentum))
         updates = torch._foreach_lerp(gradients, moments, momentum)
         stacked = torch.stack([update.reshape(rows, columns) for update in updates])
         directions = orthogonalise(stacked).to(parameters[0].dtype) * math.sqrt(max(1.0, rows / columns))
         shaped = [direction.view(p.shape) for direction, p in zip(directions.unbind(), parameters, strict=True)]
-        torch._foreach_add_(list(parameters), shaped, alpha=-lr)
+        return _Proposal(parameters=parameters, moments=moments, directions=shaped, lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "the trainer computes the loss once"
+        if self._proposals is None:
+            self.propose()
+        for proposal in self._proposals or []:
+            for parameter, moment in zip(proposal.parameters, proposal.moments, strict=True):
+                self.state[parameter]["momentum"] = moment
+            torch._foreach_add_(list(proposal.parameters), proposal.directions, alpha=-proposal.lr)
+        self._proposals = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._proposals = None
+        super().zero_grad(set_to_none)
 
 
 def orthogonalise(matrices_BRC: Tensor) -> Tensor:
@@ -88,7 +119,14 @@ class OptimizerSet:
         for group in self.groups():
             group["lr"] = group["base_lr"] * factor
 
+    def propose(self) -> None:
+        """Hand the device what can be computed of the step before anybody knows whether it is taken."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.propose()
+
     def zero_grad(self) -> None:
+        """Forget the gradients, and a step that was proposed and not taken."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
