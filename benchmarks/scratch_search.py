@@ -135,19 +135,17 @@ def loss_of(decoded: Tensor, target: Tensor, kind: str) -> Tensor:
 class RowNormalisedMuon(Muon):
     """Muon whose orthogonal update has every row divided by its running size, and the whole kept as long as before."""
 
-    def _propose_one_shape(
-        self, parameters: list[nn.Parameter], rows: int, columns: int, *, lr: float, momentum: float
-    ) -> Any:
-        proposal = super()._propose_one_shape(parameters, rows, columns, lr=lr, momentum=momentum)
-        directions = torch.stack([one.reshape(rows, columns) for one in proposal.directions])
-        sizes = torch.stack([self.state[p].get("row_size", directions.new_zeros(rows, 1)) for p in parameters])
-        sizes.lerp_(directions.square().mean(-1, keepdim=True), 0.05)
-        even = directions / (sizes.sqrt() + 1e-7)
-        even *= directions.norm(dim=(-2, -1), keepdim=True) / even.norm(dim=(-2, -1), keepdim=True)
-        for parameter, size in zip(parameters, sizes, strict=True):
-            self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-            self.state[parameter]["row_size"] = size
-        return replace(proposal, directions=[one.view(p.shape) for one, p in zip(even, parameters, strict=True)])
+    def _propose_together(self, parameters: list[nn.Parameter], *, lr: float, momentum: float) -> Any:
+        proposal = super()._propose_together(parameters, lr=lr, momentum=momentum)
+        directions = []
+        for parameter, direction in zip(parameters, proposal.directions, strict=True):
+            state = self.state[parameter]
+            state.setdefault("momentum", torch.zeros_like(parameter))
+            size = direction.square().mean(dim=(1, 2, 3), keepdim=True)
+            state["row_size"] = torch.lerp(state.get("row_size", torch.zeros_like(size)), size, 0.05)
+            even = direction / (state["row_size"].sqrt() + 1e-7)
+            directions.append(even * (direction.norm() / even.norm()))
+        return replace(proposal, directions=directions)
 
 
 class Rig:

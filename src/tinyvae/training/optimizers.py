@@ -25,7 +25,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic whose iteration drives sing
 
 @dataclass(frozen=True, kw_only=True)
 class _Proposal:
-    """What a step would do to the weights of one shape."""
+    """What a step would do to some of the weights."""
 
     parameters: list[nn.Parameter]
     moments: list[Tensor]
@@ -34,7 +34,7 @@ class _Proposal:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum whose update matrix is orthogonalised; weights of one shape are done in one batch.
+    """Nesterov momentum whose update matrix is orthogonalised.
 
     `propose` does the work of a step without taking it: it can be handed to a GPU before the host knows whether the
     gradients are fit to be applied. `step` takes the step (and proposes it first, where nobody has); `zero_grad`
@@ -49,27 +49,19 @@ class Muon(torch.optim.Optimizer):
     def propose(self) -> None:
         self._proposals = []
         for group in self.param_groups:
-            by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
+            by_short_side: dict[int, list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    rows = parameter.shape[0]
-                    by_shape.setdefault((rows, parameter.numel() // rows), []).append(parameter)
-            for (rows, columns), parameters in by_shape.items():
-                self._proposals.append(
-                    self._propose_one_shape(parameters, rows, columns, lr=group["lr"], momentum=group["momentum"])
-                )
+                    by_short_side.setdefault(min(_matrix_shape(parameter)), []).append(parameter)
+            for parameters in by_short_side.values():
+                self._proposals.append(self._propose_together(parameters, lr=group["lr"], momentum=group["momentum"]))
 
-    def _propose_one_shape(
-        self, parameters: list[nn.Parameter], rows: int, columns: int, *, lr: float, momentum: float
-    ) -> _Proposal:
+    def _propose_together(self, parameters: list[nn.Parameter], *, lr: float, momentum: float) -> _Proposal:
         gradients = [p.grad for p in parameters if p.grad is not None]
         old = [self.state[p]["momentum"] if p in self.state else torch.zeros_like(p) for p in parameters]
         moments = list(torch._foreach_lerp(old, gradients, 1.0 - momentum))
-        updates = torch._foreach_lerp(gradients, moments, momentum)
-        stacked = torch.stack([update.reshape(rows, columns) for update in updates])
-        directions = orthogonalise(stacked).to(parameters[0].dtype) * math.sqrt(max(1.0, rows / columns))
-        shaped = [direction.view(p.shape) for direction, p in zip(directions.unbind(), parameters, strict=True)]
-        return _Proposal(parameters=parameters, moments=moments, directions=shaped, lr=lr)
+        updates = list(torch._foreach_lerp(gradients, moments, momentum))
+        return _Proposal(parameters=parameters, moments=moments, directions=orthogonalise_all(updates), lr=lr)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -87,20 +79,47 @@ class Muon(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
 
-def orthogonalise(matrices_BRC: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly (singular values 0.7..1.2), of a batch of them.
+def orthogonalise_all(updates: list[Tensor]) -> list[Tensor]:
+    """Each update as a semi-orthogonal matrix (out x rest), in its own shape; all have the same shorter side.
 
-    On a GPU in bf16, which is enough for a direction; on a CPU in fp32, where bf16 would be slower.
+    They lie on that side in one batch, filled up with columns of zeros, which stay zero and change nothing: a network
+    has a dozen shapes, and a dozen small batches cost a GPU more in launches than in arithmetic. On a GPU in bf16,
+    which is enough for a direction; on a CPU in fp32, where bf16 would be slower.
     """
+    shapes = [_matrix_shape(update) for update in updates]
+    first = updates[0]
+    dtype = torch.bfloat16 if first.is_cuda else torch.float32
+    size = (len(updates), min(shapes[0]), max(max(shape) for shape in shapes))
+    batch = torch.zeros(size, dtype=dtype, device=first.device)
+    for wide, update in zip(batch, updates, strict=True):
+        _in_shape_of(update, wide).copy_(update)
+    directions = []
+    for wide, update, (rows, columns) in zip(orthogonalise(batch).to(first.dtype), updates, shapes, strict=True):
+        direction = _in_shape_of(update, wide)
+        directions.append(direction * math.sqrt(rows / columns) if rows > columns else direction)
+    return directions
+
+
+def _matrix_shape(weight: Tensor) -> tuple[int, int]:
+    """Rows and columns of a weight flattened to out x rest."""
+    return weight.shape[0], weight.numel() // weight.shape[0]
+
+
+def _in_shape_of(weight: Tensor, wide: Tensor) -> Tensor:
+    """The part of a wide matrix that a weight takes, as a view in the weight's shape; a tall one lies on its side."""
+    rows, columns = _matrix_shape(weight)
+    part = wide[:columns, :rows].T if rows > columns else wide[:rows, :columns]
+    return part.unflatten(1, weight.shape[1:])
+
+
+def orthogonalise(wide_BRC: Tensor) -> Tensor:
+    """The nearest semi-orthogonal matrices, roughly (singular values 0.7..1.2), of a batch of wide ones."""
     a, b, c = NEWTON_SCHULZ
-    x = matrices_BRC.to(torch.bfloat16) if matrices_BRC.is_cuda else matrices_BRC.float()
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = wide_BRC / (wide_BRC.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.mT
-        x = a * x + torch.baddbmm(square, square, square, beta=b, alpha=c) @ x
-    return x.mT if tall else x
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x
 
 
 class OptimizerSet:
