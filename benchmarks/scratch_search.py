@@ -4,8 +4,8 @@ The network, initialisation, optimisers, schedule and average are the shipped on
 `tinyvae train scratch` (whole files decoded once, random crops cut on the GPU), so that the search is not bound by
 decoding. The figure is the mean per-frame PSNR over 20 frames of the centre 256x256 of every validation clip.
 
-  python benchmarks/scratch_search.py --clips DIR --steps 1000 --only base,muon_0.0035
-  python benchmarks/scratch_search.py --clips DIR --seconds 260 --only base --output results.json
+  python benchmarks/scratch_search.py --clips DIR --steps 1000 "" muon_learning_rate=0.003 seed=1,lr_warmup_steps=100
+  python benchmarks/scratch_search.py --clips DIR --seconds 260 "" --output results.json
   python benchmarks/scratch_search.py --clips DIR --score output/RUN/final_model.safetensors
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from scratch_ideas import IDEAS, loss_of, optimizers_of, start_bilinear
+from torch import Tensor
 
 from tinyvae.config import TrainConfig
 from tinyvae.models.taehv import TAEHV
@@ -32,45 +32,9 @@ from tinyvae.training import initialisation
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine
 from tinyvae.training.initialisation import initialise_he
-from tinyvae.training.optimizers import Muon, OptimizerSet, inner_conv_weights, make_optimizers
 from tinyvae.training.schedule import learning_rate_factor
 
 BASE = scratch.config
-
-CANDIDATES: dict[str, dict[str, Any]] = {
-    "base": {},
-    "muon_0.007": {"muon_learning_rate": 0.007},
-    "muon_0.0035": {"muon_learning_rate": 0.0035},
-    "muon_0.0025": {"muon_learning_rate": 0.0025},
-    "cosine": {"lr_scheduler": "cosine"},
-    "warmup_30": {"lr_warmup_steps": 30},
-    "adam_3e-3": {"learning_rate": 3e-3},
-    "adam_3e-4": {"learning_rate": 3e-4},
-    "clip_0.3": {"max_grad_norm": 0.3},
-    "clip_0.1": {"max_grad_norm": 0.1},
-    "momentum_0.9": {"muon_momentum": 0.9},
-    "momentum_0.98": {"muon_momentum": 0.98},
-    "quiet_0.3": {"quiet": 0.3},
-    "quiet_0.03": {"quiet": 0.03},
-    "l1": {"loss": "l1"},
-    "charbonnier": {"loss": "charbonnier"},
-    "log_mse": {"loss": "log_mse"},
-    "rmse": {"loss": "rmse"},
-    "bilinear": {"bilinear": True},
-    "edges": {"muon_at_edges": True},
-    "decoder_0.5": {"decoder_rate": 0.5},
-    "decoder_2": {"decoder_rate": 2.0},
-    "seed_1": {"seed": 1},
-    "rows": {"row_normalised": True},
-    "rows_0.0035": {"row_normalised": True, "muon_learning_rate": 0.0035},
-    "size_96_batch_28": {"height": 96, "width": 96, "train_batch_size": 28},
-    "size_64_batch_64": {"height": 64, "width": 64, "train_batch_size": 64},
-    "size_192_batch_7": {"height": 192, "width": 192, "train_batch_size": 7},
-    "adamw": {"optimizer": "adamw"},
-}
-
-OPTIONS = ("quiet", "loss", "row_normalised", "bilinear", "muon_at_edges", "decoder_rate")
-"""What a candidate may change beside the configuration."""
 
 
 def decode(path: str) -> Tensor:
@@ -123,31 +87,6 @@ def score(model: TAEHV, videos: list[Tensor]) -> float:
     return float(torch.stack(values).mean())
 
 
-def loss_of(decoded: Tensor, target: Tensor, kind: str) -> Tensor:
-    from tinyvae.losses.reconstruction import reconstruction_loss
-
-    if kind in ("log_mse", "rmse"):
-        error = (decoded.float() - target.float()).square().mean(dim=(2, 3, 4)) + 1e-5
-        return error.log().mean() / 10 if kind == "log_mse" else error.sqrt().mean() / 10
-    return reconstruction_loss(decoded, target, kind)  # type: ignore[arg-type]
-
-
-class RowNormalisedMuon(Muon):
-    """Muon whose orthogonal update has every row divided by its running size, and the whole kept as long as before."""
-
-    def _propose_together(self, parameters: list[nn.Parameter], *, lr: float, momentum: float) -> Any:
-        proposal = super()._propose_together(parameters, lr=lr, momentum=momentum)
-        directions = []
-        for parameter, direction in zip(parameters, proposal.directions, strict=True):
-            state = self.state[parameter]
-            state.setdefault("momentum", torch.zeros_like(parameter))
-            size = direction.square().mean(dim=(1, 2, 3), keepdim=True)
-            state["row_size"] = torch.lerp(state.get("row_size", torch.zeros_like(size)), size, 0.05)
-            even = direction / (state["row_size"].sqrt() + 1e-7)
-            directions.append(even * (direction.norm() / even.norm()))
-        return replace(proposal, directions=directions)
-
-
 class Rig:
     """One network, its compiled round trip and the engine, for all candidates; drawn anew for each."""
 
@@ -167,35 +106,6 @@ class Rig:
             start_bilinear(fresh)
         self.model.load_state_dict(fresh.state_dict())
         return self.model
-
-
-def start_bilinear(model: TAEHV) -> None:
-    """Let the convs behind each upsampling begin as bilinear interpolation: random in channels, a tent in space."""
-    tent = torch.tensor([0.25, 0.5, 0.25])
-    for layer in list(model.decoder)[2:-1]:
-        if isinstance(layer, nn.Conv2d):
-            mixing = torch.randn(layer.weight.shape[:2]) / math.sqrt(layer.weight.shape[1])
-            layer.weight.data.copy_(mixing[:, :, None, None] * tent[:, None] * tent)
-
-
-def optimizers_of(model: TAEHV, config: TrainConfig, options: dict[str, Any]) -> OptimizerSet:
-    """The shipped optimisers, or with what a candidate changes in them."""
-    inner = inner_conv_weights(model)
-    if options.get("muon_at_edges"):
-        inner = {name: p for name, p in model.named_parameters() if p.ndim == 4}
-    chosen = make_optimizers(model, config)
-    if not {"row_normalised", "muon_at_edges", "decoder_rate"} & options.keys():
-        return chosen
-    groups = [
-        {"params": [p for name, p in inner.items() if name.startswith(part)], "lr": config.muon_learning_rate * rate}
-        for part, rate in (("encoder", 1.0), ("decoder", options.get("decoder_rate", 1.0)))
-    ]
-    kind = RowNormalisedMuon if options.get("row_normalised") else Muon
-    muon = kind(groups, lr=config.muon_learning_rate, momentum=config.muon_momentum)  # type: ignore[arg-type]
-    taken = {id(p) for p in inner.values()}
-    adamw = chosen.optimizers[1]
-    adamw.param_groups[0]["params"] = [p for p in adamw.param_groups[0]["params"] if id(p) not in taken]
-    return OptimizerSet([muon, adamw])
 
 
 def run(
@@ -242,13 +152,30 @@ def run(
     return {"name": name, "curve": curve, "steps": step, "seconds": trained, "psnr": curve[-1][2]}
 
 
+def read_candidate(words: str) -> dict[str, Any]:
+    """``lr_scheduler=cosine,seed=1`` -> {"lr_scheduler": "cosine", "seed": 1}"""
+    changes: dict[str, Any] = {}
+    for key, value in (pair.split("=", 1) for pair in words.split(",") if pair):
+        try:
+            changes[key] = json.loads(value)
+        except json.JSONDecodeError:
+            changes[key] = value
+    return changes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ideas = "; ".join(f"{name}: {meaning}" for name, meaning in IDEAS.items())
+    parser.add_argument(
+        "candidates",
+        nargs="*",
+        help="each key=value,...: what differs from the preset scratch (nothing: it itself). Keys of the "
+        f"configuration, or {ideas}",
+    )
     parser.add_argument("--clips", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seconds", type=float, help="end by training time; the schedule follows the clock")
-    parser.add_argument("--only", default=",".join(CANDIDATES))
-    parser.add_argument("--set", nargs="*", default=[], help="key=value for every candidate")
+    parser.add_argument("--set", default="", help="key=value,... for every candidate")
     parser.add_argument("--budget_s", type=float, default=540, help="stop starting candidates after this")
     parser.add_argument("--score", type=Path, nargs="*", default=[], help="only give these weight files' figure")
     parser.add_argument("--output", type=Path)
@@ -266,19 +193,18 @@ def main() -> None:
         print(f"{score(load_model(weights).cuda(), val):.2f} dB  {weights}", flush=True)
     if arguments.score:
         return
-    common = {key: json.loads(value) for key, value in (pair.split("=") for pair in arguments.set)}
     results, rig = [], Rig()
-    for name in arguments.only.split(","):
+    for name in arguments.candidates:
         if time.perf_counter() - began > arguments.budget_s:
-            print(f"no time left for {name}")
+            print(f"no time left for {name!r}")
             continue
-        changes = {**common, **CANDIDATES[name]}
-        options = {key: changes.pop(key) for key in OPTIONS if key in changes}
+        changes = read_candidate(arguments.set) | read_candidate(name)
+        options = {key: changes.pop(key) for key in IDEAS if key in changes}
         config = replace(BASE, max_train_steps=arguments.steps, **changes)
         try:
-            results.append(run(rig, name, config, options, train, val, seconds=arguments.seconds))
+            results.append(run(rig, name or "scratch", config, options, train, val, seconds=arguments.seconds))
         except torch.OutOfMemoryError as fault:
-            print(f"{name}: {fault}")
+            print(f"{name!r}: {fault}")
         if arguments.output:
             arguments.output.write_text(json.dumps(results, indent=1))
     for result in sorted(results, key=lambda r: -r["psnr"]):

@@ -1,0 +1,138 @@
+"""What `scratch_search.py` can try beside the keys of the configuration: losses, first weights and optimisers that are
+not shipped, because they lost or because nobody has measured them yet. docs/results.md has the figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinyvae.config import TrainConfig
+from tinyvae.losses.reconstruction import reconstruction_loss
+from tinyvae.models.taehv import TAEHV
+from tinyvae.training.optimizers import Muon, OptimizerSet, inner_conv_weights, make_optimizers
+
+IDEAS = {
+    "loss": "mse, l1, charbonnier, log_mse (of each frame) or rmse (of each frame)",
+    "quiet": "size of the last conv of each residual branch at the start (shipped: 0.1)",
+    "bilinear": "the decoder's upsampling convs begin as bilinear interpolation",
+    "muon_at_edges": "Muon for the first and last conv too",
+    "decoder_rate": "factor on the decoder's Muon rate",
+    "pointwise_rate": "factor on the Muon rate of 1x1 convs",
+    "row_normalised": "every row of Muon's update divided by its running size",
+    "fixed_rows": "rows of Muon's weights keep the length that they begin with",
+    "soap": "Adam in the eigenbasis of the left gradient covariance instead of Muon, at this rate",
+}
+
+
+def loss_of(decoded: Tensor, target: Tensor, kind: str) -> Tensor:
+    """The reconstruction loss of a kind; those of each frame look at PSNR's own quantity."""
+    if kind in ("log_mse", "rmse"):
+        error = (decoded.float() - target.float()).square().mean(dim=(2, 3, 4)) + 1e-5
+        return error.log().mean() / 10 if kind == "log_mse" else error.sqrt().mean() / 10
+    return reconstruction_loss(decoded, target, kind)  # type: ignore[arg-type]
+
+
+class RowNormalisedMuon(Muon):
+    """Muon whose orthogonal update has every row divided by its running size, and the whole kept as long as before."""
+
+    def _propose_together(self, parameters: list[nn.Parameter], *, lr: float, momentum: float) -> Any:
+        proposal = super()._propose_together(parameters, lr=lr, momentum=momentum)
+        directions = []
+        for parameter, direction in zip(parameters, proposal.directions, strict=True):
+            state = self.state[parameter]
+            state.setdefault("momentum", torch.zeros_like(parameter))
+            size = direction.square().mean(dim=(1, 2, 3), keepdim=True)
+            state["row_size"] = torch.lerp(state.get("row_size", torch.zeros_like(size)), size, 0.05)
+            even = direction / (state["row_size"].sqrt() + 1e-7)
+            directions.append(even * (direction.norm() / even.norm()))
+        return replace(proposal, directions=directions)
+
+
+class FixedRows(Muon):
+    """Muon on weights whose rows keep the length that they begin with, as magnitude-preserving convs do."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        weights = [p for group in self.param_groups for p in group["params"]]
+        for weight in weights:
+            self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+            self.state[weight].setdefault("length", row_length(weight))
+        super().step()
+        for weight in weights:
+            weight.mul_(self.state[weight]["length"] / row_length(weight))
+
+
+def row_length(weight_OIHW: Tensor) -> Tensor:
+    return weight_OIHW.square().sum(dim=(1, 2, 3), keepdim=True).sqrt()
+
+
+class Soap(torch.optim.Optimizer):
+    """One-sided SOAP: Adam in the eigenbasis of the running mean of G G^T (out x out), renewed every ten steps."""
+
+    def __init__(self, params: Iterable[nn.Parameter], *, lr: float, betas: tuple[float, float] = (0.95, 0.95)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += 1
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._step_one(weight, weight.grad.flatten(1), group)
+
+    def _step_one(self, weight: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, steps, (beta1, beta2) = self.state[weight], group["steps"], group["betas"]
+        if not state:
+            state["covariance"] = torch.zeros(gradient.shape[0], gradient.shape[0], device=gradient.device)
+            state["mean"], state["square"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        state["covariance"].lerp_(gradient @ gradient.T, 1 - beta2)
+        if "basis" not in state:
+            state["basis"] = torch.linalg.eigh(state["covariance"])[1]
+        elif steps % 10 == 0:  # one power iteration follows a slowly turning basis; the mean turns with it
+            turned = torch.linalg.qr(state["covariance"] @ state["basis"])[0]
+            state["mean"] = turned.T @ (state["basis"] @ state["mean"])
+            state["basis"] = turned
+        rotated = state["basis"].T @ gradient
+        state["mean"].lerp_(rotated, 1 - beta1)
+        state["square"].lerp_(rotated.square(), 1 - beta2)
+        mean, square = state["mean"] / (1 - beta1**steps), state["square"] / (1 - beta2**steps)
+        direction = state["basis"] @ (mean / (square.sqrt() + 1e-8))
+        weight.sub_(direction.view(weight.shape), alpha=group["lr"])
+
+
+def start_bilinear(model: TAEHV) -> None:
+    """Let the convs behind each upsampling begin as bilinear interpolation: random in channels, a tent in space."""
+    tent = torch.tensor([0.25, 0.5, 0.25])
+    for layer in list(model.decoder)[2:-1]:
+        if isinstance(layer, nn.Conv2d):
+            mixing = torch.randn(layer.weight.shape[:2]) / math.sqrt(layer.weight.shape[1])
+            layer.weight.data.copy_(mixing[:, :, None, None] * tent[:, None] * tent)
+
+
+def optimizers_of(model: TAEHV, config: TrainConfig, options: dict[str, Any]) -> OptimizerSet:
+    """The shipped optimisers, or with what a candidate changes in them."""
+    inner = inner_conv_weights(model)
+    if options.get("muon_at_edges"):
+        inner = {name: p for name, p in model.named_parameters() if p.ndim == 4}
+    chosen = make_optimizers(model, config)
+    if not IDEAS.keys() - {"loss", "quiet", "bilinear"} & options.keys():
+        return chosen
+    taken = {id(p) for p in inner.values()}
+    adamw = chosen.optimizers[1]
+    adamw.param_groups[0]["params"] = [p for p in adamw.param_groups[0]["params"] if id(p) not in taken]
+    if "soap" in options:
+        return OptimizerSet([Soap(inner.values(), lr=options["soap"]), adamw])
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in inner.items():
+        rate = options.get("decoder_rate", 1.0) if name.startswith("decoder") else 1.0
+        rate *= options.get("pointwise_rate", 1.0) if parameter.shape[-1] == 1 else 1.0
+        groups.setdefault(config.muon_learning_rate * rate, []).append(parameter)
+    kind = RowNormalisedMuon if options.get("row_normalised") else FixedRows if options.get("fixed_rows") else Muon
+    by_rate: Any = [{"params": parameters, "lr": rate} for rate, parameters in groups.items()]
+    muon = kind(by_rate, lr=config.muon_learning_rate, momentum=config.muon_momentum)
+    return OptimizerSet([muon, adamw])
