@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import safetensors.torch
+import torch
 
 from tinyvae import TAEHV, save_model
 from tinyvae.config import FIELDS, GROUPS, TeacherType, TrainConfig, path_keys
@@ -293,11 +295,19 @@ def test_sample_clips_need_no_folder_yet(tmp_path: Path) -> None:
 
 
 def test_data_that_cannot_be_is_said_before_anything_starts(tmp_path: Path, data: Path) -> None:
-    empty, other = tmp_path / "mount", tmp_path / "list.txt"
+    empty, other, notes = tmp_path / "mount", tmp_path / "list.txt", tmp_path / "notes"
     empty.mkdir()
     other.write_text("a.mp4")
+    (notes / "old").mkdir(parents=True)
+    (notes / "old" / "readme.txt").touch()
+    broken, blank = tmp_path / "broken.jsonl", tmp_path / "blank.jsonl"
+    broken.write_text("a.mp4")
+    blank.touch()
     for wrong, says in (
         ({"data_root": empty}, "mount is an empty folder; .*not mounted"),
+        ({"data_root": notes}, "notes names no video"),
+        ({"data_root": data, "annotation_file": broken}, "broken.jsonl, line 1: this is not JSON"),
+        ({"data_root": data, "annotation_file": blank}, "blank.jsonl names no video"),
         ({"data_root": data, "annotation_file": other}, r"list.txt is no annotation file .*\.json or \.jsonl"),
         ({"data_root": data, "index_path": other}, "list.txt is no index; name the file that `tinyvae data index`"),
         ({"data_root": data, "index_path": data}, "is a folder; name the file that `tinyvae data index`"),
@@ -372,9 +382,9 @@ def test_an_lpips_file_that_is_none_is_refused_before_the_data_are_indexed(tmp_p
             check_paths(TrainConfig(data_root=data, lpips_weights=tmp_path / wrong))
 
 
-def test_weights_of_another_network_are_refused_at_start(tmp_path: Path) -> None:
+def test_weights_of_another_network_are_refused_at_start(tmp_path: Path, data: Path) -> None:
     save_model(TAEHV("taehv", width=0.125), tmp_path / "small.safetensors")
-    right = TrainConfig(data_root=tmp_path, pretrained_model_path=tmp_path / "small.safetensors", model_width=0.125)
+    right = TrainConfig(data_root=data, pretrained_model_path=tmp_path / "small.safetensors", model_width=0.125)
     check_config(right)
     with pytest.raises(UserError, match=r"model_width=0.125, and model_width is 1"):
         check_paths(replace(right, model_width=1.0))
@@ -385,8 +395,8 @@ def test_weights_of_another_network_are_refused_at_start(tmp_path: Path) -> None
         check_paths(replace(right, pretrained_model_path=tmp_path / "cut.safetensors"))
 
 
-def test_a_teacher_folder_must_hold_the_variants_teacher(tmp_path: Path) -> None:
-    config = replace(TrainConfig(), **TEACHER, data_root=tmp_path, variant="taecvx", ref_vae_path=str(tmp_path / "vae"))
+def test_a_teacher_folder_must_hold_the_variants_teacher(tmp_path: Path, data: Path) -> None:
+    config = replace(TrainConfig(), **TEACHER, data_root=data, variant="taecvx", ref_vae_path=str(tmp_path / "vae"))
     with pytest.raises(UserError, match="name a folder that diffusers can load, or a hub name"):
         check_paths(config)
     (tmp_path / "vae").mkdir()
@@ -394,8 +404,15 @@ def test_a_teacher_folder_must_hold_the_variants_teacher(tmp_path: Path) -> None
         check_paths(config)
     pytest.importorskip("diffusers")
     (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKLCogVideoX"}')
-    (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").touch()
+    weights = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
+    safetensors.torch.save_file({"weight": torch.zeros(3)}, weights)
     check_paths(config)
+    whole = weights.read_bytes()
+    for cut in (b"", whole[:20], whole[:-1]):
+        weights.write_bytes(cut)
+        with pytest.raises(UserError, match=r"diffusion_pytorch_model.safetensors is not a whole file .*download it"):
+            check_paths(config)
+    weights.write_bytes(whole)
     with pytest.raises(UserError, match="does not suit taew2_1"):
         check_paths(replace(config, variant="taew2_1"))
 

@@ -67,7 +67,30 @@ def _missing(config: TrainConfig, key: str, given: Mapping[str, GivenPath], reme
     return Complaint(keys=(key,), text=f"{key}={text} does not exist ({where}){remedy}.", missing=True)
 
 
-def _data_paths(config: TrainConfig, given: Mapping[str, GivenPath], unreadable: Sequence[str]) -> Iterator[Complaint]:
+def _data_paths(config: TrainConfig, given: Mapping[str, GivenPath], unreadable: Sequence[str]) -> list[Complaint]:
+    mistakes = list(_data_kinds(config, given, unreadable))
+    blameless = not mistakes and not set(DATA_KEYS) & set(unreadable)
+    if blameless and not config.use_sample_clips and (lack := _lack_of_videos(config)):
+        mistakes.append(Complaint(keys=DATA_KEYS, text=lack))
+    return mistakes
+
+
+def _lack_of_videos(config: TrainConfig) -> str:
+    """What is wrong with the list of videos, as far as its first entry tells; an index was checked when it was made."""
+    from tinyvae.data.annotations import iterate_entries
+
+    source = config.data_source
+    assert source is not None, "complained of before"
+    if config.index_path is not None:
+        return ""
+    try:
+        first = next(iterate_entries(source, config.data_root), None)
+    except UserError as mistake:
+        return f"{mistake}."
+    return "" if first is not None else f"{source} names no video; give a folder or a list with at least one."
+
+
+def _data_kinds(config: TrainConfig, given: Mapping[str, GivenPath], unreadable: Sequence[str]) -> Iterator[Complaint]:
     keys = DATA_KEYS
     if config.data_source is None:
         yield Complaint(keys=keys, text="no data is named; set data_root to a folder of videos (--data_root FOLDER).")

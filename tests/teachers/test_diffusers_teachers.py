@@ -345,7 +345,7 @@ def test_weights_that_are_missing_broken_or_of_another_shape(folders: dict[str, 
         load_teacher(None, folder, dtype=torch.float32, device="cpu")
     edit_config(folder, base_dim=8)
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(UserError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="is not a whole file"):
         load_teacher(None, folder, dtype=torch.float32, device="cpu")
     with pytest.raises(UserError, match="is a file"):
         check_teacher(weights, None, get_spec("taew2_1"))

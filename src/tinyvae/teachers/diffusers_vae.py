@@ -147,9 +147,27 @@ def _local_config(path: Path) -> tuple[str, str | None, dict[str, Any]]:
         raise UserError(f"the teacher's {config_path} is no JSON ({broken}); download it again.") from None
     if not isinstance(config, dict):
         raise UserError(f"the teacher's {config_path} holds no table of settings; download it again.")
-    if not any(file.suffix in (".safetensors", ".bin") for file in folder.glob(WEIGHTS_PATTERN)):
+    weights = [file for file in folder.glob(WEIGHTS_PATTERN) if file.suffix in (".safetensors", ".bin")]
+    if not weights:
         raise MissingFileError(f"the teacher {folder} has no weights ({WEIGHTS_PATTERN}.safetensors); download them.")
+    for file in weights:
+        _check_whole(file)
     return str(folder), None, config
+
+
+def _check_whole(file: Path) -> None:
+    """Refuse a weights file that was cut off on its way here; of a .safetensors file the header tells."""
+    if file.suffix != ".safetensors":
+        return
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as broken:
+        raise UserError(
+            f"the teacher's {file} is not a whole file ({_first_line(broken)}); download it again."
+        ) from None
 
 
 def _hub_config(name: str, seen_from: Path) -> tuple[str, str | None, dict[str, Any]]:
