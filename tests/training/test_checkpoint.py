@@ -17,6 +17,7 @@ import pytest
 import torch
 from tiny_runs import launch
 
+import tinyvae
 from tinyvae.config import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.training import checkpoint
@@ -70,8 +71,9 @@ def test_a_save_is_whole_and_listed(tmp_path: Path, engine: Engine) -> None:
     folder = save(writer, 3)
     assert folder == tmp_path / "checkpoint-3" and what_is_broken(folder) is None
     assert names(folder) == {"training_state.pt", "rank_00000.pt", "model.safetensors", "manifest.json"}
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    assert set(files) == names(folder) - {"manifest.json"}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert set(manifest["files"]) == names(folder) - {"manifest.json"}
+    assert manifest["tinyvae_version"] == tinyvae.__version__
     assert names(tmp_path) == {"checkpoint-3"}
 
 

@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.training.engine import Engine
+from tinyvae.version import __version__
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -198,7 +199,8 @@ def _write_manifest(folder: Path, facts: Mapping[str, Any], hashed: Mapping[str,
             with file.open("rb") as stream:  # what a library wrote may still be in the page cache only
                 os.fsync(stream.fileno())
             listed[name] = {"bytes": file.stat().st_size, "sha256": _hash(file)}
-    manifest = {**facts, "written_at": _next_time(folder.parent), "files": dict(sorted(listed.items()))}
+    written = {"tinyvae_version": __version__, "written_at": _next_time(folder.parent)}
+    manifest = {**facts, **written, "files": dict(sorted(listed.items()))}
     with (folder / MANIFEST).open("w") as stream:
         json.dump({**manifest, "own_sha256": _hash_of_json(manifest)}, stream, indent=1)
         stream.flush()
