@@ -316,6 +316,14 @@ def test_data_that_cannot_be_is_said_before_anything_starts(tmp_path: Path, data
             check_paths(replace(TrainConfig(), **wrong))
 
 
+def test_a_list_that_lies_beside_its_videos_is_proposed(data: Path) -> None:
+    (data / "list.jsonl").write_text('{"path": "a.mp4"}')
+    with pytest.raises(UserError, match=rf"list.jsonl does not exist .*; {data}/list.jsonl does\."):
+        check_paths(TrainConfig(data_root=data, annotation_file=Path("list.jsonl")))
+    with pytest.raises(UserError, match=r"other.jsonl does not exist \(looked for [^;]*$"):
+        check_paths(TrainConfig(data_root=data, annotation_file=Path("other.jsonl")))
+
+
 def test_an_output_folder_that_cannot_be_written(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_file").touch()
     with pytest.raises(UserError, match=r"cannot be written: .*a_file is a file"):

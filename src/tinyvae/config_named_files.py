@@ -105,9 +105,17 @@ def _data_kinds(config: TrainConfig, given: Mapping[str, GivenPath], unreadable:
             if not has_clips and (obstacle := _obstacle_to_writing(path)):
                 yield Complaint(keys=(key,), text=f"{key}={path} cannot be written: {obstacle}.")
         elif not path.exists():
-            yield _missing(config, key, given)
+            yield _missing(config, key, given, _same_name_in_data_root(config, key))
         elif mistake := _wrong_kind_of_data(key, path):
             yield Complaint(keys=(key,), text=f"{key}={path} {mistake}.")
+
+
+def _same_name_in_data_root(config: TrainConfig, key: str) -> str:
+    """A list is often kept beside its videos: where one of that name is there, the end of a sentence that says so."""
+    if key == "data_root" or config.data_root is None:
+        return ""
+    beside = config.data_root / Path(getattr(config, key)).name
+    return f"; {beside} does" if beside.is_file() else ""
 
 
 def _wrong_kind_of_data(key: str, path: Path) -> str:
