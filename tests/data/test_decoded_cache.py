@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tinyvae.data import decoded_cache
 from tinyvae.data.clip_settings import ClipSettings
 from tinyvae.data.decode import VideoInfo, probe_video, read_frames
 from tinyvae.data.decoded_cache import DecodedCache
@@ -92,3 +93,14 @@ def test_batches_are_the_same_with_and_without(tmp_path: Path, resize: bool) -> 
         first, second = (next(loader) for loader in loaders)
         assert first.names == second.names and torch.equal(first.frames, second.frames)
     assert list((tmp_path / "cache").glob("*.rgb"))
+
+
+def test_a_copy_that_is_cut_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    video = write_video(tmp_path / "a.mp4")
+    cache = DecodedCache(tmp_path / "cache", max_gb=1)
+    whole(cache, video)
+    (copy,) = (tmp_path / "cache").iterdir()
+    copy.write_bytes(copy.read_bytes()[:-1])
+    monkeypatch.setattr(decoded_cache, "_has_size", lambda file, size: True)  # it was whole a moment ago
+    with pytest.raises(UnreadableVideoError, match=r"\.rgb: this decoded copy became shorter .*delete it"):
+        whole(cache, video)

@@ -16,6 +16,7 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,7 @@ class DecodedCache:
         clip = np.empty((len(frame_indices), CHANNELS, window.height, window.width), dtype=np.uint8)
         with file.open("rb", buffering=0) as stream:
             for frame, index in zip(clip, frame_indices, strict=True):
-                _read_window(stream.fileno(), index, window, frame, frame_height=info.height, frame_width=info.width)
+                _read_window(stream, index, window, frame, frame_height=info.height, frame_width=info.width)
         return torch.from_numpy(clip)
 
     def _name(self, path: Path) -> str:
@@ -103,12 +104,13 @@ def _has_size(file: Path, size: int) -> bool:
 
 
 def _read_window(
-    descriptor: int, index: int, window: CropWindow, out_CHW: np.ndarray, *, frame_height: int, frame_width: int
+    stream: FileIO, index: int, window: CropWindow, out_CHW: np.ndarray, *, frame_height: int, frame_width: int
 ) -> None:
     """Fill ``out_CHW`` with the window of frame ``index`` of a file of raw frames: whole rows, then their middle."""
     rows = np.empty((window.height, frame_width), dtype=np.uint8)
     for channel, plane in enumerate(out_CHW):
         first_row = (index * CHANNELS + channel) * frame_height + window.top
-        num_bytes = os.preadv(descriptor, [rows.data], first_row * frame_width)
-        assert num_bytes == rows.nbytes, "the file has the size of its video"
+        stream.seek(first_row * frame_width)
+        if stream.readinto(rows.data) != rows.nbytes:
+            raise UnreadableVideoError(f"{stream.name}: this decoded copy became shorter while it was read; delete it")
         plane[:] = rows[:, window.left : window.left + window.width]
