@@ -14,15 +14,20 @@ from torch import Tensor, nn
 from tinyvae.config import TrainConfig
 from tinyvae.losses.reconstruction import reconstruction_loss
 from tinyvae.models.taehv import TAEHV
-from tinyvae.training.optimizers import Muon, OptimizerSet, inner_conv_weights, make_optimizers
+from tinyvae.training import optimizers
+from tinyvae.training.optimizers import Muon, OptimizerSet, inner_conv_weights, make_optimizers, orthogonalise
 
 IDEAS = {
-    "loss": "mse, l1, charbonnier, log_mse (of each frame) or rmse (of each frame)",
-    "quiet": "size of the last conv of each residual branch at the start (shipped: 0.1)",
+    "loss": "mse, l1, charbonnier; of each frame log_mse, rmse, or its MSE to a power: power_0.75",
+    "quiet": "size of the last conv of each residual branch at the start (shipped: 0.03)",
     "bilinear": "the decoder's upsampling convs begin as bilinear interpolation",
+    "orthogonal": "every conv begins with orthogonal rows (or columns), as large as drawn",
+    "output_gain": "factor on the output conv at the start",
     "muon_at_edges": "Muon for the first and last conv too",
     "decoder_rate": "factor on the decoder's Muon rate",
     "pointwise_rate": "factor on the Muon rate of 1x1 convs",
+    "cautious": "Muon's update is nought where its sign is not the gradient's, and as long as before",
+    "polar": "five Newton-Schulz steps whose coefficients change from step to step (Polar Express)",
     "row_normalised": "every row of Muon's update divided by its running size",
     "fixed_rows": "rows of Muon's weights keep the length that they begin with",
     "soap": "Adam in the eigenbasis of the left gradient covariance instead of Muon, at this rate",
@@ -34,6 +39,9 @@ def loss_of(decoded: Tensor, target: Tensor, kind: str) -> Tensor:
     if kind in ("log_mse", "rmse"):
         error = (decoded.float() - target.float()).square().mean(dim=(2, 3, 4)) + 1e-5
         return error.log().mean() / 10 if kind == "log_mse" else error.sqrt().mean() / 10
+    if kind.startswith("power_"):
+        error = (decoded.float() - target.float()).square().mean(dim=(2, 3, 4)) + 1e-5
+        return error.pow(float(kind.removeprefix("power_"))).mean() / 4
     return reconstruction_loss(decoded, target, kind)  # type: ignore[arg-type]
 
 
@@ -51,6 +59,37 @@ class RowNormalisedMuon(Muon):
             even = direction / (state["row_size"].sqrt() + 1e-7)
             directions.append(even * (direction.norm() / even.norm()))
         return replace(proposal, directions=directions)
+
+
+class CautiousMuon(Muon):
+    """Muon that leaves a weight alone where its update and its gradient disagree in sign."""
+
+    def _propose_together(self, parameters: list[nn.Parameter], *, lr: float, momentum: float) -> Any:
+        proposal = super()._propose_together(parameters, lr=lr, momentum=momentum)
+        directions = []
+        for parameter, direction in zip(parameters, proposal.directions, strict=True):
+            assert parameter.grad is not None
+            kept = direction * (direction * parameter.grad > 0)
+            directions.append(kept * (direction.norm() / (kept.norm() + 1e-7)))
+        return replace(proposal, directions=directions)
+
+
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+)
+
+
+def orthogonalise_polar(wide_BRC: Tensor) -> Tensor:
+    """Stands in for `optimizers.orthogonalise`: singular values nearer to 1, small ones raised sooner."""
+    x = wide_BRC / (wide_BRC.norm(dim=(-2, -1), keepdim=True) * 1.01 + 1e-7)
+    for a, b, c in POLAR_EXPRESS:
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x
 
 
 class FixedRows(Muon):
@@ -114,13 +153,22 @@ def start_bilinear(model: TAEHV) -> None:
             layer.weight.data.copy_(mixing[:, :, None, None] * tent[:, None] * tent)
 
 
+def start_orthogonal(model: TAEHV) -> None:
+    """Make every conv's rows (or columns) orthogonal and keep its size."""
+    for weight in (p for p in model.parameters() if p.ndim == 4):
+        size = weight.detach().norm()
+        nn.init.orthogonal_(weight)
+        weight.data.mul_(size / weight.detach().norm())
+
+
 def optimizers_of(model: TAEHV, config: TrainConfig, options: dict[str, Any]) -> OptimizerSet:
     """The shipped optimisers, or with what a candidate changes in them."""
     inner = inner_conv_weights(model)
     if options.get("muon_at_edges"):
         inner = {name: p for name, p in model.named_parameters() if p.ndim == 4}
+    optimizers.orthogonalise = orthogonalise_polar if options.get("polar") else orthogonalise
     chosen = make_optimizers(model, config)
-    if not IDEAS.keys() - {"loss", "quiet", "bilinear"} & options.keys():
+    if not IDEAS.keys() - {"loss", "quiet", "bilinear", "orthogonal", "output_gain", "polar"} & options.keys():
         return chosen
     taken = {id(p) for p in inner.values()}
     adamw = chosen.optimizers[1]
@@ -132,7 +180,8 @@ def optimizers_of(model: TAEHV, config: TrainConfig, options: dict[str, Any]) ->
         rate = options.get("decoder_rate", 1.0) if name.startswith("decoder") else 1.0
         rate *= options.get("pointwise_rate", 1.0) if parameter.shape[-1] == 1 else 1.0
         groups.setdefault(config.muon_learning_rate * rate, []).append(parameter)
-    kind = RowNormalisedMuon if options.get("row_normalised") else FixedRows if options.get("fixed_rows") else Muon
+    kinds = {"row_normalised": RowNormalisedMuon, "fixed_rows": FixedRows, "cautious": CautiousMuon}
+    kind = next((kinds[name] for name in kinds if options.get(name)), Muon)
     by_rate: Any = [{"params": parameters, "lr": rate} for rate, parameters in groups.items()]
     muon = kind(by_rate, lr=config.muon_learning_rate, momentum=config.muon_momentum)
     return OptimizerSet([muon, adamw])

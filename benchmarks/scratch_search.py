@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scratch_ideas import IDEAS, loss_of, optimizers_of, start_bilinear
+from scratch_ideas import IDEAS, loss_of, optimizers_of, start_bilinear, start_orthogonal
 from torch import Tensor
 
 from tinyvae.config import TrainConfig
@@ -31,7 +31,7 @@ from tinyvae.presets import scratch
 from tinyvae.training import initialisation
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine
-from tinyvae.training.initialisation import initialise_he
+from tinyvae.training.initialisation import QUIET_BRANCH, initialise_he
 from tinyvae.training.schedule import learning_rate_factor
 
 BASE = scratch.config
@@ -99,11 +99,14 @@ class Rig:
         )
 
     def draw(self, seed: int, options: dict[str, Any]) -> TAEHV:
-        initialisation.QUIET_BRANCH = options.get("quiet", 0.1)
+        initialisation.QUIET_BRANCH = options.get("quiet", QUIET_BRANCH)
         fresh = TAEHV(BASE.variant)
         initialise_he(fresh, seed=seed)
         if options.get("bilinear"):
             start_bilinear(fresh)
+        if options.get("orthogonal"):
+            start_orthogonal(fresh)
+        fresh.decoder[-1].weight.data.mul_(options.get("output_gain", 1.0))
         self.model.load_state_dict(fresh.state_dict())
         return self.model
 

@@ -109,6 +109,26 @@ def test_spread_is_over_clips_and_names_are_unique(engine: Engine) -> None:
     assert result.metrics["psnr_std"] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2), abs=1e-3)
 
 
+def test_cudnn_tries_no_kernels_for_the_shapes_of_a_validation(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trials took 16 GB of workspace there; the training steps around it keep theirs."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    seen: list[bool] = []
+
+    def output_of(frames: Tensor) -> Tensor:
+        seen.append(torch.backends.cudnn.benchmark)
+        if len(seen) == 2:
+            raise ZeroDivisionError
+        return frames
+
+    loader = Batches(*(Batch(torch.zeros(1, 5, 3, 16, 16), [name]) for name in "ab"))
+    with pytest.raises(ZeroDivisionError):
+        validate(Predictor(output_of), loader, engine, lpips=None)  # type: ignore[arg-type]
+    assert seen == [False, False]
+    assert torch.backends.cudnn.benchmark
+
+
 def test_no_usable_clip_is_an_error(engine: Engine) -> None:
     with pytest.raises(ValueError, match="no usable clip"):
         validate(PERFECT, Batches(), engine, lpips=None)  # type: ignore[arg-type]

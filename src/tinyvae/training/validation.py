@@ -22,6 +22,7 @@ from tinyvae.data.clip_reading import ClipBatch
 from tinyvae.data.loader import ValidationLoader
 from tinyvae.errors import UserError
 from tinyvae.evaluation.metrics import ClipMetrics, clip_metrics
+from tinyvae.evaluation.resources import without_cudnn_trials
 from tinyvae.evaluation.statistics import Summary, summarise
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.models.codec import VideoCodec
@@ -87,7 +88,8 @@ def validate(
             break
         if batch is not None:
             try:
-                own |= _measure(model, batch, engine, lpips, shown, num_shown)
+                with without_cudnn_trials():
+                    own |= _measure(model, batch, engine, lpips, shown, num_shown)
             except (RuntimeError, MemoryError) as fault:
                 if not is_out_of_memory(fault):
                     raise
