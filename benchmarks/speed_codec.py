@@ -42,16 +42,17 @@ def stream_through(stream: StreamingDecoder | StreamingEncoder, video: torch.Ten
 def streaming_calls(model: TAEHV, latents: torch.Tensor, frames: torch.Tensor) -> dict[str, Callable[[], object]]:
     """Whole-video calls of the fused codec beside streams in the default chunk."""
     fused = model.fused()
-    chunk = fused.stream_chunk_latents(*latents.shape[-2:])
+    size = latents.shape[-2:]
+    decoded, encoded = (fused.stream_chunk_latents(side, *size) for side in ("decoder", "encoder"))
     count = latents.shape[1]
     return {
         "decode whole": lambda: fused.decode_video(latents),
-        f"decode stream, {chunk} latents": lambda: stream_through(
-            StreamingDecoder(fused, num_latents=count), latents, chunk
+        f"decode stream, {decoded} latents": lambda: stream_through(
+            StreamingDecoder(fused, num_latents=count), latents, decoded
         ),
         "encode whole": lambda: fused.encode_video(frames),
-        f"encode stream, {chunk} latents": lambda: stream_through(
-            StreamingEncoder(fused), frames, chunk * model.spec.time_factor
+        f"encode stream, {encoded} latents": lambda: stream_through(
+            StreamingEncoder(fused), frames, encoded * model.spec.time_factor
         ),
         "decode by single latents": lambda: stream_through(StreamingDecoder(fused, num_latents=count), latents, 1),
         "plain by single latents": lambda: stream_through(StreamingDecoder(model, num_latents=count), latents, 1),

@@ -185,9 +185,41 @@ def test_low_latency_is_for_cuda() -> None:
         StreamingDecoder(small("taehv").fused(), chunk_latents=0)
 
 
-def test_chunk_fills_the_device_at_every_size() -> None:
-    fused = small("taehv").fused()
-    assert fused.stream_chunk_latents(60, 90) == 8
-    assert fused.stream_chunk_latents(90, 160) == 4
-    assert fused.stream_chunk_latents(135, 240) == 2
-    assert fused.stream_chunk_latents(500, 500) == 1
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_slices_change_nothing(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One frame (or one group to be pooled) at a time between two memory blocks: whole videos and odd pushes."""
+    model = small(variant)
+    fused = model.fused()
+    frames = video_for(model, extra_frames=3)
+    latents = model.encode_video(frames)
+    decoded = model.decode_video(latents)
+    slices: list[int] = []
+
+    def smallest(steps: object, x: Tensor) -> int:
+        slices.append(frames_per_slice(steps, x))  # type: ignore[arg-type]
+        return slices[-1]
+
+    frames_per_slice = folded_run.frames_per_slice
+    monkeypatch.setattr(folded_run, "CPU_SLICE_BYTES", 1)
+    monkeypatch.setattr(folded_run, "frames_per_slice", smallest)
+    assert relative_error(fused.encode_video(frames), latents) < TOLERANCE
+    assert relative_error(fused.decode_video(latents), decoded) < TOLERANCE
+    assert set(slices) <= {1, 2} and 1 in slices and 2 in slices
+    stream = StreamingEncoder(fused)
+    parts = [stream.push(part) for part in frames.split([3, 1, frames.shape[1] - 4], dim=1)]
+    assert relative_error(torch.cat([*parts, stream.flush()], dim=1), latents) < TOLERANCE
+
+
+def test_slice_holds_as_many_frames_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TAEHV("taehv")
+    grow_and_image = fold_layers(model.decoder)[-2:]
+    x = torch.empty(7, 64, 10, 10)
+    frame = 2 * 64 * 20 * 20 * 4  # one frame in: two frames out, 64 channels, doubled size, float32
+    for room, expected in ((frame - 1, 1), (frame, 1), (3 * frame, 3), (100 * frame, 100)):
+        monkeypatch.setattr(folded_run, "CPU_SLICE_BYTES", room)
+        assert folded_run.frames_per_slice(grow_and_image, x) == expected
+    image_and_pool = fold_layers(model.encoder)[:2]
+    image = torch.empty(8, 3, 16, 16)
+    monkeypatch.setattr(folded_run, "CPU_SLICE_BYTES", 5 * 64 * 16 * 16 * 4)
+    assert folded_run.frames_per_slice(image_and_pool, image) == 4  # five would fit, two are pooled

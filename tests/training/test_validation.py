@@ -109,9 +109,7 @@ def test_spread_is_over_clips_and_names_are_unique(engine: Engine) -> None:
     assert result.metrics["psnr_std"] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2), abs=1e-3)
 
 
-def test_cudnn_tries_no_kernels_for_the_shapes_of_a_validation(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cudnn_tries_no_kernels_for_the_shapes_of_a_validation(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its trials took 16 GB of workspace there; the training steps around it keep theirs."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     seen: list[bool] = []

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from tinyvae.errors import UserError
-from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
+from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder
 from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_ZEROS, H3_DROPPED_LATENTS, VariantSpec
 
 CodecMemory = object
@@ -46,8 +46,10 @@ class VideoCodec:
     def device(self) -> torch.device:
         raise AssertionError("a network must say its device")
 
-    def stream_chunk_latents(self, latent_height: int, latent_width: int) -> int | None:
-        """How many latents of this size a stream should run at once; None: as many as it is given."""
+    def stream_chunk_latents(
+        self, side: Side, latent_height: int, latent_width: int, *, num_videos: int = 1
+    ) -> int | None:
+        """How many latents of this size a stream of this side should run at once; None: as many as it is given."""
         return None
 
     # for everybody
@@ -63,7 +65,8 @@ class VideoCodec:
             return self.encode(frames_NTCHW)
         stream = StreamingEncoder(self, track_gradients=torch.is_grad_enabled())
         size = (frames_NTCHW.shape[-2] // self.spec.space_factor, frames_NTCHW.shape[-1] // self.spec.space_factor)
-        step = (self.stream_chunk_latents(*size) or 0) * self.spec.time_factor or 1
+        chunk = self.stream_chunk_latents("encoder", *size, num_videos=frames_NTCHW.shape[0])
+        step = (chunk or 0) * self.spec.time_factor or 1
         steps = tqdm(frames_NTCHW.split(step, dim=1), desc="encode", unit="step", disable=not show_progress_bar)
         chunks = [stream.push(part) for part in steps]
         return torch.cat([*chunks, stream.flush()], dim=1)
@@ -80,7 +83,8 @@ class VideoCodec:
             return decoded.clamp(0, 1) if decoded.requires_grad else decoded.clamp_(0, 1)
         num_latents = latents_NTCHW.shape[1]
         stream = StreamingDecoder(self, num_latents=num_latents, track_gradients=torch.is_grad_enabled())
-        step = self.stream_chunk_latents(*latents_NTCHW.shape[-2:]) or 1
+        size = latents_NTCHW.shape[-2:]
+        step = self.stream_chunk_latents("decoder", *size, num_videos=latents_NTCHW.shape[0]) or 1
         steps = tqdm(latents_NTCHW.split(step, dim=1), desc="decode", unit="step", disable=not show_progress_bar)
         return torch.cat([stream.push(part) for part in steps], dim=1)
 

@@ -19,27 +19,23 @@ import copy
 import importlib.util
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.errors import UserError
-from tinyvae.models.codec import CodecMemory, VideoCodec
+from tinyvae.models import hopper_engine
+from tinyvae.models.chunk_memory import Engine, chunk_bytes, chunk_latents
+from tinyvae.models.codec import CodecMemory, Side, VideoCodec
 from tinyvae.models.fold import Step, channels_last, fold_layers, map_weights
-from tinyvae.models.folded_run import run_steps
+from tinyvae.models.folded_run import run_steps, slice_bytes
 from tinyvae.models.hopper_engine import HopperStack, why_not_hopper
 
 if TYPE_CHECKING:
     from tinyvae.models.taehv import TAEHV
 
-CHUNK_LATENT_PIXELS = 8 * 60 * 90
-"""Latent pixels of a stream's chunk: eight latents of a 480x720 video of the 8x variants."""
-FEW_LATENTS = 4
-"""Shorter chunks feel what each one costs in itself, about half a millisecond on an H200."""
-
-Engine = Literal["hopper", "compiled", "eager"]
 ChunkFunction = Callable[[Tensor, list[Tensor | None] | None], tuple[Tensor, list[Tensor | None]]]
 
 
@@ -50,6 +46,7 @@ class FusedTAEHV(VideoCodec):
         self.spec = model.spec
         self._dtype, self._device = model.dtype, model.device
         self.engines: dict[str, str] = {}
+        self._stacks: dict[Side, tuple[Engine, list[Step]]] = {}
         with torch.no_grad():
             self._encode = self._build("encoder", folded_copy(model.encoder), engine)
             self._decode = self._build("decoder", folded_copy(model.decoder), engine)
@@ -72,19 +69,31 @@ class FusedTAEHV(VideoCodec):
     def device(self) -> torch.device:
         return self._device
 
-    def stream_chunk_latents(self, latent_height: int, latent_width: int) -> int:
-        """Enough pixels to fill the device, few enough for some half a gigabyte; of large frames, where that would be
-        fewer than four latents, up to twice as many."""
-        size = latent_height * latent_width
-        return max(1, CHUNK_LATENT_PIXELS // size, min(FEW_LATENTS, 2 * CHUNK_LATENT_PIXELS // size))
+    def stream_chunk_latents(self, side: Side, latent_height: int, latent_width: int, *, num_videos: int = 1) -> int:
+        """As many as take some half a gigabyte by count (see `chunk_memory`)."""
+        engine, steps = self._stacks[side]
+
+        def bytes_of(num_latents: int) -> int:
+            return chunk_bytes(
+                steps,
+                self.spec,
+                engine,
+                num_latents=num_latents,
+                latent_pixels=num_videos * latent_height * latent_width,
+                element_size=self._dtype.itemsize,
+                slice_bytes=hopper_engine.FULL_SIZE_BYTES if engine == "hopper" else slice_bytes(self._device),
+            )
+
+        return chunk_latents(bytes_of, few_cost_time=engine == "hopper")
 
     def __repr__(self) -> str:
         chosen = ", ".join(f"{side}: {words}" for side, words in self.engines.items())
         return f"FusedTAEHV({self.spec.name}, {self._dtype}, {self._device}; {chosen})"
 
-    def _build(self, side: str, steps: list[Step], wanted: Engine | None) -> ChunkFunction:
+    def _build(self, side: Side, steps: list[Step], wanted: Engine | None) -> ChunkFunction:
         engine, reason = choose_engine(steps, self._dtype, self._device, wanted)
         self.engines[side] = f"{engine} ({reason})" if reason else engine
+        self._stacks[side] = engine, steps
         patch = self.spec.patch_size
         if engine == "hopper":
             return HopperStack(steps, patch_size=patch).run

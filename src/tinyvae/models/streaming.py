@@ -11,7 +11,7 @@ when the next chunk begins.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_LATENTS, H3_CHUNK_
 
 if TYPE_CHECKING:
     from tinyvae.models.codec import CodecMemory, VideoCodec
+
+
+Side = Literal["encoder", "decoder"]
 
 
 class _Stream:
@@ -57,9 +60,11 @@ class _Stream:
             raise UserError(f"the stream is empty; push at least one {unit} before flush().")
         self._closed = True
 
-    def _chunk(self, latent_height: int, latent_width: int) -> int | None:
+    def _chunk(self, side: Side, latent_height: int, latent_width: int) -> int | None:
         """Latents to run at once; None: all that a push brings."""
-        return self._chunk_latents or self._codec.stream_chunk_latents(latent_height, latent_width)
+        assert self._shape is not None, "a chunk before the first push"
+        choice = self._codec.stream_chunk_latents
+        return self._chunk_latents or choice(side, latent_height, latent_width, num_videos=self._shape[0])
 
     def _grad_mode(self) -> torch.set_grad_enabled:
         return torch.set_grad_enabled(self._track_gradients)
@@ -109,7 +114,7 @@ class StreamingDecoder(_Stream):
             raise UserError(f"num_latents={self._num_latents} was stated and more latents were pushed.")
         if count == 0:
             return self._no_frames(latents_NTCHW)
-        step = 1 if self._low_latency else self._chunk(latents_NTCHW.shape[-2], latents_NTCHW.shape[-1])
+        step = 1 if self._low_latency else self._chunk("decoder", *latents_NTCHW.shape[-2:])
         parts = [self._decode(part) for part in latents_NTCHW.split(step or count, dim=1)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -185,7 +190,7 @@ class StreamingEncoder(_Stream):
         if self._codec.spec.frame_rule == "chunked":
             return self._encode_by_chunks(frames_NTCHW)
         spec = self._codec.spec
-        chunk = self._chunk(frames_NTCHW.shape[-2] // spec.space_factor, frames_NTCHW.shape[-1] // spec.space_factor)
+        chunk = self._chunk("encoder", *(side // spec.space_factor for side in frames_NTCHW.shape[-2:]))
         ready: list[Tensor] = []
         while frames_NTCHW.shape[1]:
             # Whole latents run fastest: first complete a begun one, then take whole ones, then what is left.

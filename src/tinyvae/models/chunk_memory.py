@@ -1,0 +1,145 @@
+"""How much memory a chunk of a stream takes, by count, and so how many latents a stream runs at once.
+
+Counted are the frames that are alive together at the widest place of a stack, what the stream remembers before and
+after the chunk, and the result. Nothing is run for it: the numbers follow from the shapes of the folded steps.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tinyvae.models.fold import GrowStep, MemStep, PoolStep, SoftClampStep, Step, SuperMemStep
+from tinyvae.models.variants import VariantSpec
+
+Engine = Literal["hopper", "compiled", "eager"]
+
+STREAM_BYTES = 600 * 2**20
+"""What a chunk may take beside its input."""
+MOST_LATENTS = 4096
+FEW_LATENTS = 4
+"""On an H200 shorter chunks feel what each one costs in itself, 0.2 to 0.7 ms; to have so many latents in a chunk of
+large frames, a stream may take twice as much."""
+
+BLOCK_COPIES: dict[Engine, int] = {"hopper": 3, "compiled": 5, "eager": 3}
+"""How often a memory block's frames are alive at once, its input among them."""
+SUPER_BLOCK_COPIES = 10
+"""The same of a super block: input, both depthwise results, one of them shifted, two side by side, four widened."""
+SLICE_COPIES: dict[Engine, int] = {"hopper": 1, "eager": 2}
+"""How often a slice's widest frames are alive at once, what is made of them among them; a compiled stack has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frames:
+    """Frames between two steps: how many, of how many pixels and channels."""
+
+    count: float
+    pixels: int
+    channels: int
+
+    @property
+    def values(self) -> float:
+        return self.count * self.pixels * self.channels
+
+
+def chunk_latents(bytes_of: Callable[[int], int], *, few_cost_time: bool) -> int:
+    """Latents of a chunk, at least 1; ``bytes_of`` says what a chunk of so many takes."""
+    fits = bisect_right(range(1, MOST_LATENTS + 1), STREAM_BYTES, key=bytes_of)
+    if few_cost_time and fits < FEW_LATENTS:
+        fits = bisect_right(range(1, FEW_LATENTS + 1), 2 * STREAM_BYTES, key=bytes_of)
+    return max(1, fits)
+
+
+def chunk_bytes(
+    steps: Sequence[Step],
+    spec: VariantSpec,
+    engine: Engine,
+    *,
+    num_latents: int,
+    latent_pixels: int,
+    element_size: int,
+    slice_bytes: int,
+) -> int:
+    """Most bytes alive at once while a stack runs a chunk of one video in the middle of a stream.
+
+    ``slice_bytes``: what the widest frames of a slice take, where frames between two memory blocks run in slices.
+    """
+    is_encoder = any(isinstance(step, PoolStep) for step in steps)
+    frames = Frames(count=num_latents, pixels=latent_pixels, channels=spec.latent_channels)
+    if is_encoder:
+        count = num_latents * spec.time_factor
+        frames = Frames(count=count, pixels=64 * latent_pixels, channels=spec.image_channels)
+    # torch's operators keep an image whose patches lie on channels to the end; the kernels let it go.
+    held = frames.values if is_encoder and spec.patch_size > 1 and engine != "hopper" else 0.0
+    peak = remembered = 0.0
+    runs = list(_runs(steps))
+    for place, run in enumerate(runs):
+        if isinstance(run[0], MemStep | SuperMemStep):
+            copies = BLOCK_COPIES[engine] if isinstance(run[0], MemStep) else SUPER_BLOCK_COPIES
+            remembered += frames.values / frames.count
+            alive = copies * frames.values
+        else:
+            at_image = spec.patch_size == 1 and place == 0 if is_encoder else place == len(runs) - 1 and len(run) > 1
+            in_slices = engine == "eager" or (engine == "hopper" and at_image)
+            sizes = _sizes(run, frames)
+            alive = _whole(run, sizes, engine)
+            if in_slices:
+                slice_values = max(slice_bytes / element_size, _smallest_slice(run, sizes))
+                alive = min(alive, sizes[0].values + sizes[-1].values + SLICE_COPIES[engine] * slice_values)
+            frames = sizes[-1]
+        peak = max(peak, alive + remembered)  # what is to be remembered comes step by step
+    results = 3 if spec.frame_rule == "chunked" else 2  # laid out, perhaps chosen from, and clamped
+    peak = max(peak, results * frames.values + remembered)
+    return round((peak + remembered + held) * element_size)  # what was remembered is there to the end
+
+
+def _runs(steps: Sequence[Step]) -> Iterator[list[Step]]:
+    """Memory blocks one by one, and what lies between two of them together."""
+    run: list[Step] = []
+    for step in steps:
+        if isinstance(step, MemStep | SuperMemStep):
+            if run:
+                yield run
+            yield [step]
+            run = []
+        else:
+            run.append(step)
+    if run:
+        yield run
+
+
+def _sizes(run: Sequence[Step], frames: Frames) -> list[Frames]:
+    """The frames before, between and behind the steps of a run."""
+    sizes = [frames]
+    for step in run:
+        assert not isinstance(step, MemStep | SuperMemStep)
+        if isinstance(step, PoolStep):
+            frames = Frames(count=frames.count / step.stride, pixels=frames.pixels // 4, channels=step.weight.shape[0])
+        elif not isinstance(step, SoftClampStep):
+            scale = 4 if isinstance(step, GrowStep) or step.shuffle else 1
+            channels = step.weight.shape[0] // (step.frames * scale)
+            frames = Frames(count=frames.count * step.frames, pixels=frames.pixels * scale, channels=channels)
+        sizes.append(frames)
+    return sizes
+
+
+def _smallest_slice(run: Sequence[Step], sizes: Sequence[Frames]) -> float:
+    """Values of the widest place when the fewest frames go through: one, or one group of what is pooled."""
+    group = math.prod(step.stride for step in run if isinstance(step, PoolStep))
+    return max(size.values for size in sizes) * group / sizes[0].count
+
+
+def _whole(run: Sequence[Step], sizes: Sequence[Frames], engine: Engine) -> float:
+    """Values alive at once in a run that is not sliced: a step's input, its output, one of them in another order."""
+    peak = 2 * sizes[0].values  # the input in channels_last memory
+    for step, before, after in zip(run, sizes, sizes[1:], strict=False):
+        alive = before.values + after.values
+        if isinstance(step, PoolStep) and (engine != "hopper" or len(run) > 1):
+            alive += before.values  # frames side by side; the kernels of a memory block write them so
+        elif after.pixels * after.count > before.pixels * before.count and engine != "hopper":
+            alive += after.values
+        peak = max(peak, alive)
+    return peak

@@ -1,0 +1,149 @@
+"""The count behind a stream's default chunk, against what is alive in torch and against what an H200 showed."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from live_memory import LiveMemory
+
+from tinyvae import TAEHV, VARIANTS, StreamingDecoder
+from tinyvae.models.chunk_memory import FEW_LATENTS, STREAM_BYTES, chunk_bytes, chunk_latents
+from tinyvae.models.folded_run import slice_bytes
+from tinyvae.models.fused import FusedTAEHV, folded_copy
+from tinyvae.models.hopper_engine import FULL_SIZE_BYTES
+from tinyvae.models.streaming import Side
+
+GIB = 2**30
+
+
+@functools.cache
+def weightless(variant: str, dtype: torch.dtype = torch.float16) -> FusedTAEHV:
+    """A codec on the meta device: shapes without values, so that whole videos cost nothing."""
+    return FusedTAEHV(TAEHV(variant).to("meta", dtype), engine="eager")
+
+
+def latent_size(variant: str, height: int, width: int) -> tuple[int, int]:
+    factor = VARIANTS[variant].space_factor
+    return -(-height // factor), -(-width // factor)
+
+
+def live_bytes(codec: FusedTAEHV, side: Side, num_latents: int, size: tuple[int, int]) -> int:
+    """Most bytes alive in the second chunk of a stream, where there is something remembered before it."""
+    spec = codec.spec
+    if side == "decoder":
+        latents = torch.empty(1, num_latents, spec.latent_channels, *size, device="meta", dtype=codec.dtype)
+        stream = StreamingDecoder(codec, num_latents=2 * num_latents, chunk_latents=num_latents)
+        stream.push(latents)
+        with LiveMemory() as memory:
+            stream.push(latents)
+        return memory.peak
+    height, width = (spec.space_factor * side for side in size)
+    frames = torch.empty(1, num_latents * spec.time_factor, 3, height, width, device="meta", dtype=codec.dtype)
+    _, remembered = codec.encode_chunk(frames, None)
+    with LiveMemory() as memory:
+        codec.encode_chunk(frames, remembered)
+    return memory.peak
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("side", ["decoder", "encoder"])
+def test_count_is_what_is_alive(variant: str, side: Side) -> None:
+    for dtype in (torch.float16, torch.float32):
+        codec = weightless(variant, dtype)
+        size = latent_size(variant, 480, 720)
+        chunk = codec.stream_chunk_latents(side, *size)
+        for num_latents in (1, chunk, 3 * chunk):
+            alive = live_bytes(codec, side, num_latents, size)
+            counted = chunk_bytes(
+                codec._stacks[side][1],
+                codec.spec,
+                "eager",
+                num_latents=num_latents,
+                latent_pixels=size[0] * size[1],
+                element_size=dtype.itemsize,
+                slice_bytes=slice_bytes(codec.device),
+            )
+            assert 0.9 < counted / alive < 1.25, (dtype, num_latents, alive / GIB, counted / GIB)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_default_chunk_takes_half_a_gigabyte(variant: str) -> None:
+    """At 480x720, and not much less than that: two latents more would come near the limit."""
+    for dtype in (torch.float16, torch.float32):
+        codec = weightless(variant, dtype)
+        size = latent_size(variant, 480, 720)
+        for side in ("decoder", "encoder"):
+            chunk = codec.stream_chunk_latents(side, *size)
+            assert live_bytes(codec, side, chunk, size) < 0.6 * GIB, (side, chunk)
+            assert live_bytes(codec, side, chunk + 2, size) > 0.45 * GIB, (side, chunk)
+
+
+def test_chunks_of_a_long_push_take_no_more() -> None:
+    codec = weightless("taehv")
+    size = latent_size("taehv", 480, 720)
+    peaks, results = [], []
+    for num_latents in (14, 56):
+        stream = StreamingDecoder(codec, num_latents=num_latents)
+        with LiveMemory() as memory:
+            frames = stream.push(torch.empty(1, num_latents, 16, *size, device="meta", dtype=codec.dtype))
+        peaks.append(memory.peak)
+        results.append(frames.nbytes)
+    assert peaks[1] - peaks[0] < 2.1 * (results[1] - results[0])  # the frames themselves, in parts and joined
+
+
+MEASURED_GIB = [
+    # side, latents, size, peak of a call that begins a stream; benchmarks/results/2026-11-15-speed.md
+    ("taehv", "decoder", 8, (480, 720), 0.55),
+    ("taehv", "decoder", 13, (480, 720), 0.86),
+    ("taehv", "decoder", 4, (720, 1280), 0.95),
+    ("taehv", "decoder", 16, (720, 1280), 2.78),
+    ("taehv", "decoder", 1, (480, 720), 0.30),
+    ("taehv", "decoder", 1, (720, 1280), 0.58),
+    ("taehv", "encoder", 8, (480, 720), 0.53),
+    ("taehv", "encoder", 13, (480, 720), 0.93),
+    ("taehv", "encoder", 4, (720, 1280), 0.86),
+    ("taehv", "encoder", 16, (720, 1280), 3.05),
+    ("taew2_2", "encoder", 13, (480, 720), 1.17),
+    ("taew2_2_super", "decoder", 13, (480, 720), 1.49),
+    ("taew2_2_super", "decoder", 1, (480, 720), 0.16),
+]
+
+
+@pytest.mark.parametrize(("variant", "side", "num_latents", "size", "measured"), MEASURED_GIB)
+def test_count_is_what_a_gpu_showed(
+    variant: str, side: str, num_latents: int, size: tuple[int, int], measured: float
+) -> None:
+    model = TAEHV(variant).to("meta", torch.float16)
+    height, width = latent_size(variant, *size)
+    counted = chunk_bytes(
+        folded_copy(model.decoder if side == "decoder" else model.encoder),
+        model.spec,
+        "compiled" if model.spec.decoder == "super" else "hopper",
+        num_latents=num_latents,
+        latent_pixels=height * width,
+        element_size=2,
+        slice_bytes=FULL_SIZE_BYTES,
+    )
+    assert counted / GIB == pytest.approx(measured, rel=0.11)
+
+
+def test_number_of_latents() -> None:
+    budget = STREAM_BYTES
+    assert chunk_latents(lambda n: n * budget // 8, few_cost_time=False) == 8
+    assert chunk_latents(lambda n: n * budget // 2, few_cost_time=False) == 2
+    assert chunk_latents(lambda n: n * budget // 2, few_cost_time=True) == FEW_LATENTS
+    assert chunk_latents(lambda n: n * budget, few_cost_time=True) == 2  # twice the budget, not four times
+    assert chunk_latents(lambda n: n * budget * 9, few_cost_time=True) == 1
+    assert chunk_latents(lambda n: 1, few_cost_time=True) > 1000
+
+
+def test_chunk_knows_size_videos_and_width() -> None:
+    codec = weightless("taehv")
+    at_480 = codec.stream_chunk_latents("decoder", 60, 90)
+    assert codec.stream_chunk_latents("decoder", 30, 45) > 3 * at_480
+    assert codec.stream_chunk_latents("decoder", 60, 90, num_videos=2) < at_480
+    assert codec.stream_chunk_latents("decoder", 500, 500) == 1
+    narrow = FusedTAEHV(TAEHV("taehv", width=0.25).to("meta", torch.float16), engine="eager")
+    assert narrow.stream_chunk_latents("decoder", 60, 90) > 2 * at_480
