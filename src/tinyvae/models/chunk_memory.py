@@ -82,7 +82,8 @@ def chunk_bytes(
             remembered += frames.values / frames.count
             alive = copies * frames.values
         else:
-            at_image = spec.patch_size == 1 and place == 0 if is_encoder else place == len(runs) - 1 and len(run) > 1
+            first, last = place == 0, place == len(runs) - 1
+            at_image = (first and spec.patch_size == 1) if is_encoder else (last and len(run) > 1)
             in_slices = engine == "eager" or (engine == "hopper" and at_image)
             sizes = _sizes(run, frames)
             alive = _whole(run, sizes, engine)

@@ -47,6 +47,7 @@ class FusedTAEHV(VideoCodec):
         self._dtype, self._device = model.dtype, model.device
         self.engines: dict[str, str] = {}
         self._stacks: dict[Side, tuple[Engine, list[Step]]] = {}
+        self._chunks: dict[tuple[Side, int], int] = {}  # latents of a chunk by side and pixels of a latent
         with torch.no_grad():
             self._encode = self._build("encoder", folded_copy(model.encoder), engine)
             self._decode = self._build("decoder", folded_copy(model.decoder), engine)
@@ -70,7 +71,13 @@ class FusedTAEHV(VideoCodec):
         return self._device
 
     def stream_chunk_latents(self, side: Side, latent_height: int, latent_width: int, *, num_videos: int = 1) -> int:
-        """As many as take some half a gigabyte by count (see `chunk_memory`)."""
+        """As many as take some half a gigabyte by count (see `chunk_memory`); counted once per size."""
+        case = side, latent_height * latent_width * num_videos
+        if case not in self._chunks:
+            self._chunks[case] = self._count_chunk(*case)
+        return self._chunks[case]
+
+    def _count_chunk(self, side: Side, latent_pixels: int) -> int:
         engine, steps = self._stacks[side]
 
         def bytes_of(num_latents: int) -> int:
@@ -79,7 +86,7 @@ class FusedTAEHV(VideoCodec):
                 self.spec,
                 engine,
                 num_latents=num_latents,
-                latent_pixels=num_videos * latent_height * latent_width,
+                latent_pixels=latent_pixels,
                 element_size=self._dtype.itemsize,
                 slice_bytes=hopper_engine.FULL_SIZE_BYTES if engine == "hopper" else slice_bytes(self._device),
             )
@@ -93,7 +100,7 @@ class FusedTAEHV(VideoCodec):
     def _build(self, side: Side, steps: list[Step], wanted: Engine | None) -> ChunkFunction:
         engine, reason = choose_engine(steps, self._dtype, self._device, wanted)
         self.engines[side] = f"{engine} ({reason})" if reason else engine
-        self._stacks[side] = engine, steps
+        self._stacks[side] = engine, map_weights(steps, lambda weight: weight.to("meta"))  # shapes are enough to count
         patch = self.spec.patch_size
         if engine == "hopper":
             return HopperStack(steps, patch_size=patch).run
