@@ -11,12 +11,20 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
-from tinyvae.evaluation.benchmark import BenchmarkCase, peak_bytes, relative_error, run_benchmark, time_alternating_ms
+from tinyvae import TAEHV, VARIANTS, StreamingDecoder
+from tinyvae.evaluation.benchmark import (
+    BenchmarkCase,
+    peak_bytes,
+    relative_error,
+    run_benchmark,
+    stream_through,
+    time_alternating_ms,
+)
 from tinyvae.models import hopper_engine
 from tinyvae.models.fused import FusedTAEHV
 
@@ -33,29 +41,18 @@ def spread_weights(model: TAEHV) -> None:
             parameter.copy_(values * scale)
 
 
-def stream_through(stream: StreamingDecoder | StreamingEncoder, video: torch.Tensor, step: int) -> None:
-    """Push a video piece by piece and let each result go, as a consumer of a live stream does."""
-    for part in video.split(step, dim=1):
-        stream.push(part)
-
-
 def streaming_calls(model: TAEHV, latents: torch.Tensor, frames: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Whole-video calls of the fused codec beside streams in the default chunk."""
+    """Whole-video calls of the fused codec beside streams in the default chunk, and by single latents."""
     fused = model.fused()
     size = latents.shape[-2:]
     decoded, encoded = (fused.stream_chunk_latents(side, *size) for side in ("decoder", "encoder"))
-    count = latents.shape[1]
     return {
         "decode whole": lambda: fused.decode_video(latents),
-        f"decode stream, {decoded} latents": lambda: stream_through(
-            StreamingDecoder(fused, num_latents=count), latents, decoded
-        ),
+        f"decode stream, {decoded} latents": partial(stream_through, fused, "decode", latents),
         "encode whole": lambda: fused.encode_video(frames),
-        f"encode stream, {encoded} latents": lambda: stream_through(
-            StreamingEncoder(fused), frames, encoded * model.spec.time_factor
-        ),
-        "decode by single latents": lambda: stream_through(StreamingDecoder(fused, num_latents=count), latents, 1),
-        "plain by single latents": lambda: stream_through(StreamingDecoder(model, num_latents=count), latents, 1),
+        f"encode stream, {encoded} latents": partial(stream_through, fused, "encode", frames),
+        "decode by single latents": partial(stream_through, fused, "decode", latents, chunk_latents=1),
+        "plain by single latents": partial(stream_through, model, "decode", latents, chunk_latents=1),
     }
 
 
@@ -142,7 +139,10 @@ def main() -> None:
         print(f"{size} {fused!r}")
         print(f"  copy {ceilings.bytes_per_s / 1e12:.2f} TB/s, product {ceilings.flops_per_s / 1e12:.0f} TFLOP/s")
         rows: dict[str, dict[str, float]] = {}
-        for plain, fast in zip(timings[::2], timings[1::2], strict=True):
+        found = {(timing.operation, timing.codec): timing for timing in timings}
+        for plain, fast in (
+            (found[operation, "plain"], found[operation, "fused"]) for operation in ("decode", "encode")
+        ):
             rows[plain.operation] = {
                 "plain_ms": plain.milliseconds,
                 "fused_ms": fast.milliseconds,

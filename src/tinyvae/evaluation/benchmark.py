@@ -11,15 +11,19 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from tinyvae.errors import UserError
 from tinyvae.evaluation.resources import without_cudnn_trials
 from tinyvae.evaluation.work_count import count_work
 from tinyvae.models.codec import VideoCodec
 from tinyvae.models.fused import FusedTAEHV
+from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
 
 
@@ -35,8 +39,8 @@ class Ceilings:
 class Timing:
     """One operation of one codec."""
 
-    operation: str  # decode, encode, decode stream, decode one latent, ...
-    codec: str  # plain or fused
+    operation: str  # decode or encode
+    codec: str  # plain, fused, or fused stream: in chunks of the default size, results let go
     milliseconds: float  # median
     spread: float  # (slowest - fastest) / median over the middle half of the repeats
     frames_per_s: float
@@ -55,6 +59,7 @@ class BenchmarkCase:
     num_frames: int
     repeats: int = 20
     warmups: int = 3
+    show_progress_bar: bool = False
 
 
 def synchronize(device: torch.device) -> None:
@@ -76,17 +81,27 @@ def time_once_ms(call: Callable[[], object], device: torch.device) -> float:
 
 
 def time_alternating_ms(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, *, repeats: int, warmups: int
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    repeats: int,
+    warmups: int,
+    bar: tqdm[NoReturn] | None = None,
 ) -> dict[str, list[float]]:
-    """Times of each call, taken in turn: a, b, a, b, ..."""
-    for _ in range(warmups):
-        for call in calls.values():
-            call()
-    synchronize(device)
+    """Times of each call, taken in turn: a, b, a, b, ... A ``bar`` goes on by one at each call."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
+    for turn in range(warmups + repeats):
+        if turn == warmups:
+            synchronize(device)
         for name, call in calls.items():
-            times[name].append(time_once_ms(call, device))
+            if bar is not None:
+                bar.set_postfix_str(f"{name}, {'warm-up' if turn < warmups else f'call {turn - warmups + 1}'}")
+            if turn < warmups:
+                call()
+            else:
+                times[name].append(time_once_ms(call, device))
+            if bar is not None:
+                bar.update()
     return times
 
 
@@ -127,7 +142,7 @@ def relative_error(made: Tensor, reference: Tensor) -> float:
 
 @torch.no_grad()
 def run_benchmark(model: TAEHV, case: BenchmarkCase) -> tuple[Ceilings, list[Timing], FusedTAEHV]:
-    """Time encode and decode of the plain network and of its fused form, whole videos, in one run."""
+    """Time encode and decode in one run: the plain network, its fused form, and that as a stream."""
     model.spec.check_size(case.height, case.width)
     if case.repeats < 3:
         raise UserError(f"a median needs at least 3 repeats, got {case.repeats}; raise --repeats.")
@@ -141,23 +156,46 @@ def run_benchmark(model: TAEHV, case: BenchmarkCase) -> tuple[Ceilings, list[Tim
     codecs: dict[str, VideoCodec] = {"plain": model, "fused": fused}
     timings: list[Timing] = []
     for operation, argument in (("decode", latents), ("encode", frames)):
-        calls = {name: _call(codec, operation, argument) for name, codec in codecs.items()}
+        calls: dict[str, Callable[[], object]] = {
+            name: _call(codec, operation, argument) for name, codec in codecs.items()
+        }
+        calls["fused stream"] = partial(stream_through, fused, operation, argument)
+        num_calls = len(calls) * (case.warmups + case.repeats)
+        with tqdm(desc=operation, total=num_calls, unit="call", disable=not case.show_progress_bar) as bar:
+            times = time_alternating_ms(calls, device, repeats=case.repeats, warmups=case.warmups, bar=bar)
+        peaks = {name: peak_bytes(call, device) for name, call in calls.items()}
+        # Last, because it is another length: a compiler has seen that of the timed calls first, as a user's would.
         errors = _errors(model, codecs, operation, argument)
-        times = time_alternating_ms(calls, device, repeats=case.repeats, warmups=case.warmups)
-        for name, call in calls.items():
-            timings.append(
-                _timing(
-                    operation=operation,
-                    codec=name,
-                    times_ms=times[name],
-                    num_frames=case.num_frames,
-                    work=count_work(model, operation, case.num_frames, case.height, case.width),
-                    ceilings=ceilings,
-                    peak=peak_bytes(call, device),
-                    error=errors[name],
-                )
+        work = count_work(model, operation, case.num_frames, case.height, case.width)
+        timings += [
+            _timing(
+                operation=operation,
+                codec=name,
+                times_ms=times[name],
+                num_frames=case.num_frames,
+                work=work,
+                ceilings=ceilings,
+                peak=peaks[name],
+                error=errors.get(name),
             )
+            for name in calls
+        ]
     return ceilings, timings, fused
+
+
+def stream_through(codec: VideoCodec, operation: str, video_NTCHW: Tensor, *, chunk_latents: int | None = None) -> None:
+    """Push a video piece by piece and let each result go, as a consumer of a live stream does."""
+    spec = codec.spec
+    side: Side = "decoder" if operation == "decode" else "encoder"
+    scale = 1 if side == "decoder" else spec.space_factor
+    size = (video_NTCHW.shape[-2] // scale, video_NTCHW.shape[-1] // scale)
+    chunk = chunk_latents or codec.stream_chunk_latents(side, *size, num_videos=video_NTCHW.shape[0]) or 1
+    stream: StreamingDecoder | StreamingEncoder = StreamingEncoder(codec)
+    if side == "decoder":
+        stream = StreamingDecoder(codec, num_latents=video_NTCHW.shape[1])
+    for part in video_NTCHW.split(chunk * (1 if side == "decoder" else spec.time_factor), dim=1):
+        stream.push(part)
+    stream.flush()
 
 
 def _call(codec: VideoCodec, operation: str, argument: Tensor) -> Callable[[], Tensor]:

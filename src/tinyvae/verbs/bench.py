@@ -1,4 +1,4 @@
-"""Measure how fast a model encodes and decodes here: the plain network against its fused form, in one run.
+"""Measure how fast a model encodes and decodes here: plain, fused, and fused as a stream, in one run.
 
 Medians after a warm-up, memory, frames per second, the error against float32, and how much of this device's own
 ceilings (a large copy, a large matrix product, measured in the same run) the fused form uses. MODEL may be a weights
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frames", type=int, default=49, help="frames of the video (default: 49)")
     parser.add_argument("--dtype", choices=DTYPES, help="default: fp16 on a GPU, fp32 on a CPU")
     parser.add_argument("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
-    parser.add_argument("--repeats", type=int, default=20, help="timed calls of each kind (default: 20)")
+    parser.add_argument("--repeats", type=int, help="timed calls of each kind (default: 20 on a GPU, 5 on a CPU)")
     parser.add_argument("--output", type=Path, help="also write everything to this JSON file")
 
 
@@ -54,7 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
     model = read_model(arguments.model, arguments.variant)
     model.spec.check_size(height, width)
     model = model.to(device, getattr(torch, DTYPES[dtype_name])).eval()
-    case = BenchmarkCase(height=height, width=width, num_frames=arguments.frames, repeats=arguments.repeats)
+    repeats, warmups = (20, 3) if device.type == "cuda" else (5, 1)
+    case = BenchmarkCase(
+        height=height,
+        width=width,
+        num_frames=arguments.frames,
+        repeats=repeats if arguments.repeats is None else arguments.repeats,
+        warmups=warmups,
+        show_progress_bar=True,
+    )
     ceilings, timings, fused = run_benchmark(model, case)
     machine = describe_machine(device)
     print(f"{model.spec.name}, {height}x{width}, {arguments.frames} frames, {dtype_name}, on {machine['device']}")
@@ -119,14 +127,14 @@ def table(ceilings: Ceilings, timings: list[Timing]) -> str:
     lines = [
         f"this device, measured: copy {ceilings.bytes_per_s / 1e12:.3g} TB/s, "
         f"matrix product {ceilings.flops_per_s / 1e12:.3g} TFLOP/s",
-        f"{'':8} {'':6} {'ms':>9} {'frames/s':>9} {'memory':>9} {'error':>8} {'of product':>10} {'of copy':>8}  ratio",
+        f"{'':8} {'':12} {'ms':>9} {'frames/s':>9} {'memory':>9} {'error':>8} {'of product':>10} {'of copy':>8}  ratio",
     ]
     plain_ms = {timing.operation: timing.milliseconds for timing in timings if timing.codec == "plain"}
     for timing in timings:
         memory = "" if timing.peak_bytes is None else f"{timing.peak_bytes / 2**30:.2f} GiB"
         error = "" if timing.relative_error is None else f"{timing.relative_error:.1e}"
         lines.append(
-            f"{timing.operation:8} {timing.codec:6} {timing.milliseconds:9.2f} {timing.frames_per_s:9.1f} {memory:>9} "
+            f"{timing.operation:8} {timing.codec:12} {timing.milliseconds:9.2f} {timing.frames_per_s:9.1f} {memory:>9} "
             f"{error:>8} {timing.share_of_flops:10.0%} {timing.share_of_bytes:8.0%}  "
             f"{plain_ms[timing.operation] / timing.milliseconds:.2f}x"
         )
