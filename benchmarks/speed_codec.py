@@ -140,10 +140,9 @@ def main() -> None:
         print(f"  copy {ceilings.bytes_per_s / 1e12:.2f} TB/s, product {ceilings.flops_per_s / 1e12:.0f} TFLOP/s")
         rows: dict[str, dict[str, float]] = {}
         found = {(timing.operation, timing.codec): timing for timing in timings}
-        for plain, fast in (
-            (found[operation, "plain"], found[operation, "fused"]) for operation in ("decode", "encode")
-        ):
-            rows[plain.operation] = {
+        for operation in ("decode", "encode"):
+            plain, fast = found[operation, "plain"], found[operation, "fused"]
+            rows[operation] = {
                 "plain_ms": plain.milliseconds,
                 "fused_ms": fast.milliseconds,
                 "ratio": plain.milliseconds / fast.milliseconds,
@@ -155,8 +154,8 @@ def main() -> None:
                 "share_of_bytes": fast.share_of_bytes,
                 "spread": fast.spread,
             }
-            words = ", ".join(f"{name} {value:.4g}" for name, value in rows[plain.operation].items())
-            print(f"  {plain.operation}: {words}", flush=True)
+            words = ", ".join(f"{name} {value:.4g}" for name, value in rows[operation].items())
+            print(f"  {operation}: {words}", flush=True)
         video = torch.rand(1, frames, 3, height, width, device=device).to(model.dtype)
         latents = model.encode_video(video)
         calls = streaming_calls(model, latents, video)
