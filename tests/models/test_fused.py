@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import shutil
 
 import pytest
@@ -176,6 +177,29 @@ def test_first_convolution_over_stacked_frames(monkeypatch: pytest.MonkeyPatch) 
     expected = folded_run.run_steps(steps, frames)[0]
     monkeypatch.setattr(folded_run, "stacking_of_first", lambda *arguments: 2)
     assert relative_error(folded_run.run_steps(steps, frames)[0].detach(), expected.detach()) < TOLERANCE
+
+
+def test_gradients_are_not_promised() -> None:
+    model = small("taehv")
+    fused = model.fused()
+    for kind in (StreamingDecoder, StreamingEncoder):
+        with pytest.raises(UserError, match="records no gradients"):
+            kind(fused, track_gradients=True)
+    latents = torch.randn(1, 2, 16, 2, 3, requires_grad=True)
+    assert not fused.decode_video(latents, parallel=False).requires_grad
+    assert model.decode_video(latents, parallel=False).requires_grad
+
+
+def test_unknown_engine_is_named() -> None:
+    with pytest.raises(UserError, match="hopper, compiled, eager"):
+        FusedTAEHV(small("taehv"), engine="compile")  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_eager_codec_can_be_sent_to_another_process() -> None:
+    fused = small("taew2_2").fused()
+    latents = torch.randn(1, 2, 48, 2, 3)
+    assert torch.equal(pickle.loads(pickle.dumps(fused)).decode_video(latents), fused.decode_video(latents))
 
 
 def test_low_latency_is_for_cuda() -> None:

@@ -157,3 +157,64 @@ def push_stated(*, stated: int, pushed: int) -> None:
     stream = StreamingDecoder(MODELS["taehv"], num_latents=stated)
     stream.push(torch.randn(1, pushed, 16, 1, 1, dtype=torch.double))
     stream.flush()
+
+
+def test_refused_call_leaves_the_stream_as_it_was() -> None:
+    model = TAEHV("taehv", width=0.125)
+    latents = torch.randn(1, 3, 16, 2, 3)
+    stream = StreamingDecoder(model, num_latents=3)
+    with pytest.raises(ValueError, match="more latents"):
+        stream.push(torch.randn(1, 4, 16, 5, 5))  # too many, and of another size
+    first = stream.push(latents[:, :2])
+    with pytest.raises(ValueError, match="only 2 were pushed"):
+        stream.flush()
+    frames = torch.cat([first, stream.push(latents[:, 2:]), stream.flush()], dim=1)
+    torch.testing.assert_close(frames, model.decode_video(latents).detach())
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "4", float("nan")])
+def test_counts_are_whole_numbers(wrong: object) -> None:
+    model = TAEHV("taehv", width=0.125)
+    for make in (
+        lambda: StreamingDecoder(model, chunk_latents=wrong),  # type: ignore[arg-type]
+        lambda: StreamingEncoder(model, chunk_latents=wrong),  # type: ignore[arg-type]
+        lambda: StreamingDecoder(model, num_latents=wrong),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match="must be a whole number"):
+            make()
+
+
+def test_stream_of_no_model() -> None:
+    for kind in (StreamingDecoder, StreamingEncoder):
+        with pytest.raises(ValueError, match="needs a model"):
+            kind("taehv")  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_frames_of_another_precision_in_one_long_push() -> None:
+    model = TAEHV("taehv", width=0.125)
+    fused = model.fused()
+    frames = torch.rand(2, 21, 3, 16, 24, dtype=torch.float64)
+    stream = StreamingEncoder(fused, chunk_latents=2)
+    latents = torch.cat([stream.push(frames), stream.flush()], dim=1)
+    torch.testing.assert_close(latents, model.encode_video(frames), atol=1e-5, rtol=1e-4)
+    decoded = StreamingDecoder(fused, chunk_latents=2).push(latents)
+    torch.testing.assert_close(decoded, model.decode_video(latents), atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_chunk_of_a_taeh3_encoder_is_as_small_as_asked() -> None:
+    model = TAEHV("taeh3", width=0.125)
+    frames = torch.rand(1, 40, 3, 16, 32)
+    expected = model.encode_video(frames)
+    for chunk, sizes in ((1, [16, 32, 40]), (2, [40]), (3, [7, 19, 40])):
+        fused, ran = model.fused(), []
+        run = fused.encode_chunk
+        fused.encode_chunk = lambda x, memory, run=run, ran=ran: (ran.append(x.shape[1]), run(x, memory))[1]
+        stream, before, parts = StreamingEncoder(fused, chunk_latents=chunk), 0, []
+        for size in sizes:
+            parts.append(stream.push(frames[:, before:size]))
+            before = size
+        latents = torch.cat([*parts, stream.flush()], dim=1)
+        torch.testing.assert_close(latents, expected, atol=1e-5, rtol=1e-4)
+        assert max(ran) == 4 * chunk

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from tinyvae import TAEHV, save_model
 from tinyvae.cli import run
 from tinyvae.errors import UserError
 
@@ -40,8 +42,15 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ("options", "words"),
     [
         (["taehv", "--size", "480"], "HEIGHTxWIDTH"),
+        (["taehv", "--size", "²x2"], "HEIGHTxWIDTH"),
+        (["taehv", "--device", "mps"], "mps"),
+        (["taehv", "--device", "meta"], "cpu"),
+        (["taehv", "--device", "cpu,cpu"], "one device"),
+        (["taehv", "--variant", "taew2_2", "--device", "cpu"], "leave one out"),
+        (["taehv", "--output", "model.safetensors"], "ends in .json"),
+        (["taehv", "--output", __file__ + "/x.json"], "does not exist"),
         (["taehv", "--size", "481x720", "--device", "cpu"], "480x720 or 488x720"),
-        (["taehv", "--device", "gpu"], "not a device"),
+        (["taehv", "--device", "gpu"], "no device 'gpu'"),
         (["taehv", "--frames", "0"], "at least 1"),
         (["taehv", "--size", "16x16", "--frames", "1", "--device", "cpu", "--repeats", "2"], "3 repeats"),
         (["taehv", "--output", "no/such/folder/x.json"], "does not exist"),
@@ -51,3 +60,22 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_mistakes_end_in_a_sentence(options: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         run(["bench", *options])
+
+
+def test_output_is_looked_at_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(UserError, match="is a folder"):
+        run(["bench", "taehv", "--device", "cpu", "--output", str(tmp_path / "folder.json")])
+
+
+def test_black_pictures_have_an_error_too(tmp_path: Path) -> None:
+    """Fresh weights may decode to values below 0 alone, which a clamp would make equal, and 0 / 0 an error."""
+    model = TAEHV("taehv", width=0.125)
+    with torch.no_grad():
+        model.decoder[-1].bias.fill_(-100.0)
+    save_model(model, tmp_path / "black")
+    target = tmp_path / "bench.json"
+    options = ["--size", "16x24", "--frames", "5", "--device", "cpu", "--repeats", "3", "--output", str(target)]
+    assert run(["bench", str(tmp_path / "black"), *options]) == 0
+    errors = [row["relative_error"] for row in json.loads(target.read_text())["timings"]]
+    assert all(0 < error < 1e-5 for error in errors if error is not None)

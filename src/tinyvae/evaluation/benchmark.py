@@ -190,9 +190,9 @@ def stream_through(codec: VideoCodec, operation: str, video_NTCHW: Tensor, *, ch
     scale = 1 if side == "decoder" else spec.space_factor
     size = (video_NTCHW.shape[-2] // scale, video_NTCHW.shape[-1] // scale)
     chunk = chunk_latents or codec.stream_chunk_latents(side, *size, num_videos=video_NTCHW.shape[0]) or 1
-    stream: StreamingDecoder | StreamingEncoder = StreamingEncoder(codec)
+    stream: StreamingDecoder | StreamingEncoder = StreamingEncoder(codec, chunk_latents=chunk)
     if side == "decoder":
-        stream = StreamingDecoder(codec, num_latents=video_NTCHW.shape[1])
+        stream = StreamingDecoder(codec, num_latents=video_NTCHW.shape[1], chunk_latents=chunk)
     for part in video_NTCHW.split(chunk * (1 if side == "decoder" else spec.time_factor), dim=1):
         stream.push(part)
     stream.flush()
@@ -204,16 +204,21 @@ def _call(codec: VideoCodec, operation: str, argument: Tensor) -> Callable[[], T
 
 
 def _errors(model: TAEHV, codecs: dict[str, VideoCodec], operation: str, argument: Tensor) -> dict[str, float]:
-    """Relative error of each codec against the plain network in float32 (float64 for a float32 model).
+    """Relative error of each codec against the plain network in float32 (float64 for a float32 model), not clamped:
+    fresh weights may decode to black alone.
 
     The first two latents' worth is enough, and fits where the whole video in the wider type would not.
     """
     wider = torch.float64 if model.dtype == torch.float32 else torch.float32
     exact = copy.deepcopy(model).to(wider)
     argument = argument[:, : 2 if operation == "decode" else 2 * model.spec.time_factor]
+
+    def run(codec: VideoCodec) -> Tensor:
+        return codec.decode(argument) if operation == "decode" else codec.encode(argument)
+
     with without_cudnn_trials():
-        reference = _call(exact, operation, argument.to(wider))()
-    return {name: relative_error(_call(codec, operation, argument)(), reference) for name, codec in codecs.items()}
+        reference = run(exact)
+    return {name: relative_error(run(codec), reference) for name, codec in codecs.items()}
 
 
 def _timing(

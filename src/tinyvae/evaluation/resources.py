@@ -110,13 +110,16 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def fitting_in_memory(what: object) -> Iterator[None]:
-    """Around the work on one video: GPU memory that does not suffice is told in one sentence."""
+    """Around the work on one video: memory that does not suffice is told in one sentence."""
     try:
         yield
-    except torch.OutOfMemoryError as fault:
+    except RuntimeError as fault:
+        on_gpu = isinstance(fault, torch.OutOfMemoryError)
+        if not on_gpu and "DefaultCPUAllocator" not in str(fault):
+            raise
         raise UserError(
-            f"{what} does not fit into the memory of the GPU; take smaller frames, fewer of them (--max_frames) "
-            "or half precision (--dtype float16)."
+            f"{what} does not fit into the memory {'of the GPU' if on_gpu else 'here'}; take smaller frames, fewer of "
+            "them or half precision (--dtype)."
         ) from fault
 
 

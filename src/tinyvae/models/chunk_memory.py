@@ -72,9 +72,9 @@ def chunk_bytes(
     if is_encoder:
         count = num_latents * spec.time_factor
         frames = Frames(count=count, pixels=64 * latent_pixels, channels=spec.image_channels)
-    # torch's operators keep an image whose patches lie on channels to the end; the kernels let it go.
-    held = frames.values if is_encoder and spec.patch_size > 1 and engine != "hopper" else 0.0
-    peak = remembered = 0.0
+    # A push is perhaps of another precision, an image with its patches on channels is then laid out anew.
+    cast = frames.values if is_encoder else 0.0
+    peak, remembered = (2 if is_encoder and spec.patch_size > 1 else 1) * frames.values, 0.0
     runs = list(_runs(steps))
     for place, run in enumerate(runs):
         if isinstance(run[0], MemStep | SuperMemStep):
@@ -94,7 +94,7 @@ def chunk_bytes(
         peak = max(peak, alive + remembered)  # what is to be remembered comes step by step
     results = 3 if spec.frame_rule == "chunked" else 2  # laid out, perhaps chosen from, and clamped
     peak = max(peak, results * frames.values + remembered)
-    return round((peak + remembered + held) * element_size)  # what was remembered is there to the end
+    return round((peak + remembered + cast) * element_size)  # what was remembered is there to the end
 
 
 def _runs(steps: Sequence[Step]) -> Iterator[list[Step]]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from tinyvae.errors import UserError
-from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder
+from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder, joined
 from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_ZEROS, H3_DROPPED_LATENTS, VariantSpec
 
 CodecMemory = object
@@ -26,6 +26,7 @@ class VideoCodec:
     """Encode and decode whole videos. Frames are NTCHW RGB in [0, 1]; latents NTCHW in diffusion space."""
 
     spec: VariantSpec
+    records_gradients = True
     _range_is_settled = False
 
     # a network provides these four
@@ -63,7 +64,7 @@ class VideoCodec:
         self.check_frames(frames_NTCHW)
         if parallel:
             return self.encode(frames_NTCHW)
-        stream = StreamingEncoder(self, track_gradients=torch.is_grad_enabled())
+        stream = StreamingEncoder(self, track_gradients=self.records_gradients and torch.is_grad_enabled())
         size = (frames_NTCHW.shape[-2] // self.spec.space_factor, frames_NTCHW.shape[-1] // self.spec.space_factor)
         chunk = self.stream_chunk_latents("encoder", *size, num_videos=frames_NTCHW.shape[0])
         step = (chunk or 0) * self.spec.time_factor or 1
@@ -82,11 +83,12 @@ class VideoCodec:
             decoded = self.decode(latents_NTCHW)
             return decoded.clamp(0, 1) if decoded.requires_grad else decoded.clamp_(0, 1)
         num_latents = latents_NTCHW.shape[1]
-        stream = StreamingDecoder(self, num_latents=num_latents, track_gradients=torch.is_grad_enabled())
+        track_gradients = self.records_gradients and torch.is_grad_enabled()
+        stream = StreamingDecoder(self, num_latents=num_latents, track_gradients=track_gradients)
         size = latents_NTCHW.shape[-2:]
         step = self.stream_chunk_latents("decoder", *size, num_videos=latents_NTCHW.shape[0]) or 1
         steps = tqdm(latents_NTCHW.split(step, dim=1), desc="decode", unit="step", disable=not show_progress_bar)
-        return torch.cat([stream.push(part) for part in steps], dim=1)
+        return joined((stream.push(part) for part in steps), self.spec.frames_from_latents(num_latents))
 
     def reconstruct(self, frames_NTCHW: Tensor) -> Tensor:
         """Encode and decode a video of any size and length; the first `spec.aligned_frames(T)` frames, same size.

@@ -1,7 +1,8 @@
 """The training step's forward pass in folded form: weights folded inside the step, gradients exact.
 
 `TAEHV.folded_training = True` routes `encode`, `decode` and `forward` through here. Parameters, their names and the
-saved file stay what they are; only the way from parameters to output changes, so the switch may be thrown at any time.
+saved file stay what they are; only the way from parameters to output changes, so the switch may be thrown between any
+two videos (not within a stream: what a stream remembers has another form here).
 """
 
 from __future__ import annotations

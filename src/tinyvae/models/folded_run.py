@@ -47,6 +47,7 @@ def run_steps(
         steps = [stacked_first(steps[0], stride), *steps[1:]]
         x = frames_NTCHW.reshape(-1, stride * x.shape[1], *x.shape[2:])
     x = x.contiguous(memory_format=torch.channels_last)
+    del frames_NTCHW  # where nobody else holds it, its memory is of use
     place = 0
     while place < len(steps):
         step = steps[place]

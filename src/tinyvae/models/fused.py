@@ -19,7 +19,8 @@ import copy
 import importlib.util
 import shutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ ChunkFunction = Callable[[Tensor, list[Tensor | None] | None], tuple[Tensor, lis
 
 class FusedTAEHV(VideoCodec):
     """A folded copy of ``model``, for inference. ``engine`` forces one of the three (see the module)."""
+
+    records_gradients = False
 
     def __init__(self, model: TAEHV, *, engine: Engine | None = None) -> None:
         self.spec = model.spec
@@ -104,21 +107,28 @@ class FusedTAEHV(VideoCodec):
         patch = self.spec.patch_size
         if engine == "hopper":
             return HopperStack(steps, patch_size=patch).run
-        steps = map_weights(steps, channels_last)
-
-        def run(x_NTCHW: Tensor, memory: list[Tensor | None] | None) -> tuple[Tensor, list[Tensor | None]]:
-            if side == "encoder":
-                x_NTCHW = F.pixel_unshuffle(x_NTCHW, patch)
-            made, memory = run_steps(steps, x_NTCHW, memory)
-            return (F.pixel_shuffle(made, patch) if side == "decoder" else made).contiguous(), memory
-
+        run = partial(_run_stack, side, map_weights(steps, channels_last), patch)
         return torch.compile(run) if engine == "compiled" else run
+
+
+def _run_stack(
+    side: Side, steps: list[Step], patch: int, x_NTCHW: Tensor, memory: list[Tensor | None] | None
+) -> tuple[Tensor, list[Tensor | None]]:
+    """A stack by torch's own operators, from or to pixels; at patch size 1 a shuffle would only be a copy."""
+    if side == "encoder" and patch > 1:
+        made, memory = run_steps(steps, F.pixel_unshuffle(x_NTCHW, patch), memory)
+        return made.contiguous(), memory
+    made, memory = run_steps(steps, x_NTCHW, memory)
+    return (F.pixel_shuffle(made, patch) if side == "decoder" and patch > 1 else made).contiguous(), memory
 
 
 def choose_engine(
     steps: list[Step], dtype: torch.dtype, device: torch.device, wanted: Engine | None
 ) -> tuple[Engine, str]:
     """(engine, why not a faster one); a wanted engine that cannot run here is refused."""
+    if wanted is not None and wanted not in get_args(Engine):
+        names = ", ".join(get_args(Engine))
+        raise UserError(f"engine={wanted!r} is not known; use one of {names}, or leave it out to have one chosen.")
     no_hopper = why_not_hopper(steps, dtype, device)
     no_compiler = why_not_compiled(device)
     if wanted == "hopper" and no_hopper:

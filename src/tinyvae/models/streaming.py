@@ -11,6 +11,7 @@ when the next chunk begins.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -27,12 +28,36 @@ if TYPE_CHECKING:
 Side = Literal["encoder", "decoder"]
 
 
+def joined(parts: Iterator[Tensor], num_frames: int) -> Tensor:
+    """Parts NTCHW of a video one after another; each is let go once its ``num_frames`` in all have a place.
+
+    Joined at the end, all parts and the whole would be there together.
+    """
+    first = next(parts)
+    if first.requires_grad:
+        return torch.cat([first, *parts], dim=1)
+    whole, place = first, first.shape[1]
+    if place < num_frames:
+        whole = first.new_empty(first.shape[0], num_frames, *first.shape[2:])
+        whole[:, :place] = first
+    del first
+    for part in parts:
+        whole[:, place : place + part.shape[1]] = part
+        place += part.shape[1]
+        del part  # before the next one is made
+    assert place == num_frames, f"{place} of {num_frames} frames came"
+    return whole
+
+
 class _Stream:
     """What both directions share: the shape that the first push fixes, and the end."""
 
     def __init__(self, codec: VideoCodec, *, track_gradients: bool, chunk_latents: int | None) -> None:
-        if chunk_latents is not None and chunk_latents < 1:
-            raise UserError(f"chunk_latents must be at least 1, got {chunk_latents}.")
+        if not hasattr(codec, "decode_chunk"):
+            raise UserError(f"a stream needs a model (TAEHV(...), load_model(...), model.fused()), got {codec!r}.")
+        check_count("chunk_latents", chunk_latents)
+        if track_gradients and not codec.records_gradients:
+            raise UserError("a fused codec is for inference and records no gradients; stream through the model itself.")
         self._codec = codec
         self._chunk_latents = chunk_latents
         self._track_gradients = track_gradients
@@ -45,20 +70,17 @@ class _Stream:
         if self._closed:
             raise UserError("this stream has been flushed; make a new object for the next video.")
         shape = (x_NTCHW.shape[0], *x_NTCHW.shape[2:])
-        if self._shape is None:
-            self._shape = shape
-        elif self._shape != shape:
+        if self._shape is not None and self._shape != shape:
             raise UserError(
                 f"this stream began with {unit} of shape (N, C, H, W) = {self._shape} and was now given {shape}; "
                 "use one object per stream."
             )
 
-    def _close(self, *, unit: str) -> None:
+    def _may_close(self, *, unit: str) -> None:
         if self._closed:
             raise UserError("this stream has been flushed already; make a new object for the next video.")
         if self._count == 0:
             raise UserError(f"the stream is empty; push at least one {unit} before flush().")
-        self._closed = True
 
     def _chunk(self, side: Side, latent_height: int, latent_width: int) -> int | None:
         """Latents to run at once; None: all that a push brings."""
@@ -68,6 +90,12 @@ class _Stream:
 
     def _grad_mode(self) -> torch.set_grad_enabled:
         return torch.set_grad_enabled(self._track_gradients)
+
+
+def check_count(name: str, value: int | None) -> None:
+    """Refuse what is neither None nor a whole number from 1 on."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
 
 
 class StreamingDecoder(_Stream):
@@ -101,8 +129,7 @@ class StreamingDecoder(_Stream):
                 f"a {spec.name} stream must know whether its total latent count is even, because that decides if the "
                 "first frames are kept; pass StreamingDecoder(model, num_latents=L)."
             )
-        if num_latents is not None and num_latents < 1:
-            raise UserError(f"num_latents must be at least 1, got {num_latents}.")
+        check_count("num_latents", num_latents)
         self._num_latents = num_latents
 
     def push(self, latents_NTCHW: Tensor) -> Tensor:
@@ -112,11 +139,19 @@ class StreamingDecoder(_Stream):
         self._accept(latents_NTCHW, unit="latents")
         if self._num_latents is not None and self._count + count > self._num_latents:
             raise UserError(f"num_latents={self._num_latents} was stated and more latents were pushed.")
+        self._shape = (latents_NTCHW.shape[0], *latents_NTCHW.shape[2:])
         if count == 0:
             return self._no_frames(latents_NTCHW)
         step = 1 if self._low_latency else self._chunk("decoder", *latents_NTCHW.shape[-2:])
-        parts = [self._decode(part) for part in latents_NTCHW.split(step or count, dim=1)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        total = self._frames_of(count)
+        return joined((self._decode(part) for part in latents_NTCHW.split(step or count, dim=1)), total)
+
+    def _frames_of(self, count: int) -> int:
+        """How many frames the next ``count`` latents make."""
+        spec = self._codec.spec
+        each = 1 if spec.previews_time else spec.time_factor
+        places = range(self._count * each, (self._count + count) * each)
+        return sum(spec.frame_is_kept(place, self._num_latents or 1) for place in places)
 
     def _decode(self, latents_NTCHW: Tensor) -> Tensor:
         from tinyvae.models.codec import keep_frames
@@ -137,9 +172,10 @@ class StreamingDecoder(_Stream):
 
     def flush(self) -> Tensor:
         """End the stream. A decoder holds no frame back, so this returns T = 0 frames; it checks ``num_latents``."""
-        self._close(unit="latent")
+        self._may_close(unit="latent")
         if self._num_latents is not None and self._count != self._num_latents:
             raise UserError(f"num_latents={self._num_latents} was stated and only {self._count} were pushed.")
+        self._closed = True
         self._memory = self._graph = None
         assert self._shape is not None
         n, c, h, w = self._shape
@@ -167,39 +203,34 @@ class StreamingEncoder(_Stream):
         """Latents NTCHW that these frames complete; T may be 0 while a latent waits for its frames."""
         self._codec.check_frames(frames_NTCHW, may_be_none=True)
         self._accept(frames_NTCHW, unit="frames")
+        self._shape = (frames_NTCHW.shape[0], *frames_NTCHW.shape[2:])
         if frames_NTCHW.shape[1] == 0:
             return self._join([])
         self._last_frame = frames_NTCHW[:, -1:].clone()
         with self._grad_mode():
-            return self._encode(frames_NTCHW.to(self._codec.dtype))
+            return self._encode(frames_NTCHW)
 
     def flush(self) -> Tensor:
         """End the stream: the latents NTCHW that were still waiting for frames."""
-        self._close(unit="frame")
+        self._may_close(unit="frame")
+        self._closed = True
         assert self._last_frame is not None
         padding = self._codec.spec.padded_frames(self._count) - self._count
         with self._grad_mode():
             latents = self._join([])
             if padding:
-                repeated = self._last_frame.expand(-1, padding, -1, -1, -1).to(self._codec.dtype)
-                latents = self._encode(repeated)
+                latents = self._encode(self._last_frame.expand(-1, padding, -1, -1, -1))
         self._memory, self._held, self._last_frame = None, [], None
         return latents
 
     def _encode(self, frames_NTCHW: Tensor) -> Tensor:
         if self._codec.spec.frame_rule == "chunked":
             return self._encode_by_chunks(frames_NTCHW)
-        spec = self._codec.spec
-        chunk = self._chunk("encoder", *(side // spec.space_factor for side in frames_NTCHW.shape[-2:]))
         ready: list[Tensor] = []
         while frames_NTCHW.shape[1]:
-            # Whole latents run fastest: first complete a begun one, then take whole ones, then what is left.
-            begun = self._count % spec.time_factor
-            whole = frames_NTCHW.shape[1] // spec.time_factor * spec.time_factor
-            size = spec.time_factor - begun if begun else whole or frames_NTCHW.shape[1]
-            part = frames_NTCHW[:, : size if chunk is None else min(size, chunk * spec.time_factor)]
+            part = frames_NTCHW[:, : self._run_at_once(frames_NTCHW, begun=self._count)]
             frames_NTCHW = frames_NTCHW[:, part.shape[1] :]
-            latents, self._memory = self._codec.encode_chunk(part, self._memory)
+            latents, self._memory = self._codec.encode_chunk(part.to(self._codec.dtype), self._memory)
             self._count += part.shape[1]
             ready.append(latents)
         return self._join(ready)
@@ -215,10 +246,7 @@ class StreamingEncoder(_Stream):
                 # A further chunk exists, so the held latents are not the last ones of the video.
                 ready += self._held
                 self._held, self._memory = [], None
-                part_with_zeros = torch.nn.functional.pad(part, (0, 0, 0, 0, 0, 0, H3_CHUNK_ZEROS, 0))
-                made, self._memory = self._codec.encode_chunk(part_with_zeros, None)
-            else:
-                made, self._memory = self._codec.encode_chunk(part, self._memory)
+            made = self._encode_within_chunk(part, place=place)
             first = (place + H3_CHUNK_ZEROS) // self._codec.spec.time_factor if place else 0
             safe = max(0, H3_CHUNK_LATENTS - H3_DROPPED_LATENTS - first)
             if made.shape[1]:
@@ -226,6 +254,34 @@ class StreamingEncoder(_Stream):
                 self._held.append(made[:, safe:].clone())
             self._count += part.shape[1]
         return self._join(ready)
+
+    def _encode_within_chunk(self, part_NTCHW: Tensor, *, place: int) -> Tensor:
+        """Latents that frames of a taeh3 chunk complete, from its frame ``place`` on; its zeros come before frame 0."""
+        ready: list[Tensor] = []
+        while part_NTCHW.shape[1]:
+            zeros = 0 if place else H3_CHUNK_ZEROS
+            begun = 0 if zeros else place + H3_CHUNK_ZEROS
+            few = part_NTCHW[:, : self._run_at_once(part_NTCHW, begun=begun, zeros=zeros) - zeros]
+            part_NTCHW = part_NTCHW[:, few.shape[1] :]
+            place += few.shape[1]
+            few = torch.nn.functional.pad(few.to(self._codec.dtype), (0, 0, 0, 0, 0, 0, zeros, 0))
+            made, self._memory = self._codec.encode_chunk(few, self._memory)
+            ready.append(made)
+        return self._join(ready)
+
+    def _run_at_once(self, frames_NTCHW: Tensor, *, begun: int, zeros: int = 0) -> int:
+        """How many of the next frames (and ``zeros`` before them) to run together; ``begun`` ran before them.
+
+        Whole latents run fastest: first complete a begun one, then take whole ones, then what is left.
+        """
+        spec = self._codec.spec
+        available = frames_NTCHW.shape[1] + zeros
+        missing = -begun % spec.time_factor
+        if missing:
+            return min(missing, available)
+        chunk = self._chunk("encoder", *(side // spec.space_factor for side in frames_NTCHW.shape[-2:]))
+        whole = available // spec.time_factor * spec.time_factor
+        return min(whole or available, available if chunk is None else chunk * spec.time_factor)
 
     def _join(self, parts: list[Tensor]) -> Tensor:
         filled = [part for part in parts if part.shape[1]]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,12 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from tinyvae.evaluation.benchmark import BenchmarkCase, as_json, run_benchmark
+    from tinyvae.evaluation.output_folder import writing_to
+    from tinyvae.evaluation.resources import fitting_in_memory
 
     height, width = parse_size(arguments.size)
     if arguments.frames < 1:
         raise UserError(f"--frames must be at least 1, got {arguments.frames}.")
-    if arguments.output and not arguments.output.parent.exists():
-        raise MissingFileError(f"--output {arguments.output}: the folder {arguments.output.parent} does not exist.")
+    if arguments.output:
+        check_output(arguments.output)
     device = choose_device(arguments.device)
     dtype_name = arguments.dtype or ("fp16" if device.type == "cuda" else "fp32")
     model = read_model(arguments.model, arguments.variant)
@@ -63,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         warmups=warmups,
         show_progress_bar=True,
     )
-    ceilings, timings, fused = run_benchmark(model, case)
+    with fitting_in_memory(f"a video of {arguments.frames} frames of {height}x{width}"):
+        ceilings, timings, fused = run_benchmark(model, case)
     machine = describe_machine(device)
     print(f"{model.spec.name}, {height}x{width}, {arguments.frames} frames, {dtype_name}, on {machine['device']}")
     print(f"torch {machine['torch']}; encoder {fused.engines['encoder']}; decoder {fused.engines['decoder']}")
@@ -71,43 +75,56 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output:
         described = {"variant": model.spec.name, "height": height, "width": width, "frames": arguments.frames}
         report = {**described, "dtype": dtype_name, "machine": machine, "engines": fused.engines}
-        arguments.output.write_text(json.dumps({**report, **as_json(ceilings, timings)}, indent=1) + "\n")
+        with writing_to(arguments.output.parent):
+            arguments.output.write_text(json.dumps({**report, **as_json(ceilings, timings)}, indent=1) + "\n")
         print(f"written to {arguments.output}")
     return 0
 
 
 def parse_size(text: str) -> tuple[int, int]:
     parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise UserError(f"--size {text!r} is not a size; write HEIGHTxWIDTH, for example 480x720.")
     return int(parts[0]), int(parts[1])
 
 
-def choose_device(name: str | None) -> torch.device:
-    import torch
-
-    if name is None:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def check_output(file: Path) -> None:
+    """Refuse a result file that could not be written, or that is something else, before the minutes of work."""
+    if file.suffix != ".json":
+        raise UserError(f"--output {file}: the results are JSON; give a name that ends in .json.")
+    if not file.parent.is_dir():
+        raise MissingFileError(f"--output {file}: the folder {file.parent} does not exist.")
+    if file.is_dir():
+        raise UserError(f"--output {file} is a folder; name a file in it.")
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"--device {name!r} is not a device; use cuda, cuda:1 or cpu.") from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError(f"--device {name}: there is no CUDA device here; use --device cpu.")
-        index = torch.cuda.current_device() if device.index is None else device.index
-        if index >= torch.cuda.device_count():
-            raise UserError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, counted from 0.")
-        return torch.device("cuda", index)
-    return device
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as refused:
+        reason = refused.strerror or refused
+        raise UserError(f"--output {file}: {file.parent} cannot be written ({reason}); name another folder.") from None
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device that is named, else the first GPU, else the CPU."""
+    from tinyvae.evaluation.resources import choose_devices
+
+    devices = choose_devices(name)
+    if name is not None and (len(devices) > 1 or devices[0].type not in ("cpu", "cuda")):
+        raise UserError(f"--device {name}: one device is timed, cpu or a CUDA device; give cpu, cuda or cuda:1.")
+    return devices[0]
 
 
 def read_model(name: str, variant: str | None) -> TAEHV:
+    import torch
+
     from tinyvae.models.taehv import TAEHV
     from tinyvae.models.variants import VARIANTS
     from tinyvae.models.weights import load_model
 
     if name in VARIANTS and not Path(name).exists():
+        if variant not in (None, name):
+            raise UserError(f"MODEL is the variant {name} and --variant says {variant}; leave one out.")
+        torch.manual_seed(0)
         return TAEHV(name)
     return load_model(name, variant=variant)
 
