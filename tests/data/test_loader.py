@@ -32,6 +32,7 @@ from tinyvae.data import (
 from tinyvae.data import loader as loader_module
 from tinyvae.data.clip_choice import choose_clip, file_of
 from tinyvae.data.decode import read_frames
+from tinyvae.data.loader import ValidationReads
 from tinyvae.errors import UserError
 
 SETTINGS = ClipSettings(
@@ -209,6 +210,35 @@ def test_validation_leaves_bad_files_out(damaged: ClipSet) -> None:
     names = [name for batch in loader for name in batch.names]
     assert len(names) == 18 and not {"3.mp4", "4.mp4"} & set(names)
     assert set(loader.bad_files.named) == {"3.mp4", "4.mp4"}
+
+
+def test_ranks_judge_bad_validation_files_together(damaged: ClipSet) -> None:
+    """Each of 20 ranks has one clip: a rank whose only clip is bad is no error, as it is none for a single process."""
+
+    def reads_of_all() -> list[ValidationReads]:
+        loaders = [make_validation_loader(damaged, SETTINGS, batch_size=4, rank=r, world_size=20) for r in range(20)]
+        names = [name for loader in loaders for batch in loader for name in batch.names]
+        assert len(names) == sum(loader.reads.num_clips for loader in loaders)
+        return [loader.reads for loader in loaders]
+
+    judge = make_validation_loader(damaged, SETTINGS, batch_size=4, rank=1, world_size=20)
+    reads = reads_of_all()
+    assert [of_rank.num_clips for of_rank in reads].count(0) == 2
+    judge.check(reads)
+    with pytest.raises(UserError, match=r"8 of 80 clips read so far \(10\.0%\) were bad, above the limit of 5\.0%"):
+        judge.check(4 * reads)
+    shutil.rmtree(damaged.index.data_root)
+    first = damaged.index.row(int(damaged.rows[0])).path
+    with pytest.raises(UserError, match=f"not one validation clip could be read; the first was {first!r}: .*No such"):
+        judge.check(reads_of_all())
+
+
+def test_the_share_of_bad_validation_files_is_judged_for_a_single_process_too(damaged: ClipSet) -> None:
+    loader = make_validation_loader(damaged, SETTINGS, batch_size=4)
+    for _ in range(3):
+        assert sum(len(batch) for batch in loader) == 18
+    with pytest.raises(UserError, match=r"8 of 80 clips read so far .* above the limit of 5\.0%"):
+        list(loader)
 
 
 def test_workers_survive_the_schedulers_signal(sides: tuple[ClipSet, ClipSet]) -> None:

@@ -39,6 +39,41 @@ def test_a_line_is_the_mean_of_its_steps_and_their_parts() -> None:
     assert log.take(2)["train/loss"] == pytest.approx(8.0), "the line before is still in it"
 
 
+def add_terms(log: StepLog, **terms: float) -> None:
+    log.begin_step()
+    log.add({name: torch.tensor(value) for name, value in terms.items()}, share=1.0)
+    log.end_step(StepResult(gradient_norm=1.0, stepped=True), num_clips=4, seconds=0.5)
+
+
+def test_a_term_that_begins_in_mid_line_is_the_mean_of_its_own_steps() -> None:
+    """As Seraena's do; so too where the run is resumed in that line."""
+    log, resumed = log_of(), log_of()
+    for loss in (1.0, 2.0, 3.0):
+        add_terms(log, loss=loss)
+    add_terms(log, loss=4.0, seraena_loss=0.5)
+    assert not log.is_empty
+    resumed.load_state_dict(log.state_dict())
+    for each in (log, resumed):
+        add_terms(each, loss=5.0, seraena_loss=1.5)
+        line = each.take(4)
+        assert line["train/loss"] == pytest.approx(3.0) and line["train/seraena_loss"] == pytest.approx(1.0)
+        assert each.is_empty
+    add_terms(log, loss=1.0, seraena_loss=3.0)
+    assert log.take(4)["train/seraena_loss"] == pytest.approx(3.0), "the count of the line before is still in it"
+
+
+def test_the_line_of_an_older_checkpoint_goes_on() -> None:
+    """It had one count of steps for all terms."""
+    log, older = log_of(), log_of()
+    for loss in (1.0, 2.0):
+        add_terms(log, loss=loss)
+    state = log.state_dict()
+    del state["counts"]
+    older.load_state_dict(state)
+    add_terms(older, loss=6.0)
+    assert older.take(4)["train/loss"] == pytest.approx(3.0)
+
+
 def test_muons_rate_stands_beside_adamws() -> None:
     log = log_of(optimizer="muon", muon_learning_rate=0.02)
     add_step(log, 1.0)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faults import _around_losses
-from tiny_runs import SERAENA, arguments_for, launch, train_here
+from tiny_runs import SERAENA, arguments_for, launch, read_lines, train_here
 
+from tinyvae.errors import UserError
 from tinyvae.teachers import TeacherError
+from tinyvae.training import validating
 from tinyvae.training.task import StepLosses, TrainingTask
+from tinyvae.training.validating import Validator
+from tinyvae.training.validation import ValidationResult
 
 
 class TeacherFails:
@@ -68,3 +74,56 @@ def test_early_stopping_ends_both_ranks_with_the_scores_of_one(clips: Path, tmp_
         assert of_one["num_clips"] == of_two["num_clips"] == 2
         for name in ("psnr", "psnr_std", "ssim", "ssim_std"):
             assert of_two[name] == pytest.approx(of_one[name], rel=1e-6), name
+
+
+def test_validation_clips_that_go_away_end_the_run_saved(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(clips, tmp_path / "clips")
+    build = Validator.__init__
+
+    def build_and_delete(self: Validator, *arguments: Any, **options: Any) -> None:
+        build(self, *arguments, **options)
+        side = options["data"].validation
+        for row in side.rows:
+            side.index.full_path(side.index.row(int(row))).unlink()
+
+    monkeypatch.setattr(Validator, "__init__", build_and_delete)
+    with pytest.raises(UserError, match=r"not one validation clip could be read; the first was .*No such file"):
+        train_here(arguments_for(tmp_path / "clips", tmp_path / "run", checkpointing_steps=100))
+    assert (tmp_path / "run/emergency_checkpoint-2").is_dir()
+    assert "the run ends: not one validation clip" in (tmp_path / "run/train.log").read_text()
+
+
+def test_a_validation_without_a_score_ends_the_run_saved(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = ValidationResult(metrics={"psnr": math.nan}, num_clips=1, shown=[])
+    monkeypatch.setattr(validating, "validate", lambda *arguments, **options: nothing)
+    with pytest.raises(UserError, match="validation at step 2 gave no psnr"):
+        train_here(arguments_for(clips, tmp_path / "run", checkpointing_steps=100))
+    assert (tmp_path / "run/emergency_checkpoint-2").is_dir()
+
+
+def test_the_steps_before_an_early_stop_are_logged_once(clips: Path, tmp_path: Path) -> None:
+    frozen = {"learning_rate": 1e-30, "ema_decay": 0.0, "early_stopping_patience": 1, "validation_steps": 3}
+    arguments = arguments_for(clips, tmp_path / "run", max_train_steps=12, **frozen)
+
+    def logged_steps() -> list[int]:
+        lines = read_lines(tmp_path / "run/metrics.jsonl")
+        return [line["step"] for line in lines if "train/loss" in line]
+
+    assert train_here(arguments).progress.step == 6
+    assert logged_steps() == [1, 4, 6]
+    train_here([*arguments, "--resume_from_checkpoint", "latest"])
+    assert logged_steps() == [1, 4, 6]
+    on = ["--resume_from_checkpoint", "latest", "--early_stopping_patience", "2"]
+    assert train_here([*arguments, *on]).progress.step == 9
+    assert logged_steps() == [1, 4, 6, 8, 9]
+
+
+def test_a_batch_too_small_for_seraena_is_refused_before_the_first_step(clips: Path, tmp_path: Path) -> None:
+    small = {"height": 8, "width": 8, "train_batch_size": 1, "seraena_start": 3, "validation_steps": 0}
+    with pytest.raises(UserError, match="cannot normalise a batch of one 8x8 image"):
+        train_here(arguments_for(clips, tmp_path / "run", **SERAENA, **small))
+    assert list((tmp_path / "run").glob("*checkpoint-*")) == []

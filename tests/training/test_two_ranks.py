@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -17,14 +18,16 @@ from tiny_runs import (
     arguments_for,
     differences,
     launch,
+    read_lines,
     run_differences,
     state_of,
     train_here,
 )
 
-from tinyvae.data.loader import TrainLoader
+from tinyvae.data.loader import TrainLoader, ValidationLoader
 from tinyvae.errors import UserError
 from tinyvae.training.engine import Engine
+from tinyvae.training.validating import Validator
 
 pytestmark = pytest.mark.slow
 
@@ -255,3 +258,66 @@ class OomInValidation:
                 raise torch.OutOfMemoryError("injected")
 
             validation._measure = fail  # type: ignore[assignment]
+
+
+class GoneValidationClips:
+    """After the start, this many of the first validation clips are deleted."""
+
+    def __init__(self, num_gone: int) -> None:
+        self.num_gone = num_gone
+
+    def __call__(self, rank: int) -> None:
+        build = Validator.__init__
+
+        def build_and_delete(self_: Validator, *arguments: Any, **options: Any) -> None:
+            build(self_, *arguments, **options)
+            side = options["data"].validation
+            for row in side.rows[: self.num_gone]:
+                side.index.full_path(side.index.row(int(row))).unlink(missing_ok=True)
+
+        Validator.__init__ = build_and_delete  # type: ignore[method-assign]
+
+
+def test_one_bad_validation_clip_is_left_out_on_any_number_of_ranks(clips: Path, tmp_path: Path) -> None:
+    """The first rank of two is left without a clip."""
+    frozen = {"learning_rate": 1e-30, "ema_decay": 0.0, "max_train_steps": 2, "train_batch_size": 1}
+    histories = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        shutil.copytree(clips, folder / "clips")
+        arguments = arguments_for(folder / "clips", folder / "run", **frozen)
+        running = launch(arguments, folder, ranks=ranks, prepare=GoneValidationClips(1))
+        assert running.wait(120) == [0] * ranks, running.both_logs()
+        histories.append(read_lines(folder / "run/validation_history.json"))
+    ((of_one,), (of_two,)) = histories
+    assert of_one["num_clips"] == of_two["num_clips"] == 1
+    assert of_two["psnr"] == pytest.approx(of_one["psnr"], rel=1e-6)
+
+
+def test_no_validation_clip_at_all_stops_all_with_a_checkpoint(clips: Path, tmp_path: Path) -> None:
+    shutil.copytree(clips, tmp_path / "clips")
+    running = two_ranks(tmp_path / "clips", tmp_path, GoneValidationClips(2), checkpointing_steps=100)
+    assert running.wait(120) == [2, 2], running.both_logs()
+    said = [next(line for line in running.log(rank).splitlines() if "not one" in line) for rank in (0, 1)]
+    assert said[0] == said[1] and "the first was" in said[0] and "No such file" in said[0]
+    assert (tmp_path / "run/emergency_checkpoint-2").is_dir()
+
+
+class ValidationLoaderFails:
+    """The validation loader of one rank cannot go on."""
+
+    def __call__(self, rank: int) -> None:
+        def fail(self: ValidationLoader) -> Any:
+            raise UserError("shared memory is full")
+            yield
+
+        if rank == 1:
+            ValidationLoader.__iter__ = fail  # type: ignore[method-assign]
+
+
+def test_a_validation_loader_that_fails_on_one_rank_stops_all_with_a_checkpoint(clips: Path, tmp_path: Path) -> None:
+    running = two_ranks(clips, tmp_path, ValidationLoaderFails(), checkpointing_steps=100)
+    assert running.wait(60) == [1, 2], running.both_logs()
+    assert "shared memory is full" in running.log(1)
+    assert "another process of this run had to stop" in running.log(0)
+    assert (tmp_path / "run/emergency_checkpoint-2").is_dir()

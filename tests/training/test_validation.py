@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,13 @@ from tinyvae import TAEHV, get_spec, load_model
 from tinyvae.config import TrainConfig
 from tinyvae.data.clip_settings import ClipSettings
 from tinyvae.data.index_build import open_or_build_index
-from tinyvae.data.loader import make_validation_loader
+from tinyvae.data.loader import ValidationReads, make_validation_loader
 from tinyvae.data.splits import split
+from tinyvae.errors import UserError
 from tinyvae.models.codec import VideoCodec
 from tinyvae.training.engine import Engine
-from tinyvae.training.validation import ValidationHistory, validate, write_best_model
+from tinyvae.training.guards import Status
+from tinyvae.training.validation import ValidationCut, ValidationHistory, validate, write_best_model
 
 
 class Predictor(VideoCodec):
@@ -55,11 +58,34 @@ class Batch:
 
 
 class Batches:
-    def __init__(self, *batches: Batch) -> None:
-        self._batches = batches
+    """A loader; it fails after its batches with ``failure``."""
+
+    reads = ValidationReads()
+
+    def __init__(self, *batches: Batch, failure: Exception | None = None) -> None:
+        self._batches, self._failure = batches, failure
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self._batches)
+        yield from self._batches
+        if self._failure is not None:
+            raise self._failure
+
+    def check(self, reads: list[ValidationReads]) -> None:
+        """All clips are good."""
+
+
+class TwoRanks:
+    """An engine as rank 0 of two sees it, whose peer has nothing to do and is as ``peer`` says."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, peer: Status) -> None:
+        self.peer = peer
+        self.told: list[int] = []
+
+    def worst(self, signal_number: int, status: int, has_more: int) -> tuple[int, int, int]:
+        self.told.append(status)
+        return signal_number, max(status, self.peer), has_more
 
 
 @pytest.fixture(scope="module")
@@ -121,15 +147,46 @@ def test_cudnn_tries_no_kernels_for_the_shapes_of_a_validation(engine: Engine, m
         return frames
 
     loader = Batches(*(Batch(torch.zeros(1, 5, 3, 16, 16), [name]) for name in "ab"))
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ValidationCut) as cut:
         validate(Predictor(output_of), loader, engine, lpips=None)  # type: ignore[arg-type]
+    assert isinstance(cut.value.reason, ZeroDivisionError)
     assert seen == [False, False]
     assert torch.backends.cudnn.benchmark
 
 
-def test_no_usable_clip_is_an_error(engine: Engine) -> None:
-    with pytest.raises(ValueError, match="no usable clip"):
-        validate(PERFECT, Batches(), engine, lpips=None)  # type: ignore[arg-type]
+def test_no_usable_clip_is_an_error_that_names_the_first(clips: Path, tmp_path: Path, engine: Engine) -> None:
+    shutil.copytree(clips, tmp_path / "clips")
+    settings = ClipSettings(height=32, width=32, n_frames=5, random_resize=False)
+    index = open_or_build_index(tmp_path / "clips", cache_dir=tmp_path, show_progress_bar=False)
+    _, val = split(index, settings, train_split=0.5)
+    shutil.rmtree(tmp_path / "clips")
+    first = index.row(int(val.rows[0])).path
+    message = f"not one validation clip could be read; the first was {first!r}: .*No such file"
+    with pytest.raises(ValidationCut, match=message) as cut:
+        validate(PERFECT, make_validation_loader(val, settings, batch_size=2), engine, lpips=None)
+    assert isinstance(cut.value.reason, UserError)
+    with pytest.raises(UserError, match=message):  # of several ranks, after they have told each other
+        loaders = [make_validation_loader(val, settings, batch_size=2, rank=r, world_size=2) for r in (0, 1)]
+        assert [list(loader) for loader in loaders] == [[], []]
+        loaders[1].check([loader.reads for loader in loaders])
+
+
+@pytest.mark.parametrize("fault", [UserError("shared memory is full"), OSError("no more files"), KeyError("a bug")])
+def test_whatever_fails_on_a_rank_is_told_to_all(fault: Exception) -> None:
+    """Also what the loader raises: the peer, which is well, waits for the status and would wait for ever."""
+    engine = TwoRanks(peer=Status.WELL)
+    loader = Batches(Batch(torch.zeros(1, 5, 3, 16, 16), ["a"]), failure=fault)
+    with pytest.raises(ValidationCut) as cut:
+        validate(PERFECT, loader, engine, lpips=None)  # type: ignore[arg-type]
+    assert cut.value.reason is fault and engine.told == [Status.WELL, Status.HAS_TO_STOP]
+
+
+def test_a_rank_that_is_well_leaves_with_the_others() -> None:
+    loader = Batches(Batch(torch.zeros(1, 5, 3, 16, 16), ["a"]))
+    for peer, reason in ((Status.HAS_TO_STOP, type(None)), (Status.OUT_OF_MEMORY, UserError)):
+        with pytest.raises(ValidationCut) as cut:
+            validate(PERFECT, loader, TwoRanks(peer=peer), lpips=None)  # type: ignore[arg-type]
+        assert isinstance(cut.value.reason, reason)
 
 
 def test_best_model_is_replaced_whole(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from tinyvae.data.bad_files import BadFileLog, BadFileWatch
+from tinyvae.data.bad_files import BadFile, BadFileLog, BadFileWatch
 from tinyvae.data.batch_memory import BorrowedBatches, LoanBoard
 from tinyvae.data.clip_reading import ClipBatch, ReadBatch, TrainClips, ValidationClips
 from tinyvae.data.clip_settings import ClipSettings
@@ -65,34 +66,79 @@ class TrainLoader(_Loader):
             yield read.batch
 
 
+@dataclass(frozen=True, kw_only=True)
+class ValidationReads:
+    """What one rank met on its way through the validation clips.
+
+    ``num_clips`` and ``first_bad`` are those of the newest time through, the tries those of all times so far.
+    """
+
+    num_clips: int = 0
+    first_bad: BadFile | None = None
+    num_tries: int = 0
+    num_bad_tries: int = 0
+
+
 class ValidationLoader(_Loader):
-    """Iterate for this rank's share of the validation clips: the same tensors every time."""
+    """Iterate for this rank's share of the validation clips: the same tensors every time.
+
+    A process that is alone judges the bad files itself at the end of each iteration. Several must not, each by its own
+    share: they exchange their ``reads`` after an iteration, and each gives all of them to `check`.
+    """
 
     def __init__(
         self,
         loader: DataLoader[ReadBatch],
         board: LoanBoard | None,
-        watch: BadFileWatch,
+        *,
         num_samples: int,
         num_samples_all_ranks: int,
+        is_alone: bool,
+        bad_file_limit: float,
+        bad_file_log: BadFileLog | None,
     ) -> None:
-        super().__init__(loader, board, watch)
+        # The watch of this rank names bad files and counts them; no share is above its limit of 1.
+        super().__init__(loader, board, BadFileWatch(limit=1.0, written_to=bad_file_log))
         self.num_samples = num_samples
         self.num_samples_all_ranks = num_samples_all_ranks
+        self.reads = ValidationReads()
+        self._is_alone = is_alone
+        self._bad_file_limit = bad_file_limit
 
     def __len__(self) -> int:
         """Batches of this rank, when no file is bad."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[ClipBatch]:
-        any_batch = False
+        num_clips, first_bad = 0, None
         for read in self._reads():
+            first_bad = first_bad or next(iter(read.bad_files), None)
+            num_clips += 0 if read.batch is None else len(read.batch)
             if read.batch is not None:
-                any_batch = True
                 yield read.batch
-        if self.num_samples and not any_batch:
-            path, reason = next(iter(self.bad_files.named.items()))
-            raise UserError(f"not one validation clip could be read; the first was {path!r}: {reason}")
+        self.reads = ValidationReads(
+            num_clips=num_clips,
+            first_bad=first_bad,
+            num_tries=self.bad_files.num_tries,
+            num_bad_tries=self.bad_files.num_bad_tries,
+        )
+        if self._is_alone:
+            self.check([self.reads])
+
+    def check(self, reads: Sequence[ValidationReads]) -> None:
+        """Raise ``UserError`` where all ranks together (``reads``, in rank order) got no clip, or too many bad ones."""
+        first = next((of_rank.first_bad for of_rank in reads if of_rank.first_bad is not None), None)
+        if first is None:
+            return
+        if not any(of_rank.num_clips for of_rank in reads):
+            raise UserError(f"not one validation clip could be read; the first was {first.path!r}: {first.reason}")
+        BadFileWatch(
+            limit=self._bad_file_limit,
+            written_to=self.bad_files.written_to,
+            num_tries=sum(of_rank.num_tries for of_rank in reads),
+            num_bad_tries=sum(of_rank.num_bad_tries for of_rank in reads),
+            named={first.path: first.reason},
+        ).see((), 0)  # nothing new: it judges these counts
 
 
 def make_train_loader(
@@ -162,8 +208,15 @@ def make_validation_loader(
     board = LoanBoard(num_workers) if num_workers else None
     dataset = ValidationClips(clips, settings, board)
     loader = _data_loader(dataset, positions, num_workers, prefetch_factor, persistent_workers, pin_memory)
-    watch = BadFileWatch(limit=bad_file_limit, written_to=bad_file_log)
-    return ValidationLoader(loader, board, watch, len(positions.mine), total)
+    return ValidationLoader(
+        loader,
+        board,
+        num_samples=len(positions.mine),
+        num_samples_all_ranks=total,
+        is_alone=world_size == 1,
+        bad_file_limit=bad_file_limit,
+        bad_file_log=bad_file_log,
+    )
 
 
 class EndlessPositions(Sampler[list[int]]):

@@ -101,6 +101,14 @@ class Seraena:
         self.generator = rank_generator(seed, rank, self.steps)
         self._memory: tuple[dict[str, Any], Tensor] | None = None
 
+    def check_batch(self, num_clips: int, height: int, width: int) -> None:
+        """Refuse batches in which the discriminator's batch norm would see a single value."""
+        num_images = num_clips * self.padded_frames // self.group_frames
+        if num_images * (height // PATCH_PIXELS) * (width // PATCH_PIXELS) < 2:
+            raise UserError(
+                f"Seraena cannot normalise a batch of one {height}x{width} image; use larger frames or a larger batch."
+            )
+
     # the step
 
     def step(
@@ -121,11 +129,7 @@ class Seraena:
         assert len(latents_NTCHW) == len(fake_NTCHW), f"{len(latents_NTCHW)} latents, {len(fake_NTCHW)} videos"
         real, fake = self._groups(real_NTCHW), self._groups(fake_NTCHW)
         contexts = group_contexts_of(latents_NTCHW.detach().float(), num_groups=self.padded_frames // self.group_frames)
-        height, width = fake.shape[-2:]
-        if len(fake) * (height // PATCH_PIXELS) * (width // PATCH_PIXELS) < 2:
-            raise UserError(
-                f"Seraena cannot normalise a batch of one {height}x{width} image; use larger frames or a larger batch."
-            )
+        self.check_batch(len(fake_NTCHW), *fake_NTCHW.shape[-2:])
         loss = self._train_discriminator(real, fake, contexts, average_gradients)
         if loss is None:
             nothing = fake.new_full((), float("nan"))

@@ -24,6 +24,7 @@ class StepLog:
         self._config = config
         self._engine = engine
         self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}  # steps in each sum: a term can begin in the middle of a line
         self._step: dict[str, Tensor] = {}
         self._steps = 0
         self._norms: list[float] = []
@@ -50,6 +51,7 @@ class StepLog:
         self._norms.append(result.gradient_norm)
         for name, value in self._step.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
+            self._counts[name] = self._counts.get(name, 0) + 1
 
     def own_loss(self) -> float:
         """This rank's loss of the step just computed."""
@@ -57,6 +59,11 @@ class StepLog:
 
     def is_due(self, step: int) -> bool:
         return step % self._config.log_every == 0 or step == 1 or step == self._config.max_train_steps
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step, not even a skipped one, was done since the last line."""
+        return self._clips == 0
 
     def take(self, step: int) -> dict[str, float]:
         """The averages since the last line, over all ranks, by their TensorBoard names; starts a new line.
@@ -66,7 +73,7 @@ class StepLog:
         values: dict[str, float] = {}
         if self._steps:
             names = sorted(self._sums)
-            means = torch.stack([self._sums[name] for name in names]) / self._steps
+            means = torch.stack([self._sums[name] / self._counts[name] for name in names])
             self._engine.average_([means])
             values = {f"train/{name}": float(mean) for name, mean in zip(names, means.tolist(), strict=True)}
             values["train/gradient_norm"] = sum(self._norms) / len(self._norms)
@@ -81,13 +88,14 @@ class StepLog:
         )
         if self._config.log_system_stats:
             values |= system_stats(self._engine.device)
-        self._sums, self._steps, self._norms, self._seconds, self._clips = {}, 0, [], 0.0, 0
+        self._sums, self._counts, self._steps, self._norms, self._seconds, self._clips = {}, {}, 0, [], 0.0, 0
         return values
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's unfinished line: a resumed run writes the line that an undisturbed one would have written."""
         return {
             "sums": {name: value.cpu() for name, value in self._sums.items()},
+            "counts": dict(self._counts),
             "steps": self._steps,
             "norms": list(self._norms),
             "seconds": self._seconds,
@@ -97,6 +105,8 @@ class StepLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sums = {name: value.to(self._engine.device) for name, value in state["sums"].items()}
+        # Older checkpoints have one count for all terms.
+        self._counts = dict(state.get("counts") or dict.fromkeys(state["sums"], state["steps"]))
         self._steps, self._norms = state["steps"], list(state["norms"])
         self._seconds, self._clips = state["seconds"], state["clips"]
         self.recent_loss = state["recent_loss"]

@@ -45,6 +45,10 @@ log = logging.getLogger(__name__)
 
 LOG_FILE_SECONDS = 10.0
 """How often the progress bar is written where nobody watches it."""
+STOPPED_ELSEWHERE = (
+    "another process of this run had to stop, its own message says why; the run is saved, go on with --resume latest "
+    "when that is mended. See docs/troubleshooting.md#a-lost-process"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +90,8 @@ class Trainer:
             self.step_log.load_state_dict(state.step_log)
         self.mistake: UserError | None = None  # why this rank has to stop
         self.is_saved = True  # whether the newest save that was tried is on disk
+        if parts.task.seraena is not None:  # refused now rather than at Seraena's first step, hours later
+            parts.task.seraena.check_batch(self.config.train_batch_size, self.config.height, self.config.width)
 
     def train(self) -> Progress:
         """Train to the last step, an early stop (both return) or a signal (raises `StopRequested`)."""
@@ -93,7 +99,7 @@ class Trainer:
         parts.signals.hold()
         with self._progress_bar() as bar:
             if self._validation_was_missed():
-                self._validate()
+                self._validate(bar)
                 self._save_if_due()
             elif self._stops_early():
                 log.info("this run had stopped early; a larger --early_stopping_patience makes it go on")
@@ -104,10 +110,11 @@ class Trainer:
                 self._count(clips, result, seconds=time.perf_counter() - started)
                 parts.profiler.step()
                 bar.update()
-                self._log(bar)
+                if self.step_log.is_due(self.progress.step):
+                    self._log(bar)
                 self._stop_if_asked()
                 if self._is_due(config.validation_steps):
-                    self._validate()
+                    self._validate(bar)
                 self._save_if_due()
         return self.progress
 
@@ -140,10 +147,7 @@ class Trainer:
             self._undo_step()
             if worst == Status.HAS_TO_STOP:
                 self._save(emergency=True)
-                raise self.mistake or PeerLostError(
-                    "another process of this run had to stop, its own message says why; the run is saved, go on with "
-                    "--resume latest when that is mended. See docs/troubleshooting.md#a-lost-process"
-                )
+                raise self.mistake or PeerLostError(STOPPED_ELSEWHERE)
             self._use_smaller_slices()
         result = self._apply_gradients()
         if result.stepped and parts.average is not None:
@@ -266,12 +270,11 @@ class Trainer:
         )
 
     def _log(self, bar: tqdm) -> None:
-        if self.step_log.is_due(self.progress.step):
-            values = self.step_log.take(self.progress.step)  # an exchange: every rank comes here at the same steps
-            self.parts.run_log.metrics(self.progress.step, values)
-            text = self.step_log.bar_text(values)
-            bar.set_postfix_str(text, refresh=sys.stderr.isatty())
-            self.parts.run_log.note(f"step {self.progress.step} of {self.config.max_train_steps}: {text}")
+        values = self.step_log.take(self.progress.step)  # an exchange: every rank comes here at the same steps
+        self.parts.run_log.metrics(self.progress.step, values)
+        text = self.step_log.bar_text(values)
+        bar.set_postfix_str(text, refresh=sys.stderr.isatty())
+        self.parts.run_log.note(f"step {self.progress.step} of {self.config.max_train_steps}: {text}")
 
     def _stop_if_asked(self) -> None:
         (signal_number,) = self.parts.engine.worst(self.parts.signals.received)
@@ -293,13 +296,21 @@ class Trainer:
         """Whether the last validations were in vain; so it is too for a run that is resumed after its early stop."""
         return 0 < self.config.early_stopping_patience <= self.progress.stale_validations
 
-    def _validate(self) -> None:
+    def _validate(self, bar: tqdm) -> None:
+        """Where a validation fails, all ranks save without it before they stop; a resumed run makes up for it."""
         try:
             outcome = self.parts.validate(self.progress, self.step_log.recent_loss)
+        except PeerLostError:
+            raise  # nobody is left to save with
         except ValidationCut as cut:
-            self._save(emergency=True)  # without the validation, which a resumed run makes up for
-            raise cut.reason from None
+            self._save(emergency=True)
+            raise cut.reason or PeerLostError(STOPPED_ELSEWHERE) from None
+        except UserError:  # raised by all ranks alike
+            self._save(emergency=True)
+            raise
         self.progress = outcome.progress
+        if self._stops_early() and not self.step_log.is_empty:
+            self._log(bar)  # these steps would be in no line: there is no later one
         if self.seraena_start is not None:
             was_started = self.seraena_start.has_started
             self.seraena_start = self.seraena_start.after_validation(self.progress.step, outcome.score)

@@ -75,8 +75,8 @@ class Validator:
                     "finite or the metric could not be measured."
                 )
             improved = progress.improved_by(score, config.metric_for_best_model)
-            if improved and self._engine.is_main:
-                self._keep_best(progress, result, train_loss)
+            if improved:  # on all ranks: what the main process cannot mend is raised by all of them
+                self._engine.from_main(lambda: self._keep_best(progress, result, train_loss))
         progress = replace(
             progress,
             best_score=score if improved else progress.best_score,

@@ -47,10 +47,10 @@ class ValidationResult:
 
 
 class ValidationCut(Exception):  # noqa: N818 (news for the loop)
-    """All ranks left a validation half-way, for the same ``reason``: a stop signal, or memory that ran out."""
+    """All ranks left a validation half-way. ``reason``: what this rank has to say of it; None: another rank knows."""
 
-    def __init__(self, reason: Exception) -> None:
-        super().__init__(str(reason))
+    def __init__(self, reason: Exception | None) -> None:
+        super().__init__(str(reason or "another rank cannot go on"))
         self.reason = reason
 
 
@@ -66,42 +66,52 @@ def validate(
     """Score a codec on the validation clips of all ranks; a validation with no usable clip is an error.
 
     Before each batch the ranks ask each other whether to go on: ``stop_signal`` is the number of a signal that this
-    rank has received, 0 for none. Whatever stops one of them raises `ValidationCut` on all.
+    rank has received, 0 for none. Whatever stops one of them raises `ValidationCut` on all; what is wrong with the
+    clips of all ranks together raises the same ``UserError`` on all.
     """
     own: dict[str, ClipMetrics] = {}
     shown: list[tuple[str, Tensor, Tensor]] = []
     batches = iter(loader)
+    batch: ClipBatch | None = None
     status = Status.WELL
+    trouble: Exception | None = None
     while True:
-        batch = next(batches, None)
-        signal_number, worst, anybody_has_more = engine.worst(stop_signal(), status, batch is not None)
-        if signal_number:
-            raise ValidationCut(StopRequested(signal_number))
-        if worst != Status.WELL:
-            raise ValidationCut(
-                UserError(
-                    "out of memory in validation; the run is saved. Use --validation_batch_size 1 or a smaller "
-                    "--validation_height and --validation_width, then --resume latest."
-                )
-            )
-        if not anybody_has_more:
-            break
-        if batch is not None:
-            try:
+        try:
+            if batch is not None:
                 with without_cudnn_trials():
                     own |= _measure(model, batch, engine, lpips, shown, num_shown)
-            except (RuntimeError, MemoryError) as fault:
-                if not is_out_of_memory(fault):
-                    raise
+            batch = next(batches, None)
+        except Exception as fault:  # noqa: BLE001 (all ranks hear of it, then the trainer raises it)
+            if is_out_of_memory(fault):  # which is not kept: its traceback would hold the tensors of that moment
                 status = Status.OUT_OF_MEMORY
+            else:
+                status, trouble = Status.HAS_TO_STOP, fault
+        signal_number, worst, anybody_has_more = engine.worst(stop_signal(), status, batch is not None)
+        if signal_number or worst != Status.WELL:
+            raise ValidationCut(_reason_to_stop(signal_number, Status(worst), trouble)) from trouble
+        if not anybody_has_more:
+            break
+    everybody = engine.gather((own, loader.reads))
+    loader.check([reads for _, reads in everybody])
     clips: dict[str, ClipMetrics] = {}
-    for part in engine.gather(own):
-        clips |= part
-    if not clips:
-        raise UserError("validation had no usable clip; look at bad_files.jsonl in the run's folder.")
+    for of_rank, _ in everybody:
+        clips |= of_rank
+    assert clips, "a validation without a clip that passed the loader's check"
     # Sorted by name, so that the sums do not depend on how the clips were shared out.
     summary = summarise([clips[name] for name in sorted(clips)])
     return ValidationResult(metrics=_flat(summary), num_clips=len(clips), shown=shown)
+
+
+def _reason_to_stop(signal_number: int, worst: Status, trouble: Exception | None) -> Exception | None:
+    """What this rank has to say where all ranks stop; ``trouble``: its own, if it has any. None: others know."""
+    if signal_number:
+        return StopRequested(signal_number)
+    if worst == Status.OUT_OF_MEMORY:
+        return UserError(
+            "out of memory in validation; the run is saved. Use --validation_batch_size 1 or a smaller "
+            "--validation_height and --validation_width, then --resume latest."
+        )
+    return trouble
 
 
 @torch.no_grad()
