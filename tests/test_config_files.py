@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from tinyvae.config_files.overrides import parse_overrides
 from tinyvae.config_files.paths import project_of
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.models.weights import load_model
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 OLD_STYLE = '''
 from easydict import EasyDict
@@ -549,6 +552,18 @@ def test_a_runs_config_loads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert load_config(run, ["--seed", "5"]).config == replace(config, seed=5)
 
 
+def test_the_config_of_a_resumed_run_makes_a_new_run(tmp_path: Path) -> None:
+    config = load_config("quickstart", ["--resume", "latest", "--allow_changed_settings"]).config
+    (tmp_path / "config.json").write_text(to_json(config))
+    for source in (tmp_path, tmp_path / "config.json"):
+        again = load_config(source, ["--seed", "7"]).config
+        assert again == replace(config, seed=7, resume_from_checkpoint=None, allow_changed_settings=False)
+        assert has_time(again.output_dir), "a folder of its own"
+    asked = load_config(tmp_path, ["--resume", "checkpoint-2"]).config
+    assert asked.resume_from_checkpoint == "checkpoint-2", "the command line still has its say"
+    assert from_json((tmp_path / "config.json").read_text()) == config, "what the run did is on record"
+
+
 def test_weights_beside_a_runs_config_know_their_variant(tmp_path: Path) -> None:
     config = TrainConfig(variant="taecvx", model_width=0.125)
     (tmp_path / "config.json").write_text(to_json(config))
@@ -613,3 +628,20 @@ def test_the_help_of_a_preset_is_its_own(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         cli.run(["train", "--help"])
     assert "quickstart  See it work" in capsys.readouterr().out
+
+
+# what the settings' own words point at
+
+
+def test_the_page_that_the_help_names_has_the_places_of_the_lpips_weights() -> None:
+    (page,) = re.findall(r"docs/\w+\.md", FIELDS["lpips_weights"].metadata["meaning"])
+    text = (DOCS.parent / page).read_text(encoding="utf-8")
+    assert "$TINYVAE_LPIPS" in text and "~/.cache/tinyvae" in text
+
+
+def test_the_page_of_the_losses_says_which_ones_have_a_choice_of_distance() -> None:
+    text = (DOCS / "losses.md").read_text(encoding="utf-8")
+    section = text.split("## Reconstruction, encoder, decoder, temporal")[1].split("##")[0]
+    words = " ".join(section.split())
+    assert "encoder and temporal losses are mean squared errors" in words
+    assert "For the reconstruction and decoder losses, `reconstruction_loss_type` chooses" in words

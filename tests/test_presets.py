@@ -130,7 +130,14 @@ def test_a800_is_h100_in_5000_steps() -> None:
     a800, h100 = load_preset("a800"), load_preset("h100")
     changed = {key for key in vars(h100) if getattr(a800, key) != getattr(h100, key)}
     assert a800.max_train_steps == 5_000
-    assert changed == {"max_train_steps", "lr_warmup_steps", "seraena_start", "output_dir", "tracker_name"}
+    names = {"output_dir", "tracker_name"}
+    assert changed == {"max_train_steps", "lr_warmup_steps", "seraena_start", "ema_decay"} | names
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_averaged_weights_span_a_fifth_of_the_run_at_most(name: str) -> None:
+    preset = load_preset(name)
+    assert 1 / (1 - preset.ema_decay) <= preset.max_train_steps / 5 + 1e-6
 
 
 def test_sixteen_gpus_double_the_batch_of_eight() -> None:

@@ -211,7 +211,7 @@ class TrainConfig:
     )
     temporal_loss_weight: float = option(0.0, "losses", "Weight: error of frame-to-frame differences.", at_least=0)
     lpips_weights: Path | None = option(
-        None, "losses", "LPIPS weights file; none: the places that `docs/configuration.md` names are searched."
+        None, "losses", "LPIPS weights file; none: the places that `docs/losses.md` names are searched."
     )
 
     # teacher

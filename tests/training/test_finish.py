@@ -42,6 +42,19 @@ def test_the_card(tmp_path: Path) -> None:
         assert words in card, words
 
 
+def test_scores_that_only_some_validations_have(tmp_path: Path) -> None:
+    """LPIPS weights that a resumed run was given, or lost: a dash where it was not measured."""
+    for first, last, rows in (
+        ({}, {"lpips": 0.25}, ("| 20, best | 21.5 | – |", "| 40 | 21.25 | 0.25 |")),
+        ({"lpips": 0.5}, {}, ("| 20, best | 21.5 | 0.5 |", "| 40 | 21.25 | – |")),
+    ):
+        entries = [{"step": 20, "num_clips": 3, "psnr": 21.5, "is_best": True, **first}]
+        entries += [{"step": 40, "num_clips": 3, "psnr": 21.25, "is_best": False, **last}]
+        (tmp_path / "validation_history.json").write_text(json.dumps(entries))
+        card = model_card(CONFIG, tmp_path, TAEHV("taehv", width=0.125), PROGRESS, command="x")
+        assert all(row in card for row in ("| step | psnr | lpips |", *rows)), card
+
+
 def test_a_card_without_validation_with_a_teacher_and_a_start(tmp_path: Path) -> None:
     changes = {"pretrained_model_path": Path("start.pth"), "use_ref_vae": True, "ref_vae_path": "owner/vae"}
     config = replace(CONFIG, ema_decay=0.0, **changes)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from faults import SignalInStep
-from tiny_runs import SERAENA, arguments_for, launch, run_differences, train_here
+from tiny_runs import SERAENA, arguments_for, differences, launch, run_differences, train_here
 
+from tinyvae import load_model
 from tinyvae.cli import main, run
 from tinyvae.errors import UserError
+from tinyvae.training.checkpoint import _write_manifest, _write_state, read_manifest
+from tinyvae.training.progress import Progress
 
 KEEP_ALL = {"checkpoints_total_limit": 99}
 
@@ -189,3 +195,174 @@ def test_an_early_stop_stays_one(clips: Path, tmp_path: Path) -> None:
     assert again.progress.step == first.progress.step
     assert "this run had stopped early" in (tmp_path / "run/train.log").read_text()
     assert (tmp_path / "run/final_model.pth").exists()
+
+
+# what is refused
+
+
+def test_a_run_that_would_end_before_its_checkpoint_is_refused(finished: Path, clips: Path) -> None:
+    with pytest.raises(UserError, match="already taken 3 steps, and max_train_steps is 2; raise --max_train_steps"):
+        resumed(finished, clips, "latest", steps=2)
+    pattern = finished / "run_%Y-%m-%d_%H-%M-%S"
+    words = arguments_for(clips, pattern, resume_from_checkpoint="latest", max_train_steps=2, validation_steps=0)
+    with pytest.raises(UserError, match="already taken 3 steps"):
+        run(["check", words[0], "--quick", *words[1:]])
+    same = arguments_for(clips, finished / "run_2026-11-15_12-00-00", resume_from_checkpoint="latest", **KEEP_ALL)
+    again = train_here([*same, "--max_train_steps", "2", "--validation_steps", "0"])
+    assert again.progress.step == 2, "a finished run only writes its last files again"
+
+
+def test_a_folder_that_holds_another_run_is_not_written_into(clips: Path, tmp_path: Path) -> None:
+    changes: dict[str, object] = {"validation_steps": 0, "max_train_steps": 1, "checkpointing_steps": 1}
+    for name, seed in (("one", 42), ("two", 7)):
+        train_here(arguments_for(clips, tmp_path / name, seed=seed, **changes))
+    left = {file.name: file.read_bytes() for file in (tmp_path / "two").iterdir() if file.is_file()}
+    changes |= {"max_train_steps": 2, "resume_from_checkpoint": tmp_path / "one/checkpoint-1"}
+    with pytest.raises(UserError, match=r"two already holds another run than that of .*one/checkpoint-1; choose ano"):
+        train_here(arguments_for(clips, tmp_path / "two", **changes))
+    assert {file.name: file.read_bytes() for file in (tmp_path / "two").iterdir() if file.is_file()} == left
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    assert train_here(arguments_for(clips, tmp_path / "link", **changes)).progress.step == 2, "its own, by a link"
+    assert train_here(arguments_for(clips, tmp_path / "three", **changes)).progress.step == 2, "a new folder"
+    (tmp_path / "one/linked").symlink_to(tmp_path / "one/checkpoint-1")
+    changes |= {"resume_from_checkpoint": tmp_path / "one/linked"}
+    assert train_here(arguments_for(clips, tmp_path / "one", **changes)).progress.step == 2, "a link beside it"
+
+
+# best scores and the best model
+
+
+BEST = {"validation_steps": 1, "checkpointing_steps": 1, "max_train_steps": 3, "learning_rate": 1e-9, "ema_decay": 0.0}
+BEST |= {"lr_warmup_steps": 0, **KEEP_ALL}
+"""Three validations that differ in the last digits at most: which is the best, each test says itself."""
+
+
+def state_file(checkpoint: Path) -> dict[str, Any]:
+    return torch.load(checkpoint / "training_state.pt", weights_only=True)
+
+
+def rewrite_state(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a checkpoint's shared state and make its manifest whole again."""
+    state = state_file(checkpoint)
+    change(state)
+    manifest = read_manifest(checkpoint)
+    (checkpoint / "manifest.json").unlink()
+    facts = {key: value for key, value in manifest.items() if key not in ("files", "written_at", "tinyvae_version")}
+    _write_manifest(checkpoint, facts, {"training_state.pt": _write_state(checkpoint / "training_state.pt", state)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"metric_for_best_model": "ssim"}, "metric_for_best_model: psnr -> ssim"),
+        ({"validation_n_frames": 8}, "validation_n_frames: 4 -> 8"),
+        ({"validation_height": 40}, "validation_height: 32 -> 40"),
+        ({"validation_width": 40}, "validation_width: 32 -> 40"),
+        ({"num_validation_samples": 1}, "num_validation_samples: 2 -> 1"),
+    ],
+)
+def test_scores_that_mean_something_else_are_not_compared(
+    clips: Path, tmp_path: Path, changes: dict[str, object], says: str
+) -> None:
+    auto = {**BEST, **SERAENA, "seraena_start": "auto", "seraena_patience": 2, "early_stopping_patience": 3}
+    train_here(arguments_for(clips, tmp_path / "run", **{**auto, "max_train_steps": 1}))
+
+    def unbeatable(state: dict[str, Any]) -> None:
+        state["progress"] |= {"best_score": 99.0, "stale_validations": 2}
+        state["seraena_start"] |= {"best": 99.0, "stale_validations": 1}
+
+    rewrite_state(tmp_path / "run/checkpoint-1", unbeatable)
+    go_on = {**auto, "max_train_steps": 2, "resume_from_checkpoint": "latest"}
+    run = train_here(arguments_for(clips, tmp_path / "run", **go_on, **changes))
+    assert (run.progress.step, run.progress.best_step, run.progress.stale_validations) == (2, 2, 0)
+    seraena = state_file(run.folder / "checkpoint-2")["seraena_start"]
+    assert seraena["best"] == run.progress.best_score and seraena["stale_validations"] == 0
+    assert json.loads((run.folder / "best_model/model_info.json").read_text())["step"] == 2
+    lines = [line for line in (run.folder / "train.log").read_text().splitlines() if "cannot be compared" in line]
+    assert len(lines) == 1 and says in lines[0]
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_scores_that_mean_the_same_go_on(clips: Path, tmp_path: Path, is_old: bool) -> None:
+    """The rest of the settings may change; a checkpoint that does not tell what its scores mean is believed."""
+    train_here(arguments_for(clips, tmp_path / "run", **{**BEST, "max_train_steps": 1}))
+
+    def unbeatable(state: dict[str, Any]) -> None:
+        state["progress"] |= {"best_score": 99.0, "stale_validations": 1}
+        if is_old:
+            del state["scored_with"]
+
+    rewrite_state(tmp_path / "run/checkpoint-1", unbeatable)
+    (tmp_path / "run/best_model/model_info.json").write_text(json.dumps({"step": 1, "psnr": 99.0}))
+    changes = {**BEST, "max_train_steps": 2, "validation_batch_size": 2, "num_validation_samples": 2 if is_old else 77}
+    run = train_here(arguments_for(clips, tmp_path / "run", resume_from_checkpoint="latest", **changes))
+    text = (run.folder / "train.log").read_text()
+    assert "cannot be compared" not in text and "begin anew" not in text
+    assert (run.progress.best_step, run.progress.best_score, run.progress.stale_validations) == (1, 99.0, 2)
+
+
+def with_best_at_each_step(clips: Path, folder: Path, **changes: object) -> Path:
+    """A run that takes each of its three validations for the best."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Progress, "improved_by", lambda *_: True)
+        return train_here(arguments_for(clips, folder, **{**BEST, "learning_rate": 1e-3, **changes})).folder
+
+
+def best_of(run: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """``model_info.json`` and the weights of ``best_model/``."""
+    info = json.loads((run / "best_model/model_info.json").read_text())
+    return info, torch.load(run / "best_model/model.pth", weights_only=True)
+
+
+@pytest.mark.parametrize("ema_decay", [0.0, 0.5])
+@pytest.mark.parametrize("folder", ["run", "new"])
+def test_the_best_model_is_of_the_past_that_is_resumed(
+    clips: Path, tmp_path: Path, ema_decay: float, folder: str
+) -> None:
+    """From checkpoint 2 of 3: the model of step 3 is of a future that did not happen, a new folder has none at all."""
+    run = with_best_at_each_step(clips, tmp_path / "run", ema_decay=ema_decay)
+    (then,) = [e for e in json.loads((run / "validation_history.json").read_text()) if e["step"] == 2]
+    weights = load_model(run / "checkpoint-2/model.safetensors").state_dict()
+    worse = {**BEST, "ema_decay": ema_decay, "validation_steps": 0, "learning_rate": 1e-9}
+    resume = {"resume_from_checkpoint": run / "checkpoint-2", "max_train_steps": 3}
+    later = train_here(arguments_for(clips, tmp_path / folder, **{**worse, **resume}))
+    info, best = best_of(later.folder)
+    assert info == {key: then.get(key) for key in ("step", "psnr", "ssim", "lpips", "train_loss", "timestamp")}
+    assert differences(best, weights) == []
+    assert {file.name for file in (later.folder / "best_model").iterdir()} >= {"config.json", "model.safetensors"}
+    assert later.progress.best_step == 2 and later.progress.best_score == then["psnr"]
+    assert "best_model/ is that of step 2 again" in (later.folder / "train.log").read_text()
+
+
+def test_a_best_model_without_its_checkpoint_is_copied_from_the_run(clips: Path, tmp_path: Path) -> None:
+    """Validations between checkpoints: the run that is resumed has the model, though no checkpoint of its step."""
+    run = with_best_at_each_step(clips, tmp_path / "run")
+    shutil.rmtree(run / "checkpoint-3")
+
+    def best_was_later(state: dict[str, Any]) -> None:
+        state["progress"] |= {"best_step": 3, "best_score": best_of(run)[0]["psnr"]}
+
+    rewrite_state(run / "checkpoint-2", best_was_later)
+    resume = {"resume_from_checkpoint": run / "checkpoint-2", "validation_steps": 0}
+    later = train_here(arguments_for(clips, tmp_path / "new", **{**BEST, **resume}))
+    assert differences(best_of(later.folder), best_of(run)) == []
+
+
+def test_where_the_best_model_is_gone_scores_start_anew(clips: Path, tmp_path: Path) -> None:
+    run = with_best_at_each_step(clips, tmp_path / "run")
+
+    def best_was_1(state: dict[str, Any]) -> None:
+        (first, *_) = json.loads((run / "validation_history.json").read_text())
+        state["progress"] |= {"best_step": 1, "best_score": first["psnr"], "stale_validations": 1}
+
+    rewrite_state(run / "checkpoint-2", best_was_1)
+    for fate in ("of another past", "gone"):
+        if fate == "gone":
+            shutil.rmtree(run / "checkpoint-1")
+        else:
+            rewrite_state(run / "checkpoint-1", lambda state: state["progress"].update(best_score=1.0))
+        resume = {"resume_from_checkpoint": run / "checkpoint-2", "learning_rate": 1e-9, "early_stopping_patience": 2}
+        later = train_here(arguments_for(clips, tmp_path / fate, **{**BEST, **resume}))
+        assert later.progress.best_step == 3 and best_of(later.folder)[0]["step"] == 3
+        text = (later.folder / "train.log").read_text()
+        assert text.count("best score and early stopping begin anew") == 1

@@ -87,6 +87,8 @@ def load_config(
 ) -> LoadedConfig:
     """The configuration of a preset's name, a settings file, a run's ``config.json`` or a run folder.
 
+    That of a run is one for a new run: whether the old one was resumed is left out.
+
     Args:
         overrides: words of the command line (``--key value ...``), or a mapping of keys to Python values.
         check: ``values`` looks at the values alone; ``all`` also at the files and folders they name.
@@ -120,6 +122,10 @@ def load_config(
 # where layers come from
 
 
+OF_ONE_START = ("resume_from_checkpoint", "allow_changed_settings")
+"""Settings that a run's ``config.json`` records, but that hold for that one start alone."""
+
+
 def _source_layers(preset_or_file: str | Path) -> list[_Layer]:
     name = str(preset_or_file)
     if name in preset_names():
@@ -139,7 +145,9 @@ def _source_layers(preset_or_file: str | Path) -> list[_Layer]:
     text = _text_of(path)
     base = project_of(path.absolute().parent)
     if path.suffix == ".json":
-        return [_Layer(name=str(path), base=base, values=settings_in_json(text, origin=path))]
+        # A run's settings make a new run: that it was resumed once, and from where, is not one of them.
+        values = {key: value for key, value in settings_in_json(text, origin=path).items() if key not in OF_ONE_START}
+        return [_Layer(name=str(path), base=base, values=values)]
     settings = read_settings(text, file=path.absolute(), base=base)
     return _layers_of(settings, name=str(path), base=base)
 

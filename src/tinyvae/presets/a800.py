@@ -18,6 +18,7 @@ config = replace(
     max_train_steps=5_000,
     lr_warmup_steps=200,
     seraena_start=200,
+    ema_decay=0.999,
     output_dir=Path("output/a800_%Y-%m-%d_%H-%M-%S"),
     tracker_name="a800",
 )

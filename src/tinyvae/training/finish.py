@@ -123,7 +123,8 @@ def _validation_table(config: TrainConfig, entries: list[dict[str, object]]) -> 
     if not entries:
         return ["The run had no validation."]
     n_frames, height, width = config.validation_size
-    names = [name for name in ("psnr", "ssim", "lpips") if name in entries[-1]]
+    # A run that is resumed with LPIPS weights has the score from there on.
+    names = [name for name in ("psnr", "ssim", "lpips") if any(name in entry for entry in entries)]
     rows = [
         f"Means over {entries[-1]['num_clips']} clips of {n_frames} frames of {height}x{width} that were not trained "
         "on. The row of the best is that of `best_model/`, the last one that of these weights.",
@@ -133,5 +134,6 @@ def _validation_table(config: TrainConfig, entries: list[dict[str, object]]) -> 
     best = [entry for entry in entries if entry["is_best"]][-1:]
     for entry in entries:
         step = f"{entry['step']}, best" if entry in best else entry["step"]
-        rows.append(f"| {step} | {' | '.join(f'{entry[name]:.4g}' for name in names)} |")
+        scores = [f"{entry[name]:.4g}" if name in entry else "–" for name in names]
+        rows.append(f"| {step} | {' | '.join(scores)} |")
     return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tinyvae.losses.seraena_start import SeraenaStart
@@ -30,6 +30,10 @@ class Progress:
         if self.best_score is None:
             return True
         return score > self.best_score if HIGHER_IS_BETTER[metric] else score < self.best_score
+
+    def with_scores_anew(self) -> Progress:
+        """As before the first validation: the next one is the best so far."""
+        return replace(self, best_score=None, best_step=None, stale_validations=0)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

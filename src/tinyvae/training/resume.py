@@ -155,7 +155,15 @@ def changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> tuple[lis
 
 
 def check_same_settings(folder: Path, manifest: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    """Refuse to go on with another model or other clips, unless ``allow_changed_settings``; the differences."""
+    """Refuse to go on with another model or other clips, unless ``allow_changed_settings``; the differences.
+
+    A run that is to end before the checkpoint is refused always; one that ends at it only writes its last files.
+    """
+    if config.max_train_steps < manifest["step"]:
+        raise UserError(
+            f"the run in {folder} has already taken {manifest['step']} steps, and max_train_steps is "
+            f"{config.max_train_steps}; raise --max_train_steps, or resume from an earlier checkpoint."
+        )
     changes, _ = changed_settings(manifest["config"], config)
     _refuse(folder, changes, config)
     return changes

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from tinyvae.training.progress import HIGHER_IS_BETTER, LoopState, Progress
 from tinyvae.training.resume import FoundCheckpoint, SavedRun, check_same_run, find_checkpoint, open_checkpoint
 from tinyvae.training.run_log import RunLog
 from tinyvae.training.run_report import write_run_report
-from tinyvae.training.run_state import RunState
+from tinyvae.training.run_state import RunState, what_scores_mean, with_its_best_model
 from tinyvae.training.task import TrainingTask
 from tinyvae.training.trainer import LoopParts, Trainer
 from tinyvae.training.validating import Validator
@@ -114,15 +114,19 @@ def _asked_checkpoint(config: TrainConfig) -> FoundCheckpoint | None:
 def make_run_folder(config: TrainConfig, checkpoint: Path | None) -> Path:
     """The run's folder, made by the main process alone: time stamps of several processes would differ.
 
-    A resumed run goes on in the folder of its checkpoint, unless ``output_dir`` names one folder for good.
+    A resumed run goes on in the folder of its checkpoint, unless ``output_dir`` names one folder for good. A folder
+    that holds a run belongs to it: only a checkpoint that lies there goes on in it.
     """
     if checkpoint is not None and has_time(config.output_dir):
         folder = checkpoint.parent
     else:
         folder = new_run_folder(config.output_dir, datetime.now())
-    if checkpoint is None and (folder / "config.json").exists():
+    homes = () if checkpoint is None else (checkpoint.parent.resolve(), checkpoint.resolve().parent)  # either may link
+    is_its_own = folder.resolve() in homes
+    if not is_its_own and (folder / "config.json").exists():
+        other = "a run" if checkpoint is None else f"another run than that of {checkpoint}"
         raise UserError(
-            f"{folder} already holds a run; choose another --output_dir, or go on with it by --resume latest."
+            f"{folder} already holds {other}; choose another --output_dir, or go on with it by --resume latest."
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -159,7 +163,14 @@ def _run(
     engine.prepare(model, optimizers)
     task = build_task(config, engine, model)
     average = WeightAverage(model, decay=config.ema_decay) if config.ema_decay > 0 else None
-    state = RunState(model=model, engine=engine, optimizer=config.optimizer, average=average, seraena=task.seraena)
+    state = RunState(
+        model=model,
+        engine=engine,
+        optimizer=config.optimizer,
+        average=average,
+        seraena=task.seraena,
+        scored_with=what_scores_mean(config, data),
+    )
     loop = LoopState(progress=Progress(), seraena_start=make_seraena_start(config))
     if saved is not None:
         loop = state.restore(saved, loop.seraena_start)
@@ -168,6 +179,8 @@ def _run(
     run_log.begin(from_step=stood.step, with_validation=stood.validated_step == stood.step)
     if engine.is_main:  # only now: a resume that is refused must leave the run's settings and lines as they were
         write_run_config(folder, config)
+    if saved is not None:
+        loop = replace(loop, progress=engine.from_main(lambda: with_its_best_model(stood, saved, folder)))
     validator = Validator(
         config,
         engine,
