@@ -107,8 +107,14 @@ class FusedTAEHV(VideoCodec):
         patch = self.spec.patch_size
         if engine == "hopper":
             return HopperStack(steps, patch_size=patch).run
-        run = partial(_run_stack, side, map_weights(steps, channels_last), patch)
-        return torch.compile(run) if engine == "compiled" else run
+        laid_out = map_weights(steps, channels_last)
+        if engine == "eager":
+            return partial(_run_stack, side, laid_out, patch)  # which can be pickled
+
+        def run(x_NTCHW: Tensor, memory: list[Tensor | None] | None) -> tuple[Tensor, list[Tensor | None]]:
+            return _run_stack(side, laid_out, patch, x_NTCHW, memory)
+
+        return torch.compile(run)
 
 
 def _run_stack(
