@@ -334,6 +334,20 @@ def test_the_best_model_is_of_the_past_that_is_resumed(
     assert "best_model/ is that of step 2 again" in (later.folder / "train.log").read_text()
 
 
+def test_a_new_folder_has_the_past_of_the_run(clips: Path, tmp_path: Path) -> None:
+    """Lines, validations and the card's row of the best, up to the step that is resumed; the old run is untouched."""
+    run = with_best_at_each_step(clips, tmp_path / "run")
+    before = {name: (run / name).read_text() for name in ("metrics.jsonl", "validation_history.json")}
+    worse = {**BEST, "validation_steps": 0, "learning_rate": 1e-9}
+    resume = {"resume_from_checkpoint": run / "checkpoint-2", "max_train_steps": 3}
+    later = train_here(arguments_for(clips, tmp_path / "new", **{**worse, **resume}))
+    lines = [json.loads(line)["step"] for line in (later.folder / "metrics.jsonl").read_text().splitlines()]
+    assert set(lines) == {1, 2, 3} and sorted(lines) == lines
+    assert [entry["step"] for entry in json.loads((later.folder / "validation_history.json").read_text())] == [1, 2]
+    assert "| 2, best |" in (later.folder / "model_card.md").read_text()
+    assert before == {name: (run / name).read_text() for name in before}
+
+
 def test_a_best_model_without_its_checkpoint_is_copied_from_the_run(clips: Path, tmp_path: Path) -> None:
     """Validations between checkpoints: the run that is resumed has the model, though no checkpoint of its step."""
     run = with_best_at_each_step(clips, tmp_path / "run")

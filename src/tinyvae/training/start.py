@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -137,6 +138,17 @@ def make_run_folder(config: TrainConfig, checkpoint: Path | None) -> Path:
     return folder.absolute()
 
 
+def bring_past_along(old_run: Path, folder: Path) -> None:
+    """A run that goes on in a new folder has the lines and validations of its past there too; main process only."""
+    for name in ("metrics.jsonl", "validation_history.json"):
+        source, target = old_run / name, folder / name
+        if source.is_file() and not target.exists():
+            try:
+                shutil.copyfile(source, target)
+            except OSError as fault:
+                raise UserError(f"{source} could not be copied to {folder} ({fault.strerror or fault}).") from None
+
+
 def write_run_config(folder: Path, config: TrainConfig) -> None:
     """``config.json``: the run's settings as they were resolved."""
     temporary = folder / ".config.json.part"
@@ -176,6 +188,8 @@ def _run(
         loop = state.restore(saved, loop.seraena_start)
         log.info("resumed from %s at step %d", saved.folder, loop.progress.step)
     stood = loop.progress
+    if saved is not None:
+        engine.from_main(lambda: bring_past_along(saved.folder.parent, folder))
     run_log.begin(from_step=stood.step, with_validation=stood.validated_step == stood.step)
     if engine.is_main:  # only now: a resume that is refused must leave the run's settings and lines as they were
         write_run_config(folder, config)

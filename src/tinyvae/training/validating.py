@@ -56,6 +56,8 @@ class Validator:
         self._stop_signal = stop_signal
         self._loader = data.validation_loader(engine) if config.validation_steps > 0 else None
         self._history = ValidationHistory(folder / "validation_history.json", up_to_step=from_step)
+        if engine.is_main:
+            self._history.write_what_is_left()
 
     def validate(self, progress: Progress, train_loss: float) -> ValidationOutcome:
         """Score, log, keep the best; the averaged weights decide where there are any.

@@ -152,6 +152,11 @@ class ValidationHistory:
             # Entries beyond the step that the run resumes from belong to a future that did not happen.
             self.entries = [entry for entry in json.loads(file.read_text()) if entry["step"] <= up_to_step]
 
+    def write_what_is_left(self) -> None:
+        """Let the file forget that future too, though no validation may follow."""
+        if self._file.is_file() and json.loads(self._file.read_text()) != self.entries:
+            write_json(self._file, self.entries)
+
     def add(self, entry: Mapping[str, Any]) -> None:
         self.entries = [*(e for e in self.entries if e["step"] != entry["step"]), dict(entry)]
         write_json(self._file, self.entries)
