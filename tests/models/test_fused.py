@@ -149,6 +149,27 @@ def test_compiled_engine_compiles_a_bounded_number_of_times() -> None:
     assert 1 <= compilations["stats"]["unique_graphs"] <= 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["taehv", "taew2_2_super"])
+@torch.no_grad()
+def test_compiled_encoder_takes_any_size_and_length(variant: str) -> None:
+    """Each is compiled as it is, up to torch's limit; those beyond it run without the compiler."""
+    if not any(shutil.which(name) for name in ("gcc", "cc", "clang")):
+        pytest.skip("torch.compile needs a C compiler on a CPU")
+    torch.compiler.reset()
+    compilations.clear()
+    model = small(variant)
+    fused = FusedTAEHV(model, engine="compiled")
+    factor = model.spec.space_factor
+    with torch._dynamo.config.patch(recompile_limit=3):
+        for num_frames, height, width in ((9, 2, 3), (13, 2, 3), (8, 3, 4), (9, 4, 2), (5, 2, 2)):
+            frames = torch.rand(1, num_frames, 3, height * factor, width * factor)
+            assert relative_error(fused.encode_video(frames), model.encode_video(frames)) < TOLERANCE
+            latents = model.encode_video(frames)
+            assert relative_error(fused.decode_video(latents), model.decode_video(latents)) < TOLERANCE
+    assert 1 <= compilations["stats"]["unique_graphs"] <= 6  # three of each side
+
+
 def test_phases_of_a_known_kernel() -> None:
     """A 3x3 that copies the pixel to the left on the doubled grid, as 2x2 phases."""
     weight = torch.zeros(1, 1, 1, 3, 3)

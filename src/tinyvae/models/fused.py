@@ -5,8 +5,9 @@
 - ``hopper``: own kernels, fp16 and bf16 on GPUs of compute capability 9.0 (H100, H200), base networks whose hidden
   channel counts are multiples of 64. Kernels are compiled once per process and tile height (four at most); frame
   count and frame size may change at every call without compiling again.
-- ``compiled``: `torch.compile` over torch's own operators, on other CUDA devices. The first frame size is compiled
-  as it is; from the second on the sizes are symbols, so there are a few compilations and not one per size.
+- ``compiled``: `torch.compile` over torch's own operators, on other CUDA devices. A decoder's first frame size is
+  compiled as it is; from the second on the sizes are symbols, so there are a few compilations and not one per size. An
+  encoder is compiled for each size and length, eight at most (torch's own limit); further ones run eager.
 - ``eager``: torch's own operators, on CPUs and where no compiler is found.
 
 `FusedTAEHV.engines` says what was chosen and why. The object follows the model's device and dtype at construction;
@@ -111,10 +112,14 @@ class FusedTAEHV(VideoCodec):
         if engine == "eager":
             return partial(_run_stack, side, laid_out, patch)  # which can be pickled
 
-        def run(x_NTCHW: Tensor, memory: list[Tensor | None] | None) -> tuple[Tensor, list[Tensor | None]]:
-            return _run_stack(side, laid_out, patch, x_NTCHW, memory)
+        def encode(x_NTCHW: Tensor, memory: list[Tensor | None] | None) -> tuple[Tensor, list[Tensor | None]]:
+            return _run_stack("encoder", laid_out, patch, x_NTCHW, memory)
 
-        return torch.compile(run)
+        def decode(x_NTCHW: Tensor, memory: list[Tensor | None] | None) -> tuple[Tensor, list[Tensor | None]]:
+            return _run_stack("decoder", laid_out, patch, x_NTCHW, memory)
+
+        # Strided convolutions of symbolic sizes are an error in torch's compiler (2.13: "Invalid ranges [0:-1]").
+        return torch.compile(encode, dynamic=False) if side == "encoder" else torch.compile(decode)
 
 
 def _run_stack(
