@@ -146,7 +146,10 @@ def bring_past_along(old_run: Path, folder: Path) -> None:
             try:
                 shutil.copyfile(source, target)
             except OSError as fault:
-                raise UserError(f"{source} could not be copied to {folder} ({fault.strerror or fault}).") from None
+                reason = fault.strerror or fault
+                raise UserError(
+                    f"{source} could not be copied to {folder} ({reason}); check its space and permissions."
+                ) from None
 
 
 def write_run_config(folder: Path, config: TrainConfig) -> None:
@@ -183,18 +186,7 @@ def _run(
         seraena=task.seraena,
         scored_with=what_scores_mean(config, data),
     )
-    loop = LoopState(progress=Progress(), seraena_start=make_seraena_start(config))
-    if saved is not None:
-        loop = state.restore(saved, loop.seraena_start)
-        log.info("resumed from %s at step %d", saved.folder, loop.progress.step)
-    stood = loop.progress
-    if saved is not None:
-        engine.from_main(lambda: bring_past_along(saved.folder.parent, folder))
-    run_log.begin(from_step=stood.step, with_validation=stood.validated_step == stood.step)
-    if engine.is_main:  # only now: a resume that is refused must leave the run's settings and lines as they were
-        write_run_config(folder, config)
-    if saved is not None:
-        loop = replace(loop, progress=engine.from_main(lambda: with_its_best_model(stood, saved, folder)))
+    loop = _begin(config, folder, run_log, state, saved)
     validator = Validator(
         config,
         engine,
@@ -239,6 +231,23 @@ def _run(
             f"the run is complete, but its last checkpoint could not be written to {folder}; see train.log."
         )
     return progress
+
+
+def _begin(config: TrainConfig, folder: Path, run_log: RunLog, state: RunState, saved: SavedRun | None) -> LoopState:
+    """Where the loop begins: at step 0, or where the checkpoint stood. From here on the folder is this run's own."""
+    engine = state.engine
+    loop = LoopState(progress=Progress(), seraena_start=make_seraena_start(config))
+    if saved is not None:
+        loop = state.restore(saved, loop.seraena_start)
+        log.info("resumed from %s at step %d", saved.folder, loop.progress.step)
+        engine.from_main(lambda: bring_past_along(saved.folder.parent, folder))
+    stood = loop.progress
+    run_log.begin(from_step=stood.step, with_validation=stood.validated_step == stood.step)
+    if engine.is_main:  # only now: a resume that is refused must leave the run's settings and lines as they were
+        write_run_config(folder, config)
+    if saved is not None:
+        loop = replace(loop, progress=engine.from_main(lambda: with_its_best_model(stood, saved, folder)))
+    return loop
 
 
 def build_model(config: TrainConfig) -> TAEHV:
