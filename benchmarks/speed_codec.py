@@ -26,7 +26,7 @@ from tinyvae.evaluation.benchmark import (
     time_alternating_ms,
 )
 from tinyvae.models import hopper_engine
-from tinyvae.models.fused import FusedTAEHV
+from tinyvae.models.codec import VideoCodec
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -104,7 +104,7 @@ def check_variants(dtype: torch.dtype, device: torch.device) -> dict[str, dict[s
     return found
 
 
-def stream_parts(codec: FusedTAEHV, latents: torch.Tensor) -> list[torch.Tensor]:
+def stream_parts(codec: VideoCodec, latents: torch.Tensor) -> list[torch.Tensor]:
     stream = StreamingDecoder(codec, num_latents=latents.shape[1])
     return [stream.push(part) for part in latents.split(1, dim=1)]
 

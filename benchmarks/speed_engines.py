@@ -1,0 +1,120 @@
+"""Every engine of the fused codec in turn on the same videos: first call, speed against plain, memory, error.
+
+    python benchmarks/speed_engines.py [--variant taehv] [--dtype fp16] [--sizes 480x720x49 240x360x17] [--output DIR]
+
+The sizes run one after another through the same codecs, so a compiler meets each as a change of shape. ``first`` is
+the seconds of a codec's first call at that size, compilation in it. After each size a stream of single latents must give
+the whole call's output, to rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import torch
+from speed_codec import DTYPES, spread_weights, stream_parts
+from torch import Tensor
+
+from tinyvae import TAEHV
+from tinyvae.errors import UserError
+from tinyvae.evaluation.benchmark import peak_bytes, relative_error, time_alternating_ms
+from tinyvae.models.chunk_memory import Engine
+from tinyvae.models.codec import VideoCodec
+from tinyvae.models.fused import FusedTAEHV
+
+
+def engines_of(model: TAEHV, wanted: list[Engine]) -> dict[str, VideoCodec]:
+    """plain, and every engine that runs here; others are named with their reason."""
+    codecs: dict[str, VideoCodec] = {"plain": model}
+    for engine in wanted:
+        try:
+            codecs[engine] = FusedTAEHV(model, engine=engine)
+        except UserError as error:
+            print(f"{engine}: {error}")
+    return codecs
+
+
+def seconds_of_first(call: Callable[[], object], device: torch.device) -> float:
+    began = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def measure(codecs: dict[str, VideoCodec], exact: VideoCodec, operation: str, video: Tensor, repeats: int) -> dict:
+    """A row for each codec; ``video`` is latents to decode or frames to encode."""
+
+    def run(codec: VideoCodec, of: Tensor) -> Tensor:
+        return codec.decode_video(of) if operation == "decode" else codec.encode_video(of)
+
+    calls: dict[str, Callable[[], object]] = {name: partial(run, codec, video) for name, codec in codecs.items()}
+    firsts = {name: seconds_of_first(call, video.device) for name, call in calls.items()}
+    times = time_alternating_ms(calls, video.device, repeats=repeats, warmups=2)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    part = video[:, : 2 if operation == "decode" else 2 * exact.spec.time_factor]
+    reference = run(exact, part.to(exact.dtype))
+    rows = {}
+    for name, codec in codecs.items():
+        rows[name] = {
+            "first": firsts[name],
+            "ms": medians[name],
+            "ratio": medians["plain"] / medians[name],
+            "GiB": (peak_bytes(calls[name], video.device) or 0) / 2**30,
+            "error": relative_error(run(codec, part), reference),
+        }
+        print(
+            f"  {operation} {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in rows[name].items()), flush=True
+        )
+    return rows
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", default="taehv")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
+    parser.add_argument("--sizes", nargs="+", default=["480x720x49", "480x720x25", "240x360x17"])
+    parser.add_argument("--engines", nargs="+", choices=get_args(Engine), default=list(get_args(Engine)))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--no_trials", action="store_true", help="leave cuDNN's benchmark mode off")
+    parser.add_argument("--output", type=Path, help="folder for engines.json")
+    arguments = parser.parse_args()
+    torch.backends.cudnn.benchmark = not arguments.no_trials
+    torch.backends.cudnn.allow_tf32 = False  # full float32 on both sides
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    model = TAEHV(arguments.variant)
+    spread_weights(model)
+    exact = copy.deepcopy(model).to(device, torch.float64 if arguments.dtype == "fp32" else torch.float32).eval()
+    model = model.to(device, DTYPES[arguments.dtype]).eval()
+    codecs = engines_of(model, arguments.engines)
+    results: dict[str, object] = {}
+    for size in arguments.sizes:
+        height, width, num_frames = map(int, size.split("x"))
+        print(size, flush=True)
+        frames = torch.rand(1, num_frames, 3, height, width, device=device).to(model.dtype)
+        latents = model.encode_video(frames)
+        rows = {
+            "decode": measure(codecs, exact, "decode", latents, arguments.repeats),
+            "encode": measure(codecs, exact, "encode", frames, arguments.repeats),
+        }
+        for name, codec in codecs.items():
+            streamed = torch.cat(stream_parts(codec, latents), 1)
+            rows["decode"][name]["stream difference"] = apart = relative_error(streamed, codec.decode_video(latents))
+            print(f"  decode {name}: by single latents differs from the whole by {apart:.2e}", flush=True)
+            assert apart < 1e-2, f"{name}: a stream differs from the whole call"
+        results[size] = rows
+    if arguments.output:
+        (arguments.output / "engines.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
