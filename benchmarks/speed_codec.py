@@ -26,7 +26,9 @@ from tinyvae.evaluation.benchmark import (
     time_alternating_ms,
 )
 from tinyvae.models import hopper_engine
+from tinyvae.models.chunk_memory import Engine
 from tinyvae.models.codec import VideoCodec
+from tinyvae.models.fused import FusedTAEHV
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -41,19 +43,28 @@ def spread_weights(model: TAEHV) -> None:
             parameter.copy_(values * scale)
 
 
-def streaming_calls(model: TAEHV, latents: torch.Tensor, frames: torch.Tensor) -> dict[str, Callable[[], object]]:
-    """Whole-video calls of the fused codec beside streams in the default chunk, and by single latents."""
+def streaming_calls(model: TAEHV, latents: torch.Tensor, frames: torch.Tensor) -> list[dict[str, Callable[[], object]]]:
+    """Calls to be timed in turn: whole videos beside streams in the default chunk; streams of single latents.
+
+    Two at a time, because a call after an easy one finds a cooler card with a higher clock.
+    """
     fused = model.fused()
     size = latents.shape[-2:]
     decoded, encoded = (fused.stream_chunk_latents(side, *size) for side in ("decoder", "encoder"))
-    return {
-        "decode whole": lambda: fused.decode_video(latents),
-        f"decode stream, {decoded} latents": partial(stream_through, fused, "decode", latents),
-        "encode whole": lambda: fused.encode_video(frames),
-        f"encode stream, {encoded} latents": partial(stream_through, fused, "encode", frames),
-        "decode by single latents": partial(stream_through, fused, "decode", latents, chunk_latents=1),
-        "plain by single latents": partial(stream_through, model, "decode", latents, chunk_latents=1),
-    }
+    return [
+        {
+            "decode whole": lambda: fused.decode_video(latents),
+            f"decode stream, {decoded} latents": partial(stream_through, fused, "decode", latents),
+        },
+        {
+            "encode whole": lambda: fused.encode_video(frames),
+            f"encode stream, {encoded} latents": partial(stream_through, fused, "encode", frames),
+        },
+        {
+            "decode by single latents": partial(stream_through, fused, "decode", latents, chunk_latents=1),
+            "plain by single latents": partial(stream_through, model, "decode", latents, chunk_latents=1),
+        },
+    ]
 
 
 def latency_ms(model: TAEHV, latents: torch.Tensor) -> dict[str, float]:
@@ -75,8 +86,13 @@ def latency_ms(model: TAEHV, latents: torch.Tensor) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def check_variants(dtype: torch.dtype, device: torch.device) -> dict[str, dict[str, float]]:
-    """Every variant and preview at an odd size: error of plain and fused against float32, whole and by chunks."""
+def check_variants(
+    dtype: torch.dtype, device: torch.device, engine: Engine | None = None
+) -> dict[str, dict[str, float]]:
+    """Every variant and preview at an odd size: error of plain and fused against float32, whole and by chunks.
+
+    ``engine``: the one to check; None: the one that users get.
+    """
     torch.backends.cudnn.allow_tf32 = False
     found: dict[str, dict[str, float]] = {}
     cases = [(variant, None) for variant in VARIANTS] + [("taehv", kind) for kind in ("time", "space", "both")]
@@ -85,7 +101,7 @@ def check_variants(dtype: torch.dtype, device: torch.device) -> dict[str, dict[s
         spread_weights(exact)
         exact = exact.to(device).eval()
         plain = copy.deepcopy(exact).to(dtype)
-        fused = plain.fused()  # the engine that users get
+        fused = FusedTAEHV(plain, engine=engine)
         factor = exact.spec.space_factor
         frames = torch.rand(2, 2 * exact.spec.time_factor + 1, 3, 3 * factor, 5 * factor, device=device)
         exact_in = exact.encode_video(frames)
@@ -158,12 +174,12 @@ def main() -> None:
             print(f"  {operation}: {words}", flush=True)
         video = torch.rand(1, frames, 3, height, width, device=device).to(model.dtype)
         latents = model.encode_video(video)
-        calls = streaming_calls(model, latents, video)
-        times = time_alternating_ms(calls, device, repeats=max(5, arguments.repeats // 2), warmups=2)
-        for name, call in calls.items():
-            peak = (peak_bytes(call, device) or 0) / 2**30
-            rows[name] = {"ms": statistics.median(times[name]), "GiB": peak}
-            print(f"  {name}: {statistics.median(times[name]):.2f} ms, {peak:.2f} GiB", flush=True)
+        for calls in streaming_calls(model, latents, video):
+            times = time_alternating_ms(calls, device, repeats=max(9, arguments.repeats), warmups=3)
+            for name, call in calls.items():
+                peak = (peak_bytes(call, device) or 0) / 2**30
+                rows[name] = {"ms": statistics.median(times[name]), "GiB": peak}
+                print(f"  {name}: {statistics.median(times[name]):.2f} ms, {peak:.2f} GiB", flush=True)
         if device.type == "cuda":
             rows["latency"] = latency_ms(model, latents)
             print(f"  latency: {rows['latency']}", flush=True)

@@ -2,9 +2,9 @@
 
     python benchmarks/speed_engines.py [--variant taehv] [--dtype fp16] [--sizes 480x720x49 240x360x17] [--output DIR]
 
-The sizes run one after another through the same codecs, so a compiler meets each as a change of shape. ``first`` is
-the seconds of a codec's first call at that size, compilation in it. After each size a stream of single latents must give
-the whole call's output, to rounding.
+The sizes run one after another through the same codecs, so an engine meets each as a change of shape. ``first`` is the
+seconds of a codec's first call at that size, choosing kernels in it. After each size a stream of single latents must
+give the whole call's output, to rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from speed_codec import DTYPES, spread_weights, stream_parts
+from speed_codec import DTYPES, check_variants, spread_weights, stream_parts
 from torch import Tensor
 
 from tinyvae import TAEHV
@@ -50,18 +50,23 @@ def seconds_of_first(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def measure(codecs: dict[str, VideoCodec], exact: VideoCodec, operation: str, video: Tensor, repeats: int) -> dict:
+def measure(
+    codecs: dict[str, VideoCodec], exact: VideoCodec, operation: str, video: Tensor, *, repeats: int, tf32: bool
+) -> dict[str, dict[str, float]]:
     """A row for each codec; ``video`` is latents to decode or frames to encode."""
 
     def run(codec: VideoCodec, of: Tensor) -> Tensor:
         return codec.decode_video(of) if operation == "decode" else codec.encode_video(of)
 
     calls: dict[str, Callable[[], object]] = {name: partial(run, codec, video) for name, codec in codecs.items()}
+    torch.backends.cudnn.allow_tf32 = tf32
     firsts = {name: seconds_of_first(call, video.device) for name, call in calls.items()}
     times = time_alternating_ms(calls, video.device, repeats=repeats, warmups=2)
     medians = {name: statistics.median(values) for name, values in times.items()}
     part = video[:, : 2 if operation == "decode" else 2 * exact.spec.time_factor]
+    torch.backends.cudnn.allow_tf32 = False  # in the reference
     reference = run(exact, part.to(exact.dtype))
+    torch.backends.cudnn.allow_tf32 = tf32
     rows = {}
     for name, codec in codecs.items():
         rows[name] = {
@@ -86,10 +91,12 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=get_args(Engine), default=list(get_args(Engine)))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no_trials", action="store_true", help="leave cuDNN's benchmark mode off")
+    parser.add_argument("--tf32", action="store_true", help="float32 with TF32 convolutions, as torch does by default")
+    parser.add_argument("--check_variants", action="store_true", help="also compare every variant with float32")
     parser.add_argument("--output", type=Path, help="folder for engines.json")
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = not arguments.no_trials
-    torch.backends.cudnn.allow_tf32 = False  # full float32 on both sides
+    torch.backends.cudnn.allow_tf32 = False  # for what the errors are measured against
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     model = TAEHV(arguments.variant)
     spread_weights(model)
@@ -103,8 +110,8 @@ def main() -> None:
         frames = torch.rand(1, num_frames, 3, height, width, device=device).to(model.dtype)
         latents = model.encode_video(frames)
         rows = {
-            "decode": measure(codecs, exact, "decode", latents, arguments.repeats),
-            "encode": measure(codecs, exact, "encode", frames, arguments.repeats),
+            "decode": measure(codecs, exact, "decode", latents, repeats=arguments.repeats, tf32=arguments.tf32),
+            "encode": measure(codecs, exact, "encode", frames, repeats=arguments.repeats, tf32=arguments.tf32),
         }
         for name, codec in codecs.items():
             streamed = torch.cat(stream_parts(codec, latents), 1)
@@ -112,6 +119,11 @@ def main() -> None:
             print(f"  decode {name}: by single latents differs from the whole by {apart:.2e}", flush=True)
             assert apart < 1e-2, f"{name}: a stream differs from the whole call"
         results[size] = rows
+    if arguments.check_variants:
+        for engine in arguments.engines:
+            if engine in codecs:
+                print(engine)
+                results[f"variants, {engine}"] = check_variants(model.dtype, device, engine)
     if arguments.output:
         (arguments.output / "engines.json").write_text(json.dumps(results, indent=1))
 

@@ -88,6 +88,29 @@ def test_uneven_pushes_give_the_whole_video() -> None:
 
 
 @torch.no_grad()
+def test_encoder_stream_runs_whole_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames of a latent that is not complete wait, so that no push makes a run of its own for them."""
+    fused = small("taehv").fused()
+    lengths: list[int] = []
+    run = fused.encode_chunk
+
+    def counted(frames: Tensor, memory: object) -> tuple[Tensor, object]:
+        lengths.append(frames.shape[1])
+        return run(frames, memory)
+
+    monkeypatch.setattr(fused, "encode_chunk", counted)
+    frames = torch.rand(1, 49, 3, 8, 16)
+    expected = fused.encode(frames)
+    for sizes, runs in (([28, 21], [28, 20, 4]), ([3, 30, 16], [28, 4, 16, 4]), ([1] * 49, [4] * 13)):
+        lengths.clear()
+        stream = StreamingEncoder(fused, chunk_latents=7)
+        parts = [stream.push(part.double()) for part in frames.split(sizes, dim=1)]
+        latents = torch.cat([*parts, stream.flush()], 1)
+        assert lengths == runs
+        assert latents.dtype == fused.dtype and relative_error(latents, expected) < TOLERANCE
+
+
+@torch.no_grad()
 def test_weights_are_a_copy_and_the_model_stays() -> None:
     model = small("taehv")
     frames = video_for(model)
@@ -212,7 +235,7 @@ def test_gradients_are_not_promised() -> None:
 
 
 def test_unknown_engine_is_named() -> None:
-    with pytest.raises(UserError, match="hopper, compiled, eager"):
+    with pytest.raises(UserError, match="hopper, cudnn, compiled, eager"):
         FusedTAEHV(small("taehv"), engine="compile")  # type: ignore[arg-type]
 
 
@@ -241,8 +264,8 @@ def test_slices_change_nothing(variant: str, monkeypatch: pytest.MonkeyPatch) ->
     decoded = model.decode_video(latents)
     slices: list[int] = []
 
-    def smallest(steps: object, x: Tensor) -> int:
-        slices.append(frames_per_slice(steps, x))  # type: ignore[arg-type]
+    def smallest(*arguments: object) -> int:
+        slices.append(frames_per_slice(*arguments))  # type: ignore[arg-type]
         return slices[-1]
 
     frames_per_slice = folded_run.frames_per_slice
@@ -259,12 +282,11 @@ def test_slices_change_nothing(variant: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_slice_holds_as_many_frames_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TAEHV("taehv")
     grow_and_image = fold_layers(model.decoder)[-2:]
-    x = torch.empty(7, 64, 10, 10)
+    cpu = torch.device("cpu")
     frame = 2 * 64 * 20 * 20 * 4  # one frame in: two frames out, 64 channels, doubled size, float32
     for room, expected in ((frame - 1, 1), (frame, 1), (3 * frame, 3), (100 * frame, 100)):
         monkeypatch.setattr(folded_run, "CPU_SLICE_BYTES", room)
-        assert folded_run.frames_per_slice(grow_and_image, x) == expected
+        assert folded_run.frames_per_slice(grow_and_image, 10 * 10, 4, cpu) == expected
     image_and_pool = fold_layers(model.encoder)[:2]
-    image = torch.empty(8, 3, 16, 16)
     monkeypatch.setattr(folded_run, "CPU_SLICE_BYTES", 5 * 64 * 16 * 16 * 4)
-    assert folded_run.frames_per_slice(image_and_pool, image) == 4  # five would fit, two are pooled
+    assert folded_run.frames_per_slice(image_and_pool, 16 * 16, 4, cpu) == 4  # five would fit, two are pooled

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import cudnn_stand_ins
 import pytest
 import torch
 from torch import Tensor
@@ -81,21 +82,12 @@ def torch_first_conv(x_BCHW: Tensor, weights: hopper_conv.FirstWeights, *, stack
     return made.unflatten(0, (-1, stacked)).flatten(1, 2).permute(0, 2, 3, 1).contiguous()
 
 
-def torch_conv_relu(x: Tensor, weight: Tensor, bias: Tensor, *sizes: object) -> Tensor:
-    return torch.relu(F.conv2d(x, weight, bias, padding=1))
-
-
-def torch_conv_add_relu(x: Tensor, weight: Tensor, z: Tensor, alpha: float, bias: Tensor, *sizes: object) -> Tensor:
-    return torch.relu(F.conv2d(x, weight, bias, padding=1) + alpha * z)
-
-
 @pytest.fixture
 def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_engine, "conv_tiles", torch_conv_tiles)
     monkeypatch.setattr(hopper_engine, "image_conv", torch_image_conv)
     monkeypatch.setattr(hopper_engine, "first_conv", torch_first_conv)
-    monkeypatch.setattr(torch, "cudnn_convolution_relu", torch_conv_relu)
-    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", torch_conv_add_relu)
+    cudnn_stand_ins.stand_in(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 from tinyvae.models.fold import GrowStep, MemStep, PoolStep, SoftClampStep, Step, SuperMemStep
 from tinyvae.models.variants import VariantSpec
 
-Engine = Literal["hopper", "compiled", "eager"]
+Engine = Literal["hopper", "cudnn", "compiled", "eager"]
 
 STREAM_BYTES = 600 * 2**20
 """What a chunk may take beside its input."""
@@ -24,11 +24,11 @@ FEW_LATENTS = 4
 """On an H200 shorter chunks feel what each one costs in itself, 0.2 to 0.7 ms; to have so many latents in a chunk of
 large frames, a stream may take twice as much."""
 
-BLOCK_COPIES: dict[Engine, int] = {"hopper": 3, "compiled": 5, "eager": 3}
+BLOCK_COPIES: dict[Engine, int] = {"hopper": 3, "cudnn": 3, "compiled": 5, "eager": 3}
 """How often a memory block's frames are alive at once, its input among them."""
 SUPER_BLOCK_COPIES = 10
 """The same of a super block: input, both depthwise results, one of them shifted, two side by side, four widened."""
-SLICE_COPIES: dict[Engine, int] = {"hopper": 1, "eager": 2}
+SLICE_COPIES: dict[Engine, int] = {"hopper": 1, "cudnn": 2, "eager": 2}
 """How often a slice's widest frames are alive at once, what is made of them among them; a compiled stack has none."""
 
 
@@ -83,8 +83,8 @@ def chunk_bytes(
             alive = copies * frames.values
         else:
             first, last = place == 0, place == len(runs) - 1
-            at_image = (first and spec.patch_size == 1) if is_encoder else (last and len(run) > 1)
-            in_slices = engine == "eager" or (engine == "hopper" and at_image)
+            at_image = first if is_encoder else (last and len(run) > 1)
+            in_slices = engine in ("cudnn", "eager") or (engine == "hopper" and at_image)
             sizes = _sizes(run, frames)
             alive = _whole(run, sizes, engine)
             if in_slices:

@@ -51,7 +51,7 @@ def run_steps(
     place = 0
     while place < len(steps):
         step = steps[place]
-        length = _independent_steps(steps[place:], old[place:], x.shape[0] // num_videos) if may_work_in_place() else 0
+        length = independent_steps(steps[place:], old[place:], x.shape[0] // num_videos) if may_work_in_place() else 0
         if length:
             x = _slice_by_slice(steps[place : place + length], x)
             place += length
@@ -72,7 +72,7 @@ def run_steps(
     return x.unflatten(0, (num_videos, -1)), new
 
 
-def _independent_steps(steps: Sequence[Step], memory: StepMemory, num_frames: int) -> int:
+def independent_steps(steps: Sequence[Step], memory: StepMemory, num_frames: int) -> int:
     """How many steps from here on need nothing but the frames before them: no memory block, whole groups to pool."""
     for count, (step, waiting) in enumerate(zip(steps, memory, strict=True)):
         if isinstance(step, MemStep | SuperMemStep):
@@ -88,7 +88,7 @@ def _independent_steps(steps: Sequence[Step], memory: StepMemory, num_frames: in
 
 def _slice_by_slice(steps: Sequence[Step], x: Tensor) -> Tensor:
     """Independent steps over a few frames at a time: at full resolution their frames would fill the memory."""
-    group = frames_per_slice(steps, x)
+    group = frames_per_slice(steps, x.shape[2] * x.shape[3], x.element_size(), x.device)
     if group >= x.shape[0]:
         return _through(steps, x)
     out: Tensor | None = None
@@ -110,9 +110,11 @@ def _through(steps: Sequence[Step], x: Tensor) -> Tensor:
     return x
 
 
-def frames_per_slice(steps: Sequence[Step], x: Tensor) -> int:
-    """As many input frames as take `slice_bytes` at their widest place, in whole groups of what is pooled."""
-    pixels, frames, widest, unit = x.shape[2] * x.shape[3], 1.0, 0.0, 1
+def frames_per_slice(steps: Sequence[Step], pixels: int, element_size: int, device: torch.device) -> int:
+    """As many input frames of so many ``pixels`` as take `slice_bytes` at their widest place, in whole groups of what
+    is pooled.
+    """
+    frames, widest, unit = 1.0, 0.0, 1
     for step in steps:
         if isinstance(step, SoftClampStep):
             continue
@@ -123,8 +125,8 @@ def frames_per_slice(steps: Sequence[Step], x: Tensor) -> int:
         if not isinstance(step, PoolStep):
             frames *= step.frames
             pixels *= 4 if isinstance(step, GrowStep) or step.shuffle else 1
-        widest = max(widest, made * x.element_size())
-    return max(1, int(slice_bytes(x.device) / widest) // unit) * unit
+        widest = max(widest, made * element_size)
+    return max(1, int(slice_bytes(device) / widest) // unit) * unit
 
 
 def stacking_of_first(steps: Sequence[Step], frames_NTCHW: Tensor, memory: StepMemory | None) -> int:
@@ -234,12 +236,16 @@ def _grow(step: GrowStep, x: Tensor) -> Tensor:
 
 def _grow_in_place(step: GrowStep, x: Tensor) -> Tensor:
     """`_grow` that writes each phase straight to its pixels."""
-    b, _, h, w = x.shape
-    phases = F.conv2d(x, step.weight, padding=1).unflatten(1, (2, 2, step.frames, -1))
-    grown = phases.new_empty(b, step.frames, 2 * h, 2 * w, phases.shape[4]).movedim(-1, 2)
+    return interleave_phases(F.conv2d(x, step.weight, padding=1), step.frames, x.shape[2], x.shape[3])
+
+
+def interleave_phases(phases_BCHW: Tensor, frames: int, height: int, width: int) -> Tensor:
+    """The 2x2 phases of a `GrowStep` on their pixels: (B·frames)C(2H)(2W), channels_last."""
+    phases = phases_BCHW.unflatten(1, (2, 2, frames, -1))
+    grown = phases.new_empty(phases.shape[0], frames, 2 * height, 2 * width, phases.shape[4]).movedim(-1, 2)
     for i in (0, 1):
         for j in (0, 1):
-            grown[..., i::2, j::2] = phases[:, i, j, ..., i : i + h, j : j + w]
+            grown[..., i::2, j::2] = phases[:, i, j, ..., i : i + height, j : j + width]
     return grown.flatten(0, 1)
 
 

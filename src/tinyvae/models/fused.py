@@ -31,9 +31,11 @@ from tinyvae.errors import UserError
 from tinyvae.models import hopper_engine
 from tinyvae.models.chunk_memory import Engine, chunk_bytes, chunk_latents
 from tinyvae.models.codec import CodecMemory, Side, VideoCodec
+from tinyvae.models.cudnn_engine import CudnnStack
 from tinyvae.models.fold import Step, channels_last, fold_layers, map_weights
 from tinyvae.models.folded_run import run_steps, slice_bytes
 from tinyvae.models.hopper_engine import HopperStack, why_not_hopper
+from tinyvae.models.library_conv import why_not_fused
 
 if TYPE_CHECKING:
     from tinyvae.models.taehv import TAEHV
@@ -108,6 +110,8 @@ class FusedTAEHV(VideoCodec):
         patch = self.spec.patch_size
         if engine == "hopper":
             return HopperStack(steps, patch_size=patch).run
+        if engine == "cudnn":
+            return CudnnStack(steps, patch_size=patch).run
         laid_out = map_weights(steps, channels_last)
         if engine == "eager":
             return partial(_run_stack, side, laid_out, patch)  # which can be pickled
@@ -146,10 +150,15 @@ def choose_engine(
         raise UserError(f"engine='hopper' cannot run here: {no_hopper}; leave engine out to have one chosen.")
     if wanted == "compiled" and no_compiler and device.type == "cuda":
         raise UserError(f"engine='compiled' cannot run here: {no_compiler}; leave engine out to have one chosen.")
+    no_cudnn = why_not_fused(dtype, device)
+    if wanted == "cudnn" and no_cudnn:
+        raise UserError(f"engine='cudnn' cannot run here: {no_cudnn}; leave engine out to have one chosen.")
     if wanted is not None:
         return wanted, "as asked"
     if no_hopper is None:
         return "hopper", ""
+    if no_cudnn is None:
+        return "cudnn", no_hopper
     if no_compiler is None:
         return "compiled", no_hopper
     return "eager", f"{no_hopper}; {no_compiler}" if device.type == "cuda" else no_compiler

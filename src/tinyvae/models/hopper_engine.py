@@ -27,6 +27,7 @@ from tinyvae.models.hopper_conv import (
     pack_image_weights,
     pack_tile_weights,
 )
+from tinyvae.models.library_conv import PatchConv, conv_relu
 
 FULL_SIZE_BYTES = 192 * 2**20
 """How much the 64-channel frames at full resolution may take at once; always at least one input frame's worth."""
@@ -79,6 +80,7 @@ class HopperStack:
     def __init__(self, steps: list[Step], *, patch_size: int) -> None:
         self._steps = map_weights(steps, channels_last)
         self._patch_size = patch_size
+        self._is_encoder = any(isinstance(step, PoolStep) for step in steps)
         self._packed = [self._pack(place) for place in range(len(steps))]
 
     def run(self, frames_NTCHW: Tensor, memory: HopperMemory | None) -> tuple[Tensor, HopperMemory]:
@@ -126,8 +128,8 @@ class HopperStack:
             return pack_tile_weights(step.weight, None, grown=step.frames)
         if isinstance(step, ConvStep):
             outputs, inputs = step.weight.shape[:2]
-            if place == 0 and inputs == 3 and outputs == 64 and step.bias is not None:
-                return pack_first_weights(step.weight, step.bias)
+            if place == 0 and self._is_encoder:
+                return self._pack_first(step)
             if place == len(self._steps) - 1 and inputs == 64 and outputs == 3 * self._patch_size**2:
                 assert step.bias is not None
                 return pack_image_weights(step.weight, step.bias, self._patch_size)
@@ -135,31 +137,44 @@ class HopperStack:
                 return pack_tile_weights(step.weight, step.bias, grown=step.frames)
         return None
 
+    def _pack_first(self, step: ConvStep) -> FirstWeights | dict[int, PatchConv]:
+        if step.weight.shape[:2] == (64, 3):
+            assert step.bias is not None
+            return pack_first_weights(step.weight, step.bias)
+        pool = self._steps[1]
+        assert isinstance(pool, PoolStep)
+        patch = self._patch_size
+        return {stacked: PatchConv.of(step, patch_size=patch, stacked=stacked) for stacked in {1, pool.stride}}
+
     # the steps
 
     def _enter(self, frames_NTCHW: Tensor, memory: HopperMemory) -> tuple[Tensor, int]:
-        """NTCHW -> BHWC, and the step to go on with: behind the first convolution where that has its own kernel."""
+        """NTCHW -> BHWC, and the step to go on with: an encoder's first convolution reads the image itself."""
         flat = frames_NTCHW.flatten(0, 1)
+        if not self._is_encoder:
+            return flat.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1), 0
+        stacked = self._stacking_after(0, memory, frames_NTCHW.shape[1])
+        pool = cast(PoolStep, self._steps[1])
+        if stacked == pool.stride:
+            return self._image_into_pool(flat.contiguous(), pool), 2
+        return self._first_conv(flat.contiguous(), stacked), 1
+
+    def _first_conv(self, image_BCHW: Tensor, stacked: int) -> Tensor:
         first = self._packed[0]
         if isinstance(first, FirstWeights):
-            stacked = self._stacking_after(0, memory, frames_NTCHW.shape[1])
-            following = self._steps[1]
-            if isinstance(following, PoolStep) and stacked == following.stride:
-                return self._image_into_pool(flat.contiguous(), first, following), 2
-            return first_conv(flat.contiguous(), first, stacked=stacked), 1
-        is_encoder = any(isinstance(step, PoolStep) for step in self._steps)
-        if is_encoder and self._patch_size > 1:
-            flat = F.pixel_unshuffle(flat, self._patch_size)
-        return flat.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1), 0
+            return first_conv(image_BCHW, first, stacked=stacked)
+        return cast(dict[int, PatchConv], first)[stacked](image_BCHW).permute(0, 2, 3, 1).contiguous()
 
-    def _image_into_pool(self, image_BCHW: Tensor, first: FirstWeights, pool: PoolStep) -> Tensor:
+    def _image_into_pool(self, image_BCHW: Tensor, pool: PoolStep) -> Tensor:
         """The first two steps of an encoder, a few frames at a time."""
-        frames, _, height, width = image_BCHW.shape
-        group = max(1, FULL_SIZE_BYTES // (height * width * 64 * image_BCHW.element_size() * pool.stride)) * pool.stride
-        shape = (frames // pool.stride, height // 2, width // 2, pool.weight.shape[0])
+        frames, patch = image_BCHW.shape[0], self._patch_size
+        height, width = image_BCHW.shape[2] // patch, image_BCHW.shape[3] // patch
+        full_bytes = height * width * pool.weight.shape[1] * image_BCHW.element_size()
+        group = max(1, FULL_SIZE_BYTES // full_bytes) * pool.stride
+        shape = (frames // pool.stride, -(-height // 2), -(-width // 2), pool.weight.shape[0])
         out = torch.empty(shape, dtype=image_BCHW.dtype, device=image_BCHW.device)
         for start in range(0, frames, group):
-            full = first_conv(image_BCHW[start : start + group], first, stacked=pool.stride)
+            full = self._first_conv(image_BCHW[start : start + group], pool.stride)
             made = _library_conv(full, pool.weight, None, stride=2)
             out[start // pool.stride : start // pool.stride + made.shape[0]] = made
         return out
@@ -265,12 +280,8 @@ def _pack_3x3(weight: Tensor, bias: Tensor, by_library: bool) -> TileWeights | _
 
 def _library_conv_relu(x_BHWC: Tensor, weights: _LibraryWeights, residual_BHWC: Tensor | None = None) -> Tensor:
     """3x3 convolution, bias, residual and ReLU as one cuDNN call, BHWC in and out."""
-    x, ones = x_BHWC.permute(0, 3, 1, 2), (1, 1)
-    if residual_BHWC is None:
-        made = torch.cudnn_convolution_relu(x, weights.weight, weights.bias, ones, ones, ones, 1)
-    else:
-        residual = residual_BHWC.permute(0, 3, 1, 2)
-        made = torch.cudnn_convolution_add_relu(x, weights.weight, residual, 1.0, weights.bias, ones, ones, ones, 1)
+    residual = None if residual_BHWC is None else residual_BHWC.permute(0, 3, 1, 2)
+    made = conv_relu(x_BHWC.permute(0, 3, 1, 2), weights.weight, weights.bias, residual=residual)
     return made.permute(0, 2, 3, 1).contiguous()
 
 

@@ -191,12 +191,14 @@ class StreamingEncoder(_Stream):
     """Frames in, latents out, as they come; `flush` repeats the last frame to fill the last latent.
 
     Gradients are not recorded unless ``track_gradients``: a graph would grow with the stream. A long push runs in
-    chunks of ``chunk_latents`` latents' worth of frames (default: the codec's own choice).
+    chunks of ``chunk_latents`` latents' worth of frames (default: the codec's own choice); the frames of a latent that
+    is not complete then wait for the others, because whole latents run fastest. A plain network runs what it is given.
     """
 
     def __init__(self, codec: VideoCodec, *, track_gradients: bool = False, chunk_latents: int | None = None) -> None:
         super().__init__(codec, track_gradients=track_gradients, chunk_latents=chunk_latents)
         self._last_frame: Tensor | None = None
+        self._waiting: Tensor | None = None  # frames of a latent that is not complete
         self._held: list[Tensor] = []  # taeh3: latents that may turn out to be the last three
 
     def push(self, frames_NTCHW: Tensor) -> Tensor:
@@ -220,20 +222,36 @@ class StreamingEncoder(_Stream):
             latents = self._join([])
             if padding:
                 latents = self._encode(self._last_frame.expand(-1, padding, -1, -1, -1))
-        self._memory, self._held, self._last_frame = None, [], None
+        self._memory, self._held, self._last_frame, self._waiting = None, [], None, None
         return latents
 
     def _encode(self, frames_NTCHW: Tensor) -> Tensor:
         if self._codec.spec.frame_rule == "chunked":
             return self._encode_by_chunks(frames_NTCHW)
         ready: list[Tensor] = []
-        while frames_NTCHW.shape[1]:
-            part = frames_NTCHW[:, : self._run_at_once(frames_NTCHW, begun=self._count)]
-            frames_NTCHW = frames_NTCHW[:, part.shape[1] :]
+        self._count += frames_NTCHW.shape[1]
+        for part in self._parts_to_run(frames_NTCHW):
             latents, self._memory = self._codec.encode_chunk(part.to(self._codec.dtype), self._memory)
-            self._count += part.shape[1]
             ready.append(latents)
         return self._join(ready)
+
+    def _parts_to_run(self, frames_NTCHW: Tensor) -> Iterator[Tensor]:
+        """The frames that wait and these in chunks of whole latents; what is left waits."""
+        unit, chunk = self._codec.spec.time_factor, self._chunk_of(frames_NTCHW)
+        if chunk is None:
+            yield frames_NTCHW
+            return
+        while frames_NTCHW.shape[1]:
+            waiting = self._waiting
+            room = chunk * unit - (0 if waiting is None else waiting.shape[1])
+            part, frames_NTCHW = frames_NTCHW[:, :room], frames_NTCHW[:, room:]
+            if waiting is not None:
+                part = torch.cat([waiting, part.to(waiting.dtype)], dim=1)
+            whole = part.shape[1] // unit * unit
+            rest = part[:, whole:]
+            self._waiting = rest.to(self._codec.dtype, copy=True) if rest.shape[1] else None
+            if whole:
+                yield part[:, :whole]
 
     def _encode_by_chunks(self, frames_NTCHW: Tensor) -> Tensor:
         """taeh3: every 17 frames start a video of their own; the last three latents of the whole are never given."""
@@ -269,8 +287,12 @@ class StreamingEncoder(_Stream):
             ready.append(made)
         return self._join(ready)
 
-    def _run_at_once(self, frames_NTCHW: Tensor, *, begun: int, zeros: int = 0) -> int:
-        """How many of the next frames (and ``zeros`` before them) to run together; ``begun`` ran before them.
+    def _chunk_of(self, frames_NTCHW: Tensor) -> int | None:
+        factor = self._codec.spec.space_factor
+        return self._chunk("encoder", *(side // factor for side in frames_NTCHW.shape[-2:]))
+
+    def _run_at_once(self, frames_NTCHW: Tensor, *, begun: int, zeros: int) -> int:
+        """taeh3: how many of the next frames (and ``zeros`` before them) to run together; ``begun`` ran before them.
 
         Whole latents run fastest: first complete a begun one, then take whole ones, then what is left.
         """
@@ -279,7 +301,7 @@ class StreamingEncoder(_Stream):
         missing = -begun % spec.time_factor
         if missing:
             return min(missing, available)
-        chunk = self._chunk("encoder", *(side // spec.space_factor for side in frames_NTCHW.shape[-2:]))
+        chunk = self._chunk_of(frames_NTCHW)
         whole = available // spec.time_factor * spec.time_factor
         return min(whole or available, available if chunk is None else chunk * spec.time_factor)
 

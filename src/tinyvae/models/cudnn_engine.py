@@ -1,0 +1,232 @@
+"""Runs folded steps with cuDNN's fused convolutions: nothing is compiled, sizes and lengths may change at every call.
+
+For CUDA cards and networks that the Hopper kernels do not serve. Frames travel as BCHW (B = N·T) in channels_last
+memory; a memory block remembers its last input frame, a super block its last frame after the depthwise convolution.
+What lies between two memory blocks goes over a few frames at a time: at full resolution it would fill the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyvae.models.blocks import _whole_groups
+from tinyvae.models.fold import (
+    ConvStep,
+    GrowStep,
+    MemStep,
+    PoolStep,
+    SoftClampStep,
+    Step,
+    SuperMemStep,
+    channels_last,
+    map_weights,
+)
+from tinyvae.models.folded_run import (
+    as_bchw,
+    as_bhwc,
+    frames_per_slice,
+    independent_steps,
+    interleave_phases,
+    spread_frames,
+    stack_frames,
+)
+from tinyvae.models.library_conv import CHANNEL_MULTIPLE, PatchConv, conv_relu, two_frame_conv_relu, write_image
+
+CudnnMemory = list[Tensor | None]
+"""One entry per step: the last frame N1CHW of a memory block (N1HWC of a super block), the frames NTCHW that wait to be
+pooled, or None before the first chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ImageConv:
+    """The last convolution of a decoder: outputs filled up to a multiple of 8; its bias comes with the writing."""
+
+    weight: Tensor
+    bias: Tensor
+    frames: int
+
+
+class CudnnStack:
+    """An encoder or decoder as cuDNN calls. ``patch_size`` belongs to the image side of the stack."""
+
+    def __init__(self, steps: Sequence[Step], *, patch_size: int) -> None:
+        self._steps = map_weights([_rows_of_patches_together(step) for step in steps], channels_last)
+        self._patch_size = patch_size
+        self._is_encoder = any(isinstance(step, PoolStep) for step in steps)
+        self._over_time = {
+            place: _two_frame_weight(step) for place, step in enumerate(self._steps) if isinstance(step, MemStep)
+        }
+        self._first = self._pack_first() if self._is_encoder else {}
+        self._image = None if self._is_encoder else _pack_image(self._steps[-1])
+
+    def run(self, frames_NTCHW: Tensor, memory: CudnnMemory | None) -> tuple[Tensor, CudnnMemory]:
+        """One chunk of a video; frames NTCHW in, NTCHW out, and the memory for the next chunk."""
+        device = frames_NTCHW.device
+        with torch.autocast(device.type, enabled=False):  # weights and frames have one dtype already
+            return self._run(frames_NTCHW, [None] * len(self._steps) if memory is None else memory)
+
+    def _run(self, frames_NTCHW: Tensor, old: CudnnMemory) -> tuple[Tensor, CudnnMemory]:
+        num_videos = frames_NTCHW.shape[0]
+        new = list(old)
+        x = frames_NTCHW.flatten(0, 1)
+        x = x.contiguous() if self._is_encoder else x.contiguous(memory_format=torch.channels_last)
+        place = 0
+        while place < len(self._steps):
+            step = self._steps[place]
+            length = independent_steps(self._steps[place:], old[place:], x.shape[0] // num_videos)
+            if length:
+                x = self._slice_by_slice(place, place + length, x)
+                place += length
+                continue
+            if isinstance(step, PoolStep):
+                video, new[place] = _whole_groups(x.unflatten(0, (num_videos, -1)), old[place], step.stride)
+                if video.shape[1] == 0:
+                    return video, new
+                x = _pool(step, video.flatten(0, 1).contiguous(memory_format=torch.channels_last))
+            elif isinstance(step, MemStep):
+                x, new[place] = self._mem_block(place, x, old[place], num_videos)
+            else:
+                assert isinstance(step, SuperMemStep)
+                x, new[place] = _super_mem_block(step, x, old[place], num_videos)
+            place += 1
+        return x.contiguous().unflatten(0, (num_videos, -1)), new
+
+    # memory blocks
+
+    def _mem_block(self, place: int, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+        step = self._steps[place]
+        assert isinstance(step, MemStep)
+        channels = x.shape[1]
+        last = x.unflatten(0, (num_videos, -1))[:, -1:].clone()
+        bias = step.first_bias[:channels]
+        hidden = two_frame_conv_relu(x, self._over_time[place], bias, past_N1CHW=past, num_videos=num_videos)
+        deeper = conv_relu(hidden, step.second, step.second_bias)
+        del hidden  # its memory is what the result takes
+        return conv_relu(deeper, step.third, step.third_bias, residual=x), last
+
+    # what lies between them
+
+    def _slice_by_slice(self, place: int, end: int, x: Tensor) -> Tensor:
+        scale = self._patch_size if self._is_encoder and place == 0 else 1
+        pixels = x.shape[2] // scale * (x.shape[3] // scale)
+        group = frames_per_slice(self._steps[place:end], pixels, x.element_size(), x.device)
+        if group >= x.shape[0]:
+            return self._through(place, end, x)
+        out: Tensor | None = None
+        done = 0
+        for part in x.split(group):
+            made = self._through(place, end, part)
+            if out is None:
+                total = made.shape[0] * x.shape[0] // part.shape[0]
+                is_image = self._image is not None and end == len(self._steps)
+                out = torch.empty_like(
+                    made[:1].expand(total, -1, -1, -1),
+                    memory_format=torch.contiguous_format if is_image else torch.channels_last,
+                )
+            out[done : done + made.shape[0]] = made
+            done += made.shape[0]
+        assert out is not None
+        return out
+
+    def _through(self, place: int, end: int, x: Tensor) -> Tensor:
+        if self._is_encoder and place == 0:
+            pool = self._steps[1]
+            stacked = pool.stride if end > 1 and isinstance(pool, PoolStep) else 1
+            x, place = self._first[stacked](x), 1
+        if self._image is None or end < len(self._steps):
+            return _through(self._steps[place:end], x)
+        return self._to_image(_through(self._steps[place : end - 1], x))
+
+    def _to_image(self, x: Tensor) -> Tensor:
+        assert self._image is not None
+        image, patch = self._image, self._patch_size
+        made = F.conv2d(x, image.weight, padding=1)
+        shape = (x.shape[0] * image.frames, 3, x.shape[2] * patch, x.shape[3] * patch)
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        write_image(made, image.bias, patch, image.frames, out)
+        return out
+
+    def _pack_first(self) -> dict[int, PatchConv]:
+        """The first convolution frame by frame, and with frames side by side for the pooling behind it."""
+        step, pool = self._steps[0], self._steps[1]
+        assert isinstance(step, ConvStep) and isinstance(pool, PoolStep)
+        return {
+            stacked: PatchConv.of(step, patch_size=self._patch_size, stacked=stacked) for stacked in {1, pool.stride}
+        }
+
+
+def _through(steps: Sequence[Step], x: Tensor) -> Tensor:
+    for step in steps:
+        x = _simple_step(step, x)
+    return x
+
+
+def _simple_step(step: Step, x: Tensor) -> Tensor:
+    """A step without a past: (N·T)CHW -> (N·T')C'H'W'."""
+    if isinstance(step, SoftClampStep):
+        return torch.tanh(x / 3) * 3
+    if isinstance(step, PoolStep):
+        return _pool(step, x)
+    if isinstance(step, GrowStep):
+        phases = _conv(x, step.weight, None, relu=step.relu)
+        return interleave_phases(phases, step.frames, x.shape[2], x.shape[3])
+    assert isinstance(step, ConvStep)
+    made = _conv(x, step.weight, step.bias, relu=step.relu)
+    if step.shuffle:
+        rows = as_bhwc(made).unflatten(3, (2, 2, -1)).permute(0, 1, 3, 2, 4, 5)  # see _rows_of_patches_together
+        made = as_bchw(rows.flatten(3, 4).flatten(1, 2))
+    return spread_frames(made, step.frames)
+
+
+def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool) -> Tensor:
+    if not relu:
+        return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
+    return conv_relu(x, weight, weight.new_zeros(weight.shape[0]) if bias is None else bias)
+
+
+def _pool(step: PoolStep, x: Tensor) -> Tensor:
+    return F.conv2d(stack_frames(x, step), step.weight, stride=2, padding=1)
+
+
+def _super_mem_block(step: SuperMemStep, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    """Writes its result over ``x``."""
+    channels = x.shape[1]
+    then = as_bhwc(F.conv2d(x, step.past_depth, padding=3, groups=channels)).unflatten(0, (num_videos, -1))
+    last = then[:, -1:].clone()
+    both = then.new_empty(*then.shape[:-1], 2 * channels)
+    both[:, 1:, ..., channels:] = then[:, :-1]
+    both[:, :1, ..., channels:] = 0 if past is None else past
+    del then  # its memory is what the next results take
+    both = both.flatten(0, 1)
+    both[..., :channels] = as_bhwc(F.conv2d(x, step.depth, padding=3, groups=channels))
+    wide = conv_relu(both.permute(0, 3, 1, 2), step.widen, step.widen_bias)
+    del both
+    out = as_bhwc(x).contiguous()
+    out.view(-1, channels).addmm_(as_bhwc(wide).reshape(-1, wide.shape[1]), step.narrow.flatten(1).T)
+    return out.permute(0, 3, 1, 2), last
+
+
+def _two_frame_weight(step: MemStep) -> Tensor:
+    """(2C, C, 3, 3), the half for x_t first, as (C, C, 2, 3, 3) over x_{t-1} and x_t."""
+    now, then = step.first.chunk(2)
+    return torch.stack([then, now], dim=2).contiguous(memory_format=torch.channels_last_3d)
+
+
+def _rows_of_patches_together(step: Step) -> Step:
+    """Outputs of a step that shuffles pixels in the order (row, column, channel): its copies then move whole pixels."""
+    if not (isinstance(step, ConvStep) and step.shuffle):
+        return step
+    assert step.bias is not None
+    ordered = step.weight.unflatten(0, (-1, 2, 2)).movedim(0, 2).flatten(0, 2)
+    return replace(step, weight=ordered, bias=step.bias.unflatten(0, (-1, 2, 2)).movedim(0, 2).flatten())
+
+
+def _pack_image(step: Step) -> _ImageConv:
+    assert isinstance(step, ConvStep) and step.bias is not None and not (step.relu or step.shuffle)
+    filled = F.pad(step.weight, (0, 0, 0, 0, 0, 0, 0, -step.weight.shape[0] % CHANNEL_MULTIPLE))
+    return _ImageConv(weight=filled.contiguous(memory_format=torch.channels_last), bias=step.bias, frames=step.frames)

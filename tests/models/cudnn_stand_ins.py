@@ -1,0 +1,44 @@
+"""cuDNN's two fused convolutions in plain torch, so that what is around them runs without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Sizes = Sequence[int]
+
+
+def conv_relu(
+    x: Tensor, weight: Tensor, bias: Tensor, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
+) -> Tensor:
+    assert dilation == (1,) * len(padding) and groups == 1
+    assert x.dtype == weight.dtype == bias.dtype, "cuDNN takes one precision"
+    conv, layout = (F.conv2d, torch.channels_last) if x.ndim == 4 else (F.conv3d, torch.channels_last_3d)
+    assert weight.is_contiguous(memory_format=layout), "other weights would be laid out anew at every call"
+    made = conv(x, weight, bias, stride=tuple(stride), padding=tuple(padding))
+    return torch.relu(made).contiguous(memory_format=layout)
+
+
+def conv_add_relu(
+    x: Tensor,
+    weight: Tensor,
+    z: Tensor,
+    alpha: float,
+    bias: Tensor,
+    stride: Sizes,
+    padding: Sizes,
+    dilation: Sizes,
+    groups: int,
+) -> Tensor:
+    assert dilation == (1, 1) and groups == 1 and x.dtype == weight.dtype == bias.dtype == z.dtype
+    made = F.conv2d(x, weight, bias, stride=tuple(stride), padding=tuple(padding)) + alpha * z
+    return torch.relu(made).contiguous(memory_format=torch.channels_last)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "cudnn_convolution_relu", conv_relu)
+    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", conv_add_relu)
