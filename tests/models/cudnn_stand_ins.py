@@ -1,4 +1,7 @@
-"""cuDNN's two fused convolutions in plain torch, so that what is around them runs without a GPU."""
+"""cuDNN's two fused convolutions in plain torch, so that what is around them runs without a GPU.
+
+They make no tensors but their results, so that memory can be counted with them too.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ def conv_relu(
     assert x.dtype == weight.dtype == bias.dtype, "cuDNN takes one precision"
     conv, layout = (F.conv2d, torch.channels_last) if x.ndim == 4 else (F.conv3d, torch.channels_last_3d)
     assert weight.is_contiguous(memory_format=layout), "other weights would be laid out anew at every call"
+    if x.is_meta:
+        return _shape_alone(x, weight, padding, layout)
     made = conv(x, weight, bias, stride=tuple(stride), padding=tuple(padding))
-    return torch.relu(made).contiguous(memory_format=layout)
+    return made.relu_().contiguous(memory_format=layout)
 
 
 def conv_add_relu(
@@ -35,8 +40,17 @@ def conv_add_relu(
     groups: int,
 ) -> Tensor:
     assert dilation == (1, 1) and groups == 1 and x.dtype == weight.dtype == bias.dtype == z.dtype
-    made = F.conv2d(x, weight, bias, stride=tuple(stride), padding=tuple(padding)) + alpha * z
-    return torch.relu(made).contiguous(memory_format=torch.channels_last)
+    if x.is_meta:
+        return _shape_alone(x, weight, padding, torch.channels_last)
+    made = F.conv2d(x, weight, bias, stride=tuple(stride), padding=tuple(padding))
+    return made.add_(z, alpha=alpha).relu_().contiguous(memory_format=torch.channels_last)
+
+
+def _shape_alone(x: Tensor, weight: Tensor, padding: Sizes, layout: torch.memory_format) -> Tensor:
+    """A result on the meta device, without the copy into ``layout`` that cuDNN does not make."""
+    kernel = weight.shape[2:]
+    sizes = [side + 2 * pad - taps + 1 for side, pad, taps in zip(x.shape[2:], padding, kernel, strict=True)]
+    return torch.empty(x.shape[0], weight.shape[0], *sizes, dtype=x.dtype, device="meta", memory_format=layout)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:

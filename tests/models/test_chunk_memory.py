@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import math
 
+import cudnn_stand_ins
 import pytest
 import torch
 from live_memory import LiveMemory
 
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
-from tinyvae.models.chunk_memory import FEW_LATENTS, STREAM_BYTES, chunk_bytes, chunk_latents
+from tinyvae.models import fused
+from tinyvae.models.chunk_memory import FEW_LATENTS, STREAM_BYTES, Engine, chunk_bytes, chunk_latents
 from tinyvae.models.folded_run import slice_bytes
 from tinyvae.models.fused import FusedTAEHV, folded_copy
 from tinyvae.models.hopper_engine import FULL_SIZE_BYTES
@@ -19,10 +21,18 @@ from tinyvae.models.streaming import Side
 GIB = 2**30
 
 
+@pytest.fixture(autouse=True)
+def cudnn_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudnn_stand_ins.stand_in(monkeypatch)
+    monkeypatch.setattr(fused, "why_not_fused", lambda dtype, device: None)
+
+
 @functools.cache
-def weightless(variant: str, dtype: torch.dtype = torch.float16, width: float = 1.0) -> FusedTAEHV:
+def weightless(
+    variant: str, dtype: torch.dtype = torch.float16, width: float = 1.0, engine: Engine = "eager"
+) -> FusedTAEHV:
     """A codec on the meta device: shapes without values, so that whole videos cost nothing."""
-    return FusedTAEHV(TAEHV(variant, width=width).to("meta", dtype), engine="eager")
+    return FusedTAEHV(TAEHV(variant, width=width).to("meta", dtype), engine=engine)
 
 
 def latent_size(variant: str, height: int, width: int) -> tuple[int, int]:
@@ -50,9 +60,10 @@ def live_bytes(codec: FusedTAEHV, side: Side, num_latents: int, size: tuple[int,
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("side", ["decoder", "encoder"])
-def test_count_is_what_is_alive(variant: str, side: Side) -> None:
+@pytest.mark.parametrize("engine", ["eager", "cudnn"])
+def test_count_is_what_is_alive(variant: str, side: Side, engine: Engine) -> None:
     for dtype in (torch.float16, torch.float32):
-        codec = weightless(variant, dtype)
+        codec = weightless(variant, dtype, engine=engine)
         size = latent_size(variant, 480, 720)
         chunk = codec.stream_chunk_latents(side, *size)
         for num_latents in (1, chunk, 3 * chunk):
@@ -60,7 +71,7 @@ def test_count_is_what_is_alive(variant: str, side: Side) -> None:
             counted = chunk_bytes(
                 codec._stacks[side][1],
                 codec.spec,
-                "eager",
+                engine,
                 num_latents=num_latents,
                 latent_pixels=size[0] * size[1],
                 element_size=dtype.itemsize,
@@ -72,11 +83,12 @@ def test_count_is_what_is_alive(variant: str, side: Side) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_default_chunk_takes_half_a_gigabyte(variant: str) -> None:
+@pytest.mark.parametrize("engine", ["eager", "cudnn"])
+def test_default_chunk_takes_half_a_gigabyte(variant: str, engine: Engine) -> None:
     """At 480x720; in float32 one latent of a patch-1 decoder is a little more. Two more would be near the limit."""
     for width in (1.0, 0.25):
         for dtype, limit in ((torch.float16, 0.6), (torch.float32, 0.615)):
-            codec = weightless(variant, dtype, width)
+            codec = weightless(variant, dtype, width, engine)
             size = latent_size(variant, 480, 720)
             for side in ("decoder", "encoder"):
                 chunk = codec.stream_chunk_latents(side, *size)
@@ -100,33 +112,40 @@ def test_chunks_of_a_long_push_take_no_more() -> None:
 
 
 MEASURED_GIB = [
-    # side, latents, size, peak of a call that begins a stream; benchmarks/results/2026-11-15-speed.md
-    ("taehv", "decoder", 8, (480, 720), 0.55),
-    ("taehv", "decoder", 13, (480, 720), 0.86),
-    ("taehv", "decoder", 4, (720, 1280), 0.95),
-    ("taehv", "decoder", 16, (720, 1280), 2.78),
-    ("taehv", "decoder", 1, (480, 720), 0.30),
-    ("taehv", "decoder", 1, (720, 1280), 0.58),
-    ("taehv", "encoder", 8, (480, 720), 0.53),
-    ("taehv", "encoder", 13, (480, 720), 0.93),
-    ("taehv", "encoder", 4, (720, 1280), 0.86),
-    ("taehv", "encoder", 16, (720, 1280), 3.05),
-    ("taew2_2", "encoder", 13, (480, 720), 1.17),
-    ("taew2_2_super", "decoder", 13, (480, 720), 1.49),
-    ("taew2_2_super", "decoder", 1, (480, 720), 0.16),
+    # side, engine, latents, size, peak of a call that begins a stream; benchmarks/results/2026-11-15-speed.md
+    ("taehv", "decoder", "hopper", 7, (480, 720), 0.49),
+    ("taehv", "decoder", "hopper", 8, (480, 720), 0.55),
+    ("taehv", "decoder", "hopper", 13, (480, 720), 0.86),
+    ("taehv", "decoder", "hopper", 4, (720, 1280), 0.95),
+    ("taehv", "decoder", "hopper", 16, (720, 1280), 2.78),
+    ("taehv", "decoder", "hopper", 1, (480, 720), 0.30),
+    ("taehv", "decoder", "hopper", 1, (720, 1280), 0.58),
+    ("taehv", "encoder", "hopper", 8, (480, 720), 0.53),
+    ("taehv", "encoder", "hopper", 13, (480, 720), 0.93),
+    ("taehv", "encoder", "hopper", 4, (720, 1280), 0.86),
+    ("taehv", "encoder", "hopper", 16, (720, 1280), 3.05),
+    ("taew2_2", "decoder", "hopper", 13, (480, 720), 0.37),
+    ("taew2_2", "decoder", "hopper", 1, (480, 720), 0.08),
+    ("taeltx_2", "decoder", "hopper", 7, (480, 736), 0.28),
+    ("taehv", "decoder", "cudnn", 13, (480, 720), 0.87),
+    ("taehv", "encoder", "cudnn", 13, (480, 720), 0.95),
+    ("taew2_2", "encoder", "cudnn", 13, (480, 720), 0.41),
+    ("taew2_2_super", "decoder", "cudnn", 13, (480, 720), 0.97),
+    ("taew2_2_super", "decoder", "cudnn", 5, (480, 720), 0.42),
+    ("taew2_2_super", "decoder", "cudnn", 1, (480, 720), 0.13),
 ]
 
 
-@pytest.mark.parametrize(("variant", "side", "num_latents", "size", "measured"), MEASURED_GIB)
+@pytest.mark.parametrize(("variant", "side", "engine", "num_latents", "size", "measured"), MEASURED_GIB)
 def test_count_is_what_a_gpu_showed(
-    variant: str, side: str, num_latents: int, size: tuple[int, int], measured: float
+    variant: str, side: str, engine: Engine, num_latents: int, size: tuple[int, int], measured: float
 ) -> None:
     model = TAEHV(variant).to("meta", torch.float16)
     height, width = latent_size(variant, *size)
     counted = chunk_bytes(
         folded_copy(model.decoder if side == "decoder" else model.encoder),
         model.spec,
-        "compiled" if model.spec.decoder == "super" else "hopper",
+        engine,
         num_latents=num_latents,
         latent_pixels=height * width,
         element_size=2,

@@ -34,11 +34,14 @@ def test_encoder_chunking_changes_nothing(variant: str, length: int, sizes: list
     size = model.spec.space_factor
     generator = torch.Generator().manual_seed(seed)
     video = torch.rand(1, length, 3, size, size, dtype=torch.double, generator=generator)
-    stream = StreamingEncoder(model)
-    pieces = [stream.push(chunk) for chunk in cut(video, sizes)]
-    pieces.append(stream.flush())
     with torch.no_grad():
-        torch.testing.assert_close(torch.cat(pieces, 1), model.encode_video(video), atol=TOLERANCE, rtol=0)
+        whole = model.encode_video(video)
+    for options in ({}, {"num_frames": length}, {"chunk_latents": 2}, {"chunk_latents": 1, "num_frames": length}):
+        stream = StreamingEncoder(model, **options)
+        pieces = [stream.push(chunk) for chunk in cut(video, sizes)]
+        end = stream.flush()
+        torch.testing.assert_close(torch.cat([*pieces, end], 1), whole, atol=TOLERANCE, rtol=0)
+        assert end.shape[1] == 0 or "num_frames" not in options
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -133,6 +136,8 @@ def test_gradients_are_recorded_only_when_asked() -> None:
         (lambda: push_after_flush(), "has been flushed"),
         (lambda: push_stated(stated=1, pushed=2), "more latents"),
         (lambda: push_stated(stated=3, pushed=2), "only 2 were pushed"),
+        (lambda: push_frames(stated=3, pushed=4), "more frames"),
+        (lambda: push_frames(stated=3, pushed=2), "only 2 were pushed"),
     ],
 )
 def test_misuse_is_refused(misuse, says: str) -> None:
@@ -159,6 +164,13 @@ def push_stated(*, stated: int, pushed: int) -> None:
     stream.flush()
 
 
+def push_frames(*, stated: int, pushed: int) -> None:
+    stream = StreamingEncoder(MODELS["taehv"], num_frames=stated, chunk_latents=1)
+    for _ in range(pushed):
+        stream.push(torch.rand(1, 1, 3, 8, 8, dtype=torch.double))
+    stream.flush()
+
+
 def test_refused_call_leaves_the_stream_as_it_was() -> None:
     model = TAEHV("taehv", width=0.125)
     latents = torch.randn(1, 3, 16, 2, 3)
@@ -179,6 +191,7 @@ def test_counts_are_whole_numbers(wrong: object) -> None:
         lambda: StreamingDecoder(model, chunk_latents=wrong),  # type: ignore[arg-type]
         lambda: StreamingEncoder(model, chunk_latents=wrong),  # type: ignore[arg-type]
         lambda: StreamingDecoder(model, num_latents=wrong),  # type: ignore[arg-type]
+        lambda: StreamingEncoder(model, num_frames=wrong),  # type: ignore[arg-type]
     ):
         with pytest.raises(ValueError, match="must be a whole number"):
             make()

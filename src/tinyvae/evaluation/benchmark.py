@@ -190,9 +190,11 @@ def stream_through(codec: VideoCodec, operation: str, video_NTCHW: Tensor, *, ch
     scale = 1 if side == "decoder" else spec.space_factor
     size = (video_NTCHW.shape[-2] // scale, video_NTCHW.shape[-1] // scale)
     chunk = chunk_latents or codec.stream_chunk_latents(side, *size, num_videos=video_NTCHW.shape[0]) or 1
-    stream: StreamingDecoder | StreamingEncoder = StreamingEncoder(codec, chunk_latents=chunk)
+    stream: StreamingDecoder | StreamingEncoder
     if side == "decoder":
         stream = StreamingDecoder(codec, num_latents=video_NTCHW.shape[1], chunk_latents=chunk)
+    else:
+        stream = StreamingEncoder(codec, num_frames=video_NTCHW.shape[1], chunk_latents=chunk)
     for part in video_NTCHW.split(chunk * (1 if side == "decoder" else spec.time_factor), dim=1):
         stream.push(part)
     stream.flush()

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tinyvae.models.fold import GrowStep, MemStep, PoolStep, SoftClampStep, Step, SuperMemStep
+from tinyvae.models.fold import ConvStep, GrowStep, MemStep, PoolStep, SoftClampStep, Step, SuperMemStep
 from tinyvae.models.variants import VariantSpec
 
-Engine = Literal["hopper", "cudnn", "compiled", "eager"]
+Engine = Literal["hopper", "cudnn", "eager"]
 
 STREAM_BYTES = 600 * 2**20
 """What a chunk may take beside its input."""
@@ -24,12 +24,13 @@ FEW_LATENTS = 4
 """On an H200 shorter chunks feel what each one costs in itself, 0.2 to 0.7 ms; to have so many latents in a chunk of
 large frames, a stream may take twice as much."""
 
-BLOCK_COPIES: dict[Engine, int] = {"hopper": 3, "cudnn": 3, "compiled": 5, "eager": 3}
+BLOCK_COPIES = 3
 """How often a memory block's frames are alive at once, its input among them."""
-SUPER_BLOCK_COPIES = 10
-"""The same of a super block: input, both depthwise results, one of them shifted, two side by side, four widened."""
+SUPER_BLOCK_COPIES: dict[Engine, int] = {"cudnn": 7, "eager": 10}
+"""The same of a super block: input, two side by side, four widened; in the eager engine also both depthwise results and
+one of them shifted."""
 SLICE_COPIES: dict[Engine, int] = {"hopper": 1, "cudnn": 2, "eager": 2}
-"""How often a slice's widest frames are alive at once, what is made of them among them; a compiled stack has none."""
+"""How often a slice's widest frames are alive at once, what is made of them among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,23 +73,24 @@ def chunk_bytes(
     if is_encoder:
         count = num_latents * spec.time_factor
         frames = Frames(count=count, pixels=64 * latent_pixels, channels=spec.image_channels)
-    # A push is perhaps of another precision, an image with its patches on channels is then laid out anew.
-    cast = frames.values if is_encoder else 0.0
-    peak, remembered = (2 if is_encoder and spec.patch_size > 1 else 1) * frames.values, 0.0
+    # A push is perhaps of another precision; a taeh3 push is joined with frames that waited, and gets zeros before it.
+    cast = (3 if spec.frame_rule == "chunked" else 1) * frames.values if is_encoder else 0.0
+    peak, remembered = 0.0, 0.0
+    if is_encoder and engine == "eager":  # which lays the image out anew, twice if it has its patches on channels
+        peak = (2 if spec.patch_size > 1 else 1) * frames.values
     runs = list(_runs(steps))
     for place, run in enumerate(runs):
         if isinstance(run[0], MemStep | SuperMemStep):
-            copies = BLOCK_COPIES[engine] if isinstance(run[0], MemStep) else SUPER_BLOCK_COPIES
+            copies = BLOCK_COPIES if isinstance(run[0], MemStep) else SUPER_BLOCK_COPIES[engine]
             remembered += frames.values / frames.count
             alive = copies * frames.values
         else:
-            first, last = place == 0, place == len(runs) - 1
-            at_image = first if is_encoder else (last and len(run) > 1)
-            in_slices = engine in ("cudnn", "eager") or (engine == "hopper" and at_image)
             sizes = _sizes(run, frames)
             alive = _whole(run, sizes, engine)
-            if in_slices:
-                slice_values = max(slice_bytes / element_size, _smallest_slice(run, sizes))
+            slice_values = max(slice_bytes / element_size, _smallest_slice(run, sizes))
+            if is_encoder and place == 0 and engine != "eager":
+                alive = _from_image(run, sizes, slice_values)
+            elif engine != "hopper" or (not is_encoder and place == len(runs) - 1 and len(run) > 1):
                 alive = min(alive, sizes[0].values + sizes[-1].values + SLICE_COPIES[engine] * slice_values)
             frames = sizes[-1]
         peak = max(peak, alive + remembered)  # what is to be remembered comes step by step
@@ -125,6 +127,16 @@ def _sizes(run: Sequence[Step], frames: Frames) -> list[Frames]:
             frames = Frames(count=frames.count * step.frames, pixels=frames.pixels * scale, channels=channels)
         sizes.append(frames)
     return sizes
+
+
+def _from_image(run: Sequence[Step], sizes: Sequence[Frames], slice_values: float) -> float:
+    """Values alive at once in an encoder's first run where the first convolution reads the image itself: its result,
+    the patches laid out for it, and what is pooled of it.
+    """
+    first = run[0]
+    assert isinstance(first, ConvStep)
+    outputs, inputs = first.weight.shape[:2]
+    return min(sizes[1].values, slice_values) * (1 + inputs / outputs) + sizes[-1].values
 
 
 def _smallest_slice(run: Sequence[Step], sizes: Sequence[Frames]) -> float:

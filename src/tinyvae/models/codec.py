@@ -64,13 +64,13 @@ class VideoCodec:
         self.check_frames(frames_NTCHW)
         if parallel:
             return self.encode(frames_NTCHW)
-        stream = StreamingEncoder(self, track_gradients=self.records_gradients and torch.is_grad_enabled())
+        track_gradients = self.records_gradients and torch.is_grad_enabled()
+        stream = StreamingEncoder(self, num_frames=frames_NTCHW.shape[1], track_gradients=track_gradients)
         size = (frames_NTCHW.shape[-2] // self.spec.space_factor, frames_NTCHW.shape[-1] // self.spec.space_factor)
         chunk = self.stream_chunk_latents("encoder", *size, num_videos=frames_NTCHW.shape[0])
         step = (chunk or 0) * self.spec.time_factor or 1
         steps = tqdm(frames_NTCHW.split(step, dim=1), desc="encode", unit="step", disable=not show_progress_bar)
-        chunks = [stream.push(part) for part in steps]
-        return torch.cat([*chunks, stream.flush()], dim=1)
+        return torch.cat([stream.push(part) for part in steps], dim=1)
 
     def decode_video(self, latents_NTCHW: Tensor, parallel: bool = True, show_progress_bar: bool = False) -> Tensor:
         """Frames NTCHW in [0, 1] of latents NTCHW, in the model's dtype; `spec.frames_from_latents` says how many.

@@ -29,6 +29,8 @@ from tinyvae.models.fold import (
 from tinyvae.models.folded_run import (
     as_bchw,
     as_bhwc,
+    copy_pixels,
+    dense,
     frames_per_slice,
     independent_steps,
     interleave_phases,
@@ -66,8 +68,7 @@ class CudnnStack:
 
     def run(self, frames_NTCHW: Tensor, memory: CudnnMemory | None) -> tuple[Tensor, CudnnMemory]:
         """One chunk of a video; frames NTCHW in, NTCHW out, and the memory for the next chunk."""
-        device = frames_NTCHW.device
-        with torch.autocast(device.type, enabled=False):  # weights and frames have one dtype already
+        with torch.autocast("cuda", enabled=False):  # weights and frames have one dtype already
             return self._run(frames_NTCHW, [None] * len(self._steps) if memory is None else memory)
 
     def _run(self, frames_NTCHW: Tensor, old: CudnnMemory) -> tuple[Tensor, CudnnMemory]:
@@ -179,7 +180,7 @@ def _simple_step(step: Step, x: Tensor) -> Tensor:
     made = _conv(x, step.weight, step.bias, relu=step.relu)
     if step.shuffle:
         rows = as_bhwc(made).unflatten(3, (2, 2, -1)).permute(0, 1, 3, 2, 4, 5)  # see _rows_of_patches_together
-        made = as_bchw(rows.flatten(3, 4).flatten(1, 2))
+        made = as_bchw(dense(rows).flatten(3, 4).flatten(1, 2))
     return spread_frames(made, step.frames)
 
 
@@ -199,11 +200,11 @@ def _super_mem_block(step: SuperMemStep, x: Tensor, past: Tensor | None, num_vid
     then = as_bhwc(F.conv2d(x, step.past_depth, padding=3, groups=channels)).unflatten(0, (num_videos, -1))
     last = then[:, -1:].clone()
     both = then.new_empty(*then.shape[:-1], 2 * channels)
-    both[:, 1:, ..., channels:] = then[:, :-1]
+    copy_pixels(both[:, 1:, ..., channels:], then[:, :-1])
     both[:, :1, ..., channels:] = 0 if past is None else past
     del then  # its memory is what the next results take
     both = both.flatten(0, 1)
-    both[..., :channels] = as_bhwc(F.conv2d(x, step.depth, padding=3, groups=channels))
+    copy_pixels(both[..., :channels], as_bhwc(F.conv2d(x, step.depth, padding=3, groups=channels)))
     wide = conv_relu(both.permute(0, 3, 1, 2), step.widen, step.widen_bias)
     del both
     out = as_bhwc(x).contiguous()

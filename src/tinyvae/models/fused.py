@@ -5,10 +5,9 @@
 - ``hopper``: own kernels, fp16 and bf16 on GPUs of compute capability 9.0 (H100, H200), base networks whose hidden
   channel counts are multiples of 64. Kernels are compiled once per process and tile height (four at most); frame
   count and frame size may change at every call without compiling again.
-- ``compiled``: `torch.compile` over torch's own operators, on other CUDA devices. A decoder's first frame size is
-  compiled as it is; from the second on the sizes are symbols, so there are a few compilations and not one per size. An
-  encoder is compiled for each size and length, eight at most (torch's own limit); further ones run eager.
-- ``eager``: torch's own operators, on CPUs and where no compiler is found.
+- ``cudnn``: cuDNN's fused convolutions, on other CUDA devices, in float32, for other widths and the super decoders.
+  Nothing is compiled, sizes and lengths may change freely.
+- ``eager``: torch's own operators, on CPUs and wherever the other two cannot run.
 
 `FusedTAEHV.engines` says what was chosen and why. The object follows the model's device and dtype at construction;
 for another one, move the model and call `fused()` again.
@@ -17,8 +16,6 @@ for another one, move the model and call `fused()` again.
 from __future__ import annotations
 
 import copy
-import importlib.util
-import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, get_args
@@ -97,7 +94,7 @@ class FusedTAEHV(VideoCodec):
                 slice_bytes=hopper_engine.FULL_SIZE_BYTES if engine == "hopper" else slice_bytes(self._device),
             )
 
-        return chunk_latents(bytes_of, few_cost_time=engine == "hopper")
+        return chunk_latents(bytes_of, few_cost_time=engine != "eager")
 
     def __repr__(self) -> str:
         chosen = ", ".join(f"{side}: {words}" for side, words in self.engines.items())
@@ -112,18 +109,7 @@ class FusedTAEHV(VideoCodec):
             return HopperStack(steps, patch_size=patch).run
         if engine == "cudnn":
             return CudnnStack(steps, patch_size=patch).run
-        laid_out = map_weights(steps, channels_last)
-        if engine == "eager":
-            return partial(_run_stack, side, laid_out, patch)  # which can be pickled
-
-        def encode(x_NTCHW: Tensor, memory: list[Tensor | None] | None) -> tuple[Tensor, list[Tensor | None]]:
-            return _run_stack("encoder", laid_out, patch, x_NTCHW, memory)
-
-        def decode(x_NTCHW: Tensor, memory: list[Tensor | None] | None) -> tuple[Tensor, list[Tensor | None]]:
-            return _run_stack("decoder", laid_out, patch, x_NTCHW, memory)
-
-        # Strided convolutions of symbolic sizes are an error in torch's compiler (2.13: "Invalid ranges [0:-1]").
-        return torch.compile(encode, dynamic=False) if side == "encoder" else torch.compile(decode)
+        return partial(_run_stack, side, map_weights(steps, channels_last), patch)  # which can be pickled
 
 
 def _run_stack(
@@ -144,37 +130,23 @@ def choose_engine(
     if wanted is not None and wanted not in get_args(Engine):
         names = ", ".join(get_args(Engine))
         raise UserError(f"engine={wanted!r} is not known; use one of {names}, or leave it out to have one chosen.")
-    no_hopper = why_not_hopper(steps, dtype, device)
-    no_compiler = why_not_compiled(device)
-    if wanted == "hopper" and no_hopper:
-        raise UserError(f"engine='hopper' cannot run here: {no_hopper}; leave engine out to have one chosen.")
-    if wanted == "compiled" and no_compiler and device.type == "cuda":
-        raise UserError(f"engine='compiled' cannot run here: {no_compiler}; leave engine out to have one chosen.")
-    no_cudnn = why_not_fused(dtype, device)
-    if wanted == "cudnn" and no_cudnn:
-        raise UserError(f"engine='cudnn' cannot run here: {no_cudnn}; leave engine out to have one chosen.")
+    reasons: dict[Engine, str | None] = {
+        "hopper": why_not_hopper(steps, dtype, device),
+        "cudnn": why_not_fused(dtype, device),
+        "eager": None,
+    }
     if wanted is not None:
+        if reasons[wanted]:
+            raise UserError(
+                f"engine={wanted!r} cannot run here: {reasons[wanted]}; leave engine out to have one chosen."
+            )
         return wanted, "as asked"
-    if no_hopper is None:
+    said = dict.fromkeys(reason for reason in reasons.values() if reason)  # each reason once
+    if reasons["hopper"] is None:
         return "hopper", ""
-    if no_cudnn is None:
-        return "cudnn", no_hopper
-    if no_compiler is None:
-        return "compiled", no_hopper
-    return "eager", f"{no_hopper}; {no_compiler}" if device.type == "cuda" else no_compiler
-
-
-def why_not_compiled(device: torch.device) -> str | None:
-    """None where `torch.compile` pays and can run, else the reason in words."""
-    if device.type == "cpu":
-        return "on a CPU the library's own kernels are as fast"
-    if device.type != "cuda":
-        return f"torch.compile is not tried on {device.type}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
-        return "no C compiler was found, which torch.compile needs"
-    return None
+    if reasons["cudnn"] is None:
+        return "cudnn", reasons["hopper"]
+    return "eager", "; ".join(said)
 
 
 def folded_copy(layers: torch.nn.Sequential) -> list[Step]:

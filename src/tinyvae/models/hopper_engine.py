@@ -176,6 +176,7 @@ class HopperStack:
         for start in range(0, frames, group):
             full = self._first_conv(image_BCHW[start : start + group], pool.stride)
             made = _library_conv(full, pool.weight, None, stride=2)
+            del full  # before the next one is made
             out[start // pool.stride : start // pool.stride + made.shape[0]] = made
         return out
 

@@ -188,58 +188,86 @@ class StreamingDecoder(_Stream):
 
 
 class StreamingEncoder(_Stream):
-    """Frames in, latents out, as they come; `flush` repeats the last frame to fill the last latent.
+    """Frames in, latents out, as they come; at the end the last frame is repeated to fill the last latent.
 
+    ``num_frames`` is the length of the whole stream, where it is known: the push that brings the last frame then fills
+    the last latent itself, which saves a run; otherwise `flush` does.
     Gradients are not recorded unless ``track_gradients``: a graph would grow with the stream. A long push runs in
     chunks of ``chunk_latents`` latents' worth of frames (default: the codec's own choice); the frames of a latent that
     is not complete then wait for the others, because whole latents run fastest. A plain network runs what it is given.
     """
 
-    def __init__(self, codec: VideoCodec, *, track_gradients: bool = False, chunk_latents: int | None = None) -> None:
+    def __init__(
+        self,
+        codec: VideoCodec,
+        *,
+        num_frames: int | None = None,
+        track_gradients: bool = False,
+        chunk_latents: int | None = None,
+    ) -> None:
         super().__init__(codec, track_gradients=track_gradients, chunk_latents=chunk_latents)
+        check_count("num_frames", num_frames)
+        self._num_frames = num_frames
+        self._is_filled = False  # the last latent has its repeated frames
         self._last_frame: Tensor | None = None
         self._waiting: Tensor | None = None  # frames of a latent that is not complete
         self._held: list[Tensor] = []  # taeh3: latents that may turn out to be the last three
+        self._num_run = 0  # taeh3: frames that the network has seen
 
     def push(self, frames_NTCHW: Tensor) -> Tensor:
         """Latents NTCHW that these frames complete; T may be 0 while a latent waits for its frames."""
         self._codec.check_frames(frames_NTCHW, may_be_none=True)
+        count = frames_NTCHW.shape[1]
         self._accept(frames_NTCHW, unit="frames")
+        if self._num_frames is not None and self._count + count > self._num_frames:
+            raise UserError(f"num_frames={self._num_frames} was stated and more frames were pushed.")
         self._shape = (frames_NTCHW.shape[0], *frames_NTCHW.shape[2:])
-        if frames_NTCHW.shape[1] == 0:
+        if count == 0:
             return self._join([])
-        self._last_frame = frames_NTCHW[:, -1:].clone()
         with self._grad_mode():
-            return self._encode(frames_NTCHW)
+            if self._count + count == self._num_frames:
+                self._is_filled = True
+                return self._encode(frames_NTCHW, self._filling(frames_NTCHW[:, -1:], self._num_frames))
+            self._last_frame = frames_NTCHW[:, -1:].clone()
+            return self._encode(frames_NTCHW, None)
 
     def flush(self) -> Tensor:
-        """End the stream: the latents NTCHW that were still waiting for frames."""
+        """End the stream: the latents NTCHW that were still waiting for frames; checks ``num_frames``."""
         self._may_close(unit="frame")
+        if self._num_frames is not None and not self._is_filled:
+            raise UserError(f"num_frames={self._num_frames} was stated and only {self._count} were pushed.")
         self._closed = True
-        assert self._last_frame is not None
-        padding = self._codec.spec.padded_frames(self._count) - self._count
-        with self._grad_mode():
-            latents = self._join([])
-            if padding:
-                latents = self._encode(self._last_frame.expand(-1, padding, -1, -1, -1))
+        latents = self._join([])
+        if not self._is_filled:
+            assert self._last_frame is not None
+            filling = self._filling(self._last_frame, self._count)
+            with self._grad_mode():
+                latents = latents if filling is None else self._encode(filling, None)
         self._memory, self._held, self._last_frame, self._waiting = None, [], None, None
         return latents
 
-    def _encode(self, frames_NTCHW: Tensor) -> Tensor:
-        if self._codec.spec.frame_rule == "chunked":
-            return self._encode_by_chunks(frames_NTCHW)
+    def _filling(self, last_N1CHW: Tensor, num_frames: int) -> Tensor | None:
+        """The frames to repeat behind a video of so many; None if it is whole."""
+        missing = self._codec.spec.padded_frames(num_frames) - num_frames
+        return last_N1CHW.expand(-1, missing, -1, -1, -1) if missing else None
+
+    def _encode(self, frames_NTCHW: Tensor, filling_NTCHW: Tensor | None) -> Tensor:
         ready: list[Tensor] = []
         self._count += frames_NTCHW.shape[1]
-        for part in self._parts_to_run(frames_NTCHW):
+        if self._codec.spec.frame_rule == "chunked":
+            for part in (frames_NTCHW, filling_NTCHW):
+                ready += [] if part is None else self._encode_by_chunks(self._of_whole_latents(part))
+            return self._join(ready)
+        for part in self._parts_to_run(frames_NTCHW, filling_NTCHW):
             latents, self._memory = self._codec.encode_chunk(part.to(self._codec.dtype), self._memory)
             ready.append(latents)
         return self._join(ready)
 
-    def _parts_to_run(self, frames_NTCHW: Tensor) -> Iterator[Tensor]:
-        """The frames that wait and these in chunks of whole latents; what is left waits."""
+    def _parts_to_run(self, frames_NTCHW: Tensor, filling_NTCHW: Tensor | None) -> Iterator[Tensor]:
+        """The frames that wait and these in chunks of whole latents; what is left waits, or is filled up."""
         unit, chunk = self._codec.spec.time_factor, self._chunk_of(frames_NTCHW)
         if chunk is None:
-            yield frames_NTCHW
+            yield frames_NTCHW if filling_NTCHW is None else torch.cat([frames_NTCHW, filling_NTCHW], dim=1)
             return
         while frames_NTCHW.shape[1]:
             waiting = self._waiting
@@ -247,17 +275,31 @@ class StreamingEncoder(_Stream):
             part, frames_NTCHW = frames_NTCHW[:, :room], frames_NTCHW[:, room:]
             if waiting is not None:
                 part = torch.cat([waiting, part.to(waiting.dtype)], dim=1)
+            if filling_NTCHW is not None and not frames_NTCHW.shape[1]:
+                part = torch.cat([part, filling_NTCHW.to(part.dtype)], dim=1)
             whole = part.shape[1] // unit * unit
             rest = part[:, whole:]
             self._waiting = rest.to(self._codec.dtype, copy=True) if rest.shape[1] else None
             if whole:
                 yield part[:, :whole]
 
-    def _encode_by_chunks(self, frames_NTCHW: Tensor) -> Tensor:
+    def _of_whole_latents(self, frames_NTCHW: Tensor) -> Tensor:
+        """taeh3: the frames that wait and these, without those of a latent that is not complete, which wait."""
+        if self._chunk_of(frames_NTCHW) is None:
+            return frames_NTCHW
+        if self._waiting is not None:
+            frames_NTCHW = torch.cat([self._waiting, frames_NTCHW.to(self._waiting.dtype)], dim=1)
+        place = (self._num_run + frames_NTCHW.shape[1]) % H3_CHUNK_FRAMES
+        rest = (place + H3_CHUNK_ZEROS) % self._codec.spec.time_factor if place else 0
+        whole = frames_NTCHW.shape[1] - rest
+        self._waiting = frames_NTCHW[:, whole:].to(self._codec.dtype, copy=True) if rest else None
+        return frames_NTCHW[:, :whole]
+
+    def _encode_by_chunks(self, frames_NTCHW: Tensor) -> list[Tensor]:
         """taeh3: every 17 frames start a video of their own; the last three latents of the whole are never given."""
         ready: list[Tensor] = []
         while frames_NTCHW.shape[1]:
-            place = self._count % H3_CHUNK_FRAMES
+            place = self._num_run % H3_CHUNK_FRAMES
             part = frames_NTCHW[:, : H3_CHUNK_FRAMES - place]
             frames_NTCHW = frames_NTCHW[:, part.shape[1] :]
             if place == 0:
@@ -270,40 +312,26 @@ class StreamingEncoder(_Stream):
             if made.shape[1]:
                 ready.append(made[:, :safe])
                 self._held.append(made[:, safe:].clone())
-            self._count += part.shape[1]
-        return self._join(ready)
+            self._num_run += part.shape[1]
+        return ready
 
     def _encode_within_chunk(self, part_NTCHW: Tensor, *, place: int) -> Tensor:
         """Latents that frames of a taeh3 chunk complete, from its frame ``place`` on; its zeros come before frame 0."""
         ready: list[Tensor] = []
+        chunk, unit = self._chunk_of(part_NTCHW), self._codec.spec.time_factor
+        zeros = 0 if place else H3_CHUNK_ZEROS
         while part_NTCHW.shape[1]:
-            zeros = 0 if place else H3_CHUNK_ZEROS
-            begun = 0 if zeros else place + H3_CHUNK_ZEROS
-            few = part_NTCHW[:, : self._run_at_once(part_NTCHW, begun=begun, zeros=zeros) - zeros]
-            part_NTCHW = part_NTCHW[:, few.shape[1] :]
-            place += few.shape[1]
+            room = part_NTCHW.shape[1] if chunk is None else chunk * unit - zeros
+            few, part_NTCHW = part_NTCHW[:, :room], part_NTCHW[:, room:]
             few = torch.nn.functional.pad(few.to(self._codec.dtype), (0, 0, 0, 0, 0, 0, zeros, 0))
             made, self._memory = self._codec.encode_chunk(few, self._memory)
             ready.append(made)
+            zeros = 0
         return self._join(ready)
 
     def _chunk_of(self, frames_NTCHW: Tensor) -> int | None:
         factor = self._codec.spec.space_factor
         return self._chunk("encoder", *(side // factor for side in frames_NTCHW.shape[-2:]))
-
-    def _run_at_once(self, frames_NTCHW: Tensor, *, begun: int, zeros: int) -> int:
-        """taeh3: how many of the next frames (and ``zeros`` before them) to run together; ``begun`` ran before them.
-
-        Whole latents run fastest: first complete a begun one, then take whole ones, then what is left.
-        """
-        spec = self._codec.spec
-        available = frames_NTCHW.shape[1] + zeros
-        missing = -begun % spec.time_factor
-        if missing:
-            return min(missing, available)
-        chunk = self._chunk_of(frames_NTCHW)
-        whole = available // spec.time_factor * spec.time_factor
-        return min(whole or available, available if chunk is None else chunk * spec.time_factor)
 
     def _join(self, parts: list[Tensor]) -> Tensor:
         filled = [part for part in parts if part.shape[1]]
