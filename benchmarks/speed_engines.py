@@ -3,8 +3,8 @@
     python benchmarks/speed_engines.py [--variant taehv] [--dtype fp16] [--sizes 480x720x49 240x360x17] [--output DIR]
 
 The sizes run one after another through the same codecs, so an engine meets each as a change of shape. ``first`` is the
-seconds of a codec's first call at that size, choosing kernels in it. After each size a stream of single latents must
-give the whole call's output, to rounding.
+seconds of a codec's first call at that size, choosing kernels in it; ``stream`` is the default chunk's. After each size
+a stream of single latents must give the whole call's output, to rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tinyvae import TAEHV
 from tinyvae.errors import UserError
-from tinyvae.evaluation.benchmark import peak_bytes, relative_error, time_alternating_ms
+from tinyvae.evaluation.benchmark import peak_bytes, relative_error, stream_through, time_alternating_ms
 from tinyvae.models.chunk_memory import Engine
 from tinyvae.models.codec import VideoCodec
 from tinyvae.models.fused import FusedTAEHV
@@ -67,6 +67,10 @@ def measure(
     torch.backends.cudnn.allow_tf32 = False  # in the reference
     reference = run(exact, part.to(exact.dtype))
     torch.backends.cudnn.allow_tf32 = tf32
+    streams: dict[str, Callable[[], object]] = {
+        name: partial(stream_through, codec, operation, video) for name, codec in codecs.items() if name != "plain"
+    }
+    stream_times = time_alternating_ms(streams, video.device, repeats=repeats, warmups=2)
     rows = {}
     for name, codec in codecs.items():
         rows[name] = {
@@ -76,6 +80,9 @@ def measure(
             "GiB": (peak_bytes(calls[name], video.device) or 0) / 2**30,
             "error": relative_error(run(codec, part), reference),
         }
+        if name in streams:
+            rows[name]["stream_ms"] = statistics.median(stream_times[name])
+            rows[name]["stream_GiB"] = (peak_bytes(streams[name], video.device) or 0) / 2**30
         print(
             f"  {operation} {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in rows[name].items()), flush=True
         )

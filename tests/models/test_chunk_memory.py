@@ -102,7 +102,8 @@ def test_chunks_of_a_long_push_take_no_more() -> None:
     codec = weightless("taehv")
     size = latent_size("taehv", 480, 720)
     beside = []
-    for num_latents in (14, 56):
+    chunk = codec.stream_chunk_latents("decoder", *size)
+    for num_latents in (3 * chunk, 9 * chunk):
         stream = StreamingDecoder(codec, num_latents=num_latents)
         latents = torch.empty(1, num_latents, 16, *size, device="meta", dtype=codec.dtype)
         with LiveMemory() as memory:

@@ -231,3 +231,23 @@ def test_chunk_of_a_taeh3_encoder_is_as_small_as_asked() -> None:
         latents = torch.cat([*parts, stream.flush()], dim=1)
         torch.testing.assert_close(latents, expected, atol=1e-5, rtol=1e-4)
         assert max(ran) == 4 * chunk
+
+
+def test_stream_whose_push_failed_is_refused() -> None:
+    """What it remembered is used up by then: going on would give wrong frames."""
+    codec = TAEHV("taehv", width=0.125).fused()
+    stream, run = StreamingDecoder(codec), codec.decode_chunk
+    latents = torch.randn(1, 1, 16, 2, 3)
+    stream.push(latents)
+
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    codec.decode_chunk = fail  # type: ignore[assignment]
+    with pytest.raises(torch.OutOfMemoryError):
+        stream.push(latents)
+    codec.decode_chunk = run  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="an earlier push of this stream failed"):
+        stream.push(latents)
+    with pytest.raises(UserError, match="an earlier push of this stream failed"):
+        stream.flush()

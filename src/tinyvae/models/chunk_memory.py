@@ -73,17 +73,20 @@ def chunk_bytes(
     if is_encoder:
         count = num_latents * spec.time_factor
         frames = Frames(count=count, pixels=64 * latent_pixels, channels=spec.image_channels)
-    # A push is perhaps of another precision; a taeh3 push is joined with frames that waited, and gets zeros before it.
-    cast = (3 if spec.frame_rule == "chunked" else 1) * frames.values if is_encoder else 0.0
-    peak, remembered = 0.0, 0.0
-    if is_encoder and engine == "eager":  # which lays the image out anew, twice if it has its patches on channels
-        peak = (2 if spec.patch_size > 1 else 1) * frames.values
+    # A taeh3 push is joined with frames that waited, and gets zeros before it.
+    peak, remembered, laid_out = 0.0, 0.0, 0.0
+    if is_encoder:
+        laid_out = 3 * frames.values if spec.frame_rule == "chunked" else 0.0
+        if engine == "eager":  # which casts the whole push, and lays it out anew
+            laid_out += frames.values
+            peak = frames.values
     runs = list(_runs(steps))
     for place, run in enumerate(runs):
         if isinstance(run[0], MemStep | SuperMemStep):
             copies = BLOCK_COPIES if isinstance(run[0], MemStep) else SUPER_BLOCK_COPIES[engine]
-            remembered += frames.values / frames.count
-            alive = copies * frames.values
+            one = frames.values / frames.count
+            remembered += one
+            alive = copies * frames.values + one  # this block's frame before, and the next one's
         else:
             sizes = _sizes(run, frames)
             alive = _whole(run, sizes, engine)
@@ -93,10 +96,11 @@ def chunk_bytes(
             elif engine != "hopper" or (not is_encoder and place == len(runs) - 1 and len(run) > 1):
                 alive = min(alive, sizes[0].values + sizes[-1].values + SLICE_COPIES[engine] * slice_values)
             frames = sizes[-1]
-        peak = max(peak, alive + remembered)  # what is to be remembered comes step by step
+        peak = max(peak, alive)
     results = 3 if spec.frame_rule == "chunked" else 2  # laid out, perhaps chosen from, and clamped
-    peak = max(peak, results * frames.values + remembered)
-    return round((peak + remembered + cast) * element_size)  # what was remembered is there to the end
+    peak = max(peak, results * frames.values)
+    # Of every block the frame before the chunk is there until it has run, then that for the next chunk.
+    return round((peak + remembered + laid_out) * element_size)
 
 
 def _runs(steps: Sequence[Step]) -> Iterator[list[Step]]:
@@ -131,12 +135,12 @@ def _sizes(run: Sequence[Step], frames: Frames) -> list[Frames]:
 
 def _from_image(run: Sequence[Step], sizes: Sequence[Frames], slice_values: float) -> float:
     """Values alive at once in an encoder's first run where the first convolution reads the image itself: its result,
-    the patches laid out for it, and what is pooled of it.
+    the image cast and its patches laid out for it, and what is pooled of it.
     """
     first = run[0]
     assert isinstance(first, ConvStep)
     outputs, inputs = first.weight.shape[:2]
-    return min(sizes[1].values, slice_values) * (1 + inputs / outputs) + sizes[-1].values
+    return min(sizes[1].values, slice_values) * (1 + 2 * inputs / outputs) + sizes[-1].values
 
 
 def _smallest_slice(run: Sequence[Step], sizes: Sequence[Frames]) -> float:

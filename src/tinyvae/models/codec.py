@@ -32,11 +32,17 @@ class VideoCodec:
     # a network provides these four
 
     def encode_chunk(self, frames_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
-        """Raw latents of the next frames of a video, and the memory for the chunk after; no padding, no drop."""
+        """Raw latents of the next frames of a video, and the memory for the chunk after; no padding, no drop.
+
+        Frames of any floating precision. A ``memory`` may be used up on the way, so that a long stream does not hold
+        two: to go on twice from one, pass a copy of the list.
+        """
         raise AssertionError("a network must implement encode_chunk")
 
     def decode_chunk(self, latents_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
-        """S raw frames for each of the next latents of a video, and the memory; no drop, no clamp."""
+        """S raw frames for each of the next latents of a video (in the model's dtype), and the memory; no drop, no
+        clamp. About ``memory`` see `encode_chunk`.
+        """
         raise AssertionError("a network must implement decode_chunk")
 
     @property
@@ -107,7 +113,7 @@ class VideoCodec:
         """`encode_video` for training: no range check."""
         num_frames = frames_NTCHW.shape[1]
         padding = self.spec.padded_frames(num_frames) - num_frames
-        frames = frames_NTCHW.to(self.dtype)
+        frames = frames_NTCHW
         if padding:
             frames = torch.cat([frames, frames[:, -1:].expand(-1, padding, -1, -1, -1)], dim=1)
         if self.spec.frame_rule != "chunked":

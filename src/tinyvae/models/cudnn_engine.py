@@ -60,6 +60,9 @@ class CudnnStack:
         self._steps = map_weights([_rows_of_patches_together(step) for step in steps], channels_last)
         self._patch_size = patch_size
         self._is_encoder = any(isinstance(step, PoolStep) for step in steps)
+        ends_at_image = self._steps[0 if self._is_encoder else -1]
+        assert isinstance(ends_at_image, ConvStep)
+        self._dtype = ends_at_image.weight.dtype
         self._over_time = {
             place: _two_frame_weight(step) for place, step in enumerate(self._steps) if isinstance(step, MemStep)
         }
@@ -67,13 +70,16 @@ class CudnnStack:
         self._image = None if self._is_encoder else _pack_image(self._steps[-1])
 
     def run(self, frames_NTCHW: Tensor, memory: CudnnMemory | None) -> tuple[Tensor, CudnnMemory]:
-        """One chunk of a video; frames NTCHW in, NTCHW out, and the memory for the next chunk."""
+        """One chunk of a video; frames NTCHW in, NTCHW out, and the memory for the next chunk.
+
+        An image may have another precision; ``memory`` is used up (see `VideoCodec.encode_chunk`).
+        """
         with torch.autocast("cuda", enabled=False):  # weights and frames have one dtype already
             return self._run(frames_NTCHW, [None] * len(self._steps) if memory is None else memory)
 
     def _run(self, frames_NTCHW: Tensor, old: CudnnMemory) -> tuple[Tensor, CudnnMemory]:
         num_videos = frames_NTCHW.shape[0]
-        new = list(old)
+        new: CudnnMemory = [None] * len(old)
         x = frames_NTCHW.flatten(0, 1)
         x = x.contiguous() if self._is_encoder else x.contiguous(memory_format=torch.channels_last)
         place = 0
@@ -87,25 +93,29 @@ class CudnnStack:
             if isinstance(step, PoolStep):
                 video, new[place] = _whole_groups(x.unflatten(0, (num_videos, -1)), old[place], step.stride)
                 if video.shape[1] == 0:
+                    new[place + 1 :] = old[place + 1 :]
                     return video, new
                 x = _pool(step, video.flatten(0, 1).contiguous(memory_format=torch.channels_last))
             elif isinstance(step, MemStep):
-                x, new[place] = self._mem_block(place, x, old[place], num_videos)
+                x, new[place] = self._mem_block(place, x, old, num_videos)
             else:
                 assert isinstance(step, SuperMemStep)
                 x, new[place] = _super_mem_block(step, x, old[place], num_videos)
+            old[place] = None
             place += 1
         return x.contiguous().unflatten(0, (num_videos, -1)), new
 
     # memory blocks
 
-    def _mem_block(self, place: int, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    def _mem_block(self, place: int, x: Tensor, memory: CudnnMemory, num_videos: int) -> tuple[Tensor, Tensor]:
         step = self._steps[place]
         assert isinstance(step, MemStep)
         channels = x.shape[1]
         last = x.unflatten(0, (num_videos, -1))[:, -1:].clone()
         bias = step.first_bias[:channels]
+        past, memory[place] = memory[place], None
         hidden = two_frame_conv_relu(x, self._over_time[place], bias, past_N1CHW=past, num_videos=num_videos)
+        del past
         deeper = conv_relu(hidden, step.second, step.second_bias)
         del hidden  # its memory is what the result takes
         return conv_relu(deeper, step.third, step.third_bias, residual=x), last
@@ -115,7 +125,7 @@ class CudnnStack:
     def _slice_by_slice(self, place: int, end: int, x: Tensor) -> Tensor:
         scale = self._patch_size if self._is_encoder and place == 0 else 1
         pixels = x.shape[2] // scale * (x.shape[3] // scale)
-        group = frames_per_slice(self._steps[place:end], pixels, x.element_size(), x.device)
+        group = frames_per_slice(self._steps[place:end], pixels, self._dtype.itemsize, x.device)
         if group >= x.shape[0]:
             return self._through(place, end, x)
         out: Tensor | None = None
@@ -138,7 +148,7 @@ class CudnnStack:
         if self._is_encoder and place == 0:
             pool = self._steps[1]
             stacked = pool.stride if end > 1 and isinstance(pool, PoolStep) else 1
-            x, place = self._first[stacked](x), 1
+            x, place = self._first[stacked](x.to(self._dtype)), 1
         if self._image is None or end < len(self._steps):
             return _through(self._steps[place:end], x)
         return self._to_image(_through(self._steps[place : end - 1], x))

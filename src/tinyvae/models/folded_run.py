@@ -39,10 +39,13 @@ def slice_bytes(device: torch.device) -> int:
 def run_steps(
     steps: Sequence[Step], frames_NTCHW: Tensor, memory: StepMemory | None = None, *, checkpointing: bool = False
 ) -> tuple[Tensor, StepMemory]:
-    """Run one chunk of a video; returns (output NTCHW, memory for the next chunk). See `blocks.run_layers`."""
+    """Run one chunk of a video; returns (output NTCHW, memory for the next chunk). See `blocks.run_layers`.
+
+    ``memory`` is used up.
+    """
     num_videos = frames_NTCHW.shape[0]
     old: StepMemory = [None] * len(steps) if memory is None else memory
-    new: StepMemory = list(old)
+    new: StepMemory = [None] * len(steps)
     recompute = checkpointing and torch.is_grad_enabled()
     x = frames_NTCHW.flatten(0, 1)
     stride = stacking_of_first(steps, frames_NTCHW, memory)
@@ -62,6 +65,7 @@ def run_steps(
         if isinstance(step, PoolStep) and x.shape[1] != step.weight.shape[1]:
             video, new[place] = _whole_groups(x.unflatten(0, (num_videos, -1)), old[place], step.stride)
             if video.shape[1] == 0:
+                new[place + 1 :] = old[place + 1 :]
                 return video, new
             x = video.flatten(0, 1)
         if isinstance(step, MemStep | SuperMemStep):
@@ -71,6 +75,7 @@ def run_steps(
                 x, new[place] = _any_mem_block(step, x, old[place], num_videos)
         else:
             x = checkpoint(_simple_step, step, x, use_reentrant=False) if recompute else _simple_step(step, x)
+        old[place] = None
         place += 1
     return x.unflatten(0, (num_videos, -1)), new
 

@@ -29,7 +29,7 @@ from tinyvae.models import hopper_engine
 from tinyvae.models.chunk_memory import Engine, chunk_bytes, chunk_latents
 from tinyvae.models.codec import CodecMemory, Side, VideoCodec
 from tinyvae.models.cudnn_engine import CudnnStack
-from tinyvae.models.fold import Step, channels_last, fold_layers, map_weights
+from tinyvae.models.fold import ConvStep, Step, channels_last, fold_layers, map_weights
 from tinyvae.models.folded_run import run_steps, slice_bytes
 from tinyvae.models.hopper_engine import HopperStack, why_not_hopper
 from tinyvae.models.library_conv import why_not_fused
@@ -94,7 +94,7 @@ class FusedTAEHV(VideoCodec):
                 slice_bytes=hopper_engine.FULL_SIZE_BYTES if engine == "hopper" else slice_bytes(self._device),
             )
 
-        return chunk_latents(bytes_of, few_cost_time=engine != "eager")
+        return chunk_latents(bytes_of, few_cost_time=engine == "hopper")
 
     def __repr__(self) -> str:
         chosen = ", ".join(f"{side}: {words}" for side, words in self.engines.items())
@@ -116,9 +116,12 @@ def _run_stack(
     side: Side, steps: list[Step], patch: int, x_NTCHW: Tensor, memory: list[Tensor | None] | None
 ) -> tuple[Tensor, list[Tensor | None]]:
     """A stack by torch's own operators, from or to pixels; at patch size 1 a shuffle would only be a copy."""
+    if side == "encoder":
+        first = steps[0]
+        assert isinstance(first, ConvStep)
+        x_NTCHW = x_NTCHW.to(first.weight.dtype)
     if side == "encoder" and patch > 1:
-        made, memory = run_steps(steps, F.pixel_unshuffle(x_NTCHW, patch), memory)
-        return made.contiguous(), memory
+        x_NTCHW = F.pixel_unshuffle(x_NTCHW, patch)
     made, memory = run_steps(steps, x_NTCHW, memory)
     return (F.pixel_shuffle(made, patch) if side == "decoder" and patch > 1 else made).contiguous(), memory
 

@@ -81,13 +81,17 @@ class HopperStack:
         self._steps = map_weights(steps, channels_last)
         self._patch_size = patch_size
         self._is_encoder = any(isinstance(step, PoolStep) for step in steps)
+        self._dtype = cast(ConvStep, steps[0] if self._is_encoder else steps[-1]).weight.dtype
         self._packed = [self._pack(place) for place in range(len(steps))]
 
     def run(self, frames_NTCHW: Tensor, memory: HopperMemory | None) -> tuple[Tensor, HopperMemory]:
-        """One chunk of a video; frames NTCHW in, NTCHW out, and the memory for the next chunk."""
+        """One chunk of a video; frames NTCHW in, NTCHW out, and the memory for the next chunk.
+
+        An image may have another precision; ``memory`` is used up (see `VideoCodec.encode_chunk`).
+        """
         num_videos = frames_NTCHW.shape[0]
         old: HopperMemory = [None] * len(self._steps) if memory is None else memory
-        new: HopperMemory = list(old)
+        new: HopperMemory = [None] * len(self._steps)
         with torch.cuda.device(frames_NTCHW.device):
             x, begin = self._enter(frames_NTCHW, old)
             for place in range(begin, len(self._steps)):
@@ -95,12 +99,13 @@ class HopperStack:
                 if isinstance(step, PoolStep):
                     x, new[place] = self._whole_groups(x, old[place], step, num_videos, self._is_stacked(place, old, x))
                     if x.shape[0] == 0:
-                        return frames_NTCHW.new_empty(num_videos, 0, 0, 0, 0), new
+                        new[place + 1 :] = old[place + 1 :]
+                        return x.new_empty(num_videos, 0, 0, 0, 0), new
                     x = _library_conv(x, step.weight, None, stride=2)
                 elif isinstance(step, MemStep):
                     new[place] = x.unflatten(0, (num_videos, -1))[:, -1].clone()
                     stacked = self._stacking_after(place, old, x.shape[0] // num_videos)
-                    x = self._mem_block(place, x, old[place], num_videos, stacked)
+                    x = self._mem_block(place, x, old, num_videos, stacked)
                 elif self._ends_in_image(place):
                     return self._grow_into_image(place, x).unflatten(0, (num_videos, -1)), new
                 elif isinstance(step, GrowStep):
@@ -161,6 +166,7 @@ class HopperStack:
 
     def _first_conv(self, image_BCHW: Tensor, stacked: int) -> Tensor:
         first = self._packed[0]
+        image_BCHW = image_BCHW.to(self._dtype)
         if isinstance(first, FirstWeights):
             return first_conv(image_BCHW, first, stacked=stacked)
         return cast(dict[int, PatchConv], first)[stacked](image_BCHW).permute(0, 2, 3, 1).contiguous()
@@ -169,10 +175,10 @@ class HopperStack:
         """The first two steps of an encoder, a few frames at a time."""
         frames, patch = image_BCHW.shape[0], self._patch_size
         height, width = image_BCHW.shape[2] // patch, image_BCHW.shape[3] // patch
-        full_bytes = height * width * pool.weight.shape[1] * image_BCHW.element_size()
+        full_bytes = height * width * pool.weight.shape[1] * self._dtype.itemsize
         group = max(1, FULL_SIZE_BYTES // full_bytes) * pool.stride
         shape = (frames // pool.stride, -(-height // 2), -(-width // 2), pool.weight.shape[0])
-        out = torch.empty(shape, dtype=image_BCHW.dtype, device=image_BCHW.device)
+        out = torch.empty(shape, dtype=self._dtype, device=image_BCHW.device)
         for start in range(0, frames, group):
             full = self._first_conv(image_BCHW[start : start + group], pool.stride)
             made = _library_conv(full, pool.weight, None, stride=2)
@@ -208,10 +214,11 @@ class HopperStack:
         groups = video[:, :whole].reshape(-1, step.stride, *x.shape[1:])
         return groups.permute(0, 2, 3, 1, 4).flatten(3), rest
 
-    def _mem_block(self, place: int, x: Tensor, past: Tensor | None, num_videos: int, stacked: int) -> Tensor:
+    def _mem_block(self, place: int, x: Tensor, memory: HopperMemory, num_videos: int, stacked: int) -> Tensor:
         weights = cast(_MemWeights, self._packed[place])
         frames, (_, height, width, channels) = x.shape[0] // num_videos, x.shape
-        hidden = conv_tiles(x, weights.first, frames_per_video=frames, past_NHWC=past, relu=True)
+        hidden = conv_tiles(x, weights.first, frames_per_video=frames, past_NHWC=memory[place], relu=True)
+        memory[place] = None
         if isinstance(weights.second, _LibraryWeights):
             deeper = _library_conv_relu(hidden, weights.second)
         else:

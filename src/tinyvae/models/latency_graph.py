@@ -42,7 +42,7 @@ class DecodeGraph:
             self._memory = [torch.zeros_like(part) if isinstance(part, Tensor) else None for part in memory]
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
-                self._frames, after = codec.decode_chunk(self._latent, self._memory)
+                self._frames, after = codec.decode_chunk(self._latent, list(self._memory))
                 assert isinstance(after, list)
                 for kept, new in zip(self._memory, after, strict=True):
                     if kept is not None:

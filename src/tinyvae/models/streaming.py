@@ -11,7 +11,7 @@ when the next chunk begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -24,6 +24,7 @@ from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_LATENTS, H3_CHUNK_
 if TYPE_CHECKING:
     from tinyvae.models.codec import CodecMemory, VideoCodec
 
+    ChunkRun = Callable[[Tensor, CodecMemory | None], tuple[Tensor, CodecMemory]]
 
 Side = Literal["encoder", "decoder"]
 
@@ -64,9 +65,18 @@ class _Stream:
         self._memory: CodecMemory | None = None
         self._shape: tuple[int, ...] | None = None  # N C H W of the first push
         self._count = 0  # frames or latents pushed so far
-        self._closed = False
+        self._closed = self._failed = False
+
+    def _run(self, run: ChunkRun, x_NTCHW: Tensor) -> Tensor:
+        """The next chunk. What is remembered is used up by the run, so a stream whose run failed cannot go on."""
+        self._failed = True
+        made, self._memory = run(x_NTCHW, self._memory)
+        self._failed = False
+        return made
 
     def _accept(self, x_NTCHW: Tensor, *, unit: str) -> None:
+        if self._failed:
+            raise UserError("an earlier push of this stream failed; make a new object and push the video again.")
         if self._closed:
             raise UserError("this stream has been flushed; make a new object for the next video.")
         shape = (x_NTCHW.shape[0], *x_NTCHW.shape[2:])
@@ -77,6 +87,8 @@ class _Stream:
             )
 
     def _may_close(self, *, unit: str) -> None:
+        if self._failed:
+            raise UserError("an earlier push of this stream failed; make a new object and push the video again.")
         if self._closed:
             raise UserError("this stream has been flushed already; make a new object for the next video.")
         if self._count == 0:
@@ -163,7 +175,7 @@ class StreamingDecoder(_Stream):
                 self._graph = self._graph or DecodeGraph(codec, latents_NTCHW)
                 raw = self._graph.step(latents_NTCHW)
             else:
-                raw, self._memory = codec.decode_chunk(latents_NTCHW, self._memory)
+                raw = self._run(codec.decode_chunk, latents_NTCHW)
             first_index = self._count * (raw.shape[1] // count)
             kept = keep_frames(raw, first_index=first_index, num_latents=self._num_latents or 1, spec=codec.spec)
             frames = kept.clamp(0, 1)
@@ -259,8 +271,7 @@ class StreamingEncoder(_Stream):
                 ready += [] if part is None else self._encode_by_chunks(self._of_whole_latents(part))
             return self._join(ready)
         for part in self._parts_to_run(frames_NTCHW, filling_NTCHW):
-            latents, self._memory = self._codec.encode_chunk(part.to(self._codec.dtype), self._memory)
-            ready.append(latents)
+            ready.append(self._run(self._codec.encode_chunk, part))
         return self._join(ready)
 
     def _parts_to_run(self, frames_NTCHW: Tensor, filling_NTCHW: Tensor | None) -> Iterator[Tensor]:
@@ -323,9 +334,8 @@ class StreamingEncoder(_Stream):
         while part_NTCHW.shape[1]:
             room = part_NTCHW.shape[1] if chunk is None else chunk * unit - zeros
             few, part_NTCHW = part_NTCHW[:, :room], part_NTCHW[:, room:]
-            few = torch.nn.functional.pad(few.to(self._codec.dtype), (0, 0, 0, 0, 0, 0, zeros, 0))
-            made, self._memory = self._codec.encode_chunk(few, self._memory)
-            ready.append(made)
+            few = torch.nn.functional.pad(few, (0, 0, 0, 0, 0, 0, zeros, 0))
+            ready.append(self._run(self._codec.encode_chunk, few))
             zeros = 0
         return self._join(ready)
 

@@ -54,7 +54,7 @@ class TAEHV(VideoCodec, nn.Module):
 
     def encode_chunk(self, frames_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
         assert memory is None or isinstance(memory, list)
-        patches = F.pixel_unshuffle(frames_NTCHW, self.spec.patch_size)
+        patches = F.pixel_unshuffle(frames_NTCHW.to(self.dtype), self.spec.patch_size)
         return self._run(self.encoder, patches, memory)
 
     def decode_chunk(self, latents_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
