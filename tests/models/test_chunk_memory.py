@@ -13,7 +13,7 @@ from live_memory import LiveMemory
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
 from tinyvae.models import fused
 from tinyvae.models.chunk_memory import FEW_LATENTS, STREAM_BYTES, Engine, chunk_bytes, chunk_latents
-from tinyvae.models.folded_run import slice_bytes
+from tinyvae.models.folded_run import SLICE_BYTES, slice_bytes
 from tinyvae.models.fused import FusedTAEHV, folded_copy
 from tinyvae.models.hopper_engine import FULL_SIZE_BYTES
 from tinyvae.models.streaming import Side
@@ -55,6 +55,9 @@ def live_bytes(codec: FusedTAEHV, side: Side, num_latents: int, size: tuple[int,
     with LiveMemory() as memory:
         for _ in range(3):
             stream.push(video)
+        if side == "encoder":  # frames that wait, and a push that is joined with them
+            stream.push(video[:, :1])
+            stream.push(video)
     return memory.peak
 
 
@@ -78,7 +81,7 @@ def test_count_is_what_is_alive(variant: str, side: Side, engine: Engine) -> Non
                 slice_bytes=slice_bytes(codec.device),
             )
             # A taeh3 encoder never runs more than its 20 frames.
-            most = math.inf if codec.spec.frame_rule == "chunked" and side == "encoder" else 1.25
+            most = math.inf if codec.spec.frame_rule == "chunked" and side == "encoder" else 1.3
             assert 0.85 < counted / alive < most, (dtype, num_latents, alive / GIB, counted / GIB)
 
 
@@ -113,27 +116,34 @@ def test_chunks_of_a_long_push_take_no_more() -> None:
 
 
 MEASURED_GIB = [
-    # side, engine, latents, size, peak of a call that begins a stream; benchmarks/results/2026-11-15-speed.md
-    ("taehv", "decoder", "hopper", 7, (480, 720), 0.49),
+    # side, engine, latents, size, peak of a whole-video call (the encoders' with a copy of the image, to fill the last
+    # latent) or of a stream; benchmarks/results/2026-11-15-speed.md
     ("taehv", "decoder", "hopper", 8, (480, 720), 0.55),
     ("taehv", "decoder", "hopper", 13, (480, 720), 0.86),
-    ("taehv", "decoder", "hopper", 4, (720, 1280), 0.95),
+    ("taehv", "decoder", "hopper", 49, (480, 720), 3.08),
+    ("taehv", "decoder", "hopper", 1, (480, 720), 0.25),
+    ("taehv", "decoder", "hopper", 4, (720, 1280), 0.80),
     ("taehv", "decoder", "hopper", 16, (720, 1280), 2.78),
-    ("taehv", "decoder", "hopper", 1, (480, 720), 0.30),
-    ("taehv", "decoder", "hopper", 1, (720, 1280), 0.58),
-    ("taehv", "encoder", "hopper", 8, (480, 720), 0.53),
+    ("taehv", "decoder", "hopper", 1, (720, 1280), 0.44),
     ("taehv", "encoder", "hopper", 13, (480, 720), 0.93),
-    ("taehv", "encoder", "hopper", 4, (720, 1280), 0.86),
+    ("taehv", "encoder", "hopper", 49, (480, 720), 3.44),
     ("taehv", "encoder", "hopper", 16, (720, 1280), 3.05),
     ("taew2_2", "decoder", "hopper", 13, (480, 720), 0.37),
-    ("taew2_2", "decoder", "hopper", 1, (480, 720), 0.08),
+    ("taew2_2", "decoder", "hopper", 29, (480, 720), 0.57),
+    ("taew2_2", "decoder", "hopper", 49, (480, 720), 0.83),
+    ("taew2_2", "decoder", "hopper", 1, (480, 720), 0.07),
+    ("taew2_2", "encoder", "hopper", 13, (480, 720), 0.41),
+    ("taew2_2", "encoder", "hopper", 49, (480, 720), 1.14),
     ("taeltx_2", "decoder", "hopper", 7, (480, 736), 0.28),
-    ("taehv", "decoder", "cudnn", 13, (480, 720), 0.87),
-    ("taehv", "encoder", "cudnn", 13, (480, 720), 0.95),
-    ("taew2_2", "encoder", "cudnn", 13, (480, 720), 0.41),
+    ("taeltx_2", "decoder", "hopper", 18, (480, 736), 0.56),
+    ("taeltx_2", "encoder", "hopper", 25, (480, 736), 0.81),
+    ("taehv", "decoder", "cudnn", 49, (480, 720), 3.09),
+    ("taehv", "encoder", "cudnn", 49, (480, 720), 3.45),
+    ("taehv", "decoder", "cudnn", 8, (480, 720), 0.57),
     ("taew2_2_super", "decoder", "cudnn", 13, (480, 720), 0.97),
-    ("taew2_2_super", "decoder", "cudnn", 5, (480, 720), 0.42),
-    ("taew2_2_super", "decoder", "cudnn", 1, (480, 720), 0.13),
+    ("taew2_2_super", "decoder", "cudnn", 49, (480, 720), 3.56),
+    ("taew2_2_super", "decoder", "cudnn", 7, (480, 720), 0.54),
+    ("taew2_2_super", "decoder", "cudnn", 1, (480, 720), 0.11),
 ]
 
 
@@ -150,10 +160,11 @@ def test_count_is_what_a_gpu_showed(
         num_latents=num_latents,
         latent_pixels=height * width,
         element_size=2,
-        slice_bytes=FULL_SIZE_BYTES,
+        slice_bytes=FULL_SIZE_BYTES if engine == "hopper" else SLICE_BYTES,
     )
-    # Not counted there: what is remembered twice, and frames of another precision.
-    assert -0.11 < counted / GIB / measured - 1 < 0.19
+    if side == "encoder":
+        counted += num_latents * model.spec.time_factor * 3 * size[0] * size[1] * 2
+    assert abs(counted / GIB / measured - 1) < 0.15
 
 
 def test_number_of_latents() -> None:

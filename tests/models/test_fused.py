@@ -100,16 +100,16 @@ def test_encoder_stream_runs_whole_latents(monkeypatch: pytest.MonkeyPatch) -> N
     frames = torch.rand(1, 49, 3, 8, 16)
     expected = fused.encode(frames)
     for num_frames, sizes, runs in (
-        (None, [28, 21], [28, 20, 4]),
-        (49, [28, 21], [28, 24]),  # the end is known: no run for the last frame alone
-        (49, [49], [28, 24]),
-        (None, [3, 30, 16], [28, 4, 16, 4]),
-        (49, [3, 30, 16], [28, 4, 20]),
+        (None, [32, 17], [32, 16, 4]),
+        (49, [32, 17], [32, 20]),  # the end is known: no run for the last frame alone
+        (49, [49], [32, 20]),
+        (None, [3, 30, 16], [20, 12, 16, 4]),  # what is joined with frames that waited is copied: not a whole chunk
+        (49, [3, 30, 16], [20, 12, 20]),
         (None, [1] * 49, [4] * 13),
         (49, [1] * 49, [4] * 13),
     ):
         lengths.clear()
-        stream = StreamingEncoder(fused, num_frames=num_frames, chunk_latents=7)
+        stream = StreamingEncoder(fused, num_frames=num_frames, chunk_latents=8)
         parts = [stream.push(part.double()) for part in frames.split(sizes, dim=1)]
         latents = torch.cat([*parts, stream.flush()], 1)
         assert lengths == runs

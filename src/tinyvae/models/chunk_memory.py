@@ -17,7 +17,7 @@ from tinyvae.models.variants import VariantSpec
 
 Engine = Literal["hopper", "cudnn", "eager"]
 
-STREAM_BYTES = 600 * 2**20
+STREAM_BYTES = 608 * 2**20
 """What a chunk may take beside its input."""
 MOST_LATENTS = 4096
 FEW_LATENTS = 4
@@ -54,6 +54,11 @@ def chunk_latents(bytes_of: Callable[[int], int], *, few_cost_time: bool) -> int
     return max(1, fits)
 
 
+def joined_latents(chunk_latents: int) -> int:
+    """How many latents of a chunk may be joined of several pushes, which copies their frames."""
+    return max(1, 2 * chunk_latents // 3)
+
+
 def chunk_bytes(
     steps: Sequence[Step],
     spec: VariantSpec,
@@ -68,14 +73,35 @@ def chunk_bytes(
 
     ``slice_bytes``: what the widest frames of a slice take, where frames between two memory blocks run in slices.
     """
+
+    def values(count: int) -> float:
+        return _values_alive(steps, spec, engine, count, latent_pixels, slice_bytes / element_size)
+
+    alive = values(num_latents)
+    if any(isinstance(step, PoolStep) for step in steps):
+        joined = joined_latents(num_latents)
+        image = joined * spec.time_factor * 64 * latent_pixels * spec.image_channels
+        alive = max(alive, values(joined) + image)
+    return round(alive * element_size)
+
+
+def _values_alive(
+    steps: Sequence[Step],
+    spec: VariantSpec,
+    engine: Engine,
+    num_latents: int,
+    latent_pixels: int,
+    slice_size: float,
+) -> float:
+    """`chunk_bytes` in values, of a chunk that is not joined."""
     is_encoder = any(isinstance(step, PoolStep) for step in steps)
     frames = Frames(count=num_latents, pixels=latent_pixels, channels=spec.latent_channels)
     if is_encoder:
         count = num_latents * spec.time_factor
         frames = Frames(count=count, pixels=64 * latent_pixels, channels=spec.image_channels)
-    # A taeh3 push is joined with frames that waited, and gets zeros before it.
     peak, remembered, laid_out = 0.0, 0.0, 0.0
     if is_encoder:
+        # A taeh3 push is joined with frames that waited, and gets zeros before it.
         laid_out = 3 * frames.values if spec.frame_rule == "chunked" else 0.0
         if engine == "eager":  # which casts the whole push, and lays it out anew
             laid_out += frames.values
@@ -90,9 +116,9 @@ def chunk_bytes(
         else:
             sizes = _sizes(run, frames)
             alive = _whole(run, sizes, engine)
-            slice_values = max(slice_bytes / element_size, _smallest_slice(run, sizes))
+            slice_values = max(slice_size, _smallest_slice(run, sizes))
             if is_encoder and place == 0 and engine != "eager":
-                alive = _from_image(run, sizes, slice_values)
+                alive = _from_image(run, sizes, slice_values, engine)
             elif engine != "hopper" or (not is_encoder and place == len(runs) - 1 and len(run) > 1):
                 alive = min(alive, sizes[0].values + sizes[-1].values + SLICE_COPIES[engine] * slice_values)
             frames = sizes[-1]
@@ -100,7 +126,7 @@ def chunk_bytes(
     results = 3 if spec.frame_rule == "chunked" else 2  # laid out, perhaps chosen from, and clamped
     peak = max(peak, results * frames.values)
     # Of every block the frame before the chunk is there until it has run, then that for the next chunk.
-    return round((peak + remembered + laid_out) * element_size)
+    return peak + remembered + laid_out
 
 
 def _runs(steps: Sequence[Step]) -> Iterator[list[Step]]:
@@ -133,14 +159,17 @@ def _sizes(run: Sequence[Step], frames: Frames) -> list[Frames]:
     return sizes
 
 
-def _from_image(run: Sequence[Step], sizes: Sequence[Frames], slice_values: float) -> float:
+def _from_image(run: Sequence[Step], sizes: Sequence[Frames], slice_values: float, engine: Engine) -> float:
     """Values alive at once in an encoder's first run where the first convolution reads the image itself: its result,
     the image cast and its patches laid out for it, and what is pooled of it.
     """
     first = run[0]
     assert isinstance(first, ConvStep)
     outputs, inputs = first.weight.shape[:2]
-    return min(sizes[1].values, slice_values) * (1 + 2 * inputs / outputs) + sizes[-1].values
+    with_image = 1 + 2 * inputs / outputs
+    if engine == "hopper":  # whose slices are cut for all three together
+        return min(sizes[1].values * with_image, slice_values) + sizes[-1].values
+    return min(sizes[1].values, slice_values) * with_image + sizes[-1].values
 
 
 def _smallest_slice(run: Sequence[Step], sizes: Sequence[Frames]) -> float:

@@ -175,7 +175,9 @@ class HopperStack:
         """The first two steps of an encoder, a few frames at a time."""
         frames, patch = image_BCHW.shape[0], self._patch_size
         height, width = image_BCHW.shape[2] // patch, image_BCHW.shape[3] // patch
-        full_bytes = height * width * pool.weight.shape[1] * self._dtype.itemsize
+        # Beside its full-size frames a slice has its image cast and laid out in patches.
+        channels = pool.weight.shape[1] + 2 * pool.stride * 3 * patch**2
+        full_bytes = height * width * channels * self._dtype.itemsize
         group = max(1, FULL_SIZE_BYTES // full_bytes) * pool.stride
         shape = (frames // pool.stride, -(-height // 2), -(-width // 2), pool.weight.shape[0])
         out = torch.empty(shape, dtype=self._dtype, device=image_BCHW.device)

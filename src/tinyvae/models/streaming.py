@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tinyvae.errors import UserError
+from tinyvae.models.chunk_memory import joined_latents
 from tinyvae.models.latency_graph import DecodeGraph
 from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_LATENTS, H3_CHUNK_ZEROS, H3_DROPPED_LATENTS
 
@@ -199,6 +200,34 @@ class StreamingDecoder(_Stream):
         return latents_NTCHW.new_empty(n, 0, 3, h * scale, w * scale, dtype=self._codec.dtype)
 
 
+def chunk_lengths(num_latents: int, chunk: int, *, joined_first: bool, joined_last: bool) -> list[int]:
+    """How many latents to run at a time: a chunk, or fewer where frames must be joined of several tensors."""
+    joined = joined_latents(chunk)
+    first = min(joined, num_latents) if joined_first else 0
+    last = min(joined, num_latents - first) if joined_last else 0
+    between = num_latents - first - last
+    lengths = [first, *[chunk] * (between // chunk), between % chunk, last]
+    return [length for length in lengths if length]
+
+
+def _cut_out(pieces: list[Tensor], start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """Frames ``start`` to ``stop`` of pieces NTCHW that follow each other; copied only where they lie in several."""
+    parts, place = [], 0
+    for piece in pieces:
+        part = piece[:, max(0, start - place) : max(0, stop - place)]
+        place += piece.shape[1]
+        parts += [part] if part.shape[1] else []
+    if len(parts) == 1:
+        return parts[0]
+    if any(part.requires_grad for part in parts):
+        return torch.cat([part.to(dtype) for part in parts], dim=1)
+    whole, place = parts[0].new_empty(parts[0].shape[0], stop - start, *parts[0].shape[2:], dtype=dtype), 0
+    for part in parts:
+        whole[:, place : place + part.shape[1]] = part
+        place += part.shape[1]
+    return whole
+
+
 class StreamingEncoder(_Stream):
     """Frames in, latents out, as they come; at the end the last frame is repeated to fill the last latent.
 
@@ -276,23 +305,17 @@ class StreamingEncoder(_Stream):
 
     def _parts_to_run(self, frames_NTCHW: Tensor, filling_NTCHW: Tensor | None) -> Iterator[Tensor]:
         """The frames that wait and these in chunks of whole latents; what is left waits, or is filled up."""
-        unit, chunk = self._codec.spec.time_factor, self._chunk_of(frames_NTCHW)
+        unit, chunk, dtype = self._codec.spec.time_factor, self._chunk_of(frames_NTCHW), self._codec.dtype
+        pieces = [piece for piece in (self._waiting, frames_NTCHW, filling_NTCHW) if piece is not None]
         if chunk is None:
-            yield frames_NTCHW if filling_NTCHW is None else torch.cat([frames_NTCHW, filling_NTCHW], dim=1)
+            yield _cut_out(pieces, 0, sum(piece.shape[1] for piece in pieces), dtype)
             return
-        while frames_NTCHW.shape[1]:
-            waiting = self._waiting
-            room = chunk * unit - (0 if waiting is None else waiting.shape[1])
-            part, frames_NTCHW = frames_NTCHW[:, :room], frames_NTCHW[:, room:]
-            if waiting is not None:
-                part = torch.cat([waiting, part.to(waiting.dtype)], dim=1)
-            if filling_NTCHW is not None and not frames_NTCHW.shape[1]:
-                part = torch.cat([part, filling_NTCHW.to(part.dtype)], dim=1)
-            whole = part.shape[1] // unit * unit
-            rest = part[:, whole:]
-            self._waiting = rest.to(self._codec.dtype, copy=True) if rest.shape[1] else None
-            if whole:
-                yield part[:, :whole]
+        total, start = sum(piece.shape[1] for piece in pieces), 0
+        has_waiting, has_filling = self._waiting is not None, filling_NTCHW is not None
+        for latents in chunk_lengths(total // unit, chunk, joined_first=has_waiting, joined_last=has_filling):
+            yield _cut_out(pieces, start, start + latents * unit, dtype)
+            start += latents * unit
+        self._waiting = _cut_out(pieces, start, total, dtype).to(dtype, copy=True) if start < total else None
 
     def _of_whole_latents(self, frames_NTCHW: Tensor) -> Tensor:
         """taeh3: the frames that wait and these, without those of a latent that is not complete, which wait."""
