@@ -37,7 +37,14 @@ from tinyvae.models.folded_run import (
     spread_frames,
     stack_frames,
 )
-from tinyvae.models.library_conv import CHANNEL_MULTIPLE, PatchConv, conv_relu, two_frame_conv_relu, write_image
+from tinyvae.models.library_conv import (
+    CHANNEL_MULTIPLE,
+    PatchConv,
+    conv_relu,
+    no_bias,
+    two_frame_conv_relu,
+    write_image,
+)
 
 CudnnMemory = list[Tensor | None]
 """One entry per step: the last frame N1CHW of a memory block (N1HWC of a super block), the frames NTCHW that wait to be
@@ -63,6 +70,8 @@ class CudnnStack:
         ends_at_image = self._steps[0 if self._is_encoder else -1]
         assert isinstance(ends_at_image, ConvStep)
         self._dtype = ends_at_image.weight.dtype
+        most = max(step.weight.shape[0] for step in self._steps if isinstance(step, ConvStep | GrowStep))
+        self._zeros = ends_at_image.weight.new_zeros(most)  # for cuDNN, which wants a bias
         self._over_time = {
             place: _two_frame_weight(step) for place, step in enumerate(self._steps) if isinstance(step, MemStep)
         }
@@ -128,17 +137,15 @@ class CudnnStack:
         group = frames_per_slice(self._steps[place:end], pixels, self._dtype.itemsize, x.device)
         if group >= x.shape[0]:
             return self._through(place, end, x)
+        ends_in_image = self._image is not None and end == len(self._steps)
         out: Tensor | None = None
         done = 0
         for part in x.split(group):
             made = self._through(place, end, part)
             if out is None:
                 total = made.shape[0] * x.shape[0] // part.shape[0]
-                is_image = self._image is not None and end == len(self._steps)
-                out = torch.empty_like(
-                    made[:1].expand(total, -1, -1, -1),
-                    memory_format=torch.contiguous_format if is_image else torch.channels_last,
-                )
+                layout = torch.contiguous_format if ends_in_image else torch.channels_last
+                out = torch.empty_like(made[:1].expand(total, -1, -1, -1), memory_format=layout)
             out[done : done + made.shape[0]] = made
             done += made.shape[0]
         assert out is not None
@@ -149,9 +156,31 @@ class CudnnStack:
             pool = self._steps[1]
             stacked = pool.stride if end > 1 and isinstance(pool, PoolStep) else 1
             x, place = self._first[stacked](x.to(self._dtype)), 1
-        if self._image is None or end < len(self._steps):
-            return _through(self._steps[place:end], x)
-        return self._to_image(_through(self._steps[place : end - 1], x))
+        ends_in_image = self._image is not None and end == len(self._steps)
+        for step in self._steps[place : end - ends_in_image]:
+            x = self._simple_step(step, x)
+        return self._to_image(x) if ends_in_image else x
+
+    def _simple_step(self, step: Step, x: Tensor) -> Tensor:
+        """A step without a past: (N·T)CHW -> (N·T')C'H'W'."""
+        if isinstance(step, SoftClampStep):
+            return torch.tanh(x / 3) * 3
+        if isinstance(step, PoolStep):
+            return _pool(step, x)
+        if isinstance(step, GrowStep):
+            phases = self._conv(x, step.weight, None, relu=step.relu)
+            return interleave_phases(phases, step.frames, x.shape[2], x.shape[3])
+        assert isinstance(step, ConvStep)
+        made = self._conv(x, step.weight, step.bias, relu=step.relu)
+        if step.shuffle:
+            rows = as_bhwc(made).unflatten(3, (2, 2, -1)).permute(0, 1, 3, 2, 4, 5)  # see _rows_of_patches_together
+            made = as_bchw(dense(rows).flatten(3, 4).flatten(1, 2))
+        return spread_frames(made, step.frames)
+
+    def _conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool) -> Tensor:
+        if not relu:
+            return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
+        return conv_relu(x, weight, self._zeros[: weight.shape[0]] if bias is None else bias)
 
     def _to_image(self, x: Tensor) -> Tensor:
         assert self._image is not None
@@ -171,35 +200,6 @@ class CudnnStack:
         }
 
 
-def _through(steps: Sequence[Step], x: Tensor) -> Tensor:
-    for step in steps:
-        x = _simple_step(step, x)
-    return x
-
-
-def _simple_step(step: Step, x: Tensor) -> Tensor:
-    """A step without a past: (N·T)CHW -> (N·T')C'H'W'."""
-    if isinstance(step, SoftClampStep):
-        return torch.tanh(x / 3) * 3
-    if isinstance(step, PoolStep):
-        return _pool(step, x)
-    if isinstance(step, GrowStep):
-        phases = _conv(x, step.weight, None, relu=step.relu)
-        return interleave_phases(phases, step.frames, x.shape[2], x.shape[3])
-    assert isinstance(step, ConvStep)
-    made = _conv(x, step.weight, step.bias, relu=step.relu)
-    if step.shuffle:
-        rows = as_bhwc(made).unflatten(3, (2, 2, -1)).permute(0, 1, 3, 2, 4, 5)  # see _rows_of_patches_together
-        made = as_bchw(dense(rows).flatten(3, 4).flatten(1, 2))
-    return spread_frames(made, step.frames)
-
-
-def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool) -> Tensor:
-    if not relu:
-        return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
-    return conv_relu(x, weight, weight.new_zeros(weight.shape[0]) if bias is None else bias)
-
-
 def _pool(step: PoolStep, x: Tensor) -> Tensor:
     return F.conv2d(stack_frames(x, step), step.weight, stride=2, padding=1)
 
@@ -207,19 +207,26 @@ def _pool(step: PoolStep, x: Tensor) -> Tensor:
 def _super_mem_block(step: SuperMemStep, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
     """Writes its result over ``x``."""
     channels = x.shape[1]
-    then = as_bhwc(F.conv2d(x, step.past_depth, padding=3, groups=channels)).unflatten(0, (num_videos, -1))
+    then = as_bhwc(_depthwise(x, step.past_depth)).unflatten(0, (num_videos, -1))
     last = then[:, -1:].clone()
     both = then.new_empty(*then.shape[:-1], 2 * channels)
     copy_pixels(both[:, 1:, ..., channels:], then[:, :-1])
     both[:, :1, ..., channels:] = 0 if past is None else past
     del then  # its memory is what the next results take
     both = both.flatten(0, 1)
-    copy_pixels(both[..., :channels], as_bhwc(F.conv2d(x, step.depth, padding=3, groups=channels)))
+    copy_pixels(both[..., :channels], as_bhwc(_depthwise(x, step.depth)))
     wide = conv_relu(both.permute(0, 3, 1, 2), step.widen, step.widen_bias)
     del both
     out = as_bhwc(x).contiguous()
     out.view(-1, channels).addmm_(as_bhwc(wide).reshape(-1, wide.shape[1]), step.narrow.flatten(1).T)
     return out.permute(0, 3, 1, 2), last
+
+
+def _depthwise(x: Tensor, weight: Tensor) -> Tensor:
+    """cuDNN's fast kernel is for eight frames and more: with seven each takes three times as long (H200, cuDNN 9)."""
+    frames, fast = x.shape[0], 8
+    filled = F.pad(x, (0, 0, 0, 0, 0, 0, 0, fast - frames)) if 3 <= frames < fast else x
+    return F.conv2d(filled, weight, padding=3, groups=x.shape[1])[:frames]
 
 
 def _two_frame_weight(step: MemStep) -> Tensor:

@@ -251,9 +251,10 @@ def interleave_phases(phases_BCHW: Tensor, frames: int, height: int, width: int)
     """The 2x2 phases of a `GrowStep` on their pixels: (B·frames)C(2H)(2W), channels_last."""
     phases = as_bhwc(phases_BCHW).unflatten(3, (2, 2, frames, -1))
     grown = phases.new_empty(phases.shape[0], frames, 2 * height, 2 * width, phases.shape[-1])
+    target, source = in_words(grown, phases)
     for i in (0, 1):
         for j in (0, 1):
-            copy_pixels(grown[:, :, i::2, j::2], phases[:, i : i + height, j : j + width, i, j].movedim(3, 1))
+            target[:, :, i::2, j::2] = source[:, i : i + height, j : j + width, i, j].movedim(3, 1)
     return grown.flatten(0, 1).permute(0, 3, 1, 2)
 
 
@@ -267,10 +268,16 @@ def dense(x: Tensor) -> Tensor:
 
 
 def copy_pixels(target: Tensor, source: Tensor) -> None:
-    """Copy what has its channels last, in words of 16 bytes where they fit: a GPU moves strided data value by value."""
-    if _fits_words(target) and _fits_words(source):
-        target, source = target.view(WORD), source.view(WORD)
+    """Copy what has its channels last."""
+    target, source = in_words(target, source)
     target.copy_(source)
+
+
+def in_words(*tensors: Tensor) -> list[Tensor]:
+    """Tensors with their channels last as words of 16 bytes, where all fit: a GPU moves strided data value by value,
+    in words three times as fast.
+    """
+    return [x.view(WORD) for x in tensors] if all(_fits_words(x) for x in tensors) else list(tensors)
 
 
 def _fits_words(x: Tensor) -> bool:
