@@ -82,13 +82,16 @@ def test_count_is_what_is_alive(variant: str, side: Side, engine: Engine) -> Non
             )
             # A taeh3 encoder never runs more than its 20 frames.
             most = math.inf if codec.spec.frame_rule == "chunked" and side == "encoder" else 1.3
-            assert 0.85 < counted / alive < most, (dtype, num_latents, alive / GIB, counted / GIB)
+            least = 0.75 if num_latents == 1 else 0.85
+            assert least < counted / alive < most, (dtype, num_latents, alive / GIB, counted / GIB)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("engine", ["eager", "cudnn"])
 def test_default_chunk_takes_half_a_gigabyte(variant: str, engine: Engine) -> None:
-    """At 480x720; in float32 one latent of a patch-1 decoder is a little more. Two more would be near the limit."""
+    """At 480x720; in float32 one latent of a patch-1 decoder is a little more, and so are narrow networks in the eager
+    engine with a GPU's slices. Two more would be near the limit.
+    """
     for width in (1.0, 0.25):
         for dtype, limit in ((torch.float16, 0.6), (torch.float32, 0.615)):
             codec = weightless(variant, dtype, width, engine)
@@ -96,7 +99,7 @@ def test_default_chunk_takes_half_a_gigabyte(variant: str, engine: Engine) -> No
             for side in ("decoder", "encoder"):
                 chunk = codec.stream_chunk_latents(side, *size)
                 alive = live_bytes(codec, side, chunk, size)
-                assert alive < limit * GIB, (dtype, width, side, chunk, alive / GIB)
+                assert alive < (limit if width == 1 else 0.62) * GIB, (dtype, width, side, chunk, alive / GIB)
                 if not (codec.spec.frame_rule == "chunked" and side == "encoder"):
                     assert live_bytes(codec, side, chunk + 2, size) > 0.45 * GIB, (dtype, width, side, chunk)
 

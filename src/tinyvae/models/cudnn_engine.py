@@ -41,7 +41,6 @@ from tinyvae.models.library_conv import (
     CHANNEL_MULTIPLE,
     PatchConv,
     conv_relu,
-    no_bias,
     two_frame_conv_relu,
     write_image,
 )
@@ -135,17 +134,17 @@ class CudnnStack:
         scale = self._patch_size if self._is_encoder and place == 0 else 1
         pixels = x.shape[2] // scale * (x.shape[3] // scale)
         group = frames_per_slice(self._steps[place:end], pixels, self._dtype.itemsize, x.device)
+        if self._image is not None and end == len(self._steps):
+            return self._into_image(place, x, group)
         if group >= x.shape[0]:
             return self._through(place, end, x)
-        ends_in_image = self._image is not None and end == len(self._steps)
         out: Tensor | None = None
         done = 0
         for part in x.split(group):
             made = self._through(place, end, part)
             if out is None:
                 total = made.shape[0] * x.shape[0] // part.shape[0]
-                layout = torch.contiguous_format if ends_in_image else torch.channels_last
-                out = torch.empty_like(made[:1].expand(total, -1, -1, -1), memory_format=layout)
+                out = torch.empty_like(made[:1].expand(total, -1, -1, -1), memory_format=torch.channels_last)
             out[done : done + made.shape[0]] = made
             done += made.shape[0]
         assert out is not None
@@ -156,10 +155,29 @@ class CudnnStack:
             pool = self._steps[1]
             stacked = pool.stride if end > 1 and isinstance(pool, PoolStep) else 1
             x, place = self._first[stacked](x.to(self._dtype)), 1
-        ends_in_image = self._image is not None and end == len(self._steps)
-        for step in self._steps[place : end - ends_in_image]:
+        for step in self._steps[place:end]:
             x = self._simple_step(step, x)
-        return self._to_image(x) if ends_in_image else x
+        return x
+
+    def _into_image(self, place: int, x: Tensor, group: int) -> Tensor:
+        """The last steps of a decoder; the image (N·T)3HW is written slice by slice."""
+        assert self._image is not None
+        image, patch = self._image, self._patch_size
+        out: Tensor | None = None
+        done = 0
+        for part in x.split(group):
+            last = self._through(place, len(self._steps) - 1, part)
+            made = F.conv2d(last, image.weight, padding=1)
+            del last
+            frames = made.shape[0] * image.frames
+            if out is None:
+                total = frames * x.shape[0] // part.shape[0]
+                out = x.new_empty(total, 3, made.shape[2] * patch, made.shape[3] * patch)
+            write_image(made, image.bias, patch, image.frames, out[done : done + frames])
+            done += frames
+            del made  # before the next one is made
+        assert out is not None
+        return out
 
     def _simple_step(self, step: Step, x: Tensor) -> Tensor:
         """A step without a past: (N·T)CHW -> (N·T')C'H'W'."""
