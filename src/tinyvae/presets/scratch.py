@@ -1,7 +1,7 @@
 """Train from nothing on any folder of clips, without a teacher.
 
 Command:   tinyvae train scratch --data_root FOLDER
-Hardware:  one GPU with 24 GB (made for an H100 or H200), 8 CPU cores.
+Hardware:  one GPU with 8 GB (3.2 GiB seen; made for an H100 or H200), 8 CPU cores.
 Data:      any folder of videos of at least 128x128 pixels and 12 frames.
 Expect:    31.6 dB after about four minutes of steps on an H200 (clips of 128x128 to 1280x720; a minute of compilation
            before them); the curve, and what was tried and lost, are in docs/results.md.
