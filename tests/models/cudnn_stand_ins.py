@@ -40,6 +40,8 @@ def conv_add_relu(
     groups: int,
 ) -> Tensor:
     assert dilation == (1, 1) and groups == 1 and x.dtype == weight.dtype == bias.dtype == z.dtype
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert z.shape == (x.shape[0], weight.shape[0], *x.shape[2:])
     if x.is_meta:
         return _shape_alone(x, weight, padding, torch.channels_last)
     made = F.conv2d(x, weight, bias, stride=tuple(stride), padding=tuple(padding))

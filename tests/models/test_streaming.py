@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
 from tinyvae.errors import UserError
+from tinyvae.models import streaming
 
 # fp64: the parallel and the chunked pass may use convolution kernels that round differently; at this tolerance
 # a wrong or missing frame of memory (errors around 1e-2) cannot hide.
@@ -233,21 +234,68 @@ def test_chunk_of_a_taeh3_encoder_is_as_small_as_asked() -> None:
         assert max(ran) == 4 * chunk
 
 
-def test_stream_whose_push_failed_is_refused() -> None:
+def refuses_to_go_on(stream: StreamingDecoder | StreamingEncoder, video: Tensor) -> None:
+    with pytest.raises(UserError, match="an earlier push of this stream failed"):
+        stream.push(video)
+    with pytest.raises(UserError, match="an earlier push of this stream failed"):
+        stream.flush()
+
+
+@pytest.mark.parametrize("what_fails", ["the run", "the clamp behind it"])
+def test_decoder_whose_push_failed_is_refused(what_fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it remembered is used up by then: going on would give wrong frames."""
     codec = TAEHV("taehv", width=0.125).fused()
-    stream, run = StreamingDecoder(codec), codec.decode_chunk
+    stream = StreamingDecoder(codec)
     latents = torch.randn(1, 1, 16, 2, 3)
     stream.push(latents)
 
     def fail(*arguments: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    codec.decode_chunk = fail  # type: ignore[assignment]
-    with pytest.raises(torch.OutOfMemoryError):
-        stream.push(latents)
-    codec.decode_chunk = run  # type: ignore[method-assign]
-    with pytest.raises(UserError, match="an earlier push of this stream failed"):
-        stream.push(latents)
-    with pytest.raises(UserError, match="an earlier push of this stream failed"):
-        stream.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(*((codec, "decode_chunk") if what_fails == "the run" else (Tensor, "clamp")), fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            stream.push(latents)
+    refuses_to_go_on(stream, latents)
+
+
+def test_encoder_whose_push_failed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a chunk could not even be joined: those before it have run."""
+    stream = StreamingEncoder(TAEHV("taehv", width=0.125).fused(), num_frames=21)
+    frames = torch.rand(1, 21, 3, 8, 16)
+    stream.push(frames[:, :3])
+
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming, "_cut_out", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            stream.push(frames[:, 3:])
+    refuses_to_go_on(stream, frames[:, 3:])
+
+
+@pytest.mark.parametrize("variant", ["taehv", "taeh3"])
+@torch.no_grad()
+def test_caller_may_use_the_buffer_of_a_push_again(variant: str) -> None:
+    codec = TAEHV(variant, width=0.125).fused()
+    size = codec.spec.space_factor
+    frames = torch.rand(1, 25, 3, size, size)
+    stream, buffer, latents = StreamingEncoder(codec), torch.empty(1, 3, 3, size, size), []
+    for part in frames.split([3, 1, 2, 3, 3, 1, 3, 3, 3, 3], dim=1):
+        here = buffer[:, : part.shape[1]].copy_(part)
+        latents.append(stream.push(here))
+        buffer.fill_(0.5)
+    latents.append(stream.flush())
+    torch.testing.assert_close(torch.cat(latents, dim=1), codec.encode_video(frames), atol=1e-5, rtol=1e-5)
+
+
+def test_used_memory_is_no_fresh_start() -> None:
+    codec = TAEHV("taehv", width=0.125).fused()
+    latents = torch.randn(1, 1, 16, 2, 3)
+    _, memory = codec.decode_chunk(latents, None)
+    assert isinstance(memory, list)
+    once = codec.decode_chunk(latents, list(memory))[0]
+    assert torch.equal(codec.decode_chunk(latents, memory)[0], once)
+    with pytest.raises(AssertionError, match="this memory has been used"):
+        codec.decode_chunk(latents, memory)

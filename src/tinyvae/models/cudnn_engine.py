@@ -200,15 +200,6 @@ class CudnnStack:
             return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
         return conv_relu(x, weight, self._zeros[: weight.shape[0]] if bias is None else bias)
 
-    def _to_image(self, x: Tensor) -> Tensor:
-        assert self._image is not None
-        image, patch = self._image, self._patch_size
-        made = F.conv2d(x, image.weight, padding=1)
-        shape = (x.shape[0] * image.frames, 3, x.shape[2] * patch, x.shape[3] * patch)
-        out = torch.empty(shape, dtype=x.dtype, device=x.device)
-        write_image(made, image.bias, patch, image.frames, out)
-        return out
-
     def _pack_first(self) -> dict[int, PatchConv]:
         """The first convolution frame by frame, and with frames side by side for the pooling behind it."""
         step, pool = self._steps[0], self._steps[1]

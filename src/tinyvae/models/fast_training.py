@@ -22,4 +22,5 @@ def run_folded_layers(
     # by autocast like any other weight.
     with autocast(frames_NTCHW.device.type, enabled=False):
         steps = fold_layers(layers)
-    return run_steps(steps, frames_NTCHW, memory, checkpointing=checkpointing)
+    # A copy of the list, because run_steps uses it up and the plain layers, which this stands for, do not.
+    return run_steps(steps, frames_NTCHW, None if memory is None else list(memory), checkpointing=checkpointing)

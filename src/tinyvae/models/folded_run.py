@@ -2,7 +2,7 @@
 
 Frames travel as (N·T)CHW in channels_last memory. What a step remembers between two chunks is smaller than in the
 plain network: a memory block keeps the *convolved* last frame (the part of its sum that the next frame needs), a
-pooling step the frames that wait for partners. The same code serves inference (eager or compiled) and training.
+pooling step the frames that wait for partners. The same code serves inference and training (eager or compiled).
 """
 
 from __future__ import annotations
@@ -283,7 +283,8 @@ def in_words(*tensors: Tensor) -> list[Tensor]:
 def _fits_words(x: Tensor) -> bool:
     values = WORD.itemsize // x.element_size()
     lengths = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
-    return x.stride(-1) == 1 and all(length % values == 0 for length in lengths)
+    knows_words = x.device.type in ("cpu", "cuda", "meta")  # not every device has so wide a type
+    return knows_words and x.stride(-1) == 1 and all(length % values == 0 for length in lengths)
 
 
 def _any_mem_block(

@@ -56,14 +56,22 @@ class FusedTAEHV(VideoCodec):
             self._decode = self._build("decoder", folded_copy(model.decoder), engine)
 
     def encode_chunk(self, frames_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
-        assert memory is None or isinstance(memory, list)
-        with torch.no_grad():
-            return self._encode(frames_NTCHW, memory)
+        return self._run("encoder", self._encode, frames_NTCHW, memory)
 
     def decode_chunk(self, latents_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
-        assert memory is None or isinstance(memory, list)
+        return self._run("decoder", self._decode, latents_NTCHW, memory)
+
+    def _run(
+        self, side: Side, run: ChunkFunction, x_NTCHW: Tensor, memory: CodecMemory | None
+    ) -> tuple[Tensor, CodecMemory]:
+        assert memory is None or (isinstance(memory, list) and len(memory) == len(self._stacks[side][1])), (
+            "this memory has been used; pass a copy of the list to go on twice from one"
+        )
         with torch.no_grad():
-            return self._decode(latents_NTCHW, memory)
+            made = run(x_NTCHW, memory)
+        if memory is not None:
+            memory.clear()  # so that nobody takes what is left of it for a fresh start
+        return made
 
     @property
     def dtype(self) -> torch.dtype:

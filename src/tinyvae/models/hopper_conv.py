@@ -75,7 +75,7 @@ def conv_tiles(
     output frames side by side into a pixel's channels, as a pooling step wants them.
     """
     frames, height, width, channels = x_BHWC.shape
-    assert channels == weights.channels_in and x_BHWC.is_contiguous()
+    assert channels == weights.channels_in and x_BHWC.is_contiguous() and x_BHWC.dtype == weights.packed.dtype
     scale = 2 if weights.taps == 4 else 1
     shape = (
         frames * weights.grown // stacked,

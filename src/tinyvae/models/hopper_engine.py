@@ -92,12 +92,13 @@ class HopperStack:
         num_videos = frames_NTCHW.shape[0]
         old: HopperMemory = [None] * len(self._steps) if memory is None else memory
         new: HopperMemory = [None] * len(self._steps)
-        with torch.cuda.device(frames_NTCHW.device):
+        # Weights and frames have one dtype already.
+        with torch.cuda.device(frames_NTCHW.device), torch.autocast("cuda", enabled=False):
             x, begin = self._enter(frames_NTCHW, old)
             for place in range(begin, len(self._steps)):
                 step = self._steps[place]
                 if isinstance(step, PoolStep):
-                    x, new[place] = self._whole_groups(x, old[place], step, num_videos, self._is_stacked(place, old, x))
+                    x, new[place] = self._whole_groups(x, old[place], step, num_videos)
                     if x.shape[0] == 0:
                         new[place + 1 :] = old[place + 1 :]
                         return x.new_empty(num_videos, 0, 0, 0, 0), new
@@ -198,15 +199,11 @@ class HopperStack:
             return 1
         return following.stride
 
-    def _is_stacked(self, place: int, memory: HopperMemory, x: Tensor) -> bool:
-        step = cast(PoolStep, self._steps[place])
-        return x.shape[3] == step.weight.shape[1]
-
     def _whole_groups(
-        self, x: Tensor, waiting: Tensor | None, step: PoolStep, num_videos: int, is_stacked: bool
+        self, x: Tensor, waiting: Tensor | None, step: PoolStep, num_videos: int
     ) -> tuple[Tensor, Tensor | None]:
-        """(frames grouped on channels, the frames N·rest HWC that wait for partners)."""
-        if is_stacked:
+        """(frames grouped on channels, the frames N·rest HWC that wait for partners); what comes grouped stays."""
+        if x.shape[3] == step.weight.shape[1]:
             return x, None
         video = x.unflatten(0, (num_videos, -1))
         if waiting is not None:

@@ -35,6 +35,8 @@ def why_not_fused(dtype: torch.dtype, device: torch.device) -> str | None:
         conv_relu(x, weight, bias, residual=x)
         conv_relu(x, weight, bias)
         two_frame_conv_relu(x, over_time, bias, past_N1CHW=None, num_videos=1)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:  # cuDNN says so when it has no kernel for this card and dtype
         return f"cuDNN's fused convolutions do not run in {dtype} on this card ({str(error).splitlines()[0]})"
     return None

@@ -12,6 +12,7 @@ when the next chunk begins.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -68,11 +69,16 @@ class _Stream:
         self._count = 0  # frames or latents pushed so far
         self._closed = self._failed = False
 
-    def _run(self, run: ChunkRun, x_NTCHW: Tensor) -> Tensor:
-        """The next chunk. What is remembered is used up by the run, so a stream whose run failed cannot go on."""
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Around what changes the stream. A run uses up what is remembered, so a stream that failed cannot go on."""
         self._failed = True
-        made, self._memory = run(x_NTCHW, self._memory)
+        with torch.set_grad_enabled(self._track_gradients):
+            yield
         self._failed = False
+
+    def _run(self, run: ChunkRun, x_NTCHW: Tensor) -> Tensor:
+        made, self._memory = run(x_NTCHW, self._memory)
         return made
 
     def _accept(self, x_NTCHW: Tensor, *, unit: str) -> None:
@@ -100,9 +106,6 @@ class _Stream:
         assert self._shape is not None, "a chunk before the first push"
         choice = self._codec.stream_chunk_latents
         return self._chunk_latents or choice(side, latent_height, latent_width, num_videos=self._shape[0])
-
-    def _grad_mode(self) -> torch.set_grad_enabled:
-        return torch.set_grad_enabled(self._track_gradients)
 
 
 def check_count(name: str, value: int | None) -> None:
@@ -157,7 +160,8 @@ class StreamingDecoder(_Stream):
             return self._no_frames(latents_NTCHW)
         step = 1 if self._low_latency else self._chunk("decoder", *latents_NTCHW.shape[-2:])
         total = self._frames_of(count)
-        return joined((self._decode(part) for part in latents_NTCHW.split(step or count, dim=1)), total)
+        with self._working():
+            return joined((self._decode(part) for part in latents_NTCHW.split(step or count, dim=1)), total)
 
     def _frames_of(self, count: int) -> int:
         """How many frames the next ``count`` latents make."""
@@ -170,18 +174,16 @@ class StreamingDecoder(_Stream):
         from tinyvae.models.codec import keep_frames
 
         codec, count = self._codec, latents_NTCHW.shape[1]
-        with self._grad_mode():
-            latents_NTCHW = latents_NTCHW.to(codec.dtype)
-            if self._low_latency:
-                self._graph = self._graph or DecodeGraph(codec, latents_NTCHW)
-                raw = self._graph.step(latents_NTCHW)
-            else:
-                raw = self._run(codec.decode_chunk, latents_NTCHW)
-            first_index = self._count * (raw.shape[1] // count)
-            kept = keep_frames(raw, first_index=first_index, num_latents=self._num_latents or 1, spec=codec.spec)
-            frames = kept.clamp(0, 1)
+        latents_NTCHW = latents_NTCHW.to(codec.dtype)
+        if self._low_latency:
+            self._graph = self._graph or DecodeGraph(codec, latents_NTCHW)
+            raw = self._graph.step(latents_NTCHW)
+        else:
+            raw = self._run(codec.decode_chunk, latents_NTCHW)
+        first_index = self._count * (raw.shape[1] // count)
+        kept = keep_frames(raw, first_index=first_index, num_latents=self._num_latents or 1, spec=codec.spec)
         self._count += count
-        return frames
+        return kept.clamp(0, 1)
 
     def flush(self) -> Tensor:
         """End the stream. A decoder holds no frame back, so this returns T = 0 frames; it checks ``num_latents``."""
@@ -202,9 +204,9 @@ class StreamingDecoder(_Stream):
 
 def chunk_lengths(num_latents: int, chunk: int, *, joined_first: bool, joined_last: bool) -> list[int]:
     """How many latents to run at a time: a chunk, or fewer where frames must be joined of several tensors."""
-    joined = joined_latents(chunk)
-    first = min(joined, num_latents) if joined_first else 0
-    last = min(joined, num_latents - first) if joined_last else 0
+    most = joined_latents(chunk)
+    first = min(most, num_latents) if joined_first else 0
+    last = min(most, num_latents - first) if joined_last else 0
     between = num_latents - first - last
     lengths = [first, *[chunk] * (between // chunk), between % chunk, last]
     return [length for length in lengths if length]
@@ -232,7 +234,7 @@ class StreamingEncoder(_Stream):
     """Frames in, latents out, as they come; at the end the last frame is repeated to fill the last latent.
 
     ``num_frames`` is the length of the whole stream, where it is known: the push that brings the last frame then fills
-    the last latent itself, which saves a run; otherwise `flush` does.
+    the last latent itself, which can save a run; otherwise `flush` does.
     Gradients are not recorded unless ``track_gradients``: a graph would grow with the stream. A long push runs in
     chunks of ``chunk_latents`` latents' worth of frames (default: the codec's own choice); the frames of a latent that
     is not complete then wait for the others, because whole latents run fastest. A plain network runs what it is given.
@@ -265,11 +267,12 @@ class StreamingEncoder(_Stream):
         self._shape = (frames_NTCHW.shape[0], *frames_NTCHW.shape[2:])
         if count == 0:
             return self._join([])
-        with self._grad_mode():
+        with self._working():
             if self._count + count == self._num_frames:
                 self._is_filled = True
                 return self._encode(frames_NTCHW, self._filling(frames_NTCHW[:, -1:], self._num_frames))
-            self._last_frame = frames_NTCHW[:, -1:].clone()
+            if self._num_frames is None:
+                self._last_frame = frames_NTCHW[:, -1:].clone()
             return self._encode(frames_NTCHW, None)
 
     def flush(self) -> Tensor:
@@ -282,7 +285,7 @@ class StreamingEncoder(_Stream):
         if not self._is_filled:
             assert self._last_frame is not None
             filling = self._filling(self._last_frame, self._count)
-            with self._grad_mode():
+            with self._working():
                 latents = latents if filling is None else self._encode(filling, None)
         self._memory, self._held, self._last_frame, self._waiting = None, [], None, None
         return latents
@@ -296,9 +299,7 @@ class StreamingEncoder(_Stream):
         ready: list[Tensor] = []
         self._count += frames_NTCHW.shape[1]
         if self._codec.spec.frame_rule == "chunked":
-            for part in (frames_NTCHW, filling_NTCHW):
-                ready += [] if part is None else self._encode_by_chunks(self._of_whole_latents(part))
-            return self._join(ready)
+            return self._join(self._encode_by_chunks(self._of_whole_latents(frames_NTCHW, filling_NTCHW)))
         for part in self._parts_to_run(frames_NTCHW, filling_NTCHW):
             ready.append(self._run(self._codec.encode_chunk, part))
         return self._join(ready)
@@ -317,17 +318,16 @@ class StreamingEncoder(_Stream):
             start += latents * unit
         self._waiting = _cut_out(pieces, start, total, dtype).to(dtype, copy=True) if start < total else None
 
-    def _of_whole_latents(self, frames_NTCHW: Tensor) -> Tensor:
+    def _of_whole_latents(self, frames_NTCHW: Tensor, filling_NTCHW: Tensor | None) -> Tensor:
         """taeh3: the frames that wait and these, without those of a latent that is not complete, which wait."""
-        if self._chunk_of(frames_NTCHW) is None:
-            return frames_NTCHW
-        if self._waiting is not None:
-            frames_NTCHW = torch.cat([self._waiting, frames_NTCHW.to(self._waiting.dtype)], dim=1)
-        place = (self._num_run + frames_NTCHW.shape[1]) % H3_CHUNK_FRAMES
+        pieces = [piece for piece in (self._waiting, frames_NTCHW, filling_NTCHW) if piece is not None]
+        total, dtype = sum(piece.shape[1] for piece in pieces), self._codec.dtype
+        place = (self._num_run + total) % H3_CHUNK_FRAMES
         rest = (place + H3_CHUNK_ZEROS) % self._codec.spec.time_factor if place else 0
-        whole = frames_NTCHW.shape[1] - rest
-        self._waiting = frames_NTCHW[:, whole:].to(self._codec.dtype, copy=True) if rest else None
-        return frames_NTCHW[:, :whole]
+        if self._chunk_of(frames_NTCHW) is None:
+            rest = 0
+        self._waiting = _cut_out(pieces, total - rest, total, dtype).to(dtype, copy=True) if rest else None
+        return _cut_out(pieces, 0, total - rest, dtype) if rest < total else frames_NTCHW[:, :0]
 
     def _encode_by_chunks(self, frames_NTCHW: Tensor) -> list[Tensor]:
         """taeh3: every 17 frames start a video of their own; the last three latents of the whole are never given."""
