@@ -12,6 +12,7 @@ from torch import Tensor
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
 from tinyvae.errors import UserError
 from tinyvae.models import folded_run
+from tinyvae.models import fused as fused_module
 from tinyvae.models.fold import ConvStep, PoolStep, fold_layers, split_phases
 from tinyvae.models.fused import FusedTAEHV, choose_engine, folded_copy
 
@@ -160,6 +161,19 @@ def test_engine_is_chosen_and_said() -> None:
         FusedTAEHV(model, engine="hopper")
     engine, reason = choose_engine(folded_copy(model.decoder), torch.float32, torch.device("cpu"), None)
     assert engine == "eager" and reason and reason in repr(model.fused())
+
+
+def test_codec_says_where_it_brings_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_module, "why_not_fused", lambda dtype, device: None)
+    steps, device = folded_copy(small("taehv").decoder), torch.device("cpu")
+    for tf32, dtype, says in (
+        (True, torch.float32, False),
+        (False, torch.float32, True),
+        (False, torch.float16, False),
+    ):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
+        engine, reason = choose_engine(steps, dtype, device, None)
+        assert engine == "cudnn" and ("TF32" in reason) == says
 
 
 def test_phases_of_a_known_kernel() -> None:

@@ -156,7 +156,8 @@ def choose_engine(
     if reasons["hopper"] is None:
         return "hopper", ""
     if reasons["cudnn"] is None:
-        return "cudnn", reasons["hopper"]
+        is_exact = dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
+        return "cudnn", reasons["hopper"] + ("; with TF32 off the plain network is as fast" if is_exact else "")
     return "eager", "; ".join(said)
 
 
