@@ -8,6 +8,7 @@ from __future__ import annotations
 import cudnn_stand_ins
 import pytest
 import torch
+from small_models import PREVIEWS, relative_error, small
 from torch import Tensor
 
 from tinyvae import TAEHV, VARIANTS
@@ -16,7 +17,7 @@ from tinyvae.models import folded_run
 from tinyvae.models.cudnn_engine import CudnnStack
 from tinyvae.models.fold import ConvStep
 from tinyvae.models.fused import FusedTAEHV, folded_copy
-from tinyvae.models.library_conv import PatchConv
+from tinyvae.models.library_conv import PatchConv, _why_they_fail
 
 TOLERANCE = 2e-6
 
@@ -24,16 +25,6 @@ TOLERANCE = 2e-6
 @pytest.fixture(autouse=True)
 def cudnn_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     cudnn_stand_ins.stand_in(monkeypatch)
-
-
-def small(variant: str, **options: object) -> TAEHV:
-    """Weights of which every layer matters to the output."""
-    model = TAEHV(variant, width=0.25, **options)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale = 0.05 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
-            parameter.copy_(torch.randn(parameter.shape) * scale)
-    return model.eval()
 
 
 def stacks(model: TAEHV) -> tuple[CudnnStack, CudnnStack]:
@@ -48,11 +39,6 @@ def in_pieces(stack: CudnnStack, video: Tensor, sizes: list[int]) -> Tensor:
         made, memory = stack.run(part, memory)
         parts += [made] if made.shape[1] else []
     return torch.cat(parts, dim=1)
-
-
-def relative_error(made: Tensor, expected: Tensor) -> float:
-    assert made.shape == expected.shape
-    return ((made - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 2**40])
@@ -79,10 +65,7 @@ def test_every_variant(variant: str, num_videos: int, slice_bytes: int, monkeypa
     assert torch.equal(frames, kept) and torch.equal(latents, before), "the input was written over"
 
 
-@pytest.mark.parametrize(
-    ("variant", "preview"),
-    [("taehv", "time"), ("taehv", "space"), ("taehv", "both"), ("taeltx_2", "both"), ("taew2_2_super", "time")],
-)
+@pytest.mark.parametrize(("variant", "preview"), PREVIEWS)
 @torch.no_grad()
 def test_previews(variant: str, preview: str) -> None:
     model = small(variant, preview=preview)
@@ -119,3 +102,18 @@ def test_first_convolution_from_patches(patch: int, stacked: int) -> None:
 def test_without_a_gpu_it_is_refused() -> None:
     with pytest.raises(UserError, match="engine='cudnn' cannot run here: the model is on cpu"):
         FusedTAEHV(small("taehv"), engine="cudnn")
+
+
+def test_what_cudnn_says_becomes_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own calls, which refuse a CPU, stand for a card without these kernels; full memory is no such reason."""
+    cpu = torch.device("cpu")
+    assert _why_they_fail(torch.float32, cpu) is None  # with the stand-ins
+    monkeypatch.undo()
+    assert "do not run in torch.float32 on this card (" in (_why_they_fail(torch.float32, cpu) or "")
+
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        _why_they_fail(torch.float32, cpu)

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from small_models import PREVIEWS, relative_error, small
 from torch import Tensor
 
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
@@ -17,25 +18,6 @@ from tinyvae.models.fold import ConvStep, PoolStep, fold_layers, split_phases
 from tinyvae.models.fused import FusedTAEHV, choose_engine, folded_copy
 
 TOLERANCE = 2e-6  # float32 rounding over the depth of the network, relative
-
-
-def random_weights(model: TAEHV) -> None:
-    """Weights of which every layer matters to the output; torch's own initialisation fades over the depth."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale = 0.05 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
-            parameter.copy_(torch.randn(parameter.shape) * scale)
-
-
-def relative_error(made: Tensor, expected: Tensor) -> float:
-    assert made.shape == expected.shape
-    return ((made - expected).norm() / expected.norm()).item()
-
-
-def small(variant: str, **options: object) -> TAEHV:
-    model = TAEHV(variant, width=0.25, **options)
-    random_weights(model)
-    return model.eval()
 
 
 def video_for(model: TAEHV, num_videos: int = 2, extra_frames: int = 1) -> Tensor:
@@ -56,10 +38,7 @@ def test_every_variant_whole_and_sequential(variant: str) -> None:
         assert relative_error(fused.decode_video(latents, parallel=parallel), decoded) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("variant", "preview"),
-    [("taehv", "time"), ("taehv", "space"), ("taehv", "both"), ("taeltx_2", "both"), ("taew2_2_super", "time")],
-)
+@pytest.mark.parametrize(("variant", "preview"), PREVIEWS)
 @torch.no_grad()
 def test_previews(variant: str, preview: str) -> None:
     model = small(variant, preview=preview)

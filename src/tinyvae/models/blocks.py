@@ -128,7 +128,7 @@ def run_layers(
             past, new[start] = _frame_before(x.unflatten(0, (num_videos, -1)), old[start])
             inputs = (x, past)
         elif isinstance(segment, TPool):
-            video, new[start] = _whole_groups(x.unflatten(0, (num_videos, -1)), old[start], segment.stride)
+            video, new[start] = whole_groups(x.unflatten(0, (num_videos, -1)), old[start], segment.stride)
             if video.shape[1] == 0:
                 return video, new
             inputs = (video.flatten(0, 1),)
@@ -164,7 +164,7 @@ def _frame_before(video_NTCHW: Tensor, last: Tensor | None) -> tuple[Tensor, Ten
     return past, video_NTCHW[:, -1:].clone()
 
 
-def _whole_groups(video_NTCHW: Tensor, waiting: Tensor | None, stride: int) -> tuple[Tensor, Tensor | None]:
+def whole_groups(video_NTCHW: Tensor, waiting: Tensor | None, stride: int) -> tuple[Tensor, Tensor | None]:
     """(the frames that form whole groups of ``stride``, the rest to wait for the next chunk)."""
     if waiting is not None:
         video_NTCHW = torch.cat([waiting, video_NTCHW], dim=1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.models.blocks import _whole_groups
+from tinyvae.models.blocks import whole_groups
 from tinyvae.models.fold import (
     ConvStep,
     GrowStep,
@@ -27,6 +27,7 @@ from tinyvae.models.fold import (
     map_weights,
 )
 from tinyvae.models.folded_run import (
+    CUDA_CHANNEL_MULTIPLE,
     as_bchw,
     as_bhwc,
     copy_pixels,
@@ -38,7 +39,6 @@ from tinyvae.models.folded_run import (
     stack_frames,
 )
 from tinyvae.models.library_conv import (
-    CHANNEL_MULTIPLE,
     PatchConv,
     conv_relu,
     two_frame_conv_relu,
@@ -74,7 +74,7 @@ class CudnnStack:
         self._over_time = {
             place: _two_frame_weight(step) for place, step in enumerate(self._steps) if isinstance(step, MemStep)
         }
-        self._first = self._pack_first() if self._is_encoder else {}
+        self._first = self._pack_first() if self._is_encoder else None
         self._image = None if self._is_encoder else _pack_image(self._steps[-1])
 
     def run(self, frames_NTCHW: Tensor, memory: CudnnMemory | None) -> tuple[Tensor, CudnnMemory]:
@@ -99,7 +99,7 @@ class CudnnStack:
                 place += length
                 continue
             if isinstance(step, PoolStep):
-                video, new[place] = _whole_groups(x.unflatten(0, (num_videos, -1)), old[place], step.stride)
+                video, new[place] = whole_groups(x.unflatten(0, (num_videos, -1)), old[place], step.stride)
                 if video.shape[1] == 0:
                     new[place + 1 :] = old[place + 1 :]
                     return video, new
@@ -151,10 +151,10 @@ class CudnnStack:
         return out
 
     def _through(self, place: int, end: int, x: Tensor) -> Tensor:
-        if self._is_encoder and place == 0:
-            pool = self._steps[1]
-            stacked = pool.stride if end > 1 and isinstance(pool, PoolStep) else 1
-            x, place = self._first[stacked](x.to(self._dtype)), 1
+        if self._first is not None and place == 0:
+            frame_by_frame, side_by_side = self._first
+            first = side_by_side if end > 1 else frame_by_frame  # the pooling behind it is part of the slice, or not
+            x, place = first(x.to(self._dtype)), 1
         for step in self._steps[place:end]:
             x = self._simple_step(step, x)
         return x
@@ -200,13 +200,14 @@ class CudnnStack:
             return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
         return conv_relu(x, weight, self._zeros[: weight.shape[0]] if bias is None else bias)
 
-    def _pack_first(self) -> dict[int, PatchConv]:
+    def _pack_first(self) -> tuple[PatchConv, PatchConv]:
         """The first convolution frame by frame, and with frames side by side for the pooling behind it."""
-        step, pool = self._steps[0], self._steps[1]
+        step, pool, patch = self._steps[0], self._steps[1], self._patch_size
         assert isinstance(step, ConvStep) and isinstance(pool, PoolStep)
-        return {
-            stacked: PatchConv.of(step, patch_size=self._patch_size, stacked=stacked) for stacked in {1, pool.stride}
-        }
+        return (
+            PatchConv.of(step, patch_size=patch, stacked=1),
+            PatchConv.of(step, patch_size=patch, stacked=pool.stride),
+        )
 
 
 def _pool(step: PoolStep, x: Tensor) -> Tensor:
@@ -255,5 +256,5 @@ def _rows_of_patches_together(step: Step) -> Step:
 
 def _pack_image(step: Step) -> _ImageConv:
     assert isinstance(step, ConvStep) and step.bias is not None and not (step.relu or step.shuffle)
-    filled = F.pad(step.weight, (0, 0, 0, 0, 0, 0, 0, -step.weight.shape[0] % CHANNEL_MULTIPLE))
+    filled = F.pad(step.weight, (0, 0, 0, 0, 0, 0, 0, -step.weight.shape[0] % CUDA_CHANNEL_MULTIPLE))
     return _ImageConv(weight=filled.contiguous(memory_format=torch.channels_last), bias=step.bias, frames=step.frames)

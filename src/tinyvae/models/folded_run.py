@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tinyvae.models.blocks import _whole_groups
+from tinyvae.models.blocks import whole_groups
 from tinyvae.models.fold import ConvStep, GrowStep, MemStep, PoolStep, SoftClampStep, Step, SuperMemStep
 
 StepMemory = list[Tensor | None]
@@ -23,6 +23,7 @@ StepMemory = list[Tensor | None]
 
 
 CUDA_CHANNEL_MULTIPLE = 8
+"""Tensor cores want channels in multiples of this; otherwise cuDNN falls back to kernels several times slower."""
 
 WORD = torch.complex128
 """The widest type there is; nothing is computed in it."""
@@ -63,7 +64,7 @@ def run_steps(
             place += length
             continue
         if isinstance(step, PoolStep) and x.shape[1] != step.weight.shape[1]:
-            video, new[place] = _whole_groups(x.unflatten(0, (num_videos, -1)), old[place], step.stride)
+            video, new[place] = whole_groups(x.unflatten(0, (num_videos, -1)), old[place], step.stride)
             if video.shape[1] == 0:
                 new[place + 1 :] = old[place + 1 :]
                 return video, new

@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.models.fold import ConvStep
-
-CHANNEL_MULTIPLE = 8
-"""Tensor cores want channels in multiples of this; otherwise cuDNN falls back to kernels several times slower."""
+from tinyvae.models.folded_run import CUDA_CHANNEL_MULTIPLE, stacked_first
 
 
 @functools.cache
@@ -27,6 +25,11 @@ def why_not_fused(dtype: torch.dtype, device: torch.device) -> str | None:
         return f"the model is on {device.type}"
     if torch.version.hip is not None or not torch.backends.cudnn.is_available():
         return "this torch has no cuDNN"
+    return _why_they_fail(dtype, device)
+
+
+def _why_they_fail(dtype: torch.dtype, device: torch.device) -> str | None:
+    """What cuDNN says to one small convolution of each kind; None if it runs them."""
     x = torch.ones(2, 64, 4, 4, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
     weight = torch.ones(64, 64, 3, 3, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
     bias = torch.ones(64, dtype=dtype, device=device)
@@ -86,15 +89,14 @@ class PatchConv:
 
     @classmethod
     def of(cls, step: ConvStep, *, patch_size: int, stacked: int) -> PatchConv:
-        assert step.bias is not None and step.relu and step.frames == 1 and not step.shuffle
-        inputs = step.weight.shape[1]
-        filled = torch.cat(
-            [F.pad(step.weight, (0, 0, 0, 0, i * inputs, (stacked - 1 - i) * inputs)) for i in range(stacked)]
-        )
-        filled = F.pad(filled, (0, 0, 0, 0, 0, -stacked * inputs % CHANNEL_MULTIPLE))
+        assert step.relu and step.frames == 1 and not step.shuffle
+        side_by_side = stacked_first(step, stacked)
+        assert side_by_side.bias is not None
+        weight = side_by_side.weight
+        filled = F.pad(weight, (0, 0, 0, 0, 0, -weight.shape[1] % CUDA_CHANNEL_MULTIPLE))
         return cls(
             weight=filled.contiguous(memory_format=torch.channels_last),
-            bias=step.bias.repeat(stacked),
+            bias=side_by_side.bias,
             patch_size=patch_size,
             stacked=stacked,
         )

@@ -81,11 +81,14 @@ class _Stream:
         made, self._memory = run(x_NTCHW, self._memory)
         return made
 
-    def _accept(self, x_NTCHW: Tensor, *, unit: str) -> None:
+    def _check_open(self) -> None:
         if self._failed:
             raise UserError("an earlier push of this stream failed; make a new object and push the video again.")
         if self._closed:
             raise UserError("this stream has been flushed; make a new object for the next video.")
+
+    def _accept(self, x_NTCHW: Tensor, *, unit: str) -> None:
+        self._check_open()
         shape = (x_NTCHW.shape[0], *x_NTCHW.shape[2:])
         if self._shape is not None and self._shape != shape:
             raise UserError(
@@ -94,10 +97,7 @@ class _Stream:
             )
 
     def _may_close(self, *, unit: str) -> None:
-        if self._failed:
-            raise UserError("an earlier push of this stream failed; make a new object and push the video again.")
-        if self._closed:
-            raise UserError("this stream has been flushed already; make a new object for the next video.")
+        self._check_open()
         if self._count == 0:
             raise UserError(f"the stream is empty; push at least one {unit} before flush().")
 
@@ -154,7 +154,9 @@ class StreamingDecoder(_Stream):
         count = latents_NTCHW.shape[1]
         self._accept(latents_NTCHW, unit="latents")
         if self._num_latents is not None and self._count + count > self._num_latents:
-            raise UserError(f"num_latents={self._num_latents} was stated and more latents were pushed.")
+            raise UserError(
+                f"num_latents={self._num_latents} was stated and more latents were pushed; state all or leave it out."
+            )
         self._shape = (latents_NTCHW.shape[0], *latents_NTCHW.shape[2:])
         if count == 0:
             return self._no_frames(latents_NTCHW)
@@ -189,7 +191,9 @@ class StreamingDecoder(_Stream):
         """End the stream. A decoder holds no frame back, so this returns T = 0 frames; it checks ``num_latents``."""
         self._may_close(unit="latent")
         if self._num_latents is not None and self._count != self._num_latents:
-            raise UserError(f"num_latents={self._num_latents} was stated and only {self._count} were pushed.")
+            raise UserError(
+                f"num_latents={self._num_latents} was stated and only {self._count} were pushed; push the others first."
+            )
         self._closed = True
         self._memory = self._graph = None
         assert self._shape is not None
@@ -263,7 +267,9 @@ class StreamingEncoder(_Stream):
         count = frames_NTCHW.shape[1]
         self._accept(frames_NTCHW, unit="frames")
         if self._num_frames is not None and self._count + count > self._num_frames:
-            raise UserError(f"num_frames={self._num_frames} was stated and more frames were pushed.")
+            raise UserError(
+                f"num_frames={self._num_frames} was stated and more frames were pushed; state all or leave it out."
+            )
         self._shape = (frames_NTCHW.shape[0], *frames_NTCHW.shape[2:])
         if count == 0:
             return self._join([])
@@ -279,7 +285,9 @@ class StreamingEncoder(_Stream):
         """End the stream: the latents NTCHW that were still waiting for frames; checks ``num_frames``."""
         self._may_close(unit="frame")
         if self._num_frames is not None and not self._is_filled:
-            raise UserError(f"num_frames={self._num_frames} was stated and only {self._count} were pushed.")
+            raise UserError(
+                f"num_frames={self._num_frames} was stated and only {self._count} were pushed; push the others first."
+            )
         self._closed = True
         latents = self._join([])
         if not self._is_filled:

@@ -1,0 +1,26 @@
+"""Small networks for the engines' tests, and how far two results are apart."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tinyvae import TAEHV
+
+PREVIEWS = [("taehv", "time"), ("taehv", "space"), ("taehv", "both"), ("taeltx_2", "both"), ("taew2_2_super", "time")]
+
+
+def small(variant: str, **options: object) -> TAEHV:
+    """A quarter of the width, with weights of which every layer matters to the output; torch's own initialisation fades
+    over the depth."""
+    model = TAEHV(variant, width=0.25, **options)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.05 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
+            parameter.copy_(torch.randn(parameter.shape) * scale)
+    return model.eval()
+
+
+def relative_error(made: Tensor, expected: Tensor) -> float:
+    assert made.shape == expected.shape
+    return ((made - expected).norm() / expected.norm()).item()
