@@ -159,6 +159,11 @@ class TrainConfig:
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = option(
         "default", "step", "Mode of torch.compile where compile_model is on."
     )
+    deterministic: bool = option(
+        False,
+        "step",
+        "The same bits from the same run, stopped and resumed or not, on the same GPU; slower. A CPU needs no switch.",
+    )
     seed: int = option(42, "step", "Seed of weights, data order and augmentation.", at_least=0, below=2**32)
 
     # optimiser and schedule

@@ -38,6 +38,11 @@ SAME_ORDER_S, SAME_ORDER_BY_TORCHRUN_S = 0.3, 1.0
 """Slurm and systemd tell every process of a job, ``timeout`` its child and then the group, and each launcher hands on
 what it is told: one order to stop arrives several times in a moment. The same signal so soon is not a second one; of
 torchrun no signal is, for it answers a signal during its own shutdown with SIGTERM to its processes."""
+OUT_OF_MEMORY_WORDS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",  # pinned memory, or a library beside torch's allocator
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -195,7 +200,7 @@ def is_out_of_memory(fault: BaseException) -> bool:
     """Whether an exception means that memory ran out, on a GPU or on a CPU."""
     if isinstance(fault, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(fault, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(fault)
+    return isinstance(fault, RuntimeError) and any(words in str(fault) for words in OUT_OF_MEMORY_WORDS)
 
 
 def check_skipped(skipped_in_a_row: int, *, limit: int, mixed_precision: str) -> None:
