@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 TIMEOUT_S = 150
+STEPS = 6
+EXACT = {"deterministic": True, "max_train_steps": STEPS, "validation_steps": 3, "checkpointing_steps": STEPS}
 
 
 def text_of(settings: dict[str, object]) -> list[str]:

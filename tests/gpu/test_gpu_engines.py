@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Iterator
 from typing import get_args
 
 import pytest
@@ -17,7 +18,7 @@ from tinyvae.models.fused import FusedTAEHV
 
 CASES = [(variant, None) for variant in VARIANTS] + [("taehv", kind) for kind in ("time", "space", "both")]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-FLOOR = {torch.float16: 2e-4, torch.bfloat16: 2e-3, torch.float32: 1e-6}
+FLOOR = {torch.float16: 2e-4, torch.bfloat16: 2e-3, torch.float32: 2e-6}
 """A plain error below this is rounding luck: no engine is held to less."""
 
 
@@ -49,9 +50,11 @@ def by_frames(codec: object, frames: Tensor) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def no_tf32() -> Iterator[None]:
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
 
 
 @pytest.mark.parametrize(("variant", "preview"), CASES)
@@ -129,7 +132,10 @@ def test_480x720_fp16_is_the_hopper_engine_on_hopper() -> None:
     model = spread("taehv").half()
     fused = model.fused()
     assert fused.engines == {"encoder": "hopper", "decoder": "hopper"}
+    exact = copy.deepcopy(model).float()
     frames = torch.rand(1, 9, 3, 480, 720, device="cuda", dtype=torch.float16)
-    latents = fused.encode_video(frames)
-    assert error(latents, model.encode_video(frames).double()) < 2e-3
-    assert error(fused.decode_video(latents), model.decode_video(latents).double()) < 2e-3
+    exact_in = exact.encode_video(frames.float()).double()
+    latents = exact_in.half()
+    exact_out = exact.decode_video(latents.float()).double()
+    assert error(fused.encode_video(frames), exact_in) < 1.3 * error(model.encode_video(frames), exact_in)
+    assert error(fused.decode_video(latents), exact_out) < 1.3 * error(model.decode_video(latents), exact_out)

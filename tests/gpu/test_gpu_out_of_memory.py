@@ -17,9 +17,8 @@ def small_gpu() -> Iterator[Callable[[float], None]]:
     """Call it with the GiB that torch may take from now on."""
 
     def limit(gib: float) -> None:
-        torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + gib * 2**30) / total)
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + gib * 2**30) / total)
 
     yield limit
     torch.cuda.set_per_process_memory_fraction(1.0)

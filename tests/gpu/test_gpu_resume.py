@@ -1,8 +1,10 @@
-"""On one GPU: the same run twice has the same bits, and so has a run that was stopped and resumed."""
+"""On one GPU: the same run twice, launched or not, has the same bits, and so has one that was stopped and resumed."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -11,17 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_runs import TIMEOUT_S, run_ok, start
+from gpu_runs import EXACT, STEPS, TIMEOUT_S, run_ok, start
 
-STEPS = 6
-EXACT = {"deterministic": True, "max_train_steps": STEPS, "validation_steps": 3, "checkpointing_steps": STEPS}
-
-
-@pytest.fixture(scope="module")
-def whole(small_recipe: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("exact") / "whole"
-    run_ok(small_recipe(folder, **EXACT), log=folder.with_suffix(".log"))
-    return folder
+CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
 
 
 def state(folder: Path) -> dict[str, Any]:
@@ -54,9 +48,22 @@ def first_difference(a: Any, b: Any, place: str = "") -> str | None:
 
 
 def test_twice_the_same_bits(whole: Path, small_recipe: Callable[..., list[str]], tmp_path: Path) -> None:
-    again = tmp_path / "again"
-    run_ok(small_recipe(again, **EXACT), log=tmp_path / "again.log")
-    assert first_difference(state(whole), state(again)) is None
+    """The second time as the only process of torchrun, so that gradients and statuses go through NCCL and gloo."""
+    torchrun = [shutil.which("torchrun") or "torchrun", "--standalone", "--nproc_per_node", "1"]
+    said = run_ok(small_recipe(tmp_path / "again", **EXACT), log=tmp_path / "log", launcher=torchrun)
+    assert "destroy_process_group" not in said, "the process group was left open"
+    assert first_difference(state(whole), state(tmp_path / "again")) is None
+
+
+def test_deepspeed_with_offload(whole: Path, small_recipe: Callable[..., list[str]], tmp_path: Path) -> None:
+    """ZeRO-2 with the optimizer in main memory: the same losses but for the rounding of another AdamW."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    accelerate = shutil.which("accelerate") or "accelerate"
+    launch = [accelerate, "launch", "--config_file", str(CONFIGS / "deepspeed_1gpu.yaml")]
+    run_ok(small_recipe(tmp_path / "run", **EXACT), log=tmp_path / "log", launcher=launch)
+    found = state(tmp_path / "run")
+    assert found["losses"] == pytest.approx(state(whole)["losses"], rel=0.02)
 
 
 def test_stopped_and_resumed_the_same_bits(whole: Path, small_recipe: Callable[..., list[str]], tmp_path: Path) -> None:

@@ -243,7 +243,8 @@ def join_processes(config: TrainConfig) -> Any:
         torch.backends.cudnn.benchmark = not config.deterministic
         torch.backends.cudnn.deterministic = config.deterministic
         torch.use_deterministic_algorithms(config.deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what was not written
+        # Nothing here reads what was not written, so nothing has to be filled first.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return processes
 
 
