@@ -16,6 +16,7 @@ from tinyvae import TAEHV, save_model
 from tinyvae.cli import run
 from tinyvae.data.sample_clips import write_sample_clips
 from tinyvae.errors import UserError
+from tinyvae.verbs.eval import parse_dtype
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,18 @@ def test_mistakes_are_one_sentence_and_exit_code_2(clips: Path, run_folder: Path
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 2 and done.stderr.startswith("tinyvae: error: there is no video in")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["eval", "compare", "reconstruct", "encode", "decode", "bench"])
+def test_every_verb_knows_the_same_dtypes(verb: str, run_folder: Path, clips: Path, tmp_path: Path) -> None:
+    for text, dtype in (("fp16", torch.float16), ("float16", torch.float16), ("bf16", torch.bfloat16)):
+        assert parse_dtype(text) is dtype
+    words = [str(run_folder)] * 2 if verb == "compare" else [str(run_folder)]
+    words += ["--data", str(clips)] if verb in ("eval", "compare") else []
+    words += [str(next(clips.rglob("*.mp4")))] if verb in ("reconstruct", "encode", "decode") else []
+    words += ["--output_dir", str(tmp_path)] if verb != "bench" else ["--device", "cpu"]
+    with pytest.raises(UserError, match=r"--dtype 'fp61' is not known\. Did you mean 'fp16'\?"):
+        run([verb, *words, "--dtype", "fp61"])
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

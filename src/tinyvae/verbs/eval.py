@@ -21,7 +21,8 @@ from typing import Any
 
 from tinyvae.errors import UserError, nearest_name
 
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+"""What --dtype takes in every verb, and the short form of each."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,12 +41,18 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_frames", type=int, help="only the first frames of each video")
     parser.add_argument("--size", metavar="HxW", help="crop and scale to this size, e.g. 480x720; default: as they are")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 or cuda:0,cuda:1; default: every GPU, else the CPU")
-    parser.add_argument("--dtype", help=f"one of {', '.join(DTYPES)}; default: float32 on a CPU, else the file's")
+    add_dtype_argument(parser)
     parser.add_argument(
         "--fused", action="store_true", help="run the folded network (not of a VAE): same output, faster on a GPU"
     )
     parser.add_argument("--lpips", metavar="FILE", help="LPIPS weights; 'off' leaves the metric out; default: as found")
     parser.add_argument("--films", type=int, default=6, help="clips shown as films in the report (default 6)")
+
+
+def add_dtype_argument(parser: argparse.ArgumentParser, *, default: str = "float32 on a CPU, else the file's") -> None:
+    """The same in every verb: eval, compare, reconstruct, encode, decode, bench."""
+    names = ", ".join(f"{name} ({short})" for name, short in DTYPES.items())
+    parser.add_argument("--dtype", help=f"precision of the weights: {names}; default: {default}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -100,20 +107,21 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     height, cross, width = text.lower().partition("x")
-    if not (cross and height.isdigit() and width.isdigit() and int(height) and int(width)):
-        raise UserError(f"--size {text!r} is not a size; write height x width in pixels, e.g. 480x720.")
+    if not (cross and height.isdecimal() and width.isdecimal() and int(height) and int(width)):
+        raise UserError(f"--size {text!r} is not a size; write HEIGHTxWIDTH in pixels, e.g. 480x720.")
     return int(height), int(width)
 
 
 def parse_dtype(text: str | None) -> Any:
+    """``float16`` or ``fp16`` -> torch.float16."""
     if text is None:
         return None
     import torch
 
-    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16"}
-    name = short.get(text, text)
-    if name not in DTYPES:
-        raise UserError(f"--dtype {text!r} is not known.{nearest_name(text, DTYPES)} Use {', '.join(DTYPES)}.")
+    name = next((name for name, short in DTYPES.items() if text in (name, short)), None)
+    if name is None:
+        known = [*DTYPES, *DTYPES.values()]
+        raise UserError(f"--dtype {text!r} is not known.{nearest_name(text, known)} Use one of {', '.join(known)}.")
     return getattr(torch, name)
 
 
