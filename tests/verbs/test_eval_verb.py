@@ -16,6 +16,7 @@ from tinyvae import TAEHV, save_model
 from tinyvae.cli import run
 from tinyvae.data.sample_clips import write_sample_clips
 from tinyvae.errors import UserError
+from tinyvae.evaluation import evaluate
 from tinyvae.verbs.eval import parse_dtype
 
 
@@ -61,6 +62,29 @@ def test_one_bad_video_among_many_gives_exit_code_1(
     assert run(["eval", str(run_folder), "--data", str(tmp_path), "--lpips", "off"]) == 1
     errors = capsys.readouterr().err
     assert errors.count("broken.mp4") == 1 and "1 of 2 videos could not be measured" in errors
+
+
+def test_of_data_with_splits_val_is_taken_and_said(
+    clips: Path, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A score on training videos says little; so of 4 train and 1 val the one, from annotations and index alike."""
+    assert run(["data", "index", str(clips / "annotations.json"), "-o", str(tmp_path / "clips.tvi")]) == 0
+    for data in (clips / "annotations.json", tmp_path / "clips.tvi"):
+        for split, count in ((None, 1), ("val", 1), ("train", 4), ("all", 5)):
+            capsys.readouterr()
+            words = ["eval", str(run_folder), "--data", str(data), "--lpips", "off", "--output_dir", str(tmp_path)]
+            assert run([*words, "--films", "0", *(["--split", split] if split else [])]) == 0
+            shown = capsys.readouterr()
+            assert f"clips / frames        {count} / " in shown.out
+            assert shown.err.count(f"note: the videos that {data} annotates as val are taken") == (split is None)
+            (evaluation,) = json.loads((tmp_path / "results.json").read_text())["evaluations"]
+            assert evaluation["settings"]["split"] == (split or "val")
+    result = evaluate(run_folder, clips / "annotations.json", lpips=None)
+    assert len(result.clips) == 1 and "annotates as val" in result.notes[0]
+    with pytest.raises(UserError, match=r"is annotated as 'test' \(4 as train, 1 as val\); choose with --split"):
+        run(["eval", str(run_folder), "--data", str(clips / "annotations.json"), "--split", "test"])
+    with pytest.raises(UserError, match="it has no splits; leave --split out"):
+        run(["eval", str(run_folder), "--data", str(clips), "--split", "val"])
 
 
 def test_mistakes_are_one_sentence_and_exit_code_2(clips: Path, run_folder: Path, tmp_path: Path) -> None:

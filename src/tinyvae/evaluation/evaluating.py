@@ -19,7 +19,14 @@ import torch
 from tqdm import tqdm
 
 from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
-from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, find_clips, frame_chunks, measure_clip
+from tinyvae.evaluation.clip_sources import (
+    ClipPart,
+    ClipSource,
+    choose_split,
+    find_clips,
+    frame_chunks,
+    measure_clip,
+)
 from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics
 from tinyvae.evaluation.resources import choose_devices, environment_facts, fitting_in_memory, on_device
 from tinyvae.evaluation.round_trip import (
@@ -144,7 +151,7 @@ def evaluate(
         lpips: an `LPIPS`, a weights file, None for without, or "auto": as found by `find_lpips_weights`, else without.
         max_frames: only the first frames of each video. max_clips: that many videos, evenly spread.
         size: (height, width) to crop and scale to; None: every pixel, odd sizes padded by their edge and cropped back.
-        split: only videos annotated as train, val or test.
+        split: only videos annotated as train, val or test, or "all"; None: val where the data has splits, else all.
 
     Raises:
         UserError: when there is no video, or not one could be measured.
@@ -153,7 +160,7 @@ def evaluate(
     devices = [model.device] if device is None and not isinstance(model, str | os.PathLike) else choose_devices(device)
     round_trip = open_model(model, variant=variant, device=devices[0], dtype=dtype, label=label)
     max_frames, limit_notes = reference_limit([round_trip], max_frames)
-    settings, clips = open_clips(
+    settings, clips, split_notes = open_clips(
         data, data_root=data_root, split=split, max_clips=max_clips, max_frames=max_frames, size=size
     )
     ruler, lpips_notes = open_lpips(lpips)
@@ -163,7 +170,7 @@ def evaluate(
         settings,
         devices=devices,
         lpips=ruler,
-        notes=[*limit_notes, *lpips_notes],
+        notes=[*split_notes, *limit_notes, *lpips_notes],
         show_progress_bar=show_progress_bar,
     )
 
@@ -176,18 +183,21 @@ def open_clips(
     max_clips: int | None,
     max_frames: int | None,
     size: tuple[int, int] | None,
-) -> tuple[EvaluationSettings, list[ClipSource]]:
-    """The settings of an evaluation, checked, and the clips that they choose; arguments as in `evaluate`."""
+) -> tuple[EvaluationSettings, list[ClipSource], tuple[str, ...]]:
+    """The settings of an evaluation, checked, the clips that they choose, and notes; arguments as in `evaluate`."""
+    source, root = Path(data), Path(data_root) if data_root is not None else None
+    split, note = choose_split(source, data_root=root, wanted=split)
     settings = EvaluationSettings(
-        data=os.fspath(data),
-        data_root=os.fspath(data_root) if data_root is not None else None,
+        data=str(source),
+        data_root=str(root) if root is not None else None,
         split=split,
         max_clips=max_clips,
         max_frames=max_frames,
         size=size,
     )
     check_settings(settings)
-    return settings, clips_of(settings)
+    clips = find_clips(source, data_root=root, split=split, max_clips=max_clips)
+    return settings, clips, (note,) if note else ()
 
 
 def evaluate_round_trip(
@@ -339,15 +349,6 @@ def check_settings(settings: EvaluationSettings) -> None:
             raise UserError(f"{name} must be at least 1, got {value}.")
     if settings.size is not None and min(settings.size) < 1:
         raise UserError(f"size must be height and width in pixels, got {settings.size[0]}x{settings.size[1]}.")
-
-
-def clips_of(settings: EvaluationSettings) -> list[ClipSource]:
-    return find_clips(
-        Path(settings.data),
-        data_root=Path(settings.data_root) if settings.data_root is not None else None,
-        split=settings.split,
-        max_clips=settings.max_clips,
-    )
 
 
 def open_lpips(wanted: LPIPS | str | os.PathLike[str] | None) -> tuple[LPIPS | None, tuple[str, ...]]:

@@ -1,13 +1,14 @@
 """Measure a model on videos: quality, flicker, speed and memory, as numbers and as a page to look at.
 
 MODEL is a weights file, a model, checkpoint or run folder, or a diffusers VAE folder. DATA is a folder of videos, one
-video, an annotation file (.json, .jsonl) or an index of `tinyvae data index`. Every frame is streamed through the
-model in constant memory and compared with the input frame it stands for. Sizes that are no multiple of the model's
-space factor are padded by their edge and cropped back. With --output_dir, results.json and report.html are written.
+video, an annotation file (.json, .jsonl) or an index of `tinyvae data index`; of data with splits the videos annotated
+as val are taken, unless --split says otherwise. Every frame is streamed through the model in constant memory and
+compared with the input frame it stands for. Sizes that are no multiple of the model's space factor are padded by their
+edge and cropped back. With --output_dir, results.json and report.html are written.
 
 example:
   tinyvae eval output/my_run --data videos/val --output_dir output/my_run/eval
-  tinyvae eval taew2_2.pth --data clips.jsonl --split val --max_frames 49 --size 480x720
+  tinyvae eval taew2_2.pth --data clips.jsonl --split test --max_frames 49 --size 480x720
 
 exit code: 0 all videos measured; 1 some were skipped or gave no numbers (they are named); 2 a mistake in the command.
 """
@@ -36,7 +37,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="DATA", help="folder, video, annotations or index")
     parser.add_argument("--data_root", type=Path, help="folder that relative paths in DATA start from")
     parser.add_argument("--output_dir", type=Path, help="folder for results.json and report.html")
-    parser.add_argument("--split", help="only videos annotated as train, val or test")
+    add_split_argument(parser)
     parser.add_argument("--max_clips", type=int, help="at most this many videos, evenly spread")
     parser.add_argument("--max_frames", type=int, help="only the first frames of each video")
     parser.add_argument("--size", metavar="HxW", help="crop and scale to this size, e.g. 480x720; default: as they are")
@@ -49,6 +50,14 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--films", type=int, default=6, help="clips shown as films in the report (default 6)")
 
 
+def add_split_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--split",
+        metavar="train|val|test|all",
+        help="the videos annotated so, or all; default: val where the data has splits, else all",
+    )
+
+
 def add_dtype_argument(parser: argparse.ArgumentParser, *, default: str = "float32 on a CPU, else the file's") -> None:
     """The same in every verb: eval, compare, reconstruct, encode, decode, bench."""
     names = ", ".join(f"{name} ({short})" for name, short in DTYPES.items())
@@ -59,9 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
     from tinyvae.evaluation.evaluating import evaluate
     from tinyvae.evaluation.resources import choose_devices
     from tinyvae.evaluation.round_trip import open_model
+    from tinyvae.evaluation.terminal_tables import evaluation_table
 
     options = data_options(arguments)
     prepare_output(arguments)
+    options["split"] = announced_split(arguments)
     devices = choose_devices(arguments.device)
     round_trip = open_model(
         arguments.model,
@@ -85,6 +96,16 @@ def prepare_output(arguments: argparse.Namespace) -> None:
         make_output_folder(arguments.output_dir)
 
 
+def announced_split(arguments: argparse.Namespace) -> str | None:
+    """The split to take; one that the user did not ask for is said before the work, not after it."""
+    from tinyvae.evaluation.clip_sources import choose_split
+
+    split, note = choose_split(arguments.data, data_root=arguments.data_root, wanted=arguments.split)
+    if note:
+        print(f"note: {note}", file=sys.stderr)
+    return split
+
+
 def data_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `evaluate` and `compare` that the command line gives."""
     lpips: str | None = arguments.lpips if arguments.lpips is not None else "auto"
@@ -97,7 +118,6 @@ def data_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_frames": arguments.max_frames,
         "max_clips": arguments.max_clips,
         "size": parse_size(arguments.size),
-        "split": arguments.split,
         "data_root": arguments.data_root,
     }
 
@@ -123,30 +143,6 @@ def parse_dtype(text: str | None) -> Any:
         known = [*DTYPES, *DTYPES.values()]
         raise UserError(f"--dtype {text!r} is not known.{nearest_name(text, known)} Use one of {', '.join(known)}.")
     return getattr(torch, name)
-
-
-def evaluation_table(results: list[Any]) -> str:
-    """The means of one or several evaluations as text, one column for each."""
-    from tinyvae.evaluation.metrics import METRICS
-
-    rows = [["", *(result.model.label for result in results)]]
-    for name, info in METRICS.items():
-        cells = []
-        for result in results:
-            estimate = result.summary.value(name)
-            interval = ""
-            if estimate is not None and estimate.low is not None:
-                interval = f" ({info.shown(estimate.low)} … {info.shown(estimate.high)})"
-            cells.append(info.shown(estimate.mean if estimate else None) + interval)
-        rows.append([f"{info.label} {info.unit}".strip(), *cells])
-    for label, cost in (("encode frames/s", "encode_fps"), ("decode frames/s", "decode_fps")):
-        rows.append([label, *(f"{getattr(result.cost, cost):.1f}" for result in results)])
-    peaks = [result.cost.peak_memory_bytes for result in results]
-    rows.append(["peak memory MiB", *("not measured" if p is None else f"{p / 2**20:.0f}" for p in peaks)])
-    rows.append(["parameters", *(f"{result.model.parameters:,}" for result in results)])
-    rows.append(["clips / frames", *(f"{r.summary.num_clips} / {r.summary.num_frames}" for r in results)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def report_problems(results: list[Any]) -> None:
