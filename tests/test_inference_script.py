@@ -120,7 +120,7 @@ def test_a_hub_name_without_a_network_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    constants = pytest.importorskip("huggingface_hub").constants
+    constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody answers there
     options = ["--model_path", str(setting / "student.safetensors"), "--output_dir", str(tmp_path), "--use_ref_vae"]
     assert script.main([*options, "--cogvideox_model_path", "some/unknown-vae"]) == 2

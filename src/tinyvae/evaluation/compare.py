@@ -16,9 +16,8 @@ from tinyvae.evaluation.evaluating import (
     EvaluationResult,
     evaluate_round_trip,
     open_clips,
-    open_lpips,
 )
-from tinyvae.evaluation.metrics import METRICS, ClipMetrics
+from tinyvae.evaluation.metrics import METRICS, ClipMetrics, open_lpips
 from tinyvae.evaluation.resources import choose_devices
 from tinyvae.evaluation.round_trip import Model, RoundTrip, open_model, reference_limit
 from tinyvae.evaluation.statistics import PairedDifference, paired_difference, summarise

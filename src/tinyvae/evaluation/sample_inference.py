@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from tinyvae.evaluation.clip_sources import (
     measure_clip,
 )
 from tinyvae.evaluation.evaluating import check_length
+from tinyvae.evaluation.fitting_chunks import in_chunks_that_fit
 from tinyvae.evaluation.latent_file import LatentWriter
 from tinyvae.evaluation.metrics import psnr_from_mse
 from tinyvae.evaluation.output_folder import make_output_folder, writing_to
@@ -242,13 +243,17 @@ def _totals(samples: Sequence[Sample]) -> list[SampleScore]:
 
 def _decoded(model: RoundTrip, part: ClipPart, latents_file: Path | None) -> tuple[Tensor, Tensor]:
     """(input, output) TCHW in [0, 1] on the CPU; the latents go to a file if one is named."""
-    chunks = frame_chunks(part, chunk_frames=model.chunk_frames(part.height, part.width))
-    latents: list[Tensor] = []
-    targets: list[Tensor] = []
-    outputs: list[Tensor] = []
-    for piece in model.run(chunks, part.num_frames, StageTimes(), latents.append):
-        targets.append(piece.target.cpu())
-        outputs.append(piece.decoded.clamp(0, 1).cpu())
+
+    def decode(chunks: Iterator[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        latents: list[Tensor] = []
+        targets: list[Tensor] = []
+        outputs: list[Tensor] = []
+        for piece in model.run(chunks, part.num_frames, StageTimes(), latents.append):
+            targets.append(piece.target.cpu())
+            outputs.append(piece.decoded.clamp(0, 1).cpu())
+        return latents, targets, outputs
+
+    latents, targets, outputs = in_chunks_that_fit(model, part, decode)
     if latents_file is not None:
         variant = model.facts.latent_variant or model.facts.variant
         with LatentWriter(latents_file, latent_facts(part, variant=variant), overwrite=True) as file:
