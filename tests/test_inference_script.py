@@ -174,6 +174,8 @@ def test_mistakes_and_bad_videos(
 ) -> None:
     assert script.main(["--model_path", str(tmp_path / "none.pth"), "--output_dir", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("inference.py: error: there is no model at")
+    assert script.main(["--model_path", str(setting / "student.safetensors"), "--output_dir", "/proc/out"]) == 2
+    assert "--output_dir /proc/out cannot be written" in capsys.readouterr().err
     entries = [{"path": "train/000.mp4"}, {"path": "gone.mp4"}]
     entries[0]["path"] = next(p for p in (setting / "clips").rglob("*.mp4")).relative_to(setting / "clips").as_posix()
     (setting / "clips" / "some.json").write_text(json.dumps({"total": 2, "list": entries}))
