@@ -63,7 +63,9 @@ def choose_split(data: Path, *, data_root: Path | None, wanted: str | None) -> t
     _refuse_missing(data)
     if wanted is not None:
         return wanted, ""
-    if data.is_file() and is_index(data):
+    if data.is_dir():  # a tree has no splits; walking it takes time
+        return None, ""
+    if is_index(data):
         has_splits = open_index(data, data_root).has_splits
     else:
         has_splits = any(split for _, split in _annotated_clips(data, data_root))
