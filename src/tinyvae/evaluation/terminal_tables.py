@@ -90,7 +90,7 @@ def comparison_text(comparison: Comparison, width: int | None = None) -> str:
 
 
 def difference_table(candidate: Candidate) -> str:
-    """Paired differences as text: metric, difference, interval, verdict, wins."""
+    """Paired differences as text: metric, difference, interval, verdict, clips won; under 80 columns."""
     rows: list[Row] = []
     for paired in candidate.differences:
         info, difference = METRICS[paired.metric], paired.difference
@@ -99,7 +99,7 @@ def difference_table(candidate: Candidate) -> str:
             interval = f"{info.shown(difference.low)} … {info.shown(difference.high)}"
         mean = info.shown_difference(difference.mean)
         name = f"{info.label} {info.unit}".strip()
-        wins = f"wins {paired.wins} of {difference.count} {'clip' if difference.count == 1 else 'clips'}"
+        wins = f"wins {paired.wins}/{difference.count}"
         rows.append([f"  {name}", mean.rjust(9), f"({interval})", paired.verdict, wins])
     return aligned(rows)
 
