@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UnreadableVideoError, UserError
-from tinyvae.verbs.eval import parse_dtype
+from tinyvae.verbs.eval import add_dtype_argument, parse_dtype
 
 if TYPE_CHECKING:
     from tinyvae.evaluation.reconstruct import OnFrames
@@ -54,7 +55,7 @@ def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variant", help="which variant the weights are, where the file cannot tell")
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: the first GPU, else the CPU")
     parser.add_argument("--fused", action="store_true", help="run the folded network: same output, faster on a GPU")
-    parser.add_argument("--dtype", help="float32, float16 or bfloat16; default: float32 on a CPU, else the file's")
+    add_dtype_argument(parser)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ def distinct_names(stems: Sequence[str]) -> list[str]:
 def refuse_existing(paths: Iterable[Path]) -> None:
     """Before any work: a file that would be written over."""
     for path in paths:
-        if path.exists():
+        if os.path.exists(path):  # unlike Path.exists never an error: the folder is tried afterwards
             raise FileExistsAlreadyError(f"{path} exists already; remove it, pass --overwrite or another --output_dir.")
 
 
