@@ -18,7 +18,7 @@ all of them the same RUN_DIR on a shared disk.
 
 environment: MAX_RESTARTS (10) restarts without any progress between them, PAUSE_S (15) before the first restart,
              MAX_PAUSE_S (600), and everything that train_taehv_h100.sh reads
-example:     RUN_DIR=output/h100 ./auto_recovery_train.sh 8 h100 --data_root /data/videos
+example:     RUN_DIR=output/h100 ./auto_recovery_train.sh 8 h100
 TEXT
 }
 

@@ -13,7 +13,7 @@ runs anywhere in minutes. train_taehv_h100.sh says how many GPUs and machines; b
 examples:
   ./train_taehv.sh
   ./train_taehv.sh scratch --data_root /data/videos
-  ./train_taehv.sh examples/my_settings.py --resume latest
+  ./train_taehv.sh my_settings.py --resume latest
 TEXT
 }
 

@@ -15,14 +15,14 @@ usage: ./train_taehv_h100.sh GPUS CONFIG [FILE] [--resume PATH] [--debug] [--pro
   --key      any setting of `tinyvae train`, for example --data_root /data/videos
 
 examples:
-  ./train_taehv_h100.sh 1 1gpu_h100 --data_root /data/videos
+  ./train_taehv_h100.sh 1 1gpu_h100
   ./train_taehv_h100.sh 4 test --data_root /data/videos
-  ./train_taehv_h100.sh 8 h100 --data_root /data/videos --resume latest
-  ./train_taehv_h100.sh 8 custom examples/my_settings.py
+  ./train_taehv_h100.sh 8 h100 --resume latest
+  ./train_taehv_h100.sh 8 custom my_settings.py
 
 several machines (the same command on each; all need the same files and a shared output folder):
-  MASTER_ADDR=node1 RANK=0 ./train_taehv_h100.sh 8 h100 --data_root /data/videos      on node1
-  MASTER_ADDR=node1 RANK=1 ./train_taehv_h100.sh 8 h100 --data_root /data/videos      on the second
+  MASTER_ADDR=node1 RANK=0 ./train_taehv_h100.sh 8 h100      on node1
+  MASTER_ADDR=node1 RANK=1 ./train_taehv_h100.sh 8 h100      on the second
   NNODES (2 where MASTER_ADDR is set) says how many, MASTER_PORT (29500) where they meet.
 
 environment:

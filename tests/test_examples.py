@@ -1,9 +1,14 @@
-"""The examples run as they stand; the example of a settings file trains."""
+"""The examples run as they stand: scripts, the settings file, the command that tells how a run ended."""
 
 from __future__ import annotations
 
+import http.server
+import json
+import os
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -44,3 +49,58 @@ def test_the_settings_file_trains_and_goes_on(tmp_path: Path) -> None:
     assert run([*start, "--max_train_steps", "4", "--resume", "latest"]) == 0
     (folder,) = (entry for entry in (tmp_path / "output").iterdir() if entry.is_dir() and not entry.is_symlink())
     assert {entry.name for entry in folder.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+
+
+# notify.sh
+
+REASON = 'the configuration has 2 mistakes:\n  - "a" is not a number'
+EVENT = {
+    "TINYVAE_EVENT": "failed",
+    "TINYVAE_REASON": REASON,
+    "TINYVAE_STEP": "40",
+    "TINYVAE_MAX_STEPS": "100",
+    "TINYVAE_METRIC": "psnr",
+    "TINYVAE_BEST": "",
+    "TINYVAE_BEST_STEP": "",
+}
+
+
+def notify(run_folder: Path, **more: str) -> None:
+    env = {**os.environ, **EVENT, "TINYVAE_RUN": str(run_folder), **more}
+    subprocess.run([ROOT / "examples" / "notify.sh"], env=env, check=True, timeout=60)
+
+
+def test_notify_writes_a_file(tmp_path: Path) -> None:
+    notify(tmp_path)
+    text = (tmp_path / "notifications.txt").read_text()
+    assert text.startswith("tinyvae failed at step 40 of 100: the configuration has 2 mistakes")
+    assert "best psnr: none yet" in text
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+def test_notify_posts_json_to_a_webhook(tmp_path: Path) -> None:
+    posted = []
+
+    class Hook(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Hook) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        notify(tmp_path, WEBHOOK=f"http://127.0.0.1:{server.server_port}/hook", NO_PROXY="127.0.0.1")
+    assert REASON in posted[0]["text"] and not list(tmp_path.iterdir())
+
+
+def test_notify_sends_mail(tmp_path: Path) -> None:
+    mail = tmp_path / "bin" / "mail"
+    mail.parent.mkdir()
+    mail.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/words; cat >{tmp_path}/text\n')
+    mail.chmod(0o755)
+    notify(tmp_path / "my_run", MAIL_TO="me@example.org", PATH=f"{mail.parent}:{os.environ['PATH']}")
+    assert (tmp_path / "words").read_text().splitlines() == ["-s", "tinyvae failed: my_run", "me@example.org"]
+    assert REASON in (tmp_path / "text").read_text()

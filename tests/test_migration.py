@@ -112,8 +112,7 @@ def test_a_file_of_the_old_trainer_trains(tmp_path: Path, monkeypatch: pytest.Mo
     words += " --mixed_precision no --max_train_steps 2 --validation_steps 2 --num_validation_samples 1"
     words += " --checkpointing_steps 2 --dataloader_num_workers 0 --perceptual_loss_weight 0 --report false"
     monkeypatch.chdir(tmp_path)
-    extra = ["--allow_cpu", "true"] if "allow_cpu" in FIELDS else []
-    assert run(["train", str(tmp_path / "mine.py"), *words.split(), *extra]) == 0
+    assert run(["train", str(tmp_path / "mine.py"), *words.split()]) == 0
     (folder,) = (tmp_path / "output").glob("a800_test_*")
     assert (folder / "final_model.pth").is_file() and (folder / "best_model" / "model_info.json").is_file()
     assert (folder / "checkpoint-2" / "model.safetensors").is_file()
