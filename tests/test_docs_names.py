@@ -147,3 +147,24 @@ def test_log_lines_that_scripts_look_for_are_written(words: str) -> None:
     assert f'"{words}' in code or f"d {words}" in code, words
     for guide in MIGRATION:
         assert words.strip(" :,") in guide.read_text(), f"{guide.name}: {words}"
+
+
+QUOTED = (
+    *("does not suit ", "does not divide the ", "Did you mean ", "could not exchange ", "skipped: a loss or gradient"),
+    *(
+        "out of memory with a single clip of ",
+        "Earlier checkpoints are untouched; the ",
+        "belongs to a run with other ",
+    ),
+    *("a process that loads clips was killed", "another run writes to ", "already holds ", "no file of "),
+    *("the released weights are published in ", "needs LPIPS weights, and there are none", "GPUs were asked for and "),
+)
+
+
+@pytest.mark.parametrize("words", QUOTED)
+def test_messages_that_troubleshooting_quotes_are_in_the_code(words: str) -> None:
+    files = [*(ROOT / "src").rglob("*.py"), *ROOT.glob("*.sh")]
+    code = " ".join("".join(file.read_text() for file in files).split()).replace('" "', "").replace('" f"', "")
+    assert words.strip() in code
+    for name in ("troubleshooting.md", "troubleshooting.zh-CN.md"):
+        assert words.strip() in (ROOT / "docs" / name).read_text(), f"{name}: {words}"
