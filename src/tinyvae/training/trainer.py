@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from tinyvae.config import TrainConfig
 from tinyvae.data.clip_reading import ClipBatch
 from tinyvae.errors import UserError
 from tinyvae.losses.seraena import SeraenaResult
+from tinyvae.progress_bar import progress_bar
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine, PeerLostError, StepResult
 from tinyvae.training.guards import (
@@ -43,8 +43,6 @@ from tinyvae.training.validation import ValidationCut
 
 log = logging.getLogger(__name__)
 
-LOG_FILE_SECONDS = 10.0
-"""How often the progress bar is written where nobody watches it."""
 STOPPED_ELSEWHERE = (
     "another process of this run had to stop, its own message says why; the run is saved, go on with --resume latest "
     "when that is mended. See docs/troubleshooting.md#a-lost-process"
@@ -122,18 +120,10 @@ class Trainer:
         """The step's clips. Where this rank has none, all ranks save before they stop."""
         try:
             return [next(self.parts.batches) for _ in range(self.config.gradient_accumulation_steps)]
-        except UserError as mistake:
-            reason = mistake
-        except RuntimeError as fault:
-            if "DataLoader worker" not in str(fault):
-                raise
-            reason = UserError(
-                f"a process that loads clips was killed ({str(fault).splitlines()[0]}), most often because the "
-                "machine's main memory is full; use fewer --dataloader_num_workers, then --resume latest."
-            )
-        self.parts.engine.worst(Status.HAS_TO_STOP)  # meets the others wherever they ask for the status next
-        self._save(emergency=True)
-        raise reason
+        except UserError:
+            self.parts.engine.worst(Status.HAS_TO_STOP)  # meets the others wherever they ask for the status next
+            self._save(emergency=True)
+            raise
 
     def step(self, clips: list[ClipBatch]) -> StepResult:
         """One optimiser step over several micro-batches, all ranks together."""
@@ -258,14 +248,12 @@ class Trainer:
             log.warning("step %d skipped: a loss or gradient was not finite (%s)", self.progress.step, listed)
 
     def _progress_bar(self) -> tqdm:
-        """Steps done, time left, and what `_log` puts behind them; a job's log file gets a line now and then."""
-        return tqdm(
+        """Steps done, time left, and what `_log` puts behind them."""
+        return progress_bar(
             total=self.config.max_train_steps,
             initial=self.progress.step,
             desc="train",
             unit="step",
-            mininterval=0.1 if sys.stderr.isatty() else LOG_FILE_SECONDS,
-            maxinterval=LOG_FILE_SECONDS,
             disable=not self.parts.engine.is_main,
         )
 
@@ -273,7 +261,7 @@ class Trainer:
         values = self.step_log.take(self.progress.step)  # an exchange: every rank comes here at the same steps
         self.parts.run_log.metrics(self.progress.step, values)
         text = self.step_log.bar_text(values)
-        bar.set_postfix_str(text, refresh=sys.stderr.isatty())
+        bar.set_postfix_str(text)
         self.parts.run_log.note(f"step {self.progress.step} of {self.config.max_train_steps}: {text}")
 
     def _stop_if_asked(self) -> None:
