@@ -62,6 +62,7 @@ class _Loader:
                 reason = str(fault).splitlines()[0]
                 if not reason.startswith(("DataLoader worker (pid", "Pin memory thread exited")):
                     raise
+            loader = self._loader = self._make_loader(self._positions)  # the broken one's other workers end
             num_lost += 1
             if num_lost == MAX_LOST_IN_A_ROW:
                 raise UserError(
@@ -74,7 +75,6 @@ class _Loader:
                 "going on with fresh ones. Where it comes again and again, use fewer --dataloader_num_workers.",
                 reason,
             )
-            self._loader = self._make_loader(self._positions)  # kept workers would be those of the broken one
             loader = self._make_loader(self._positions.after(num_done))
 
     def _reads_of(self, loader: DataLoader[ReadBatch]) -> Iterator[ReadBatch]:

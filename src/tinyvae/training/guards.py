@@ -39,6 +39,7 @@ SAME_ORDER_S, SAME_ORDER_BY_TORCHRUN_S = 0.3, 1.0
 """Slurm and systemd tell every process of a job, ``timeout`` its child and then the group, and each launcher hands on
 what it is told: one order to stop arrives several times in a moment. The same signal so soon is not a second one; of
 torchrun no signal is, for it answers a signal during its own shutdown with SIGTERM to its processes."""
+END = 0  # no signal's number
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -115,8 +116,9 @@ class SignalWatch:
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self._mouth.close()
+        self._mouth.send(bytes([END]))  # closing would not do: a worker that lives on has the socket open too
         self._thread.join()
+        self._mouth.close()
         self._ear.close()
 
     def _watch(self) -> None:
@@ -124,7 +126,7 @@ class SignalWatch:
             heard, _, _ = select.select([self._ear], [], [], LAUNCHER_CHECK_S)
             if heard:
                 numbers = self._ear.recv(64)
-                if not numbers:
+                if END in numbers:
                     return
                 for number in numbers:
                     if number in self._before:
