@@ -313,6 +313,13 @@ class TrainConfig:
         False, "logging", "Write a torch profiler trace of a few steps, after the first ones, to profile.json."
     )
     log_system_stats: bool = option(False, "logging", "Log CPU, memory and GPU use and temperature.")
+    debug: bool = option(False, "logging", "Log shapes, dtypes and ranges of everything in the first step.")
+    notify_command: str | None = option(
+        None, "logging", "Shell command for the end, a failure, an early stop or a stall; TINYVAE_EVENT says which."
+    )
+    notify_stall_s: float = option(
+        1800.0, "logging", "Seconds without a finished step, validation or save that count as a stall.", above=0
+    )
 
     # workers and limits
     dataloader_num_workers: int = option(4, "system", "Decoding processes of each training process.", at_least=0)

@@ -15,7 +15,7 @@ from tinyvae.heap import trim_heap
 
 CLIPS_PER_TRIM = 8
 
-JOB_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+JOB_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
 """Sent to every process of a job by schedulers and terminals; the main process decides what they mean."""
 
 
@@ -28,6 +28,22 @@ def signals_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def deaths_found_at_the_fetch() -> Iterator[None]:
+    """While workers are started: keep torch from raising the death of one in the middle of a step or a save.
+
+    With the first workers of a process torch sets a SIGCHLD handler that raises in whatever line the main process is
+    at. The handler from before is put back: the loader itself looks after its workers when a batch does not come.
+    """
+    number = getattr(signal, "SIGCHLD", None)
+    before = None if number is None else signal.getsignal(number)
+    try:
+        yield
+    finally:
+        if number is not None and before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(number, before)
 
 
 def start_worker(worker: int) -> None:

@@ -40,6 +40,7 @@ from tinyvae.evaluation.round_trip import (
 )
 from tinyvae.evaluation.stage_cost import StageTimes, give_back_freed_memory, idle_bytes, memory_kind
 from tinyvae.evaluation.statistics import Summary, summarise
+from tinyvae.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from tinyvae.losses.perceptual import LPIPS
@@ -216,7 +217,7 @@ def evaluate_round_trip(
     waiting: queue.SimpleQueue[tuple[int, ClipSource]] = queue.SimpleQueue()
     for item in enumerate(clips):
         waiting.put(item)
-    bar = tqdm(total=len(clips), desc=round_trip.facts.label, unit="clip", disable=not show_progress_bar)
+    bar = progress_bar(total=len(clips), desc=round_trip.facts.label, unit="clip", disable=not show_progress_bar)
     give_back_freed_memory()
     stop = threading.Event()
     with fitting_in_memory(f"{round_trip.facts.label} with its metrics"):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, measure_clip
 from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
@@ -31,6 +30,7 @@ from tinyvae.evaluation.pictures import (
 from tinyvae.evaluation.resources import fitting_in_memory
 from tinyvae.evaluation.round_trip import RoundTrip
 from tinyvae.evaluation.stage_cost import StageTimes
+from tinyvae.progress_bar import progress_bar
 
 PLAYER_FRAMES = 96
 PLAYER_WIDTH = 384  # pixels of each panel, less where many stand side by side
@@ -122,7 +122,7 @@ def gather_evidence(
     """Run the chosen clips through the models again and keep pictures of them."""
     shown: list[ClipEvidence] = []
     chosen = choose_clips(evaluations, limit=limit)
-    for name, why in tqdm(chosen, desc="films for the report", unit="clip", disable=not show_progress_bar):
+    for name, why in progress_bar(chosen, desc="films for the report", unit="clip", disable=not show_progress_bar):
         results = [next(clip for clip in e.clips if clip.name == name) for e in evaluations]
         settings = evaluations[0].settings
         source = ClipSource(name=name, path=Path(results[0].path))

@@ -12,11 +12,11 @@ import warnings
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from tinyvae.errors import UserError
 from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder, joined
 from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_ZEROS, H3_DROPPED_LATENTS, VariantSpec
+from tinyvae.progress_bar import progress_bar
 
 CodecMemory = object
 """What a network carries between two chunks; only the network itself looks inside."""
@@ -75,7 +75,7 @@ class VideoCodec:
         size = (frames_NTCHW.shape[-2] // self.spec.space_factor, frames_NTCHW.shape[-1] // self.spec.space_factor)
         chunk = self.stream_chunk_latents("encoder", *size, num_videos=frames_NTCHW.shape[0])
         step = (chunk or 0) * self.spec.time_factor or 1
-        steps = tqdm(frames_NTCHW.split(step, dim=1), desc="encode", unit="step", disable=not show_progress_bar)
+        steps = progress_bar(frames_NTCHW.split(step, dim=1), desc="encode", unit="step", disable=not show_progress_bar)
         return torch.cat([stream.push(part) for part in steps], dim=1)
 
     def decode_video(self, latents_NTCHW: Tensor, parallel: bool = True, show_progress_bar: bool = False) -> Tensor:
@@ -93,7 +93,9 @@ class VideoCodec:
         stream = StreamingDecoder(self, num_latents=num_latents, track_gradients=track_gradients)
         size = latents_NTCHW.shape[-2:]
         step = self.stream_chunk_latents("decoder", *size, num_videos=latents_NTCHW.shape[0]) or 1
-        steps = tqdm(latents_NTCHW.split(step, dim=1), desc="decode", unit="step", disable=not show_progress_bar)
+        steps = progress_bar(
+            latents_NTCHW.split(step, dim=1), desc="decode", unit="step", disable=not show_progress_bar
+        )
         return joined((stream.push(part) for part in steps), self.spec.frames_from_latents(num_latents))
 
     def reconstruct(self, frames_NTCHW: Tensor) -> Tensor:

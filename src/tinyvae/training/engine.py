@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -126,6 +127,7 @@ class Engine:
 
     @contextmanager
     def _exchange(self, what: str) -> Iterator[None]:
+        began = time.monotonic()
         try:
             yield
         except RuntimeError as fault:
@@ -133,10 +135,15 @@ class Engine:
                 raise
             # gloo and NCCL report a dead or silent peer as a RuntimeError; a bug of ours would be one too, so the
             # cause stays attached.
+            waited = time.monotonic() - began
+            happened = (
+                f"another process of this run has not answered within {self.timeout_s} s (nccl_timeout): it hangs"
+                if waited > 0.9 * self.timeout_s
+                else "another process of this run has stopped"
+            )
             raise PeerLostError(
-                f"process {self.rank} could not exchange {what} with the others (within {self.timeout_s} s): another "
-                "process of this run has stopped or hangs. Look for its own message above, mend that, and go on with "
-                "--resume latest. See docs/troubleshooting.md#a-lost-process"
+                f"process {self.rank} could not exchange {what} with the others: {happened}. Look for its own message "
+                "above, fix that, and go on with --resume latest. See docs/troubleshooting.md#a-lost-process"
             ) from fault
 
     # the step

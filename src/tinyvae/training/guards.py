@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_CHECK_S = 1.0
 SAME_ORDER_S, SAME_ORDER_BY_TORCHRUN_S = 0.3, 1.0
 """Slurm and systemd tell every process of a job, ``timeout`` its child and then the group, and each launcher hands on
@@ -43,6 +44,7 @@ OUT_OF_MEMORY_WORDS = (
     "CUDA error: out of memory",  # pinned memory, or a library beside torch's allocator
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
+END = 0  # no signal's number
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -103,7 +105,7 @@ class SignalWatch:
         self._launcher = os.getppid() if self._by_torchrun else None
         self._ear, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
-        self._before = {number: signal.signal(number, _leave_to_the_watch) for number in STOP_SIGNALS}
+        self._before = {n: signal.signal(n, _leave_to_the_watch) for n in STOP_SIGNALS if not _is_for_nobody(n)}
         self._wakeup_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="signal watch", daemon=True)
         self._thread.start()
@@ -119,8 +121,9 @@ class SignalWatch:
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self._mouth.close()
+        self._mouth.send(bytes([END]))  # closing would not do: a worker that lives on has the socket open too
         self._thread.join()
+        self._mouth.close()
         self._ear.close()
 
     def _watch(self) -> None:
@@ -128,10 +131,10 @@ class SignalWatch:
             heard, _, _ = select.select([self._ear], [], [], LAUNCHER_CHECK_S)
             if heard:
                 numbers = self._ear.recv(64)
-                if not numbers:
+                if END in numbers:
                     return
                 for number in numbers:
-                    if number in STOP_SIGNALS:
+                    if number in self._before:
                         self._note(number, signal.Signals(number).name + " received")
             elif self._launcher not in (None, os.getppid()):
                 self._launcher = None
@@ -139,23 +142,36 @@ class SignalWatch:
                     self._note(signal.SIGTERM, "the launcher has died")
 
     def _note(self, number: int, what: str) -> None:
-        # write(2) rather than logging: whatever the main thread is doing, the message comes out
         if not self._holds:
-            os.write(2, f"\n{what} before the first step: there is nothing to save\n".encode())
+            _say(f"{what} before the first step: there is nothing to save")
             _end_now(128 + number)
         if self._is_same_order(number):
             return
         if self.received:
-            os.write(2, f"\n{what} again: stopping at once\n".encode())
+            _say(f"{what} again: stopping at once")
             _end_now(128 + number)
         self.received, self._received_at = number, time.monotonic()
-        os.write(2, f"\n{what}: finishing the step, then saving; send it again to stop at once\n".encode())
+        hurry = "SIGTERM stops" if number == signal.SIGHUP else "send it again to stop"
+        _say(f"{what}: finishing the step, then saving; {hurry} at once")
 
     def _is_same_order(self, number: int) -> bool:
+        if number == signal.SIGHUP and self.received:
+            return True  # kernel and shell each tell of one closed terminal, at their own pace; it hurries nobody
         since = time.monotonic() - self._received_at
         if self._by_torchrun:
             return bool(self.received) and since < SAME_ORDER_BY_TORCHRUN_S
         return self.received == number and since < SAME_ORDER_S
+
+
+def _is_for_nobody(number: int) -> bool:
+    """Whether ``nohup`` (or a shell's ``trap ''``) has said that a closed terminal is no reason to stop."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
+def _say(text: str) -> None:
+    """Tell the terminal: by write(2) rather than logging, so that it comes out whatever the main thread is doing."""
+    with suppress(OSError):  # nobody reads it any more (a closed pipe or terminal); the watch must go on
+        os.write(2, f"\n{text}\n".encode())
 
 
 def _leave_to_the_watch(number: int, frame: FrameType | None) -> None:
@@ -188,9 +204,9 @@ def _forget_in_child() -> None:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # Signals to a whole process group: the parent decides when its children end.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        for number in STOP_SIGNALS:
+            if number != signal.SIGTERM:  # signals to a whole process group: the parent decides when its children end
+                signal.signal(number, signal.SIG_IGN)
 
 
 os.register_at_fork(before=_note_forking_thread, after_in_child=_forget_in_child)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UnreadableVideoError, UserError
+from tinyvae.progress_bar import progress_bar
 from tinyvae.verbs.eval import add_dtype_argument, parse_dtype
 
 if TYPE_CHECKING:
@@ -166,8 +167,6 @@ def for_each(files: Sequence[Path], one: Callable[[int, OnFrames], Done], folder
 
     Returns the exit code: 1 where something was skipped or came out broken.
     """
-    from tqdm import tqdm
-
     from tinyvae.evaluation.output_folder import writing_to
     from tinyvae.evaluation.resources import fitting_in_memory
 
@@ -176,7 +175,11 @@ def for_each(files: Sequence[Path], one: Callable[[int, OnFrames], Done], folder
         fault: UnreadableVideoError | None = None
         done: Done | None = None
         # The bar is gone before anything is said, so that no sentence starts in the middle of it.
-        with tqdm(desc=file.name, unit="frame", leave=False) as bar, writing_to(folder), fitting_in_memory(file):
+        with (
+            progress_bar(desc=file.name, unit="frame", leave=False) as bar,
+            writing_to(folder),
+            fitting_in_memory(file),
+        ):
 
             def advance(frames: int, total: int, bar: Any = bar) -> None:
                 bar.total = total
