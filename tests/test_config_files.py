@@ -526,7 +526,7 @@ def test_a_presets_variant_is_not_said_of_other_weights(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="taken for taehv, but its name speaks of taecvx"):
         load_config("quickstart", [*given, str(bare_weights(tmp_path / "taecvx.pth", "taecvx"))])
     save_model(TAEHV("taecvx", width=0.125), tmp_path / "mine.pth")
-    with pytest.raises(UserError, match=r"mine\.pth are taecvx, and preset quickstart sets variant to taehv; say which"):
+    with pytest.raises(UserError, match=r"mine\.pth are taecvx, and preset quickstart sets variant to taehv; say"):
         load_config("quickstart", [*given, str(tmp_path / "mine.pth")])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
