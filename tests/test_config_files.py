@@ -372,6 +372,14 @@ def test_a_wrong_override_is_named(words: list[str], expected: str) -> None:
     assert expected in refusal("quickstart", words)
 
 
+def test_a_key_that_went_is_known_in_files_and_runs_of_before(tmp_path: Path) -> None:
+    says = "persistent_workers is not a setting any more: training is one endless pass over the data"
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(to_json(TrainConfig())) | {"persistent_workers": True}))
+    for source in (tmp_path, write(tmp_path, "args.persistent_workers = True")):
+        assert [notice for notice in load_config(source).notices if notice.startswith(says)]
+    assert from_json((tmp_path / "config.json").read_text()) == TrainConfig()
+
+
 def test_old_keys_on_the_command_line_get_their_line() -> None:
     assert any("world_size" in notice for notice in load_config("quickstart", ["--world_size", "8"]).notices)
 
