@@ -75,9 +75,7 @@ def test_a_video_is_not_latents(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"film\.mp4 is a video, and decode takes latents.*tinyvae encode.*reconstruct"):
         LatentReader(tmp_path / "film.mp4")
     (tmp_path / "cut.safetensors").write_bytes(b"\x00" * 5)
-    with pytest.raises(
-        UserError, match=r"cut\.safetensors is not a whole safetensors file .*make one with: tinyvae"
-    ):
+    with pytest.raises(UserError, match=r"cut\.safetensors is not a whole safetensors file .*make one with: tinyvae"):
         LatentReader(tmp_path / "cut.safetensors")
 
 
