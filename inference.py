@@ -5,8 +5,9 @@ annotations with splits the videos annotated as val are taken, unless --split sa
 
 examples:
   python inference.py --model_path output/my_run --num_samples 5
-  python inference.py --model_path taecvx.pth --num_samples 8 --data_root videos --annotation_file videos/val.json \\
-      --use_ref_vae --cogvideox_model_path THUDM/CogVideoX-2b --output_dir output/look --save_latents --benchmark
+  python inference.py --model_path taecvx.pth --variant taecvx --num_samples 8 --data_root videos \\
+      --annotation_file videos/val.json --use_ref_vae --cogvideox_model_path THUDM/CogVideoX-2b \\
+      --output_dir output/look --save_latents --benchmark
 """
 
 from __future__ import annotations
