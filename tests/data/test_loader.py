@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -284,7 +285,8 @@ def kill_a_worker(others: set[psutil.Process]) -> None:
     workers = [child for child in psutil.Process().children() if child not in others]
     assert len(workers) == 2
     workers[0].kill()
-    workers[0].wait(5)
+    while workers[0].status() != psutil.STATUS_ZOMBIE:  # not wait(), which would take its end away from the loader
+        time.sleep(0.01)
 
 
 def signal_while_starting(worker: int) -> None:
