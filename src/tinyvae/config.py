@@ -314,6 +314,7 @@ class TrainConfig:
     prefetch_factor: int = option(2, "system", "Batches each worker prepares ahead.", at_least=1)
     persistent_workers: bool = option(True, "system", "Keep the workers alive between epochs.")
     pin_memory: bool = option(True, "system", "Use pinned memory for copies to a GPU.")
+    allow_cpu: bool = option(False, "system", "Train without a GPU, however large a step is (it may take hours).")
     nccl_timeout: int = option(
         1800, "system", "Longest wait in a collective before the job ends, seconds (any backend).", at_least=1
     )

@@ -1,0 +1,173 @@
+"""One run folder, one run: a marker file that says who writes there.
+
+The marker is made with O_EXCL, which every file system and also NFS (since version 3) decides for exactly one of
+several starts. It names the process, so that one left by a killed run is told from one of a run that goes on:
+
+- the process is of this machine and gone: the marker is taken over, by exactly one of those who try;
+- the same Slurm job, started again: taken over too, for Slurm never runs a job twice at a time;
+- another machine: nobody can tell from here whether it runs, so the start is refused, with the time of the last sign
+  of life and the way out.
+
+Two containers that share a host name are taken for one machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+from tinyvae.errors import UserError
+from tinyvae.quantities import duration_in_words
+
+MARKER = ".running"
+HALF_WRITTEN_S = 2.0
+"""How long an empty marker is waited for: its maker is between two system calls, or was killed there."""
+SIGNS_OF_LIFE = ("train.log", "metrics.jsonl", MARKER)
+SILENT_S = 3600.0
+"""After so long without a line in the log, a run on another machine has most likely ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Who writes into a folder."""
+
+    host: str
+    pid: int
+    process_started: float
+    """By the machine's own clock: numbers of processes are used again."""
+    since: str
+    slurm_job: str = ""
+    slurm_restarts: int = 0
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        return cls(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            process_started=psutil.Process().create_time(),
+            since=datetime.now().astimezone().isoformat(timespec="seconds"),
+            slurm_job=os.environ.get("SLURM_JOB_ID", ""),
+            slurm_restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        )
+
+    def is_gone(self) -> bool:
+        """Whether it is sure that this process writes no more."""
+        me = Holder.this_process()
+        if self.slurm_job and self.slurm_job == me.slurm_job and self.slurm_restarts < me.slurm_restarts:
+            return True
+        if self.host != me.host:
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.process_started) < 1.0
+            return not same or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.AccessDenied:
+            return False
+
+
+class RunClaim:
+    """A folder that this process alone writes to, until `release`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ``UserError`` at once where another run has the folder. Nothing but the marker is touched."""
+        self.folder = folder
+        before = folder.stat()
+        self._times = (before.st_atime_ns, before.st_mtime_ns)
+        self._marker = folder / MARKER
+        self._holder = _claim(self._marker)
+        self.is_used = False
+        """Whether the run has written anything into the folder."""
+
+    def release(self) -> None:
+        """Take the marker away. A folder that nothing was written to is as it was, by its time too."""
+        holder = _read(self._marker)
+        if holder is None or holder.token != self._holder.token:
+            return  # somebody was told to remove the marker, and has the folder now
+        self._marker.unlink(missing_ok=True)
+        if not self.is_used:
+            with suppress(OSError):  # not ours, though we may write into it: its time stays that of now
+                os.utime(self.folder, ns=self._times)
+
+
+def _claim(marker: Path) -> Holder:
+    while True:
+        me = Holder.this_process()
+        if _make(marker, me):
+            return me
+        there = _read(marker)
+        if there is None:
+            continue  # it went in this moment
+        if not there.is_gone():
+            raise UserError(_refusal(marker, there))
+        # One of those who see the dead process's marker may replace it. The right to do so is claimed in the same way,
+        # under a name that only this dead process has.
+        turn = marker.with_name(f"{marker.name}-after-{there.token}")
+        right = _claim(turn)
+        try:
+            still = _read(marker)
+            if still is not None and still.token == there.token:
+                marker.unlink()
+        finally:
+            assert right.pid == os.getpid()
+            turn.unlink(missing_ok=True)
+
+
+def _make(marker: Path, holder: Holder) -> bool:
+    """Whether the marker was not there, and is now."""
+    try:
+        descriptor = os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    except FileExistsError:
+        return False
+    try:
+        os.write(descriptor, json.dumps(asdict(holder)).encode())
+    except OSError:
+        marker.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _read(marker: Path) -> Holder | None:
+    """The marker's holder; None where there is no marker."""
+    deadline = time.monotonic() + HALF_WRITTEN_S
+    while True:
+        try:
+            return Holder(**json.loads(marker.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{marker} is not whole, so it cannot be told which run has this folder; where none does, remove "
+                    "the file and start again."
+                ) from None
+            time.sleep(0.02)
+
+
+def _refusal(marker: Path, holder: Holder) -> str:
+    folder = marker.parent
+    here = holder.host == socket.gethostname()
+    who = f"process {holder.pid}" + ("" if here else f" on {holder.host}")
+    text = f"another run writes to {folder} ({who}, since {holder.since})"
+    if here:
+        return f"{text}; wait for its end, stop it with: kill {holder.pid}, or choose another --output_dir."
+    silent = time.time() - max((folder / name).stat().st_mtime for name in SIGNS_OF_LIFE if (folder / name).exists())
+    likely = ", so it has most likely ended" if silent > SILENT_S else ""
+    return (
+        f"{text}, and its last sign of life is {duration_in_words(max(0.0, silent))} old{likely}. Whether it still "
+        f"runs cannot be told from here: if it does not, remove {marker} and start again; else choose another "
+        "--output_dir."
+    )
