@@ -15,7 +15,7 @@ from typing import Any, Literal
 from tinyvae.config import FIELDS, TrainConfig
 from tinyvae.config_checks import value_complaints
 from tinyvae.config_complaints import Complaint, GivenPath, raise_complaints
-from tinyvae.config_files.old_keys import CHECKED_KEYS, OLD_KEYS, OTHER_NAMES, notice_of
+from tinyvae.config_files.old_keys import CHECKED_KEYS, OLD_KEYS, OTHER_NAMES, notice_of, preset_of_old_file
 from tinyvae.config_files.overrides import parse_overrides
 from tinyvae.config_files.paths import (
     PATH_KEYS,
@@ -30,6 +30,7 @@ from tinyvae.config_files.saving import settings_in_json
 from tinyvae.config_named_files import is_seen, path_complaints
 from tinyvae.config_values import convert, convert_text, shown_value
 from tinyvae.errors import MissingFileError, UserError, nearest_name
+from tinyvae.models.variants import VARIANTS, VariantSpec
 
 PRESET_FOLDER = Path(__file__).resolve().parents[1] / "presets"
 COMMAND_LINE = "the command line"
@@ -132,16 +133,13 @@ def _source_layers(preset_or_file: str | Path) -> list[_Layer]:
         return _preset_layers(name, base=project_of(Path.cwd()))
     path = Path(preset_or_file).expanduser()
     try:
-        path = path / "config.json" if path.is_dir() else path
+        is_folder = path.is_dir()
+        path = path / "config.json" if is_folder else path
         is_there = path.is_file()
     except PermissionError as refused:
         raise _unreadable(path, refused) from None
     if not is_there:
-        known = preset_names()
-        raise MissingFileError(
-            f"there is no preset or file {name!r} (looked from {Path.cwd()}).{nearest_name(name, known)} "
-            f"The presets are {', '.join(known)}."
-        )
+        raise MissingFileError(_nothing_there(name, is_folder=is_folder))
     text = _text_of(path)
     base = project_of(path.absolute().parent)
     if path.suffix == ".json":
@@ -150,6 +148,19 @@ def _source_layers(preset_or_file: str | Path) -> list[_Layer]:
         return [_Layer(name=str(path), base=base, values=values)]
     settings = read_settings(text, file=path.absolute(), base=base)
     return _layers_of(settings, name=str(path), base=base)
+
+
+def _nothing_there(name: str, *, is_folder: bool) -> str:
+    known = preset_names()
+    presets = f"The presets are {', '.join(known)}."
+    if is_folder:
+        return f"{name} is a folder without config.json, so it is no run's; name a preset, a file or a run. {presets}"
+    preset = preset_of_old_file(name)
+    if preset is not None:
+        hint = f" The settings of this file are the preset {preset} now: name that in its place."
+    else:
+        hint = nearest_name(name, known)
+    return f"there is no preset or file {name!r} (looked from {Path.cwd()}).{hint} {presets}"
 
 
 def _text_of(path: Path) -> str:
@@ -312,14 +323,14 @@ class _Merging:
             try:
                 file = find_weights(weights)
                 state, stated = read_weights(file)
-                spec = tell_variant(state, stated=stated, variant=None, origin=file)
+                by_name = None if stated.get("variant") else _variant_by_name(file, state)
+                spec = by_name or tell_variant(state, stated=stated, variant=None, origin=file)
             except UserError as mistake:
                 keys = ("pretrained_model_path", "variant")
                 self.complaints.append(Complaint(keys=keys, text=f"pretrained_model_path: {mistake}"))
                 return
-            self._decide(
-                "variant", spec.name, f"the weights in {file} are of that network; set variant to say otherwise"
-            )
+            because = f"{file} is named so" if by_name else f"the weights in {file} are of that network"
+            self._decide("variant", spec.name, f"{because}; set variant to say otherwise")
 
     def variant_disagreements(self, config: TrainConfig) -> list[Complaint]:
         """Old keys that the variant decides now, where a file has another value."""
@@ -336,3 +347,16 @@ class _Merging:
                 text = f"{key}={value} ({where}) does not fit variant={spec.name}, whose {key} is {right}; mend one."
                 complaints.append(Complaint(keys=(key,), text=text))
         return complaints
+
+
+def _variant_by_name(file: Path, state: Mapping[str, Any]) -> VariantSpec | None:
+    """The variant that a weights file is named after, as the released ones are: several share one network. None where
+    the name is no variant's, or the weights are not of its network."""
+    from tinyvae.models.weights import tell_variant
+
+    if file.stem not in VARIANTS:
+        return None
+    try:
+        return tell_variant(state, stated={}, variant=file.stem, origin=file)
+    except UserError:
+        return None

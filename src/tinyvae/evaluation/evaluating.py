@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
-from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, find_clips, frame_chunks, measure_clip
+from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, Middle, find_clips, frame_chunks, measure_clip
 from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics
 from tinyvae.evaluation.resources import choose_devices, environment_facts, fitting_in_memory, on_device
 from tinyvae.evaluation.round_trip import (
@@ -51,6 +51,8 @@ class EvaluationSettings:
     max_frames: int | None = None
     size: tuple[int, int] | None = None
     """(height, width) that clips were cropped and scaled to; None: as they are in the file."""
+    middle: Middle | None = None
+    """The middle frames of each video, as a run validates on them; None: the first ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +279,8 @@ class _Worker:
 
     def _measure(self, clip: ClipSource) -> ClipResult:
         round_trip = self._round_trip
-        part = measure_clip(clip, max_frames=self._settings.max_frames, size=self._settings.size)
+        asked = self._settings
+        part = measure_clip(clip, max_frames=asked.max_frames, size=asked.size, middle=asked.middle)
         check_length(part, round_trip)
         wanted = round_trip.aligned_frames(part.num_frames)
         if self._frame_limit is not None:

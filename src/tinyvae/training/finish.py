@@ -16,6 +16,7 @@ from tinyvae.config_files.saving import to_json
 from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model
+from tinyvae.quantities import count_of
 from tinyvae.training.checkpoint import WRITE_FAULTS, why_not_written
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.progress import Progress
@@ -130,8 +131,9 @@ def _validation_table(config: TrainConfig, entries: list[dict[str, Any]]) -> lis
     # A run that is resumed with LPIPS weights has the score from there on.
     names = [name for name in ("psnr", "ssim", "lpips") if any(name in entry for entry in entries)]
     rows = [
-        f"Means over {entries[-1]['num_clips']} clips of {n_frames} frames of {height}x{width} that were not trained "
-        "on. The row of the best is that of `best_model/`, the last one that of these weights.",
+        f"Means over {count_of(entries[-1]['num_clips'], 'clip')}: the middle {n_frames} frames, at {height}x{width}, "
+        "of files that were not trained on. The row of the best is that of `best_model/` and `report.html`, the last "
+        "one that of these weights. (`tinyvae eval` takes whole files, so its numbers are others.)",
         "",
     ]
     rows += [f"| step | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -231,6 +231,9 @@ def build_model(config: TrainConfig) -> TAEHV:
 
 def build_task(config: TrainConfig, engine: Engine, model: TAEHV) -> TrainingTask:
     """The student's task with the teacher, LPIPS and Seraena that the configuration asks for."""
+    if config.compile_model and engine.device.type == "cpu":
+        log.info("compile_model is left out: it is for GPUs, on a CPU it takes minutes at the start and brings little")
+        config = replace(config, compile_model=False)
     teacher = None
     if config.teacher_path is not None:
         dtype = TORCH_DTYPES[config.ref_vae_dtype]
@@ -340,7 +343,7 @@ def _describe(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) 
     if (workers := loading_processes(config)) < config.dataloader_num_workers:
         log.info("clips are loaded by %d processes, not %d: as many as cores", workers, config.dataloader_num_workers)
     log.info(
-        "%s (%.2f M parameters) on %d x %s; %s of %d x %d x %d a step; %s, %d validate",
+        "%s (%.2f M parameters) on %d x %s; %s of %d x %d x %d a step; %d files train, %d validate",
         config.variant,
         parameters,
         engine.world_size,
@@ -349,6 +352,6 @@ def _describe(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) 
         config.n_frames,
         config.height,
         config.width,
-        f"{count_of(len(data.train), 'file')} to train on",
+        len(data.train),
         len(data.validation),
     )
