@@ -73,7 +73,7 @@ def test_bad_data_is_found_in_a_sample(clips: Path, tmp_path: Path) -> None:
     (empty,) = preflight._data(tiny(folder, tmp_path))
     assert "there is no video" in empty.fix
     (large,) = preflight._data(tiny(clips, tmp_path, height=512, width=512, dataloader_num_workers=0))
-    assert "can give a clip" in large.fix
+    assert f"no file of {clips} can give a clip" in large.fix
 
 
 def test_a_source_of_which_most_cannot_be_used_fails(clips: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tinyvae.config_files.saving import settings_in_json
 from tinyvae.config_named_files import is_seen, path_complaints
 from tinyvae.config_values import convert, convert_text, shown_value
 from tinyvae.errors import MissingFileError, UserError, nearest_name
-from tinyvae.models.variants import VARIANTS, VariantSpec
+from tinyvae.models.variants import VARIANTS
 
 PRESET_FOLDER = Path(__file__).resolve().parents[1] / "presets"
 COMMAND_LINE = "the command line"
@@ -323,13 +323,14 @@ class _Merging:
             try:
                 file = find_weights(weights)
                 state, stated = read_weights(file)
-                by_name = None if stated.get("variant") else _variant_by_name(file, state)
-                spec = by_name or tell_variant(state, stated=stated, variant=None, origin=file)
+                spec = tell_variant(state, stated=stated, variant=None, origin=file)
+                if stated.get("variant") is None:
+                    _refuse_other_name(file, state, spec.name)
             except UserError as mistake:
                 keys = ("pretrained_model_path", "variant")
                 self.complaints.append(Complaint(keys=keys, text=f"pretrained_model_path: {mistake}"))
                 return
-            because = f"{file} is named so" if by_name else f"the weights in {file} are of that network"
+            because = f"the weights in {file} {'are' if stated.get('variant') else 'can be'} of that network"
             self._decide("variant", spec.name, f"{because}; set variant to say otherwise")
 
     def variant_disagreements(self, config: TrainConfig) -> list[Complaint]:
@@ -349,14 +350,19 @@ class _Merging:
         return complaints
 
 
-def _variant_by_name(file: Path, state: Mapping[str, Any]) -> VariantSpec | None:
-    """The variant that a weights file is named after, as the released ones are: several share one network. None where
-    the name is no variant's, or the weights are not of its network."""
+def _refuse_other_name(file: Path, state: Mapping[str, Any], told: str) -> None:
+    """Several variants share one network: where the shapes would give one and the file's name speaks of another, only
+    the user knows. A name alone decides nothing, for anything can be called anything."""
     from tinyvae.models.weights import tell_variant
 
-    if file.stem not in VARIANTS:
-        return None
+    named = max((name for name in VARIANTS if file.stem.startswith(name)), key=len, default=told)
+    if named == told:
+        return
     try:
-        return tell_variant(state, stated={}, variant=file.stem, origin=file)
+        tell_variant(state, stated={}, variant=named, origin=file)
     except UserError:
-        return None
+        return  # the weights are not of that network: the name is just a name
+    raise UserError(
+        f"{file} is named after {named}, and its weights could be of {told} as well (they share one network); "
+        f"say which: --variant {named}, or --variant {told}."
+    )

@@ -134,11 +134,12 @@ def _settings(config: TrainConfig, launch: LaunchConfig | None) -> Iterator[Chec
         yield Check(name="settings", found="a rule is broken", fix=complaint.text)
     if not complaints:
         spec = config.spec
-        frames = f"{config.n_frames} frames -> {spec.latents(config.n_frames)} latents -> "
-        frames += f"{spec.frames_out(config.n_frames)} frames of {config.height}x{config.width}"
+        latents, back = spec.latents(config.n_frames), spec.frames_out(config.n_frames)
+        frames = f"{count_of(config.n_frames, 'frame')} -> {count_of(latents, 'latent')} -> {count_of(back, 'frame')}"
+        frames += f" of {config.height}x{config.width}"
         if config.use_seraena:
             groups = spec.padded_frames(config.n_frames) // config.n_seraena_frames
-            frames += f"; Seraena sees {groups} groups of {config.n_seraena_frames}"
+            frames += f"; Seraena sees {count_of(groups, 'group')} of {config.n_seraena_frames}"
         yield Check(name="frames", found=f"{config.variant}: {frames}")
     if launch is not None:
         engine = "DDP" if launch.deepspeed is None else f"DeepSpeed ZeRO-{launch.deepspeed.zero_stage}"
@@ -156,7 +157,7 @@ def _gpus(config: TrainConfig, processes: int) -> Iterator[Check]:
         fix = "; ".join(complaint.text for complaint in machine_complaints(config))
         yield Check(name="device", found=f"no GPU; {count_of(usable_cores(), 'CPU core')}", fix=fix)
         if config.mixed_precision != "no":
-            found = f"{config.mixed_precision} on a CPU is many times slower than float32"
+            found = f"{config.mixed_precision} is far slower than float32 on most CPUs"
             yield Check(name="precision", found=found, fix="use --mixed_precision no here", only_warns=True)
         return
     count = torch.cuda.device_count()
@@ -341,7 +342,10 @@ def _sampled_data(config: TrainConfig, source: Path) -> Check:
         )
         whole = len(chosen) == len(entries)
         note = f"{count} in {source}" + ("" if whole else f", {len(chosen)} of them looked at")
-        return _split_check(config, open_index(output, root), note, whole=whole)
+        try:
+            return _split_check(config, open_index(output, root), note, whole=whole)
+        except UserError as mistake:  # which names what the index was made of: here the list of the sample
+            raise UserError(str(mistake).replace(str(listing), str(source))) from None
 
 
 def _split_check(config: TrainConfig, index: object, note: str, *, whole: bool) -> Check:
