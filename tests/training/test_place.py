@@ -134,6 +134,9 @@ def test_a_run_that_never_began_leaves_no_log_and_no_config(
     with pytest.raises(UserError):
         train_here(arguments_for(clips, tmp_path / "run", **wrong))
     assert not tmp_path.joinpath("run").exists() or names(tmp_path / "run") <= {"data_index.tvi", "data_index.tvi.lock"}
+    with pytest.raises(UserError):
+        train_here(arguments_for(clips, tmp_path / "timed" / TIMED, **wrong))
+    assert not tmp_path.joinpath("timed").exists() or names(tmp_path / "timed") == set(), "nobody comes back to it"
     assert not (tmp_path / "latest").is_symlink()
 
 

@@ -85,16 +85,29 @@ def test_another_process_with_the_number_of_a_dead_one_is_not_mistaken(tmp_path:
     RunClaim(tmp_path).release()
 
 
-def test_another_machine_is_told_with_the_way_out(tmp_path: Path) -> None:
+def test_another_machine_is_told_with_the_way_out_and_followed_when_it_is_silent(tmp_path: Path) -> None:
     RunClaim(tmp_path)
     change_marker(tmp_path, host="node-7", pid=1)
-    (tmp_path / "train.log").write_text("")
-    with pytest.raises(UserError, match=rf"on node-7, since .*sign of life is .* s old\. .*remove {tmp_path}/{MARKER}"):
+    os.utime(tmp_path / MARKER, (time.time() - 200,) * 2)
+    with pytest.raises(
+        UserError, match=rf"on node-7, since .* 3\.3 min ago; .*in 5\.0 min, or remove {tmp_path}/{MARKER}"
+    ):
         RunClaim(tmp_path)
-    for name in ("train.log", MARKER):
-        os.utime(tmp_path / name, (time.time() - 9000,) * 2)
-    with pytest.raises(UserError, match=r"2\.5 hours old, so it has most likely ended"):
-        RunClaim(tmp_path)
+    os.utime(tmp_path / MARKER, (time.time() - 400,) * 2)
+    RunClaim(tmp_path).release()
+    assert names(tmp_path) == []
+
+
+def test_a_run_touches_its_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_claim, "BEAT_S", 0.05)
+    claim = RunClaim(tmp_path)
+    os.utime(tmp_path / MARKER, (1.0, 1.0))
+    deadline = time.monotonic() + 10
+    while (tmp_path / MARKER).stat().st_mtime < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert (tmp_path / MARKER).stat().st_mtime > 2
+    claim.release()
+    assert names(tmp_path) == []
 
 
 def test_a_slurm_job_that_starts_again_elsewhere_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

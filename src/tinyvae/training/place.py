@@ -39,6 +39,7 @@ class RunPlace:
         self.note = ""
         self._is_new = False
         self._is_settled = False
+        self._is_timed = has_time(config.output_dir)
         self.folder = self._choose(config, checkpoint)
         try:
             self._claim = RunClaim(self.folder)
@@ -113,13 +114,16 @@ class RunPlace:
         point_latest_at(self.folder)
 
     def leave(self) -> None:
-        """The run has ended, well or not. A folder that was made for it and holds nothing goes."""
+        """The run has ended, well or not. A folder that was made for it goes, where it never began."""
         if not self._is_settled:
             shutil.rmtree(self.folder / STAGED, ignore_errors=True)
         self._claim.release()
         if self._is_new and not self._is_settled:
-            with suppress(OSError):  # it is not empty: the list of videos that was made is of use to the next start
-                self.folder.rmdir()
+            if self._is_timed:  # nobody will come back to it
+                shutil.rmtree(self.folder, ignore_errors=True)
+            else:
+                with suppress(OSError):  # it is not empty: the list of videos in it is of use to the next start
+                    self.folder.rmdir()
 
 
 def is_run_folder(folder: Path) -> bool:

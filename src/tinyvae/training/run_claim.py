@@ -5,10 +5,10 @@ several starts. It names the process, so that one left by a killed run is told f
 
 - the process is of this machine and gone: the marker is taken over, by exactly one of those who try;
 - the same Slurm job, started again: taken over too, for Slurm never runs a job twice at a time;
-- another machine: nobody can tell from here whether it runs, so the start is refused, with the time of the last sign
-  of life and the way out.
+- a process of another machine cannot be looked at. A run therefore touches its marker every half minute, and one that
+  was not touched for minutes is taken over.
 
-Two containers that share a host name are taken for one machine.
+Two containers that share a host name are taken for one machine; clocks of machines must agree within a minute or two.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 import uuid
 from contextlib import suppress
@@ -31,9 +32,10 @@ from tinyvae.quantities import duration_in_words
 MARKER = ".running"
 HALF_WRITTEN_S = 2.0
 """How long an empty marker is waited for: its maker is between two system calls, or was killed there."""
-SIGNS_OF_LIFE = ("train.log", "metrics.jsonl", MARKER)
-SILENT_S = 3600.0
-"""After so long without a line in the log, a run on another machine has most likely ended."""
+BEAT_S = 30.0
+"""How often a run touches its marker."""
+SILENT_S = 300.0
+"""After so long without a touch, a run on another machine has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +62,13 @@ class Holder:
             slurm_restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         )
 
-    def is_gone(self) -> bool:
-        """Whether it is sure that this process writes no more."""
+    def is_gone(self, *, silent_s: float) -> bool:
+        """Whether this process writes no more. ``silent_s``: seconds since it last touched its marker."""
         me = Holder.this_process()
         if self.slurm_job and self.slurm_job == me.slurm_job and self.slurm_restarts < me.slurm_restarts:
             return True
         if self.host != me.host:
-            return False
+            return silent_s > SILENT_S
         try:
             same = abs(_start_of(self.pid) - self.process_started) < 1.0
             return not same or psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
@@ -98,12 +100,26 @@ class RunClaim:
         self._holder = _claim(self._marker)
         self.is_used = False
         """Whether the run has written anything into the folder."""
+        self._ends = threading.Event()
+        self._beat = threading.Thread(target=self._touch_again_and_again, name="run marker", daemon=True)
+        self._beat.start()
+
+    def _touch_again_and_again(self) -> None:
+        while not self._ends.wait(BEAT_S):
+            with suppress(OSError):  # storage has bad moments; the next touch may reach it
+                if self._is_ours():
+                    os.utime(self._marker)
+
+    def _is_ours(self) -> bool:
+        holder = _read(self._marker)
+        return holder is not None and holder.token == self._holder.token
 
     def release(self) -> None:
         """Take the marker away. A folder that nothing was written to is as it was, by its time too."""
-        holder = _read(self._marker)
-        if holder is None or holder.token != self._holder.token:
-            return  # somebody was told to remove the marker, and has the folder now
+        self._ends.set()
+        self._beat.join()
+        if not self._is_ours():
+            return  # somebody removed the marker by hand, and another run has the folder now
         self._marker.unlink(missing_ok=True)
         if not self.is_used:
             with suppress(OSError):  # not ours, though we may write into it: its time stays that of now
@@ -118,8 +134,9 @@ def _claim(marker: Path) -> Holder:
         there = _read(marker)
         if there is None:
             continue  # it went in this moment
-        if not there.is_gone():
-            raise UserError(_refusal(marker, there))
+        silent_s = _seconds_since_touched(marker)
+        if not there.is_gone(silent_s=silent_s):
+            raise UserError(_refusal(marker, there, silent_s))
         # One of those who see the dead process's marker may replace it. The right to do so is claimed in the same way,
         # under a name that only this dead process has.
         turn = marker.with_name(f"{marker.name}-after-{there.token}")
@@ -165,17 +182,21 @@ def _read(marker: Path) -> Holder | None:
             time.sleep(0.02)
 
 
-def _refusal(marker: Path, holder: Holder) -> str:
+def _seconds_since_touched(marker: Path) -> float:
+    try:
+        return max(0.0, time.time() - marker.stat().st_mtime)
+    except FileNotFoundError:  # it went in this moment
+        return 0.0
+
+
+def _refusal(marker: Path, holder: Holder, silent_s: float) -> str:
     folder = marker.parent
     here = holder.host == socket.gethostname()
     who = f"process {holder.pid}" + ("" if here else f" on {holder.host}")
     text = f"another run writes to {folder} ({who}, since {holder.since})"
     if here:
         return f"{text}; wait for its end, stop it with: kill {holder.pid}, or choose another --output_dir."
-    silent = time.time() - max((folder / name).stat().st_mtime for name in SIGNS_OF_LIFE if (folder / name).exists())
-    likely = ", so it has most likely ended" if silent > SILENT_S else ""
     return (
-        f"{text}, and its last sign of life is {duration_in_words(max(0.0, silent))} old{likely}. Whether it still "
-        f"runs cannot be told from here: if it does not, remove {marker} and start again; else choose another "
-        "--output_dir."
+        f"{text}, and gave its last sign of life {duration_in_words(silent_s)} ago; wait for its end, or choose "
+        f"another --output_dir. If its machine has died, start again in {duration_in_words(SILENT_S)}, or remove {marker} now."
     )
