@@ -196,7 +196,8 @@ def _refusal(marker: Path, holder: Holder, silent_s: float) -> str:
     text = f"another run writes to {folder} ({who}, since {holder.since})"
     if here:
         return f"{text}; wait for its end, stop it with: kill {holder.pid}, or choose another --output_dir."
+    silent, limit = duration_in_words(silent_s), duration_in_words(SILENT_S)
     return (
-        f"{text}, and gave its last sign of life {duration_in_words(silent_s)} ago; wait for its end, or choose "
-        f"another --output_dir. If its machine has died, start again in {duration_in_words(SILENT_S)}, or remove {marker} now."
+        f"{text}, and gave its last sign of life {silent} ago; wait for its end, or choose another --output_dir. If its "
+        f"machine has died, start again in {limit}, or remove {marker} now."
     )
