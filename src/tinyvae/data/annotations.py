@@ -189,8 +189,8 @@ class JsonStream:
         self._at = 0
         self._dropped = 0
         self._ended = False
-        self.beside_the_list: dict[str, object] = {}
-        """Key -> number, text or null of the top-level object, as far as it has been read."""
+        self.beside_the_list: dict[str, float] = {}
+        """Key -> number of the top-level object, as far as it has been read."""
 
     def items_of_list(self, key: str) -> Iterator[object]:
         """Items of the top-level list, or of the list under ``key`` of the top-level object."""
@@ -219,7 +219,7 @@ class JsonStream:
                 yield from self._items()
             else:
                 value = self._value()
-                if value is None or isinstance(value, bool | int | float | str):
+                if isinstance(value, int | float):
                     self.beside_the_list[name] = value
             if self._peek() == ",":
                 self._expect(",")

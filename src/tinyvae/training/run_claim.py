@@ -198,6 +198,6 @@ def _refusal(marker: Path, holder: Holder, silent_s: float) -> str:
         return f"{text}; wait for its end, stop it with: kill {holder.pid}, or choose another --output_dir."
     silent, limit = duration_in_words(silent_s), duration_in_words(SILENT_S)
     return (
-        f"{text}, and gave its last sign of life {silent} ago; wait for its end, or choose another --output_dir. If its "
-        f"machine has died, start again in {limit}, or remove {marker} now."
+        f"{text}, and gave its last sign of life {silent} ago; wait for its end, or choose another --output_dir. "
+        f"If its machine has died, start again in {limit}, or remove {marker} now."
     )
