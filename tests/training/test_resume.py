@@ -15,6 +15,7 @@ from tiny_runs import SERAENA, arguments_for, differences, launch, run_differenc
 
 from tinyvae import load_model
 from tinyvae.cli import main, run
+from tinyvae.data.index_build import build_index
 from tinyvae.errors import UserError
 from tinyvae.training.checkpoint import _write_manifest, _write_state, read_manifest
 from tinyvae.training.progress import Progress
@@ -198,6 +199,14 @@ def test_the_data_may_lie_elsewhere_but_must_be_the_same(finished: Path, clips: 
     (moved / "clip_0.mp4").unlink()
     with pytest.raises(UserError, match="list of training files"):
         resumed(finished, moved, "latest")
+
+
+def test_an_index_of_the_users_own_stays_the_index(finished: Path, clips: Path, tmp_path: Path) -> None:
+    """Also one that is named like the one that a run makes."""
+    own = build_index(clips, tmp_path / "data_index.tvi", num_workers=0, show_progress_bar=False).index.file
+    before = own.read_bytes()
+    assert resumed(finished, clips, "latest", index_path=own).endswith("step 3")
+    assert own.read_bytes() == before
 
 
 def test_damaged_checkpoints_are_passed_over(finished: Path, clips: Path) -> None:

@@ -23,11 +23,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """What is there before anything is built. ``place``: on the main process. ``saved``: the past of a resumed run."""
+    """What is there before anything is built.
+
+    ``place``: on the main process. ``index_folder``: where the index is made. ``saved``: the past of a resumed run.
+    """
 
     config: TrainConfig
     engine: Engine
     folder: Path
+    index_folder: Path
     place: RunPlace | None
     run_log: RunLog
     saved: SavedRun | None
@@ -44,7 +48,7 @@ class Beginning:
         """Nothing can be refused any more: from here on the folder is this run's own."""
         stood = loop.progress
         self.engine.from_main(lambda: self._write_first_files(stood, data))
-        data = data.settled(self.folder)
+        data = data.settled(self.index_folder, self.folder)
         if self.saved is not None:
             saved = self.saved.tidied()
             best = self.engine.from_main(lambda: with_its_best_model(stood, saved, self.folder))
@@ -54,10 +58,11 @@ class Beginning:
     def _write_first_files(self, stood: Progress, data: RunData) -> None:
         assert self.place is not None, "only the main process writes"
         try:
-            self.place.settle(self.config)
+            self.place.settle()
             if self.saved is not None:
                 bring_past_along(self.saved.folder.parent, self.folder)
             self.run_log.begin(from_step=stood.step, with_validation=stood.validated_step == stood.step)
             data.name_bad_files()
+            self.place.sign(self.config)
         except OSError as fault:
             raise cannot_write(self.folder, fault) from None

@@ -90,9 +90,9 @@ class RunData:
         """Equal where the same positions give the same clips."""
         return self.train.fingerprint
 
-    def settled(self, folder: Path) -> RunData:
-        """The same data, where its index has moved into the run's folder: workers open it by its name."""
-        if self.train.index.file.name != CACHED_INDEX or self.train.index.file.parent == folder:
+    def settled(self, index_folder: Path, folder: Path) -> RunData:
+        """The same data, after an index in ``index_folder`` has moved into the run's: workers open it by its name."""
+        if index_folder == folder or self.train.index.file.parent != index_folder:
             return self
         index = open_index(folder / CACHED_INDEX)
         return replace(self, train=replace(self.train, index=index), validation=replace(self.validation, index=index))

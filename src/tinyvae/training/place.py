@@ -101,7 +101,7 @@ class RunPlace:
             raise cannot_write(self.folder, fault) from None
         return staged
 
-    def settle(self, config: TrainConfig) -> None:
+    def settle(self) -> None:
         """From here on the folder is this run's own; raises ``OSError`` where it cannot be written."""
         self._is_settled = True
         self._claim.is_used = True
@@ -110,6 +110,9 @@ class RunPlace:
             staged.replace(self.folder / CACHED_INDEX)
         remove_unfinished(self.folder)
         put_best_model_back(self.folder)
+
+    def sign(self, config: TrainConfig) -> None:
+        """Last of all, once the first files could be written: ``config.json``, which makes this a run's folder."""
         write_run_config(self.folder, config)
         point_latest_at(self.folder)
 

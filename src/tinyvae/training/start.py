@@ -86,9 +86,17 @@ def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
         if engine.is_main:
             _tell_what_is_known(loaded, engine, found)
             log.info("run folder: %s%s", folder, f" ({place.note})" if place is not None and place.note else "")
-        begin = Beginning(config=config, engine=engine, folder=folder, place=place, run_log=run_log, saved=saved)
+        begin = Beginning(
+            config=config,
+            engine=engine,
+            folder=folder,
+            index_folder=index_folder,
+            place=place,
+            run_log=run_log,
+            saved=saved,
+        )
         try:
-            progress = _run(begin, signals, index_folder, command)
+            progress = _run(begin, signals, command)
         except (UserError, StopRequested) as reason:
             run_log.note(f"the run ends: {reason}", level=logging.WARNING)  # the terminal is told by the command line
             raise
@@ -142,11 +150,11 @@ def _asked_checkpoint(config: TrainConfig) -> FoundCheckpoint | None:
     return found
 
 
-def _run(begin: Beginning, signals: SignalWatch, index_folder: Path, command: str) -> Progress:
+def _run(begin: Beginning, signals: SignalWatch, command: str) -> Progress:
     """Build what the loop drives, put a checkpoint's state into it, train, and write what a finished run leaves."""
     config, engine, folder = begin.config, begin.engine, begin.folder
     torch.manual_seed(config.seed)
-    data = open_data(config, engine, folder, index_folder=index_folder)
+    data = open_data(config, engine, folder, index_folder=begin.index_folder)
     if begin.saved is not None:
         check_same_run(begin.saved, config, data_fingerprint=data.fingerprint)
     model = build_model(config).to(engine.device)
