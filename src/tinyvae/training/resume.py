@@ -173,8 +173,15 @@ def changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> tuple[lis
     return of_the_run, others
 
 
-def check_same_settings(folder: Path, manifest: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    """Refuse to go on with another model or other clips, unless ``allow_changed_settings``; the differences.
+def asked_checkpoint(asked: str, config: TrainConfig) -> FoundCheckpoint:
+    """`find_checkpoint`, if it has the run's settings; its list of files is not looked at. Nothing is touched."""
+    found = find_checkpoint(asked, config)
+    _check_same_settings(found.folder, read_manifest(found.folder), config)
+    return found
+
+
+def _check_same_settings(folder: Path, manifest: Mapping[str, Any], config: TrainConfig) -> None:
+    """Refuse to go on with another model or other clips, unless ``allow_changed_settings``.
 
     A run that is to end before the checkpoint is refused always; one that ends at it only writes its last files.
     """
@@ -185,15 +192,13 @@ def check_same_settings(folder: Path, manifest: Mapping[str, Any], config: Train
         )
     changes, _ = changed_settings(manifest["config"], config)
     _refuse(folder, changes, config)
-    return changes
 
 
-def check_same_run(saved: SavedRun, config: TrainConfig, *, data_fingerprint: str) -> None:
-    """Refuse to go on with another model or other data, unless ``allow_changed_settings``."""
-    _, others = changed_settings(saved.manifest["config"], config)
+def check_same_data(saved: SavedRun, config: TrainConfig, *, data_fingerprint: str) -> None:
+    """Refuse to go on with other files, unless ``allow_changed_settings``; say what has changed and is allowed."""
+    changes, others = changed_settings(saved.manifest["config"], config)
     if others:
         log.info("settings changed since the checkpoint: %s", "; ".join(others))
-    changes = check_same_settings(saved.folder, saved.manifest, config)
     if not changes and saved.manifest["data_fingerprint"] != data_fingerprint:
         changes = ["the list of training files (files were added, removed or replaced)"]
         _refuse(saved.folder, changes, config)

@@ -28,7 +28,7 @@ from tinyvae.models.weights import load_model, save_model
 from tinyvae.quantities import count_of
 from tinyvae.teachers import load_teacher
 from tinyvae.training.beginning import Beginning
-from tinyvae.training.checkpoint import CheckpointWriter, read_manifest
+from tinyvae.training.checkpoint import CheckpointWriter
 from tinyvae.training.clips import RunData, loading_processes, open_data
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine, start_engine
@@ -40,13 +40,7 @@ from tinyvae.training.place import RunPlace
 from tinyvae.training.preflight import checkpoint_bytes, checks_at_start, machine_complaints
 from tinyvae.training.profiling import StepProfiler
 from tinyvae.training.progress import HIGHER_IS_BETTER, LoopState, Progress
-from tinyvae.training.resume import (
-    FoundCheckpoint,
-    check_same_run,
-    check_same_settings,
-    find_checkpoint,
-    open_checkpoint,
-)
+from tinyvae.training.resume import FoundCheckpoint, asked_checkpoint, check_same_data, open_checkpoint
 from tinyvae.training.run_log import RunLog
 from tinyvae.training.run_report import write_run_report
 from tinyvae.training.run_state import RunState, what_scores_mean
@@ -77,7 +71,9 @@ def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
         at_end.callback(engine.close_quietly)
         signals = SignalWatch()
         at_end.callback(signals.close)
-        found = engine.from_main(lambda: _asked_checkpoint(config))
+        # The main process decides: it alone reads every file of a checkpoint to check it.
+        asked = config.resume_from_checkpoint
+        found = None if asked is None else engine.from_main(lambda: asked_checkpoint(asked, config))
         checkpoint = None if found is None else found.folder
         place, folder, index_folder = _take_place(config, engine, checkpoint, at_end)
         saved = None if checkpoint is None else open_checkpoint(checkpoint)
@@ -137,26 +133,13 @@ def check_before_start(loaded: LoadedConfig) -> None:
     check_config(loaded.config, loaded.given_paths, also=here, heading=loaded.source)
 
 
-def _asked_checkpoint(config: TrainConfig) -> FoundCheckpoint | None:
-    """The checkpoint to go on from, if its settings are those of this run: refused now, nothing has been touched.
-
-    The main process decides: it alone reads every file to check it.
-    """
-    asked = config.resume_from_checkpoint
-    if asked is None:
-        return None
-    found = find_checkpoint(asked, config)
-    check_same_settings(found.folder, read_manifest(found.folder), config)
-    return found
-
-
 def _run(begin: Beginning, signals: SignalWatch, command: str) -> Progress:
     """Build what the loop drives, put a checkpoint's state into it, train, and write what a finished run leaves."""
     config, engine, folder = begin.config, begin.engine, begin.folder
     torch.manual_seed(config.seed)
     data = open_data(config, engine, folder, index_folder=begin.index_folder)
     if begin.saved is not None:
-        check_same_run(begin.saved, config, data_fingerprint=data.fingerprint)
+        check_same_data(begin.saved, config, data_fingerprint=data.fingerprint)
     model = build_model(config).to(engine.device)
     optimizers = make_optimizers(model, config)
     engine.prepare(model, optimizers)
