@@ -65,7 +65,8 @@ def test_version_matches_the_package_metadata() -> None:
 
 def test_info_alone_lists_the_variants() -> None:
     lines = tinyvae("info").stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == list(VARIANTS)
+    names = [line.split()[0] for line in lines[1:] if line]
+    assert names[: len(VARIANTS)] == list(VARIANTS)
     assert "CogVideoX" in next(line for line in lines if line.startswith("taecvx "))
 
 
