@@ -59,8 +59,8 @@ class Orientation:
 
 def frame_orientation(frame: av.VideoFrame, path: Path) -> Orientation:
     """The orientation that the frame's display matrix asks for."""
-    side_data: Any = frame.side_data
-    matrix = next((bytes(data) for data in side_data if data.type is SideDataType.DISPLAYMATRIX), None)
+    side_data: Any = frame.side_data  # PyAV 18's stub says otherwise: a mapping, by type
+    matrix = side_data.get(SideDataType.DISPLAYMATRIX)
     if matrix is None:
         return Orientation()
     a, b, _, c, d = (int(x) for x in np.frombuffer(matrix, dtype=np.int32)[:5])
