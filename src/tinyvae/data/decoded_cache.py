@@ -33,7 +33,8 @@ CHANNELS = 3
 
 def default_cache_dir() -> Path:
     """A folder of this user's on the machine's own temporary disk; shared by all runs there."""
-    return Path(tempfile.gettempdir()) / f"tinyvae-decoded-{os.getuid()}"
+    user = os.getuid() if hasattr(os, "getuid") else "cache"  # Windows: each user has a temporary folder
+    return Path(tempfile.gettempdir()) / f"tinyvae-decoded-{user}"
 
 
 class DecodedCache:

@@ -125,6 +125,7 @@ class RgbConverter:
         key = (frame.format.name, frame.width, frame.height, y0, x0, y1, x1)
         if self._cropper is None or self._cropper[0] != key:
             graph = av.filter.Graph()
+            graph.threads = 1  # a cut has no work for more; and threads do not survive a fork (worker_process)
             source = graph.add_buffer(
                 width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1, 1000)
             )

@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
 LAUNCHER_CHECK_S = 1.0
 SAME_ORDER_S, SAME_ORDER_BY_TORCHRUN_S = 0.3, 1.0
 """Slurm and systemd tell every process of a job, ``timeout`` its child and then the group, and each launcher hands on
@@ -177,18 +176,20 @@ def _forget_in_child() -> None:
     """A forked child (a data worker) must not speak into its parent's socket, nor shrug off being terminated."""
     if _open_watches:
         _open_watches.clear()
-        if sys.platform == "linux" and _forked_by_main_thread:
+        prctl = getattr(ctypes.CDLL(None), "prctl", None)
+        if prctl is not None and _forked_by_main_thread:
             # A parent that is killed cannot end its children, and a pool's worker would wait for ever. (The kernel's
             # "parent" is the forking thread: a thread that ends would take the child with it, hence main only.)
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Signals to a whole process group: the parent decides when its children end.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        for number in set(STOP_SIGNALS) - {signal.SIGTERM}:
+            signal.signal(number, signal.SIG_IGN)
 
 
-os.register_at_fork(before=_note_forking_thread, after_in_child=_forget_in_child)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(before=_note_forking_thread, after_in_child=_forget_in_child)
 
 
 def is_out_of_memory(fault: BaseException) -> bool:
