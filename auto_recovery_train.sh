@@ -9,8 +9,8 @@ usage: ./auto_recovery_train.sh GPUS CONFIG [FILE] [options of train_taehv_h100.
 
 Starts ./train_taehv_h100.sh with the same words. When it fails it is started again from the newest intact checkpoint
 of its own run folder, after a pause that doubles each time. It is not started again after success, after a mistake in
-what was asked for (exit code 2), or when this script itself is told to stop (SIGTERM, SIGINT, SIGUSR1: handed on, so
-that the run can save).
+what was asked for (exit code 2), or when this script itself is told to stop (SIGTERM, SIGINT, SIGUSR1, and SIGHUP of a
+terminal that closes unless nohup started it: handed on, so that the run can save).
 
 The run folder is RUN_DIR, or --output_dir, or output/recovery_CONFIG_TIME. A folder that already holds checkpoints is
 gone on with, so a job that a scheduler starts again under the same RUN_DIR continues by itself. On several machines give
@@ -18,7 +18,7 @@ all of them the same RUN_DIR on a shared disk.
 
 environment: MAX_RESTARTS (10) restarts without any progress between them, PAUSE_S (15) before the first restart,
              MAX_PAUSE_S (600), and everything that train_taehv_h100.sh reads
-example:     RUN_DIR=output/h100 ./auto_recovery_train.sh 8 h100
+example:     RUN_DIR=output/h100 ./auto_recovery_train.sh 8 h100 --data_root /data/videos
 TEXT
 }
 
@@ -32,6 +32,7 @@ for word in "$@"; do
     if [[ "$word" == --help || "$word" == -h ]]; then usage; exit 0; fi
 done
 [[ $# -ge 2 ]] || { usage >&2; exit 2; }
+trap '' PIPE # a reader of our output that ends (tee, head) must not end us: the run would be an orphan
 
 max_restarts="${MAX_RESTARTS:-10}" pause="${PAUSE_S:-15}" max_pause="${MAX_PAUSE_S:-600}"
 for name in MAX_RESTARTS PAUSE_S MAX_PAUSE_S; do
@@ -67,7 +68,7 @@ PYTHON
 
 child='' stopping=''
 hand_on() { stopping="$1"; [[ -z "$child" ]] || kill -s "$1" "$child" 2>/dev/null; }
-trap 'hand_on TERM' TERM; trap 'hand_on INT' INT; trap 'hand_on USR1' USR1
+trap 'hand_on TERM' TERM; trap 'hand_on INT' INT; trap 'hand_on USR1' USR1; trap 'hand_on HUP' HUP
 
 restarts=0 last_checkpoint=''
 checkpoint="$(newest)" || { say "the checkpoints of $base cannot be looked at; is tinyvae installed?"; exit 2; }
@@ -89,14 +90,14 @@ while :; do
     while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done # a signal ends `wait` before the child ends
     child=''
     if [[ -n "$stopping" ]]; then
-        say "stopped by SIG$stopping; go on with the same command and RUN_DIR=$base"
+        say "to go on with this run: the same command with RUN_DIR=$base"
         exit $((128 + $(kill -l "$stopping")))
     fi
     if [[ "$code" -eq 0 ]]; then say "the run is complete: $folder"; exit 0; fi
     if [[ "$code" -eq 2 ]]; then say "the message above needs an answer: starting again would not help"; exit 2; fi
 
     checkpoint="$(newest)" || { say "the checkpoints of $base cannot be looked at"; exit "$code"; }
-    if [[ "$checkpoint" != "$last_checkpoint" ]]; then # it got further than before: patience begins anew
+    if [[ "$checkpoint" != "$last_checkpoint" ]]; then # it got further than before: patience begins again
         restarts=0 pause="${PAUSE_S:-15}" last_checkpoint="$checkpoint"
     fi
     restarts=$((restarts + 1))

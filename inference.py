@@ -1,11 +1,13 @@
-"""Look at what a model does with a few videos: comparison videos, pictures, MSE and PSNR.
+"""Look at what a model does with a few videos: comparison videos, pictures, MSE and PSNR, also in results.json.
 
-A thin door to `tinyvae.evaluation`; `tinyvae eval` measures whole data sets, `tinyvae reconstruct` whole films.
+A thin door to `tinyvae.evaluation`; `tinyvae eval` measures whole data sets, `tinyvae reconstruct` whole films. Of
+annotations with splits the videos annotated as val are taken, unless --split says otherwise.
 
 examples:
   python inference.py --model_path output/my_run --num_samples 5
-  python inference.py --model_path taecvx.pth --num_samples 8 --data_root videos --annotation_file videos/val.json \\
-      --use_ref_vae --cogvideox_model_path CogVideoX-2b/vae --output_dir output/look --save_latents --benchmark
+  python inference.py --model_path taecvx.pth --variant taecvx --num_samples 8 --data_root videos \\
+      --annotation_file videos/val.json --use_ref_vae --cogvideox_model_path THUDM/CogVideoX-2b \\
+      --output_dir output/look --save_latents --benchmark
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 from tinyvae.cli import show_warning
 from tinyvae.errors import UserError
 from tinyvae.evaluation.sample_inference import InferenceOptions, run_inference
-from tinyvae.verbs.eval import parse_size
+from tinyvae.verbs.eval import add_split_argument, parse_size
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -29,9 +31,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num_frames", type=int, default=49, help="frames of each sample at most (default 49)")
     parser.add_argument("--variant", help="which variant the weights are, where the file cannot tell")
     parser.add_argument("--use_ref_vae", action="store_true", help="run a reference VAE beside the model")
-    parser.add_argument("--cogvideox_model_path", type=Path, help="the reference VAE: a diffusers folder")
+    parser.add_argument("--cogvideox_model_path", help="the reference VAE: a diffusers folder or a hub name")
     parser.add_argument("--data_root", type=Path, help="folder of videos; default: procedural sample clips")
     parser.add_argument("--annotation_file", type=Path, help="JSON or JSONL list of videos below data_root")
+    add_split_argument(parser)
     parser.add_argument("--size", metavar="HxW", help="crop and scale to this size; default: as they are")
     parser.add_argument("--output_dir", type=Path, default=Path("output/inference"), help="folder for what is written")
     parser.add_argument("--save_latents", action="store_true", help="also write each sample's latents (safetensors)")
@@ -45,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.showwarning = show_warning
     try:
         if arguments.use_ref_vae and arguments.cogvideox_model_path is None:
-            raise UserError("--use_ref_vae needs --cogvideox_model_path, the folder of the reference VAE.")
+            raise UserError("--use_ref_vae needs --cogvideox_model_path, the folder or hub name of the reference VAE.")
         if arguments.cogvideox_model_path is not None and not arguments.use_ref_vae:
             raise UserError("--cogvideox_model_path is given without --use_ref_vae; add it, or leave the path out.")
         skipped = run_inference(
@@ -55,9 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 num_samples=arguments.num_samples,
                 num_frames=arguments.num_frames,
                 variant=arguments.variant,
-                reference_path=arguments.cogvideox_model_path,
+                reference=arguments.cogvideox_model_path,
                 data_root=arguments.data_root,
                 annotation_file=arguments.annotation_file,
+                split=arguments.split,
                 size=parse_size(arguments.size),
                 save_latents=arguments.save_latents,
                 benchmark=arguments.benchmark,

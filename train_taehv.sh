@@ -8,12 +8,13 @@ usage() {
 usage: ./train_taehv.sh [PRESET_OR_FILE] [--resume PATH] [--debug] [--profile] [--help] [--key value ...]
 
 Trains on all visible GPUs of this machine, or on the CPU where there is none. The default preset is quickstart, which
-runs anywhere in minutes. train_taehv_h100.sh says how many GPUs and machines; both take the same options.
+runs anywhere in minutes on clips that it makes; other presets need --data_root, the folder of your videos.
+train_taehv_h100.sh says how many GPUs and machines; both take the same options.
 
 examples:
   ./train_taehv.sh
   ./train_taehv.sh scratch --data_root /data/videos
-  ./train_taehv.sh my_settings.py --resume latest
+  ./train_taehv.sh my_settings.py --data_root /data/videos --resume latest
 TEXT
 }
 

@@ -10,38 +10,41 @@ usage: ./train_taehv_h100.sh GPUS CONFIG [FILE] [--resume PATH] [--debug] [--pro
   CONFIG     a preset (1gpu_h100, h100, a800, test, ...), or custom followed by a settings FILE
              (h100 on sixteen GPUs in all starts the preset 16gpu_h100)
   --resume   go on from a checkpoint: its path, its name, or latest
-  --debug    tell what every process and NCCL does; errors point at the operation that failed
+  --debug    log shapes, dtypes and ranges of the first step, and tell what every process and NCCL does; errors point
+             at the operation that failed
   --profile  write a profiler trace (profile.json) into the run's folder
-  --key      any setting of `tinyvae train`, for example --data_root /data/videos
+  --key      any setting of `tinyvae train`; --data_root names the folder of your videos
 
 examples:
-  ./train_taehv_h100.sh 1 1gpu_h100
+  ./train_taehv_h100.sh 1 1gpu_h100 --data_root /data/videos
   ./train_taehv_h100.sh 4 test --data_root /data/videos
-  ./train_taehv_h100.sh 8 h100 --resume latest
-  ./train_taehv_h100.sh 8 custom my_settings.py
+  ./train_taehv_h100.sh 8 h100 --data_root /data/videos --resume latest
+  ./train_taehv_h100.sh 8 custom my_settings.py --data_root /data/videos
 
 several machines (the same command on each; all need the same files and a shared output folder):
-  MASTER_ADDR=node1 RANK=0 ./train_taehv_h100.sh 8 h100      on node1
-  MASTER_ADDR=node1 RANK=1 ./train_taehv_h100.sh 8 h100      on the second
+  MASTER_ADDR=node1 RANK=0 ./train_taehv_h100.sh 8 h100 --data_root /data/videos      on node1
+  MASTER_ADDR=node1 RANK=1 ./train_taehv_h100.sh 8 h100 --data_root /data/videos      on the second
   NNODES (2 where MASTER_ADDR is set) says how many, MASTER_PORT (29500) where they meet.
 
 environment:
   ENGINE=ddp|deepspeed   who averages gradients and steps (ddp); or LAUNCH_CONFIG=FILE.yaml to choose a launch file
   USE_CPU=1              run GPUS processes on the CPU, where there is no GPU
   NCCL_* and OMP_*       what you set stays; --debug shows what is used
-exit codes: 0 the run is complete, 2 a mistake in what was asked for (starting again does not help), else a failure
+exit codes: 0 the run is complete, 2 a mistake in what was asked for (starting again does not help), 128 + n stopped by
+            signal n (also by a terminal that closes, unless started with nohup) and saved, else a failure
 TEXT
 }
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 if [[ -t 2 && -z "${NO_COLOR:-}" ]]; then bold=$'\e[1m' red=$'\e[31m' plain=$'\e[0m'; else bold='' red='' plain=''; fi
-say() { printf '%s%s%s\n' "$bold" "$*" "$plain" >&2; }
+say() { printf '%s%s%s\n' "$bold" "$*" "$plain" >&2 || true; } # whoever read it may be gone
 refuse() { printf '%strain_taehv_h100.sh: error: %s%s\n' "$red" "$*" "$plain" >&2; exit 2; }
 
 for word in "$@"; do
     if [[ "$word" == --help || "$word" == -h ]]; then usage; exit 0; fi
 done
 [[ $# -ge 2 ]] || { usage >&2; exit 2; }
+trap '' PIPE # a reader of our output that ends (tee, head) must not end us: the run would be an orphan
 
 gpus="$1" config="$2"; shift 2
 [[ "$gpus" =~ ^[1-9][0-9]*$ ]] || refuse "GPUS must be a whole number of at least 1, not '$gpus'."
@@ -58,7 +61,7 @@ while [[ $# -gt 0 ]]; do
     case "$1" in
         --resume) [[ $# -ge 2 ]] || refuse "--resume needs a checkpoint's path or name, or latest."
                   settings+=(--resume "$2"); shift 2 ;;
-        --debug) debug=1; shift ;;
+        --debug) debug=1; settings+=(--debug true); shift ;;
         --profile) settings+=(--enable_profiler true); shift ;;
         *) settings+=("$1"); shift ;;
     esac
@@ -89,9 +92,10 @@ else
     else
         found=0
     fi
-    [[ "$found" -gt 0 ]] || refuse "no GPU is visible here; to run on the CPU: USE_CPU=1 $0 $gpus $config ..."
+    [[ "$found" -gt 0 ]] || refuse "no GPU is visible here. To try training on the CPU, small: \
+./train_taehv.sh quickstart; to try your data and settings: tinyvae check $preset --no_step --data_root FOLDER"
     [[ "$found" -ge "$gpus" ]] || refuse "$gpus GPUs were asked for and $found are visible here; for several machines \
-start it on each: MASTER_ADDR=node1 RANK=0 $0 $found $config"
+start it on each: MASTER_ADDR=node1 RANK=0 $0 $found $config --data_root FOLDER"
 fi
 
 # Defaults that the caller's environment overrides.
@@ -104,7 +108,9 @@ export NCCL_IB_DISABLE="${NCCL_IB_DISABLE:-0}"
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
 # Time for the emergency checkpoint after a signal; the launcher's own 30 s would cut a long step off.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-900}"
-export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
+hangup=,SIGHUP
+if [[ "$(trap -p HUP)" == *"''"* ]]; then hangup=''; fi # nohup: torch's launcher would take the signal all the same
+export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGQUIT,SIGUSR1$hangup}"
 if [[ -n "$debug" ]]; then
     export NCCL_DEBUG="${NCCL_DEBUG:-INFO}" TORCH_DISTRIBUTED_DEBUG="${TORCH_DISTRIBUTED_DEBUG:-DETAIL}"
     export CUDA_LAUNCH_BLOCKING="${CUDA_LAUNCH_BLOCKING:-1}" PYTHONFAULTHANDLER=1
@@ -142,7 +148,8 @@ say "${command[*]}"
 
 # The launcher of many processes answers every end with exit code 1, so the ends are told apart here: a mistake, or a
 # signal to a single process, leaves a note; a signal is handed on once, and a second one ends every process at once.
-# (A scheduler that tells every process of the job is heard twice in a moment: that is still the first signal.)
+# (A scheduler that tells every process of the job is heard twice in a moment: that is still the first signal. So is a
+# terminal that closes, however often kernel and shell tell of it.)
 note="$(mktemp -u)" stopping='' stopped_at=0 child=''
 export TINYVAE_EXIT_NOTE="$note"
 now_ms() { local now="${EPOCHREALTIME:-$SECONDS.000000}"; echo "$((10#${now/[.,]/} / 1000))"; }
@@ -150,7 +157,7 @@ workers() { if command -v pgrep >/dev/null; then pgrep -P "$child"; else cat /pr
 hand_on() {
     [[ -n "$child" ]] || exit $((128 + $(kill -l "$1")))
     if [[ -n "$stopping" ]]; then
-        if [[ "$1" == "$stopping" && $(($(now_ms) - stopped_at)) -lt 300 ]]; then return; fi
+        if [[ "$1" == HUP || ("$1" == "$stopping" && $(($(now_ms) - stopped_at)) -lt 300) ]]; then return; fi
         local group
         for group in $(workers || true) "$child"; do kill -s KILL -- "-$group" 2>/dev/null || true; done
         return
@@ -158,7 +165,7 @@ hand_on() {
     stopping="$1" stopped_at="$(now_ms)"
     kill -s "$1" "$child" 2>/dev/null || true
 }
-trap 'hand_on TERM' TERM; trap 'hand_on INT' INT; trap 'hand_on USR1' USR1
+trap 'hand_on TERM' TERM; trap 'hand_on INT' INT; trap 'hand_on USR1' USR1; trap 'hand_on HUP' HUP
 set +e -m # a process group of its own: a signal from the keyboard must not arrive twice
 "${command[@]}" </dev/null &
 child=$!
@@ -169,9 +176,9 @@ if [[ "$noted" == 2 ]]; then
     if [[ "$total" -gt 1 ]]; then refuse "$reason"; fi # once more, below what torchrun has to say about it
     exit 2
 fi
+if [[ -z "$stopping" && "${noted:-0}" -gt 128 ]]; then stopping="$(kill -l "$noted")"; fi # told to one process alone
 if [[ -n "$stopping" && "$code" -ne 0 ]]; then
     say "stopped by SIG$stopping; go on with --resume latest"
     exit $((128 + $(kill -l "$stopping")))
 fi
-if [[ -n "$noted" && "$code" -ne 0 ]]; then exit "$noted"; fi
 exit "$code"

@@ -2,7 +2,7 @@
 
     python benchmarks/chaos.py --kills 100 --terms 50 --faults 100 --disk-full --cost --write docs/reliability.md
 
-Pieces may be run one by one; results are kept in --results and the table in --write is made from all of them.
+Pieces may be run one by one. Only with --write are they kept: in --results, from which the table in --write is made.
 The parent imports everything once and forks each run, so a start costs what a run's own start costs.
 """
 
@@ -488,7 +488,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("chaos_work"), help="scratch folder, emptied first")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/chaos.json"))
-    parser.add_argument("--write", type=Path, help="Markdown file whose marked part is replaced")
+    parser.add_argument("--write", type=Path, help="keep the results, and put them into this Markdown file")
     return parser.parse_args()
 
 
@@ -533,13 +533,17 @@ def main() -> None:
         say(f"{name} ({seconds:.0f} s): {json.dumps(result)}")
         command = f"python benchmarks/chaos.py {option} --seed {given.seed}"
         results[name] = {"result": result, "seconds": seconds, "date": time.strftime("%Y-%m-%d"), "command": command}
-        given.results.parent.mkdir(parents=True, exist_ok=True)
-        given.results.write_text(json.dumps(results, indent=1) + "\n")
+        if given.write is not None:
+            given.results.parent.mkdir(parents=True, exist_ok=True)
+            given.results.write_text(json.dumps(results, indent=1) + "\n")
         assert not result.get("differences"), result["differences"][:10]
     if given.write is not None:
         text = given.write.read_text()
         before, after = text.split(BEGIN)[0], text.split(END)[1]
         given.write.write_text(f"{before}{BEGIN}\n{render(results)}\n{END}{after}")
+        say(f"kept in {given.results} and {given.write}")
+    else:
+        say(f"{given.results} is as it was; --write docs/reliability.md keeps these results")
     shutil.rmtree(work)
 
 

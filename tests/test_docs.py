@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from documents import DOCUMENTS, FENCE, INLINE_CODE, ROOT, commands, flags_in, flags_of_verb, without_code
 from tinyvae.cli import VERBS, build_parser
 from tinyvae.config import FIELDS
 from tinyvae.config_files.loading import preset_names
 from tinyvae.verbs import check as check_verb
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 TRANSLATED = [path for path in DOCUMENTS if path.with_suffix("").suffix == ".zh-CN"]
 RUN_PAGES = [path for path in DOCUMENTS if path.name.startswith(("guide-", "troubleshooting"))]
 OVERVIEWS = [path for path in DOCUMENTS if path.name.startswith("README")]
 FORBIDDEN_PACKAGES = ("torchvision", "lpips", "decord", "opencv")
 
-FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-INLINE_CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 OWN_ANCHOR = re.compile(r'<a id="([^"]+)"></a>\n#{1,6} ')
 SHORT_FORMS = {"resume": "resume_from_checkpoint"}
 LAUNCHER_OPTIONS = {"debug", "profile", "help"}
-
-
-def without_code(text: str) -> str:
-    return FENCE.sub("", text)
 
 
 def headings(text: str) -> list[str]:
@@ -55,16 +47,6 @@ def anchors(path: Path) -> set[str]:
             number += 1
         found.add(unique)
     return found
-
-
-def commands(path: Path) -> list[str]:
-    """What a reader could type: lines of code blocks without comments, and code inside sentences."""
-    text = path.read_text()
-    blocks = [body.replace("\\\n", " ") for _, body in FENCE.findall(text)]
-    typed = [re.split(r" #|^#", line)[0] for block in blocks for line in block.splitlines()]
-    # what a program prints is no command
-    typed = [line for line in typed if not line.startswith(("tinyvae: error", " ✓", "  - "))]
-    return [line.removeprefix("$ ") for line in typed] + INLINE_CODE.findall(without_code(text))
 
 
 def code_that_names_documents() -> list[Path]:
@@ -127,7 +109,8 @@ def test_both_languages_have_the_same_parts(path: Path) -> None:
     ours, theirs = path.read_text(), original.read_text()
     if path not in OVERVIEWS:
         assert OWN_ANCHOR.findall(ours) == [github_anchor(heading) for heading in headings(theirs)]
-    assert len(headings(ours)) == len(headings(theirs))
+    levels = [re.findall(r"^(#{1,6}) ", without_code(text), re.MULTILINE) for text in (ours, theirs)]
+    assert levels[0] == levels[1]
     bare = [
         [re.sub(r" *(?<!\S)#.*", "", line).rstrip() for _, body in FENCE.findall(text) for line in body.splitlines()]
         for text in (ours, theirs)
@@ -162,10 +145,6 @@ def test_verbs_exist(path: Path) -> None:
         assert verb in VERBS, f"{path.name}: `tinyvae {verb}{words}`"
 
 
-def flags_in(words: str) -> set[str]:
-    return {flag.replace("-", "_") for flag in re.findall(r"(?:^|(?<=\s))--([a-zA-Z][\w-]*)", words)}
-
-
 def is_setting(flag: str) -> bool:
     return SHORT_FORMS.get(flag, flag) in FIELDS or (flag.startswith("no_") and flag[3:] in FIELDS)
 
@@ -173,17 +152,6 @@ def is_setting(flag: str) -> bool:
 def is_of_check(flag: str) -> bool:
     """Whether `tinyvae check` takes a flag for its own: what it does not take it leaves to the settings."""
     return f"--{flag}" not in check_verb.own_options([f"--{flag}", "1"])[1]
-
-
-def flags_of_verb(parser: argparse.ArgumentParser) -> set[str]:
-    """The flags of a verb and of its actions (`tinyvae data index` and the like)."""
-    found: set[str] = set()
-    for action in parser._actions:
-        found |= {option.lstrip("-").replace("-", "_") for option in action.option_strings}
-        if isinstance(action, argparse._SubParsersAction):
-            for inner in action.choices.values():
-                found |= flags_of_verb(inner)
-    return found
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -166,6 +166,8 @@ def test_help_needs_no_words_and_no_gpu(stubs: Stubs) -> None:
     for script in (H100, FRONT, RECOVERY):
         done = stubs.run(script, "--help", STUB_GPUS="0")
         assert done.returncode == 0 and "usage: ./" + script.name in done.stdout
+        starts = [line for line in done.stdout.splitlines() if re.match(r" +(\w+=\S+ )*\./|example:", line)]
+        assert starts and all("--data_root" in line for line in starts if line.split()[-1] != "./train_taehv.sh")
     assert stubs.run(H100).returncode == 2
 
 
@@ -174,7 +176,10 @@ def test_nccl_defaults_give_way_to_the_users_environment(stubs: Stubs) -> None:
     env = stubs.environment()
     assert env["NCCL_SOCKET_NTHREADS"] == "8" and env["NCCL_IB_DISABLE"] == "1"
     assert env["NCCL_P2P_DISABLE"] == "0" and env["NCCL_BUFFSIZE"] == "8388608" and env["NCCL_DEBUG"] == "INFO"
-    assert "SIGUSR1" in env["PET_SIGNALS_TO_HANDLE"] and int(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 30
+    assert option(stubs.call(), "--debug") == "true", "the run tells of its first step too"
+    assert {"SIGUSR1", "SIGHUP"} <= set(env["PET_SIGNALS_TO_HANDLE"].split(",")) and int(
+        env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    ) > 30
     stubs.run(H100, "8", "h100")
     assert "NCCL_DEBUG" not in stubs.environment()
 
@@ -193,7 +198,8 @@ def test_no_colour_unless_on_a_terminal(stubs: Stubs) -> None:
 @pytest.mark.parametrize("hidden", ["", "-1"])
 def test_gpus_that_the_environment_hides_are_not_counted(stubs: Stubs, hidden: str) -> None:
     done = stubs.run(H100, "8", "h100", CUDA_VISIBLE_DEVICES=hidden, STUB_GPUS="8")
-    assert done.returncode == 2 and "no GPU is visible" in done.stderr
+    assert done.returncode == 2 and "no GPU is visible" in done.stderr and "USE_CPU" not in done.stderr
+    assert "./train_taehv.sh quickstart" in done.stderr and "check h100 --no_step --data_root" in done.stderr
     assert stubs.run(FRONT, CUDA_VISIBLE_DEVICES=hidden, STUB_GPUS="8").returncode == 0
     assert stubs.call()[:1] == ["python"], "the CPU"
 

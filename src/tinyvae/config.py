@@ -111,7 +111,7 @@ class TrainConfig:
         0.05, "data", "Share of unreadable files above which the run stops.", at_least=0, at_most=1
     )
     decoded_cache_gb: float = option(
-        0.0, "data", "Keep decoded files of small data sets, up to so many GiB; 0: decode every clip anew.", at_least=0
+        0.0, "data", "Keep decoded files of small data sets, up to this many GiB; 0: decode every clip.", at_least=0
     )
     decoded_cache_dir: Path | None = option(
         None, "data", "Where decoded files are kept, best a local disk; none: the temporary folder of the machine."
@@ -158,6 +158,11 @@ class TrainConfig:
     compile_model: bool = option(False, "step", "Compile the training step with torch.compile.")
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = option(
         "default", "step", "Mode of torch.compile where compile_model is on."
+    )
+    deterministic: bool = option(
+        False,
+        "step",
+        "The same bits from the same run, stopped and resumed or not, on the same GPU; slower. A CPU needs no switch.",
     )
     seed: int = option(42, "step", "Seed of weights, data order and augmentation.", at_least=0, below=2**32)
 
@@ -308,11 +313,17 @@ class TrainConfig:
         False, "logging", "Write a torch profiler trace of a few steps, after the first ones, to profile.json."
     )
     log_system_stats: bool = option(False, "logging", "Log CPU, memory and GPU use and temperature.")
+    debug: bool = option(False, "logging", "Log shapes, dtypes and ranges of everything in the first step.")
+    notify_command: str | None = option(
+        None, "logging", "Shell command for the end, a failure, an early stop or a stall; TINYVAE_EVENT says which."
+    )
+    notify_stall_s: float = option(
+        1800.0, "logging", "Seconds without a finished step, validation or save that count as a stall.", above=0
+    )
 
     # workers and limits
     dataloader_num_workers: int = option(4, "system", "Decoding processes of each training process.", at_least=0)
     prefetch_factor: int = option(2, "system", "Batches each worker prepares ahead.", at_least=1)
-    persistent_workers: bool = option(True, "system", "Keep the workers alive between epochs.")
     pin_memory: bool = option(True, "system", "Use pinned memory for copies to a GPU.")
     nccl_timeout: int = option(
         1800, "system", "Longest wait in a collective before the job ends, seconds (any backend).", at_least=1

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -256,6 +257,36 @@ def test_workers_survive_the_schedulers_signal(sides: tuple[ClipSet, ClipSet]) -
     del batches
     _, alive = psutil.wait_procs(workers, timeout=20)
     assert not alive
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_fresh_workers_take_over_from_a_killed_one(sides: tuple[ClipSet, ClipSet], persistent: bool) -> None:
+    """For training and validation; the main process hears of it where it asks for a batch, and nowhere else."""
+    handler, others = signal.getsignal(signal.SIGCHLD), set(psutil.Process().children())
+    workers = {"num_workers": 2, "prefetch_factor": 1, "persistent_workers": persistent}
+    trained = iter(make_train_loader(sides[0], SETTINGS, batch_size=2, **workers))
+    got = [next(trained)]
+    kill_a_worker(others)
+    assert_equal([*got, *islice(trained, 5)], take(sides[0], 6, batch_size=2))
+    del trained
+    validation = make_validation_loader(sides[1], SETTINGS, batch_size=1, **workers)
+    validated = iter(validation)
+    got = [next(validated)]
+    kill_a_worker(others)
+    whole = list(make_validation_loader(sides[1], SETTINGS, batch_size=1))
+    assert len(whole) > 3
+    assert_equal([*got, *validated], whole)
+    assert_equal(list(validation), whole)
+    assert signal.getsignal(signal.SIGCHLD) == handler, "torch's, which raises anywhere, is not left behind"
+
+
+def kill_a_worker(others: set[psutil.Process]) -> None:
+    workers = [child for child in psutil.Process().children() if child not in others]
+    assert len(workers) == 2
+    workers[0].kill()
+    while workers[0].status() != psutil.STATUS_ZOMBIE:  # not wait(), which would take its end away from the loader
+        time.sleep(0.01)
 
 
 def signal_while_starting(worker: int) -> None:

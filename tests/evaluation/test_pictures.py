@@ -19,7 +19,15 @@ from tinyvae.evaluation.pictures import (
     to_bytes_range,
     worst_patch,
 )
-from tinyvae.evaluation.side_by_side import GAP_PIXELS, side_by_side, side_by_side_width
+from tinyvae.evaluation.round_trip import FAMILY_KIND, REFERENCE_KIND, ModelFacts
+from tinyvae.evaluation.side_by_side import (
+    GAP_LEVEL,
+    GAP_PIXELS,
+    panel_labels,
+    side_by_side,
+    side_by_side_width,
+    with_labels,
+)
 
 
 def test_heat_map_goes_from_the_first_colour_to_the_last() -> None:
@@ -84,3 +92,41 @@ def test_side_by_side_holds_input_output_and_error() -> None:
     start = 10 + GAP_PIXELS
     assert torch.equal(joined[..., start : start + 10], to_bytes_range(target))
     assert torch.equal(joined[0, :, 0, -1].float(), heat_map(target + 1, target)[0, :, 0, -1].float())
+
+
+def facts(label: str, kind: str) -> ModelFacts:
+    return ModelFacts(
+        label=label,
+        path=None,
+        kind=kind,
+        variant="taecvx",
+        width=1.0,
+        parameters=1,
+        encoder_parameters=None,
+        decoder_parameters=None,
+        dtype="float32",
+        sha256=None,
+    )
+
+
+def test_every_panel_has_a_label_of_its_own() -> None:
+    labels = panel_labels([facts("student", FAMILY_KIND), facts("CogVideoX", REFERENCE_KIND)])
+    assert [forms[0] for forms in labels] == [
+        "input",
+        "output: student",
+        "teacher: CogVideoX",
+        "error of student, 0 to 64 of 255",
+        "error of CogVideoX, 0 to 64 of 255",
+    ]
+    for width in (32, 96, 400):
+        target = torch.zeros(2, 3, 16, width)
+        joined = side_by_side(target, [target, target])
+        labelled = with_labels(joined, labels, panel_width=width)
+        strip = labelled.shape[-2] - 16
+        assert strip % 2 == 0 and torch.equal(labelled[..., strip:, :], joined)
+        panels = [labelled[0, 0, :strip, n * (width + GAP_PIXELS) :][:, :width] for n in range(5)]
+        assert all((panel > GAP_LEVEL + 100).sum() > 20 for panel in panels), "there is text above every panel"
+        gap = labelled[0, 0, :strip, width : width + GAP_PIXELS]
+        assert (gap == GAP_LEVEL).all(), "no label runs into its neighbour"
+        different = {panel.numpy().tobytes() for panel in panels}
+        assert len(different) == 5 or width == 32

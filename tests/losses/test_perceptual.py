@@ -10,9 +10,11 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.losses import LPIPS, perceptual_loss
+from tinyvae.losses.perceptual import max_pool
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +110,19 @@ def test_a_file_is_read_without_touching_the_random_stream(tmp_path: Path) -> No
     before = torch.random.get_rng_state()
     LPIPS.from_file(tmp_path / "weights.safetensors")
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("size", [(31, 31), (32, 45)])
+def test_the_repeatable_max_pool_is_torchs_own(size: tuple[int, int]) -> None:
+    x = torch.randn(2, 3, *size).relu().requires_grad_(True)
+    expected = F.max_pool2d(x, kernel_size=3, stride=2)
+    torch.use_deterministic_algorithms(True)
+    try:
+        made = max_pool(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(made, expected)
+    weights = torch.randn_like(made)
+    found, wanted = (torch.autograd.grad(y, x, weights)[0] for y in (made, expected))
+    # Where several pixels share the maximum (zeros of a ReLU) the gradient's place differs; the ReLU stops it there.
+    torch.testing.assert_close(found * (x > 0), wanted * (x > 0))

@@ -191,3 +191,22 @@ class KeepWeights:
 
         Engine.close = keep  # type: ignore[method-assign]
         start.build_task = build_and_see  # type: ignore[assignment]
+
+
+class OutOfMemoryInZero:
+    """DeepSpeed's own step of the given call (counted from 1) runs out of memory."""
+
+    def __init__(self, *, call: int) -> None:
+        self.call = call
+
+    def __call__(self, rank: int) -> None:
+        from tinyvae.training.deepspeed_engine import DeepSpeedEngine
+
+        original, calls = DeepSpeedEngine._step_zero, _Calls()
+
+        def step_zero(engine: DeepSpeedEngine, gradients: list[torch.Tensor]) -> None:
+            if calls.next() == self.call:
+                raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+            original(engine, gradients)
+
+        DeepSpeedEngine._step_zero = step_zero  # type: ignore[method-assign]

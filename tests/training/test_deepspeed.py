@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from engine_runs import largest_difference, results, run_plan, same_weights
-from faults import NanLoss
+from faults import NanLoss, OutOfMemoryInZero
 from tiny_runs import SERAENA, arguments_for, differences, launch, read_lines, state_of
 
 from tinyvae.config import TrainConfig
@@ -256,3 +256,12 @@ def test_a_frozen_teacher_beside_deepspeed(clips: Path, tmp_path: Path) -> None:
     (moments,) = state["engine"]["optimizers"]["optimizers"]
     assert len(moments["state"]) == len(state["model"])
     assert not any("teacher" in key for key in state["model"])
+
+
+@pytest.mark.slow
+def test_out_of_memory_in_deepspeeds_step_is_told_as_that(clips: Path, tmp_path: Path) -> None:
+    """As a lost process it would be started again ten times; it is a mistake in the settings (exit code 2)."""
+    under = UnderDeepSpeed(launch_file(tmp_path, 2), OutOfMemoryInZero(call=2))
+    run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=2, prepare=under)
+    assert run.wait(120) == [2, 2], run.both_logs()
+    assert "out of memory while the gradients were applied" in run.log() and "Traceback" not in run.log()

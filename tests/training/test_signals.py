@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from tiny_runs import SERAENA, Launch, arguments_for, launch, run_differences, t
 from tinyvae.data.index_build import build_index
 from tinyvae.training import clips as clips_module
 from tinyvae.training import validation
-from tinyvae.training.guards import SAME_ORDER_S
+from tinyvae.training.guards import SAME_ORDER_S, SignalWatch
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +178,21 @@ def test_data_workers_outlive_a_signal_to_the_whole_group(clips: Path, tmp_path:
     assert "DataLoader worker" not in running.log()
     left = [process for process in everybody if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert left == [], "they end with the run"
+
+
+def test_the_watch_closes_although_a_worker_lives_on() -> None:
+    """It was forked while the watch was open, so it has the watch's socket too."""
+    watch = SignalWatch()
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    worker.start()
+    closing = threading.Timer(20, worker.kill)
+    closing.start()
+    began = time.monotonic()
+    watch.close()
+    assert time.monotonic() - began < 10
+    closing.cancel()
+    worker.kill()
+    worker.join()
 
 
 # two ranks

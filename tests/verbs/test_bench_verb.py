@@ -34,7 +34,11 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert row["relative_error"] is None if "stream" in row["codec"] else row["relative_error"] < 1e-5
         assert row["frames_per_s"] == pytest.approx(5 / row["milliseconds"] * 1e3)
         assert f"{row['milliseconds']:.2f}" in shown
-    assert report["dtype"] == "fp32" and report["ceilings"]["flops_per_s"] > 0
+    assert report["dtype"] == "float32" and report["ceilings"]["flops_per_s"] > 0
+    heading, legend = shown.splitlines()[3], shown.split("\n\n")[1]
+    for word in ("memory", "error", "compute", "bandwidth", "speed-up"):
+        assert word in heading and f"\n{word} " in f"\n{legend}", word
+    assert max(map(len, shown.splitlines()[3:])) <= 110
     assert "eager" in report["engines"]["decoder"] and report["engines"]["decoder"] in shown
 
 
@@ -48,12 +52,11 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["taehv", "--device", "cpu,cpu"], "one device"),
         (["taehv", "--variant", "taew2_2", "--device", "cpu"], "leave one out"),
         (["taehv", "--output", "model.safetensors"], "ends in .json"),
-        (["taehv", "--output", __file__ + "/x.json"], "does not exist"),
+        (["taehv", "--dtype", "float61", "--device", "cpu"], "Did you mean 'float16'"),
         (["taehv", "--size", "481x720", "--device", "cpu"], "480x720 or 488x720"),
         (["taehv", "--device", "gpu"], "no device 'gpu'"),
         (["taehv", "--frames", "0"], "at least 1"),
         (["taehv", "--size", "16x16", "--frames", "1", "--device", "cpu", "--repeats", "2"], "3 repeats"),
-        (["taehv", "--output", "no/such/folder/x.json"], "does not exist"),
         (["no_such_file.pth", "--device", "cpu"], "no_such_file.pth"),
     ],
 )

@@ -132,3 +132,19 @@ def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run("--help")
     assert ended.value.code == 0 and "tinyvae data index videos/ -o" in capsys.readouterr().out
+
+
+def test_a_clip_length_is_held_against_the_frame_rule(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("check", folder, "--contact_sheet", tmp_path / "s.png", "--num_workers", 0, "--n_frames")
+    assert run(*words, 19) == 1
+    assert "NOT USABLE as asked: n_frames=19 suits no variant" in capsys.readouterr().out
+    assert run(*words, 19, "--variant", "taehv") == 1
+    assert "n_frames=19 does not suit taehv" in capsys.readouterr().out
+    assert run(*words, 12) == 0
+    assert "12 frames suit every variant but taecvx, taeltx_2, taeltx2_3, taeh3\n" in capsys.readouterr().out
+    assert run(*words, 12, "--variant", "taehv") == 0
+    assert "  12 frames suit taehv\n" in capsys.readouterr().out
+    with pytest.raises(UserError, match="there is no variant 'taehx'"):
+        run(*words, 12, "--variant", "taehx")

@@ -16,6 +16,8 @@ from tinyvae import TAEHV, save_model
 from tinyvae.cli import run
 from tinyvae.data.sample_clips import write_sample_clips
 from tinyvae.errors import UserError
+from tinyvae.evaluation import evaluate
+from tinyvae.verbs.eval import parse_dtype
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,29 @@ def test_one_bad_video_among_many_gives_exit_code_1(
     assert errors.count("broken.mp4") == 1 and "1 of 2 videos could not be measured" in errors
 
 
+def test_of_data_with_splits_val_is_taken_and_said(
+    clips: Path, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A score on training videos says little; so of 4 train and 1 val the one, from annotations and index alike."""
+    assert run(["data", "index", str(clips / "annotations.json"), "-o", str(tmp_path / "clips.tvi")]) == 0
+    for data in (clips / "annotations.json", tmp_path / "clips.tvi"):
+        for split, count in ((None, 1), ("val", 1), ("train", 4), ("all", 5)):
+            capsys.readouterr()
+            words = ["eval", str(run_folder), "--data", str(data), "--lpips", "off", "--output_dir", str(tmp_path)]
+            assert run([*words, "--films", "0", *(["--split", split] if split else [])]) == 0
+            shown = capsys.readouterr()
+            assert f"clips / frames        {count} / " in shown.out
+            assert shown.err.count(f"note: the videos that {data} annotates as val are taken") == (split is None)
+            (evaluation,) = json.loads((tmp_path / "results.json").read_text())["evaluations"]
+            assert evaluation["settings"]["split"] == (split or "val")
+    result = evaluate(run_folder, clips / "annotations.json", lpips=None)
+    assert len(result.clips) == 1 and "annotates as val" in result.notes[0]
+    with pytest.raises(UserError, match=r"is annotated as 'test' \(4 as train, 1 as val\); choose with --split"):
+        run(["eval", str(run_folder), "--data", str(clips / "annotations.json"), "--split", "test"])
+    with pytest.raises(UserError, match="it has no splits; leave --split out"):
+        run(["eval", str(run_folder), "--data", str(clips), "--split", "val"])
+
+
 def test_mistakes_are_one_sentence_and_exit_code_2(clips: Path, run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     unknown = tmp_path / "unknown.safetensors"
@@ -88,6 +113,18 @@ def test_mistakes_are_one_sentence_and_exit_code_2(clips: Path, run_folder: Path
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 2 and done.stderr.startswith("tinyvae: error: there is no video in")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["eval", "compare", "reconstruct", "encode", "decode", "bench"])
+def test_every_verb_knows_the_same_dtypes(verb: str, run_folder: Path, clips: Path, tmp_path: Path) -> None:
+    for text, dtype in (("fp16", torch.float16), ("float16", torch.float16), ("bf16", torch.bfloat16)):
+        assert parse_dtype(text) is dtype
+    words = [str(run_folder)] * 2 if verb == "compare" else [str(run_folder)]
+    words += ["--data", str(clips)] if verb in ("eval", "compare") else []
+    words += [str(next(clips.rglob("*.mp4")))] if verb in ("reconstruct", "encode", "decode") else []
+    words += ["--output_dir", str(tmp_path)] if verb != "bench" else ["--device", "cpu"]
+    with pytest.raises(UserError, match=r"--dtype 'fp61' is not known\. Did you mean 'fp16'\?"):
+        run([verb, *words, "--dtype", "fp61"])
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,8 +38,8 @@ def draw_contact_sheet(samples: Sequence[StagedSample], *, title: str, subtitle:
     sheet = Image.new("RGB", (width, height), PAPER)
     pen = ImageDraw.Draw(sheet)
     large, small = ImageFont.load_default(size=22), ImageFont.load_default(size=13)
-    pen.text((PADDING, 16), _fitting(title, large, width - 2 * PADDING), fill=INK, font=large)
-    pen.text((PADDING, 46), _fitting(subtitle, small, width - 2 * PADDING), fill=QUIET, font=small)
+    pen.text((PADDING, 16), fitting_text(title, large, width - 2 * PADDING), fill=INK, font=large)
+    pen.text((PADDING, 46), fitting_text(subtitle, small, width - 2 * PADDING), fill=QUIET, font=small)
     for place, sample in enumerate(samples):
         left = PADDING + place % columns * (card_width + GAP)
         top = HEADER_HEIGHT + place // columns * (card_height + GAP)
@@ -80,8 +80,8 @@ def _draw_card(
     row = sample.row
     rate = f"{row.fps:.4g} fps" if row.fps > 0 else "unknown rate"
     facts = f"{row.width}x{row.height}   {rate}   {row.frames} frames   {row.codec}"
-    pen.text((left, top + THUMB_HEIGHT + 6), _fitting(row.path, font, room, keep_end=True), fill=INK, font=font)
-    pen.text((left, top + THUMB_HEIGHT + 23), _fitting(facts, font, room), fill=QUIET, font=font)
+    pen.text((left, top + THUMB_HEIGHT + 6), fitting_text(row.path, font, room, keep_end=True), fill=INK, font=font)
+    pen.text((left, top + THUMB_HEIGHT + 23), fitting_text(facts, font, room), fill=QUIET, font=font)
     if sample.flip:
         note = "mirrored"
         pen.text((left + room - font.getlength(note), top + THUMB_HEIGHT + 23), note, fill=QUIET, font=font)
@@ -99,7 +99,7 @@ def _fit(picture: Image.Image, width: int, height: int) -> tuple[Image.Image, fl
     return picture.resize(size, sampling), scale
 
 
-def _fitting(text: str, font: Font, room: float, keep_end: bool = False) -> str:
+def fitting_text(text: str, font: Font, room: float, keep_end: bool = False) -> str:
     """The text, cut with an ellipsis where it is longer than ``room`` pixels."""
     if font.getlength(text) <= room:
         return text

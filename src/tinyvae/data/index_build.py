@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from tinyvae.data.annotations import RootGuard, VideoEntry, default_data_root, iterate_entries
 from tinyvae.data.decode import probe_video
 from tinyvae.data.index import STATUS_BAD, STATUS_OK, IndexRow, VideoIndex, hash_of_path, is_index, open_index
 from tinyvae.data.index_writer import IndexJournal, IndexRecord
 from tinyvae.data.probe_pool import Probe, ProbeOutcome, ProbeTask, probe_all, usable_cores
 from tinyvae.errors import MissingFileError, UserError
+from tinyvae.progress_bar import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ def build_index(
         tasks = _tasks(iterate_entries(source, data_root), root, known, thorough, waiting)
         look = functools.partial(probe, timeout_s=timeout_s, thorough=thorough)
         outcomes = probe_all(tasks, num_workers=workers, timeout_s=timeout_s, probe=look)
-        with tqdm(
+        with progress_bar(
             total=survey.num_entries, unit="file", desc="indexing", disable=not show_progress_bar, smoothing=0.05
         ) as bar:
             for outcome in outcomes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,26 +21,67 @@ from tinyvae.data.bad_files import BadFile, BadFileLog, BadFileWatch
 from tinyvae.data.batch_memory import BorrowedBatches, LoanBoard
 from tinyvae.data.clip_reading import ClipBatch, ReadBatch, TrainClips, ValidationClips
 from tinyvae.data.clip_settings import ClipSettings
+from tinyvae.data.decoded_cache import GIB, CacheEvent, DecodedCache
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
-from tinyvae.data.worker_process import signals_held_back, start_worker
+from tinyvae.data.worker_process import deaths_found_at_the_fetch, signals_held_back, start_worker
 from tinyvae.errors import UserError
 
 log = logging.getLogger(__name__)
 
+MAX_LOST_IN_A_ROW = 3
+"""Times that workers are lost with no batch between them before it is given up."""
+
 
 class _Loader:
-    """What training and validation share: workers that signals do not reach, bad files that are counted, and buffers
-    that go back to their worker."""
+    """What training and validation share: workers that signals do not reach and that are replaced when one is killed,
+    bad files that are counted, and buffers that go back to their worker."""
 
-    def __init__(self, loader: DataLoader[ReadBatch], board: LoanBoard | None, watch: BadFileWatch) -> None:
-        self._loader = loader
+    def __init__(
+        self,
+        make_loader: Callable[[Positions], DataLoader[ReadBatch]],
+        positions: Positions,
+        board: LoanBoard | None,
+        watch: BadFileWatch,
+    ) -> None:
+        self._make_loader = make_loader
+        self._positions = positions
+        self._loader = make_loader(positions)
         self._board = board
         self.bad_files = watch
 
     def _reads(self) -> Iterator[ReadBatch]:
+        """Every batch. A clip depends on its position alone, so fresh workers go on exactly where lost ones were."""
+        loader, num_done, num_lost = self._loader, 0, 0
+        while True:
+            try:
+                for read in self._reads_of(loader):
+                    num_lost = 0
+                    num_done += 1
+                    yield read
+                return
+            except RuntimeError as fault:
+                reason = str(fault).splitlines()[0]
+                if not reason.startswith(("DataLoader worker (pid", "Pin memory thread exited")):
+                    raise
+            loader = self._loader = self._make_loader(self._positions)  # the broken one's other workers end
+            num_lost += 1
+            if num_lost == MAX_LOST_IN_A_ROW:
+                raise UserError(
+                    f"processes that load clips were killed {num_lost} times in a row (the last: {reason}), most often "
+                    "because the machine's main memory is full; use fewer --dataloader_num_workers, then --resume "
+                    "latest. See docs/troubleshooting.md#a-killed-loader-process"
+                )
+            log.warning(
+                "a process that loads clips was killed (%s), most often because the machine's main memory is full; "
+                "going on with fresh ones. Where it comes again and again, use fewer --dataloader_num_workers.",
+                reason,
+            )
+            loader = self._make_loader(self._positions.after(num_done))
+
+    def _reads_of(self, loader: DataLoader[ReadBatch]) -> Iterator[ReadBatch]:
         borrowed = BorrowedBatches(self._board)
-        with signals_held_back():
-            reads = iter(self._loader)
+        with signals_held_back(), deaths_found_at_the_fetch():
+            reads = iter(loader)
         for read in reads:
             self.bad_files.see(read.bad_files, read.num_tries)
             if read.failure:
@@ -55,15 +96,40 @@ class TrainLoader(_Loader):
     """Iterate for batches without end. Each iteration starts at ``start_sample``."""
 
     def __init__(
-        self, loader: DataLoader[ReadBatch], board: LoanBoard | None, watch: BadFileWatch, samples_per_epoch: int
+        self,
+        make_loader: Callable[[Positions], DataLoader[ReadBatch]],
+        positions: Positions,
+        board: LoanBoard | None,
+        watch: BadFileWatch,
+        samples_per_epoch: int,
+        cache: DecodedCache | None,
     ) -> None:
-        super().__init__(loader, board, watch)
+        super().__init__(make_loader, positions, board, watch)
         self.samples_per_epoch = samples_per_epoch
+        self._cache = cache
+        self._told_of_cache: set[CacheEvent] = {""}
 
     def __iter__(self) -> Iterator[ClipBatch]:
         for read in self._reads():
             assert read.batch is not None, "a training batch without failure is whole"
+            self._tell_of_cache(read.cache_event)
             yield read.batch
+
+    def _tell_of_cache(self, event: CacheEvent) -> None:
+        """Say once what the decoded cache met, whichever worker met it first."""
+        if self._cache is None or event in self._told_of_cache:
+            return
+        self._told_of_cache.add(event)
+        if event == "evicts":
+            log.info("the decoded cache in %s makes room: files of earlier runs go", self._cache.folder)
+        else:
+            log.warning(
+                "the decoded cache in %s is full: decoded_cache_gb (%.3g) or the disk does not hold all files of this "
+                "run, and clips of the others are decoded each time; raise decoded_cache_gb, or name another "
+                "decoded_cache_dir",
+                self._cache.folder,
+                self._cache.max_bytes / GIB,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +154,8 @@ class ValidationLoader(_Loader):
 
     def __init__(
         self,
-        loader: DataLoader[ReadBatch],
+        make_loader: Callable[[Positions], DataLoader[ReadBatch]],
+        positions: Positions,
         board: LoanBoard | None,
         *,
         num_samples: int,
@@ -98,7 +165,7 @@ class ValidationLoader(_Loader):
         bad_file_log: BadFileLog | None,
     ) -> None:
         # The watch of this rank names bad files and counts them; no share is above its limit of 1.
-        super().__init__(loader, board, BadFileWatch(limit=1.0, written_to=bad_file_log))
+        super().__init__(make_loader, positions, board, BadFileWatch(limit=1.0, written_to=bad_file_log))
         self.num_samples = num_samples
         self.num_samples_all_ranks = num_samples_all_ranks
         self.reads = ValidationReads()
@@ -150,7 +217,6 @@ def make_train_loader(
     world_size: int = 1,
     num_workers: int = 0,
     prefetch_factor: int = 2,
-    persistent_workers: bool = False,
     pin_memory: bool = False,
     start_sample: int = 0,
     bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
@@ -173,8 +239,9 @@ def make_train_loader(
     positions = EndlessPositions(batch_size, rank, world_size, start_sample)
     board = LoanBoard(num_workers) if num_workers else None
     dataset = TrainClips(clips, settings, board)
-    loader = _data_loader(dataset, positions, num_workers, prefetch_factor, persistent_workers, pin_memory)
-    return TrainLoader(loader, board, BadFileWatch(limit=bad_file_limit, written_to=bad_file_log), len(clips))
+    make_loader = _loader_maker(dataset, num_workers, prefetch_factor, pin_memory)
+    watch = BadFileWatch(limit=bad_file_limit, written_to=bad_file_log)
+    return TrainLoader(make_loader, positions, board, watch, len(clips), dataset.cache)
 
 
 def make_validation_loader(
@@ -187,7 +254,6 @@ def make_validation_loader(
     num_samples: int | None = None,
     num_workers: int = 0,
     prefetch_factor: int = 2,
-    persistent_workers: bool = False,
     pin_memory: bool = False,
     bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
     bad_file_log: BadFileLog | None = None,
@@ -204,12 +270,13 @@ def make_validation_loader(
     total = len(clips) if num_samples is None else min(num_samples, len(clips))
     if total == 0:
         raise UserError(f"the {clips.name} set of {clips.index.source} is empty; there is nothing to validate on")
-    positions = SharedPositions(total, batch_size, rank, world_size)
+    positions = SharedPositions(range(rank, total, world_size), batch_size)
     board = LoanBoard(num_workers) if num_workers else None
     dataset = ValidationClips(clips, settings, board)
-    loader = _data_loader(dataset, positions, num_workers, prefetch_factor, persistent_workers, pin_memory)
+    make_loader = _loader_maker(dataset, num_workers, prefetch_factor, pin_memory)
     return ValidationLoader(
-        loader,
+        make_loader,
+        positions,
         board,
         num_samples=len(positions.mine),
         num_samples_all_ranks=total,
@@ -219,7 +286,15 @@ def make_validation_loader(
     )
 
 
-class EndlessPositions(Sampler[list[int]]):
+class Positions(Sampler[list[int]]):
+    """The positions of each batch of one rank."""
+
+    def after(self, num_batches: int) -> Positions:
+        """Those that come behind the first ``num_batches``."""
+        raise AssertionError("positions must implement after")
+
+
+class EndlessPositions(Positions):
     """The global positions of each training batch of one rank."""
 
     def __init__(self, batch_size: int, rank: int, world_size: int, start_sample: int) -> None:
@@ -231,12 +306,16 @@ class EndlessPositions(Sampler[list[int]]):
             yield list(range(first, first + self.batch_size))
             first += self.world_size * self.batch_size
 
+    def after(self, num_batches: int) -> EndlessPositions:
+        start_sample = self.start_sample + num_batches * self.world_size * self.batch_size
+        return EndlessPositions(self.batch_size, self.rank, self.world_size, start_sample)
 
-class SharedPositions(Sampler[list[int]]):
+
+class SharedPositions(Positions):
     """The validation positions of one rank, batch by batch."""
 
-    def __init__(self, total: int, batch_size: int, rank: int, world_size: int) -> None:
-        self.mine = range(rank, total, world_size)
+    def __init__(self, mine: range, batch_size: int) -> None:
+        self.mine = mine
         self.batch_size = batch_size
 
     def __len__(self) -> int:
@@ -246,22 +325,20 @@ class SharedPositions(Sampler[list[int]]):
         for start in range(0, len(self.mine), self.batch_size):
             yield list(self.mine[start : start + self.batch_size])
 
+    def after(self, num_batches: int) -> SharedPositions:
+        return SharedPositions(self.mine[num_batches * self.batch_size :], self.batch_size)
 
-def _data_loader(
-    dataset: Dataset[ReadBatch],
-    positions: Sampler[list[int]],
-    num_workers: int,
-    prefetch_factor: int,
-    persistent_workers: bool,
-    pin_memory: bool,
-) -> DataLoader[ReadBatch]:
-    return DataLoader(
+
+def _loader_maker(
+    dataset: Dataset[ReadBatch], num_workers: int, prefetch_factor: int, pin_memory: bool
+) -> Callable[[Positions], DataLoader[ReadBatch]]:
+    """Makes the loader of the batches at some positions."""
+    return lambda positions: DataLoader(
         dataset,
         batch_sampler=positions,
         num_workers=num_workers,
         collate_fn=_as_it_is,
         prefetch_factor=prefetch_factor if num_workers else None,
-        persistent_workers=persistent_workers and num_workers > 0,
         pin_memory=pin_memory and torch.cuda.is_available(),
         worker_init_fn=start_worker,
         # A generator of its own: else every start of the loader would draw from torch's global one, and a resumed

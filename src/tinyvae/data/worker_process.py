@@ -15,7 +15,7 @@ from tinyvae.heap import trim_heap
 
 CLIPS_PER_TRIM = 8
 
-JOB_SIGNALS = {signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)}
+JOB_SIGNALS = {signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)}
 """Sent to every process of a job by schedulers and terminals; the main process decides what they mean."""
 
 
@@ -34,11 +34,27 @@ def signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextmanager
+def deaths_found_at_the_fetch() -> Iterator[None]:
+    """While workers are started: keep torch from raising the death of one in the middle of a step or a save.
+
+    With the first workers of a process torch sets a SIGCHLD handler that raises in whatever line the main process is
+    at. The handler from before is put back: the loader itself looks after its workers when a batch does not come.
+    """
+    number = getattr(signal, "SIGCHLD", None)
+    before = None if number is None else signal.getsignal(number)
+    try:
+        yield
+    finally:
+        if number is not None and before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(number, before)
+
+
 def start_worker(worker: int) -> None:
     """Called once in each worker before its first batch."""
     torch.set_num_threads(1)
     # What was imported stays for good. Set apart, it makes a collection cost a tenth of a millisecond and not fifty;
-    # `WorkerMemory` collects after every clip. So does what the main process left to be collected: it may hold an
+    # `WorkerMemory` collects after every clip. What the main process left to be collected stays as well: it may hold an
     # FFmpeg object that waits for its threads when it is freed, and a fork has none of them.
     gc.freeze()
     for number in JOB_SIGNALS - {signal.SIGTERM}:

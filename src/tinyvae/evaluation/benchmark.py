@@ -25,6 +25,7 @@ from tinyvae.models.codec import VideoCodec
 from tinyvae.models.fused import FusedTAEHV
 from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
+from tinyvae.progress_bar import progress_bar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +162,7 @@ def run_benchmark(model: TAEHV, case: BenchmarkCase) -> tuple[Ceilings, list[Tim
         }
         calls["fused stream"] = partial(stream_through, fused, operation, argument)
         num_calls = len(calls) * (case.warmups + case.repeats)
-        with tqdm(desc=operation, total=num_calls, unit="call", disable=not case.show_progress_bar) as bar:
+        with progress_bar(desc=operation, total=num_calls, unit="call", disable=not case.show_progress_bar) as bar:
             times = time_alternating_ms(calls, device, repeats=case.repeats, warmups=case.warmups, bar=bar)
         peaks = {name: peak_bytes(call, device) for name, call in calls.items()}
         # Last, because it is another length: a compiler has seen that of the timed calls first, as a user's would.

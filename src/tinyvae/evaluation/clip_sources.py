@@ -24,6 +24,8 @@ from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
 
 PROBE_TIMEOUT_S = 600.0
 """Looking at a file reads all its packets: minutes for a film of hours on a slow disk."""
+DEFAULT_SPLIT, ALL_SPLITS = "val", "all"
+"""What is taken of a source that has splits where the user asks for none, and the word for every video."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,24 +54,52 @@ class ClipPart:
     """When each frame is shown, in seconds after the first; None where frames follow each other evenly."""
 
 
+def choose_split(data: Path, *, data_root: Path | None, wanted: str | None) -> tuple[str | None, str]:
+    """(split, note): which videos of a source to take, as `find_clips` wants it, and what the user should know of it.
+
+    Where nothing is ``wanted`` and the source says which videos are for validation, those: a score on the videos that
+    a model was trained on says little. The note is empty where there was nothing to choose.
+    """
+    _refuse_missing(data)
+    if wanted is not None:
+        return wanted, ""
+    if data.is_dir():  # a tree has no splits; walking it takes time
+        return None, ""
+    if is_index(data):
+        has_splits = open_index(data, data_root).has_splits
+    else:
+        has_splits = any(split for _, split in _annotated_clips(data, data_root))
+    if not has_splits:
+        return None, ""
+    return DEFAULT_SPLIT, f"the videos that {data} annotates as {DEFAULT_SPLIT} are taken; --split all takes every one."
+
+
 def find_clips(
     data: Path, *, data_root: Path | None = None, split: str | None = None, max_clips: int | None = None
 ) -> list[ClipSource]:
-    """The videos of a source, sorted by name. ``split`` keeps those annotated as train, val or test.
+    """The videos of a source, sorted by name. ``split`` keeps those annotated as train, val or test; None or all: all.
 
     ``max_clips`` takes that many, evenly spread over the sorted list, so that the same call always gives the same.
     """
-    if not data.exists():
-        raise MissingFileError(
-            f"there is no data at {data} (looked from {Path.cwd()}); give a folder of videos, a video, "
-            "an annotation file or an index."
-        )
-    if split is not None and split not in SPLIT_NAMES:
-        raise UserError(f"the split {split!r} is unknown; use one of train, val, test.")
-    clips = _clips_of(data, data_root, SPLIT_NAMES[split] if split else None)
+    _refuse_missing(data)
+    if split not in (None, ALL_SPLITS, *SPLIT_NAMES):
+        raise UserError(f"the split {split!r} is unknown; use one of train, val, test, {ALL_SPLITS}.")
+    meaning = None if split in (None, ALL_SPLITS) else SPLIT_NAMES[str(split)]
+    found = dict.fromkeys(("train", "val", "test", ""), 0)
+    clips: list[ClipSource] = []
+    for clip, annotated in _annotated_clips(data, data_root):
+        found[annotated] += 1
+        if meaning is None or annotated == meaning:
+            clips.append(clip)
     if not clips:
-        if split is not None:
-            raise UserError(f"no video of {data} is annotated as {split!r}; leave --split out to use all of them.")
+        counts = ", ".join(f"{count} as {name}" for name, count in found.items() if count and name)
+        if counts:
+            raise UserError(
+                f"no video of {data} is annotated as {split!r} ({counts}); "
+                f"choose with --split train, val, test or {ALL_SPLITS}."
+            )
+        if any(found.values()):
+            raise UserError(f"no video of {data} is annotated as {split!r}, it has no splits; leave --split out.")
         raise UserError(
             f"there is no video in {data}; give a folder that holds files such as {', '.join(VIDEO_SUFFIXES[:5])}."
         )
@@ -79,24 +109,28 @@ def find_clips(
     return clips
 
 
-def _clips_of(data: Path, data_root: Path | None, split: str | None) -> list[ClipSource]:
+def _refuse_missing(data: Path) -> None:
+    if not data.exists():
+        raise MissingFileError(
+            f"there is no data at {data} (looked from {Path.cwd()}); give a folder of videos, a video, "
+            "an annotation file or an index."
+        )
+
+
+def _annotated_clips(data: Path, data_root: Path | None) -> Iterator[tuple[ClipSource, str]]:
+    """Every video of a source with the split that the source gives it; empty where it gives none."""
     if data.is_file() and is_index(data):
         index = open_index(data, data_root)
-        rows = (index.row(number) for number in range(len(index)))
-        return [
-            ClipSource(name=row.path, path=index.full_path(row), known_bad="" if row.ok else row.reason or "bad")
-            for row in rows
-            if split is None or row.split == split
-        ]
-    if data.is_file() and data.suffix.lower() not in (".json", ".jsonl", ".ndjson"):
+        for row in map(index.row, range(len(index))):
+            bad = "" if row.ok else row.reason or "bad"
+            yield ClipSource(name=row.path, path=index.full_path(row), known_bad=bad), row.split
+    elif data.is_file() and data.suffix.lower() not in (".json", ".jsonl", ".ndjson"):
         # One video, whatever its suffix: the reader goes by content and gives the reason if it is none.
-        return [ClipSource(name=data.name, path=data)]
-    root = data_root if data_root is not None else default_data_root(data)
-    return [
-        ClipSource(name=entry.path, path=root / entry.path)
-        for entry in iterate_entries(data, data_root)
-        if split is None or entry.split == split
-    ]
+        yield ClipSource(name=data.name, path=data), ""
+    else:
+        root = data_root if data_root is not None else default_data_root(data)
+        for entry in iterate_entries(data, data_root):
+            yield ClipSource(name=entry.path, path=root / entry.path), entry.split
 
 
 def measure_clip(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -15,9 +16,8 @@ from tinyvae.evaluation.evaluating import (
     EvaluationResult,
     evaluate_round_trip,
     open_clips,
-    open_lpips,
 )
-from tinyvae.evaluation.metrics import METRICS, ClipMetrics
+from tinyvae.evaluation.metrics import METRICS, ClipMetrics, open_lpips
 from tinyvae.evaluation.resources import choose_devices
 from tinyvae.evaluation.round_trip import Model, RoundTrip, open_model, reference_limit
 from tinyvae.evaluation.statistics import PairedDifference, paired_difference, summarise
@@ -86,8 +86,9 @@ def compare(
             for model, variant in zip(models, named, strict=True)
         ]
     )
+    warn_of_twins(round_trips)
     max_frames, notes = reference_limit(round_trips, max_frames)
-    settings, clips = open_clips(
+    settings, clips, split_notes = open_clips(
         data, data_root=data_root, split=split, max_clips=max_clips, max_frames=max_frames, size=size
     )
     ruler, lpips_notes = open_lpips(lpips)
@@ -103,7 +104,7 @@ def compare(
                 settings,
                 devices=devices,
                 lpips=ruler,
-                notes=[*notes, *lpips_notes],
+                notes=[*split_notes, *notes, *lpips_notes],
                 frame_limit=shared_frames,
                 show_progress_bar=show_progress_bar,
             )
@@ -153,6 +154,30 @@ def with_own_labels(round_trips: Sequence[RoundTrip]) -> list[RoundTrip]:
         if seen[label] > 1:
             round_trip.facts = replace(round_trip.facts, label=f"{label} ({seen[label]})")
     return list(round_trips)
+
+
+def warn_of_twins(round_trips: Sequence[RoundTrip]) -> None:
+    """Say at once, before the work, where two models are the same weights run in the same way."""
+    for place, model in enumerate(round_trips):
+        twin = next((other for other in round_trips[:place] if _same_model(other, model)), None)
+        if twin is not None:
+            warnings.warn(
+                f"{twin.facts.label} ({twin.facts.path}) and {model.facts.label} ({model.facts.path}) are the same "
+                "weights, so their difference is zero in every metric.",
+                stacklevel=2,
+            )
+
+
+def _same_model(one: RoundTrip, other: RoundTrip) -> bool:
+    first, second = one.facts, other.facts
+    if first.path is None or second.path is None:
+        return False
+    ways = [(trip.facts.variant, trip.facts.dtype, type(getattr(trip, "codec", None))) for trip in (one, other)]
+    if ways[0] != ways[1]:  # plain against fused, float16 against float32: worth a comparison
+        return False
+    if first.sha256 is None or second.sha256 is None:  # a reference VAE is a folder of many files
+        return os.path.realpath(first.path) == os.path.realpath(second.path)
+    return first.sha256 == second.sha256
 
 
 def _winners(labels: Sequence[str], tables: Sequence[Mapping[str, ClipMetrics]]) -> dict[str, str | None]:

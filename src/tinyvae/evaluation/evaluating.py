@@ -16,11 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
-from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, find_clips, frame_chunks, measure_clip
-from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics
+from tinyvae.errors import UnreadableVideoError, UserError
+from tinyvae.evaluation.clip_sources import (
+    ClipPart,
+    ClipSource,
+    choose_split,
+    find_clips,
+    measure_clip,
+)
+from tinyvae.evaluation.fitting_chunks import in_chunks_that_fit
+from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics, open_lpips
 from tinyvae.evaluation.resources import choose_devices, environment_facts, fitting_in_memory, on_device
 from tinyvae.evaluation.round_trip import (
     Model,
@@ -32,6 +40,7 @@ from tinyvae.evaluation.round_trip import (
 )
 from tinyvae.evaluation.stage_cost import StageTimes, give_back_freed_memory, idle_bytes, memory_kind
 from tinyvae.evaluation.statistics import Summary, summarise
+from tinyvae.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from tinyvae.losses.perceptual import LPIPS
@@ -144,7 +153,7 @@ def evaluate(
         lpips: an `LPIPS`, a weights file, None for without, or "auto": as found by `find_lpips_weights`, else without.
         max_frames: only the first frames of each video. max_clips: that many videos, evenly spread.
         size: (height, width) to crop and scale to; None: every pixel, odd sizes padded by their edge and cropped back.
-        split: only videos annotated as train, val or test.
+        split: only videos annotated as train, val or test, or "all"; None: val where the data has splits, else all.
 
     Raises:
         UserError: when there is no video, or not one could be measured.
@@ -153,7 +162,7 @@ def evaluate(
     devices = [model.device] if device is None and not isinstance(model, str | os.PathLike) else choose_devices(device)
     round_trip = open_model(model, variant=variant, device=devices[0], dtype=dtype, label=label)
     max_frames, limit_notes = reference_limit([round_trip], max_frames)
-    settings, clips = open_clips(
+    settings, clips, split_notes = open_clips(
         data, data_root=data_root, split=split, max_clips=max_clips, max_frames=max_frames, size=size
     )
     ruler, lpips_notes = open_lpips(lpips)
@@ -163,7 +172,7 @@ def evaluate(
         settings,
         devices=devices,
         lpips=ruler,
-        notes=[*limit_notes, *lpips_notes],
+        notes=[*split_notes, *limit_notes, *lpips_notes],
         show_progress_bar=show_progress_bar,
     )
 
@@ -176,18 +185,21 @@ def open_clips(
     max_clips: int | None,
     max_frames: int | None,
     size: tuple[int, int] | None,
-) -> tuple[EvaluationSettings, list[ClipSource]]:
-    """The settings of an evaluation, checked, and the clips that they choose; arguments as in `evaluate`."""
+) -> tuple[EvaluationSettings, list[ClipSource], tuple[str, ...]]:
+    """The settings of an evaluation, checked, the clips that they choose, and notes; arguments as in `evaluate`."""
+    source, root = Path(data), Path(data_root) if data_root is not None else None
+    split, note = choose_split(source, data_root=root, wanted=split)
     settings = EvaluationSettings(
-        data=os.fspath(data),
-        data_root=os.fspath(data_root) if data_root is not None else None,
+        data=str(source),
+        data_root=str(root) if root is not None else None,
         split=split,
         max_clips=max_clips,
         max_frames=max_frames,
         size=size,
     )
     check_settings(settings)
-    return settings, clips_of(settings)
+    clips = find_clips(source, data_root=root, split=split, max_clips=max_clips)
+    return settings, clips, (note,) if note else ()
 
 
 def evaluate_round_trip(
@@ -205,13 +217,14 @@ def evaluate_round_trip(
     waiting: queue.SimpleQueue[tuple[int, ClipSource]] = queue.SimpleQueue()
     for item in enumerate(clips):
         waiting.put(item)
-    bar = tqdm(total=len(clips), desc=round_trip.facts.label, unit="clip", disable=not show_progress_bar)
+    bar = progress_bar(total=len(clips), desc=round_trip.facts.label, unit="clip", disable=not show_progress_bar)
     give_back_freed_memory()
     stop = threading.Event()
-    workers = [
-        _Worker(round_trip.to(device), settings, deepcopy(lpips).to(device) if lpips else None, frame_limit, stop)
-        for device in devices
-    ]
+    with fitting_in_memory(f"{round_trip.facts.label} with its metrics"):
+        workers = [
+            _Worker(round_trip.to(device), settings, deepcopy(lpips).to(device) if lpips else None, frame_limit, stop)
+            for device in devices
+        ]
     with bar, ThreadPoolExecutor(max_workers=len(workers)) as pool:
         try:
             running = [pool.submit(worker.run, waiting, bar) for worker in workers]
@@ -276,28 +289,12 @@ class _Worker:
                 bar.update()
 
     def _measure(self, clip: ClipSource) -> ClipResult:
-        round_trip = self._round_trip
         part = measure_clip(clip, max_frames=self._settings.max_frames, size=self._settings.size)
-        check_length(part, round_trip)
-        wanted = round_trip.aligned_frames(part.num_frames)
-        if self._frame_limit is not None:
-            wanted = min(wanted, self._frame_limit(part.num_frames))
-        meter, times = ClipMeter(self._lpips), StageTimes(with_memory=True)
-        idle = idle_bytes(round_trip.device)
-        chunks = frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width))
-        measured = 0
-        for piece in round_trip.run(chunks, part.num_frames, times):
-            if self._stop.is_set():
-                raise _StoppedError
-            keep = min(piece.decoded.shape[0], wanted - measured)
-            meter.push(piece.decoded[:keep], piece.target[:keep])
-            measured += keep
-        assert measured == wanted, (measured, wanted, part)
+        check_length(part, self._round_trip)
+        metrics, times = in_chunks_that_fit(
+            self._round_trip, part, lambda chunks: self._measure_chunks(chunks, part.num_frames)
+        )
         self.times.append(times)
-        if times.peak_bytes is not None:
-            self.memory_bytes.append(
-                own_memory_bytes(round_trip.facts, round_trip.device, idle=idle, peak=times.peak_bytes)
-            )
         return ClipResult(
             name=clip.name,
             path=str(clip.path),
@@ -305,10 +302,31 @@ class _Worker:
             fps=part.fps,
             height=part.height,
             width=part.width,
-            metrics=meter.result(),
+            metrics=metrics,
             encode_s=times.encode_s,
             decode_s=times.decode_s,
         )
+
+    def _measure_chunks(self, chunks: Iterator[Tensor], num_frames: int) -> tuple[ClipMetrics, StageTimes]:
+        round_trip = self._round_trip
+        wanted = round_trip.aligned_frames(num_frames)
+        if self._frame_limit is not None:
+            wanted = min(wanted, self._frame_limit(num_frames))
+        meter, times = ClipMeter(self._lpips), StageTimes(with_memory=True)
+        idle = idle_bytes(round_trip.device)
+        measured = 0
+        for piece in round_trip.run(chunks, num_frames, times):
+            if self._stop.is_set():
+                raise _StoppedError
+            keep = min(piece.decoded.shape[0], wanted - measured)
+            meter.push(piece.decoded[:keep], piece.target[:keep])
+            measured += keep
+        assert measured == wanted, (measured, wanted, num_frames)
+        if times.peak_bytes is not None:
+            self.memory_bytes.append(
+                own_memory_bytes(round_trip.facts, round_trip.device, idle=idle, peak=times.peak_bytes)
+            )
+        return meter.result(), times
 
 
 class _StoppedError(Exception):
@@ -339,32 +357,6 @@ def check_settings(settings: EvaluationSettings) -> None:
             raise UserError(f"{name} must be at least 1, got {value}.")
     if settings.size is not None and min(settings.size) < 1:
         raise UserError(f"size must be height and width in pixels, got {settings.size[0]}x{settings.size[1]}.")
-
-
-def clips_of(settings: EvaluationSettings) -> list[ClipSource]:
-    return find_clips(
-        Path(settings.data),
-        data_root=Path(settings.data_root) if settings.data_root is not None else None,
-        split=settings.split,
-        max_clips=settings.max_clips,
-    )
-
-
-def open_lpips(wanted: LPIPS | str | os.PathLike[str] | None) -> tuple[LPIPS | None, tuple[str, ...]]:
-    """The LPIPS to measure with, and a note for the user where it is missing."""
-    if wanted is None:
-        return None, ()
-    from tinyvae.losses.lpips_weights import find_lpips_weights
-    from tinyvae.losses.perceptual import LPIPS
-
-    if isinstance(wanted, LPIPS):
-        return wanted, ()
-    if wanted != "auto":
-        return LPIPS.from_file(find_lpips_weights(Path(wanted))), ()
-    try:
-        return LPIPS.from_file(find_lpips_weights(None)), ()
-    except MissingFileError as missing:
-        return None, (f"LPIPS was not measured: {missing}",)
 
 
 def _cost(workers: Sequence[_Worker], device: torch.device) -> Cost:

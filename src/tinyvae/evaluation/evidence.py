@@ -7,16 +7,16 @@ is bounded: `PLAYER_FRAMES` frames of `PLAYER_WIDTH` pixels for each panel, arou
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, frame_chunks, measure_clip
+from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, measure_clip
 from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
+from tinyvae.evaluation.fitting_chunks import in_chunks_that_fit
 from tinyvae.evaluation.metrics import sortable
 from tinyvae.evaluation.pictures import (
     heat_map,
@@ -27,8 +27,10 @@ from tinyvae.evaluation.pictures import (
     to_bytes_range,
     worst_patch,
 )
+from tinyvae.evaluation.resources import fitting_in_memory
 from tinyvae.evaluation.round_trip import RoundTrip
 from tinyvae.evaluation.stage_cost import StageTimes
+from tinyvae.progress_bar import progress_bar
 
 PLAYER_FRAMES = 96
 PLAYER_WIDTH = 384  # pixels of each panel, less where many stand side by side
@@ -120,12 +122,13 @@ def gather_evidence(
     """Run the chosen clips through the models again and keep pictures of them."""
     shown: list[ClipEvidence] = []
     chosen = choose_clips(evaluations, limit=limit)
-    for name, why in tqdm(chosen, desc="films for the report", unit="clip", disable=not show_progress_bar):
+    for name, why in progress_bar(chosen, desc="films for the report", unit="clip", disable=not show_progress_bar):
         results = [next(clip for clip in e.clips if clip.name == name) for e in evaluations]
         settings = evaluations[0].settings
         source = ClipSource(name=name, path=Path(results[0].path))
         part = measure_clip(source, max_frames=settings.max_frames, size=settings.size)
-        shown.append(_evidence_of(part, why, round_trips, results))
+        with fitting_in_memory(part.path):
+            shown.append(_evidence_of(part, why, round_trips, results))
     return shown
 
 
@@ -209,13 +212,16 @@ class _Look:
 def _look_at(part: ClipPart, round_trip: RoundTrip, window: range, worst: int, width: int) -> _Look:
     num_latents = round_trip.latents(window.stop)
     places = sorted({round(i * (num_latents - 1) / (LATENT_PICTURES - 1)) for i in range(LATENT_PICTURES)})
-    look = _Look(window, worst, places, width)
-    chunks = frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width))
-    for piece in round_trip.run(chunks, part.num_frames, StageTimes(), look.see_latents):
-        look.see(piece.decoded, piece.target)
-        if look.is_done:
-            break
-    return look
+
+    def look_at(chunks: Iterator[Tensor]) -> _Look:
+        look = _Look(window, worst, places, width)
+        for piece in round_trip.run(chunks, part.num_frames, StageTimes(), look.see_latents):
+            look.see(piece.decoded, piece.target)
+            if look.is_done:
+                break
+        return look
+
+    return in_chunks_that_fit(round_trip, part, look_at)
 
 
 def _worst_frame(label: str, place: int, result: ClipResult, look: _Look) -> WorstFrame:

@@ -16,12 +16,16 @@ it is left out of the means, never replaced.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+from tinyvae.errors import MissingFileError
 
 if TYPE_CHECKING:
     from tinyvae.losses.perceptual import LPIPS
@@ -178,6 +182,23 @@ class ClipMetrics:
     def by_frame(self, metric: str) -> tuple[float, ...] | None:
         """The values of the frames, or None where the metric has none."""
         return getattr(self, f"{metric}_by_frame", None)
+
+
+def open_lpips(wanted: LPIPS | str | os.PathLike[str] | None) -> tuple[LPIPS | None, tuple[str, ...]]:
+    """The LPIPS to measure with, and a note for the user where it is missing."""
+    if wanted is None:
+        return None, ()
+    from tinyvae.losses.lpips_weights import find_lpips_weights
+    from tinyvae.losses.perceptual import LPIPS
+
+    if isinstance(wanted, LPIPS):
+        return wanted, ()
+    if wanted != "auto":
+        return LPIPS.from_file(find_lpips_weights(Path(wanted))), ()
+    try:
+        return LPIPS.from_file(find_lpips_weights(None)), ()
+    except MissingFileError as missing:
+        return None, (f"LPIPS was not measured: {missing}",)
 
 
 class ClipMeter:

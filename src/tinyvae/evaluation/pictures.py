@@ -75,7 +75,9 @@ def shrink(frames_TCHW: Tensor, *, width: int) -> Tensor:
     size = (_even(in_height * scale), _even(in_width * scale))
     if size == (in_height, in_width):
         return frames_TCHW
-    return F.interpolate(frames_TCHW, size=size, mode="bilinear", antialias=True)
+    # In float: torch scales bytes on a CPU only.
+    scaled = F.interpolate(frames_TCHW.float(), size=size, mode="bilinear", antialias=True)
+    return scaled.round().clamp(0, 255).to(torch.uint8)
 
 
 def worst_patch(decoded_CHW: Tensor, target_CHW: Tensor, *, side: int) -> tuple[int, int, int, int]:

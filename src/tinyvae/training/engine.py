@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from tinyvae.config import TrainConfig
 from tinyvae.errors import UserError
+from tinyvae.training.guards import is_out_of_memory
 from tinyvae.training.launch_config import launch_of_this_process
 from tinyvae.training.optimizers import OptimizerSet
 
@@ -58,6 +60,7 @@ class Engine:
         self.local_rank: int = processes.local_process_index
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.is_main: bool = processes.is_main_process
+        self.many = dist.is_initialized()  # also one process that a launcher started: it takes the same way
         self.device: torch.device = processes.device
         self.timeout_s = config.nccl_timeout
         self._dtype = AUTOCAST_DTYPES[config.mixed_precision]
@@ -68,10 +71,6 @@ class Engine:
         self._messages = (
             dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s)) if self.many else None
         )
-
-    @property
-    def many(self) -> bool:
-        return self.world_size > 1
 
     # exchanges: every process calls them in the same order
 
@@ -128,15 +127,23 @@ class Engine:
 
     @contextmanager
     def _exchange(self, what: str) -> Iterator[None]:
+        began = time.monotonic()
         try:
             yield
         except RuntimeError as fault:
+            if is_out_of_memory(fault):  # inside DeepSpeed's step, say: nobody is lost
+                raise
             # gloo and NCCL report a dead or silent peer as a RuntimeError; a bug of ours would be one too, so the
             # cause stays attached.
+            waited = time.monotonic() - began
+            happened = (
+                f"another process of this run has not answered within {self.timeout_s} s (nccl_timeout): it hangs"
+                if waited > 0.9 * self.timeout_s
+                else "another process of this run has stopped"
+            )
             raise PeerLostError(
-                f"process {self.rank} could not exchange {what} with the others (within {self.timeout_s} s): another "
-                "process of this run has stopped or hangs. Look for its own message above, mend that, and go on with "
-                "--resume latest. See docs/troubleshooting.md#a-lost-process"
+                f"process {self.rank} could not exchange {what} with the others: {happened}. Look for its own message "
+                "above, fix that, and go on with --resume latest. See docs/troubleshooting.md#a-lost-process"
             ) from fault
 
     # the step
@@ -227,16 +234,24 @@ def join_processes(config: TrainConfig) -> Any:
     """
     from accelerate import PartialState
 
+    if config.deterministic:  # read by cuBLAS and torch.compile when they start
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     on_cpu = not torch.cuda.is_available()
     timeout = timedelta(seconds=config.nccl_timeout)
     # A backend may be named only where there is a group to make: accelerate takes the naming for a launched job.
-    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    launched = int(os.environ.get("LOCAL_RANK", "-1")) >= 0
     group = {"backend": "gloo" if on_cpu else "nccl", "timeout": timeout} if launched else {}
     processes = PartialState(cpu=on_cpu, **group)
     if torch.cuda.is_available():
         torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
         torch.backends.cudnn.allow_tf32 = config.allow_tf32
-        torch.backends.cudnn.benchmark = True
+        # With trials cuDNN takes whichever kernel was faster in this process, and another one rounds otherwise.
+        torch.backends.cudnn.benchmark = not config.deterministic
+        torch.backends.cudnn.deterministic = config.deterministic
+        torch.use_deterministic_algorithms(config.deterministic)
+        # Nothing here reads what was not written, so nothing has to be filled first.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return processes
 
 

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -31,12 +32,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STOP_SIGNALS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+STOP_SIGNALS = tuple(
+    signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
+)
+SIGHUP = getattr(signal, "SIGHUP", None)  # Windows has none
 LAUNCHER_CHECK_S = 1.0
 SAME_ORDER_S, SAME_ORDER_BY_TORCHRUN_S = 0.3, 1.0
 """Slurm and systemd tell every process of a job, ``timeout`` its child and then the group, and each launcher hands on
 what it is told: one order to stop arrives several times in a moment. The same signal so soon is not a second one; of
 torchrun no signal is, for it answers a signal during its own shutdown with SIGTERM to its processes."""
+OUT_OF_MEMORY_WORDS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",  # pinned memory, or a library beside torch's allocator
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+END = 0  # no signal's number
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
@@ -97,7 +107,7 @@ class SignalWatch:
         self._launcher = os.getppid() if self._by_torchrun else None
         self._ear, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
-        self._before = {number: signal.signal(number, _leave_to_the_watch) for number in STOP_SIGNALS}
+        self._before = {n: signal.signal(n, _leave_to_the_watch) for n in STOP_SIGNALS if not _is_for_nobody(n)}
         self._wakeup_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="signal watch", daemon=True)
         self._thread.start()
@@ -113,8 +123,9 @@ class SignalWatch:
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self._mouth.close()
+        self._mouth.send(bytes([END]))  # closing would not do: a worker that lives on has the socket open too
         self._thread.join()
+        self._mouth.close()
         self._ear.close()
 
     def _watch(self) -> None:
@@ -122,10 +133,10 @@ class SignalWatch:
             heard, _, _ = select.select([self._ear], [], [], LAUNCHER_CHECK_S)
             if heard:
                 numbers = self._ear.recv(64)
-                if not numbers:
+                if END in numbers:
                     return
                 for number in numbers:
-                    if number in STOP_SIGNALS:
+                    if number in self._before:
                         self._note(number, signal.Signals(number).name + " received")
             elif self._launcher not in (None, os.getppid()):
                 self._launcher = None
@@ -133,23 +144,36 @@ class SignalWatch:
                     self._note(signal.SIGTERM, "the launcher has died")
 
     def _note(self, number: int, what: str) -> None:
-        # write(2) rather than logging: whatever the main thread is doing, the message comes out
         if not self._holds:
-            os.write(2, f"\n{what} before the first step: there is nothing to save\n".encode())
+            _say(f"{what} before the first step: there is nothing to save")
             _end_now(128 + number)
         if self._is_same_order(number):
             return
         if self.received:
-            os.write(2, f"\n{what} again: stopping at once\n".encode())
+            _say(f"{what} again: stopping at once")
             _end_now(128 + number)
         self.received, self._received_at = number, time.monotonic()
-        os.write(2, f"\n{what}: finishing the step, then saving; send it again to stop at once\n".encode())
+        hurry = "SIGTERM stops" if number == SIGHUP else "send it again to stop"
+        _say(f"{what}: finishing the step, then saving; {hurry} at once")
 
     def _is_same_order(self, number: int) -> bool:
+        if number == SIGHUP and self.received:
+            return True  # kernel and shell each tell of one closed terminal, at their own pace; it hurries nobody
         since = time.monotonic() - self._received_at
         if self._by_torchrun:
             return bool(self.received) and since < SAME_ORDER_BY_TORCHRUN_S
         return self.received == number and since < SAME_ORDER_S
+
+
+def _is_for_nobody(number: int) -> bool:
+    """Whether ``nohup`` (or a shell's ``trap ''``) has said that a closed terminal is no reason to stop."""
+    return number == SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
+def _say(text: str) -> None:
+    """Tell the terminal: by write(2) rather than logging, so that it comes out whatever the main thread is doing."""
+    with suppress(OSError):  # nobody reads it any more (a closed pipe or terminal); the watch must go on
+        os.write(2, f"\n{text}\n".encode())
 
 
 def _leave_to_the_watch(number: int, frame: FrameType | None) -> None:
@@ -183,9 +207,9 @@ def _forget_in_child() -> None:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # Signals to a whole process group: the parent decides when its children end.
-        for number in set(STOP_SIGNALS) - {signal.SIGTERM}:
-            signal.signal(number, signal.SIG_IGN)
+        for number in STOP_SIGNALS:
+            if number != signal.SIGTERM:  # signals to a whole process group: the parent decides when its children end
+                signal.signal(number, signal.SIG_IGN)
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork
@@ -196,7 +220,7 @@ def is_out_of_memory(fault: BaseException) -> bool:
     """Whether an exception means that memory ran out, on a GPU or on a CPU."""
     if isinstance(fault, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(fault, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(fault)
+    return isinstance(fault, RuntimeError) and any(words in str(fault) for words in OUT_OF_MEMORY_WORDS)
 
 
 def check_skipped(skipped_in_a_row: int, *, limit: int, mixed_precision: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from pathlib import Path
 
 import torch
@@ -31,20 +32,46 @@ def write_run_report(
     if not clips:
         log.info("no report: the run has no validation files")
         return
+    try:
+        _write(config, folder, clips, lpips, device=device, command=command)
+    except Exception as fault:
+        log.warning(
+            "the run is complete, but its report could not be made: %s; make it again with: %s",
+            str(fault) or type(fault).__name__,
+            command_again(config, folder),
+            exc_info=not isinstance(fault, UserError),  # a mistake of ours comes with the place
+        )
+        return
+    log.info("report: %s", folder / "report.html")
+
+
+def command_again(config: TrainConfig, folder: Path) -> str:
+    """The command that makes a report of the run's model."""
+    n_frames, height, width = config.validation_size
+    words = ["--data", str(config.data_source), "--max_frames", str(n_frames), "--size", f"{height}x{width}"]
+    return shlex.join(["tinyvae", "eval", str(_best_model(folder)), *words, "--output_dir", str(folder)])
+
+
+def _best_model(folder: Path) -> Path:
+    return folder / "best_model" if (folder / "best_model").is_dir() else folder
+
+
+def _write(
+    config: TrainConfig,
+    folder: Path,
+    clips: list[ClipSource],
+    lpips: LPIPS | None,
+    *,
+    device: torch.device,
+    command: str,
+) -> None:
     n_frames, height, width = config.validation_size
     source = config.data_source
     settings = EvaluationSettings(data=str(source), max_frames=n_frames, size=(height, width), max_clips=len(clips))
-    model = folder / "best_model" if (folder / "best_model").is_dir() else folder
-    round_trip = open_model(model, variant=config.variant, device=device, label=config.variant)
-    try:
-        with torch.no_grad():
-            result = evaluate_round_trip(round_trip, clips, settings, devices=[device], lpips=lpips)
-        publish(result, [round_trip], folder, command=command)
-    except UserError as fault:
-        # The run itself is whole and saved; a report that cannot be made must not turn it into a failure.
-        log.error("no report could be made: %s", fault)
-        return
-    log.info("report: %s", folder / "report.html")
+    round_trip = open_model(_best_model(folder), variant=config.variant, device=device, label=config.variant)
+    with torch.no_grad():
+        result = evaluate_round_trip(round_trip, clips, settings, devices=[device], lpips=lpips)
+    publish(result, [round_trip], folder, command=command)
 
 
 def validation_clips(config: TrainConfig, data: RunData) -> list[ClipSource]:

@@ -36,6 +36,7 @@ from tinyvae.training.engine import Engine, start_engine
 from tinyvae.training.finish import write_final_model
 from tinyvae.training.guards import SignalWatch, StopRequested, average_when_all_are_well
 from tinyvae.training.initialisation import initialise_he
+from tinyvae.training.notify import Notifier
 from tinyvae.training.optimizers import make_optimizers
 from tinyvae.training.preflight import checks_at_start
 from tinyvae.training.profiling import StepProfiler
@@ -78,11 +79,12 @@ def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
         saved = None if checkpoint is None else open_checkpoint(checkpoint)
         run_log = RunLog(folder, config, is_main=engine.is_main)
         at_end.callback(run_log.close)
+        notifier = at_end.enter_context(Notifier(config, folder, is_main=engine.is_main))
         if engine.is_main:
             _tell_what_is_known(loaded, engine, found)
             log.info("run folder: %s", folder)
         try:
-            progress = _run(config, engine, folder, signals, run_log, saved, command)
+            progress = _run(config, engine, folder, signals, notifier, run_log, saved, command)
         except (UserError, StopRequested) as reason:
             run_log.note(f"the run ends: {reason}", level=logging.WARNING)  # the terminal is told by the command line
             raise
@@ -164,6 +166,7 @@ def _run(
     engine: Engine,
     folder: Path,
     signals: SignalWatch,
+    notifier: Notifier,
     run_log: RunLog,
     saved: SavedRun | None,
     command: str,
@@ -214,6 +217,7 @@ def _run(
         run_log=run_log,
         profiler=profiler,
         signals=signals,
+        notifier=notifier,
         validate=validator.validate,
         save=make_saver(config, folder, state, data),
     )
@@ -342,7 +346,7 @@ def make_saver(config: TrainConfig, folder: Path, state: RunState, data: RunData
         with ExitStack() as swapped:
             if state.average is not None:
                 swapped.enter_context(state.average.swapped_into(state.model))
-            save_model(state.model, target / "model.safetensors", overwrite=True, training_step=step)
+            save_model(state.model, target, overwrite=True, training_step=step, formats=(".safetensors",))
 
     def save(loop: LoopState, emergency: bool) -> bool:
         progress = loop.progress

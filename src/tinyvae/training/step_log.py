@@ -78,10 +78,7 @@ class StepLog:
             values = {f"train/{name}": float(mean) for name, mean in zip(names, means.tolist(), strict=True)}
             values["train/gradient_norm"] = sum(self._norms) / len(self._norms)
             self.recent_loss = values["train/loss"]
-        factor = learning_rate_factor(step - 1, self._config)
-        values["train/learning_rate"] = self._config.learning_rate * factor
-        if self._config.optimizer == "muon":
-            values["train/muon_learning_rate"] = self._config.muon_learning_rate * factor
+        values |= {f"train/{name}": rate for name, rate in learning_rates(step - 1, self._config).items()}
         values["train/frames_per_second"] = self._clips * self._config.n_frames / max(self._seconds, 1e-9)
         values["train/gpu_memory_gb"] = (
             torch.cuda.max_memory_allocated() / GIB if self._engine.device.type == "cuda" else 0.0
@@ -119,6 +116,15 @@ class StepLog:
             f"{loss}lr {values['train/learning_rate']:.2e}, "
             f"{values['train/frames_per_second']:.0f} frames/s, {memory:.1f} GiB"
         )
+
+
+def learning_rates(step: int, config: TrainConfig) -> dict[str, float]:
+    """The rates at an optimiser step (counted from 0), by name."""
+    factor = learning_rate_factor(step, config)
+    rates = {"learning_rate": config.learning_rate * factor}
+    if config.optimizer == "muon":
+        rates["muon_learning_rate"] = config.muon_learning_rate * factor
+    return rates
 
 
 def system_stats(device: torch.device) -> dict[str, float]:

@@ -7,7 +7,7 @@ student's optimiser, or saved into a model file.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,6 +52,7 @@ class TrainingTask:
         self.lpips = lpips
         self.seraena = seraena
         self._average = average
+        self.on_tensors: Callable[[Mapping[str, Tensor | None]], None] | None = None  # shown what `losses` works with
         self._forward: StudentForward = self._student
         if config.compile_model:
             self._forward = torch.compile(self._student, mode=config.compile_mode)
@@ -77,6 +78,17 @@ class TrainingTask:
         decoded, latents, taught = self._forward(
             frames_NTCHW, teacher_latents if config.decoder_loss_weight > 0 else None
         )
+        if self.on_tensors is not None:
+            self.on_tensors(
+                {
+                    "frames": frames_NTCHW,
+                    "target frames": target,
+                    "teacher latents": teacher_latents,
+                    "student latents": latents,
+                    "decoded frames": decoded,
+                    "decoded teacher latents": taught,
+                }
+            )
         kind = config.reconstruction_loss_type
         terms: dict[str, tuple[float, Tensor]] = {
             "reconstruction_loss": (config.reconstruction_loss_weight, reconstruction_loss(decoded, target, kind))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
@@ -21,8 +20,10 @@ from tinyvae.config import TrainConfig
 from tinyvae.data.clip_reading import ClipBatch
 from tinyvae.errors import UserError
 from tinyvae.losses.seraena import SeraenaResult
+from tinyvae.progress_bar import progress_bar
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine, PeerLostError, StepResult
+from tinyvae.training.first_step import FirstStepLog
 from tinyvae.training.guards import (
     AnotherRankInTrouble,
     SignalWatch,
@@ -32,22 +33,21 @@ from tinyvae.training.guards import (
     is_out_of_memory,
     out_of_memory_error,
 )
+from tinyvae.training.notify import Notifier
 from tinyvae.training.optimizers import OptimizerSet
 from tinyvae.training.profiling import StepProfiler
 from tinyvae.training.progress import LoopState, Progress
 from tinyvae.training.run_log import RunLog
 from tinyvae.training.schedule import learning_rate_factor
-from tinyvae.training.step_log import StepLog
+from tinyvae.training.step_log import StepLog, learning_rates
 from tinyvae.training.task import TrainingTask
 from tinyvae.training.validation import ValidationCut
 
 log = logging.getLogger(__name__)
 
-LOG_FILE_SECONDS = 10.0
-"""How often the progress bar is written where nobody watches it."""
 STOPPED_ELSEWHERE = (
     "another process of this run had to stop, its own message says why; the run is saved, go on with --resume latest "
-    "when that is mended. See docs/troubleshooting.md#a-lost-process"
+    "when that is fixed. See docs/troubleshooting.md#a-lost-process"
 )
 
 
@@ -64,6 +64,7 @@ class LoopParts:
     run_log: RunLog
     profiler: StepProfiler
     signals: SignalWatch
+    notifier: Notifier
     validate: Callable[[Progress, float], ValidationOutcome]
     save: Callable[[LoopState, bool], bool]
 
@@ -90,6 +91,9 @@ class Trainer:
             self.step_log.load_state_dict(state.step_log)
         self.mistake: UserError | None = None  # why this rank has to stop
         self.is_saved = True  # whether the newest save that was tried is on disk
+        self.first_step = FirstStepLog() if parts.config.debug else None
+        if self.first_step is not None:
+            parts.task.on_tensors = self.first_step.tensors
         if parts.task.seraena is not None:  # refused now rather than at Seraena's first step, hours later
             parts.task.seraena.check_batch(self.config.train_batch_size, self.config.height, self.config.width)
 
@@ -97,6 +101,7 @@ class Trainer:
         """Train to the last step, an early stop (both return) or a signal (raises `StopRequested`)."""
         config, parts = self.config, self.parts
         parts.signals.hold()
+        parts.notifier.is_at(self.progress)
         with self._progress_bar() as bar:
             if self._validation_was_missed():
                 self._validate(bar)
@@ -122,18 +127,10 @@ class Trainer:
         """The step's clips. Where this rank has none, all ranks save before they stop."""
         try:
             return [next(self.parts.batches) for _ in range(self.config.gradient_accumulation_steps)]
-        except UserError as mistake:
-            reason = mistake
-        except RuntimeError as fault:
-            if "DataLoader worker" not in str(fault):
-                raise
-            reason = UserError(
-                f"a process that loads clips was killed ({str(fault).splitlines()[0]}), most often because the "
-                "machine's main memory is full; use fewer --dataloader_num_workers, then --resume latest."
-            )
-        self.parts.engine.worst(Status.HAS_TO_STOP)  # meets the others wherever they ask for the status next
-        self._save(emergency=True)
-        raise reason
+        except UserError:
+            self.parts.engine.worst(Status.HAS_TO_STOP)  # meets the others wherever they ask for the status next
+            self._save(emergency=True)
+            raise
 
     def step(self, clips: list[ClipBatch]) -> StepResult:
         """One optimiser step over several micro-batches, all ranks together."""
@@ -150,6 +147,9 @@ class Trainer:
                 raise self.mistake or PeerLostError(STOPPED_ELSEWHERE)
             self._use_smaller_slices()
         result = self._apply_gradients()
+        if self.first_step is not None:
+            self.first_step.step(result, learning_rates(self.progress.step, config))
+            self.first_step = parts.task.on_tensors = None
         if result.stepped and parts.average is not None:
             parts.average.update(parts.task.model)
         return result
@@ -195,6 +195,8 @@ class Trainer:
             # A loss that is not finite can have finite gradients. Not here: the guard looks at gradients alone.
             is_number = torch.isfinite(losses.total.detach())
             engine.backward(losses.total * torch.where(is_number, weight, torch.nan))
+            if self.first_step is not None:
+                self.first_step.losses(losses.logged)
             self.step_log.add(losses.logged, share=weight)
 
     def _undo_step(self) -> None:
@@ -239,6 +241,7 @@ class Trainer:
             skipped_in_a_row=skipped_in_a_row,
             training_s=progress.training_s + seconds,
         )
+        self.parts.notifier.is_at(self.progress)
         if not result.stepped:
             self._report_skipped(clips)
             if skipped_in_a_row >= self.config.max_skipped_steps:
@@ -258,14 +261,12 @@ class Trainer:
             log.warning("step %d skipped: a loss or gradient was not finite (%s)", self.progress.step, listed)
 
     def _progress_bar(self) -> tqdm:
-        """Steps done, time left, and what `_log` puts behind them; a job's log file gets a line now and then."""
-        return tqdm(
+        """Steps done, time left, and what `_log` puts behind them."""
+        return progress_bar(
             total=self.config.max_train_steps,
             initial=self.progress.step,
             desc="train",
             unit="step",
-            mininterval=0.1 if sys.stderr.isatty() else LOG_FILE_SECONDS,
-            maxinterval=LOG_FILE_SECONDS,
             disable=not self.parts.engine.is_main,
         )
 
@@ -273,7 +274,7 @@ class Trainer:
         values = self.step_log.take(self.progress.step)  # an exchange: every rank comes here at the same steps
         self.parts.run_log.metrics(self.progress.step, values)
         text = self.step_log.bar_text(values)
-        bar.set_postfix_str(text, refresh=sys.stderr.isatty())
+        bar.set_postfix_str(text)
         self.parts.run_log.note(f"step {self.progress.step} of {self.config.max_train_steps}: {text}")
 
     def _stop_if_asked(self) -> None:
@@ -309,6 +310,7 @@ class Trainer:
             self._save(emergency=True)
             raise
         self.progress = outcome.progress
+        self.parts.notifier.is_at(self.progress)
         if self._stops_early() and not self.step_log.is_empty:
             self._log(bar)  # these steps would be in no line: there is no later one
         if self.seraena_start is not None:
@@ -325,3 +327,4 @@ class Trainer:
     def _save(self, *, emergency: bool) -> None:
         state = LoopState(progress=self.progress, seraena_start=self.seraena_start, step_log=self.step_log.state_dict())
         self.is_saved = self.parts.save(state, emergency)
+        self.parts.notifier.is_at(self.progress)

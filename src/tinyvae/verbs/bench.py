@@ -1,11 +1,11 @@
 """Measure how fast a model encodes and decodes here: plain, fused, and fused as a stream, in one run.
 
-Medians after a warm-up, memory, frames per second, the error against float32, and how much of this device's own
-ceilings (a large copy, a large matrix product, measured in the same run) the fused form uses. MODEL may be a weights
-file, a run folder, or the name of a variant (then with random weights; speed does not depend on them).
+Medians after a warm-up, memory, frames per second, the error against a more exact run, and how busy the device is, held
+against what it reached on a large matrix product and a large copy in the same run. MODEL may be a weights file, a run
+folder, or the name of a variant (then with random weights; speed does not depend on them).
 
 example:
-  tinyvae bench best_model/model.safetensors --size 480x720 --frames 49 --dtype fp16 --device cuda
+  tinyvae bench best_model/model.safetensors --size 480x720 --frames 49 --dtype float16 --device cuda
   tinyvae bench taew2_2 --size 704x1280 --output bench.json
 """
 
@@ -14,11 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinyvae.errors import MissingFileError, UserError
+from tinyvae.errors import UserError
+from tinyvae.verbs.eval import add_dtype_argument, parse_dtype, parse_size
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,13 @@ if TYPE_CHECKING:
     from tinyvae.evaluation.benchmark import Ceilings, Timing
     from tinyvae.models.taehv import TAEHV
 
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+LEGEND = """\
+memory     the most that a GPU holds beside weights and input; not measured on a CPU
+error      how far the output is from the same network in {wider} (relative)
+compute    share of the matrix product's speed that the arithmetic of the fused network reaches in that time
+bandwidth  share of the copy's speed that the bytes it must move reach in that time
+speed-up   how many times as fast as plain
+The nearer compute or bandwidth is to 100 %, the less is left to gain on this device."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variant", help="the variant, where the file does not state it")
     parser.add_argument("--size", default="480x720", help="HEIGHTxWIDTH (default: 480x720)")
     parser.add_argument("--frames", type=int, default=49, help="frames of the video (default: 49)")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: fp16 on a GPU, fp32 on a CPU")
+    add_dtype_argument(parser, default="float16 on a GPU, float32 on a CPU")
     parser.add_argument("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
     parser.add_argument("--repeats", type=int, help="timed calls of each kind (default: 20 on a GPU, 5 on a CPU)")
     parser.add_argument("--output", type=Path, help="also write everything to this JSON file")
@@ -44,19 +50,21 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from tinyvae.evaluation.benchmark import BenchmarkCase, as_json, run_benchmark
-    from tinyvae.evaluation.output_folder import writing_to
+    from tinyvae.evaluation.output_folder import check_output_file, writing_to
     from tinyvae.evaluation.resources import fitting_in_memory
 
-    height, width = parse_size(arguments.size)
+    size, dtype = parse_size(arguments.size), parse_dtype(arguments.dtype)
+    assert size is not None, "--size has a default"
+    height, width = size
     if arguments.frames < 1:
         raise UserError(f"--frames must be at least 1, got {arguments.frames}.")
     if arguments.output:
-        check_output(arguments.output)
+        check_output_file(arguments.output, option="--output", suffix=".json")
     device = choose_device(arguments.device)
-    dtype_name = arguments.dtype or ("fp16" if device.type == "cuda" else "fp32")
+    dtype = dtype or (torch.float16 if device.type == "cuda" else torch.float32)
+    dtype_name = str(dtype).removeprefix("torch.")
     model = read_model(arguments.model, arguments.variant)
     model.spec.check_size(height, width)
-    model = model.to(device, getattr(torch, DTYPES[dtype_name])).eval()
     repeats, warmups = (20, 3) if device.type == "cuda" else (5, 1)
     case = BenchmarkCase(
         height=height,
@@ -67,11 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
         show_progress_bar=True,
     )
     with fitting_in_memory(f"a video of {arguments.frames} frames of {height}x{width}"):
-        ceilings, timings, fused = run_benchmark(model, case)
+        ceilings, timings, fused = run_benchmark(model.to(device, dtype).eval(), case)
     machine = describe_machine(device)
     print(f"{model.spec.name}, {height}x{width}, {arguments.frames} frames, {dtype_name}, on {machine['device']}")
     print(f"torch {machine['torch']}; encoder {fused.engines['encoder']}; decoder {fused.engines['decoder']}")
     print(table(ceilings, timings))
+    print("\n" + LEGEND.format(wider="float64" if dtype == torch.float32 else "float32"))
     if arguments.output:
         described = {"variant": model.spec.name, "height": height, "width": width, "frames": arguments.frames}
         report = {**described, "dtype": dtype_name, "machine": machine, "engines": fused.engines}
@@ -79,29 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.output.write_text(json.dumps({**report, **as_json(ceilings, timings)}, indent=1) + "\n")
         print(f"written to {arguments.output}")
     return 0
-
-
-def parse_size(text: str) -> tuple[int, int]:
-    parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UserError(f"--size {text!r} is not a size; write HEIGHTxWIDTH, for example 480x720.")
-    return int(parts[0]), int(parts[1])
-
-
-def check_output(file: Path) -> None:
-    """Refuse a result file that could not be written, or that is something else, before the minutes of work."""
-    if file.suffix != ".json":
-        raise UserError(f"--output {file}: the results are JSON; give a name that ends in .json.")
-    if not file.parent.is_dir():
-        raise MissingFileError(f"--output {file}: the folder {file.parent} does not exist.")
-    if file.is_dir():
-        raise UserError(f"--output {file} is a folder; name a file in it.")
-    try:
-        with tempfile.TemporaryFile(dir=file.parent):
-            pass
-    except OSError as refused:
-        reason = refused.strerror or refused
-        raise UserError(f"--output {file}: {file.parent} cannot be written ({reason}); name another folder.") from None
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -132,19 +118,18 @@ def read_model(name: str, variant: str | None) -> TAEHV:
 def describe_machine(device: torch.device) -> dict[str, str]:
     import torch
 
-    if device.type == "cuda":
-        words = torch.cuda.get_device_name(device)
-    else:
-        words = f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
-    return {"device": words, "torch": torch.__version__, "python": platform.python_version()}
+    from tinyvae.evaluation.resources import describe_device
+
+    return {"device": describe_device(device), "torch": torch.__version__, "python": platform.python_version()}
 
 
 def table(ceilings: Ceilings, timings: list[Timing]) -> str:
-    """The timings as text, plain and fused of each operation together with their ratio."""
+    """The timings as text, plain and fused of each operation together."""
     lines = [
-        f"this device, measured: copy {ceilings.bytes_per_s / 1e12:.3g} TB/s, "
-        f"matrix product {ceilings.flops_per_s / 1e12:.3g} TFLOP/s",
-        f"{'':8} {'':12} {'ms':>9} {'frames/s':>9} {'memory':>9} {'error':>8} {'of product':>10} {'of copy':>8}  ratio",
+        f"this device, measured: matrix product {ceilings.flops_per_s / 1e12:.3g} TFLOP/s, "
+        f"copy {ceilings.bytes_per_s / 1e12:.3g} TB/s",
+        f"{'':8} {'network':12} {'ms':>9} {'frames/s':>9} {'memory':>9} {'error':>8} {'compute':>8} {'bandwidth':>9} "
+        f"{'speed-up':>8}",
     ]
     plain_ms = {timing.operation: timing.milliseconds for timing in timings if timing.codec == "plain"}
     for timing in timings:
@@ -152,7 +137,7 @@ def table(ceilings: Ceilings, timings: list[Timing]) -> str:
         error = "" if timing.relative_error is None else f"{timing.relative_error:.1e}"
         lines.append(
             f"{timing.operation:8} {timing.codec:12} {timing.milliseconds:9.2f} {timing.frames_per_s:9.1f} {memory:>9} "
-            f"{error:>8} {timing.share_of_flops:10.0%} {timing.share_of_bytes:8.0%}  "
-            f"{plain_ms[timing.operation] / timing.milliseconds:.2f}x"
+            f"{error:>8} {timing.share_of_flops:8.0%} {timing.share_of_bytes:9.0%} "
+            f"{plain_ms[timing.operation] / timing.milliseconds:7.2f}x"
         )
     return "\n".join(lines)

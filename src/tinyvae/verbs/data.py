@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument(
         "--samples", type=int, default=18, help="clips on the sheet and in the value ranges (default: 18)"
     )
+    check.add_argument("--variant", metavar="NAME", help="hold the clip length against this variant's frame rule")
     for flag in CLIP_FLAGS:
         check.add_argument(f"--{flag}", type=int, metavar="N", help="instead of the preset's value")
     check.add_argument("--train_split", type=float, metavar="SHARE", help="instead of the preset's value")
@@ -77,8 +78,10 @@ def run_index(arguments: argparse.Namespace) -> int:
     from tinyvae.data.bad_files import BadFileLog
     from tinyvae.data.index_build import build_index
     from tinyvae.data.summary import bad_file_lines, summarise
+    from tinyvae.evaluation.output_folder import check_output_file
 
     _check_probe_arguments(arguments)
+    check_output_file(arguments.output, option="--output")
     report = build_index(
         arguments.source,
         arguments.output,
@@ -103,15 +106,18 @@ def run_check(arguments: argparse.Namespace) -> int:
     """Print the tables and draw the sheet; 1 when the data cannot be trained on as asked."""
     from tinyvae.data.index import is_index, open_index
     from tinyvae.data.index_build import build_index
-    from tinyvae.verbs.data_check import print_check
+    from tinyvae.evaluation.output_folder import check_output_file
+    from tinyvae.verbs.data_check import planned_use, print_check
 
     _check_probe_arguments(arguments)
     if arguments.samples < 1:
         raise UserError(f"--samples is {arguments.samples}; the sheet needs at least 1 clip")
     if not arguments.source.exists():
         raise MissingFileError(f"the data source {arguments.source} does not exist; give an index, a folder or a list")
+    check_output_file(arguments.contact_sheet, option="--contact_sheet", suffix=".png")
+    use = planned_use(arguments)
     if is_index(arguments.source):
-        return print_check(open_index(arguments.source, arguments.data_root), arguments)
+        return print_check(open_index(arguments.source, arguments.data_root), use, arguments)
     with tempfile.TemporaryDirectory(prefix="tinyvae_check_") as folder:
         report = build_index(
             arguments.source,
@@ -121,21 +127,24 @@ def run_check(arguments: argparse.Namespace) -> int:
             timeout_s=arguments.timeout_s,
             thorough=arguments.thorough,
         )
-        return print_check(report.index, arguments)
+        return print_check(report.index, use, arguments)
 
 
 def run_sample(arguments: argparse.Namespace) -> int:
     from tinyvae.data.sample_clips import write_sample_clips
+    from tinyvae.evaluation.output_folder import make_output_folder, writing_to
 
-    write_sample_clips(
-        arguments.folder,
-        count=arguments.count,
-        height=arguments.height,
-        width=arguments.width,
-        frames=arguments.frames,
-        seed=arguments.seed,
-        overwrite=arguments.overwrite,
-    )
+    make_output_folder(arguments.folder, option="the folder")
+    with writing_to(arguments.folder):
+        write_sample_clips(
+            arguments.folder,
+            count=arguments.count,
+            height=arguments.height,
+            width=arguments.width,
+            frames=arguments.frames,
+            seed=arguments.seed,
+            overwrite=arguments.overwrite,
+        )
     print(f"wrote {arguments.count} clips and annotations.json to {arguments.folder}")
     return 0
 

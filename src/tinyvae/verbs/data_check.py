@@ -14,6 +14,7 @@ from tinyvae.data.splits import ClipSet, frames_needed, refuse_bad_index, split
 from tinyvae.data.stages import Stages, ValueRange, stage_files, stage_training_samples
 from tinyvae.data.summary import bad_file_lines, heading, summarise, summary_lines
 from tinyvae.errors import UserError
+from tinyvae.models.variants import VARIANTS, get_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +27,12 @@ class PlannedUse:
     split_by: Any
     bad_file_limit: float
     samples_per_step: int
+    variant: str | None
+    """Whose frame rule holds; None where neither a preset nor a flag names it."""
 
 
-def print_check(index: VideoIndex, arguments: argparse.Namespace) -> int:
+def print_check(index: VideoIndex, use: PlannedUse, arguments: argparse.Namespace) -> int:
     """0 when the data can be trained on as planned, else 1; the reason is the last thing printed."""
-    use = planned_use(arguments)
     summary = summarise(index)
     print(f"data set {arguments.source}, {index.data_root} as its root\n")
     print("\n".join(summary_lines(summary)))
@@ -44,6 +46,7 @@ def print_check(index: VideoIndex, arguments: argparse.Namespace) -> int:
         train, val = split(index, use.settings, train_split=use.train_split, split_by=use.split_by, bad_file_limit=1.0)
         print("\n" + "\n".join(use_lines(use, train, val)))
         stages = stage_training_samples(train, use.settings, arguments.samples)
+        print(length_line(use))
         refuse_bad_index(index, use.bad_file_limit)
     except UserError as refused:
         failure = str(refused)
@@ -75,7 +78,7 @@ def planned_use(arguments: argparse.Namespace) -> PlannedUse:
     from tinyvae.config import TrainConfig
     from tinyvae.config_files import load_config
 
-    names = ("height", "width", "n_frames", "min_frame_delta", "max_frame_delta", "train_split")
+    names = ("height", "width", "n_frames", "min_frame_delta", "max_frame_delta", "train_split", "variant")
     changes = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     if "min_frame_delta" in changes and "max_frame_delta" not in changes:
         default = TrainConfig() if arguments.preset is None else load_config(arguments.preset).config
@@ -94,7 +97,24 @@ def planned_use(arguments: argparse.Namespace) -> PlannedUse:
         split_by=config.split_by,
         bad_file_limit=config.bad_file_limit,
         samples_per_step=config.train_batch_size * config.gradient_accumulation_steps,
+        variant=config.variant if arguments.preset is not None else arguments.variant,
     )
+
+
+def length_line(use: PlannedUse) -> str:
+    """Which variants train at this clip length; `UserError`, as training would say it, where the one named does not."""
+    n_frames = use.settings.n_frames
+    if use.variant is not None:
+        get_spec(use.variant).check_training_length(n_frames)
+        return f"  {n_frames} frames suit {use.variant}"
+    others = [name for name, spec in VARIANTS.items() if not spec.is_training_length(n_frames)]
+    if len(others) == len(VARIANTS):
+        raise UserError(
+            f"n_frames={n_frames} suits no variant; with --variant NAME the nearest lengths of that variant are said."
+        )
+    if len(others) <= len(VARIANTS) // 2:
+        return f"  {n_frames} frames suit every variant" + (f" but {', '.join(others)}" if others else "")
+    return f"  {n_frames} frames suit only {', '.join(name for name in VARIANTS if name not in others)}"
 
 
 def use_lines(use: PlannedUse, train: ClipSet, val: ClipSet) -> Iterator[str]:

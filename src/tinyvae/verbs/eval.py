@@ -1,13 +1,14 @@
 """Measure a model on videos: quality, flicker, speed and memory, as numbers and as a page to look at.
 
 MODEL is a weights file, a model, checkpoint or run folder, or a diffusers VAE folder. DATA is a folder of videos, one
-video, an annotation file (.json, .jsonl) or an index of `tinyvae data index`. Every frame is streamed through the
-model in constant memory and compared with the input frame it stands for. Sizes that are no multiple of the model's
-space factor are padded by their edge and cropped back. With --output_dir, results.json and report.html are written.
+video, an annotation file (.json, .jsonl) or an index of `tinyvae data index`; of data with splits the videos annotated
+as val are taken, unless --split says otherwise. Every frame is streamed through the model in constant memory and
+compared with the input frame it stands for. Sizes that are no multiple of the model's space factor are padded by their
+edge and cropped back. With --output_dir, results.json and report.html are written.
 
 example:
   tinyvae eval output/my_run --data videos/val --output_dir output/my_run/eval
-  tinyvae eval taew2_2.pth --data clips.jsonl --split val --max_frames 49 --size 480x720
+  tinyvae eval taew2_2.pth --data clips.jsonl --split test --max_frames 49 --size 480x720
 
 exit code: 0 all videos measured; 1 some were skipped or gave no numbers (they are named); 2 a mistake in the command.
 """
@@ -21,7 +22,8 @@ from typing import Any
 
 from tinyvae.errors import UserError, nearest_name
 
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+"""What --dtype takes in every verb, and the short form of each."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,12 +37,12 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="DATA", help="folder, video, annotations or index")
     parser.add_argument("--data_root", type=Path, help="folder that relative paths in DATA start from")
     parser.add_argument("--output_dir", type=Path, help="folder for results.json and report.html")
-    parser.add_argument("--split", help="only videos annotated as train, val or test")
+    add_split_argument(parser)
     parser.add_argument("--max_clips", type=int, help="at most this many videos, evenly spread")
     parser.add_argument("--max_frames", type=int, help="only the first frames of each video")
     parser.add_argument("--size", metavar="HxW", help="crop and scale to this size, e.g. 480x720; default: as they are")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 or cuda:0,cuda:1; default: every GPU, else the CPU")
-    parser.add_argument("--dtype", help=f"one of {', '.join(DTYPES)}; default: float32 on a CPU, else the file's")
+    add_dtype_argument(parser)
     parser.add_argument(
         "--fused", action="store_true", help="run the folded network (not of a VAE): same output, faster on a GPU"
     )
@@ -48,13 +50,29 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--films", type=int, default=6, help="clips shown as films in the report (default 6)")
 
 
+def add_split_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--split",
+        metavar="train|val|test|all",
+        help="the videos annotated so, or all; default: val where the data has splits, else all",
+    )
+
+
+def add_dtype_argument(parser: argparse.ArgumentParser, *, default: str = "float32 on a CPU, else the file's") -> None:
+    """The same in every verb: eval, compare, reconstruct, encode, decode, bench."""
+    names = ", ".join(f"{name} ({short})" for name, short in DTYPES.items())
+    parser.add_argument("--dtype", help=f"precision of the weights: {names}; default: {default}")
+
+
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.evaluation.evaluating import evaluate
     from tinyvae.evaluation.resources import choose_devices
     from tinyvae.evaluation.round_trip import open_model
+    from tinyvae.evaluation.terminal_tables import evaluation_table
 
     options = data_options(arguments)
     prepare_output(arguments)
+    options["split"] = announced_split(arguments)
     devices = choose_devices(arguments.device)
     round_trip = open_model(
         arguments.model,
@@ -78,6 +96,16 @@ def prepare_output(arguments: argparse.Namespace) -> None:
         make_output_folder(arguments.output_dir)
 
 
+def announced_split(arguments: argparse.Namespace) -> str | None:
+    """The split to take; one that the user did not ask for is said before the work, not after it."""
+    from tinyvae.evaluation.clip_sources import choose_split
+
+    split, note = choose_split(arguments.data, data_root=arguments.data_root, wanted=arguments.split)
+    if note:
+        print(f"note: {note}", file=sys.stderr)
+    return split
+
+
 def data_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `evaluate` and `compare` that the command line gives."""
     lpips: str | None = arguments.lpips if arguments.lpips is not None else "auto"
@@ -90,7 +118,6 @@ def data_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_frames": arguments.max_frames,
         "max_clips": arguments.max_clips,
         "size": parse_size(arguments.size),
-        "split": arguments.split,
         "data_root": arguments.data_root,
     }
 
@@ -100,45 +127,22 @@ def parse_size(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     height, cross, width = text.lower().partition("x")
-    if not (cross and height.isdigit() and width.isdigit() and int(height) and int(width)):
-        raise UserError(f"--size {text!r} is not a size; write height x width in pixels, e.g. 480x720.")
+    if not (cross and height.isdecimal() and width.isdecimal() and int(height) and int(width)):
+        raise UserError(f"--size {text!r} is not a size; write HEIGHTxWIDTH in pixels, e.g. 480x720.")
     return int(height), int(width)
 
 
 def parse_dtype(text: str | None) -> Any:
+    """``float16`` or ``fp16`` -> torch.float16."""
     if text is None:
         return None
     import torch
 
-    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16"}
-    name = short.get(text, text)
-    if name not in DTYPES:
-        raise UserError(f"--dtype {text!r} is not known.{nearest_name(text, DTYPES)} Use {', '.join(DTYPES)}.")
+    name = next((name for name, short in DTYPES.items() if text in (name, short)), None)
+    if name is None:
+        known = [*DTYPES, *DTYPES.values()]
+        raise UserError(f"--dtype {text!r} is not known.{nearest_name(text, known)} Use one of {', '.join(known)}.")
     return getattr(torch, name)
-
-
-def evaluation_table(results: list[Any]) -> str:
-    """The means of one or several evaluations as text, one column for each."""
-    from tinyvae.evaluation.metrics import METRICS
-
-    rows = [["", *(result.model.label for result in results)]]
-    for name, info in METRICS.items():
-        cells = []
-        for result in results:
-            estimate = result.summary.value(name)
-            interval = ""
-            if estimate is not None and estimate.low is not None:
-                interval = f" ({info.shown(estimate.low)} … {info.shown(estimate.high)})"
-            cells.append(info.shown(estimate.mean if estimate else None) + interval)
-        rows.append([f"{info.label} {info.unit}".strip(), *cells])
-    for label, cost in (("encode frames/s", "encode_fps"), ("decode frames/s", "decode_fps")):
-        rows.append([label, *(f"{getattr(result.cost, cost):.1f}" for result in results)])
-    peaks = [result.cost.peak_memory_bytes for result in results]
-    rows.append(["peak memory MiB", *("not measured" if p is None else f"{p / 2**20:.0f}" for p in peaks)])
-    rows.append(["parameters", *(f"{result.model.parameters:,}" for result in results)])
-    rows.append(["clips / frames", *(f"{r.summary.num_clips} / {r.summary.num_frames}" for r in results)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def report_problems(results: list[Any]) -> None:

@@ -1,6 +1,9 @@
 """Say what a weights file, run folder or variant is: network, sizes, and how it counts frames.
 
+Without MODEL: the variants, one line each.
+
 example:
+  tinyvae info
   tinyvae info best_model/model.safetensors
   tinyvae info taew2_2 --frames 17
 """
@@ -9,26 +12,38 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tinyvae.errors import UserError
-from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VARIANTS, VariantSpec, get_spec
+
+if TYPE_CHECKING:
+    from tinyvae.models.taehv import TAEHV
 
 LAST_LENGTH = 52  # three chunks of taeh3; a line's worth for the others
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a weights file, a model, checkpoint or run folder, or the name of a variant")
+    parser.add_argument(
+        "model", nargs="?", help="a weights file, a model, checkpoint or run folder, or the name of a variant"
+    )
     parser.add_argument("--variant", help="the variant, where the file does not state it")
     parser.add_argument("--frames", type=int, default=17, help="clip length for the frame example (default: 17)")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.model is None:
+        if arguments.variant is not None:
+            raise UserError(f"--variant is for a file; for the variant itself: tinyvae info {arguments.variant}")
+        print(variant_table())
+        return 0
     step: object = None
     if arguments.model in VARIANTS and not Path(arguments.model).exists():
         if arguments.variant is not None:
             raise UserError(f"{arguments.model} is the name of a variant, and --variant is for a file; leave one out.")
         import torch
+
+        from tinyvae.models.taehv import TAEHV
 
         with torch.device("meta"):
             model = TAEHV(arguments.model)
@@ -42,6 +57,20 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in facts(model, source=source, step=step, num_frames=arguments.frames):
         print(f"{name:<16} {value}")
     return 0
+
+
+def variant_table() -> str:
+    """Every variant: whose VAE it stands in for, what one latent holds, and the clip lengths it trains at."""
+    rows = [("variant", "stands in for the VAE of", "channels", "frames", "pixels", "trains at")]
+    for name, spec in VARIANTS.items():
+        lengths = [str(t) for t in range(2, LAST_LENGTH) if spec.is_training_length(t)][:4]
+        pixels = f"{spec.space_factor}x{spec.space_factor}"
+        trains_at = f"{', '.join(lengths)}, ... frames"
+        rows.append((name, spec.teacher, str(spec.latent_channels), str(spec.time_factor), pixels, trains_at))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    legend = "channels, frames and pixels: of one latent. `tinyvae info NAME_OR_FILE` says more of one."
+    return "\n".join([*lines, "", legend])
 
 
 def facts(model: TAEHV, *, source: str, step: object, num_frames: int) -> list[tuple[str, str]]:

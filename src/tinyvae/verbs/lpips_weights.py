@@ -12,10 +12,10 @@ example:
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from tinyvae.errors import FileExistsAlreadyError
-from tinyvae.losses.lpips_weights import cached_lpips_path, fetch_lpips_weights, holds_lpips_weights
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,13 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from tinyvae.evaluation.output_folder import check_output_file, writing_to
+    from tinyvae.losses.lpips_weights import cached_lpips_path, fetch_lpips_weights, holds_lpips_weights
+
     path: Path = args.output or cached_lpips_path()
-    if path.exists() and not args.force:
+    if os.path.isfile(path) and not args.force:
         if holds_lpips_weights(path):
             print(f"the LPIPS weights are already at {path}")
             return 0
         if args.output is not None:
             raise FileExistsAlreadyError(f"{path} exists and is something else; name another file or add --force.")
-    fetch_lpips_weights(path)
+    check_output_file(path, option="--output" if args.output is not None else "the cache file")
+    with writing_to(path.parent):
+        fetch_lpips_weights(path)
     print(f"wrote the LPIPS weights to {path}")
     return 0

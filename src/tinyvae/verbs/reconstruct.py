@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UnreadableVideoError, UserError
-from tinyvae.verbs.eval import parse_dtype
+from tinyvae.progress_bar import progress_bar
+from tinyvae.verbs.eval import add_dtype_argument, parse_dtype
 
 if TYPE_CHECKING:
     from tinyvae.evaluation.reconstruct import OnFrames
@@ -54,7 +56,7 @@ def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variant", help="which variant the weights are, where the file cannot tell")
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: the first GPU, else the CPU")
     parser.add_argument("--fused", action="store_true", help="run the folded network: same output, faster on a GPU")
-    parser.add_argument("--dtype", help="float32, float16 or bfloat16; default: float32 on a CPU, else the file's")
+    add_dtype_argument(parser)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +142,7 @@ def distinct_names(stems: Sequence[str]) -> list[str]:
 def refuse_existing(paths: Iterable[Path]) -> None:
     """Before any work: a file that would be written over."""
     for path in paths:
-        if path.exists():
+        if os.path.exists(path):  # unlike Path.exists never an error: the folder is tried afterwards
             raise FileExistsAlreadyError(f"{path} exists already; remove it, pass --overwrite or another --output_dir.")
 
 
@@ -165,8 +167,6 @@ def for_each(files: Sequence[Path], one: Callable[[int, OnFrames], Done], folder
 
     Returns the exit code: 1 where something was skipped or came out broken.
     """
-    from tqdm import tqdm
-
     from tinyvae.evaluation.output_folder import writing_to
     from tinyvae.evaluation.resources import fitting_in_memory
 
@@ -175,11 +175,17 @@ def for_each(files: Sequence[Path], one: Callable[[int, OnFrames], Done], folder
         fault: UnreadableVideoError | None = None
         done: Done | None = None
         # The bar is gone before anything is said, so that no sentence starts in the middle of it.
-        with tqdm(desc=file.name, unit="frame", leave=False) as bar, writing_to(folder), fitting_in_memory(file):
+        with (
+            progress_bar(desc=file.name, unit="frame", leave=False) as bar,
+            writing_to(folder),
+            fitting_in_memory(file),
+        ):
 
             def advance(frames: int, total: int, bar: Any = bar) -> None:
                 bar.total = total
                 bar.update(frames)
+                if bar.n >= total:
+                    bar.refresh()  # tqdm draws at most ten times a second, and the last update must be seen
 
             try:
                 done = one(number, advance)

@@ -3,7 +3,7 @@
 A preset's name or a settings file says what to do; any setting can be changed behind it with --key value.
 `tinyvae train PRESET --help` lists every setting with its value there; `tinyvae check PRESET` tries everything out.
 
-Exit codes: 0 the run is complete; 2 something has to be mended first; 1 another process of the run was lost (or a
+Exit codes: 0 the run is complete; 2 something has to be fixed first; 1 another process of the run was lost (or a
 bug); 128 + n signal n stopped the run, which is saved.
 
 example:
@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 
 from tinyvae.errors import UserError
+from tinyvae.lasting_output import outlive_readers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,16 +43,19 @@ def help_of(preset_or_file: str, settings: list[str]) -> str:
     return f"{preset_summary(preset_or_file)}\n\n{table}" if preset_or_file in preset_names() else table
 
 
-def note_end(exit_code: int, reason: str = "") -> None:
-    """Leave word for the launcher script: torchrun says 1 for everything, below which the reason is hard to find."""
+def note_end(exit_code: int, reason: str = "") -> bool:
+    """Leave word for the launcher script, where there is one: torchrun says 1 for everything, below which the reason
+    is hard to find."""
     note = os.environ.get("TINYVAE_EXIT_NOTE")
     if note:
         Path(note).write_text(f"{exit_code}\n{reason}\n")
+    return bool(note)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.config_files.loading import load_config
 
+    outlive_readers()
     if "-h" in arguments.settings or "--help" in arguments.settings:
         print(help_of(arguments.preset, [word for word in arguments.settings if word not in ("-h", "--help")]))
         return 0
@@ -68,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         finished = run_training(loaded, command=command)
     except StopRequested as stop:
-        print(f"stopped by {stop}; go on with --resume latest", file=sys.stderr)
-        note_end(stop.exit_code)
+        if not note_end(stop.exit_code):  # the launcher says it, once, when all processes have ended
+            print(f"stopped by {stop}; go on with --resume latest", file=sys.stderr)
         return stop.exit_code
     except PeerLostError as lost:
         # Not the user's mistake, and not 2: whoever restarts runs may try this one again.

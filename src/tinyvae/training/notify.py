@@ -1,0 +1,135 @@
+"""``notify_command``: a shell command of the user's that hears how a run ends, and when it stands still.
+
+The main process alone runs it, with what happened in its environment:
+
+  TINYVAE_EVENT       finished, early_stop, stopped (by a signal), failed or stalled
+  TINYVAE_REASON      the same in one sentence
+  TINYVAE_RUN         the run's folder
+  TINYVAE_STEP        optimiser steps done, of TINYVAE_MAX_STEPS
+  TINYVAE_METRIC      what decides on the best model; TINYVAE_BEST: its best score (empty before the first validation),
+                      reached at TINYVAE_BEST_STEP
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import psutil
+
+from tinyvae.config import TrainConfig
+from tinyvae.errors import UserError
+from tinyvae.training.guards import StopRequested
+from tinyvae.training.progress import Progress
+
+log = logging.getLogger(__name__)
+
+COMMAND_LIMIT_S = 60.0
+LOOKS_PER_STALL = 20
+
+Event = Literal["finished", "early_stop", "stopped", "failed", "stalled"]
+
+
+class Notifier:
+    """Tells of one run. As a context around it: at its end, whatever that is.
+
+    Without a command, or on another process than the main one, it does nothing.
+    """
+
+    def __init__(self, config: TrainConfig, folder: Path, *, is_main: bool) -> None:
+        self._config = config
+        self._command = config.notify_command if is_main else None
+        self._folder = folder
+        self._progress = Progress()
+        self._alive_at: float | None = None  # None: the loop has not begun, or this stall has been told
+        self._ended = threading.Event()
+        self._one_at_a_time = threading.Lock()
+
+    def __enter__(self) -> Notifier:
+        if self._command is not None:
+            threading.Thread(target=self._watch, name="stall watch", daemon=True).start()
+        return self
+
+    def is_at(self, progress: Progress) -> None:
+        """The loop has begun, or something in it is done: it does not stand still."""
+        self._progress, self._alive_at = progress, time.monotonic()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        event, reason = self._end(fault)
+        self._tell(event, reason)
+
+    def _end(self, fault: BaseException | None) -> tuple[Event, str]:
+        config, progress = self._config, self._progress
+        if isinstance(fault, StopRequested):
+            return "stopped", f"stopped by {fault} at step {progress.step}; the run is saved"
+        if isinstance(fault, UserError):
+            return "failed", str(fault)
+        if fault is not None:
+            return "failed", f"{type(fault).__name__}: {fault}"
+        if progress.step < config.max_train_steps:
+            return "early_stop", f"no better {config.metric_for_best_model} in {progress.stale_validations} validations"
+        return "finished", f"all {progress.step} steps are done"
+
+    def _watch(self) -> None:
+        limit_s = self._config.notify_stall_s
+        while not self._ended.wait(limit_s / LOOKS_PER_STALL):
+            alive_at = self._alive_at
+            if alive_at is not None and time.monotonic() - alive_at > limit_s:
+                self._alive_at = None
+                self._tell("stalled", f"no step has finished for {limit_s:g} s after step {self._progress.step}")
+
+    def _tell(self, event: Event, reason: str) -> None:
+        """Run the command. Whatever goes wrong with it is a warning: the run is more important."""
+        if self._command is None:
+            return
+        with self._one_at_a_time, tempfile.TemporaryFile() as said:
+            process = subprocess.Popen(
+                self._command,
+                shell=True,
+                env={**os.environ, **self._environment(event, reason)},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,  # a signal to the job does not cut the message off
+            )
+            try:
+                code = process.wait(COMMAND_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                _kill_with_children(process)
+                log.warning("notify_command (%s) was ended: it took longer than %g s", event, COMMAND_LIMIT_S)
+                return
+            if code:
+                said.seek(0)
+                words = said.read().decode(errors="replace").split("\n")
+                last = next((line for line in reversed(words) if line.strip()), "it said nothing")
+                log.warning("notify_command (%s) failed with exit code %d: %s", event, code, last.strip())
+
+    def _environment(self, event: Event, reason: str) -> dict[str, str]:
+        progress = self._progress
+        return {
+            "TINYVAE_EVENT": event,
+            "TINYVAE_REASON": reason,
+            "TINYVAE_RUN": str(self._folder),
+            "TINYVAE_STEP": str(progress.step),
+            "TINYVAE_MAX_STEPS": str(self._config.max_train_steps),
+            "TINYVAE_METRIC": self._config.metric_for_best_model,
+            "TINYVAE_BEST": "" if progress.best_score is None else f"{progress.best_score:.6g}",
+            "TINYVAE_BEST_STEP": "" if progress.best_step is None else str(progress.best_step),
+        }
+
+
+def _kill_with_children(process: subprocess.Popen[bytes]) -> None:
+    for child in psutil.Process(process.pid).children(recursive=True):
+        child.kill()
+    process.kill()
+    process.wait()

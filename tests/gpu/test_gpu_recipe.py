@@ -1,0 +1,75 @@
+"""The whole teacher recipe at its real size on a GPU, and every verb on what it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_runs import run_ok
+from safetensors.torch import load_file
+
+from tinyvae.cli import run as run_verb
+
+
+@pytest.fixture(scope="session")
+def run_folder(recipe: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "recipe"
+    said = run_ok(recipe(folder), log=folder.with_suffix(".log"))
+    assert "could not be made" not in said, said[-4000:]
+    return folder
+
+
+def test_it_trains_validates_and_reports_at_480x720(run_folder: Path) -> None:
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "train/loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    terms = ("reconstruction", "encoder", "decoder", "perceptual", "seraena")
+    for term in terms:
+        assert math.isfinite(steps[-1][f"train/{term}_loss"]), term
+    scores = json.loads((run_folder / "validation_history.json").read_text())
+    assert [entry["step"] for entry in scores] == [2, 4]
+    assert all(math.isfinite(entry[name]) for entry in scores for name in ("psnr", "ssim", "lpips"))
+    results = json.loads((run_folder / "results.json").read_text())
+    assert results, "no results"
+    page = (run_folder / "report.html").read_text()
+    assert "<video" in page or "data:image" in page
+    for name in ("final_model.pth", "final_model.safetensors", "best_model/model.safetensors", "checkpoint-4"):
+        assert (run_folder / name).exists(), name
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--fused"], ["--dtype", "float16", "--fused"]], ids=["plain", "fused", "fp16"]
+)
+def test_eval(run_folder: Path, clips: Path, lpips_file: Path, tmp_path: Path, options: list[str]) -> None:
+    words = ["eval", str(run_folder), "--data", str(clips / "val"), "--max_frames", "17", "--lpips", str(lpips_file)]
+    assert run_verb([*words, "--output_dir", str(tmp_path), *options]) == 0
+    assert (tmp_path / "report.html").stat().st_size > 50_000, "frames of 720 are wider than the report's pictures"
+
+
+def test_compare_with_the_teacher(run_folder: Path, teacher: Path, clips: Path, tmp_path: Path) -> None:
+    words = ["compare", str(run_folder), str(teacher), "--data", str(clips / "val"), "--max_frames", "9"]
+    assert run_verb([*words, "--lpips", "off", "--output_dir", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_reconstruct_encode_decode(run_folder: Path, clips: Path, tmp_path: Path) -> None:
+    film = next((clips / "val").glob("*.mp4"))
+    out = ["--output_dir", str(tmp_path), "--fused"]
+    assert run_verb(["reconstruct", str(run_folder), str(film), "--side_by_side", *out]) == 0
+    assert run_verb(["encode", str(run_folder), str(film), *out]) == 0
+    latents = tmp_path / f"{film.stem}_latents.safetensors"
+    assert load_file(latents)["latents"].isfinite().all()
+    assert run_verb(["decode", str(run_folder), str(latents), *out]) == 0
+    assert len(list(tmp_path.glob("*.mp4"))) == 3
+
+
+@pytest.mark.parametrize("variant", ["taehv", "taew2_2_super"])
+def test_bench(variant: str, tmp_path: Path) -> None:
+    words = ["bench", variant, "--size", "240x352", "--frames", "17", "--repeats", "3"]
+    torch.manual_seed(0)
+    assert run_verb([*words, "--output", str(tmp_path / "bench.json")]) == 0
+    assert json.loads((tmp_path / "bench.json").read_text())["engines"]
