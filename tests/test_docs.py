@@ -229,12 +229,24 @@ def test_both_readmes_have_the_two_command_lines() -> None:
     assert len(lines) == 2 and lines[0] == lines[1] and len(lines[0]) == 2
 
 
+def supported_pythons() -> list[int]:
+    """The minor versions of Python 3 that pyproject.toml names."""
+    named = re.findall(r'"Programming Language :: Python :: 3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    return sorted(map(int, named))
+
+
+@pytest.mark.parametrize("path", OVERVIEWS, ids=lambda path: path.name)
+def test_both_readmes_name_every_python(path: Path) -> None:
+    assert supported_pythons() and all(f"3.{minor}" in path.read_text() for minor in supported_pythons())
+
+
 def test_conda_environment() -> None:
     content = yaml.safe_load((ROOT / "environment.yml").read_text())
     assert content["name"] == "tiny-vae"
     wanted = content["dependencies"]
     pip_part = next(entry for entry in wanted if isinstance(entry, dict))["pip"]
-    assert "python=3.11" in wanted and "pip" in wanted and "-e ." in pip_part
+    pythons = supported_pythons()
+    assert f"python>=3.{pythons[0]},<3.{pythons[-1] + 1}" in wanted and "pip" in wanted and "-e ." in pip_part
     named = " ".join(entry for entry in [*wanted, *pip_part] if isinstance(entry, str))
     for package in FORBIDDEN_PACKAGES:
         assert package not in named

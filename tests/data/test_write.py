@@ -146,12 +146,17 @@ def test_frame_rates() -> None:
     assert frame_rate(Fraction(30000, 1001)) == Fraction(30000, 1001)
 
 
-def video_with_sound(path: Path, codec: str, *, seconds: float = 1.2, rate: int = 24000) -> Path:
-    """25 frames per second and a 440 Hz tone."""
+def video_with_sound(
+    path: Path, codec: str, *, seconds: float = 1.2, rate: int = 24000, tag: str | None = None
+) -> Path:
+    """25 frames per second and a 440 Hz tone; ``tag`` becomes the title of the file and the name of its sound."""
     with av.open(str(path), "w") as container:
         video: Any = container.add_stream("libx264", rate=25)
         video.width, video.height, video.pix_fmt = 160, 96, "yuv420p"
         sound: Any = container.add_stream(codec, rate=rate, layout="mono")
+        if tag is not None:
+            container.metadata["title"] = tag
+            sound.metadata["title" if path.suffix == ".mkv" else "handler_name"] = tag
         for number, frame_CHW in enumerate(numbered_frames(round(25 * seconds))):
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_CHW.permute(1, 2, 0).numpy()))
             frame.pts = number
@@ -202,3 +207,17 @@ def test_unreadable_sound_source_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"noise\.mp4"):
         VideoWriter(tmp_path / "out.mp4", fps=25, width=160, height=96, audio_from=tmp_path / "noise.mp4")
     assert os.listdir(tmp_path) == ["noise.mp4"]
+
+
+@pytest.mark.parametrize("ending", [".mp4", ".mkv"])
+def test_tags_in_another_encoding(tmp_path: Path, ending: str) -> None:
+    """A title in Latin-1, of the file and of its sound: read, and carried over with the sound."""
+    source = video_with_sound(tmp_path / f"a{ending}", "aac", tag="QQtag")
+    raw = source.read_bytes()
+    assert raw.count(b"QQtag") == 2
+    source.write_bytes(raw.replace(b"QQtag", "\xe9t\xe9\xff!".encode("latin-1")))
+    info = probe_video(source)
+    frames = torch.stack(list(iterate_frames(source)))
+    path = write(tmp_path / f"out{ending}", frames, audio_from=source)
+    assert probe_video(path).frames == info.frames == 30
+    assert decoded_sound(path)[0] == "aac"

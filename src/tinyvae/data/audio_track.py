@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import chain
@@ -12,7 +11,7 @@ from typing import Any
 import av
 import av.error
 
-from tinyvae.data.video_file import check_regular_file, ffmpeg_words, unreadable
+from tinyvae.data.video_file import check_regular_file, ffmpeg_words, open_container, unreadable
 
 # What MP4, MOV and Matroska can all hold and players expect there. Everything else becomes AAC.
 COPIED_CODECS = frozenset({"aac", "mp3", "ac3", "eac3", "alac"})
@@ -30,7 +29,7 @@ class AudioTrack:
         check_regular_file(self.path)
         self._output = output
         try:
-            self._input: Any = av.open(os.path.abspath(self.path), "r", metadata_errors="replace")
+            self._input: Any = open_container(self.path)
         except av.error.FFmpegError as error:
             raise unreadable(self.path, f"its sound cannot be read ({ffmpeg_words(error)})") from None
         self._packets: Iterator[tuple[Fraction, Any]] = iter(())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -12,6 +11,7 @@ from pathlib import Path
 from tinyvae.data.index import VideoIndex
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT
 from tinyvae.errors import UserError
+from tinyvae.file_lock import lock_file
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class BadFileLog:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.file, "a+b") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
+            lock_file(stream, wait=True)
             stream.seek(self._read_up_to)
             for line in stream:
                 if line.endswith(b"\n"):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.multiprocessing import get_sharing_strategy
 from torch.multiprocessing.reductions import StorageWeakRef
 
 BUFFERS = 3
@@ -121,9 +122,13 @@ def _tensor(storage: torch.UntypedStorage, shape: tuple[int, ...]) -> Tensor:
 
 def _shared_memory(num_bytes: int) -> torch.UntypedStorage:
     try:
-        return torch.UntypedStorage._new_shared(num_bytes, device="cpu")
-    except RuntimeError as error:
-        if "shared memory" not in str(error):
+        storage = torch.UntypedStorage._new_shared(num_bytes, device="cpu")
+        if hasattr(os, "posix_fallocate") and get_sharing_strategy() == "file_descriptor":
+            # torch 2.8 and older promise memory that is not there, and whoever writes to it dies of SIGBUS.
+            os.posix_fallocate(storage._share_fd_cpu_()[0], 0, num_bytes)
+        return storage
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, RuntimeError) and "shared memory" not in str(error):
             raise
         raise SharedMemoryError(
             f"a loader's worker found no {num_bytes / 1e6:.0f} MB for a batch in shared memory (/dev/shm); in a "

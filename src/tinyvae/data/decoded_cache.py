@@ -46,7 +46,7 @@ CacheEvent = Literal["", "evicts", "full"]
 
 def default_cache_dir() -> Path:
     """A folder of this user's on the machine's own temporary disk; shared by all runs there."""
-    user = os.getuid() if hasattr(os, "getuid") else "user"
+    user = os.getuid() if hasattr(os, "getuid") else "cache"  # Windows: each user has a temporary folder
     return Path(tempfile.gettempdir()) / f"tinyvae-decoded-{user}"
 
 

@@ -147,7 +147,7 @@ def end_proof(video: OpenVideo) -> EndProof | None:
     """The proof that the film's end is whole; None where the container itself tells."""
     if video.container.format.name in TABLE_FORMATS:
         return None
-    return EndProof(rate=video.stream.average_rate, time_base=video.stream.time_base)
+    return EndProof(rate=float(video.stream.average_rate or 0), time_base=float(video.stream.time_base or 0))
 
 
 def frames_in_order(video: OpenVideo, packets: Iterator[av.Packet], *, after_seek: bool) -> Iterator[av.VideoFrame]:

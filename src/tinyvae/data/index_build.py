@@ -20,7 +20,7 @@ from tinyvae.data.annotations import RootGuard, VideoEntry, default_data_root, i
 from tinyvae.data.decode import probe_video
 from tinyvae.data.index import STATUS_BAD, STATUS_OK, IndexRow, VideoIndex, hash_of_path, is_index, open_index
 from tinyvae.data.index_writer import IndexJournal, IndexRecord
-from tinyvae.data.probe_pool import Probe, ProbeOutcome, ProbeTask, probe_all
+from tinyvae.data.probe_pool import Probe, ProbeOutcome, ProbeTask, probe_all, usable_cores
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.progress_bar import progress_bar
 
@@ -98,7 +98,7 @@ def build_index(
     root = RootGuard(data_root if data_root is not None else default_data_root(source)).root
     journal = IndexJournal(output)
     known = [index for index in (journal.resumed, open_index(output) if is_index(output) else None) if index]
-    workers = len(os.sched_getaffinity(0)) if num_workers is None else num_workers
+    workers = usable_cores() if num_workers is None else num_workers
     counts = {"probed": 0, "reused": 0}
     try:
         waiting: dict[int, tuple[VideoEntry, IndexRow | None]] = {}

@@ -7,7 +7,6 @@ finished index replaces the old one by one rename, so a reader sees the old one 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -31,6 +30,7 @@ from tinyvae.data.index import (
     pack_header,
 )
 from tinyvae.errors import UserError
+from tinyvae.file_lock import lock_file
 
 ROWS_PER_FLUSH = 256
 MAX_REASON_BYTES = 600
@@ -80,7 +80,7 @@ class IndexJournal:
         # The lock is on a file of its own: the journal files come and go, the lock must not.
         self._lock = open(_beside(output, "lock"), "wb")  # noqa: SIM115 - held for the life of the journal
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._lock, wait=False)
         except BlockingIOError:
             self._lock.close()
             raise UserError(f"another process is building the index {output} now; wait for it or stop it") from None

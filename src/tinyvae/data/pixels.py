@@ -59,8 +59,8 @@ class Orientation:
 
 def frame_orientation(frame: av.VideoFrame, path: Path) -> Orientation:
     """The orientation that the frame's display matrix asks for."""
-    side_data: Any = frame.side_data
-    matrix = next((bytes(data) for data in side_data if data.type is SideDataType.DISPLAYMATRIX), None)
+    side_data: Any = frame.side_data  # PyAV 18's stub says otherwise: a mapping, by type
+    matrix = side_data.get(SideDataType.DISPLAYMATRIX)
     if matrix is None:
         return Orientation()
     a, b, _, c, d = (int(x) for x in np.frombuffer(matrix, dtype=np.int32)[:5])
@@ -125,6 +125,7 @@ class RgbConverter:
         key = (frame.format.name, frame.width, frame.height, y0, x0, y1, x1)
         if self._cropper is None or self._cropper[0] != key:
             graph = av.filter.Graph()
+            graph.threads = 1  # a cut has no work for more; and threads do not survive a fork (worker_process)
             source = graph.add_buffer(
                 width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1, 1000)
             )

@@ -165,7 +165,7 @@ def uneven_times_s(path: Path, info: VideoInfo, *, timeout_s: float = 30.0) -> n
     times = _remembered_times(path, deadline)
     with open_video(path, deadline) as video:
         time_base = video.stream.time_base
-    if times is None or time_base is None or len(times) != info.frames:
+    if times is None or not time_base or len(times) != info.frames:
         return None
     return (times - times[0]) * float(time_base)
 

@@ -8,6 +8,7 @@ in a process of its own, and becomes a bad file like any other.
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import multiprocessing
 import os
 import stat
@@ -151,7 +152,13 @@ def start_context() -> BaseContext:
     return multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
 
 
+def usable_cores() -> int:
+    """The cores that this process may run on; all of the machine's where the system does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _one_thread() -> None:
+    gc.freeze()  # a fork frees nothing that it inherited: see `worker_process.start_worker`
     import torch
 
     torch.set_num_threads(1)

@@ -11,7 +11,6 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -103,9 +102,10 @@ class EndProof:
     may be what was filmed.
     """
 
-    def __init__(self, *, rate: Fraction | None, time_base: Fraction | None) -> None:
+    def __init__(self, *, rate: float, time_base: float) -> None:
+        """``rate``: frames per second; ``time_base``: seconds per unit of time; 0 where the file does not tell."""
         # The pace until two frames have shown one.
-        self._first_step = float(1 / (rate * time_base)) if rate and time_base else None
+        self._first_step = 1 / (rate * time_base) if rate and time_base else None
         self._first: int | None = None
         self._last: int | None = None
         self._steps = 0

@@ -20,6 +20,7 @@ import av.container
 import av.error
 import av.stream
 import av.video.stream
+from packaging.version import Version
 
 from tinyvae.errors import UnreadableVideoError
 
@@ -38,6 +39,9 @@ TABLE_FORMATS = frozenset({"mov,mp4,m4a,3gp,3g2,mj2"})
 
 # For the decoder that FFmpeg tries a file with while opening it; ours is another one.
 _NO_TRIAL = {"probesize": "4096", "fpsprobesize": "0", "skip_frame": "all"}
+
+# Tags that are not UTF-8 must not keep a film from opening. PyAV 19 reads them as they are and has no such setting.
+_ANY_TAGS: dict[str, Any] = {"metadata_errors": "replace"} if Version(av.__version__) < Version("19") else {}
 
 _NOT_THE_FILM = (
     av.stream.Disposition.attached_pic | av.stream.Disposition.timed_thumbnails | av.stream.Disposition.still_image
@@ -157,14 +161,18 @@ def _open_container(path: Path, deadline: Deadline) -> av.container.InputContain
 
 def _av_open(path: Path, deadline: Deadline, *, trial_decoding: bool) -> av.container.InputContainer:
     limit_s = max(0.001, deadline.remaining_s())
+    return open_container(path, options={} if trial_decoding else _NO_TRIAL, timeout=(limit_s, limit_s))
+
+
+def open_container(path: Path, **settings: Any) -> av.container.InputContainer:
+    """PyAV's ``open`` for a file of unknown origin, whichever PyAV is installed."""
     return av.open(
         os.path.abspath(path),  # absolute: a name such as "http:x.mp4" is a file, not an address
         mode="r",
         # A playlist named .mp4 must not make us reach for the network.
         container_options={"protocol_whitelist": "file"},
-        options={} if trial_decoding else _NO_TRIAL,
-        metadata_errors="replace",
-        timeout=(limit_s, limit_s),
+        **_ANY_TAGS,
+        **settings,
     )
 
 

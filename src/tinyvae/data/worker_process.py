@@ -15,7 +15,7 @@ from tinyvae.heap import trim_heap
 
 CLIPS_PER_TRIM = 8
 
-JOB_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
+JOB_SIGNALS = {signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)}
 """Sent to every process of a job by schedulers and terminals; the main process decides what they mean."""
 
 
@@ -23,6 +23,10 @@ JOB_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP}
 def signals_held_back() -> Iterator[None]:
     """While workers are started: they inherit the block, so that a signal to the whole job cannot end one before
     `start_worker` has made it deaf. The main process gets what came in between afterwards."""
+    gc.collect()  # here and not in the workers: see `start_worker`
+    if not hasattr(signal, "pthread_sigmask"):  # Windows, where nobody signals a whole job
+        yield
+        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     try:
         yield
@@ -50,8 +54,8 @@ def start_worker(worker: int) -> None:
     """Called once in each worker before its first batch."""
     torch.set_num_threads(1)
     # What was imported stays for good. Set apart, it makes a collection cost a tenth of a millisecond and not fifty;
-    # `WorkerMemory` collects after every clip.
-    gc.collect()
+    # `WorkerMemory` collects after every clip. What the main process left to be collected stays as well: it may hold an
+    # FFmpeg object that waits for its threads when it is freed, and a fork has none of them.
     gc.freeze()
     for number in JOB_SIGNALS - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
@@ -64,7 +68,12 @@ def _end_only_when_the_parent_says_so() -> None:
     A scheduler sends SIGTERM to every process of a job. Workers that died of it would break the loader under the
     trainer, which has one more step to finish and an emergency checkpoint to write. The main process ends its workers
     itself, by message or by SIGTERM, and a worker whose main process is gone ends by itself (torch's watchdog).
+    Where nobody tells who sent a signal (macOS, Windows), SIGTERM ends a worker: a main process must be able to.
     """
+    if not hasattr(signal, "sigwaitinfo"):
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        return
     parent = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 

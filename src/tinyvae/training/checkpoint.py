@@ -272,7 +272,9 @@ def _hash_of_json(manifest: Mapping[str, Any]) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+    if not hasattr(os, "O_DIRECTORY"):  # Windows opens no folder
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:

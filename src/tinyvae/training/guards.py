@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -33,7 +32,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+STOP_SIGNALS = tuple(
+    signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
+)
+SIGHUP = getattr(signal, "SIGHUP", None)  # Windows has none
 LAUNCHER_CHECK_S = 1.0
 SAME_ORDER_S, SAME_ORDER_BY_TORCHRUN_S = 0.3, 1.0
 """Slurm and systemd tell every process of a job, ``timeout`` its child and then the group, and each launcher hands on
@@ -151,11 +153,11 @@ class SignalWatch:
             _say(f"{what} again: stopping at once")
             _end_now(128 + number)
         self.received, self._received_at = number, time.monotonic()
-        hurry = "SIGTERM stops" if number == signal.SIGHUP else "send it again to stop"
+        hurry = "SIGTERM stops" if number == SIGHUP else "send it again to stop"
         _say(f"{what}: finishing the step, then saving; {hurry} at once")
 
     def _is_same_order(self, number: int) -> bool:
-        if number == signal.SIGHUP and self.received:
+        if number == SIGHUP and self.received:
             return True  # kernel and shell each tell of one closed terminal, at their own pace; it hurries nobody
         since = time.monotonic() - self._received_at
         if self._by_torchrun:
@@ -165,7 +167,7 @@ class SignalWatch:
 
 def _is_for_nobody(number: int) -> bool:
     """Whether ``nohup`` (or a shell's ``trap ''``) has said that a closed terminal is no reason to stop."""
-    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+    return number == SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def _say(text: str) -> None:
@@ -198,10 +200,11 @@ def _forget_in_child() -> None:
     """A forked child (a data worker) must not speak into its parent's socket, nor shrug off being terminated."""
     if _open_watches:
         _open_watches.clear()
-        if sys.platform == "linux" and _forked_by_main_thread:
+        prctl = getattr(ctypes.CDLL(None), "prctl", None)
+        if prctl is not None and _forked_by_main_thread:
             # A parent that is killed cannot end its children, and a pool's worker would wait for ever. (The kernel's
             # "parent" is the forking thread: a thread that ends would take the child with it, hence main only.)
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number in STOP_SIGNALS:
@@ -209,7 +212,8 @@ def _forget_in_child() -> None:
                 signal.signal(number, signal.SIG_IGN)
 
 
-os.register_at_fork(before=_note_forking_thread, after_in_child=_forget_in_child)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(before=_note_forking_thread, after_in_child=_forget_in_child)
 
 
 def is_out_of_memory(fault: BaseException) -> bool:
