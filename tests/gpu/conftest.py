@@ -7,14 +7,15 @@ user starts them; the other verbs run in this process, because every new one wou
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from gpu_runs import EXACT, run_ok, text_of
+from gpu_runs import EXACT, Runs, text_of
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
@@ -45,9 +46,9 @@ def free_memory() -> None:
 
 @pytest.fixture(scope="session")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten films of 480x720, two of them for validation; drawn at half the size, which takes a quarter of the time."""
+    """Six films of 480x720, one of them for validation; drawn at half the size, which takes a quarter of the time."""
     folder = tmp_path_factory.mktemp("clips")
-    for number in range(10):
+    for number in range(6):
         small = render_clip(number, height=240, width=360, frames=33, seed=0)
         frames = F.interpolate(small.float(), scale_factor=2, mode="bilinear").round().to(torch.uint8)
         file = folder / ("val" if number % 5 == 4 else "train") / f"clip_{number}.mp4"
@@ -107,6 +108,7 @@ def recipe(clips: Path, teacher: Path, student: Path, lpips_file: Path) -> Calla
             "pretrained_model_path": student,
             "lpips_weights": lpips_file,
             "output_dir": output_dir,
+            "n_frames": 8,
             "max_train_steps": 4,
             "lr_warmup_steps": 1,
             "seraena_start": 1,
@@ -129,7 +131,7 @@ def small_recipe(recipe: Callable[..., list[str]]) -> Callable[..., list[str]]:
     """The same recipe on clips of 128x128: for tests that run it several times."""
 
     def words(output_dir: Path, **changes: object) -> list[str]:
-        small: dict[str, object] = {"height": 128, "width": 128, "n_frames": 8, "report": False}
+        small: dict[str, object] = {"height": 128, "width": 128, "report": False}
         small |= {"gradient_checkpointing": False, "save_validation_videos": False, "report_to": "none"}
         return recipe(output_dir, **{**small, **changes})
 
@@ -137,8 +139,19 @@ def small_recipe(recipe: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
 
 @pytest.fixture(scope="session")
-def whole(small_recipe: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run to compare with: six steps, deterministic, nothing happens to it."""
-    folder = tmp_path_factory.mktemp("exact") / "whole"
-    run_ok(small_recipe(folder, **EXACT), log=folder.with_suffix(".log"))
-    return folder
+def runs(
+    recipe: Callable[..., list[str]], small_recipe: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Runs]:
+    """Runs that several tests look at, started together: one GPU holds them all, and each waits for the host a lot."""
+    folder = tmp_path_factory.mktemp("runs")
+    started = Runs(folder)
+    started.start("recipe", recipe)
+    started.start("whole", small_recipe, **EXACT)
+    started.start("torchrun", small_recipe, launcher=["torchrun", "--standalone", "--nproc_per_node", "1"], **EXACT)
+    if importlib.util.find_spec("deepspeed") is not None:
+        config = HERE.parents[1] / "accelerate_configs" / "deepspeed_1gpu.yaml"
+        started.start(
+            "deepspeed", small_recipe, launcher=["accelerate", "launch", "--config_file", str(config)], **EXACT
+        )
+    yield started
+    started.kill()

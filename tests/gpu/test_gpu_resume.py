@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -13,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_runs import EXACT, STEPS, TIMEOUT_S, run_ok, start
-
-CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
+from gpu_runs import EXACT, STEPS, TIMEOUT_S, Runs, said_in_the_end, start
 
 
 def state(folder: Path) -> dict[str, Any]:
@@ -24,12 +20,8 @@ def state(folder: Path) -> dict[str, Any]:
         file.name: torch.load(file, weights_only=True) for file in sorted((folder / f"checkpoint-{STEPS}").glob("*.pt"))
     }
     assert len(found) == 2, "one shared file and one of the only rank"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {
-        **found,
-        "losses": [line.get("train/loss") for line in lines],
-        "psnr": [line.get("val/psnr") for line in lines],
-    }
+    scores = json.loads((folder / "validation_history.json").read_text())
+    return {**found, "losses": losses(folder), "psnr": [entry["psnr"] for entry in scores]}
 
 
 def first_difference(a: Any, b: Any, place: str = "") -> str | None:
@@ -47,26 +39,26 @@ def first_difference(a: Any, b: Any, place: str = "") -> str | None:
     return next((found for key, x, y in pairs if (found := first_difference(x, y, f"{place}/{key}"))), None)
 
 
-def test_twice_the_same_bits(whole: Path, small_recipe: Callable[..., list[str]], tmp_path: Path) -> None:
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+def test_twice_the_same_bits(runs: Runs) -> None:
     """The second time as the only process of torchrun, so that gradients and statuses go through NCCL and gloo."""
-    torchrun = [shutil.which("torchrun") or "torchrun", "--standalone", "--nproc_per_node", "1"]
-    said = run_ok(small_recipe(tmp_path / "again", **EXACT), log=tmp_path / "log", launcher=torchrun)
+    again, said = runs.finished("torchrun")
     assert "destroy_process_group" not in said, "the process group was left open"
-    assert first_difference(state(whole), state(tmp_path / "again")) is None
+    assert first_difference(state(runs.finished("whole")[0]), state(again)) is None
 
 
-def test_deepspeed_with_offload(whole: Path, small_recipe: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_deepspeed_with_offload(runs: Runs) -> None:
     """ZeRO-2 with the optimizer in main memory: the same losses but for the rounding of another AdamW."""
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed")
-    accelerate = shutil.which("accelerate") or "accelerate"
-    launch = [accelerate, "launch", "--config_file", str(CONFIGS / "deepspeed_1gpu.yaml")]
-    run_ok(small_recipe(tmp_path / "run", **EXACT), log=tmp_path / "log", launcher=launch)
-    found = state(tmp_path / "run")
-    assert found["losses"] == pytest.approx(state(whole)["losses"], rel=0.02)
+    folder, _ = runs.finished("deepspeed")
+    assert losses(folder) == pytest.approx(losses(runs.finished("whole")[0]), rel=0.02)
+    assert len(losses(folder)) == STEPS and (folder / "final_model.safetensors").is_file()
 
 
-def test_stopped_and_resumed_the_same_bits(whole: Path, small_recipe: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_stopped_and_resumed_the_same_bits(runs: Runs, small_recipe: Callable[..., list[str]], tmp_path: Path) -> None:
     cut, log = tmp_path / "cut", tmp_path / "cut.log"
     process = start(small_recipe(cut, **EXACT), log=log)
     metrics, deadline = cut / "metrics.jsonl", time.monotonic() + TIMEOUT_S
@@ -77,5 +69,5 @@ def test_stopped_and_resumed_the_same_bits(whole: Path, small_recipe: Callable[.
     assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM, log.read_text()[-4000:]
     saved = list(cut.glob("emergency_checkpoint-*"))
     assert len(saved) == 1 and saved[0].name != f"emergency_checkpoint-{STEPS}", saved
-    run_ok([*small_recipe(cut, **EXACT), "--resume", "latest"], log=log)
-    assert first_difference(state(whole), state(cut)) is None
+    said_in_the_end(start([*small_recipe(cut, **EXACT), "--resume", "latest"], log=log), log)
+    assert first_difference(state(runs.finished("whole")[0]), state(cut)) is None
