@@ -50,7 +50,6 @@ gpus="$1" config="$2"; shift 2
 [[ "$gpus" =~ ^[1-9][0-9]*$ ]] || refuse "GPUS must be a whole number of at least 1, not '$gpus'."
 if [[ "$config" == custom ]]; then
     [[ $# -ge 1 && "$1" != --* ]] || refuse "custom needs a settings file: ./train_taehv_h100.sh $gpus custom FILE"
-    [[ -f "$1" ]] || refuse "there is no settings file '$1' (looked from $PWD)."
     preset="$1"; shift
 else
     preset="$config"
