@@ -51,6 +51,12 @@ def test_no_verb_shows_usage_and_fails() -> None:
     assert done.returncode == 2 and "usage: tinyvae VERB" in done.stdout
 
 
+def test_train_alone_says_what_is_missing_and_lists_the_presets(tmp_path: Path) -> None:
+    done = tinyvae("train", folder=tmp_path)
+    assert done.returncode == 2 and "say what to train" in done.stderr and "tinyvae train quickstart" in done.stderr
+    assert "\n  h100 " in done.stderr and "Traceback" not in done.stderr
+
+
 def test_version_matches_the_package_metadata() -> None:
     from importlib.metadata import version
 
@@ -59,7 +65,8 @@ def test_version_matches_the_package_metadata() -> None:
 
 def test_info_alone_lists_the_variants() -> None:
     lines = tinyvae("info").stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == list(VARIANTS)
+    names = [line.split()[0] for line in lines[1:] if line]
+    assert names[: len(VARIANTS)] == list(VARIANTS)
     assert "CogVideoX" in next(line for line in lines if line.startswith("taecvx "))
 
 

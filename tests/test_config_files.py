@@ -311,7 +311,53 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "cannot be read (Permission denied)" in refusal(file)
 
 
+@pytest.mark.parametrize(
+    ("file", "preset"),
+    [
+        ("taehv_config_a800_fixed.py", "a800"),
+        ("taehv_config_h100.py", "h100"),
+        ("taehv_config_16gpu_h100.py", "16gpu_h100"),
+        ("taehv_config_1gpu_h100.py", "1gpu_h100"),
+        ("taehv_config_test.py", "test"),
+    ],
+)
+def test_a_missing_file_of_the_old_trainer_names_its_preset(file: str, preset: str) -> None:
+    assert f"The settings of this file are the preset {preset} now" in refusal(f"training/configs/{file}")
+
+
+@pytest.mark.parametrize(
+    ("words", "says", "not_says"),
+    [
+        (["--use_amp", "true"], "Did you mean 'mixed_precision'?", "use_sample_clips"),
+        (["--num_workers", "8"], "Did you mean 'dataloader_num_workers'?", ""),
+        (["--batch_size", "8"], "Did you mean 'train_batch_size'?", ""),
+        (["--fps", "8"], "there is no setting 'fps'", "Did you mean"),
+    ],
+)
+def test_a_name_is_suggested_only_where_it_is_near(words: list[str], says: str, not_says: str) -> None:
+    text = refusal("quickstart", words)
+    assert says in text and (not not_says or not_says not in text)
+
+
+def test_the_best_model_needs_no_switch(tmp_path: Path) -> None:
+    loaded = load_config(write(tmp_path, "args.save_best = True\n"))
+    assert any("best model is always kept" in notice for notice in loaded.notices)
+
+
+def test_weights_named_after_another_variant_are_asked_about(tmp_path: Path) -> None:
+    """Several variants share one network: shapes cannot tell, and the name of a released file says another one."""
+    weights = TAEHV("taecvx", width=0.125).state_dict()
+    file = write(tmp_path, "args.pretrained_model_path = 'taecvx.pth'\nargs.model_width = 0.125\n")
+    torch.save(weights, tmp_path / "taecvx.pth")
+    assert "--variant taecvx" in refusal(file)
+    assert load_config(file, ["--variant", "taecvx"]).config.variant == "taecvx"
+    torch.save(TAEHV("taew2_2", width=0.125).state_dict(), tmp_path / "taecvx.pth")
+    assert load_config(file).config.variant == "taew2_2", "a name is believed where the weights allow it"
+
+
 def test_what_is_neither_preset_nor_file(tmp_path: Path) -> None:
+    assert "nopreset" in refusal("nopreset") and "Did you mean" not in refusal("nopreset")
+    assert f"{tmp_path} is a folder without config.json" in refusal(tmp_path)
     text = refusal("h10")
     assert "there is no preset or file 'h10'" in text and "Did you mean 'h100'?" in text and "quickstart" in text
     with pytest.raises(MissingFileError):

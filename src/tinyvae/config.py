@@ -325,6 +325,7 @@ class TrainConfig:
     dataloader_num_workers: int = option(4, "system", "Decoding processes of each training process.", at_least=0)
     prefetch_factor: int = option(2, "system", "Batches each worker prepares ahead.", at_least=1)
     pin_memory: bool = option(True, "system", "Use pinned memory for copies to a GPU.")
+    allow_cpu: bool = option(False, "system", "Train without a GPU, however large a step is (it may take hours).")
     nccl_timeout: int = option(
         1800, "system", "Longest wait in a collective before the job ends, seconds (any backend).", at_least=1
     )

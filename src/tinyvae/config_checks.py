@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tinyvae.config import FIELDS, TrainConfig
@@ -28,9 +28,15 @@ def check_paths(config: TrainConfig, given: Mapping[str, GivenPath] | None = Non
     raise_complaints(path_complaints(config, given or {}))
 
 
-def check_config(config: TrainConfig, given: Mapping[str, GivenPath] | None = None) -> None:
-    """`check_values` and `check_paths` in one message."""
-    raise_complaints([*value_complaints(config), *path_complaints(config, given or {})])
+def check_config(
+    config: TrainConfig,
+    given: Mapping[str, GivenPath] | None = None,
+    *,
+    also: Sequence[Complaint] = (),
+    heading: str = "the configuration",
+) -> None:
+    """`check_values` and `check_paths` in one message, with what the caller has ``also`` found."""
+    raise_complaints([*value_complaints(config), *path_complaints(config, given or {}), *also], heading=heading)
 
 
 def value_complaints(config: TrainConfig) -> list[Complaint]:

@@ -21,6 +21,15 @@ DATA_KEYS = ("data_root", "annotation_file", "index_path")
 NAMED_PATHS = (*DATA_KEYS, "pretrained_model_path", "ref_vae_path", "cogvideox_model_path", "lpips_weights")
 """Keys that name something to read."""
 
+WHERE_WEIGHTS_ARE = (
+    "the released weights are published in the GitHub repository madebyollin/taehv: download the file to this place, "
+    "name another, or none to start from fresh weights"
+)
+WHERE_TEACHERS_ARE = (
+    "name a folder that diffusers can load, or a hub name as owner/name (CogVideoX: THUDM/CogVideoX-2b or "
+    "zai-org/CogVideoX-2b)"
+)
+
 ANNOTATION_SUFFIXES = (".json", ".jsonl", ".ndjson")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -141,7 +150,7 @@ def _pretrained_weights(config: TrainConfig, given: Mapping[str, GivenPath]) -> 
     if path is None:
         return
     if not path.exists():
-        yield _missing(config, "pretrained_model_path", given, "; download the weights there, or name another file")
+        yield _missing(config, "pretrained_model_path", given, f"; {WHERE_WEIGHTS_ARE}")
         return
     from tinyvae.models.variant_of_weights import tell_variant
     from tinyvae.models.weights import find_weights, read_weights
@@ -167,7 +176,7 @@ def _teacher_paths(config: TrainConfig, given: Mapping[str, GivenPath]) -> Itera
     if path is None:
         return
     if not Path(path).exists() and not HUB_NAME.fullmatch(path):
-        yield _missing(config, key, given, "; name a folder that diffusers can load, or a hub name as owner/name")
+        yield _missing(config, key, given, f"; {WHERE_TEACHERS_ARE}")
         return
     from tinyvae.teachers import check_teacher
 

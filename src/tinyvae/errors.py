@@ -11,6 +11,10 @@ import importlib
 from collections.abc import Iterable
 from types import ModuleType
 
+NEAR = 0.65
+"""Likeness above which a name is near enough to be meant: ``quick`` and ``quickstart`` are, ``use_amp`` and
+``use_sample_clips`` are not."""
+
 
 class UserError(ValueError):
     """A mistake in what the user gave us; the message says how to mend it."""
@@ -37,7 +41,7 @@ class UnreadableVideoError(UserError):
 
 def nearest_name(wrong: str, known: Iterable[str]) -> str:
     """``" Did you mean 'x'?"`` for the known name closest to ``wrong``, or an empty string."""
-    close = difflib.get_close_matches(wrong, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(wrong, list(known), n=1, cutoff=NEAR)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tracemalloc
+import warnings
 from pathlib import Path
 
 import pytest
@@ -54,14 +57,26 @@ def test_annotation_json_with_path_full_path_and_split(tmp_path: Path) -> None:
     assert [(entry.path, entry.split) for entry in read(source)] == expected
 
 
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_a_total_that_is_not_that_of_the_list_is_said_once(tmp_path: Path, place: str) -> None:
+    records = [{"path": f"{number}.mp4"} for number in range(6)]
+    content = {"total": 99, "list": records} if place == "before" else {"list": records, "total": 99}
+    source = write(tmp_path / "a.json", json.dumps(content))
+    code = "import sys; from pathlib import Path; from tinyvae.data.annotations import iterate_entries\n"
+    code += "for _ in range(3): assert len(list(iterate_entries(Path(sys.argv[1])))) == 6"
+    done = subprocess.run([sys.executable, "-c", code, str(source)], capture_output=True, text=True, check=True)
+    assert done.stderr.count("says 'total': 99, and its list has 6 entries") == 1
+    with warnings.catch_warnings(action="error"):
+        for right in ({"total": 6, "list": records}, {"list": records}, records):
+            assert len(read(write(tmp_path / "b.json", json.dumps(right)))) == 6
+
+
 @pytest.mark.parametrize("buffer_chars", [1, 2, 3, 7, 64])
 def test_json_is_the_same_whatever_the_read_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_chars: int
 ) -> None:
     monkeypatch.setattr(annotations, "READ_CHARS", buffer_chars)
-    text = (
-        '\ufeff {"total": 1234, "n": 1.5e3, "list": [ {"path": "ü\\u00e9 \\"q\\".mp4"} ,\n{"path":"b"}], "z": true}\n'
-    )
+    text = '\ufeff {"size": 1234, "n": 1.5e3, "list": [ {"path": "ü\\u00e9 \\"q\\".mp4"} ,\n{"path":"b"}], "z": true}\n'
     source = write(tmp_path / "a.json", text)
     assert [entry.path for entry in read(source)] == ['üé "q".mp4', "b"]
 

@@ -33,10 +33,10 @@ def test_the_card(tmp_path: Path) -> None:
         "losses (weight): reconstruction (10), temporal (0.5)\n",
         "running mean over the steps, decay 0.9",
         "`tinyvae train x --seed 1`",
-        "Means over 3 clips of 8 frames of 64x48",
+        "Means over 3 clips: the middle 8 frames, at 64x48, of files that were not trained on",
         "| step | psnr | ssim |",
-        "| 20, best | 21.5 | 0.5 |",
-        "| 40 | 21.25 | 0.5 |",
+        "| 20, best | 21.50 dB | 0.5000 |",
+        "| 40 | 21.25 dB | 0.5000 |",
         '"temporal_loss_weight": 0.5',
     ):
         assert words in card, words
@@ -45,8 +45,8 @@ def test_the_card(tmp_path: Path) -> None:
 def test_scores_that_only_some_validations_have(tmp_path: Path) -> None:
     """LPIPS weights that a resumed run was given, or lost: a dash where it was not measured."""
     for first, last, rows in (
-        ({}, {"lpips": 0.25}, ("| 20, best | 21.5 | – |", "| 40 | 21.25 | 0.25 |")),
-        ({"lpips": 0.5}, {}, ("| 20, best | 21.5 | 0.5 |", "| 40 | 21.25 | – |")),
+        ({}, {"lpips": 0.25}, ("| 20, best | 21.50 dB | – |", "| 40 | 21.25 dB | 0.2500 |")),
+        ({"lpips": 0.5}, {}, ("| 20, best | 21.50 dB | 0.5000 |", "| 40 | 21.25 dB | – |")),
     ):
         entries = [{"step": 20, "num_clips": 3, "psnr": 21.5, "is_best": True, **first}]
         entries += [{"step": 40, "num_clips": 3, "psnr": 21.25, "is_best": False, **last}]

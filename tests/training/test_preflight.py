@@ -9,9 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tinyvae.config import TrainConfig
-from tinyvae.config_files import load_preset
+from tinyvae.config_files import load_config, load_preset
+from tinyvae.data.splits import Exclusions
+from tinyvae.data.write import VideoWriter
 from tinyvae.training import preflight
 from tinyvae.training.preflight import Check, checkpoint_bytes, checks_at_start, parse_driver_version, print_table
 from tinyvae.training.trial_step import StepCost, TrialStep, state_bytes, try_step
@@ -70,7 +73,60 @@ def test_bad_data_is_found_in_a_sample(clips: Path, tmp_path: Path) -> None:
     (empty,) = preflight._data(tiny(folder, tmp_path))
     assert "there is no video" in empty.fix
     (large,) = preflight._data(tiny(clips, tmp_path, height=512, width=512, dataloader_num_workers=0))
-    assert "can give a clip" in large.fix
+    assert f"no file of {clips} can give a clip" in large.fix
+
+
+def test_a_source_of_which_most_cannot_be_used_fails(clips: Path, tmp_path: Path) -> None:
+    """Two of ten files are large enough; a test split is no fault."""
+    folder = tmp_path / "videos"
+    shutil.copytree(clips, folder)
+    for number in range(2):
+        with VideoWriter(folder / f"large_{number}.mp4", fps=24, width=96, height=80) as writer:
+            writer.write(torch.zeros(14, 3, 80, 96, dtype=torch.uint8))
+    config = tiny(folder, tmp_path, height=64, width=64, dataloader_num_workers=0)
+    (check,) = preflight._data(config)
+    assert not check.passes and "8 smaller than the clip size" in check.found and "--allow_upscale" in check.fix
+    (enough,) = preflight._data(replace(config, allow_upscale=True))
+    assert enough.passes
+    assert not Exclusions(test=9).is_most_of(10) and Exclusions(too_small=6).is_most_of(11)
+    assert not Exclusions(too_small=5, test=1).is_most_of(11)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without a GPU")
+def test_a_run_made_for_gpus_is_not_ticked_without_one(tmp_path: Path) -> None:
+    for name, is_large in (("h100", True), ("1gpu_h100", True), ("a800", True), ("test", False), ("quickstart", False)):
+        config = replace(load_preset(name), output_dir=tmp_path)
+        device, *_ = preflight._gpus(config, 1)
+        assert device.passes != is_large, name
+        assert len(preflight.machine_complaints(config)) == is_large
+        assert preflight.machine_complaints(replace(config, allow_cpu=True)) == []
+    (complaint,) = preflight.machine_complaints(load_preset("h100"))
+    small = dict(zip(*[iter(complaint.text.split(" with --")[1].split(", or")[0].split())] * 2, strict=True))
+    changes = {key.removeprefix("--"): value for key, value in small.items()}
+    tried = load_config("h100", [word for key, value in changes.items() for word in (f"--{key}", value)]).config
+    assert preflight.machine_complaints(tried) == [], "the way to try it small is one"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without a GPU")
+def test_half_precision_on_a_cpu_is_warned_about(tmp_path: Path) -> None:
+    for precision in ("bf16", "fp16"):
+        config = TrainConfig(output_dir=tmp_path, mixed_precision=precision)  # type: ignore[arg-type]
+        check = named(checks_at_start(config, processes=1), "precision")
+        assert check.passes and "--mixed_precision no" in check.fix
+    assert "precision" not in {check.name for check in checks_at_start(TrainConfig(output_dir=tmp_path), processes=1)}
+
+
+def test_figures_are_in_units_that_suit_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = TrialStep(memory_bytes=2**30, available_bytes=2**31, seconds=9771.87, measured_at="here")
+    monkeypatch.setattr(preflight, "try_step", lambda config: trial)
+    memory, step = preflight._trial_step(TrainConfig(max_train_steps=100_000))
+    assert step.found == "2.7 hours, so about 31 years for 100,000 steps on one device"
+    assert memory.found.startswith("1.00 GiB of 2.00 GiB")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda place: usage._replace(free=3_000_000))
+    disk = preflight._disk(TrainConfig(model_width=0.125, output_dir=tmp_path), 1)
+    assert disk.found.startswith("2.86 MiB free at") and "checkpoints of 3.49 MiB" in disk.found
+    assert disk.fix.startswith("make room for 25.0 MiB more")
 
 
 def test_rules_are_lines_too(clips: Path, tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from faults import SignalInStep
-from tiny_runs import SERAENA, arguments_for, differences, launch, run_differences, train_here
+from tiny_runs import SERAENA, arguments_for, differences, launch, run_differences, train_here, write_clips
 
 from tinyvae import load_model
 from tinyvae.cli import main, run
+from tinyvae.data.index_build import build_index
 from tinyvae.errors import UserError
 from tinyvae.training.checkpoint import _write_manifest, _write_state, read_manifest
 from tinyvae.training.progress import Progress
@@ -137,16 +138,46 @@ def test_changed_settings_are_refused_with_a_list(finished: Path, clips: Path) -
         resumed(finished, clips, "latest", model_width=0.25, allow_changed_settings=True)
 
 
-def test_a_refused_resume_leaves_the_run_as_it_was(clips: Path, tmp_path: Path) -> None:
+def tree_of(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Path -> time of the last change (of folders too) and content of everything at and below a folder."""
+    found = [folder, *folder.rglob("*")]
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in found
+    }
+
+
+def test_a_refused_resume_touches_nothing_of_the_run(clips: Path, tmp_path: Path) -> None:
+    """Names, bytes and times, after every kind of refusal; also those that only the last tensor brings to light."""
     run = tmp_path / "run_2026-11-15_12-00-00"
     changes: dict[str, object] = {"validation_steps": 0, "checkpointing_steps": 1, "log_every": 1, **KEEP_ALL}
     train_here(arguments_for(clips, run, max_train_steps=3, **changes))
-    left = {file.name: file.read_bytes() for file in run.iterdir() if file.suffix in (".json", ".jsonl")}
-    assert len(left["metrics.jsonl"].splitlines()) == 3
-    for wrong in ({"n_frames": 8}, {"model_width": 0.25, "allow_changed_settings": True}):
-        with pytest.raises(UserError):
-            resumed(tmp_path, clips, "checkpoint-1", **wrong)
-    assert {file.name: file.read_bytes() for file in run.iterdir() if file.suffix in (".json", ".jsonl")} == left
+    (run / ".unfinished-checkpoint-9").mkdir()  # as a killed save leaves it: a resume that is accepted clears it away
+    left = tree_of(run)
+    assert len(left["metrics.jsonl"][1].splitlines()) == 3
+    other = write_clips(tmp_path / "other", num_clips=5)
+    broken = write_clips(tmp_path / "broken", num_clips=5)
+    (broken / "clip_0.mp4").write_bytes(b"no video")
+    wrong: list[tuple[str, dict[str, object]]] = [
+        ("n_frames: 4 -> 8", {"n_frames": 8}),
+        ("another network", {"model_width": 0.25, "allow_changed_settings": True}),
+        ("already taken 3 steps", {"resume_from_checkpoint": "latest", "max_train_steps": 2}),
+        ("list of training files", {"data_root": other}),
+        ("files .* are bad", {"data_root": broken}),
+        ("no file of .* can give a clip", {"height": 320, "width": 320, "allow_changed_settings": True}),
+    ]
+    for says, change in wrong:
+        pattern = tmp_path / "run_%Y-%m-%d_%H-%M-%S"
+        settings = {"resume_from_checkpoint": "checkpoint-1", "max_train_steps": 4, **changes, **change}
+        with pytest.raises(UserError, match=says):
+            train_here(arguments_for(clips, pattern, **settings))
+        assert tree_of(run) == left, says
+        assert {path.name for path in tmp_path.iterdir()} == {run.name, "latest", "other", "broken"}, says
+    accepted = {**changes, "data_root": other, "resume_from_checkpoint": "checkpoint-1", "max_train_steps": 4}
+    train_here(arguments_for(clips, tmp_path / "run_%Y-%m-%d_%H-%M-%S", allow_changed_settings=True, **accepted))
+    names = {path.name for path in run.iterdir()}
+    assert not {name for name in names if name.startswith(".")}, "neither markers nor what is unfinished stays"
+    assert tree_of(run)["data_index.tvi"] != left["data_index.tvi"]
 
 
 def test_another_optimiser_starts_its_moments_anew(finished: Path, clips: Path) -> None:
@@ -168,6 +199,14 @@ def test_the_data_may_lie_elsewhere_but_must_be_the_same(finished: Path, clips: 
     (moved / "clip_0.mp4").unlink()
     with pytest.raises(UserError, match="list of training files"):
         resumed(finished, moved, "latest")
+
+
+def test_an_index_of_the_users_own_stays_the_index(finished: Path, clips: Path, tmp_path: Path) -> None:
+    """Also one that is named like the one that a run makes."""
+    own = build_index(clips, tmp_path / "data_index.tvi", num_workers=0, show_progress_bar=False).index.file
+    before = own.read_bytes()
+    assert resumed(finished, clips, "latest", index_path=own).endswith("step 3")
+    assert own.read_bytes() == before
 
 
 def test_damaged_checkpoints_are_passed_over(finished: Path, clips: Path) -> None:

@@ -54,6 +54,35 @@ def test_log_file_and_metrics_lines(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "train/loss": 1.0}
 
 
+def test_the_logger_is_afterwards_as_it_was_before(tmp_path: Path) -> None:
+    logger = logging.getLogger("tinyvae")
+    before = (logger.level, logger.propagate, list(logger.handlers))
+    logger.setLevel(logging.ERROR)
+    try:
+        log = open_log(tmp_path)
+        assert logger.level == logging.INFO and not logger.propagate
+        log.close()
+        assert (logger.level, logger.propagate, logger.handlers) == (logging.ERROR, *before[1:])
+    finally:
+        logger.setLevel(before[0])
+
+
+def test_until_it_begins_no_file_is_touched_and_no_line_is_lost(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, CONFIG, is_main=True)
+    logging.getLogger("tinyvae.training").info("early %d", 1)
+    log.note("noted")
+    assert list(tmp_path.iterdir()) == []
+    log.begin()
+    logging.getLogger("tinyvae.training").info("late")
+    log.close()
+    lines = (tmp_path / "train.log").read_text().splitlines()
+    assert [line.split(" INFO ")[1] for line in lines] == ["early 1", "noted", "late"]
+    refused = RunLog(tmp_path / "refused", CONFIG, is_main=True)
+    logging.getLogger("tinyvae.training").info("never")
+    refused.close()
+    assert not (tmp_path / "refused").exists()
+
+
 class FullDisk(io.StringIO):
     def write(self, text: str) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from tiny_runs import SERAENA, arguments_for, train_here
 
 from tinyvae import TAEHV, load_model, save_model
 from tinyvae.config import TrainConfig
+from tinyvae.data.write import VideoWriter
 from tinyvae.errors import UserError
+from tinyvae.training.clips import usable_cores
 from tinyvae.training.start import build_model
 
 
@@ -202,3 +205,51 @@ def test_mistakes_end_at_the_start(clips: Path, tmp_path: Path, changes: dict[st
     with pytest.raises(UserError, match=says):
         train_here(arguments_for(clips, tmp_path / "run", **changes))
     assert not list(tmp_path.glob("run/checkpoint-*"))
+
+
+@pytest.mark.parametrize("random_resize", [True, False])
+def test_card_and_report_show_one_psnr(clips: Path, tmp_path: Path, random_resize: bool) -> None:
+    """The report looks at the clips of the validations: the middle frames, every second one, the same window."""
+    size = {"validation_height": 24, "validation_width": 24, "min_frame_delta": 2, "max_frame_delta": 2}
+    changes = {**size, "random_resize": random_resize, "report": True, "learning_rate": 1e-2}
+    run = train_here(arguments_for(clips, tmp_path / "run", **changes)).folder
+    results = json.loads((run / "results.json").read_text())
+    best = json.loads((run / "best_model/model_info.json").read_text())
+    (evaluation,) = results["evaluations"]
+    assert evaluation["summary"]["psnr"]["mean"] == pytest.approx(best["psnr"], abs=2e-3)
+    assert f"| {best['step']}, best | {best['psnr']:.2f} dB |" in (run / "model_card.md").read_text()
+    report = (run / "report.html").read_text()
+    assert "the middle 4 frames of each" in report and f"{'scaled' if random_resize else 'cropped'} to 24×24" in report
+
+
+def test_what_is_said_at_the_start_is_said_once(clips: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """No line thrice, no `1 clips`, nothing of torch's about the number of loading processes."""
+    changes = {"max_train_steps": 1, "validation_steps": 0, "train_batch_size": 1, "dataloader_num_workers": 99}
+    run = train_here(arguments_for(clips, tmp_path / "run", **changes)).folder
+    text = (run / "train.log").read_text()
+    assert text.count("left out") == 1 and "; 1 clip of 4 x 32 x 32 a step" in text
+    assert f"clips are loaded by {usable_cores()} processes, not 99" in text
+    assert [str(w.message) for w in recwarn if "worker" in str(w.message)] == []
+
+
+def test_most_files_too_small_is_said_aloud(clips: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "videos"
+    shutil.copytree(clips, folder)
+    for number in range(3):
+        with VideoWriter(folder / f"large_{number}.mp4", fps=24, width=96, height=80) as writer:
+            writer.write(torch.full((14, 3, 80, 96), 40 * number, dtype=torch.uint8))
+    changes = {"height": 64, "width": 64, "max_train_steps": 1, "validation_steps": 0}
+    run = train_here(arguments_for(folder, tmp_path / "run", **changes)).folder
+    assert "WARNING MOST FILES CANNOT BE USED: 8 of 11" in (run / "train.log").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about machines without a GPU")
+def test_a_cpu_is_told_what_is_not_for_it(clips: Path, tmp_path: Path) -> None:
+    large = {"height": 480, "width": 720, "train_batch_size": 2, "gradient_accumulation_steps": 4, "n_frames": 16}
+    with pytest.raises(UserError, match=r"quickstart: no GPU is visible here.*--allow_cpu true"):
+        train_here(arguments_for(clips, tmp_path / "run", **large, model_width=1.0))
+    assert not (tmp_path / "run").exists()
+    changes = {"mixed_precision": "bf16", "compile_model": True, "max_train_steps": 1, "validation_steps": 0}
+    run = train_here(arguments_for(clips, tmp_path / "run", **changes)).folder
+    text = (run / "train.log").read_text()
+    assert "compile_model is left out" in text and "fix: use --mixed_precision no here" in text

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from tinyvae.config import FIELDS, TrainConfig
 from tinyvae.config_checks import value_complaints
 from tinyvae.config_complaints import Complaint, GivenPath, raise_complaints
-from tinyvae.config_files.old_keys import CHECKED_KEYS, OLD_KEYS, OTHER_NAMES, notice_of
+from tinyvae.config_files.old_keys import CHECKED_KEYS, OLD_KEYS, OTHER_NAMES, notice_of, preset_of_old_file
 from tinyvae.config_files.overrides import parse_overrides
 from tinyvae.config_files.paths import (
     PATH_KEYS,
@@ -132,16 +132,13 @@ def _source_layers(preset_or_file: str | Path) -> list[_Layer]:
         return _preset_layers(name, base=project_of(Path.cwd()))
     path = Path(preset_or_file).expanduser()
     try:
-        path = path / "config.json" if path.is_dir() else path
+        is_folder = path.is_dir()
+        path = path / "config.json" if is_folder else path
         is_there = path.is_file()
     except PermissionError as refused:
         raise _unreadable(path, refused) from None
     if not is_there:
-        known = preset_names()
-        raise MissingFileError(
-            f"there is no preset or file {name!r} (looked from {Path.cwd()}).{nearest_name(name, known)} "
-            f"The presets are {', '.join(known)}."
-        )
+        raise MissingFileError(_nothing_there(name, is_folder=is_folder))
     text = _text_of(path)
     base = project_of(path.absolute().parent)
     if path.suffix == ".json":
@@ -150,6 +147,19 @@ def _source_layers(preset_or_file: str | Path) -> list[_Layer]:
         return [_Layer(name=str(path), base=base, values=values)]
     settings = read_settings(text, file=path.absolute(), base=base)
     return _layers_of(settings, name=str(path), base=base)
+
+
+def _nothing_there(name: str, *, is_folder: bool) -> str:
+    known = preset_names()
+    presets = f"The presets are {', '.join(known)}."
+    if is_folder:
+        return f"{name} is a folder without config.json, so it is no run's; name a preset, a file or a run. {presets}"
+    preset = preset_of_old_file(name)
+    if preset is not None:
+        hint = f" The settings of this file are the preset {preset} now: name that in its place."
+    else:
+        hint = nearest_name(name, known)
+    return f"there is no preset or file {name!r} (looked from {Path.cwd()}).{hint} {presets}"
 
 
 def _text_of(path: Path) -> str:

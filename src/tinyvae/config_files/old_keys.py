@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePath
 
 _LAUNCHER = "the launcher decides it (accelerate launch, train_taehv.sh, train_taehv_h100.sh)"
 _ACCELERATE_FILE = "the accelerate configuration file decides it (accelerate_configs/)"
@@ -27,6 +28,8 @@ OLD_KEYS: Mapping[str, str] = {
     "dataloader_pin_memory_device": "pin_memory pins for the device of the process",
     "persistent_workers": "training is one endless pass over the data, so its workers live as long as the run",
     "log_predictions": "save_validation_videos decides it",
+    "save_best": "the best model is always kept in best_model/, by the score that metric_for_best_model names",
+    "save_best_model": "the best model is always kept in best_model/, by the score that metric_for_best_model names",
     # The keys below are of the many-node files of the same trainers.
     "frames_to_trim": "the variant's frame rule decides it",
     "use_zero3_save": "saved weights are always whole, whatever the ZeRO stage",
@@ -66,6 +69,12 @@ OTHER_NAMES: Mapping[str, str] = {
     "clip_grad": "max_grad_norm",
     "grad_clip": "max_grad_norm",
     "precision": "mixed_precision",
+    "use_amp": "mixed_precision",
+    "amp": "mixed_precision",
+    "fp16": "mixed_precision",
+    "bf16": "mixed_precision",
+    "workers": "dataloader_num_workers",
+    "steps": "max_train_steps",
     "dtype": "mixed_precision",
     "ema": "ema_decay",
     "resume": "resume_from_checkpoint",
@@ -75,6 +84,24 @@ OTHER_NAMES: Mapping[str, str] = {
     "resolution": "height",
 }
 """A name from elsewhere -> the key that people mean by it, where no likeness of letters would lead there."""
+
+
+OLD_FILES: Mapping[str, str] = {
+    "16gpu": "16gpu_h100",
+    "1gpu": "1gpu_h100",
+    "a800": "a800",
+    "h100": "h100",
+    "test": "test",
+}
+"""Part of an old settings file's name -> the preset that holds its settings; the first that fits counts."""
+
+
+def preset_of_old_file(name: str) -> str | None:
+    """The preset in place of ``training/configs/taehv_config_NAME.py``; None for any other name."""
+    file = PurePath(name).name
+    if not (file.startswith("taehv_config") and file.endswith(".py")):
+        return None
+    return next((preset for part, preset in OLD_FILES.items() if part in file), None)
 
 
 def notice_of(key: str) -> str:

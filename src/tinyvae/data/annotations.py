@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,11 +149,18 @@ def _entries_of_jsonl(file: Path, root: RootGuard) -> Iterator[VideoEntry]:
 def _entries_of_json(file: Path, root: RootGuard) -> Iterator[VideoEntry]:
     with open(file, encoding="utf-8-sig") as stream:
         scanner = JsonStream(stream, str(file))
+        number = 0
         try:
             for number, record in enumerate(scanner.items_of_list("list"), start=1):
                 yield _entry_of_record(record, f"{file}, entry {number}", root)
         except UnicodeDecodeError as broken:
             raise UserError(f"{file} is not UTF-8 text ({broken}); it must be a JSON file") from None
+    total = scanner.beside_the_list.get("total", number)
+    if total != number:  # Python shows the same warning once, however often the file is read
+        warnings.warn(
+            f"{file} says 'total': {total}, and its list has {number} entries; is it whole? The list is used as it is.",
+            stacklevel=1,
+        )
 
 
 def _entry_of_record(record: object, where: str, root: RootGuard) -> VideoEntry:
@@ -181,6 +189,8 @@ class JsonStream:
         self._at = 0
         self._dropped = 0
         self._ended = False
+        self.beside_the_list: dict[str, float] = {}
+        """Key -> number of the top-level object, as far as it has been read."""
 
     def items_of_list(self, key: str) -> Iterator[object]:
         """Items of the top-level list, or of the list under ``key`` of the top-level object."""
@@ -208,7 +218,9 @@ class JsonStream:
                     raise self._broken(f"must hold a list under {key!r}")
                 yield from self._items()
             else:
-                self._value()
+                value = self._value()
+                if isinstance(value, int | float):
+                    self.beside_the_list[name] = value
             if self._peek() == ",":
                 self._expect(",")
             elif self._peek() != "}":

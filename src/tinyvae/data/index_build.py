@@ -27,6 +27,7 @@ from tinyvae.progress_bar import progress_bar
 log = logging.getLogger(__name__)
 
 HASH_SPACE = 1 << 64
+CACHED_INDEX = "data_index.tvi"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,19 +147,17 @@ def open_or_build_index(
     source = Path(source)
     if is_index(source):
         return open_index(source, data_root)
-    output = Path(cache_dir) / "data_index.tvi"
+    output = Path(cache_dir) / CACHED_INDEX
     if is_main:
         try:
-            if not _is_current(source, output, data_root):
-                report = build_index(
-                    source,
-                    output,
-                    data_root=data_root,
-                    num_workers=num_workers,
-                    timeout_s=timeout_s,
-                    show_progress_bar=show_progress_bar,
-                )
-                log.info("indexed %s: %s", source, report.sentence())
+            bring_up_to_date(
+                source,
+                output,
+                data_root=data_root,
+                num_workers=num_workers,
+                timeout_s=timeout_s,
+                show_progress_bar=show_progress_bar,
+            )
         except BaseException:
             # The others wait at the barrier; without this call they would wait until the group's timeout.
             # They must not go on with an index that is not the one asked for.
@@ -176,6 +175,29 @@ def open_or_build_index(
             f"the index {output} that the main process wrote is not visible here; "
             "the folder for it must be on storage that all machines share"
         ) from None
+
+
+def bring_up_to_date(
+    source: Path,
+    output: Path,
+    *,
+    data_root: Path | None = None,
+    num_workers: int | None = None,
+    timeout_s: float = 30.0,
+    show_progress_bar: bool = True,
+) -> None:
+    """Make the index ``output`` of ``source``, where it is not there or lists other files."""
+    if _is_current(source, output, data_root):
+        return
+    report = build_index(
+        source,
+        output,
+        data_root=data_root,
+        num_workers=num_workers,
+        timeout_s=timeout_s,
+        show_progress_bar=show_progress_bar,
+    )
+    log.info("indexed %s: %s", source, report.sentence())
 
 
 def _tasks(

@@ -42,6 +42,15 @@ class Exclusions:
     def total(self) -> int:
         return self.bad + self.too_short + self.too_small + self.test
 
+    @property
+    def unusable(self) -> int:
+        """Files that cannot give a clip; those of a test split can, and are not meant to."""
+        return self.bad + self.too_short + self.too_small
+
+    def is_most_of(self, num_files: int) -> bool:
+        """Whether more than half of so many files cannot be used."""
+        return 2 * self.unusable > num_files - self.test
+
     def sentence(self) -> str:
         return (
             f"{self.bad} bad, {self.too_short} too short, {self.too_small} smaller than the clip size, "
@@ -137,8 +146,6 @@ def split(
     if not use_annotation and train_split < 1.0:
         train, val = border.fill_empty_side(train, val)
     _refuse_empty_side(index, train, val, train_split, use_annotation)
-    if excluded.total:
-        log.info("left out of %d files: %s", len(index), excluded.sentence())
     return (
         ClipSet(name="train", index=index, rows=train, excluded=excluded),
         ClipSet(name="val", index=index, rows=val, excluded=excluded),

@@ -38,8 +38,18 @@ class ClipSource:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Middle:
+    """The part of each video that a run validates on: the middle frames, instead of the first ones."""
+
+    frame_step: int = 1
+    """Frames of the file from one frame of the clip to the next."""
+    scaled: bool = True
+    """Whether the largest window of the clip's shape is scaled to its size; else the window has that size already."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClipPart:
-    """The part of a video that is evaluated: the first ``num_frames`` frames, at ``height`` x ``width`` pixels."""
+    """The part of a video that is evaluated: ``num_frames`` frames, at ``height`` x ``width`` pixels."""
 
     path: Path
     num_frames: int
@@ -48,6 +58,10 @@ class ClipPart:
     width: int
     resized: bool
     """Whether frames are cropped and scaled to this size, or the file has it."""
+    first_frame: int = 0
+    frame_step: int = 1
+    scaled: bool = True
+    """Whether a resized picture shows as much of the frame as it can, or keeps the size of its details."""
     pixel_aspect: float = 1.0
     """Width / height of one pixel as it should be shown."""
     times_s: npt.NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
@@ -134,12 +148,18 @@ def _annotated_clips(data: Path, data_root: Path | None) -> Iterator[tuple[ClipS
 
 
 def measure_clip(
-    clip: ClipSource, *, max_frames: int | None, size: tuple[int, int] | None, with_times: bool = False
+    clip: ClipSource,
+    *,
+    max_frames: int | None,
+    size: tuple[int, int] | None,
+    with_times: bool = False,
+    middle: Middle | None = None,
 ) -> ClipPart:
     """What of a video will be evaluated; ``UnreadableVideoError`` for one that cannot be.
 
     ``size`` is (height, width): a centred window of that shape, scaled. None keeps every pixel of the file.
-    ``with_times`` also looks up uneven frame times, for those who write the film again.
+    ``with_times`` also looks up uneven frame times, for those who write the film again. ``middle`` takes the middle
+    ``max_frames`` frames, else they are the first.
     """
     if clip.known_bad:
         raise UnreadableVideoError(f"{clip.path}: {clip.known_bad} (as its index says)")
@@ -147,7 +167,9 @@ def measure_clip(
     if info.interlaced:
         raise UnreadableVideoError(f"{clip.path}: interlaced; deinterlace it first, e.g. ffmpeg -vf bwdif")
     height, width = size if size is not None else (info.height, info.width)
-    num_frames = info.frames if max_frames is None else min(info.frames, max_frames)
+    step = 1 if middle is None else middle.frame_step
+    there = (info.frames - 1) // step + 1
+    num_frames = there if max_frames is None else min(there, max_frames)
     times_s = uneven_times_s(clip.path, info, timeout_s=PROBE_TIMEOUT_S) if with_times else None
     return ClipPart(
         path=clip.path,
@@ -156,6 +178,9 @@ def measure_clip(
         height=height,
         width=width,
         resized=(height, width) != (info.height, info.width),
+        first_frame=0 if middle is None else (info.frames - ((num_frames - 1) * step + 1)) // 2,
+        frame_step=step,
+        scaled=middle is None or middle.scaled,
         pixel_aspect=info.pixel_aspect,
         times_s=times_s[:num_frames] if times_s is not None else None,
     )
@@ -164,7 +189,10 @@ def measure_clip(
 def frame_chunks(part: ClipPart, *, chunk_frames: int) -> Iterator[Tensor]:
     """The frames of a part, ``chunk_frames`` at a time: uint8 TCHW. Holds one chunk in memory."""
     waiting: list[Tensor] = []
-    for frame_CHW in iterate_frames(part.path, stop=part.num_frames):
+    stop = part.first_frame + (part.num_frames - 1) * part.frame_step + 1
+    for number, frame_CHW in enumerate(iterate_frames(part.path, start=part.first_frame, stop=stop)):
+        if number % part.frame_step:
+            continue
         waiting.append(frame_CHW)
         if len(waiting) == chunk_frames:
             yield _sized(torch.stack(waiting), part)
@@ -174,13 +202,19 @@ def frame_chunks(part: ClipPart, *, chunk_frames: int) -> Iterator[Tensor]:
 
 
 def _sized(frames_TCHW: Tensor, part: ClipPart) -> Tensor:
-    return resize_and_crop(frames_TCHW, part.height, part.width) if part.resized else frames_TCHW
+    if not part.resized:
+        return frames_TCHW
+    return resize_and_crop(frames_TCHW, part.height, part.width, scaled=part.scaled)
 
 
-def resize_and_crop(frames_TCHW: Tensor, height: int, width: int) -> Tensor:
-    """The largest centred window of the shape height x width, scaled to it (bilinear, antialiased). uint8 TCHW."""
+def resize_and_crop(frames_TCHW: Tensor, height: int, width: int, *, scaled: bool = True) -> Tensor:
+    """The largest centred window of the shape height x width, scaled to it (bilinear, antialiased). uint8 TCHW.
+
+    Not ``scaled``: a window of just this size, where the picture is large enough.
+    """
     in_height, in_width = frames_TCHW.shape[-2:]
     scale = min(in_height / height, in_width / width)
+    scale = scale if scaled else min(1.0, scale)
     window_h, window_w = max(1, round(height * scale)), max(1, round(width * scale))
     top, left = (in_height - window_h) // 2, (in_width - window_w) // 2
     window = frames_TCHW[..., top : top + window_h, left : left + window_w]

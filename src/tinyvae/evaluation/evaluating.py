@@ -23,6 +23,7 @@ from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.evaluation.clip_sources import (
     ClipPart,
     ClipSource,
+    Middle,
     choose_split,
     find_clips,
     measure_clip,
@@ -60,6 +61,8 @@ class EvaluationSettings:
     max_frames: int | None = None
     size: tuple[int, int] | None = None
     """(height, width) that clips were cropped and scaled to; None: as they are in the file."""
+    middle: Middle | None = None
+    """The middle frames of each video, as a run validates on them; None: the first ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +292,8 @@ class _Worker:
                 bar.update()
 
     def _measure(self, clip: ClipSource) -> ClipResult:
-        part = measure_clip(clip, max_frames=self._settings.max_frames, size=self._settings.size)
+        asked = self._settings
+        part = measure_clip(clip, max_frames=asked.max_frames, size=asked.size, middle=asked.middle)
         check_length(part, self._round_trip)
         metrics, times = in_chunks_that_fit(
             self._round_trip, part, lambda chunks: self._measure_chunks(chunks, part.num_frames)

@@ -126,7 +126,7 @@ def gather_evidence(
         results = [next(clip for clip in e.clips if clip.name == name) for e in evaluations]
         settings = evaluations[0].settings
         source = ClipSource(name=name, path=Path(results[0].path))
-        part = measure_clip(source, max_frames=settings.max_frames, size=settings.size)
+        part = measure_clip(source, max_frames=settings.max_frames, size=settings.size, middle=settings.middle)
         with fitting_in_memory(part.path):
             shown.append(_evidence_of(part, why, round_trips, results))
     return shown

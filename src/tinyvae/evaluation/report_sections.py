@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from tinyvae.evaluation.compare import Comparison
-from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
+from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult, EvaluationSettings
 from tinyvae.evaluation.metrics import METRICS, MetricInfo
 from tinyvae.evaluation.statistics import Estimate, PairedDifference
 from tinyvae.evaluation.training_curves import Curves, is_detail
@@ -24,14 +24,20 @@ def header_html(evaluations: Evaluations) -> str:
         f"{first.summary.num_clips} clips, {first.summary.num_frames} frames",
         f"data {escape(first.settings.data)}"
         + (f", split {escape(first.settings.split)}" if first.settings.split else ""),
-        f"scaled to {first.settings.size[1]}×{first.settings.size[0]} pixels"
-        if first.settings.size
-        else "size as in the files",
+        *([f"the middle {first.settings.max_frames} frames of each"] if first.settings.middle else []),
+        _size_in_words(first.settings),
         escape(first.environment.get("date", "")),
     ]
     kind = "Evaluation" if len(evaluations) == 1 else "Comparison"
     items = "".join(f"<li>{fact}</li>" for fact in facts)
     return f'<div class="eyebrow">tinyvae {kind.lower()}</div><h1>{title}</h1><ul class="facts">{items}</ul>'
+
+
+def _size_in_words(settings: EvaluationSettings) -> str:
+    if settings.size is None:
+        return "size as in the files"
+    how = "cropped" if settings.middle and not settings.middle.scaled else "scaled"
+    return f"{how} to {settings.size[1]}×{settings.size[0]} pixels"
 
 
 def summary_section(evaluations: Evaluations, comparison: Comparison | None) -> str:

@@ -12,6 +12,7 @@ fails is never chosen.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -28,6 +29,7 @@ import torch
 from safetensors import SafetensorError
 
 from tinyvae.errors import MissingFileError, UserError
+from tinyvae.quantities import bytes_in_words
 from tinyvae.training.engine import Engine
 from tinyvae.version import __version__
 
@@ -43,6 +45,10 @@ MAX_FAILED_SAVES = 3
 
 WRITE_FAULTS = (OSError, RuntimeError, SafetensorError)
 """How a full or read-only disk shows: torch.save and safetensors report it in ways of their own."""
+
+FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+LITTLE_ROOM = 1 << 20
+"""Bytes of free space below which a write that failed for no stated reason failed for want of space."""
 
 FileFacts = dict[str, Any]
 """``bytes`` and ``sha256`` of one file."""
@@ -63,6 +69,29 @@ class CheckpointInfo:
         return (self.written_at, self.step, self.is_emergency)
 
 
+def why_not_written(fault: BaseException, folder: Path, *, needed_bytes: int | None = None) -> str:
+    """Why a write into ``folder`` failed, in the system's words. Of a full disk: how much is free, and needed.
+
+    Ask at once, while what was written so far is still there: torch.save says of a full disk only that it is at an
+    "unexpected pos", and then the free space tells.
+    """
+    found: BaseException | None = fault
+    while found is not None and not (isinstance(found, OSError) and found.errno):
+        found = found.__cause__ or found.__context__
+    said = (str(fault) or type(fault).__name__).splitlines()[0]
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return said
+    number = found.errno if isinstance(found, OSError) else None
+    if number is None and (free < LITTLE_ROOM or "os error 28" in said or "No space left" in said):
+        number = errno.ENOSPC
+    if number not in FULL_DISK_ERRORS:
+        return said if number is None else os.strerror(number)
+    needed = "" if needed_bytes is None else f", about {bytes_in_words(needed_bytes)} needed"
+    return f"{os.strerror(number)}: {bytes_in_words(free)} free in {folder}{needed}"
+
+
 def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
@@ -70,10 +99,12 @@ def rank_file(rank: int) -> str:
 class CheckpointWriter:
     """Writes the checkpoints of one run; a failed save is survived, three in a row are not."""
 
-    def __init__(self, run_folder: Path, engine: Engine, *, keep: int | None) -> None:
+    def __init__(self, run_folder: Path, engine: Engine, *, keep: int | None, needed_bytes: int | None = None) -> None:
+        """``needed_bytes``: about how large one checkpoint is, for the words about a full disk."""
         self.run_folder = run_folder
         self._engine = engine
         self._keep = keep
+        self._needed_bytes = needed_bytes
         self._failed_in_a_row = 0
 
     def save(
@@ -129,7 +160,8 @@ class CheckpointWriter:
         try:
             result = write()
         except WRITE_FAULTS as reason:
-            fault = f"process {self._engine.rank}: {(str(reason) or type(reason).__name__).splitlines()[0]}"
+            told = why_not_written(reason, self.run_folder, needed_bytes=self._needed_bytes)
+            fault = f"process {self._engine.rank}: {told}" if self._engine.many else told
         everybody = self._engine.gather((fault, result))
         return next((reason for reason, _ in everybody if reason), None), [result for _, result in everybody]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +12,12 @@ from tinyvae.config import TrainConfig
 from tinyvae.data.bad_files import BadFileLog
 from tinyvae.data.clip_reading import ClipBatch
 from tinyvae.data.clip_settings import ClipSettings
-from tinyvae.data.index_build import open_or_build_index
+from tinyvae.data.index import VideoIndex, is_index, open_index
+from tinyvae.data.index_build import CACHED_INDEX, bring_up_to_date
 from tinyvae.data.loader import ValidationLoader, make_train_loader, make_validation_loader
 from tinyvae.data.splits import ClipSet, split
-from tinyvae.errors import UserError
+from tinyvae.errors import MissingFileError, UserError
+from tinyvae.training.checkpoint import why_not_written
 from tinyvae.training.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -61,6 +64,18 @@ def validation_settings(config: TrainConfig) -> ClipSettings:
     )
 
 
+def loading_processes(config: TrainConfig) -> int:
+    """As many as asked for, but no more than there are processor cores: more only wait for each other."""
+    return min(config.dataloader_num_workers, usable_cores())
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not everywhere
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunData:
     """The two sides of the data, and where bad files are written down."""
@@ -75,6 +90,19 @@ class RunData:
         """Equal where the same positions give the same clips."""
         return self.train.fingerprint
 
+    def settled(self, index_folder: Path, folder: Path) -> RunData:
+        """The same data, after an index in ``index_folder`` has moved into the run's: workers open it by its name."""
+        if index_folder == folder or self.train.index.file.parent != index_folder:
+            return self
+        index = open_index(folder / CACHED_INDEX)
+        return replace(self, train=replace(self.train, index=index), validation=replace(self.validation, index=index))
+
+    def name_bad_files(self) -> None:
+        """Write down what the index knows of bad files; main process only."""
+        num_bad = self.bad_files.add_index(self.train.index)
+        if num_bad:
+            log.warning("%d bad files are named in %s", num_bad, self.bad_files.file)
+
     def training_batches(self, engine: Engine, *, start_sample: int) -> Generator[ClipBatch, None, None]:
         """Endless micro-batches of this rank, from the clips that come after ``start_sample``. Close it at the end."""
         config = self.config
@@ -84,7 +112,7 @@ class RunData:
             batch_size=config.train_batch_size,
             rank=engine.rank,
             world_size=engine.world_size,
-            num_workers=config.dataloader_num_workers,
+            num_workers=loading_processes(config),
             prefetch_factor=config.prefetch_factor,
             pin_memory=config.pin_memory,
             start_sample=start_sample,
@@ -108,38 +136,82 @@ class RunData:
         )
 
 
-def open_data(config: TrainConfig, engine: Engine, folder: Path) -> RunData:
-    """Write the sample clips where asked, index what is new (on one rank), and split."""
+def open_data(config: TrainConfig, engine: Engine, folder: Path, *, index_folder: Path | None = None) -> RunData:
+    """Write the sample clips where asked, index what is new (on one rank), and split.
+
+    ``index_folder``: where the index is made, if not in the run's ``folder``. Nothing is written to that one here.
+    """
     if config.use_sample_clips:
         engine.from_main(lambda: write_missing_sample_clips(config))
-    source = config.data_source
-    if source is None:
+    if config.data_source is None:
         raise UserError("there is nothing to train on: set --data_root, --annotation_file or --index_path.")
-    annotations = source / "annotations.json" if config.use_sample_clips and source.is_dir() else source
-    index = open_or_build_index(
-        annotations if annotations.is_file() else source,
-        data_root=config.data_root,
-        cache_dir=folder,
-        is_main=engine.is_main,
-        barrier=engine.barrier,
-        num_workers=max(1, config.dataloader_num_workers),
-        timeout_s=config.decode_timeout_s,
-    )
+    index = _open_index(config, engine, index_folder or folder)
     limits = {"train_split": config.train_split, "bad_file_limit": config.bad_file_limit}
     train, _ = split(index, training_settings(config), split_by=config.split_by, **limits)
     _, validation = split(index, validation_settings(config), split_by=config.split_by, **limits)
-    bad_files = BadFileLog(folder / "bad_files.jsonl")
     if engine.is_main:
-        num_bad = bad_files.add_index(index)
-        log.info("data: %d files; left out: %s", len(index), train.excluded.sentence())
-        if num_bad:
-            log.warning("%d bad files are named in %s", num_bad, folder / "bad_files.jsonl")
+        _tell_what_is_left_out(config, train, validation)
     if config.validation_steps > 0 and len(validation) == 0:
         raise UserError(
             f"no file is left for validation with train_split={config.train_split:g}; lower it, add files, or switch "
             "validation off with --validation_steps 0."
         )
+    bad_files = BadFileLog(folder / "bad_files.jsonl")
     return RunData(config=config, train=train, validation=validation, bad_files=bad_files)
+
+
+def _open_index(config: TrainConfig, engine: Engine, folder: Path) -> VideoIndex:
+    """The index of the run's videos, made by the main process in ``folder`` unless the source is one itself."""
+    source = config.data_source
+    assert source is not None, "looked at by the caller"
+    annotations = source / "annotations.json" if config.use_sample_clips and source.is_dir() else source
+    source = annotations if annotations.is_file() else source
+    if is_index(source):
+        return open_index(source, config.data_root)
+    output = folder / CACHED_INDEX
+
+    def make() -> None:
+        try:
+            bring_up_to_date(
+                source,
+                output,
+                data_root=config.data_root,
+                num_workers=max(1, loading_processes(config)),
+                timeout_s=config.decode_timeout_s,
+            )
+        except OSError as fault:
+            if isinstance(fault, UserError):
+                raise
+            reason = why_not_written(fault, folder)
+            raise UserError(f"the index of {source} could not be made in {folder} ({reason}).") from None
+
+    engine.from_main(make)
+    try:
+        return open_index(output)
+    except MissingFileError:
+        raise UserError(
+            f"the index {output} that the main process wrote is not visible here; the run's folder must be on storage "
+            "that all machines share."
+        ) from None
+
+
+def _tell_what_is_left_out(config: TrainConfig, train: ClipSet, validation: ClipSet) -> None:
+    """Once for both sides, unless validation clips have another size; aloud where little is left."""
+    index = train.index
+    for side, of_what in ((train, "data"), (validation, "data for validation")):
+        if side is train or side.excluded != train.excluded:
+            log.info("%s: %d files; left out: %s", of_what, len(index), side.excluded.sentence())
+    if train.excluded.is_most_of(len(index)):
+        log.warning(
+            "MOST FILES CANNOT BE USED: %d of %d (%s). Clips are %d frames of %dx%d: use smaller or shorter ones, "
+            "--allow_upscale true, or other files",
+            train.excluded.unusable,
+            len(index),
+            train.excluded.sentence(),
+            config.n_frames,
+            config.height,
+            config.width,
+        )
 
 
 def write_missing_sample_clips(config: TrainConfig) -> None:

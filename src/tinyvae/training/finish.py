@@ -7,6 +7,7 @@ import logging
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,9 +16,12 @@ from tinyvae.config_files.saving import to_json
 from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model
-from tinyvae.training.checkpoint import WRITE_FAULTS
+from tinyvae.quantities import count_of
+from tinyvae.training.checkpoint import WRITE_FAULTS, why_not_written
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.progress import Progress
+from tinyvae.training.trial_step import state_bytes
+from tinyvae.training.validation import score_in_words
 from tinyvae.version import __version__
 
 log = logging.getLogger(__name__)
@@ -45,9 +49,10 @@ def write_final_model(
             card = model_card(config, folder, model, progress, command=command)
             (folder / "model_card.md").write_text(card, encoding="utf-8")
     except WRITE_FAULTS as fault:
+        told = why_not_written(fault, folder, needed_bytes=2 * state_bytes(config).weights)
         raise UserError(
-            f"the final model could not be written to {folder} ({str(fault).splitlines()[0]}); make room and go on "
-            "with --resume latest: only the last files are missing."
+            f"the final model could not be written to {folder} ({told}); make room and go on with --resume latest: "
+            "only the last files are missing."
         ) from None
     log.info("final model: %s", folder / "final_model.safetensors")
 
@@ -119,21 +124,22 @@ def _weights(config: TrainConfig) -> str:
     return f"running mean over the steps, decay {config.ema_decay:g}" if config.ema_decay > 0 else "of the last step"
 
 
-def _validation_table(config: TrainConfig, entries: list[dict[str, object]]) -> list[str]:
+def _validation_table(config: TrainConfig, entries: list[dict[str, Any]]) -> list[str]:
     if not entries:
         return ["The run had no validation."]
     n_frames, height, width = config.validation_size
     # A run that is resumed with LPIPS weights has the score from there on.
     names = [name for name in ("psnr", "ssim", "lpips") if any(name in entry for entry in entries)]
     rows = [
-        f"Means over {entries[-1]['num_clips']} clips of {n_frames} frames of {height}x{width} that were not trained "
-        "on. The row of the best is that of `best_model/`, the last one that of these weights.",
+        f"Means over {count_of(entries[-1]['num_clips'], 'clip')}: the middle {n_frames} frames, at {height}x{width}, "
+        "of files that were not trained on. The row of the best is that of `best_model/` and `report.html`, the last "
+        "one that of these weights. (`tinyvae eval` takes whole files, so its numbers are others.)",
         "",
     ]
     rows += [f"| step | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     best = [entry for entry in entries if entry["is_best"]][-1:]
     for entry in entries:
         step = f"{entry['step']}, best" if entry in best else entry["step"]
-        scores = [f"{entry[name]:.4g}" if name in entry else "–" for name in names]
+        scores = [score_in_words(name, entry.get(name)) for name in names]
         rows.append(f"| {step} | {' | '.join(scores)} |")
     return rows

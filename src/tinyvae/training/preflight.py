@@ -19,9 +19,11 @@ import torch
 
 from tinyvae.config import TrainConfig
 from tinyvae.config_checks import value_complaints
-from tinyvae.config_complaints import GivenPath
+from tinyvae.config_complaints import Complaint, GivenPath
 from tinyvae.config_named_files import path_complaints
 from tinyvae.errors import UserError
+from tinyvae.quantities import bytes_in_words, count_of, duration_in_words
+from tinyvae.training.clips import loading_processes, usable_cores
 from tinyvae.training.launch_config import LaunchConfig
 from tinyvae.training.trial_step import TrialStep, state_bytes, try_step
 
@@ -31,7 +33,9 @@ SAMPLED_FILES = 24
 LISTED_FILES = 100_000
 SPARE_SAVES = 3  # beside the kept ones: the one being written, the best, and the last emergency one
 FULL_MEMORY = 0.95
-SLOW_RUN_DAYS = 3.0
+PIXELS_FOR_A_GPU = 10_000_000
+"""Pixels of all frames of a step, at full model width, above which a step takes a CPU many minutes."""
+SLOW_RUN_S = 3 * 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +94,21 @@ def checks_at_start(config: TrainConfig, *, processes: int) -> list[Check]:
     return [*_gpus(config, processes), _disk(config, processes)]
 
 
+def machine_complaints(config: TrainConfig) -> list[Complaint]:
+    """A run that this machine would take years for: a step made for GPUs, where there is none."""
+    clips = config.train_batch_size * config.gradient_accumulation_steps
+    pixels = clips * config.n_frames * config.height * config.width * config.model_width**2
+    if torch.cuda.is_available() or config.allow_cpu or pixels <= PIXELS_FOR_A_GPU:
+        return []
+    text = (
+        f"no GPU is visible here, and one step of this run is {count_of(clips, 'clip')} of {config.n_frames} frames of "
+        f"{config.height}x{config.width}, which takes a CPU many minutes; run it on a machine with a GPU, try it small "
+        "with --height 64 --width 64 --train_batch_size 1 --gradient_accumulation_steps 1 --mixed_precision no "
+        "--max_train_steps 4, or pass --allow_cpu true to train here all the same."
+    )
+    return [Complaint(keys=("allow_cpu",), text=text)]
+
+
 def print_table(checks: Iterable[Check], stream: TextIO | None = None) -> None:
     """One line for each check; the fix stands below what it is for."""
     rows, stream = list(checks), stream or sys.stdout
@@ -115,11 +134,12 @@ def _settings(config: TrainConfig, launch: LaunchConfig | None) -> Iterator[Chec
         yield Check(name="settings", found="a rule is broken", fix=complaint.text)
     if not complaints:
         spec = config.spec
-        frames = f"{config.n_frames} frames -> {spec.latents(config.n_frames)} latents -> "
-        frames += f"{spec.frames_out(config.n_frames)} frames of {config.height}x{config.width}"
+        latents, back = spec.latents(config.n_frames), spec.frames_out(config.n_frames)
+        frames = f"{count_of(config.n_frames, 'frame')} -> {count_of(latents, 'latent')} -> {count_of(back, 'frame')}"
+        frames += f" of {config.height}x{config.width}"
         if config.use_seraena:
             groups = spec.padded_frames(config.n_frames) // config.n_seraena_frames
-            frames += f"; Seraena sees {groups} groups of {config.n_seraena_frames}"
+            frames += f"; Seraena sees {count_of(groups, 'group')} of {config.n_seraena_frames}"
         yield Check(name="frames", found=f"{config.variant}: {frames}")
     if launch is not None:
         engine = "DDP" if launch.deepspeed is None else f"DeepSpeed ZeRO-{launch.deepspeed.zero_stage}"
@@ -134,7 +154,11 @@ def _settings(config: TrainConfig, launch: LaunchConfig | None) -> Iterator[Chec
 
 def _gpus(config: TrainConfig, processes: int) -> Iterator[Check]:
     if not torch.cuda.is_available():
-        yield Check(name="device", found=f"no GPU; {os.cpu_count()} CPU cores")
+        fix = "; ".join(complaint.text for complaint in machine_complaints(config))
+        yield Check(name="device", found=f"no GPU; {count_of(usable_cores(), 'CPU core')}", fix=fix)
+        if config.mixed_precision != "no":
+            found = f"{config.mixed_precision} is far slower than float32 on most CPUs"
+            yield Check(name="precision", found=found, fix="use --mixed_precision no here", only_warns=True)
         return
     count = torch.cuda.device_count()
     properties = [torch.cuda.get_device_properties(i) for i in range(count)]
@@ -218,10 +242,9 @@ def _disk(config: TrainConfig, processes: int) -> Check:
         every = config.checkpointing_steps or config.max_train_steps
         kept = -(-config.max_train_steps // every)
     wanted = one * (kept + SPARE_SAVES)
-    found = f"{free / GIB:.1f} GiB free at {place}; {kept} + {SPARE_SAVES} checkpoints of {one / GIB:.2f} GiB"
-    fix = (
-        f"free {(wanted - free) / GIB:.1f} GiB, keep fewer (--checkpoints_total_limit), or choose another --output_dir"
-    )
+    found = f"{bytes_in_words(free)} free at {place}; {kept} + {SPARE_SAVES} checkpoints of {bytes_in_words(one)}"
+    lack = bytes_in_words(wanted - free)
+    fix = f"make room for {lack} more, keep fewer (--checkpoints_total_limit), or choose another --output_dir"
     if not os.access(place, os.W_OK):
         return Check(name="disk", found=f"{place} cannot be written to", fix="choose another --output_dir")
     return Check(name="disk", found=found, fix=fix if wanted > free else "")
@@ -313,13 +336,16 @@ def _sampled_data(config: TrainConfig, source: Path) -> Check:
             listing,
             output,
             data_root=root,
-            num_workers=max(1, config.dataloader_num_workers),
+            num_workers=max(1, loading_processes(config)),
             timeout_s=config.decode_timeout_s,
             show_progress_bar=False,
         )
         whole = len(chosen) == len(entries)
         note = f"{count} in {source}" + ("" if whole else f", {len(chosen)} of them looked at")
-        return _split_check(config, open_index(output, root), note, whole=whole)
+        try:
+            return _split_check(config, open_index(output, root), note, whole=whole)
+        except UserError as mistake:  # which names what the index was made of: here the list of the sample
+            raise UserError(str(mistake).replace(str(listing), str(source))) from None
 
 
 def _split_check(config: TrainConfig, index: object, note: str, *, whole: bool) -> Check:
@@ -337,6 +363,12 @@ def _split_check(config: TrainConfig, index: object, note: str, *, whole: bool) 
     usable = len(train) + len(validation)
     sides = f": {len(train)} train, {len(validation)} validate" if whole else f": {usable} of {len(index)} usable"
     left_out = f"; left out: {train.excluded.sentence()}" if train.excluded.total else ""
+    if train.excluded.is_most_of(len(index)):
+        fix = (
+            f"most files cannot be used: smaller or shorter clips than {config.n_frames} frames of {config.height}x"
+            f"{config.width}, --allow_upscale true, or other files"
+        )
+        return Check(name="data", found=note + sides + left_out, fix=fix)
     if whole and config.validation_steps > 0 and len(validation) == 0:
         return Check(name="data", found=note + sides, fix="add files, lower --train_split, or --validation_steps 0")
     return Check(name="data", found=note + sides + left_out)
@@ -350,17 +382,16 @@ def _trial_step(config: TrainConfig) -> Iterator[Check]:
     if trial.fault:
         yield Check(name="one step", found=trial.measured_at, fix=trial.fault)
         return
-    memory = f"{trial.memory_bytes / GIB:.1f} GiB of {trial.available_bytes / GIB:.1f} GiB"
+    memory = f"{bytes_in_words(trial.memory_bytes)} of {bytes_in_words(trial.available_bytes)}"
     full = trial.memory_bytes > FULL_MEMORY * trial.available_bytes
     fix = "use --gradient_checkpointing true, a smaller --train_batch_size, fewer frames or smaller ones"
     yield Check(name="memory", found=f"{memory} ({trial.measured_at})", fix=fix if full else "")
-    days = trial.seconds * config.max_train_steps / 86_400
-    duration = (
-        f"{days:.1f} days" if days >= 1 else f"{days * 24:.1f} hours" if days > 1 / 24 else f"{days * 1440:.0f} min"
-    )
+    total_s = trial.seconds * config.max_train_steps
+    duration = duration_in_words(total_s)
     slow = f"no GPU is visible, and on this CPU the run would take about {duration}: run it on a machine with a GPU"
+    steps = f"{config.max_train_steps:,} steps"
     yield Check(
         name="one step",
-        found=f"{trial.seconds:.2f} s, so about {duration} for {config.max_train_steps} steps on one device",
-        fix=slow if not torch.cuda.is_available() and days > SLOW_RUN_DAYS else "",
+        found=f"{duration_in_words(trial.seconds)}, so about {duration} for {steps} on one device",
+        fix=slow if not torch.cuda.is_available() and total_s > SLOW_RUN_S else "",
     )

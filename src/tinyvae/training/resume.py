@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tinyvae.config_files.run_folder import earlier_run_folders
 from tinyvae.config_files.saving import to_json
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.training.checkpoint import (
+    REPLACED,
     SHARED_STATE,
     list_checkpoints,
     newest_intact,
@@ -27,6 +28,8 @@ from tinyvae.training.checkpoint import (
 )
 
 log = logging.getLogger(__name__)
+
+SHOWN_NAMES = 3
 
 SETTINGS_OF_THE_RUN = (
     "variant",
@@ -58,6 +61,7 @@ videos lie is not one of them: the fingerprint of the training files tells wheth
 SETTINGS_OF_THE_START = (
     "resume_from_checkpoint",
     "allow_changed_settings",
+    "allow_cpu",
     "output_dir",
     "data_root",
     "annotation_file",
@@ -87,6 +91,12 @@ class SavedRun:
     def world_size(self) -> int:
         return int(self.manifest["world_size"])
 
+    def tidied(self) -> SavedRun:
+        """The same checkpoint, where `remove_unfinished` gave it back the name that a killed save took from it."""
+        if self.folder.exists():
+            return self
+        return replace(self, folder=self.folder.with_name(self.folder.name.removesuffix(REPLACED)))
+
     def rank_state(self, rank: int) -> dict[str, Any]:
         return read_state(self.folder / rank_file(rank))
 
@@ -107,17 +117,20 @@ def find_checkpoint(asked: str, config: TrainConfig) -> FoundCheckpoint:
     by_name = [run / asked for run in runs if (run / asked).is_dir()]
     if len(path.parts) == 1 and by_name:
         return _intact(by_name[0])
-    available = ", ".join(str(info.folder) for run in runs for info in list_checkpoints(run)) or "none"
+    infos = sorted(
+        (info for run in runs for info in list_checkpoints(run)), key=lambda info: info.age_key, reverse=True
+    )
+    newest = _first_few([str(info.folder) for info in infos]) or "none"
     raise MissingFileError(
         f"resume_from_checkpoint is {asked!r}, but there is no such folder (looked at {path.absolute()} and in "
-        f"{_named(runs, config)}); checkpoints there: {available}."
+        f"{_named(runs, config)}); the newest checkpoints there: {newest}."
     )
 
 
 def _newest_of(runs: list[Path], asked: str, place: str) -> FoundCheckpoint:
     folder, faults = newest_intact(runs)
     if folder is None:
-        damaged = f" (damaged: {'; '.join(faults)})" if faults else ""
+        damaged = f" (damaged: {_first_few(faults)})" if faults else ""
         raise MissingFileError(
             f"{asked} there is no intact checkpoint in {place}{damaged}; start without --resume, or name a checkpoint."
         )
@@ -132,7 +145,13 @@ def _intact(folder: Path) -> FoundCheckpoint:
 
 
 def _named(runs: list[Path], config: TrainConfig) -> str:
-    return ", ".join(map(str, runs)) if runs else f"{config.output_dir} (no run folder yet)"
+    return _first_few(list(map(str, runs))) or f"{config.output_dir} (no run folder yet)"
+
+
+def _first_few(names: list[str]) -> str:
+    """``a, b, c and 12 more``."""
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(names[:SHOWN_NAMES]) + more
 
 
 def open_checkpoint(folder: Path) -> SavedRun:
@@ -154,8 +173,15 @@ def changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> tuple[lis
     return of_the_run, others
 
 
-def check_same_settings(folder: Path, manifest: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    """Refuse to go on with another model or other clips, unless ``allow_changed_settings``; the differences.
+def asked_checkpoint(asked: str, config: TrainConfig) -> FoundCheckpoint:
+    """`find_checkpoint`, if it has the run's settings; its list of files is not looked at. Nothing is touched."""
+    found = find_checkpoint(asked, config)
+    _check_same_settings(found.folder, read_manifest(found.folder), config)
+    return found
+
+
+def _check_same_settings(folder: Path, manifest: Mapping[str, Any], config: TrainConfig) -> None:
+    """Refuse to go on with another model or other clips, unless ``allow_changed_settings``.
 
     A run that is to end before the checkpoint is refused always; one that ends at it only writes its last files.
     """
@@ -166,15 +192,13 @@ def check_same_settings(folder: Path, manifest: Mapping[str, Any], config: Train
         )
     changes, _ = changed_settings(manifest["config"], config)
     _refuse(folder, changes, config)
-    return changes
 
 
-def check_same_run(saved: SavedRun, config: TrainConfig, *, data_fingerprint: str) -> None:
-    """Refuse to go on with another model or other data, unless ``allow_changed_settings``."""
-    _, others = changed_settings(saved.manifest["config"], config)
+def check_same_data(saved: SavedRun, config: TrainConfig, *, data_fingerprint: str) -> None:
+    """Refuse to go on with other files, unless ``allow_changed_settings``; say what has changed and is allowed."""
+    changes, others = changed_settings(saved.manifest["config"], config)
     if others:
         log.info("settings changed since the checkpoint: %s", "; ".join(others))
-    changes = check_same_settings(saved.folder, saved.manifest, config)
     if not changes and saved.manifest["data_fingerprint"] != data_fingerprint:
         changes = ["the list of training files (files were added, removed or replaced)"]
         _refuse(saved.folder, changes, config)

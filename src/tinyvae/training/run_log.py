@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from tqdm import tqdm
 
 from tinyvae.config import TrainConfig
 from tinyvae.config_files.saving import flat_for_tracker, to_json
+from tinyvae.training.checkpoint import why_not_written
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -60,30 +62,47 @@ class RunLog:
         self._unwritten: list[str] = []  # lines of metrics.jsonl that a full disk did not take yet
         self._writer: SummaryWriter | None = None
         self._open_writer: Callable[[int], SummaryWriter] | None = None
-        self._handlers: list[logging.Handler] = []
-        package_log = logging.getLogger("tinyvae")
-        package_log.setLevel(logging.INFO if is_main else logging.WARNING)
+        self._file = folder / "train.log"
+        self._package_log = logging.getLogger("tinyvae")
+        self._before = (self._package_log.level, self._package_log.propagate)
+        self._package_log.setLevel(logging.INFO if is_main else logging.WARNING)
+        self._package_log.propagate = False
         console = _BarSafeHandler(sys.stderr)
         console.setFormatter(logging.Formatter("%(message)s"))
-        self._handlers.append(console)
+        self._handlers: list[logging.Handler] = []
+        self._add(console)
+        # Lines wait for the file until `begin`.
+        self._waiting = MemoryHandler(capacity=1_000_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
         if is_main:
-            file = _LogFile(folder / "train.log")
-            file.setFormatter(logging.Formatter(LOG_LINE))
-            self._handlers.append(file)
+            self._add(self._waiting)
             if config.report_to == "tensorboard":
                 self._open_writer = lambda step: _open_tensorboard(folder / config.logging_dir, config, step)
-        for handler in self._handlers:
-            package_log.addHandler(handler)
-        package_log.propagate = False
+
+    def _add(self, handler: logging.Handler) -> None:
+        self._handlers.append(handler)
+        self._package_log.addHandler(handler)
 
     def begin(self, *, from_step: int = 0, with_validation: bool = True) -> None:
-        """Begin at the step that the run resumes from; until then a resume can be refused, and nothing is dropped.
+        """Begin at the step that the run resumes from; until then a resume can be refused, and no file is touched.
 
         ``with_validation``: whether that step had been validated, so that its line stays.
         """
-        if self._is_main:
-            self._drop_lines_after(from_step, with_validation)
-            self._show(from_step, lambda writer: writer.flush())
+        if not self._is_main:
+            return
+        self._drop_lines_after(from_step, with_validation)
+        file = _LogFile(self._file)
+        file.setFormatter(logging.Formatter(LOG_LINE))
+        self._waiting.setTarget(file)
+        self._waiting.flush()
+        self._waiting.setTarget(None)
+        self._remove(self._waiting)
+        self._add(file)
+        self._show(from_step, lambda writer: writer.flush())
+
+    def _remove(self, handler: logging.Handler) -> None:
+        self._handlers.remove(handler)
+        self._package_log.removeHandler(handler)
+        handler.close()
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line of numbers at an optimiser step; names like ``train/loss`` and ``val/psnr``."""
@@ -94,7 +113,8 @@ class RunLog:
             _append_whole(self._metrics_file, "".join(self._unwritten))
             self._unwritten = []
         except OSError as fault:  # a full disk: checkpoints decide whether the run can go on, not its log
-            log.error("could not log step %d (%s); its line is written with the next one", step, fault)
+            told = why_not_written(fault, self._metrics_file.parent)
+            log.error("could not log step %d (%s); its line is written with the next one", step, told)
         self._show(step, partial(_add_scalars, values=values, step=step))
 
     def _show(self, step: int, add: Callable[[SummaryWriter], object]) -> None:
@@ -107,13 +127,14 @@ class RunLog:
             add(self._writer)
         except OSError as fault:
             self._writer = None  # its thread has ended and takes nothing more
-            log.error("could not write to TensorBoard at step %d: %s", step, fault)
+            told = why_not_written(fault, self._metrics_file.parent)
+            log.error("could not write to TensorBoard at step %d: %s", step, told)
 
     def note(self, text: str, *, level: int = logging.INFO) -> None:
         """Write a line to ``train.log`` alone."""
         record = logging.LogRecord(__name__, level, __file__, 0, text, None, None)
         for handler in self._handlers:
-            if isinstance(handler, logging.FileHandler):
+            if isinstance(handler, logging.FileHandler | MemoryHandler):
                 handler.handle(record)
 
     def videos(self, step: int, shown: list[tuple[str, Tensor, Tensor]]) -> None:
@@ -123,11 +144,13 @@ class RunLog:
             self._show(step, partial(_add_pictures, name=name, strip=strip, step=step))
 
     def close(self) -> None:
+        """Close the files; the package's logger is as it was before."""
         if self._writer is not None:
             self._show(0, lambda writer: writer.close())
-        for handler in self._handlers:
-            logging.getLogger("tinyvae").removeHandler(handler)
-            handler.close()
+        for handler in list(self._handlers):
+            self._remove(handler)
+        level, self._package_log.propagate = self._before
+        self._package_log.setLevel(level)
 
     def _drop_lines_after(self, step: int, with_validation: bool) -> None:
         """A resumed run goes on from its checkpoint: what a killed run logged beyond it did not happen."""

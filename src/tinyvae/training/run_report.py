@@ -10,7 +10,7 @@ import torch
 
 from tinyvae.config import TrainConfig
 from tinyvae.errors import UserError
-from tinyvae.evaluation.clip_sources import ClipSource
+from tinyvae.evaluation.clip_sources import ClipSource, Middle
 from tinyvae.evaluation.evaluating import EvaluationSettings, evaluate_round_trip
 from tinyvae.evaluation.publish import publish
 from tinyvae.evaluation.round_trip import open_model
@@ -25,8 +25,7 @@ def write_run_report(
 ) -> None:
     """Evaluate the run's best model (else its final one) and write ``results.json`` and ``report.html``.
 
-    The same files at the same size as in the run's validations, but each from its first frame on, as `tinyvae eval`
-    takes them; validations take the middle of each file, so the numbers differ a little.
+    The same clips as in the run's validations, so that its numbers are those of the best validation.
     """
     clips = validation_clips(config, data)
     if not clips:
@@ -67,7 +66,13 @@ def _write(
 ) -> None:
     n_frames, height, width = config.validation_size
     source = config.data_source
-    settings = EvaluationSettings(data=str(source), max_frames=n_frames, size=(height, width), max_clips=len(clips))
+    settings = EvaluationSettings(
+        data=str(source),
+        max_frames=n_frames,
+        size=(height, width),
+        max_clips=len(clips),
+        middle=Middle(frame_step=config.min_frame_delta, scaled=config.random_resize),
+    )
     round_trip = open_model(_best_model(folder), variant=config.variant, device=device, label=config.variant)
     with torch.no_grad():
         result = evaluate_round_trip(round_trip, clips, settings, devices=[device], lpips=lpips)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -19,7 +17,6 @@ import torch
 from tinyvae.config import TrainConfig
 from tinyvae.config_checks import check_config
 from tinyvae.config_files.loading import LoadedConfig
-from tinyvae.config_files.run_folder import has_time, new_run_folder
 from tinyvae.config_files.saving import to_json
 from tinyvae.errors import UserError
 from tinyvae.losses.lpips_weights import find_lpips_weights
@@ -28,9 +25,11 @@ from tinyvae.losses.seraena import Seraena
 from tinyvae.losses.seraena_start import SeraenaStart
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import load_model, save_model
+from tinyvae.quantities import count_of
 from tinyvae.teachers import load_teacher
-from tinyvae.training.checkpoint import CheckpointWriter, remove_unfinished
-from tinyvae.training.clips import RunData, open_data
+from tinyvae.training.beginning import Beginning
+from tinyvae.training.checkpoint import CheckpointWriter
+from tinyvae.training.clips import RunData, loading_processes, open_data
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine, start_engine
 from tinyvae.training.finish import write_final_model
@@ -38,17 +37,17 @@ from tinyvae.training.guards import SignalWatch, StopRequested, average_when_all
 from tinyvae.training.initialisation import initialise_he
 from tinyvae.training.notify import Notifier
 from tinyvae.training.optimizers import make_optimizers
-from tinyvae.training.preflight import checks_at_start
+from tinyvae.training.place import RunPlace
+from tinyvae.training.preflight import checkpoint_bytes, checks_at_start, machine_complaints
 from tinyvae.training.profiling import StepProfiler
 from tinyvae.training.progress import HIGHER_IS_BETTER, LoopState, Progress
-from tinyvae.training.resume import FoundCheckpoint, SavedRun, check_same_run, find_checkpoint, open_checkpoint
+from tinyvae.training.resume import FoundCheckpoint, asked_checkpoint, check_same_data, open_checkpoint
 from tinyvae.training.run_log import RunLog
 from tinyvae.training.run_report import write_run_report
-from tinyvae.training.run_state import RunState, what_scores_mean, with_its_best_model
+from tinyvae.training.run_state import RunState, what_scores_mean
 from tinyvae.training.task import TrainingTask
 from tinyvae.training.trainer import LoopParts, Trainer
 from tinyvae.training.validating import Validator
-from tinyvae.training.validation import put_best_model_back
 
 log = logging.getLogger(__name__)
 
@@ -73,23 +72,50 @@ def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
         at_end.callback(engine.close_quietly)
         signals = SignalWatch()
         at_end.callback(signals.close)
-        found = engine.from_main(lambda: _asked_checkpoint(config))
+        # The main process decides: it alone reads every file of a checkpoint to check it.
+        asked = config.resume_from_checkpoint
+        found = None if asked is None else engine.from_main(lambda: asked_checkpoint(asked, config))
         checkpoint = None if found is None else found.folder
-        folder = engine.from_main(lambda: make_run_folder(config, checkpoint))
+        place, folder, index_folder = _take_place(config, engine, checkpoint, at_end)
         saved = None if checkpoint is None else open_checkpoint(checkpoint)
         run_log = RunLog(folder, config, is_main=engine.is_main)
         at_end.callback(run_log.close)
         notifier = at_end.enter_context(Notifier(config, folder, is_main=engine.is_main))
         if engine.is_main:
             _tell_what_is_known(loaded, engine, found)
-            log.info("run folder: %s", folder)
+            log.info("run folder: %s%s", folder, f" ({place.note})" if place is not None and place.note else "")
+        begin = Beginning(
+            config=config,
+            engine=engine,
+            folder=folder,
+            index_folder=index_folder,
+            place=place,
+            run_log=run_log,
+            saved=saved,
+        )
         try:
-            progress = _run(config, engine, folder, signals, notifier, run_log, saved, command)
+            progress = _run(begin, signals, notifier, command)
         except (UserError, StopRequested) as reason:
             run_log.note(f"the run ends: {reason}", level=logging.WARNING)  # the terminal is told by the command line
             raise
         engine.close()
     return FinishedRun(folder=folder, progress=progress, is_main=engine.is_main)
+
+
+def _take_place(
+    config: TrainConfig, engine: Engine, checkpoint: Path | None, at_end: ExitStack
+) -> tuple[RunPlace | None, Path, Path]:
+    """The run's folder and that of its index. The main process decides (time stamps of several would differ) and is the
+    only one to hold the `RunPlace`."""
+    held: list[RunPlace] = []
+
+    def take() -> tuple[Path, Path]:
+        held.append(RunPlace(config, checkpoint))
+        at_end.callback(held[0].leave)
+        return held[0].folder, held[0].index_folder()
+
+    folder, index_folder = engine.from_main(take)
+    return (held[0] if held else None), folder, index_folder
 
 
 def _tell_what_is_known(loaded: LoadedConfig, engine: Engine, found: FoundCheckpoint | None) -> None:
@@ -105,77 +131,17 @@ def _tell_what_is_known(loaded: LoadedConfig, engine: Engine, found: FoundCheckp
 
 def check_before_start(loaded: LoadedConfig) -> None:
     """What can be refused before any process group or GPU is touched; `tinyvae check --quick` asks for it too."""
-    check_config(loaded.config, loaded.given_paths)
+    here = machine_complaints(loaded.config)
+    check_config(loaded.config, loaded.given_paths, also=here, heading=loaded.source)
 
 
-def _asked_checkpoint(config: TrainConfig) -> FoundCheckpoint | None:
-    """The checkpoint to go on from. The main process decides: it alone reads every file to check it."""
-    asked = config.resume_from_checkpoint
-    return None if asked is None else find_checkpoint(asked, config)
-
-
-def make_run_folder(config: TrainConfig, checkpoint: Path | None) -> Path:
-    """The run's folder, made by the main process alone: time stamps of several processes would differ.
-
-    A resumed run goes on in the folder of its checkpoint, unless ``output_dir`` names one folder for good. A folder
-    that holds a run belongs to it: only a checkpoint that lies there goes on in it.
-    """
-    if checkpoint is not None and has_time(config.output_dir):
-        folder = checkpoint.parent
-    else:
-        folder = new_run_folder(config.output_dir, datetime.now())
-    homes = () if checkpoint is None else (checkpoint.parent.resolve(), checkpoint.resolve().parent)  # either may link
-    is_its_own = folder.resolve() in homes
-    if not is_its_own and (folder / "config.json").exists():
-        other = "a run" if checkpoint is None else f"another run than that of {checkpoint}"
-        raise UserError(
-            f"{folder} already holds {other}; choose another --output_dir, or go on with it by --resume latest."
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(folder)
-        put_best_model_back(folder)
-    except OSError as fault:
-        raise UserError(f"cannot write to the run folder {folder} ({fault}); choose another --output_dir.") from None
-    return folder.absolute()
-
-
-def bring_past_along(old_run: Path, folder: Path) -> None:
-    """A run that goes on in a new folder has the lines and validations of its past there too; main process only."""
-    for name in ("metrics.jsonl", "validation_history.json"):
-        source, target = old_run / name, folder / name
-        if source.is_file() and not target.exists():
-            try:
-                shutil.copyfile(source, target)
-            except OSError as fault:
-                reason = fault.strerror or fault
-                raise UserError(
-                    f"{source} could not be copied to {folder} ({reason}); check its space and permissions."
-                ) from None
-
-
-def write_run_config(folder: Path, config: TrainConfig) -> None:
-    """``config.json``: the run's settings as they were resolved."""
-    temporary = folder / ".config.json.part"
-    temporary.write_text(to_json(config) + "\n")
-    temporary.replace(folder / "config.json")
-
-
-def _run(
-    config: TrainConfig,
-    engine: Engine,
-    folder: Path,
-    signals: SignalWatch,
-    notifier: Notifier,
-    run_log: RunLog,
-    saved: SavedRun | None,
-    command: str,
-) -> Progress:
+def _run(begin: Beginning, signals: SignalWatch, notifier: Notifier, command: str) -> Progress:
     """Build what the loop drives, put a checkpoint's state into it, train, and write what a finished run leaves."""
+    config, engine, folder = begin.config, begin.engine, begin.folder
     torch.manual_seed(config.seed)
-    data = open_data(config, engine, folder)
-    if saved is not None:
-        check_same_run(saved, config, data_fingerprint=data.fingerprint)
+    data = open_data(config, engine, folder, index_folder=begin.index_folder)
+    if begin.saved is not None:
+        check_same_data(begin.saved, config, data_fingerprint=data.fingerprint)
     model = build_model(config).to(engine.device)
     optimizers = make_optimizers(model, config)
     engine.prepare(model, optimizers)
@@ -189,7 +155,8 @@ def _run(
         seraena=task.seraena,
         scored_with=what_scores_mean(config, data),
     )
-    loop = _begin(config, folder, run_log, state, saved)
+    fresh = LoopState(progress=Progress(), seraena_start=make_seraena_start(config))
+    loop, data = begin.settle(begin.from_the_past(state, fresh), data)
     validator = Validator(
         config,
         engine,
@@ -198,7 +165,7 @@ def _run(
         average=average,
         data=data,
         lpips=task.lpips,
-        run_log=run_log,
+        run_log=begin.run_log,
         stop_signal=lambda: signals.received,
         from_step=loop.progress.step,
     )
@@ -214,7 +181,7 @@ def _run(
         optimizers=optimizers,
         average=average,
         batches=data.training_batches(engine, start_sample=loop.progress.samples_seen),
-        run_log=run_log,
+        run_log=begin.run_log,
         profiler=profiler,
         signals=signals,
         notifier=notifier,
@@ -235,23 +202,6 @@ def _run(
             f"the run is complete, but its last checkpoint could not be written to {folder}; see train.log."
         )
     return progress
-
-
-def _begin(config: TrainConfig, folder: Path, run_log: RunLog, state: RunState, saved: SavedRun | None) -> LoopState:
-    """Where the loop begins: at step 0, or where the checkpoint stood. From here on the folder is this run's own."""
-    engine = state.engine
-    loop = LoopState(progress=Progress(), seraena_start=make_seraena_start(config))
-    if saved is not None:
-        loop = state.restore(saved, loop.seraena_start)
-        log.info("resumed from %s at step %d", saved.folder, loop.progress.step)
-        engine.from_main(lambda: bring_past_along(saved.folder.parent, folder))
-    stood = loop.progress
-    run_log.begin(from_step=stood.step, with_validation=stood.validated_step == stood.step)
-    if engine.is_main:  # only now: a resume that is refused must leave the run's settings and lines as they were
-        write_run_config(folder, config)
-    if saved is not None:
-        loop = replace(loop, progress=engine.from_main(lambda: with_its_best_model(stood, saved, folder)))
-    return loop
 
 
 def build_model(config: TrainConfig) -> TAEHV:
@@ -275,6 +225,9 @@ def build_model(config: TrainConfig) -> TAEHV:
 
 def build_task(config: TrainConfig, engine: Engine, model: TAEHV) -> TrainingTask:
     """The student's task with the teacher, LPIPS and Seraena that the configuration asks for."""
+    if config.compile_model and engine.device.type == "cpu":
+        log.info("compile_model is left out: it is for GPUs, on a CPU it takes minutes at the start and brings little")
+        config = replace(config, compile_model=False)
     teacher = None
     if config.teacher_path is not None:
         dtype = TORCH_DTYPES[config.ref_vae_dtype]
@@ -340,7 +293,12 @@ def make_saver(config: TrainConfig, folder: Path, state: RunState, data: RunData
 
     It tells whether the checkpoint is on disk.
     """
-    writer = CheckpointWriter(folder, state.engine, keep=config.checkpoints_total_limit)
+    writer = CheckpointWriter(
+        folder,
+        state.engine,
+        keep=config.checkpoints_total_limit,
+        needed_bytes=checkpoint_bytes(config, state.engine.world_size),
+    )
 
     def write_model(target: Path, *, step: int) -> None:
         with ExitStack() as swapped:
@@ -376,13 +334,15 @@ def _describe(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) 
         return
     clips = config.train_batch_size * config.gradient_accumulation_steps * engine.world_size
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    if (workers := loading_processes(config)) < config.dataloader_num_workers:
+        log.info("clips are loaded by %d processes, not %d: as many as cores", workers, config.dataloader_num_workers)
     log.info(
-        "%s (%.2f M parameters) on %d x %s; %d clips of %d x %d x %d a step; %d files train, %d validate",
+        "%s (%.2f M parameters) on %d x %s; %s of %d x %d x %d a step; %d files train, %d validate",
         config.variant,
         parameters,
         engine.world_size,
         engine.device.type,
-        clips,
+        count_of(clips, "clip"),
         config.n_frames,
         config.height,
         config.width,

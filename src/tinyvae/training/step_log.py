@@ -114,7 +114,7 @@ class StepLog:
         loss = f"loss {values['train/loss']:.4g}, " if "train/loss" in values else ""
         return (
             f"{loss}lr {values['train/learning_rate']:.2e}, "
-            f"{values['train/frames_per_second']:.0f} frames/s, {memory:.1f} GiB"
+            f"{_two_digits(values['train/frames_per_second'])} frames/s, {memory:.1f} GiB"
         )
 
 
@@ -125,6 +125,11 @@ def learning_rates(step: int, config: TrainConfig) -> dict[str, float]:
     if config.optimizer == "muon":
         rates["muon_learning_rate"] = config.muon_learning_rate * factor
     return rates
+
+
+def _two_digits(speed: float) -> str:
+    """``64`` and ``1234`` as they are, ``0.35`` instead of 0."""
+    return f"{speed:.0f}" if speed >= 10 else f"{speed:.2g}"
 
 
 def system_stats(device: torch.device) -> dict[str, float]:

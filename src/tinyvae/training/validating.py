@@ -15,14 +15,22 @@ from tinyvae.config import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.models.taehv import TAEHV
-from tinyvae.training.checkpoint import WRITE_FAULTS
+from tinyvae.training.checkpoint import WRITE_FAULTS, why_not_written
 from tinyvae.training.clips import RunData
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine
 from tinyvae.training.progress import Progress
 from tinyvae.training.run_log import RunLog
 from tinyvae.training.trainer import ValidationOutcome
-from tinyvae.training.validation import ValidationHistory, ValidationResult, validate, write_best_model, write_json
+from tinyvae.training.trial_step import state_bytes
+from tinyvae.training.validation import (
+    ValidationHistory,
+    ValidationResult,
+    score_in_words,
+    validate,
+    write_best_model,
+    write_json,
+)
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +118,7 @@ class Validator:
                 "COULD NOT WRITE best_model/ of step %d (%s): it still holds the earlier best. This step's own "
                 "checkpoint, once written, is kept beside the newest ones.",
                 progress.step,
-                str(fault).splitlines()[0],
+                why_not_written(fault, self._folder, needed_bytes=2 * state_bytes(self._config).weights),
             )
 
     def _info(self, progress: Progress, result: ValidationResult, train_loss: float) -> dict[str, Any]:
@@ -150,15 +158,18 @@ class Validator:
         try:
             self._history.add(entry)
         except OSError as fault:  # the entry is written with the next one
-            log.error("could not write validation_history.json at step %d: %s", progress.step, fault)
+            told = why_not_written(fault, self._folder)
+            log.error("could not write validation_history.json at step %d: %s", progress.step, told)
         shown = ", ".join(
-            f"{name} {result.metrics[name]:.4g}" for name in ("psnr", "ssim", "lpips") if name in result.metrics
+            f"{name} {score_in_words(name, result.metrics[name])}"
+            for name in ("psnr", "ssim", "lpips")
+            if name in result.metrics
         )
         metric = self._config.metric_for_best_model
         best = (
             f" (best {metric})"
             if improved
-            else f" (best {metric} {progress.best_score:.4g} at step {progress.best_step})"
+            else f" (best {metric} {score_in_words(metric, progress.best_score)} at step {progress.best_step})"
         )
         log.info("validation at step %d: %s%s", progress.step, shown, best)
         self._write_early_stop(progress, stop=stop)
@@ -181,5 +192,5 @@ class Validator:
         try:
             write_json(file, info)
         except OSError as fault:
-            log.error("could not write %s: %s", file.name, fault)
+            log.error("could not write %s: %s", file.name, why_not_written(fault, self._folder))
         log.info("stopping early: no better %s in %d validations", info["metric"], progress.stale_validations)

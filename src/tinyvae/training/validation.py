@@ -46,6 +46,13 @@ class ValidationResult:
     shown: list[tuple[str, Tensor, Tensor]]
 
 
+def score_in_words(name: str, score: float | None) -> str:
+    """``11.00 dB`` for psnr, ``0.9314`` for all others; a dash where there is none."""
+    if score is None:
+        return "–"
+    return f"{score:.2f} dB" if name == "psnr" else f"{score:.4f}"
+
+
 class ValidationCut(Exception):  # noqa: N818 (news for the loop)
     """All ranks left a validation half-way. ``reason``: what this rank has to say of it; None: another rank knows."""
 

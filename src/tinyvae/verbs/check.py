@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tinyvae.config import TrainConfig
     from tinyvae.training.preflight import Check
-    from tinyvae.training.resume import FoundCheckpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,20 +74,11 @@ def wanted_gpus(options: argparse.Namespace) -> list[Check]:
     return [Check(name="GPUs", found="none is visible here", fix=fix)]
 
 
-def asked_checkpoint(asked: str, config: TrainConfig) -> FoundCheckpoint:
-    """The checkpoint that is meant, if it is whole and has the run's settings; its list of files is not looked at."""
-    from tinyvae.training.checkpoint import read_manifest
-    from tinyvae.training.resume import check_same_settings, find_checkpoint
-
-    found = find_checkpoint(asked, config)
-    check_same_settings(found.folder, read_manifest(found.folder), config)
-    return found
-
-
 def checkpoint_to_resume(config: TrainConfig) -> list[Check]:
     """A line for the checkpoint that ``--resume`` asks for."""
     from tinyvae.errors import UserError
     from tinyvae.training.preflight import Check
+    from tinyvae.training.resume import asked_checkpoint
 
     asked = config.resume_from_checkpoint
     if asked is None:
@@ -114,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     named = options.launch or os.environ.get(LAUNCH_FILE_VARIABLE)
     launch = read_launch_file(Path(named)) if named else None
     if options.quick:
+        from tinyvae.training.resume import asked_checkpoint
         from tinyvae.training.start import check_before_start
 
         check_before_start(loaded)

@@ -25,13 +25,20 @@ from tinyvae.lasting_output import outlive_readers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from tinyvae.config_files.loading import preset_names, preset_summary
     from tinyvae.config_files.tables import config_help_text
 
-    parser.add_argument("preset", metavar="PRESET_OR_FILE", help="a preset's name, a settings file or a run's folder")
+    parser.add_argument(
+        "preset", nargs="?", metavar="PRESET_OR_FILE", help="a preset's name, a settings file or a run's folder"
+    )
     parser.add_argument("settings", nargs=argparse.REMAINDER, metavar="--key value", help="settings to change")
-    presets = "\n".join(f"  {name:<12}{preset_summary(name).splitlines()[0]}" for name in preset_names())
-    parser.epilog = f"presets:\n{presets}\n\n{config_help_text()}"
+    parser.usage = "tinyvae train PRESET_OR_FILE [--key value ...]"
+    parser.epilog = f"presets:\n{preset_list()}\n\n{config_help_text()}"
+
+
+def preset_list() -> str:
+    from tinyvae.config_files.loading import preset_names, preset_summary
+
+    return "\n".join(f"  {name:<12}{preset_summary(name).splitlines()[0]}" for name in preset_names())
 
 
 def help_of(preset_or_file: str, settings: list[str]) -> str:
@@ -56,6 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     from tinyvae.config_files.loading import load_config
 
     outlive_readers()
+    if arguments.preset is None:
+        raise UserError(
+            "say what to train: a preset's name, a settings file or a run's folder, as in `tinyvae train quickstart` "
+            f"(it needs no data and no GPU). The presets are:\n{preset_list()}"
+        )
     if "-h" in arguments.settings or "--help" in arguments.settings:
         print(help_of(arguments.preset, [word for word in arguments.settings if word not in ("-h", "--help")]))
         return 0

@@ -1,0 +1,179 @@
+"""One run folder, one run: also with several starts at once, killed ones and other machines."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+
+from tinyvae.errors import UserError
+from tinyvae.training import run_claim
+from tinyvae.training.run_claim import MARKER, RunClaim
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from tinyvae.training.run_claim import RunClaim
+
+claim = RunClaim(Path(sys.argv[1]))
+print("claimed", flush=True)
+time.sleep(60)
+"""
+
+
+def start_holder(folder: Path) -> subprocess.Popen[str]:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "claimed\n"
+    return holder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def change_marker(folder: Path, **changes: object) -> None:
+    (folder / MARKER).write_text(json.dumps(json.loads((folder / MARKER).read_text()) | changes))
+
+
+def test_the_second_is_refused_and_a_killed_one_is_followed(tmp_path: Path) -> None:
+    holder = start_holder(tmp_path)
+    try:
+        started = time.monotonic()
+        with pytest.raises(
+            UserError, match=rf"another run writes to .* \(process {holder.pid}, since .*kill {holder.pid}"
+        ):
+            RunClaim(tmp_path)
+        assert time.monotonic() - started < 1, "at once"
+    finally:
+        holder.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 10  # killed, and a zombie until its parent (this test) asks for it
+    while time.monotonic() < deadline:
+        try:
+            claim = RunClaim(tmp_path)
+            break
+        except UserError:
+            time.sleep(0.02)
+    assert json.loads((tmp_path / MARKER).read_text())["pid"] == os.getpid()
+    holder.wait()
+    claim.release()
+    assert names(tmp_path) == [], "the marker goes at the end, and nothing else is left of taking it over"
+
+
+def test_a_release_leaves_the_folder_as_it_was_unless_it_was_used(tmp_path: Path) -> None:
+    os.utime(tmp_path, ns=(10**18, 10**18))
+    RunClaim(tmp_path).release()
+    assert tmp_path.stat().st_mtime_ns == 10**18
+    used = RunClaim(tmp_path)
+    used.is_used = True
+    used.release()
+    assert tmp_path.stat().st_mtime_ns > 10**18
+
+
+def test_another_process_with_the_number_of_a_dead_one_is_not_mistaken(tmp_path: Path) -> None:
+    RunClaim(tmp_path)
+    with pytest.raises(UserError, match="another run writes"):
+        RunClaim(tmp_path)
+    change_marker(tmp_path, process_started=1.0)
+    RunClaim(tmp_path).release()
+
+
+def test_another_machine_is_told_with_the_way_out_and_followed_when_it_is_silent(tmp_path: Path) -> None:
+    RunClaim(tmp_path)
+    change_marker(tmp_path, host="node-7", pid=1)
+    os.utime(tmp_path / MARKER, (time.time() - 200,) * 2)
+    with pytest.raises(
+        UserError, match=rf"on node-7, since .* 3\.3 min ago; .*in 5\.0 min, or remove {tmp_path}/{MARKER}"
+    ):
+        RunClaim(tmp_path)
+    os.utime(tmp_path / MARKER, (time.time() - 400,) * 2)
+    RunClaim(tmp_path).release()
+    assert names(tmp_path) == []
+
+
+def test_a_run_touches_its_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_claim, "BEAT_S", 0.05)
+    claim = RunClaim(tmp_path)
+    os.utime(tmp_path / MARKER, (1.0, 1.0))
+    deadline = time.monotonic() + 10
+    while (tmp_path / MARKER).stat().st_mtime < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert (tmp_path / MARKER).stat().st_mtime > 2
+    claim.release()
+    assert names(tmp_path) == []
+
+
+def test_a_slurm_job_that_starts_again_elsewhere_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    RunClaim(tmp_path)
+    change_marker(tmp_path, host="node-that-died")
+    with pytest.raises(UserError, match="on node-that-died"):
+        RunClaim(tmp_path)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    RunClaim(tmp_path).release()
+    assert names(tmp_path) == []
+
+
+def test_a_marker_that_a_kill_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_claim, "HALF_WRITTEN_S", 0.1)
+    (tmp_path / MARKER).touch()
+    with pytest.raises(UserError, match="remove the file and start again"):
+        RunClaim(tmp_path)
+
+
+def test_a_marker_that_is_no_longer_ours_stays(tmp_path: Path) -> None:
+    """Somebody removed the marker by hand, and has the folder now."""
+    ours = RunClaim(tmp_path)
+    (tmp_path / MARKER).unlink()
+    theirs = RunClaim(tmp_path)
+    ours.release()
+    assert names(tmp_path) == [MARKER]
+    theirs.release()
+
+
+def try_to_claim(folder: Path, together: Barrier, won: Path) -> None:
+    together.wait()
+    try:
+        RunClaim(folder)
+    except UserError:
+        return
+    (won / str(os.getpid())).touch()
+    together.wait()  # nobody ends before all have tried
+
+
+def count_winners(tmp_path: Path, number: int) -> int:
+    folder, won = tmp_path / f"run_{number}", tmp_path / f"won_{number}"
+    won.mkdir()
+    context = multiprocessing.get_context("fork")
+    together = context.Barrier(8)
+    racers = [context.Process(target=try_to_claim, args=(folder, together, won)) for _ in range(8)]
+    for racer in racers:
+        racer.start()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and sum(racer.is_alive() for racer in racers) > len(names(won)):
+        time.sleep(0.01)
+    for racer in racers:
+        racer.kill()
+        racer.join()
+    return len(names(won))
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_of_eight_at_the_same_moment_one_gets_it(tmp_path: Path, stale: bool) -> None:
+    """``stale``: all of them find the marker of a process that was killed."""
+    for number in range(10):
+        folder = tmp_path / f"run_{number}"
+        folder.mkdir()
+        if stale:
+            RunClaim(folder)
+            change_marker(folder, process_started=1.0)
+        assert count_winners(tmp_path, number) == 1, f"round {number}"
+        left = [name for name in names(folder) if name != MARKER]
+        assert left == [], left
