@@ -138,7 +138,6 @@ def test_the_engine_is_chosen_by_the_launch_file_alone(stubs: Stubs) -> None:
     [
         (["eight", "h100"], {}, "GPUS must be a whole number"),
         (["8", "custom"], {}, "custom needs a settings file"),
-        (["8", "custom", "none.py"], {}, "no settings file 'none.py'"),
         (["8", "h100", "--resume"], {}, "--resume needs a checkpoint"),
         (["8", "h100"], {"STUB_GPUS": "4"}, "8 GPUs were asked for and 4 are visible"),
         (["8", "h100"], {"STUB_GPUS": "0"}, "no GPU is visible"),
@@ -160,6 +159,13 @@ def test_mistakes_end_with_2_and_a_sentence_and_start_nothing(
 def test_a_failed_quick_check_starts_nothing(stubs: Stubs) -> None:
     done = stubs.run(H100, "8", "h100", STUB_CHECK_EXIT="2")
     assert done.returncode == 2 and not list(stubs.record.iterdir())
+
+
+def test_a_settings_file_of_the_old_trainer_is_answered_with_its_preset(tmp_path: Path) -> None:
+    words = [str(H100), "1", "custom", "training/configs/taehv_config_a800_fixed.py"]
+    environment = {**os.environ, "USE_CPU": "1", "PYTHON": sys.executable}
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "the preset a800" in done.stderr, done.stderr
 
 
 def test_help_needs_no_words_and_no_gpu(stubs: Stubs) -> None:
