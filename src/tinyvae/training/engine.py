@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tinyvae.config import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.training.guards import is_out_of_memory
-from tinyvae.training.launch_config import launch_of_this_process
+from tinyvae.training.launch_config import read_environment
 from tinyvae.training.optimizers import OptimizerSet
 
 log = logging.getLogger(__name__)
@@ -282,10 +282,9 @@ def as_number(norm: Tensor | float | None) -> float:
 
 def start_engine(config: TrainConfig) -> Engine:
     """The engine that the launch configuration asks for."""
-    from accelerate.commands.config.config_args import default_config_file
-
-    launch = launch_of_this_process(config, default_file=Path(default_config_file))
-    if launch is None or launch.deepspeed is None:
+    launch = read_environment(os.environ)
+    launch.check(config)
+    if launch.deepspeed is None:
         return Engine(config)
     from tinyvae.training.deepspeed_engine import DeepSpeedEngine
 
