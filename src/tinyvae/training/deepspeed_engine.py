@@ -1,6 +1,4 @@
-"""The engine under DeepSpeed: ZeRO keeps, averages, clips and steps; the clips are computed outside of it.
-
-`tinyvae.training.engine` imports this file when the launch configuration asks for DeepSpeed, and nobody else does.
+"""The engine under DeepSpeed, and the choice between the two engines.
 
 Every process computes the gradients of its own clips on a whole copy of the weights, as the plain engine does, with
 nobody to wait for. When all are well the gradients are handed to DeepSpeed in one go: it averages them, clips them,
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 from tinyvae.config import TrainConfig
 from tinyvae.errors import UserError, require_package
 from tinyvae.training.engine import Engine, StepResult, as_number
-from tinyvae.training.launch_config import DeepSpeedSettings
+from tinyvae.training.launch_config import DeepSpeedSettings, read_environment
 from tinyvae.training.optimizers import OptimizerSet
 
 log = logging.getLogger(__name__)
@@ -79,7 +77,7 @@ class DeepSpeedEngine(Engine):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self._deepspeed = require_package("deepspeed", extra="deepspeed", needed_for="this launch configuration")
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        # DeepSpeed calls these at every step by names that torch wants to rename: nothing a user could mend.
+        # DeepSpeed calls these at every step by names that torch wants to rename: nothing a user can fix.
         for renamed in ("all_gather_into_tensor", "reduce_scatter_tensor"):
             warnings.filterwarnings("ignore", message=rf".*{renamed}. is deprecated", category=FutureWarning)
         super().__init__(config)
@@ -266,3 +264,10 @@ class DeepSpeedEngine(Engine):
         padded = value.new_zeros(length * self.world_size)
         padded[: value.numel()] = value.reshape(-1)
         return padded[length * self.rank : length * (self.rank + 1)]
+
+
+def start_engine(config: TrainConfig) -> Engine:
+    """The engine that the launch of this process asks for."""
+    launch = read_environment(os.environ)
+    launch.check(config)
+    return Engine(config) if launch.deepspeed is None else DeepSpeedEngine(config, launch.deepspeed)

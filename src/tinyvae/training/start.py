@@ -31,8 +31,9 @@ from tinyvae.models.weights import load_model, save_model
 from tinyvae.teachers import load_teacher
 from tinyvae.training.checkpoint import CheckpointWriter, remove_unfinished
 from tinyvae.training.clips import RunData, open_data
+from tinyvae.training.deepspeed_engine import start_engine
 from tinyvae.training.ema import WeightAverage
-from tinyvae.training.engine import Engine, start_engine
+from tinyvae.training.engine import Engine
 from tinyvae.training.finish import write_final_model
 from tinyvae.training.guards import SignalWatch, StopRequested, average_when_all_are_well
 from tinyvae.training.initialisation import initialise_he
