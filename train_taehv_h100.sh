@@ -132,7 +132,6 @@ if [[ "$total" -eq 1 && -z "${LAUNCH_CONFIG:-}" && "${ENGINE:-ddp}" == ddp ]]; t
     command=("${PYTHON:-python}" "${train[@]}") # one process needs no launcher
 else
     launch_config="$(cd "$(dirname "$launch_config")" && pwd)/$(basename "$launch_config")"
-    export TINYVAE_LAUNCH_CONFIG="$launch_config"
     command=(accelerate launch --config_file "$launch_config" --num_processes "$total" --num_machines "$nodes"
         --machine_rank "$node" --main_process_port "${MASTER_PORT:-29500}")
     if [[ "$nodes" -gt 1 ]]; then command+=(--main_process_ip "$MASTER_ADDR"); fi

@@ -1,6 +1,6 @@
 """One process of an engine test: ``torchrun ... engine_process.py PLAN.json FOLDER`` trains as each case says.
 
-A case: ``name``; ``zero`` (keys of `DeepSpeedSettings`, or null for the plain engine); ``steps``; and where wanted
+A case: ``name``; ``zero`` (a DeepSpeed JSON, or null for the plain engine); ``steps``; and where wanted
 ``precision``, ``micro_batches``, ``nan_at`` and ``huge_at`` ([rank, step]: what the loss becomes), ``save_at`` (a
 step), ``load`` (the file of an earlier case), ``max_grad_norm``. Each rank writes ``FOLDER/NAME.RANK.pt``.
 """
@@ -32,7 +32,7 @@ def start(config: TrainConfig, zero: dict[str, Any] | None) -> Engine:
         return Engine(config)
     from tinyvae.training.deepspeed_engine import DeepSpeedEngine
 
-    return DeepSpeedEngine(config, DeepSpeedSettings(**zero))
+    return DeepSpeedEngine(config, DeepSpeedSettings.model_validate(zero))
 
 
 def run_case(case: dict[str, Any], folder: Path) -> Engine:

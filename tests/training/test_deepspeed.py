@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from engine_runs import largest_difference, results, run_plan, same_weights
 from faults import NanLoss, OutOfMemoryInZero
 from tiny_runs import SERAENA, arguments_for, differences, launch, read_lines, state_of
@@ -20,13 +19,13 @@ from tinyvae.errors import UserError
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (pip install 'tinyvae[deepspeed]')")
 
-BUCKETS = {"reduce_bucket_size": 1_000_000}
-ZERO = {
-    "zero1": {"zero_stage": 1, "numbers": BUCKETS},
-    "zero2": {"zero_stage": 2, "numbers": BUCKETS},
-    "zero3": {"zero_stage": 3, "numbers": {**BUCKETS, "stage3_param_persistence_threshold": 100}},
-    "zero2_offload": {"zero_stage": 2, "offload_optimizer": True, "numbers": BUCKETS},
-    "zero3_offload": {"zero_stage": 3, "offload_optimizer": True, "offload_param": True, "numbers": BUCKETS},
+CPU = {"device": "cpu"}
+ZERO: dict[str, dict[str, Any]] = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2, "reduce_bucket_size": 1_000_000},
+    "zero3": {"stage": 3, "reduce_bucket_size": 1_000_000, "stage3_param_persistence_threshold": 100},
+    "zero2_offload": {"stage": 2, "offload_optimizer": CPU},
+    "zero3_offload": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
 }
 
 
@@ -35,21 +34,21 @@ def test_muon_is_refused_before_anything_is_started() -> None:
     from tinyvae.training.launch_config import DeepSpeedSettings
 
     with pytest.raises(UserError, match="muon works on whole weight matrices"):
-        DeepSpeedEngine(TrainConfig(optimizer="muon"), DeepSpeedSettings(zero_stage=2))
+        DeepSpeedEngine(
+            TrainConfig(optimizer="muon"), DeepSpeedSettings.model_validate({"zero_optimization": {"stage": 2}})
+        )
 
 
 # the engine alone
 
 
 def odd_values(stage: int) -> dict[str, Any]:
-    """Settings of which none is DeepSpeed's default."""
-    numbers: dict[str, Any] = {"reduce_bucket_size": 77_778, "contiguous_gradients": False, "overlap_comm": stage == 2}
+    """Values of which none is DeepSpeed's default."""
+    values: dict[str, Any] = {"reduce_bucket_size": 77_778, "contiguous_gradients": False, "overlap_comm": stage == 2}
     if stage == 2:
-        numbers |= {"allgather_bucket_size": 55_556, "reduce_scatter": False}
-    else:
-        numbers |= {"sub_group_size": 33_333, "stage3_param_persistence_threshold": 500}
-        numbers |= {"stage3_model_persistence_threshold": 2_000}
-    return {"zero_stage": stage, "communication_data_type": "bf16", "numbers": numbers}
+        return values | {"allgather_bucket_size": 55_556, "reduce_scatter": False}
+    values |= {"sub_group_size": 33_333, "stage3_param_persistence_threshold": 500}
+    return values | {"stage3_model_persistence_threshold": 2_000}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases in one group of two processes: starting it costs more than running it."""
     folder = tmp_path_factory.mktemp("engines")
     plan: list[dict[str, Any]] = [{"name": "plain", "zero": None, "steps": 10, "save_at": 5}]
-    for name, zero in ZERO.items():
+    for name, section in ZERO.items():
+        zero = {"zero_optimization": section}
         plan += [
             {"name": name, "zero": zero, "steps": 10, "save_at": 5},
             {"name": f"{name}_again", "zero": zero, "steps": 10, "load": f"{name}.saved.pt"},
@@ -70,7 +70,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         short = {**zero, "communication_data_type": "fp16"}
         plan.append({"name": f"{name}_overflow", "zero": short, "steps": 3, "huge_at": [0, 1]})
-    plan += [{"name": f"odd_{stage}", "zero": odd_values(stage), "steps": 2} for stage in (2, 3)]
+    for stage in (2, 3):
+        odd = {"zero_optimization": {"stage": stage, **odd_values(stage)}, "communication_data_type": "bf16"}
+        plan.append({"name": f"odd_{stage}", "zero": odd, "steps": 2})
     plan += [{"name": f"plain_{p}", "zero": None, "steps": 2, "precision": p} for p in ("fp16", "bf16")]
     run_plan(plan, folder, processes=2)
     run_plan([{"name": "moved", "zero": None, "steps": 10, "load": "zero3.saved.pt"}], folder, processes=1)
@@ -134,10 +136,10 @@ def test_every_precision(folder: Path, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-def test_every_number_is_in_effect(folder: Path, stage: int) -> None:
+def test_every_value_is_in_effect(folder: Path, stage: int) -> None:
     given = odd_values(stage)
     effect = results(folder, f"odd_{stage}", processes=2)[0]["in_effect"]
-    assert {key: effect[key] for key in given["numbers"]} == given["numbers"]
+    assert {key: effect[key] for key in given} == given
     assert effect["zero_stage"] == stage and effect["clipping"] == 0.5
     assert effect["communication_data_type"] == "torch.bfloat16"
     if stage == 3:
@@ -145,28 +147,33 @@ def test_every_number_is_in_effect(folder: Path, stage: int) -> None:
         assert effect["sub_groups"] > 1 == fewer["sub_groups"]
         assert effect["whole_parameters"] > fewer["whole_parameters"] > 0
     assert not effect["offload_optimizer"]
-    assert results(folder, f"zero{stage}_offload", processes=2)[0]["in_effect"]["offload_optimizer"]
+    by_default = results(folder, f"zero{stage}_offload", processes=2)[0]
+    assert by_default["in_effect"]["offload_optimizer"]
+    weights = sum(value.numel() for value in by_default["model"].values())
+    assert by_default["in_effect"]["reduce_bucket_size"] - weights in (
+        0,
+        1,
+    )  # a bucket is a buffer, and it must be even
 
 
 # whole runs, chosen by launch configuration alone
 
 
 class UnderDeepSpeed:
-    """Gives a rank what ``accelerate launch --config_file FILE`` gives it."""
+    """Gives a rank what ``accelerate launch`` gives it where its YAML names a DeepSpeed JSON."""
 
     def __init__(self, file: Path, fault: Any = None) -> None:
         self.file, self.fault = file, fault
 
     def __call__(self, rank: int) -> None:
-        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "TINYVAE_LAUNCH_CONFIG": str(self.file)}
+        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(self.file)}
         if self.fault is not None:
             self.fault(rank)
 
 
-def launch_file(folder: Path, stage: int, **more: object) -> Path:
-    file = folder / f"zero{stage}.yaml"
-    block = {"zero_stage": stage, "reduce_bucket_size": 1_000_000, **more}
-    file.write_text(yaml.safe_dump({"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": block}))
+def json_file(folder: Path, stage: int, **more: object) -> Path:
+    file = folder / f"zero{stage}.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": stage, "reduce_bucket_size": 1_000_000, **more}}))
     return file
 
 
@@ -187,7 +194,7 @@ def test_whole_runs_are_the_same_under_every_engine(clips: Path, tmp_path: Path)
     for stage in (1, 2, 3):
         name = f"zero{stage}"
         arguments = arguments_for(clips, tmp_path / name, **settings)
-        run = launch(arguments, tmp_path / "logs", ranks=2, prepare=UnderDeepSpeed(launch_file(tmp_path, stage)))
+        run = launch(arguments, tmp_path / "logs", ranks=2, prepare=UnderDeepSpeed(json_file(tmp_path, stage)))
         assert run.wait(180) == [0, 0], run.both_logs()
         assert losses_of(tmp_path / name) == pytest.approx(wanted, abs=1e-5)
         assert json.loads((tmp_path / name / "checkpoint-10" / "manifest.json").read_text())["engine"] == "deepspeed"
@@ -199,7 +206,7 @@ def test_whole_runs_are_the_same_under_every_engine(clips: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_a_run_with_seraena_resumes_exactly_under_deepspeed_and_moves_to_ddp(clips: Path, tmp_path: Path) -> None:
     """Seraena trains beside DeepSpeed, equal on all ranks and to what it is without; all of its state is saved."""
-    under = UnderDeepSpeed(launch_file(tmp_path, 2))
+    under = UnderDeepSpeed(json_file(tmp_path, 2))
     settings = {**SERAENA, "log_every": 1, "checkpointing_steps": 3, "gradient_accumulation_steps": 2}
 
     def train(name: str, prepare: Any, **more: object) -> Path:
@@ -223,7 +230,7 @@ def test_a_run_with_seraena_resumes_exactly_under_deepspeed_and_moves_to_ddp(cli
 
 @pytest.mark.slow
 def test_a_nan_in_a_whole_run_is_skipped_by_both_ranks_and_named(clips: Path, tmp_path: Path) -> None:
-    under = UnderDeepSpeed(launch_file(tmp_path, 3), NanLoss(rank=1, calls=(2,)))
+    under = UnderDeepSpeed(json_file(tmp_path, 3), NanLoss(rank=1, calls=(2,)))
     run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=2, prepare=under)
     assert run.wait(180) == [0, 0], run.both_logs()
     assert "skipped" in run.log(0) and "process 1:" in run.log(0) and "process 0:" not in run.log(0)
@@ -232,11 +239,11 @@ def test_a_nan_in_a_whole_run_is_skipped_by_both_ranks_and_named(clips: Path, tm
 
 
 @pytest.mark.slow
-def test_mistakes_in_a_launch_file_end_in_one_sentence(clips: Path, tmp_path: Path) -> None:
-    under = UnderDeepSpeed(launch_file(tmp_path, 2, gradient_accumulation_steps=8, reduce_bucket=1))
+def test_mistakes_in_a_deepspeed_json_end_in_one_sentence(clips: Path, tmp_path: Path) -> None:
+    under = UnderDeepSpeed(json_file(tmp_path, 2, reduce_bucket=1))
     run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=1, prepare=under)
     assert run.wait(60) == [2]
-    assert "reduce_bucket is not a key that takes effect" in run.log() and "Traceback" not in run.log()
+    assert "zero_optimization.reduce_bucket: it has no effect here" in run.log() and "Traceback" not in run.log()
 
 
 @pytest.mark.slow
@@ -248,7 +255,7 @@ def test_a_frozen_teacher_beside_deepspeed(clips: Path, tmp_path: Path) -> None:
     changes: dict[str, object] = {"use_ref_vae": True, "ref_vae_path": tmp_path / "teacher", "n_frames": 5}
     changes |= {"encoder_loss_weight": 0.1, "decoder_loss_weight": 0.1, "mixed_precision": "bf16", "log_every": 1}
     changes |= {"max_train_steps": 2, "checkpointing_steps": 2, "validation_steps": 0}
-    under = UnderDeepSpeed(launch_file(tmp_path, 2))
+    under = UnderDeepSpeed(json_file(tmp_path, 2))
     run = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path / "logs", ranks=2, prepare=under)
     assert run.wait(180) == [0, 0], run.both_logs()
     assert '"train/encoder_loss"' in (tmp_path / "run" / "metrics.jsonl").read_text()
@@ -261,7 +268,7 @@ def test_a_frozen_teacher_beside_deepspeed(clips: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_out_of_memory_in_deepspeeds_step_is_told_as_that(clips: Path, tmp_path: Path) -> None:
     """As a lost process it would be started again ten times; it is a mistake in the settings (exit code 2)."""
-    under = UnderDeepSpeed(launch_file(tmp_path, 2), OutOfMemoryInZero(call=2))
+    under = UnderDeepSpeed(json_file(tmp_path, 2), OutOfMemoryInZero(call=2))
     run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=2, prepare=under)
     assert run.wait(120) == [2, 2], run.both_logs()
     assert "out of memory while the gradients were applied" in run.log() and "Traceback" not in run.log()

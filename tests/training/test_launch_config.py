@@ -1,213 +1,259 @@
-"""Launch files: every value takes effect, must agree with the run, or is refused."""
+"""Launches: every value takes effect, must agree with the run, or is refused."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from tiny_runs import arguments_for
 
 from tinyvae.config import TrainConfig
-from tinyvae.errors import MissingFileError, UserError
-from tinyvae.training.launch_config import (
-    DEEPSPEED_KEYS,
-    LaunchConfig,
-    find_launch_file,
-    launch_of_this_process,
-    read_launch_file,
-)
+from tinyvae.errors import UserError
+from tinyvae.training.launch_config import LaunchConfig, Zero, read_environment, read_launch_file
 
-CONFIGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "accelerate_configs"
 NAMES = ("deepspeed", "deepspeed_1gpu", "deepspeed_8gpu", "deepspeed_16gpu", "ddp_8gpu")
-UNDER_DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+
+GUIDE = {
+    "zero_stage": 2,
+    "offload_optimizer_device": "cpu",
+    "offload_param_device": "cpu",
+    "communication_data_type": "fp16",
+    "gradient_accumulation_steps": 1,
+    "reduce_bucket_size": "5e7",
+    "overlap_comm": True,
+}
+"""What guides print."""
+
+QUESTIONNAIRE = {
+    "deepspeed_multinode_launcher": "standard",
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "zero3_init_flag": False,
+    "zero3_save_16bit_model": False,
+    "zero_stage": 3,
+}
+"""What ``accelerate config`` writes."""
 
 
-def write(folder: Path, deepspeed: dict[str, object] | None = None, **top: object) -> Path:
-    content: dict[str, object] = {"compute_environment": "LOCAL_MACHINE", "num_processes": 2, **top}
-    if deepspeed is not None:
-        content |= {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2, **deepspeed}}
+def write(folder: Path, block: dict[str, Any] | None = None, **top: Any) -> Path:
+    content = {"distributed_type": "DEEPSPEED" if block else "MULTI_GPU", "num_processes": 2, **top}
+    if block:
+        content["deepspeed_config"] = block
     file = folder / "launch.yaml"
-    file.write_text(yaml.safe_dump(content))
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
     return file
 
 
-def read(folder: Path, deepspeed: dict[str, object] | None = None, **top: object) -> LaunchConfig:
-    return read_launch_file(write(folder, deepspeed, **top))
+def told(folder: Path, content: Any, **variables: str) -> LaunchConfig:
+    """The launch of a process whose YAML names a JSON of this content."""
+    file = folder / "deepspeed.json"
+    file.write_text(json.dumps(content))
+    named = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+    return read_environment({**named, **variables})
+
+
+def passed_by_accelerate(*words: str) -> dict[str, str]:
+    """The variables that accelerate itself makes of a command line."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    arguments, file, _ = _validate_launch_command(
+        launch_command_parser().parse_args([*words, "--main_process_port", "0", "train.py"])
+    )
+    if not arguments.use_deepspeed:
+        return prepare_multi_gpu_env(arguments)
+    arguments.deepspeed_fields_from_accelerate_config = ",".join(file.deepspeed_config) if file else ""
+    return prepare_deepspeed_cmd_env(arguments)[1]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_our_own_launch_files_are_wholly_understood_and_fit_the_presets(name: str) -> None:
+def test_our_own_launch_files_fit_the_presets_from_every_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tinyvae.config_files import load_preset
 
+    monkeypatch.chdir(tmp_path)
     launch = read_launch_file(CONFIGS / f"{name}.yaml")
-    assert (launch.deepspeed is not None) == name.startswith("deepspeed")
     for preset in ("h100", "1gpu_h100", "test"):
         assert launch.disagreements(load_preset(preset)) == []
-    number = name.removeprefix("deepspeed").removeprefix("ddp").removeprefix("_").removesuffix("gpu")
-    assert launch.num_processes == int(number or 2)
+    assert (launch.deepspeed is not None) == name.startswith("deepspeed")
     if launch.deepspeed is not None:  # a bucket is a buffer: ours hold the largest network once, not many times
-        assert launch.deepspeed.numbers["reduce_bucket_size"] <= 25_000_000
+        assert (launch.deepspeed.zero_optimization.reduce_bucket_size or 0) <= 25_000_000
+        assert launch.deepspeed.zero_optimization.stage == (3 if "16" in name else 2)
 
 
-def test_every_deepspeed_value_reaches_deepspeeds_own_configuration(tmp_path: Path) -> None:
-    given = {
-        "offload_optimizer_device": "cpu",
-        "communication_data_type": "bf16",
-        "reduce_bucket_size": "5e7",
+@pytest.mark.parametrize("name", [*NAMES, "questionnaire", "guide", "precision", "dynamo"])
+def test_a_file_is_read_as_the_processes_that_it_starts_see_it(name: str, tmp_path: Path) -> None:
+    """`tinyvae check --launch FILE` says what `accelerate launch --config_file FILE` will end in."""
+    own: dict[str, Any] = {
+        "questionnaire": {"block": QUESTIONNAIRE},
+        "guide": {"block": GUIDE},
+        "precision": {"mixed_precision": "fp16"},
+        "dynamo": {"dynamo_config": {"dynamo_backend": "INDUCTOR"}},
+    }
+    file = write(tmp_path, **own[name]) if name in own else CONFIGS / f"{name}.yaml"
+
+    def outcome(read: Any) -> str:
+        try:
+            launch = read()
+        except UserError as refused:
+            return str(refused)
+        return f"{launch} {launch.disagreements(TrainConfig())}"
+
+    by_file = outcome(lambda: read_launch_file(file))
+    assert by_file == outcome(
+        lambda: read_environment(passed_by_accelerate("--config_file", str(file)), place=str(file))
+    )
+
+
+def test_every_value_of_a_json_reaches_deepspeed(tmp_path: Path) -> None:
+    zero = {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "reduce_bucket_size": 5e7,
         "allgather_bucket_size": 124,
         "overlap_comm": True,
         "contiguous_gradients": False,
         "reduce_scatter": False,
     }
-    launch = read(tmp_path, given)
-    assert launch.deepspeed is not None
-    config = launch.deepspeed.for_deepspeed(max_grad_norm=0.7)
-    zero = config["zero_optimization"]
-    assert config["gradient_clipping"] == 0.7 and config["gradient_accumulation_steps"] == 1
-    assert config["communication_data_type"] == "bf16"
-    assert zero["stage"] == 2 and zero["offload_optimizer"] == {"device": "cpu"}
-    assert zero["reduce_bucket_size"] == 50_000_000 and zero["allgather_bucket_size"] == 124
-    assert zero["overlap_comm"] is True and zero["contiguous_gradients"] is False and zero["reduce_scatter"] is False
+    launch = told(tmp_path, {"zero_optimization": zero, "communication_data_type": "bf16"})
+    assert launch.deepspeed is not None and launch.deepspeed.communication_data_type == "bf16"
+    assert launch.deepspeed.zero_optimization.model_dump(exclude_defaults=True) == zero
+
+
+def test_auto_and_none_ask_for_nothing(tmp_path: Path) -> None:
+    zero = {"stage": 2, "reduce_bucket_size": "auto", "offload_param": {"device": "none"}, "sub_group_size": None}
+    launch = told(tmp_path, {"zero_optimization": zero, "train_batch_size": "auto", "gradient_clipping": "auto"})
+    assert launch.deepspeed is not None and launch.disagreements(TrainConfig()) == []
+    assert launch.deepspeed.zero_optimization == Zero(stage=2)
 
 
 @pytest.mark.parametrize(
-    ("deepspeed", "says"),
+    ("zero", "says"),
     [
-        ({"reduce_bucket": 5}, "deepspeed_config.reduce_bucket is not a key that takes effect. Did you mean"),
-        ({"zero_stage": 0}, "must be 1, 2 or 3"),
-        ({"reduce_bucket_size": float("inf")}, "an even whole number"),
-        ({"gradient_clipping": float("nan")}, "auto or a number"),
-        ({3: 4}, "deepspeed_config.3 is not a key"),  # type: ignore[dict-item]
-        ({"offload_param_device": "cpu"}, "no effect below zero_stage 3"),
-        ({"offload_optimizer_device": "nvme"}, "must be none or cpu"),
-        ({"stage3_param_persistence_threshold": 10}, "no effect at zero_stage 2, only at 3"),
-        ({"zero_stage": 3, "allgather_bucket_size": 10}, "no effect at zero_stage 3, only at 1 or 2"),
-        ({"zero_stage": 3, "zero3_init_flag": True}, "zero3_init_flag can only be false"),
-        ({"stage3_prefetch_bucket_size": 10}, "nothing to fetch ahead"),
-        ({"deepspeed_config_file": "ds.json"}, "write its values into this file"),
-        ({"overlap_comm": "yes"}, "must be true or false"),
-        ({"reduce_bucket_size": -1}, "must be an even whole number"),
-        ({"allgather_bucket_size": 55_555}, "must be an even whole number"),
-        ({"deepspeed_multinode_launcher": "pdsh"}, "must be standard"),
+        ({"reduce_bucket": 5}, r"zero_optimization\.reduce_bucket: it has no effect here; take it out"),
+        ({"stage": 0}, r"zero_optimization\.stage: Input should be greater than or equal to 1"),
+        ({"reduce_bucket_size": float("inf")}, "reduce_bucket_size: Input should be a finite number"),
+        ({"reduce_bucket_size": 0}, "reduce_bucket_size: Input should be greater"),
+        ({"allgather_bucket_size": 55_555}, "allgather_bucket_size: Input should be a multiple of 2"),
+        ({"overlap_comm": "perhaps"}, "overlap_comm: Input should be a valid boolean"),
+        ({"offload_param": {"device": "cpu"}}, "offload_param has no effect at ZeRO stage 2; take it out"),
+        ({"offload_optimizer": {"device": "nvme"}}, r"offload_optimizer\.device: Input should be 'cpu'"),
+        ({"stage3_prefetch_bucket_size": 10}, "stage3_prefetch_bucket_size: it has no effect here"),
+        ({"stage3_param_persistence_threshold": 10}, "has no effect at ZeRO stage 2"),
+        (
+            {"stage": 3, "allgather_bucket_size": 10, "reduce_scatter": True},
+            "allgather_bucket_size, reduce_scatter has",
+        ),
     ],
 )
-def test_what_would_not_take_effect_is_refused(tmp_path: Path, deepspeed: dict[str, object], says: str) -> None:
+def test_what_would_not_take_effect_is_refused(tmp_path: Path, zero: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        read(tmp_path, deepspeed)
+        told(tmp_path, {"zero_optimization": {"stage": 2, **zero}})
 
 
-def test_all_problems_of_a_file_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    content = {"zero_optimization": {"stage": 2, "nonsense": 1}, "optimizer": {"type": "Adam"}}
+    others = {"ACCELERATE_DEEPSPEED_ZERO3_INIT": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+    others |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_MEGATRON_LM": "true"}
     with pytest.raises(UserError) as refused:
-        read(tmp_path, {"nonsense": 1, "zero3_init_flag": True}, mixed_precision="fp8", fsdp_config={"a": 1})
-    for part in ("nonsense", "zero3_init_flag", "mixed_precision: fp8", "fsdp_config"):
+        told(tmp_path, content, **others, ACCELERATE_DYNAMO_BACKEND="INDUCTOR")
+    parts = ("nonsense", "optimizer: it has no effect", "zero3_init_flag", "so write zero_stage", "asks for FSDP")
+    for part in (*parts, "Megatron-LM; tinyvae runs under DDP or DeepSpeed", "compile_model decides"):
         assert part in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("top", "says"),
-    [
-        ({"distributed_type": "FSDP"}, "distributed_type: FSDP is none of"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": 3}, "deepspeed_config: 3 must hold keys and values"),
-        ({"num_processes": 0}, "num_processes: 0 must be a whole number of at least 1"),
-        ({"main_process_port": 99999}, "main_process_port: 99999 must be"),
-        ({"deepspeed_config": {"zero_stage": 2}}, "no effect unless distributed_type is DEEPSPEED"),
-        ({"dynamo_backend": "INDUCTOR"}, "compile_model decides"),
-        ({"downcast_bf16": "yes"}, "downcast_bf16: yes has no effect"),
-        ({"num_procesess": 4}, "there is no key 'num_procesess'"),
-        ({"compute_environment": "AMAZON_SAGEMAKER"}, "must be LOCAL_MACHINE"),
-    ],
-)
-def test_top_level_keys(tmp_path: Path, top: dict[str, object], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        read(tmp_path, None, **top)
+def test_keys_that_accelerate_drops_are_refused_by_name(tmp_path: Path) -> None:
+    """Their values never arrive; their names do."""
+    with pytest.raises(UserError) as refused:
+        read_environment(passed_by_accelerate("--config_file", str(write(tmp_path, GUIDE))))
+    lost = "does not pass on communication_data_type, reduce_bucket_size, overlap_comm of deepspeed_config"
+    assert lost in str(refused.value) and "write such values into a DeepSpeed JSON" in str(refused.value)
+    assert "offload_param has no effect at ZeRO stage 2" in str(refused.value)
 
 
-def test_what_accelerates_questionnaire_writes_is_accepted(tmp_path: Path) -> None:
-    deepspeed = {"gradient_accumulation_steps": 4, "zero3_init_flag": False, "zero3_save_16bit_model": False}
-    deepspeed |= {"offload_optimizer_device": "none", "offload_param_device": "none", "gradient_clipping": 1.0}
-    top = {"debug": False, "downcast_bf16": "no", "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False}
-    launch = read(tmp_path, deepspeed, **top, mixed_precision="bf16", rdzv_backend="static", same_network=True)
-    fits = TrainConfig(gradient_accumulation_steps=4, max_grad_norm=1.0, mixed_precision="bf16")
-    assert launch.disagreements(fits) == []
+def test_the_command_line_of_accelerate_counts_too(tmp_path: Path) -> None:
+    words = ("--config_file", str(write(tmp_path, QUESTIONNAIRE)), "--zero_stage", "1")
+    launch = read_environment(passed_by_accelerate(*words))
+    assert launch.deepspeed is not None and launch.deepspeed.zero_optimization == Zero(stage=1)
+    assert launch.disagreements(TrainConfig(gradient_accumulation_steps=4)) == []
+    bare = read_environment({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_CONFIG_DS_FIELDS": ""})
+    assert bare.deepspeed is not None and bare.deepspeed.zero_optimization.stage == 2  # accelerate's own default
+
+
+def test_a_plain_start_asks_for_nothing() -> None:
+    for environment in ({}, {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}):
+        launch = read_environment(environment)
+        launch.check(TrainConfig(mixed_precision="bf16"))
+        assert launch.deepspeed is None
 
 
 def test_the_run_decides_precision_accumulation_and_clipping(tmp_path: Path) -> None:
-    launch = read(
-        tmp_path, {"gradient_accumulation_steps": 8, "gradient_clipping": 0.5}, mixed_precision="fp16", num_machines=1
+    content = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 8, "gradient_clipping": 0.5}
+    launch = told(tmp_path, content, ACCELERATE_MIXED_PRECISION="fp16")
+    with pytest.raises(UserError) as refused:
+        launch.check(TrainConfig(gradient_accumulation_steps=2, mixed_precision="bf16"))
+    assert "gradient_accumulation_steps: 8, and the run's gradient_accumulation_steps is 2" in str(refused.value)
+    assert "gradient_clipping: 0.5, and the run's max_grad_norm is 1.0" in str(refused.value)
+    assert "mixed_precision: fp16, and the run's mixed_precision is bf16" in str(refused.value)
+    launch.check(TrainConfig(gradient_accumulation_steps=8, max_grad_norm=0.5, mixed_precision="fp16"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("distributed_type: [1", "accelerate cannot read"),
+        ("just text", "accelerate cannot read"),
+        ("num_processes: 2", "`distributed_type` must be specified"),
+        ("distributed_type: MULTI_GPU\nnum_procesess: 4", "unknown keys"),
+        ("distributed_type: MULTI_GPU\ndeepspeed_config: {zero_stage: 2}", "under distributed_type: DEEPSPEED"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: 3", "must hold keys and values"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: no.json}", "JSON no.json cannot be"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: launch.yaml}", "Expecting value"),
+    ],
+)
+def test_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path("launch.yaml")
+    with pytest.raises(UserError, match="does not exist"):
+        read_launch_file(file)
+    file.write_text(text)
+    with pytest.raises(UserError, match=says):
+        read_launch_file(file)
+
+
+def test_every_key_is_in_the_documentation() -> None:
+    text = (ROOT / "docs" / "engines.md").read_text()
+    assert all(f"`{key}`" in text for key in Zero.model_fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ours", "default"])
+def test_accelerate_launch_by_hand_with_our_file_and_with_its_default_file(
+    name: str, clips: Path, tmp_path: Path
+) -> None:
+    """A real launch from another folder; without ``--config_file`` accelerate takes the one of its questionnaire."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (pip install 'tinyvae[deepspeed]')")
+    words = ["--config_file", str(CONFIGS / "deepspeed.yaml")] if name == "ours" else []
+    (tmp_path / "accelerate").mkdir()
+    write(tmp_path, QUESTIONNAIRE).rename(tmp_path / "accelerate" / "default_config.yaml")
+    settings = {"max_train_steps": 2, "checkpointing_steps": 2, "validation_steps": 0, "gradient_accumulation_steps": 4}
+    command = [sys.executable, "-m", "accelerate.commands.launch", *words, "--num_processes", "2"]
+    command += ["--main_process_port", "0", "-m", "tinyvae.cli", "train"]
+    command += arguments_for(clips, tmp_path / "run", **settings)
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )
-    told = "\n".join(launch.disagreements(TrainConfig(gradient_accumulation_steps=2, mixed_precision="bf16")))
-    assert "gradient_accumulation_steps: 8, and the run's gradient_accumulation_steps is 2" in told
-    assert "gradient_clipping: 0.5, and the run's max_grad_norm is 1.0" in told
-    assert "mixed_precision: fp16, and the run's mixed_precision is bf16" in told
-    auto = read(tmp_path, {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"})
-    assert auto.disagreements(TrainConfig(gradient_accumulation_steps=2)) == []
-
-
-def test_broken_and_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(MissingFileError, match="no launch configuration"):
-        read_launch_file(tmp_path / "none.yaml")
-    file = tmp_path / "launch.yaml"
-    file.write_text("a: [1")
-    with pytest.raises(UserError, match="is not YAML"):
-        read_launch_file(file)
-    file.write_text("just text")
-    with pytest.raises(UserError, match="must hold keys and values"):
-        read_launch_file(file)
-
-
-# the launch of a process
-
-
-def test_a_plain_start_has_no_launch_file() -> None:
-    assert launch_of_this_process(TrainConfig(), {}) is None
-
-
-def test_deepspeed_without_a_file_to_read_is_refused() -> None:
-    with pytest.raises(UserError, match="the launch file cannot be seen"):
-        launch_of_this_process(TrainConfig(), UNDER_DEEPSPEED)
-
-
-def test_values_changed_behind_the_files_back_are_refused(tmp_path: Path) -> None:
-    env = {**UNDER_DEEPSPEED, "TINYVAE_LAUNCH_CONFIG": str(write(tmp_path, {}))}
-    assert launch_of_this_process(TrainConfig(), env) is not None
-    with pytest.raises(UserError, match=r"says zero_stage 3, and .* 2; change the file"):
-        launch_of_this_process(TrainConfig(), {**env, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"})
-    with pytest.raises(UserError, match="offload_optimizer_device cpu"):
-        launch_of_this_process(TrainConfig(), {**env, "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"})
-    with pytest.raises(UserError, match="asked for no DeepSpeed"):
-        launch_of_this_process(TrainConfig(), {**env, "ACCELERATE_USE_DEEPSPEED": "false"})
-    with pytest.raises(UserError, match="asks for FSDP"):
-        launch_of_this_process(TrainConfig(), {"ACCELERATE_USE_FSDP": "true"})
-
-
-def test_a_process_reads_the_file_on_its_launchers_command_line(tmp_path: Path) -> None:
-    """By hand, ``accelerate launch --config_file X`` names the file to the launcher only; its children look there."""
-    (tmp_path / "here.yaml").write_text("num_processes: 1\n")
-    child = "import os; from tinyvae.training.launch_config import find_launch_file as f; print(f(os.environ))"
-    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[-1]], check=True)"
-    env = {key: value for key, value in os.environ.items() if key != "TINYVAE_LAUNCH_CONFIG"}
-    for words in (["--config_file", "here.yaml"], ["--config-file=here.yaml"]):
-        done = subprocess.run(
-            [sys.executable, "-c", launcher, *words, child],
-            env={**env, "ACCELERATE_MIXED_PRECISION": "no"},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout.strip() == str(tmp_path / "here.yaml")
-
-
-def test_the_variable_wins_and_a_default_file_counts_only_under_accelerate(tmp_path: Path) -> None:
-    default = write(tmp_path)
-    assert find_launch_file({}, default=default) is None
-    assert find_launch_file({"ACCELERATE_MIXED_PRECISION": "no"}, default=default) == default
-    assert find_launch_file({"TINYVAE_LAUNCH_CONFIG": "x.yaml"}, default=default) == Path("x.yaml")
-
-
-def test_every_known_key_is_in_the_documentation() -> None:
-    text = (CONFIGS.parent / "docs" / "engines.md").read_text()
-    assert all(f"`{key}`" in text for key in DEEPSPEED_KEYS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "run" / "checkpoint-2" / "manifest.json").read_text())["engine"] == "deepspeed"

@@ -1,6 +1,4 @@
-"""The engine under DeepSpeed: ZeRO keeps, averages, clips and steps; the clips are computed outside of it.
-
-`tinyvae.training.engine` imports this file when the launch configuration asks for DeepSpeed, and nobody else does.
+"""The engine under DeepSpeed, and the choice between the two engines.
 
 Every process computes the gradients of its own clips on a whole copy of the weights, as the plain engine does, with
 nobody to wait for. When all are well the gradients are handed to DeepSpeed in one go: it averages them, clips them,
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 from tinyvae.config import TrainConfig
 from tinyvae.errors import UserError, require_package
 from tinyvae.training.engine import Engine, StepResult, as_number
-from tinyvae.training.launch_config import DeepSpeedSettings
+from tinyvae.training.launch_config import DeepSpeedSettings, read_environment
 from tinyvae.training.optimizers import OptimizerSet
 
 log = logging.getLogger(__name__)
@@ -79,11 +77,12 @@ class DeepSpeedEngine(Engine):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self._deepspeed = require_package("deepspeed", extra="deepspeed", needed_for="this launch configuration")
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        # DeepSpeed calls these at every step by names that torch wants to rename: nothing a user could mend.
+        # DeepSpeed calls these at every step by names that torch wants to rename: nothing a user can fix.
         for renamed in ("all_gather_into_tensor", "reduce_scatter_tensor"):
             warnings.filterwarnings("ignore", message=rf".*{renamed}. is deprecated", category=FutureWarning)
         super().__init__(config)
-        self.settings = settings
+        self._settings = settings
+        self._stage = settings.zero_optimization.stage
         self._max_grad_norm = config.max_grad_norm
         self._gathered: dict[str, Any] | None = None
         # It joins the group that is there; with a single process there is none yet.
@@ -101,12 +100,31 @@ class DeepSpeedEngine(Engine):
         self._zero, *_ = self._deepspeed.initialize(
             model=self._held,
             optimizer=adamw,
-            config=self.settings.for_deepspeed(max_grad_norm=self._max_grad_norm),
+            config=self._configuration(),
             dist_init_required=False,
         )
-        assert self._zero.zero_optimization_stage() == self.settings.zero_stage
+        assert self._zero.zero_optimization_stage() == self._stage
         # The loss scale is taken off gradients through an optimiser that holds them; this one does nothing else.
         self._scaled = torch.optim.SGD(self._parameters, lr=0.0)
+
+    def _configuration(self) -> dict[str, Any]:
+        """What DeepSpeed is started with. It clips and steps; our loop accumulates."""
+        weights = sum(p.numel() for p in self._parameters)
+        bucket = max(2, weights + weights % 2)  # a bucket is a buffer: one that holds the network once is enough
+        zero = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+        zero |= self._settings.zero_optimization.model_dump(exclude_defaults=True)
+        told: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,  # it sees gradients, never clips
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": self._max_grad_norm,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # the optimiser is the plain engine's: the same steps, bit for bit
+            "steps_per_print": None,
+        }
+        if self._settings.communication_data_type is not None:
+            told["communication_data_type"] = self._settings.communication_data_type
+        return told
 
     # the step
 
@@ -162,7 +180,7 @@ class DeepSpeedEngine(Engine):
 
     def _whole(self, held: list[nn.Parameter]) -> AbstractContextManager[Any]:
         """The held parameters in one piece: ZeRO-3 gathers them, the other stages have them so."""
-        if self.settings.zero_stage < 3:
+        if self._stage < 3:
             return nullcontext()
         return self._deepspeed.zero.GatheredParameters(held)
 
@@ -174,7 +192,7 @@ class DeepSpeedEngine(Engine):
 
         for parameter, value in zip(self._held.parameters(), self._parameters, strict=True):
             whole = value.detach().float()
-            if self.settings.zero_stage < 3:
+            if self._stage < 3:
                 parameter.data.copy_(whole)
                 safe_set_full_fp32_param(parameter, whole)
             else:
@@ -235,7 +253,7 @@ class DeepSpeedEngine(Engine):
     def _set_moment(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
-        if self.settings.zero_stage < 3:
+        if self._stage < 3:
             safe_set_full_optimizer_state(parameter, value, name)
         else:
             safe_set_local_optimizer_state(parameter, self._own_piece(parameter, value), name)
@@ -246,3 +264,10 @@ class DeepSpeedEngine(Engine):
         padded = value.new_zeros(length * self.world_size)
         padded[: value.numel()] = value.reshape(-1)
         return padded[length * self.rank : length * (self.rank + 1)]
+
+
+def start_engine(config: TrainConfig) -> Engine:
+    """The engine that the launch of this process asks for."""
+    launch = read_environment(os.environ)
+    launch.check(config)
+    return Engine(config) if launch.deepspeed is None else DeepSpeedEngine(config, launch.deepspeed)

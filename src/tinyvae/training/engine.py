@@ -1,4 +1,4 @@
-"""How the processes of a run work together. The only file that knows accelerate, and the door to DeepSpeed.
+"""How the processes of a run work together. The plain engine, which DeepSpeed's builds on.
 
 The plain engine runs one process or many with the same rule: between two exchanges a process does only local work.
 Each one computes the gradients of its own clips; then all exchange one small status, and only when everybody is well
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from tinyvae.config import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.training.guards import is_out_of_memory
-from tinyvae.training.launch_config import launch_of_this_process
 from tinyvae.training.optimizers import OptimizerSet
 
 log = logging.getLogger(__name__)
@@ -285,15 +284,3 @@ def as_number(norm: Tensor | float | None) -> float:
     if norm is None:
         return math.nan
     return float(norm.item()) if isinstance(norm, Tensor) else float(norm)
-
-
-def start_engine(config: TrainConfig) -> Engine:
-    """The engine that the launch configuration asks for."""
-    from accelerate.commands.config.config_args import default_config_file
-
-    launch = launch_of_this_process(config, default_file=Path(default_config_file))
-    if launch is None or launch.deepspeed is None:
-        return Engine(config)
-    from tinyvae.training.deepspeed_engine import DeepSpeedEngine
-
-    return DeepSpeedEngine(config, launch.deepspeed)

@@ -142,11 +142,11 @@ def _settings(config: TrainConfig, launch: LaunchConfig | None) -> Iterator[Chec
             frames += f"; Seraena sees {count_of(groups, 'group')} of {config.n_seraena_frames}"
         yield Check(name="frames", found=f"{config.variant}: {frames}")
     if launch is not None:
-        engine = "DDP" if launch.deepspeed is None else f"DeepSpeed ZeRO-{launch.deepspeed.zero_stage}"
+        engine = "DDP" if launch.deepspeed is None else f"DeepSpeed ZeRO-{launch.deepspeed.zero_optimization.stage}"
         clashes = "; ".join(launch.disagreements(config))
         if launch.deepspeed is not None and config.optimizer == "muon":
             clashes = "; ".join(filter(None, [clashes, "DeepSpeed cannot run optimizer=muon: use --optimizer adamw"]))
-        yield Check(name="launch", found=f"{engine}, {launch.file}", fix=clashes)
+        yield Check(name="launch", found=f"{engine}, {launch.place}", fix=clashes)
 
 
 # the machine

@@ -30,8 +30,9 @@ from tinyvae.teachers import load_teacher
 from tinyvae.training.beginning import Beginning
 from tinyvae.training.checkpoint import CheckpointWriter
 from tinyvae.training.clips import RunData, loading_processes, open_data
+from tinyvae.training.deepspeed_engine import start_engine
 from tinyvae.training.ema import WeightAverage
-from tinyvae.training.engine import Engine, start_engine
+from tinyvae.training.engine import Engine
 from tinyvae.training.finish import write_final_model
 from tinyvae.training.guards import SignalWatch, StopRequested, average_when_all_are_well
 from tinyvae.training.initialisation import initialise_he

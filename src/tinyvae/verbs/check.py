@@ -96,13 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(__doc__)
         return 0
     from tinyvae.config_files.loading import load_config
-    from tinyvae.errors import UserError
-    from tinyvae.training.launch_config import LAUNCH_FILE_VARIABLE, read_launch_file
+    from tinyvae.training.launch_config import read_launch_file
 
     options, settings = own_options(arguments.settings)
     loaded = load_config(arguments.preset, settings)
-    named = options.launch or os.environ.get(LAUNCH_FILE_VARIABLE)
-    launch = read_launch_file(Path(named)) if named else None
+    launch = read_launch_file(options.launch) if options.launch else None
     if options.quick:
         from tinyvae.training.resume import asked_checkpoint
         from tinyvae.training.start import check_before_start
@@ -110,9 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_before_start(loaded)
         if loaded.config.resume_from_checkpoint is not None:
             asked_checkpoint(loaded.config.resume_from_checkpoint, loaded.config)
-        clashes = [] if launch is None else launch.disagreements(loaded.config)
-        if clashes:
-            raise UserError(f"{'; '.join(clashes)}.")
+        if launch is not None:
+            launch.check(loaded.config)
         return 0
 
     import torch
