@@ -22,8 +22,9 @@ USER_PAGES = [page for page in DOCUMENTS if page.name not in NOT_FOR_USERS]
 ABOUT_SETTINGS = [page for page in USER_PAGES if page.name not in ("models.md", "evaluation.md")]
 MIGRATION = [ROOT / "docs" / name for name in ("migration.md", "migration.zh-CN.md")]
 
-LAUNCH_KEYS = {*launch_config.DEEPSPEED_KEYS, *launch_config.WITHOUT_MEANING, *launch_config.REFUSED}
-LAUNCH_KEYS |= {*launch_config.MACHINE_KEYS, *launch_config.HARMLESS_FALSE, "deepspeed_multinode_launcher"}
+LAUNCH_KEYS = {*launch_config.PASSED, *launch_config.NOT_PASSED, *launch_config.ONLY_AT}
+LAUNCH_KEYS |= {"deepspeed_config", "enable_cpu_affinity", "num_processes", "num_machines"}  # accelerate's own
+LAUNCH_KEYS |= {*launch_config.Zero.model_fields, *launch_config.DeepSpeedSettings.model_fields}
 NO_SETTINGS = {
     *("load_model", "encode_video", "check_teacher", "make_train_loader", "open_or_build_index", "full_path"),
     *("best_model", "best_score", "best_step", "early_stop", "size_independent", "cosine_with_restarts"),
@@ -32,6 +33,7 @@ NO_SETTINGS = {
 """Names with an underscore in the documents that are functions, values or metrics of ours or of others."""
 OLD_NAMES = {
     *("get_ref_vae", "state_dict", "reconstruction_loss", "round_robin_gradients", "elastic_checkpoint"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"),
     *("sparse_gradients", "cpu_offload", "stage3_gather_16bit_weights_on_model_save"),
 }
 """Names of the old trainer and of its launch files, which the documents say are gone."""
