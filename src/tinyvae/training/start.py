@@ -170,11 +170,9 @@ def _run(begin: Beginning, signals: SignalWatch, notifier: Notifier, command: st
         stop_signal=lambda: signals.received,
         from_step=loop.progress.step,
     )
-    profiler = StepProfiler(
-        folder / "profile.json" if config.enable_profiler and engine.is_main else None,
-        device=engine.device,
-        steps_left=config.max_train_steps - loop.progress.step,
-    )
+    profile = folder / "profile.json" if config.enable_profiler and engine.is_main else None
+    steps_left = config.max_train_steps - loop.progress.step
+    profiler = StepProfiler(profile, device=engine.device, steps_left=steps_left)
     parts = LoopParts(
         config=config,
         engine=engine,
@@ -195,13 +193,10 @@ def _run(begin: Beginning, signals: SignalWatch, notifier: Notifier, command: st
         progress = trainer.train()
     if engine.is_main:
         write_final_model(config, folder, model, average, progress, command=command)
-    if engine.is_main and config.report:
-        write_run_report(config, folder, data, task.lpips, device=engine.device, command=command)
+        if config.report:
+            write_run_report(config, folder, data, task.lpips, device=engine.device, command=command)
     engine.barrier()
-    if not trainer.is_saved:
-        raise UserError(
-            f"the run is complete, but its last checkpoint could not be written to {folder}; see train.log."
-        )
+    trainer.check_saved(folder)
     return progress
 
 

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -122,6 +123,13 @@ class Trainer:
                     self._validate(bar)
                 self._save_if_due()
         return self.progress
+
+    def check_saved(self, folder: Path) -> None:
+        """At the end: the newest save is on disk."""
+        if not self.is_saved:
+            raise UserError(
+                f"the run is complete, but its last checkpoint could not be written to {folder}; see train.log."
+            )
 
     def _next_clips(self) -> list[ClipBatch]:
         """The step's clips. Where this rank has none, all ranks save before they stop."""
