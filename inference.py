@@ -4,8 +4,9 @@ A thin door to `tinyvae.evaluation`; `tinyvae eval` measures whole data sets, `t
 
 examples:
   python inference.py --model_path output/my_run --num_samples 5
-  python inference.py --model_path taecvx.pth --num_samples 8 --data_root videos --annotation_file videos/val.json \\
-      --use_ref_vae --cogvideox_model_path CogVideoX-2b/vae --output_dir output/look --save_latents --benchmark
+  python inference.py --model_path taecvx.pth --variant taecvx --num_samples 8 --data_root videos \\
+      --annotation_file videos/val.json --use_ref_vae --cogvideox_model_path CogVideoX-2b/vae \\
+      --output_dir output/look --save_latents --benchmark
 """
 
 from __future__ import annotations

@@ -52,7 +52,6 @@ for difference in comparison.candidates[0].differences:
 
 # %%
 frames = torch.rand(1, 17, 3, 64, 96)
-with torch.no_grad():
-    decoded = model.decode_video(model.encode_video(frames))
+decoded = model.decode_video(model.encode_video(frames))
 (clip,) = clip_metrics(decoded, model.target(frames))
 print(f"noise: PSNR {clip.psnr:.2f} dB, SSIM {clip.ssim:.3f}")

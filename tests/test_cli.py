@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyvae import TAEHV, save_model
+from tinyvae import TAEHV, VARIANTS, save_model
 from tinyvae.cli import VERBS, build_parser
 
 
@@ -55,6 +55,12 @@ def test_version_matches_the_package_metadata() -> None:
     from importlib.metadata import version
 
     assert tinyvae("--version").stdout == f"tinyvae {version('tinyvae')}\n"
+
+
+def test_info_alone_lists_the_variants() -> None:
+    lines = tinyvae("info").stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(VARIANTS)
+    assert "CogVideoX" in next(line for line in lines if line.startswith("taecvx "))
 
 
 def test_info_on_a_variant_and_on_a_file(tmp_path: Path) -> None:

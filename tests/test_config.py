@@ -83,7 +83,6 @@ ISSUE_KEYS = [
     "tracker_name",
     "dataloader_num_workers",
     "prefetch_factor",
-    "persistent_workers",
     "pin_memory",
     "allow_tf32",
     "compile_model",

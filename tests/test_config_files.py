@@ -6,11 +6,13 @@ import datetime
 import json
 import os
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -370,6 +372,14 @@ def test_a_wrong_override_is_named(words: list[str], expected: str) -> None:
     assert expected in refusal("quickstart", words)
 
 
+def test_a_key_that_went_is_known_in_files_and_runs_of_before(tmp_path: Path) -> None:
+    says = "persistent_workers is not a setting any more: training is one endless pass over the data"
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(to_json(TrainConfig())) | {"persistent_workers": True}))
+    for source in (tmp_path, write(tmp_path, "args.persistent_workers = True")):
+        assert [notice for notice in load_config(source).notices if notice.startswith(says)]
+    assert from_json((tmp_path / "config.json").read_text()) == TrainConfig()
+
+
 def test_old_keys_on_the_command_line_get_their_line() -> None:
     assert any("world_size" in notice for notice in load_config("quickstart", ["--world_size", "8"]).notices)
 
@@ -493,6 +503,51 @@ def test_the_variant_comes_from_the_weights_where_nothing_states_it(tmp_path: Pa
     loaded = load_config(write(tmp_path, text))
     assert loaded.config.variant == "taew2_2"
     assert any("variant is set to taew2_2" in notice for notice in loaded.notices)
+
+
+def bare_weights(file: Path, variant: str) -> Path:
+    """Weights as they are published: nothing in the file states the variant."""
+    file.parent.mkdir(exist_ok=True)
+    torch.save(dict(TAEHV(variant, width=0.125).state_dict()), file)
+    return file
+
+
+def test_published_weights_are_not_trained_as_another_variant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """taecvx.pth has the shapes of taehv: without a word it would be trained, and exported, as taehv."""
+    bare_weights(tmp_path / "checkpoints/taecvx.pth", "taecvx")
+    text = "args.use_ref_vae = False\nargs.model_width = 0.125\n"
+    file = write(tmp_path, text + "args.pretrained_model_path = 'checkpoints/taecvx.pth'\n")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", str(file)])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "its name speaks of taecvx; say which it is with --variant taecvx" in said
+    assert load_config(file, ["--variant", "taecvx"]).config.variant == "taecvx"
+    assert load_config(file, ["--variant", "taehv"]).config.variant == "taehv", "what the user says is obeyed"
+    both = write(tmp_path, text + "args.variant = 'taehv'\nargs.pretrained_model_path = 'checkpoints/taecvx.pth'\n")
+    assert load_config(both).config.variant == "taehv", "said in one file, of these weights"
+
+
+def test_a_presets_variant_is_not_said_of_other_weights(tmp_path: Path) -> None:
+    given = ["--model_width", "0.125", "--pretrained_model_path"]
+    with pytest.raises(UserError, match="taken for taehv, but its name speaks of taecvx"):
+        load_config("quickstart", [*given, str(bare_weights(tmp_path / "taecvx.pth", "taecvx"))])
+    save_model(TAEHV("taecvx", width=0.125), tmp_path / "mine.pth")
+    with pytest.raises(UserError, match=r"mine\.pth are taecvx, and preset quickstart sets variant to taehv; say"):
+        load_config("quickstart", [*given, str(tmp_path / "mine.pth")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain = load_config("quickstart", [*given, str(bare_weights(tmp_path / "start.pth", "taehv"))])
+    assert plain.config.variant == "taehv", "weights that do not speak are of the preset's variant"
+
+
+def test_a_guess_is_not_told_as_knowledge(tmp_path: Path) -> None:
+    bare_weights(tmp_path / "start.pth", "taecvx")
+    with pytest.warns(UserWarning, match="could be taehv, taecvx"):
+        loaded = load_config(write(tmp_path, "args.pretrained_model_path = 'start.pth'\nargs.model_width = 0.125\n"))
+    (notice,) = (notice for notice in loaded.notices if "variant is set" in notice)
+    assert "nothing tells which of taehv, taecvx, taew2_1, taeos1_3" in notice
 
 
 # run folders

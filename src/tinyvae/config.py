@@ -111,7 +111,7 @@ class TrainConfig:
         0.05, "data", "Share of unreadable files above which the run stops.", at_least=0, at_most=1
     )
     decoded_cache_gb: float = option(
-        0.0, "data", "Keep decoded files of small data sets, up to so many GiB; 0: decode every clip anew.", at_least=0
+        0.0, "data", "Keep decoded files of small data sets, up to this many GiB; 0: decode every clip.", at_least=0
     )
     decoded_cache_dir: Path | None = option(
         None, "data", "Where decoded files are kept, best a local disk; none: the temporary folder of the machine."
@@ -317,7 +317,6 @@ class TrainConfig:
     # workers and limits
     dataloader_num_workers: int = option(4, "system", "Decoding processes of each training process.", at_least=0)
     prefetch_factor: int = option(2, "system", "Batches each worker prepares ahead.", at_least=1)
-    persistent_workers: bool = option(True, "system", "Keep the workers alive between epochs.")
     pin_memory: bool = option(True, "system", "Use pinned memory for copies to a GPU.")
     nccl_timeout: int = option(
         1800, "system", "Longest wait in a collective before the job ends, seconds (any backend).", at_least=1

@@ -143,7 +143,8 @@ def _pretrained_weights(config: TrainConfig, given: Mapping[str, GivenPath]) -> 
     if not path.exists():
         yield _missing(config, "pretrained_model_path", given, "; download the weights there, or name another file")
         return
-    from tinyvae.models.weights import find_weights, read_weights, tell_variant
+    from tinyvae.models.variant_of_weights import tell_variant
+    from tinyvae.models.weights import find_weights, read_weights
 
     try:
         file = find_weights(path)

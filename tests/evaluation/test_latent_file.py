@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tinyvae.data.write import VideoWriter
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError
 from tinyvae.evaluation.latent_file import LatentFacts, LatentReader, LatentWriter
 
@@ -66,6 +67,16 @@ def test_long_names_in_any_script_fit(tmp_path: Path) -> None:
             writer.write(torch.zeros(1, 1, 16, 2, 2))
         source = LatentReader(tmp_path / "x.safetensors").facts.source
         assert source is not None and source == name[-500:].replace("\udcff", "?")
+
+
+def test_a_video_is_not_latents(tmp_path: Path) -> None:
+    with VideoWriter(tmp_path / "film.mp4", fps=24, width=32, height=32) as writer:
+        writer.write(torch.zeros(3, 3, 32, 32, dtype=torch.uint8))
+    with pytest.raises(UserError, match=r"film\.mp4 is a video, and decode takes latents.*tinyvae encode.*reconstruct"):
+        LatentReader(tmp_path / "film.mp4")
+    (tmp_path / "cut.safetensors").write_bytes(b"\x00" * 5)
+    with pytest.raises(UserError, match=r"cut\.safetensors is not a whole safetensors file .*make one with: tinyvae"):
+        LatentReader(tmp_path / "cut.safetensors")
 
 
 def test_nothing_to_decode_is_said(tmp_path: Path) -> None:

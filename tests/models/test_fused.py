@@ -192,8 +192,8 @@ def test_gradients_are_not_promised() -> None:
         with pytest.raises(UserError, match="records no gradients"):
             kind(fused, track_gradients=True)
     latents = torch.randn(1, 2, 16, 2, 3, requires_grad=True)
-    assert not fused.decode_video(latents, parallel=False).requires_grad
-    assert model.decode_video(latents, parallel=False).requires_grad
+    assert not fused.decode(latents).requires_grad
+    assert model.decode(latents).requires_grad
 
 
 def test_unknown_engine_is_named() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from tinyvae import TAEHV, VARIANTS
+from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
 from tinyvae.errors import UserError
 
 ONE_OF_EACH = ["taehv", "taecvx", "taehv1_5_super", "taeltx_2", "taeh3"]
@@ -17,7 +21,13 @@ ONE_OF_EACH = ["taehv", "taecvx", "taehv1_5_super", "taeltx_2", "taeh3"]
 
 def loss_gradients(model: TAEHV, video: Tensor, *, parallel: bool = True) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
-    decoded = model.decode_video(model.encode_video(video, parallel=parallel), parallel=parallel)
+    if parallel:
+        decoded = model.decode(model.encode(video)).clamp(0, 1)
+    else:
+        encoder = StreamingEncoder(model, track_gradients=True)
+        latents = torch.cat([*(encoder.push(frame) for frame in video.split(1, dim=1)), encoder.flush()], dim=1)
+        decoder = StreamingDecoder(model, num_latents=latents.shape[1], track_gradients=True)
+        decoded = torch.cat([decoder.push(latent) for latent in latents.split(1, dim=1)], dim=1)
     (decoded * torch.linspace(-1, 1, decoded.numel()).reshape(decoded.shape).to(decoded)).sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -47,6 +57,40 @@ def test_gradients_are_the_same_in_every_mode(variant: str) -> None:
     model.gradient_checkpointing = True
     for name, gradient in loss_gradients(model, video).items():
         torch.testing.assert_close(gradient, expected[name], atol=1e-12, rtol=1e-9)
+
+
+def kept_for_backward(run: Callable[[], Tensor]) -> int:
+    """How many tensors autograd keeps for a backward pass while ``run`` runs."""
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        made = run()
+    assert made.requires_grad == bool(kept)
+    return len(kept)
+
+
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+@pytest.mark.parametrize("fused", [False, True])
+def test_videos_go_through_without_a_graph(variant: str, fused: bool) -> None:
+    """49 frames of 480x720 kept 43 GB for a backward pass that nobody asked for."""
+    model = TAEHV(variant, width=0.125)
+    codec = model.fused() if fused else model
+    size = model.spec.space_factor
+    video = torch.rand(1, 18, 3, size, size, requires_grad=True)
+    latents = torch.randn(1, 3, model.spec.latent_channels, 1, 1, requires_grad=True)
+    calls: list[Callable[[], Tensor]] = [
+        *(partial(codec.encode_video, video, parallel=parallel) for parallel in (True, False)),
+        *(partial(codec.decode_video, latents, parallel=parallel) for parallel in (True, False)),
+        lambda: codec.reconstruct(video),
+        lambda: StreamingEncoder(codec).push(video),
+        lambda: StreamingEncoder(codec, num_frames=18).push(video),
+        lambda: StreamingDecoder(codec, num_latents=3).push(latents),
+    ]
+    assert [kept_for_backward(call) for call in calls] == [0] * len(calls)
+    assert torch.is_grad_enabled()
+    if not fused:
+        assert kept_for_backward(lambda: model.encode(video)) and kept_for_backward(lambda: model.decode(latents))
+        assert kept_for_backward(lambda: model(video)[0])
+        assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 PEAK_MEMORY = """
@@ -134,12 +178,55 @@ def test_values_of_another_range_warn_once() -> None:
         model.encode_video(255 * torch.rand(1, 1, 3, 8, 8))
     with pytest.warns(UserWarning, match=r"looks like -1\.\.1"):
         TAEHV("taehv", width=0.125).encode_video(2 * torch.rand(1, 1, 3, 8, 8) - 1)
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.encode_video(255 * torch.rand(1, 1, 3, 8, 8))
         TAEHV("taehv", width=0.125).encode_video(torch.rand(1, 1, 3, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("video", "span"),
+    [(torch.linspace(-4, 4, 3 * 64), "-4..4"), (torch.linspace(0, 65535, 3 * 64), "0..6.55e+04")],
+)
+def test_values_of_no_known_range_are_told_what_is_expected(video: Tensor, span: str) -> None:
+    """Noise is not told to divide by 255."""
+    with pytest.warns(UserWarning, match=re.escape(f"in [0, 1] but span {span}; bring them to [0, 1]")) as seen:
+        TAEHV("taehv", width=0.125).encode_video(video.reshape(1, 1, 3, 8, 8))
+    assert seen[0].filename == __file__, "the line of the caller"
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(torch.nan, "NaN"), (torch.inf, "infinite"), (-torch.inf, "infinite"), (70000.0, "infinite")]
+)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_values_that_are_no_numbers_are_refused(value: float, kind: str, parallel: bool) -> None:
+    model = TAEHV("taehv", width=0.125)
+    with pytest.warns(UserWarning, match="divide by 255"):
+        model.encode_video(torch.full((1, 1, 3, 8, 8), 255.0))  # what was said of the range stops no later look
+    video = torch.rand(2, 6, 3, 8, 8).half()
+    video[1, 4, 0, 2, 3] = value
+    with pytest.raises(UserError, match=rf"frame 4 of video 1 in the batch has {kind} ones"):
+        model.encode_video(video, parallel=parallel)
+    with pytest.raises(UserError, match=kind):
+        model.reconstruct(video)
+    with pytest.raises(UserError, match=kind):
+        StreamingEncoder(model.fused()).push(video)
+
+
+def test_a_gpu_is_not_stalled_by_the_look_at_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(Played: the values of a tensor that is not on the CPU are read back once.)"""
+    model, looks = TAEHV("taehv", width=0.125), []
+    whole = torch.aminmax
+    monkeypatch.setattr(torch, "aminmax", lambda x: looks.append(x) or whole(torch.rand(3, device="cpu")))
+    with torch.device("meta"):
+        away = TAEHV("taehv", width=0.125)
+        video = torch.rand(1, 1, 3, 8, 8)
+        for _ in range(3):
+            away.encode_video(video)
+    assert len(looks) == 1
+    for _ in range(3):
+        model.encode_video(torch.rand(1, 1, 3, 8, 8))
+    assert len(looks) == 4
 
 
 def test_another_range_is_seen_behind_a_black_frame_and_in_a_later_call() -> None:

@@ -33,6 +33,7 @@ def test_round_trip_states_the_variant(tmp_path: Path, variant: str) -> None:
     model = TAEHV(variant, width=0.25)
     files = save_model(model, tmp_path / "saved", training_step=7)
     assert [f.name for f in files] == ["model.safetensors", "model.pth", "config.json"]
+    assert all(f.parent == tmp_path / "saved" and f.is_file() for f in files)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert (config["variant"], config["width"], config["training_step"]) == (variant, 0.25, 7)
     assert config["trim"] == model.spec.trim and config["latent_channels"] == model.spec.latent_channels
@@ -62,7 +63,7 @@ def test_renaming_a_file_changes_nothing(tmp_path: Path) -> None:
     [("taecvx", "taehv", ["taecvx", "taew2_1", "taeos1_3"]), ("taeltx2_3", "taeltx_2", ["taeltx2_3"])],
 )
 def test_shapes_that_cannot_tell_warn(tmp_path: Path, variant: str, taken: str, named: list[str]) -> None:
-    file = tmp_path / f"{variant}.safetensors"  # the name must not help
+    file = tmp_path / "w.safetensors"
     save_file(bare_state(TAEHV(variant, width=0.125)), file)
     with pytest.warns(UserWarning) as seen:
         assert load_model(file).spec.name == taken
@@ -144,12 +145,21 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     other = TAEHV("taew2_2", width=0.125)
     with pytest.raises(FileExistsAlreadyError, match="overwrite=True"):
         save_model(other, tmp_path / "m.safetensors")
-    with pytest.raises(FileExistsAlreadyError, match="describes another model"):
-        save_model(TAEHV("taehv", width=0.125), tmp_path / "n.safetensors")
     assert (tmp_path / "m.safetensors").read_bytes() == before
     save_model(other, tmp_path / "m.safetensors", overwrite=True)
     assert same_weights(load_model(tmp_path / "m.safetensors"), other)
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "m.safetensors"]
+    assert [f.name for f in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+def test_a_folders_description_is_not_written_over(tmp_path: Path) -> None:
+    """Its weights may have been moved away; config.json still says what the folder was made for."""
+    save_model(TAEHV("taew2_2", width=0.125), tmp_path)
+    for name in ("model.safetensors", "model.pth"):
+        (tmp_path / name).unlink()
+    with pytest.raises(FileExistsAlreadyError, match="describes another model"):
+        save_model(TAEHV("taehv", width=0.125), tmp_path)
+    save_model(TAEHV("taehv", width=0.125), tmp_path, overwrite=True)
+    assert load_model(tmp_path / "model.pth").spec.name == "taehv"
 
 
 class RunsCode:
@@ -265,7 +275,7 @@ def test_missing_and_ambiguous_paths(tmp_path: Path) -> None:
         load_model(tmp_path)
     for name in ("a.safetensors", "b.safetensors"):
         save_file(bare_state(TAEHV("taew2_2", width=0.125)), tmp_path / name)
-    with pytest.raises(UserError, match="2 weight files; name one"):
+    with pytest.raises(UserError, match=r"2 weight files \(a\.safetensors, b\.safetensors\); name one"):
         load_model(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     for path in ("/dev/null", tmp_path / "pipe"):
@@ -326,7 +336,9 @@ def test_a_save_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_stated_config_that_is_broken_is_said(tmp_path: Path, config: bytes, says: str) -> None:
-    torch.save(bare_state(TAEHV("taew2_2", width=0.125)), tmp_path / "w.pth")
+    for name in ("model.pth", "taew2_2.pth"):
+        torch.save(bare_state(TAEHV("taew2_2", width=0.125)), tmp_path / name)
     (tmp_path / "config.json").write_bytes(config)
     with pytest.raises(UserError, match=says):
-        load_model(tmp_path / "w.pth")
+        load_model(tmp_path / "model.pth")
+    assert load_model(tmp_path / "taew2_2.pth").spec.name == "taew2_2", "it is not about this one"

@@ -83,6 +83,20 @@ def test_a_bad_video_among_others_gives_exit_code_1(
         run(["reconstruct", model, str(bad), "--output_dir", str(tmp_path / "out")])
 
 
+@pytest.mark.parametrize("verb", ["encode", "decode", "reconstruct"])
+def test_a_bar_ends_at_its_end(setting: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """7 frames are 2 latents, which would give 5 back: the frames repeated for that are no progress."""
+    model, video = str(setting / "model.safetensors"), videos_of(setting)[0]
+    arguments = [str(video), "--output_dir", str(tmp_path), "--max_frames", "7"]
+    if verb == "decode":
+        assert run(["encode", model, *arguments]) == 0
+        capsys.readouterr()
+        arguments = [str(next(tmp_path.iterdir())), "--output_dir", str(tmp_path)]
+    assert run([verb, model, *arguments]) == 0
+    drawn = [line for line in capsys.readouterr().err.split("\r") if "%" in line]
+    assert "100%" in drawn[-1] and " 7/7 " in drawn[-1]
+
+
 def test_files_of_the_same_name_do_not_meet(setting: Path, tmp_path: Path) -> None:
     model, video = str(setting / "model.safetensors"), videos_of(setting)[0]
     copies = [tmp_path / folder / "same.mp4" for folder in ("a", "b")]
@@ -106,7 +120,7 @@ def test_mistakes(setting: Path, tmp_path: Path) -> None:
         (["reconstruct", model, video, "--device", "tpu9"], "there is no device 'tpu9'"),
         (["decode", model, str(tmp_path / "none.safetensors")], "there is no latents file at"),
         (["decode", model, str(tmp_path / "wrong.safetensors")], "must have 16 latent channels"),
-        (["decode", model, video], "not a whole safetensors file"),
+        (["decode", model, video], "is a video, and decode takes latents"),
         (["decode", model, "a", "b", "--audio_from", video], "goes with one LATENTS file"),
     ):
         with pytest.raises(UserError, match=words):

@@ -300,26 +300,44 @@ class _Merging:
         return self._layers[self._set_in[key]].name
 
     def settle_variant(self) -> None:
-        """Where no layer names the variant: the teacher does, else the weights to start from, else the default."""
-        if "variant" in self._set_in:
-            return
-        weights = self.values.get("pretrained_model_path")
-        if self.values.get("cogvideox_model_path"):
-            self._decide("variant", "taecvx", "cogvideox_model_path names a CogVideoX; set variant to say otherwise")
-        elif weights is not None and is_seen(weights):
-            from tinyvae.models.weights import find_weights, read_weights, tell_variant
+        """Where no layer names the variant: the teacher does, else the weights to start from, else the default.
 
-            try:
-                file = find_weights(weights)
-                state, stated = read_weights(file)
-                spec = tell_variant(state, stated=stated, variant=None, origin=file)
-            except UserError as mistake:
-                keys = ("pretrained_model_path", "variant")
-                self.complaints.append(Complaint(keys=keys, text=f"pretrained_model_path: {mistake}"))
-                return
-            self._decide(
-                "variant", spec.name, f"the weights in {file} are of that network; set variant to say otherwise"
+        A variant that a layer names for other weights than those of a later layer (a preset, and a file on the
+        command line) is not said of these: where they speak against it, the user must say which it is.
+        """
+        weights = self.values.get("pretrained_model_path")
+        presumed = self.values.get("variant")
+        if presumed is None and self.values.get("cogvideox_model_path"):
+            self._decide("variant", "taecvx", "cogvideox_model_path names a CogVideoX; set variant to say otherwise")
+        elif weights is None or not is_seen(weights):
+            return
+        elif presumed is None or self._is_later("pretrained_model_path", "variant"):
+            self._settle_variant_by(weights, presumed)
+
+    def _settle_variant_by(self, weights: Path, presumed: str | None) -> None:
+        from tinyvae.models.variant_of_weights import fitting_variants, tell_variant
+        from tinyvae.models.weights import find_weights, read_weights
+
+        keys = ("pretrained_model_path", "variant")
+        try:
+            file = find_weights(weights)
+            state, stated = read_weights(file)
+            found = tell_variant(state, stated=stated, variant=None, origin=file, presumed=presumed).name
+        except UserError as mistake:
+            self.complaints.append(Complaint(keys=keys, text=f"pretrained_model_path: {mistake}"))
+            return
+        if presumed is None:
+            fitting = fitting_variants(state)
+            because = f"the weights in {file} are of that network"
+            if not stated.get("variant") and len(fitting) > 1:
+                because = f"nothing tells which of {', '.join(fitting)} the weights in {file} are"
+            self._decide("variant", found, f"{because}; set variant to say otherwise")
+        elif found != presumed:
+            text = (
+                f"pretrained_model_path: the weights in {file} are {found}, and {self._layer_of('variant')} sets "
+                f"variant to {presumed}; say which to train with --variant."
             )
+            self.complaints.append(Complaint(keys=keys, text=text))
 
     def variant_disagreements(self, config: TrainConfig) -> list[Complaint]:
         """Old keys that the variant decides now, where a file has another value."""

@@ -25,6 +25,7 @@ OLD_KEYS: Mapping[str, str] = {
     "gradient_as_bucket_view": _FLAT_AVERAGE,
     "static_loss_scale": "fp16 scales its loss dynamically; bf16 needs no scale",
     "dataloader_pin_memory_device": "pin_memory pins for the device of the process",
+    "persistent_workers": "training is one endless pass over the data, so its workers live as long as the run",
     "log_predictions": "save_validation_videos decides it",
     # The keys below are of the many-node files of the same trainers.
     "frames_to_trim": "the variant's frame rule decides it",

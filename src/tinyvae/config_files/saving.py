@@ -9,6 +9,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from tinyvae.config import FIELDS, TrainConfig
+from tinyvae.config_files.old_keys import OLD_KEYS
 from tinyvae.config_values import convert
 from tinyvae.errors import UserError
 from tinyvae.version import __version__
@@ -26,8 +27,9 @@ def to_json(config: TrainConfig) -> str:
 
 
 def from_json(text: str, *, origin: Path | str = "the configuration") -> TrainConfig:
-    """The configuration in JSON text. Keys that are missing take their defaults; unknown ones are refused."""
-    settings = settings_in_json(text, origin=origin)
+    """The configuration in JSON text. Keys that are missing take their defaults, old ones are passed over, and unknown
+    ones are refused."""
+    settings = {key: value for key, value in settings_in_json(text, origin=origin).items() if key not in OLD_KEYS}
     unknown = [key for key in settings if key not in FIELDS]
     if unknown:
         raise UserError(

@@ -7,8 +7,9 @@ process with the batch, so that the message is one sentence there and not a work
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from tinyvae.data.batch_memory import Loan, LoanBoard, SharedMemoryError, Worker
 from tinyvae.data.clip_choice import ClipChoice, choose_clip, choose_validation_clip, epoch_of, file_of
 from tinyvae.data.clip_settings import ClipSettings
 from tinyvae.data.decode import read_frames
-from tinyvae.data.decoded_cache import DecodedCache, default_cache_dir
+from tinyvae.data.decoded_cache import CacheEvent, DecodedCache, default_cache_dir
 from tinyvae.data.geometry import finish_clip
 from tinyvae.data.index import IndexRow
 from tinyvae.data.splits import ClipSet
@@ -77,15 +78,11 @@ class ReadBatch:
     """Set when the run cannot go on: a training position found no readable file, or shared memory is full."""
     loan: Loan | None = None
     """Of the worker's buffer that the frames came in."""
+    cache_event: CacheEvent = ""
+    """What the decoded cache has met in this worker so far."""
 
     def pin_memory(self) -> ReadBatch:
-        return ReadBatch(
-            batch=None if self.batch is None else self.batch.pin_memory(),
-            bad_files=self.bad_files,
-            num_tries=self.num_tries,
-            failure=self.failure,
-            loan=self.loan,
-        )
+        return replace(self, batch=None if self.batch is None else self.batch.pin_memory())
 
 
 worker_memory = WorkerMemory()
@@ -98,11 +95,12 @@ class _Clips(torch.utils.data.Dataset[ReadBatch], ABC):
     def __init__(self, clips: ClipSet, settings: ClipSettings, board: LoanBoard | None = None) -> None:
         self.clips = clips
         self.settings = settings
+        self.cache = open_cache(settings)
         self._buffers = WorkerBuffers(board)
 
     def __getitems__(self, positions: list[int]) -> ReadBatch:
         try:
-            reader = BatchReader(self.settings, len(positions), self._buffers)
+            reader = BatchReader(self.settings, len(positions), self._buffers, self.cache)
         except SharedMemoryError as full:
             return ReadBatch(batch=None, bad_files=(), num_tries=0, failure=str(full))
         return self._read(positions, reader)
@@ -141,8 +139,11 @@ class ValidationClips(_Clips):
 class BatchReader:
     """Fills one batch tensor, clip by clip."""
 
-    def __init__(self, settings: ClipSettings, batch_size: int, buffers: WorkerBuffers) -> None:
+    def __init__(
+        self, settings: ClipSettings, batch_size: int, buffers: WorkerBuffers, cache: DecodedCache | None
+    ) -> None:
         self._settings = settings
+        self._cache = cache
         shape = (batch_size, settings.n_frames, 3, settings.height, settings.width)
         self._frames, self._loan = buffers.take(shape)
         self._color_and_blur: list[tuple[float, ...]] = []
@@ -155,7 +156,7 @@ class BatchReader:
         """Read one clip into the next place; False when the file is bad."""
         self._num_tries += 1
         try:
-            read_clip(clips, row, choice, self._settings, self._frames[len(self._names)])
+            read_clip(clips, row, choice, self._settings, self._frames[len(self._names)], self._cache)
         except UnreadableVideoError as refused:
             reason = str(refused).removeprefix(f"{clips.index.full_path(row)}: ")
             self._bad.append(BadFile(path=row.path, reason=reason))
@@ -188,10 +189,31 @@ class BatchReader:
                 positions=self._positions,
                 epoch=epoch,
             )
-        return ReadBatch(batch=batch, bad_files=tuple(self._bad), num_tries=self._num_tries, loan=self._loan)
+        return ReadBatch(
+            batch=batch,
+            bad_files=tuple(self._bad),
+            num_tries=self._num_tries,
+            loan=self._loan,
+            cache_event="" if self._cache is None else self._cache.event,
+        )
 
 
-def read_clip(clips: ClipSet, row: IndexRow, choice: ClipChoice, settings: ClipSettings, out_TCHW: Tensor) -> None:
+def open_cache(settings: ClipSettings) -> DecodedCache | None:
+    """The cache of decoded files that the settings ask for. What is used from now on stays there for this loader."""
+    if settings.decoded_cache_gb <= 0:
+        return None
+    folder = settings.decoded_cache_dir or default_cache_dir()
+    return DecodedCache(folder, max_gb=settings.decoded_cache_gb, keep_used_since=time.time())
+
+
+def read_clip(
+    clips: ClipSet,
+    row: IndexRow,
+    choice: ClipChoice,
+    settings: ClipSettings,
+    out_TCHW: Tensor,
+    cache: DecodedCache | None,
+) -> None:
     """Fill ``out_TCHW`` (uint8, of clip size); ``UnreadableVideoError`` or ``OSError`` when the file cannot."""
     path = clips.index.full_path(row)
     found = os.stat(path)
@@ -201,7 +223,8 @@ def read_clip(clips: ClipSet, row: IndexRow, choice: ClipChoice, settings: ClipS
             "run `tinyvae data index` again"
         )
     window = choice.window
-    cached = _cached_window(clips, row, choice, settings) if settings.decoded_cache_gb > 0 else None
+    info, timeout_s = clips.index.info(row), settings.decode_timeout_s
+    cached = None if cache is None else cache.clip(path, info, choice.frame_indices, window, timeout_s=timeout_s)
     if cached is not None:
         finish_clip(cached, out_TCHW, choice.flip)
         return
@@ -209,16 +232,9 @@ def read_clip(clips: ClipSet, row: IndexRow, choice: ClipChoice, settings: ClipS
     frames = read_frames(
         path,
         choice.frame_indices,
-        info=clips.index.info(row),
-        timeout_s=settings.decode_timeout_s,
+        info=info,
+        timeout_s=timeout_s,
         window=(window.top, window.left, window.height, window.width),
         out=out_TCHW if native else None,
     )
     finish_clip(frames, out_TCHW, choice.flip)
-
-
-def _cached_window(clips: ClipSet, row: IndexRow, choice: ClipChoice, settings: ClipSettings) -> Tensor | None:
-    """The clip's window of its frames from the decoded cache; None where the file does not fit in there."""
-    cache = DecodedCache(settings.decoded_cache_dir or default_cache_dir(), max_gb=settings.decoded_cache_gb)
-    path, info = clips.index.full_path(row), clips.index.info(row)
-    return cache.clip(path, info, choice.frame_indices, choice.window, timeout_s=settings.decode_timeout_s)

@@ -21,6 +21,7 @@ from tinyvae.data.bad_files import BadFile, BadFileLog, BadFileWatch
 from tinyvae.data.batch_memory import BorrowedBatches, LoanBoard
 from tinyvae.data.clip_reading import ClipBatch, ReadBatch, TrainClips, ValidationClips
 from tinyvae.data.clip_settings import ClipSettings
+from tinyvae.data.decoded_cache import GIB, CacheEvent, DecodedCache
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
 from tinyvae.data.worker_process import signals_held_back, start_worker
 from tinyvae.errors import UserError
@@ -55,15 +56,39 @@ class TrainLoader(_Loader):
     """Iterate for batches without end. Each iteration starts at ``start_sample``."""
 
     def __init__(
-        self, loader: DataLoader[ReadBatch], board: LoanBoard | None, watch: BadFileWatch, samples_per_epoch: int
+        self,
+        loader: DataLoader[ReadBatch],
+        board: LoanBoard | None,
+        watch: BadFileWatch,
+        samples_per_epoch: int,
+        cache: DecodedCache | None,
     ) -> None:
         super().__init__(loader, board, watch)
         self.samples_per_epoch = samples_per_epoch
+        self._cache = cache
+        self._told_of_cache: set[CacheEvent] = {""}
 
     def __iter__(self) -> Iterator[ClipBatch]:
         for read in self._reads():
             assert read.batch is not None, "a training batch without failure is whole"
+            self._tell_of_cache(read.cache_event)
             yield read.batch
+
+    def _tell_of_cache(self, event: CacheEvent) -> None:
+        """Say once what the decoded cache met, whichever worker met it first."""
+        if self._cache is None or event in self._told_of_cache:
+            return
+        self._told_of_cache.add(event)
+        if event == "evicts":
+            log.info("the decoded cache in %s makes room: files of earlier runs go", self._cache.folder)
+        else:
+            log.warning(
+                "the decoded cache in %s is full: decoded_cache_gb (%.3g) or the disk does not hold all files of this "
+                "run, and clips of the others are decoded each time; raise decoded_cache_gb, or name another "
+                "decoded_cache_dir",
+                self._cache.folder,
+                self._cache.max_bytes / GIB,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +175,6 @@ def make_train_loader(
     world_size: int = 1,
     num_workers: int = 0,
     prefetch_factor: int = 2,
-    persistent_workers: bool = False,
     pin_memory: bool = False,
     start_sample: int = 0,
     bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
@@ -173,8 +197,9 @@ def make_train_loader(
     positions = EndlessPositions(batch_size, rank, world_size, start_sample)
     board = LoanBoard(num_workers) if num_workers else None
     dataset = TrainClips(clips, settings, board)
-    loader = _data_loader(dataset, positions, num_workers, prefetch_factor, persistent_workers, pin_memory)
-    return TrainLoader(loader, board, BadFileWatch(limit=bad_file_limit, written_to=bad_file_log), len(clips))
+    loader = _data_loader(dataset, positions, num_workers, prefetch_factor, pin_memory)
+    watch = BadFileWatch(limit=bad_file_limit, written_to=bad_file_log)
+    return TrainLoader(loader, board, watch, len(clips), dataset.cache)
 
 
 def make_validation_loader(
@@ -187,7 +212,6 @@ def make_validation_loader(
     num_samples: int | None = None,
     num_workers: int = 0,
     prefetch_factor: int = 2,
-    persistent_workers: bool = False,
     pin_memory: bool = False,
     bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
     bad_file_log: BadFileLog | None = None,
@@ -207,7 +231,7 @@ def make_validation_loader(
     positions = SharedPositions(total, batch_size, rank, world_size)
     board = LoanBoard(num_workers) if num_workers else None
     dataset = ValidationClips(clips, settings, board)
-    loader = _data_loader(dataset, positions, num_workers, prefetch_factor, persistent_workers, pin_memory)
+    loader = _data_loader(dataset, positions, num_workers, prefetch_factor, pin_memory)
     return ValidationLoader(
         loader,
         board,
@@ -252,7 +276,6 @@ def _data_loader(
     positions: Sampler[list[int]],
     num_workers: int,
     prefetch_factor: int,
-    persistent_workers: bool,
     pin_memory: bool,
 ) -> DataLoader[ReadBatch]:
     return DataLoader(
@@ -261,7 +284,6 @@ def _data_loader(
         num_workers=num_workers,
         collate_fn=_as_it_is,
         prefetch_factor=prefetch_factor if num_workers else None,
-        persistent_workers=persistent_workers and num_workers > 0,
         pin_memory=pin_memory and torch.cuda.is_available(),
         worker_init_fn=start_worker,
         # A generator of its own: else every start of the loader would draw from torch's global one, and a resumed

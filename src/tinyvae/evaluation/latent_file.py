@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError
+from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UnreadableVideoError, UserError
 from tinyvae.models.weights import LATENT_CONVENTION
 
 TENSOR = "latents"
@@ -119,7 +119,7 @@ class LatentReader:
         try:
             self._file = safe_open(path, framework="pt")
         except SafetensorError as broken:
-            raise UserError(f"{path} is not a whole safetensors file ({broken}); encode the video again.") from None
+            raise UserError(_why_no_latents(path, broken)) from None
         self.path = path
         self._key = self._tensor_name()
         shape = self._file.get_slice(self._key).get_shape()
@@ -158,3 +158,19 @@ class LatentReader:
             raise UserError(f"the metadata of {self.path} is damaged; encode the video again.") from None
         known = LatentFacts.__dataclass_fields__
         return LatentFacts(**{key: value for key, value in stated.items() if key in known})
+
+
+def _why_no_latents(path: Path, broken: Exception) -> str:
+    from tinyvae.data.decode import probe_video
+
+    try:
+        probe_video(path)
+    except UnreadableVideoError:
+        return (
+            f"{path} is not a whole safetensors file ({broken}); name a latents file, or make one with: "
+            "tinyvae encode MODEL VIDEO"
+        )
+    return (
+        f"{path} is a video, and decode takes latents; make them with `tinyvae encode MODEL {path}`, or send the "
+        f"video through the model in one go with `tinyvae reconstruct MODEL {path}`."
+    )

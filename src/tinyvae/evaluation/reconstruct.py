@@ -144,14 +144,17 @@ def encode_to_file(
     encoder = StreamingEncoder(codec)
     chunks = frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width))
     facts = latent_facts(part, variant=codec.spec.name)
+    left = part.num_frames  # of the video's own frames; the repeated ones are no progress
     with LatentWriter(target, facts, overwrite=overwrite) as file:
         for frames_TCHW in repeat_last(with_steady_heap(chunks, codec.device), covered):
             frames = to_unit_range(frames_TCHW, codec.device)[None]
             made = encoder.push(pad_to_multiple(frames, codec.spec.space_factor))
             if made.shape[1]:
                 file.write(made)
-            if on_frames is not None:
-                on_frames(frames_TCHW.shape[0], covered)
+            done = min(left, frames_TCHW.shape[0])
+            left -= done
+            if on_frames is not None and done:
+                on_frames(done, part.num_frames)
         rest = encoder.flush()
         if rest.shape[1]:
             file.write(rest)

@@ -7,7 +7,9 @@ the alignment of output with input. The counting itself lives in `variants`.
 
 from __future__ import annotations
 
+import math
 import warnings
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -27,7 +29,8 @@ class VideoCodec:
 
     spec: VariantSpec
     records_gradients = True
-    _range_is_settled = False
+    """Whether `encode` and `decode` do; `encode_video` and `decode_video` never do."""
+    _values_were_seen = _range_was_told = False
 
     # a network provides these four
 
@@ -62,16 +65,16 @@ class VideoCodec:
     # for everybody
 
     def encode_video(self, frames_NTCHW: Tensor, parallel: bool = True, show_progress_bar: bool = False) -> Tensor:
-        """Latents NTCHW of a video NTCHW in [0, 1], in the model's dtype.
+        """Latents NTCHW of a video NTCHW in [0, 1], in the model's dtype; no gradient is recorded (see `encode`).
 
         ``parallel`` runs all frames at once; otherwise one frame at a time (a fused codec: a chunk at a time), in
         memory that does not grow with T.
         """
         self.check_frames(frames_NTCHW)
         if parallel:
-            return self.encode(frames_NTCHW)
-        track_gradients = self.records_gradients and torch.is_grad_enabled()
-        stream = StreamingEncoder(self, num_frames=frames_NTCHW.shape[1], track_gradients=track_gradients)
+            with torch.no_grad():
+                return self.encode(frames_NTCHW)
+        stream = StreamingEncoder(self, num_frames=frames_NTCHW.shape[1])
         size = (frames_NTCHW.shape[-2] // self.spec.space_factor, frames_NTCHW.shape[-1] // self.spec.space_factor)
         chunk = self.stream_chunk_latents("encoder", *size, num_videos=frames_NTCHW.shape[0])
         step = (chunk or 0) * self.spec.time_factor or 1
@@ -80,17 +83,17 @@ class VideoCodec:
 
     def decode_video(self, latents_NTCHW: Tensor, parallel: bool = True, show_progress_bar: bool = False) -> Tensor:
         """Frames NTCHW in [0, 1] of latents NTCHW, in the model's dtype; `spec.frames_from_latents` says how many.
+        No gradient is recorded (see `decode`).
 
         ``parallel`` runs all latents at once; otherwise one at a time (a fused codec: a chunk at a time), in memory
         that does not grow with T.
         """
         self.check_latents(latents_NTCHW)
         if parallel:
-            decoded = self.decode(latents_NTCHW)
-            return decoded.clamp(0, 1) if decoded.requires_grad else decoded.clamp_(0, 1)
+            with torch.no_grad():
+                return self.decode(latents_NTCHW).clamp_(0, 1)
         num_latents = latents_NTCHW.shape[1]
-        track_gradients = self.records_gradients and torch.is_grad_enabled()
-        stream = StreamingDecoder(self, num_latents=num_latents, track_gradients=track_gradients)
+        stream = StreamingDecoder(self, num_latents=num_latents)
         size = latents_NTCHW.shape[-2:]
         step = self.stream_chunk_latents("decoder", *size, num_videos=latents_NTCHW.shape[0]) or 1
         steps = tqdm(latents_NTCHW.split(step, dim=1), desc="decode", unit="step", disable=not show_progress_bar)
@@ -107,10 +110,10 @@ class VideoCodec:
         decoded = self.decode_video(self.encode_video(padded))
         return decoded[:, : self.spec.aligned_frames(frames_NTCHW.shape[1]), :, :height, :width]
 
-    # the training path: the same maths, without range checks and without the clamp, which would kill gradients
+    # the training path: the same maths with gradients, no range check, and no clamp, which would stop gradients
 
     def encode(self, frames_NTCHW: Tensor) -> Tensor:
-        """`encode_video` for training: no range check."""
+        """`encode_video` for training: with gradients, no range check."""
         num_frames = frames_NTCHW.shape[1]
         padding = self.spec.padded_frames(num_frames) - num_frames
         frames = frames_NTCHW
@@ -125,7 +128,7 @@ class VideoCodec:
         return latents[:, :-H3_DROPPED_LATENTS]
 
     def decode(self, latents_NTCHW: Tensor) -> Tensor:
-        """`decode_video` for training: no clamp."""
+        """`decode_video` for training: with gradients, no clamp."""
         num_latents = latents_NTCHW.shape[1]
         raw = self.decode_chunk(latents_NTCHW.to(self.dtype), None)[0]
         return keep_frames(raw, first_index=0, num_latents=num_latents, spec=self.spec)
@@ -137,18 +140,21 @@ class VideoCodec:
     # checks
 
     def check_frames(self, frames_NTCHW: Tensor, *, may_be_none: bool = False) -> None:
-        """Refuse what cannot be a video (``may_be_none``: T = 0 is one); warn once about values far outside [0, 1]."""
+        """Refuse what cannot be a video (``may_be_none``: T = 0 is one); warn once about values far outside [0, 1].
+
+        On a GPU the values of the first call alone are looked at: reading them back would stall every other one.
+        """
         self._check_tensor(frames_NTCHW, "a video", channels=3, channel_word="RGB", may_be_none=may_be_none)
         self.spec.check_size(*frames_NTCHW.shape[-2:])
-        if self._range_is_settled or frames_NTCHW.shape[1] == 0:
+        if frames_NTCHW.shape[1] == 0 or (self._values_were_seen and frames_NTCHW.device.type != "cpu"):
             return
-        # On a GPU only the first call is looked at: reading values back would stall it at every one.
-        self._range_is_settled = frames_NTCHW.device.type != "cpu"
+        self._values_were_seen = True
         low, high = (value.item() for value in torch.aminmax(frames_NTCHW.detach()))
-        if high > 2 or low < -0.5:
-            self._range_is_settled = True
-            guess = "looks like 0..255; divide by 255" if high > 2 else "looks like -1..1; map x to (x + 1) / 2"
-            warnings.warn(f"video values should be in [0, 1] but span {low:.3g}..{high:.3g} ({guess}).", stacklevel=3)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            _refuse_not_finite(frames_NTCHW)
+        if (high > 2 or low < -0.5) and not self._range_was_told:
+            self._range_was_told = True
+            warnings.warn(_told_range(low, high), stacklevel=3)
 
     def check_latents(self, latents_NTCHW: Tensor, *, may_be_none: bool = False) -> None:
         """Refuse what cannot be this variant's latents (``may_be_none``: T = 0 can)."""
@@ -174,6 +180,26 @@ class VideoCodec:
             raise UserError(f"{what} must be floating point, got {x.dtype}; convert with {hint}.")
         if x.device != self.device:
             raise UserError(f"{what} is on {x.device} but the model is on {self.device}; move one with .to(device).")
+
+
+def _refuse_not_finite(frames_NTCHW: Tensor) -> NoReturn:
+    video, frame = (~frames_NTCHW.isfinite()).flatten(2).any(dim=2).nonzero()[0].tolist()
+    values = frames_NTCHW[video, frame]
+    kind = "NaN" if values.isnan().any() else "infinite"
+    raise UserError(
+        f"a video must have values in [0, 1], and frame {frame} of video {video} in the batch has {kind} ones; look at "
+        "what made these frames."
+    )
+
+
+def _told_range(low: float, high: float) -> str:
+    """What values outside [0, 1] get to hear: the range that was found, and what it looks like where that is clear."""
+    found = f"video values should be in [0, 1] but span {low:.3g}..{high:.3g}"
+    if low >= 0 and high <= 255:
+        return f"{found} (looks like 0..255; divide by 255)."
+    if low >= -1 and high <= 1:
+        return f"{found} (looks like -1..1; map x to (x + 1) / 2)."
+    return f"{found}; bring them to [0, 1]: RGB, 0 is black and 1 is full."
 
 
 def keep_frames(raw_NTCHW: Tensor, *, first_index: int, num_latents: int, spec: VariantSpec) -> Tensor:

@@ -1,9 +1,10 @@
 """Weight files: which formats are read and written, and how a file says which variant it is.
 
-Read: ``.safetensors``, ``.pth`` (tensors only), a model or checkpoint folder, a run folder. Written:
-``model.safetensors``, ``model.pth`` and ``config.json``. What a file *is* is told by its content, never by its name:
-renaming a file must not change the model. The variant comes from, in this order: the ``variant`` argument,
-safetensors metadata, ``config.json`` beside the file, and last the keys and shapes themselves.
+Read: ``.safetensors``, ``.pth`` (tensors only), a model or checkpoint folder, a run folder. Written: one file, or a
+folder with ``model.safetensors``, ``model.pth`` and ``config.json``. What a file *is* is told by its content, never by
+its name: renaming a file must not change the model. The variant comes from, in this order: the ``variant`` argument,
+what the file itself states, the folder's ``config.json`` (for the names that we write there and no other), and last
+the keys and shapes (`variant_of_weights`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import pickle
 import re
 import struct
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -25,16 +27,24 @@ from torch import Tensor
 
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError, nearest_name
 from tinyvae.models.taehv import TAEHV
-from tinyvae.models.variants import VARIANTS, WIDTH_STEP, Preview, VariantSpec, get_spec
+from tinyvae.models.variant_of_weights import tell_variant
+from tinyvae.models.variants import VARIANTS, Preview, VariantSpec
 from tinyvae.version import __version__
 
 MODEL_FORMAT = "tinyvae-model"
 RUN_FORMAT = "tinyvae-run"
 LATENT_CONVENTION = "diffusion space: as the diffusion model sees latents, after its VAE's scaling factor or mean/std"
 WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
-SHOWN_KEYS = 4
+METADATA_KEY = "tinyvae"
+"""Where a file states what it is: in the metadata of a safetensors file, in that of a .pth file's state dict."""
+
+FORMATS = (".safetensors", ".pth")
+DESCRIBED_NAMES = tuple(f"{stem}{suffix}" for stem in ("model", "final_model") for suffix in FORMATS)
+"""What we write into a folder with a ``config.json``. That file says nothing about any other name beside it."""
+
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 CHECKPOINT_NAME = re.compile(r"(?:emergency_)?checkpoint-(\d+)")
+SHOWN_FILES = 8
 OTHER_FORMATS = (".pt", ".bin", ".ckpt", ".onnx", ".gguf")
 """Ends of names that mean a file, and one that we do not write."""
 
@@ -84,18 +94,20 @@ def save_model(
     overwrite: bool = False,
     dtype: torch.dtype | None = None,
     training_step: int | None = None,
+    formats: Sequence[str] = FORMATS,
 ) -> list[Path]:
-    """Write a model and its ``config.json``; returns the files written.
+    """Write a model; returns the files written.
 
-    A path that ends in ``.safetensors`` or ``.pth`` is one file; any other path is a folder that gets
-    ``model.safetensors`` and ``model.pth``. Existing files are refused unless ``overwrite``. Each file appears whole
-    or not at all.
+    A path that ends in ``.safetensors`` or ``.pth`` is one file, and nothing is written beside it. Any other path is a
+    folder that gets ``model.safetensors`` and ``model.pth`` (or the one of ``formats``) and ``config.json``. Existing
+    files are refused unless ``overwrite``. Each file appears whole or not at all.
     """
     target = Path(path)
-    single = target.suffix in (".safetensors", ".pth")
+    single = target.suffix in FORMATS
     folder = target.parent if single else target
-    weights_files = [target] if single else [folder / "model.safetensors", folder / "model.pth"]
-    config_file = folder / "config.json"
+    weights_files = [target] if single else [folder / f"model{suffix}" for suffix in formats]
+    # A run folder's config.json already states variant and width.
+    config_file = None if single or _holds_run_config(folder / "config.json") else folder / "config.json"
     if target.suffix in OTHER_FORMATS:
         raise UserError(f"cannot write {target}: end its name in .safetensors or .pth, or name a folder for both.")
     state = plain_state(model, dtype=dtype)
@@ -109,9 +121,10 @@ def save_model(
     for file in weights_files:
         with _appears_whole(file) as temporary:
             _write_state(state, temporary, suffix=file.suffix, config=config)
-    if not _holds_run_config(config_file):  # a run folder's config.json already states variant and width
-        with _appears_whole(config_file) as temporary:
-            temporary.write_text(json.dumps(config, indent=1) + "\n")
+    if config_file is None:
+        return weights_files
+    with _appears_whole(config_file) as temporary:
+        temporary.write_text(json.dumps(config, indent=1) + "\n")
     return [*weights_files, config_file]
 
 
@@ -184,25 +197,31 @@ def find_weights(path: Path) -> Path:
     ):
         if (path / name).is_file():
             return path / name
-    loose = [entry for entry in inside if entry.suffix in (".safetensors", ".pth")]
+    loose = [entry for entry in inside if entry.suffix in FORMATS]
     if len(loose) == 1:
         return loose[0]
-    found = f"it holds {len(loose)} weight files; name one of them" if loose else "it holds no weights"
-    raise UserError(f"{path} is not a model, checkpoint or run folder: {found}.")
+    raise UserError(f"{path} is not a model, checkpoint or run folder: {_what_it_holds(loose)}.")
+
+
+def _what_it_holds(loose: list[Path]) -> str:
+    if not loose:
+        return "it holds no weights; name a weights file or a run's folder"
+    names = ", ".join(file.name for file in loose[:SHOWN_FILES])
+    more = f" and {len(loose) - SHOWN_FILES} more" if len(loose) > SHOWN_FILES else ""
+    return f"it holds {len(loose)} weight files ({names}{more}); name one of them"
 
 
 def read_weights(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(state dict, what the file or its ``config.json`` states). The format is told by the first bytes."""
+    """(state dict, what the file or its folder's ``config.json`` states). The first bytes tell the format."""
     try:
         with file.open("rb") as stream:
             head = stream.read(16)
     except OSError as fault:
         raise UserError(f"{file} cannot be read ({fault.strerror}); check its permissions.") from None
-    metadata: dict[str, Any] = {}
     if head[:2] in (b"PK", b"\x80\x02"):
-        state = _read_pickled(file)
+        state, stated = _read_pickled(file)
     elif head[8:9] == b"{":
-        state, metadata = _read_safetensors(file)
+        state, stated = _read_safetensors(file)
     else:
         raise UserError(
             f"{file} is neither a safetensors nor a .pth file, or it is cut off; download or save it again."
@@ -211,7 +230,9 @@ def read_weights(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if len(plain) < len(state):
         twice = next(key for key in state if strip_wrappers(key) != key and strip_wrappers(key) in state)
         raise UserError(f"{file} holds both {strip_wrappers(twice)} and {twice}; save one of the two models alone.")
-    return plain, metadata or _read_config(file.parent / "config.json")
+    if not stated and file.name in DESCRIBED_NAMES:
+        stated = _read_config(file.parent / "config.json")
+    return plain, stated
 
 
 def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -220,13 +241,13 @@ def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(file, framework="pt") as opened:
             state = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
-            text = (opened.metadata() or {}).get("tinyvae", "{}")
+            text = (opened.metadata() or {}).get(METADATA_KEY, "{}")
     except SafetensorError as fault:
         raise UserError(f"{file} is not a whole safetensors file ({fault}); download or save it again.") from None
     return state, _parse_stated(text, origin=file)
 
 
-def _read_pickled(file: Path) -> dict[str, Tensor]:
+def _read_pickled(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -245,7 +266,15 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
     for key, value in content.items():
         if value.layout != torch.strided or value.device.type != "cpu":
             raise UserError(f"{file}: {key} is no plain tensor ({value.layout}, {value.device}); save it again as one.")
-    return {str(key): value for key, value in content.items()}
+    return {str(key): value for key, value in content.items()}, _stated_in(content, origin=file)
+
+
+def _stated_in(state: Mapping[str, Tensor], *, origin: Path) -> dict[str, Any]:
+    """What a .pth file states: see `_with_statement`. A state dict of some other program states nothing."""
+    metadata = getattr(state, "_metadata", None)
+    own = metadata.get("") if isinstance(metadata, Mapping) else None
+    text = own.get(METADATA_KEY) if isinstance(own, Mapping) else None
+    return _parse_stated(text, origin=origin) if isinstance(text, str) else {}
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -254,7 +283,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     try:
         return _parse_stated(file.read_text(encoding="utf-8"), origin=file)
     except (OSError, UnicodeDecodeError) as fault:
-        raise UserError(f"{file} beside the weights cannot be read ({fault}); mend or remove it.") from None
+        raise UserError(f"{file} beside the weights cannot be read ({fault}); fix or remove it.") from None
 
 
 def _parse_stated(text: str, *, origin: Path) -> dict[str, Any]:
@@ -262,7 +291,7 @@ def _parse_stated(text: str, *, origin: Path) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as fault:
-        raise UserError(f"{origin} holds a description that is not valid JSON ({fault}); mend or remove it.") from None
+        raise UserError(f"{origin} holds a description that is not valid JSON ({fault}); fix or remove it.") from None
     if not isinstance(config, dict) or config.get("format") not in (MODEL_FORMAT, RUN_FORMAT):
         return {}
     width_key = "width" if config["format"] == MODEL_FORMAT else "model_width"  # a run's width is in pixels
@@ -273,89 +302,9 @@ def _parse_stated(text: str, *, origin: Path) -> dict[str, Any]:
         hint = nearest_name(str(stated["variant"]), VARIANTS)
         raise UserError(
             f"{origin} states variant {stated['variant']!r} and {width_key} {stated['width']!r}, which no model of "
-            f"this family has.{hint} Mend or remove it; the variants are {', '.join(VARIANTS)}."
+            f"this family has.{hint} Fix or remove it; the variants are {', '.join(VARIANTS)}."
         )
     return stated
-
-
-# which variant
-
-
-def tell_variant(
-    state: Mapping[str, Tensor], *, stated: Mapping[str, Any], variant: str | None, origin: Path
-) -> VariantSpec:
-    """The variant and width of a state dict: as asked, as stated, or by its keys and shapes."""
-    width = _width_of(state)
-    if width is None:
-        raise UserError(
-            f"{origin} is no model of this family: {_first_keys(state)}; expected encoder.0.weight, decoder.22.weight."
-        )
-    if variant is None and stated.get("width") not in (None, width):
-        raise UserError(
-            f"{origin} has width {width:g} and is stated to have {stated['width']:g}: the description (config.json) is "
-            "that of another model; remove it, or pass variant."
-        )
-    fitting = [name for name in VARIANTS if _fits(state, name, width)]
-    wanted = variant or stated.get("variant")
-    if wanted is not None:
-        spec = get_spec(wanted, width=width)
-        if wanted not in fitting:
-            likely = f"it looks like {' or '.join(fitting)}" if fitting else "it fits no variant"
-            said = "was asked for" if variant else "is stated for it"
-            raise UserError(f"{origin} is not a {wanted} model, which {said}; {likely}. {_difference(state, spec)}")
-        return spec
-    if not fitting:
-        closest = max(VARIANTS, key=lambda name: _matching_keys(state, get_spec(name, width=width)))
-        difference = _difference(state, get_spec(closest, width=width))
-        raise UserError(f"{origin} fits no variant; the closest is {closest}. {difference}")
-    if len(fitting) > 1:
-        warnings.warn(
-            f"{origin.name} could be {', '.join(fitting)}: they share one network and nothing states which; "
-            f"taking {fitting[0]}. Say which with variant= (in a command: --variant).",
-            stacklevel=3,
-        )
-    return get_spec(fitting[0], width=width)
-
-
-def _width_of(state: Mapping[str, Tensor]) -> float | None:
-    first = state.get("encoder.0.weight")
-    if first is None or first.ndim != 4 or "decoder.22.weight" not in state:
-        return None
-    width = first.shape[0] / 64
-    return width if width % WIDTH_STEP == 0 and width > 0 else None
-
-
-def _expected_shapes(spec: VariantSpec) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        return {key: value.shape for key, value in TAEHV(spec.name, width=spec.width).state_dict().items()}
-
-
-def _fits(state: Mapping[str, Tensor], variant: str, width: float) -> bool:
-    return {key: value.shape for key, value in state.items()} == _expected_shapes(get_spec(variant, width=width))
-
-
-def _matching_keys(state: Mapping[str, Tensor], spec: VariantSpec) -> int:
-    expected = _expected_shapes(spec)
-    return sum(key in expected and expected[key] == value.shape for key, value in state.items())
-
-
-def _difference(state: Mapping[str, Tensor], spec: VariantSpec) -> str:
-    """The first few keys in which a state dict differs from a variant."""
-    expected = _expected_shapes(spec)
-    lines = [f"{key} is missing" for key in expected if key not in state]
-    lines += [f"{key} is not known" for key in state if key not in expected]
-    lines += [
-        f"{key} is {list(state[key].shape)} instead of {list(shape)}"
-        for key, shape in expected.items()
-        if key in state and state[key].shape != shape
-    ]
-    more = f" and {len(lines) - SHOWN_KEYS} more" if len(lines) > SHOWN_KEYS else ""
-    return f"Against {spec.name}: {'; '.join(lines[:SHOWN_KEYS])}{more}."
-
-
-def _first_keys(state: Mapping[str, Tensor]) -> str:
-    keys = list(state)[:SHOWN_KEYS]
-    return f"it begins with {', '.join(keys)}" if keys else "it holds no tensor"
 
 
 def check_state(state: Mapping[str, Tensor], *, origin: Path) -> None:
@@ -380,11 +329,11 @@ def check_state(state: Mapping[str, Tensor], *, origin: Path) -> None:
 # writing
 
 
-def _refuse_existing(weights_files: list[Path], config_file: Path, config: Mapping[str, Any]) -> None:
+def _refuse_existing(weights_files: list[Path], config_file: Path | None, config: Mapping[str, Any]) -> None:
     for file in weights_files:
         if file.exists():
             raise FileExistsAlreadyError(f"{file} exists already; pass overwrite=True to replace it.")
-    if config_file.exists() and not _holds_run_config(config_file):
+    if config_file is not None and config_file.exists():
         there = _read_config(config_file)
         if any(there.get(key) != config[key] for key in ("variant", "width")):
             raise FileExistsAlreadyError(
@@ -404,12 +353,21 @@ def _holds_run_config(config_file: Path) -> bool:
 
 def _write_state(state: dict[str, Tensor], file: Path, *, suffix: str, config: Mapping[str, Any]) -> None:
     if suffix == ".pth":
-        torch.save(state, file)
+        torch.save(_with_statement(state, config), file)
         return
     from safetensors.torch import save
 
     # Not save_file: it makes files that only their owner can read, whatever the umask says.
-    file.write_bytes(save(state, metadata={"format": "pt", "tinyvae": json.dumps(config)}))
+    file.write_bytes(save(state, metadata={"format": "pt", METADATA_KEY: json.dumps(config)}))
+
+
+def _with_statement(state: dict[str, Tensor], config: Mapping[str, Any]) -> OrderedDict[str, Tensor]:
+    """A state dict that says what it is where torch's own ones keep their version numbers: beside the keys, which stay
+    flat. Only what the variant hangs on: other programs read pickles with small buffers."""
+    stating = OrderedDict(state)
+    few = {key: config[key] for key in ("format", "variant", "width", "training_step", "tinyvae_version")}
+    stating._metadata = {"": {"version": 1, METADATA_KEY: json.dumps(few)}}  # type: ignore[attr-defined]
+    return stating
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 Command:   tinyvae train quickstart
 Hardware:  two CPU cores and 2 GB of memory; no GPU, no download.
-Data:      procedural clips, written to ``sample_clips/`` at the first start; your own with --data_root FOLDER.
+Data:      procedural clips, written to ``sample_clips/`` at the first start (git does not see that folder); your own
+           with --data_root FOLDER.
 Expect:    training, validation and report.html in about 3 minutes on two free cores; 26 dB on its validation clips,
            8 dB more than a predictor of the mean colour.
 """

@@ -86,7 +86,6 @@ class RunData:
             world_size=engine.world_size,
             num_workers=config.dataloader_num_workers,
             prefetch_factor=config.prefetch_factor,
-            persistent_workers=config.persistent_workers,
             pin_memory=config.pin_memory,
             start_sample=start_sample,
             bad_file_limit=config.bad_file_limit,
@@ -144,7 +143,10 @@ def open_data(config: TrainConfig, engine: Engine, folder: Path) -> RunData:
 
 
 def write_missing_sample_clips(config: TrainConfig) -> None:
-    """Write the procedural clips to ``data_root`` unless that folder already holds something."""
+    """Write the procedural clips to ``data_root`` unless that folder already holds something.
+
+    They are made again at any time, so the folder hides itself from git.
+    """
     from tinyvae.data.sample_clips import write_sample_clips
 
     folder = config.data_root
@@ -154,3 +156,4 @@ def write_missing_sample_clips(config: TrainConfig) -> None:
         return
     log.info("writing the sample clips to %s", folder)
     write_sample_clips(folder)
+    (folder / ".gitignore").write_text("*\n")

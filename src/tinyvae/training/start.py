@@ -342,7 +342,7 @@ def make_saver(config: TrainConfig, folder: Path, state: RunState, data: RunData
         with ExitStack() as swapped:
             if state.average is not None:
                 swapped.enter_context(state.average.swapped_into(state.model))
-            save_model(state.model, target / "model.safetensors", overwrite=True, training_step=step)
+            save_model(state.model, target, overwrite=True, training_step=step, formats=(".safetensors",))
 
     def save(loop: LoopState, emergency: bool) -> bool:
         progress = loop.progress

@@ -6,7 +6,7 @@ the frames that every one of them gives back. With --output_dir, results.json an
 
 example:
   tinyvae compare taehv.safetensors output/my_run --data videos/val --output_dir output/comparison
-  tinyvae compare CogVideoX-2b/vae taecvx.pth output/my_run --data videos/val --max_frames 49
+  tinyvae compare CogVideoX-2b/vae taecvx.pth output/my_run --variant - --variant taecvx --variant - --data videos/val
 
 exit code: 0 all videos measured with all models; 1 some were skipped (they are named); 2 a mistake in the command.
 """

@@ -1,6 +1,8 @@
-"""Say what a weights file, run folder or variant is: network, sizes, and how it counts frames.
+"""Say what a weights file, run folder or variant is: network, sizes, and how it counts frames. Without one: the list
+of variants.
 
 example:
+  tinyvae info
   tinyvae info best_model/model.safetensors
   tinyvae info taew2_2 --frames 17
 """
@@ -9,26 +11,38 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tinyvae.errors import UserError
-from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VARIANTS, VariantSpec, get_spec
+
+if TYPE_CHECKING:
+    from tinyvae.models.taehv import TAEHV
 
 LAST_LENGTH = 52  # three chunks of taeh3; a line's worth for the others
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a weights file, a model, checkpoint or run folder, or the name of a variant")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="a weights file, a model, checkpoint or run folder, or the name of a variant; none: list the variants",
+    )
     parser.add_argument("--variant", help="the variant, where the file does not state it")
     parser.add_argument("--frames", type=int, default=17, help="clip length for the frame example (default: 17)")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.model is None:
+        print("\n".join(variant_lines()))
+        return 0
     step: object = None
     if arguments.model in VARIANTS and not Path(arguments.model).exists():
         if arguments.variant is not None:
             raise UserError(f"{arguments.model} is the name of a variant, and --variant is for a file; leave one out.")
         import torch
+
+        from tinyvae.models.taehv import TAEHV
 
         with torch.device("meta"):
             model = TAEHV(arguments.model)
@@ -42,6 +56,21 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in facts(model, source=source, step=step, num_frames=arguments.frames):
         print(f"{name:<16} {value}")
     return 0
+
+
+def variant_lines() -> list[str]:
+    """One line for each variant."""
+    rows = [
+        (
+            spec.name,
+            f"{spec.latent_channels} channels, 1 for {spec.time_factor} frames of {spec.space_factor}x"
+            f"{spec.space_factor} pixels",
+            spec.teacher,
+        )
+        for spec in VARIANTS.values()
+    ]
+    rows.insert(0, ("variant", "latents", "stands in for the VAE of"))
+    return [f"{name:<16} {latents:<45} {teacher}" for name, latents, teacher in rows]
 
 
 def facts(model: TAEHV, *, source: str, step: object, num_frames: int) -> list[tuple[str, str]]:

@@ -180,6 +180,8 @@ def for_each(files: Sequence[Path], one: Callable[[int, OnFrames], Done], folder
             def advance(frames: int, total: int, bar: Any = bar) -> None:
                 bar.total = total
                 bar.update(frames)
+                if bar.n >= total:
+                    bar.refresh()  # tqdm draws at most ten times a second, and the last update must be seen
 
             try:
                 done = one(number, advance)
