@@ -26,9 +26,9 @@ from torch import Tensor
 from tinyvae import TAEHV
 from tinyvae.errors import UserError
 from tinyvae.evaluation.benchmark import peak_bytes, relative_error, stream_through, time_alternating_ms
-from tinyvae.models.chunk_memory import Engine
+from tinyvae.engines.chunks import Engine
 from tinyvae.models.codec import VideoCodec
-from tinyvae.models.fused import FusedTAEHV
+from tinyvae.engines.fused import FusedTAEHV
 
 
 def engines_of(model: TAEHV, wanted: list[Engine]) -> dict[str, VideoCodec]:

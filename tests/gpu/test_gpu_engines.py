@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
 from tinyvae.errors import UserError
-from tinyvae.models.chunk_memory import Engine
-from tinyvae.models.fused import FusedTAEHV
+from tinyvae.engines.chunks import Engine
+from tinyvae.engines.fused import FusedTAEHV
 
 CASES = [(variant, None) for variant in VARIANTS] + [("taehv", kind) for kind in ("time", "space", "both")]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
