@@ -59,17 +59,18 @@ class Stack:
                 old[start] = None
                 continue
             if isinstance(layer, PoolLayer) and not self.pools_whole(stop - 1, old, num_frames):
-                if start < stop - 1:
-                    x = self._run_layers(start, stop - 1, x, num_videos * num_frames)
-                start = stop - 1
-                video, new[start] = whole_groups(x.unflatten(0, (num_videos, -1)), old[start], layer.stride)
-                old[start], num_frames = None, video.shape[1]
+                pool = stop - 1
+                if start < pool:
+                    x = self._run_layers(start, pool, x, num_videos * num_frames)
+                video, new[pool] = whole_groups(x.unflatten(0, (num_videos, -1)), old[pool], layer.stride)
+                old[pool], num_frames = None, video.shape[1]
                 if num_frames == 0:
                     new[stop:] = old[stop:]
                     return video, new
-                x = video.flatten(0, 1)
+                x = self.compute(pool, stop, video.flatten(0, 1))
                 del video
-            x = self._run_layers(start, stop, x, num_videos * num_frames)
+            else:
+                x = self._run_layers(start, stop, x, num_videos * num_frames)
             num_frames = num_frames * grown // pooled
         return self.leave(x).unflatten(0, (num_videos, -1)), new
 
