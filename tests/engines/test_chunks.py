@@ -43,7 +43,7 @@ def latent_size(variant: str, height: int, width: int) -> tuple[int, int]:
 def live_bytes(codec: FusedTAEHV, side: Side, num_latents: int, size: tuple[int, int]) -> int:
     """Most bytes alive in a stream of three pushes, with all that it remembers; the input is of another precision."""
     spec = codec.spec
-    codec._range_is_settled = True  # nothing to look at on the meta device
+    codec._values_were_seen = True  # nothing to look at on the meta device
     wider = torch.float32 if codec.dtype == torch.float16 else torch.float64
     shape = (1, num_latents, spec.latent_channels, *size)
     stream: StreamingDecoder | StreamingEncoder

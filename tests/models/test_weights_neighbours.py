@@ -135,14 +135,13 @@ def test_a_model_of_another_variant_in_a_run_folder_states_itself(tmp_path: Path
 
 @pytest.mark.parametrize("group", SHARED)
 def test_a_guess_that_the_name_contradicts_is_refused(tmp_path: Path, group: tuple[str, ...]) -> None:
-    for variant in group[1:]:
-        for suffix in (".pth", ".safetensors"):
-            file = foreign(tmp_path / f"{variant}-mine{suffix}", variant)
-            with pytest.raises(UserError, match=f"taken for {group[0]}, but its name speaks of {variant}") as refused:
-                load_model(file)
-            assert f"--variant {variant} (in Python: variant='{variant}')" in str(refused.value)
-            for asked in group:
-                assert loaded_variant(file, asked) == asked, "what the caller says is obeyed"
+    for variant, suffix in zip(group[1:], (".pth", ".safetensors", ".pth"), strict=False):
+        file = foreign(tmp_path / f"{variant}-mine{suffix}", variant)
+        with pytest.raises(UserError, match=f"taken for {group[0]}, but its name speaks of {variant}") as refused:
+            load_model(file)
+        assert f"--variant {variant} (in Python: variant='{variant}')" in str(refused.value)
+        for asked in (group[0], variant):
+            assert loaded_variant(file, asked) == asked, "what the caller says is obeyed"
 
 
 def test_a_name_that_agrees_does_not_make_a_guess_certain(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ def _width_of(state: Mapping[str, Tensor]) -> float | None:
     return width if width % WIDTH_STEP == 0 and width > 0 else None
 
 
-def _expected_shapes(spec: VariantSpec) -> dict[str, torch.Size]:
+@cache
+def _expected_shapes(spec: VariantSpec) -> Mapping[str, torch.Size]:
     with torch.device("meta"):
         return {key: value.shape for key, value in TAEHV(spec.name, width=spec.width).state_dict().items()}
 
