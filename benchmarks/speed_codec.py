@@ -17,6 +17,9 @@ from pathlib import Path
 import torch
 
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder
+from tinyvae.engines import hopper
+from tinyvae.engines.chunks import Engine
+from tinyvae.engines.fused import FusedTAEHV
 from tinyvae.errors import UserError
 from tinyvae.evaluation.benchmark import (
     BenchmarkCase,
@@ -26,10 +29,7 @@ from tinyvae.evaluation.benchmark import (
     stream_through,
     time_alternating_ms,
 )
-from tinyvae.engines import hopper
-from tinyvae.engines.chunks import Engine
 from tinyvae.models.codec import VideoCodec
-from tinyvae.engines.fused import FusedTAEHV
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -1,14 +1,9 @@
 """How many latents a stream of a fused codec runs at once: as many as take about 600 MiB.
 
-The widest frames of every network lie beside the image: the memory blocks on half the grid of the patches, and the
-slices on the full grid. So four sizes say what a chunk takes, all of them values for one latent pixel:
-
-- ``image``: the frames of one latent, as images;
-- ``block``: the frames of one latent, as the widest memory block sees them;
-- ``state``: what the stream carries from one chunk to the next;
-- ``slice``: the frames of the full grid that run at once.
-
-`tests/engines/test_chunks.py` compares this with what is alive while a stream runs, and with what an H200 showed.
+The widest frames of every network lie next to the image: the last memory blocks of a decoder (the first ones of an
+encoder) on half the grid, and what runs in slices on the full grid. So a few sizes of the variant say what a chunk takes;
+nobody has to follow the layers. `tests/engines/test_chunks.py` compares the result with the stored chunk lengths, with
+what is alive while a stream runs, and with what an H200 showed.
 """
 
 from __future__ import annotations
@@ -26,11 +21,11 @@ STREAM_BYTES = 608 * 2**20
 """What a chunk may take beside its input."""
 MOST_LATENTS = 4096
 FEW_LATENTS = 4
-"""On an H200 each chunk costs 0.2 to 0.7 ms in itself. A chunk of large frames may take twice as much memory, so that it
-has this many latents."""
+"""On an H200 each chunk costs 0.2 to 0.7 ms in itself. To have this many latents, a chunk of large frames may take
+twice the memory."""
 SUPER_COPIES: dict[Engine, int] = {"cudnn": 7, "eager": 10}
-"""A super block holds its input, two tensors side by side and four widened ones; eager also both depthwise results and
-one of them shifted. Other blocks hold three tensors."""
+"""A super block holds its input, two tensors side by side and four widened ones; in the eager engine also both
+depthwise results and one of them shifted. Other blocks hold three tensors."""
 
 
 def chunk_latents(
@@ -65,34 +60,46 @@ def chunk_bytes(
     element_size: int,
     slice_bytes: int,
 ) -> int:
-    """The most bytes alive at once while a chunk runs in the middle of a stream; ``slice_bytes`` as in `Stack`."""
+    """The most bytes alive at once while a chunk runs in the middle of a stream; ``slice_bytes`` as in `stack`."""
     is_encoder = side == "encoder"
-    is_super = not is_encoder and spec.decoder == "super"
-    is_chunked = spec.frame_rule == "chunked"  # joins frames that waited, adds zeros before them, drops some behind
-    stride = spec.encoder_strides[0] if is_encoder else spec.decoder_strides[2]
-    narrow, hidden = spec.hidden(64), spec.hidden(128 if is_super else 64)
-    image = spec.time_factor * 64 * spec.image_channels
-    frame = 16 * hidden
-    block = spec.time_factor // stride * frame
-    state = (63 if is_encoder else 84) * hidden  # one frame of each of the nine memory blocks
-    smallest = stride * 64 * narrow
-
-    def values(count: int) -> float:
-        sliced = min(max(slice_bytes / element_size / latent_pixels, smallest), spec.time_factor * 64 * narrow * count)
-        if engine == "cudnn" and is_encoder:
-            sliced *= 1 + 2 * spec.image_channels / hidden  # with its image cast and laid out
-        elif engine != "hopper":
-            sliced *= 2
-        in_blocks = (SUPER_COPIES[engine] if is_super else 3) * block * count + frame
-        if not is_encoder:
-            results = (3 if is_chunked else 2) * image * count
-            return max(in_blocks, (block + image) * count + sliced, results)
-        whole_images = (engine == "eager") + 3 * is_chunked
-        in_slices = block * count + sliced + image * count * (engine == "eager")
-        return max(in_blocks, in_slices) + whole_images * image * count
-
-    alive = values(num_latents)
-    if is_encoder:  # frames that waited are joined with new ones in a tensor of their own
+    # Values for one latent pixel:
+    slice_values = slice_bytes / element_size / latent_pixels
+    state = (63 if is_encoder else 84) * _block_channels(spec, side)  # one frame of each of the nine memory blocks
+    alive = _values_alive(spec, side, engine, num_latents, slice_values)
+    if is_encoder:  # frames that waited and new ones are joined in a tensor of their own
         joined = joined_latents(num_latents)
-        alive = max(alive, values(joined) + image * joined)
+        alive = max(alive, _values_alive(spec, side, engine, joined, slice_values) + joined * _image_values(spec))
     return round((alive + state) * latent_pixels * element_size)
+
+
+def _values_alive(spec: VariantSpec, side: Side, engine: Engine, num_latents: int, slice_values: float) -> float:
+    """Values alive at once for one latent pixel, without the state."""
+    is_chunked = spec.frame_rule == "chunked"
+    stride = spec.encoder_strides[0] if side == "encoder" else spec.decoder_strides[2]
+    image = num_latents * _image_values(spec)
+    frame = 16 * _block_channels(spec, side)  # of the widest memory block
+    block = num_latents * spec.time_factor // stride * frame
+    copies = SUPER_COPIES[engine] if side == "decoder" and spec.decoder == "super" else 3
+    in_blocks = copies * block + frame
+    full_frame = 64 * spec.hidden(64)  # on the full grid
+    one_slice = min(max(slice_values, stride * full_frame), num_latents * spec.time_factor * full_frame)
+    two_slices = one_slice if engine == "hopper" else 2 * one_slice  # the kernels need no second one
+    if side == "decoder":
+        results = (3 if is_chunked else 2) * image  # written, perhaps chosen from, and clamped
+        return max(in_blocks, block + image + two_slices, results)
+    whole_images = 3 * image if is_chunked else 0  # taeh3 joins each push with frames that waited and with zeros
+    if engine == "eager":  # which casts and lays out the whole push
+        return max(in_blocks, block + image + two_slices) + whole_images + image
+    if engine == "cudnn":  # which casts and lays out the image of one slice
+        two_slices = one_slice * (1 + 2 * spec.image_channels / spec.hidden(64))
+    return max(in_blocks, block + two_slices) + whole_images
+
+
+def _image_values(spec: VariantSpec) -> int:
+    """Values of the frames of one latent, for one latent pixel."""
+    return spec.time_factor * 64 * spec.image_channels
+
+
+def _block_channels(spec: VariantSpec, side: Side) -> int:
+    """Channels of the memory blocks next to the image."""
+    return spec.hidden(128 if side == "decoder" and spec.decoder == "super" else 64)

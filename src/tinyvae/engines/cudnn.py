@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -149,7 +150,8 @@ class CudnnStack(Stack):
             place: _two_frame_weight(layer) for place, layer in enumerate(self.layers) if isinstance(layer, MemLayer)
         }
         if self.is_encoder:
-            self._first = {count: PatchConv.of(at_image, patch_size=patch_size, stacked=count) for count in self._stackings()}
+            counts, patch = {1, cast(PoolLayer, self.layers[1]).stride}, patch_size
+            self._first = {count: PatchConv.of(at_image, patch_size=patch, stacked=count) for count in counts}
         else:  # the outputs filled up to a multiple of 8; the bias is added while the image is written
             more = -at_image.weight.shape[0] % CUDA_CHANNEL_MULTIPLE
             self._image_weight = channels_last(F.pad(at_image.weight, (0, 0, 0, 0, 0, 0, 0, more)))
@@ -205,9 +207,9 @@ class CudnnStack(Stack):
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         if self.is_encoder and start == 0:
-            following = self.layers[1] if stop > 1 else None
-            x = self._first[following.stride if isinstance(following, PoolLayer) else 1](x.to(self._dtype))
-            start = 1
+            # The pooling layer behind wants its frames side by side.
+            stacked = cast(PoolLayer, self.layers[1]).stride if stop > 1 else 1
+            x, start = self._first[stacked](x.to(self._dtype)), 1
         for layer in self.layers[start:stop]:
             x = self._layer(layer, x)
         return x
@@ -232,12 +234,6 @@ class CudnnStack(Stack):
         if not relu:
             return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
         return conv_relu(x, weight, self._zeros[: weight.shape[0]] if bias is None else bias)
-
-    def _stackings(self) -> set[int]:
-        """How many frames the first convolution may have to put side by side."""
-        pool = self.layers[1]
-        assert isinstance(pool, PoolLayer)
-        return {1, pool.stride}
 
 
 def write_image(made_BCHW: Tensor, bias: Tensor, patch_size: int, frames: int, image_BCHW: Tensor) -> None:
@@ -285,7 +281,7 @@ def _two_frame_weight(layer: MemLayer) -> Tensor:
 
 
 def _order_patches(layer: Layer) -> Layer:
-    """Outputs of a layer that shuffles pixels in the order (row, column, channel): its copies then move whole pixels."""
+    """A layer that shuffles pixels, with its outputs as (row, column, channel): its copies then move whole pixels."""
     if not (isinstance(layer, ConvLayer) and layer.shuffle):
         return layer
     assert layer.bias is not None

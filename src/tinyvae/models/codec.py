@@ -38,8 +38,8 @@ class VideoCodec:
     def encode_chunk(self, frames_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
         """Raw latents of the next frames of a video, and the state for the chunk after; no padding, no drop.
 
-        Frames of any floating precision. A run may use up its ``state``, so that a long stream does not hold two states:
-        to continue twice from one state, pass a copy of the list.
+        Frames of any floating precision. A run may use up its ``state``, so that a long stream does not hold two of
+        them; to continue twice from one state, pass a copy of the list.
         """
         raise AssertionError("a network must implement encode_chunk")
 
