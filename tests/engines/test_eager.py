@@ -117,3 +117,11 @@ def test_gradients_stay_in_channels_last(monkeypatch: pytest.MonkeyPatch) -> Non
     image_and_latents = {tuple(folded.decoder[-1].weight.shape), tuple(folded.encoder[-1].weight.shape)}
     assert seen == 18 * 3 + 3 + 3 + 4  # memory blocks, pooling, growing, the first and last of each side
     assert set(wrong) <= image_and_latents
+
+
+def test_torch_compile_sees_one_graph() -> None:
+    """`compile_model` compiles the training step; a break in the graph would cost what compiling brings."""
+    _, folded, frames = small_pair("taehv")
+    expected = folded.encode(frames)
+    compiled = torch.compile(folded.encode, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(frames), expected)

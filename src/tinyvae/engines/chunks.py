@@ -1,8 +1,8 @@
 """How many latents a stream of a fused codec runs at once: as many as take about 600 MiB.
 
 The widest frames of every network lie next to the image: the last memory blocks of a decoder (the first ones of an
-encoder) on half the grid, and what runs in slices on the full grid. So a few sizes of the variant say what a chunk takes;
-nobody has to follow the layers. `tests/engines/test_chunks.py` compares the result with the stored chunk lengths, with
+encoder) on half the grid, and what runs in slices on the full grid. So a few sizes of the variant say what a chunk
+takes; nobody has to follow the layers. `tests/engines/test_chunks.py` compares the result with the stored lengths, with
 what is alive while a stream runs, and with what an H200 showed.
 """
 

@@ -174,9 +174,6 @@ class CudnnStack(Stack):
         patch = self.patch_size if self.is_encoder and start == 0 else 1
         return x.shape[1] * patch**2, x.shape[2] // patch, x.shape[3] // patch
 
-    def ends_in_image(self, stop: int) -> bool:
-        return not self.is_encoder and stop == len(self.layers)
-
     def empty(self, stop: int, size: Size, x: Tensor) -> Tensor:
         if self.ends_in_image(stop):
             return x.new_empty(size.frames, 3, size.height * self.patch_size, size.width * self.patch_size)

@@ -63,6 +63,8 @@ class EagerStack(Stack):
     ``checkpointing`` recomputes the activations in the backward pass instead of keeping them.
     """
 
+    writes_image = False
+
     def __init__(self, layers: Sequence[Layer], *, patch_size: int | None, checkpointing: bool = False) -> None:
         super().__init__(layers, patch_size=patch_size or 1)
         self._has_images = patch_size is not None

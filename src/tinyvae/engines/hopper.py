@@ -122,9 +122,6 @@ class HopperStack(Stack):
         patch = self.patch_size
         return x.shape[1] * patch**2, x.shape[2] // patch, x.shape[3] // patch
 
-    def ends_in_image(self, stop: int) -> bool:
-        return not self.is_encoder and stop == len(self.layers)
-
     def empty(self, stop: int, size: Size, x: Tensor) -> Tensor:
         shape = (size.frames, size.height, size.width, size.channels)
         if self.ends_in_image(stop):

@@ -10,9 +10,7 @@ its last frame, a pooling layer the frames that wait for partners.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -34,6 +32,9 @@ def slice_bytes(device: torch.device) -> int:
 
 class Stack:
     """An encoder or a decoder. An engine is a subclass that says how frames lie in memory and how layers compute."""
+
+    writes_image = True
+    """Whether `write` puts the last slices of a decoder straight into the image."""
 
     def __init__(self, layers: Sequence[Layer], *, patch_size: int) -> None:
         """``patch_size`` belongs to the image side of the stack."""
@@ -97,8 +98,8 @@ class Stack:
         return out
 
     def ends_in_image(self, stop: int) -> bool:
-        """Whether the result of the layers before ``stop`` is the image itself, written slice by slice."""
-        return False
+        """Whether the layers before ``stop`` end in the image, which this engine writes slice by slice."""
+        return self.writes_image and not self.is_encoder and stop == len(self.layers)
 
     def write(self, start: int, stop: int, x: Tensor, out: Tensor) -> None:
         """`compute` into ``out``."""
@@ -136,24 +137,22 @@ class Stack:
 
 
 def cut_runs(layers: Sequence[Layer]) -> list[tuple[int, int, int, int]]:
-    """Runs as (start, stop, frames made of one, frames merged into one): each memory block alone, a cut behind each
-    pooling layer.
+    """Runs as (start, stop, frames made of one, frames merged into one). A memory block is alone, a pooling layer is
+    the last of its run. These are plain loops because torch.compile reads them too.
     """
-    edges = {0, len(layers)}
-    for place, layer in enumerate(layers):
-        if isinstance(layer, MemLayer | SuperMemLayer):
-            edges |= {place, place + 1}
-        elif isinstance(layer, PoolLayer):
-            edges.add(place + 1)
     runs = []
-    for start, stop in pairwise(sorted(edges)):
-        grown = math.prod(layer.frames for layer in layers[start:stop] if isinstance(layer, ConvLayer | GrowLayer))
-        runs.append((start, stop, grown, pooled_frames(layers[start:stop])))
+    start, grown = 0, 1
+    for place, layer in enumerate(layers):
+        is_block = isinstance(layer, MemLayer | SuperMemLayer)
+        if is_block and start < place:
+            runs.append((start, place, grown, 1))
+            start, grown = place, 1
+        if isinstance(layer, ConvLayer | GrowLayer):
+            grown *= layer.frames
+        if is_block or isinstance(layer, PoolLayer) or place == len(layers) - 1:
+            runs.append((start, place + 1, grown, layer.stride if isinstance(layer, PoolLayer) else 1))
+            start, grown = place + 1, 1
     return runs
-
-
-def pooled_frames(layers: Sequence[Layer]) -> int:
-    return math.prod(layer.stride for layer in layers if isinstance(layer, PoolLayer))
 
 
 def output_size(layers: Sequence[Layer], size: Size) -> Size:
@@ -166,7 +165,8 @@ def slice_frames(layers: Sequence[Layer], size: Size, room: float) -> int:
     """How many input frames may go through these layers at once: as many as have ``room`` values at their widest place,
     in whole groups of what is pooled.
     """
-    unit = pooled_frames(layers)
+    last = layers[-1]
+    unit = last.stride if isinstance(last, PoolLayer) else 1
     size, widest = size._replace(frames=unit), 0
     for layer in layers:
         size = layer.output(size)

@@ -11,9 +11,9 @@ from tinyvae.models.variants import VariantSpec
 
 
 def join(parts: Iterator[Tensor], num_frames: int) -> Tensor:
-    """Parts NTCHW of a video one after another; each is let go once its ``num_frames`` in all have a place.
+    """Parts NTCHW of a video as one tensor of ``num_frames`` frames.
 
-    Joined at the end, all parts and the whole would be there together.
+    Each part is copied as soon as it comes, and then freed. `torch.cat` would need all parts and the whole at once.
     """
     first = next(parts)
     if first.requires_grad:
@@ -37,7 +37,7 @@ def joined_latents(chunk_latents: int) -> int:
 
 
 def chunk_lengths(num_latents: int, chunk: int, *, joined_first: bool, joined_last: bool) -> list[int]:
-    """How many latents to run at a time: a chunk, or fewer where frames must be joined of several tensors."""
+    """How many latents to run at a time: a chunk, or fewer where frames must be joined from several tensors."""
     most = joined_latents(chunk)
     first = min(most, num_latents) if joined_first else 0
     last = min(most, num_latents - first) if joined_last else 0
@@ -47,7 +47,7 @@ def chunk_lengths(num_latents: int, chunk: int, *, joined_first: bool, joined_la
 
 
 def cut_out(pieces: list[Tensor], start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """Frames ``start`` to ``stop`` of pieces NTCHW that follow each other; copied only where they lie in several."""
+    """Frames ``start`` to ``stop`` of pieces NTCHW that follow each other; copied only if they lie in several."""
     parts, place = [], 0
     for piece in pieces:
         part = piece[:, max(0, start - place) : max(0, stop - place)]

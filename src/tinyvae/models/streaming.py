@@ -1,12 +1,16 @@
 """Videos that arrive piece by piece: one object per stream, the same numbers as the whole-video call.
 
-Push any number of frames (or latents) at a time and get back all that is ready; flush at the end. Each object owns
-the memory of its stream, so interleaved streams never meet, and that memory does not grow with time.
+Push any number of frames (or latents) at a time and get back all that is ready; flush at the end. Each object owns the
+state of its stream, so several streams do not disturb each other, and the state does not grow with time.
 
-Two variants need to know about the end of the stream. A CogVideoX (taecvx) decoder keeps or drops its first three
-frames depending on whether the *total* number of latents is even, so it must be told ``num_latents`` at the start.
-A taeh3 encoder drops the last three latents of the whole video, so it hands out the latents of a chunk's tail only
-when the next chunk begins.
+    stream = StreamingDecoder(model)
+    for part in latents.split(4, dim=1):
+        show(stream.push(part))
+    stream.flush()
+
+Two variants need to know about the end of the stream. A CogVideoX (taecvx) decoder keeps its first three frames only if
+the *total* number of latents is even, so it must be told ``num_latents`` at the start. A taeh3 encoder drops the last
+three latents of the whole video, so it returns the last latents of a chunk only when the next chunk begins.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ class _Stream:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Around what changes the stream. A run uses up what is remembered, so a stream that failed cannot go on."""
+        """Around what changes the stream. A run uses up the state, so a stream that failed cannot continue."""
         self._failed = True
         with torch.set_grad_enabled(self._track_gradients):
             yield
@@ -286,7 +290,7 @@ class StreamingEncoder(_Stream):
         return latents
 
     def _filling(self, last_N1CHW: Tensor, num_frames: int) -> Tensor | None:
-        """The frames to repeat behind a video of so many; None if it is whole."""
+        """The repeated frames that fill the last latent of a video of this many frames; None if it is full."""
         missing = self._codec.spec.padded_frames(num_frames) - num_frames
         return last_N1CHW.expand(-1, missing, -1, -1, -1) if missing else None
 
@@ -371,12 +375,5 @@ class StreamingEncoder(_Stream):
         n, _, h, w = self._shape
         spec = self._codec.spec
         factor = spec.space_factor
-        return torch.empty(
-            n,
-            0,
-            spec.latent_channels,
-            h // factor,
-            w // factor,
-            dtype=self._codec.dtype,
-            device=self._codec.device,
-        )
+        shape = (n, 0, spec.latent_channels, h // factor, w // factor)
+        return torch.empty(shape, dtype=self._codec.dtype, device=self._codec.device)
