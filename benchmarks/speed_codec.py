@@ -17,6 +17,9 @@ from pathlib import Path
 import torch
 
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder
+from tinyvae.engines import hopper
+from tinyvae.engines.chunks import Engine
+from tinyvae.engines.fused import FusedTAEHV
 from tinyvae.errors import UserError
 from tinyvae.evaluation.benchmark import (
     BenchmarkCase,
@@ -26,10 +29,7 @@ from tinyvae.evaluation.benchmark import (
     stream_through,
     time_alternating_ms,
 )
-from tinyvae.models import hopper_engine
-from tinyvae.models.chunk_memory import Engine
 from tinyvae.models.codec import VideoCodec
-from tinyvae.models.fused import FusedTAEHV
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -138,16 +138,16 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["480x720x49", "720x1280x61"])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument(
-        "--library_channels",
+        "--cudnn_channels",
         type=int,
         nargs="*",
-        default=sorted(hopper_engine.LIBRARY_CHANNELS),
+        default=sorted(hopper.CUDNN_CHANNELS),
         help="memory blocks of so many channels take cuDNN's fused convolutions where they can",
     )
     parser.add_argument("--check_variants", action="store_true", help="also compare every variant with float32")
     parser.add_argument("--output", type=Path, help="folder for codec.json")
     arguments = parser.parse_args()
-    hopper_engine.LIBRARY_CHANNELS = frozenset(arguments.library_channels)
+    hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0 if torch.cuda.is_available() else None)
     model = TAEHV(arguments.variant)
     spread_weights(model)

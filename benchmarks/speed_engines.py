@@ -24,11 +24,11 @@ from speed_codec import DTYPES, check_variants, spread_weights, stream_parts
 from torch import Tensor
 
 from tinyvae import TAEHV
+from tinyvae.engines.chunks import Engine
+from tinyvae.engines.fused import FusedTAEHV
 from tinyvae.errors import UserError
 from tinyvae.evaluation.benchmark import peak_bytes, relative_error, stream_through, time_alternating_ms
-from tinyvae.models.chunk_memory import Engine
 from tinyvae.models.codec import VideoCodec
-from tinyvae.models.fused import FusedTAEHV
 
 
 def engines_of(model: TAEHV, wanted: list[Engine]) -> dict[str, VideoCodec]:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tinyvae.engines import hopper_kernels
 from tinyvae.evaluation.benchmark import relative_error, time_alternating_ms
-from tinyvae.models import hopper_conv
 
 LAUNCHES = 10
 DEVICE = torch.device("cuda", 0)
@@ -74,12 +74,12 @@ def check_tiles(dtype: torch.dtype) -> list[dict[str, object]]:
         bias = torch.randn(outputs, device=DEVICE, dtype=dtype) if taps == 9 else None
         x = random_frames(6, height, width, channels, dtype)
         residual = random_frames(6, height, width, channels, dtype) if with_residual else None
-        packed = hopper_conv.pack_tile_weights(weight, bias, sources=sources, grown=grown)
+        packed = hopper_kernels.pack_tile_weights(weight, bias, sources=sources, grown=grown)
         scale = 2 if taps == 4 else 1
         out = torch.full(
             (6 * grown, height * scale, width * scale, packed.channels_out), torch.nan, dtype=dtype, device=DEVICE
         )
-        hopper_conv.conv_tiles(x, packed, frames_per_video=3, residual_BHWC=residual, relu=True, out=out)
+        hopper_kernels.conv_tiles(x, packed, frames_per_video=3, residual_BHWC=residual, relu=True, out=out)
         expected = reference(x, weight, bias, residual, sources=sources, grown=grown, videos=2)
         error = relative_error(out, expected)
         rows.append({"check": f"{channels}ch {height}x{width} sources {sources} taps {taps}", "error": error})
@@ -150,14 +150,14 @@ def time_tiles(dtype: torch.dtype) -> list[dict[str, object]]:
         flat = x.permute(0, 3, 1, 2)
         for sources in (2, 1):
             weight = torch.randn(channels, sources * channels, 3, 3, device=DEVICE).to(dtype) * 0.02
-            packed = hopper_conv.pack_tile_weights(weight, torch.randn(channels, device=DEVICE), sources=sources)
+            packed = hopper_kernels.pack_tile_weights(weight, torch.randn(channels, device=DEVICE), sources=sources)
             doubled = torch.cat([weight[:, :channels], weight[:, -channels:]]) if sources == 2 else weight
             doubled = doubled.contiguous(memory_format=torch.channels_last)
             flops = 2.0 * x.numel() * channels * 9 * sources
             kept = residual if sources == 1 else None
 
-            def kernel(p: hopper_conv.TileWeights = packed, k: Tensor | None = kept, a: Tensor = x) -> Tensor:
-                return hopper_conv.conv_tiles(a, p, frames_per_video=a.shape[0], residual_BHWC=k, relu=True)
+            def kernel(p: hopper_kernels.TileWeights = packed, k: Tensor | None = kept, a: Tensor = x) -> Tensor:
+                return hopper_kernels.conv_tiles(a, p, frames_per_video=a.shape[0], residual_BHWC=k, relu=True)
 
             def library(w: Tensor = doubled, a: Tensor = flat) -> object:
                 return F.conv2d(a, w, padding=1)
@@ -175,7 +175,7 @@ def time_tiles(dtype: torch.dtype) -> list[dict[str, object]]:
     ):
         x = random_frames(frames, height, width, channels, dtype)
         weight = torch.randn(4 * grown * following, channels, 2, 2, device=DEVICE).to(dtype) * 0.02
-        packed = hopper_conv.pack_tile_weights(weight, None, grown=grown)
+        packed = hopper_kernels.pack_tile_weights(weight, None, grown=grown)
         nhwc, flat = weight.contiguous(memory_format=torch.channels_last), x.permute(0, 3, 1, 2)
         flops = 2.0 * x[..., 0].numel() * weight.numel()
         rows.append(
@@ -183,7 +183,7 @@ def time_tiles(dtype: torch.dtype) -> list[dict[str, object]]:
                 f"phases {channels}->{following} x{grown}, {frames} frames",
                 flops,
                 {
-                    "kernel": lambda a=x, p=packed: hopper_conv.conv_tiles(a, p, frames_per_video=1, relu=True),
+                    "kernel": lambda a=x, p=packed: hopper_kernels.conv_tiles(a, p, frames_per_video=1, relu=True),
                     "cudnn": lambda a=flat, w=nhwc: F.conv2d(a, w, padding=1),
                 },
             )
@@ -196,27 +196,27 @@ def time_image_side(dtype: torch.dtype) -> list[dict[str, object]]:
     frames, height, width = 8, 480, 720
     x = random_frames(frames, height, width, 64, dtype)
     weight, bias = torch.randn(3, 64, 3, 3, device=DEVICE).to(dtype) * 0.04, torch.randn(3, device=DEVICE)
-    packed = hopper_conv.pack_image_weights(weight, bias, 1)
+    packed = hopper_kernels.pack_image_weights(weight, bias, 1)
     out = torch.full((frames, 3, height, width), torch.nan, dtype=dtype, device=DEVICE)
-    hopper_conv.image_conv(x, packed, out)
+    hopper_kernels.image_conv(x, packed, out)
     expected = F.conv2d(x.float().permute(0, 3, 1, 2), weight.float(), bias, padding=1)
     rows.append({"check": "image_conv", "error": relative_error(out, expected)})
     print(rows[-1], flush=True)
     flat, nhwc = x.permute(0, 3, 1, 2), weight.contiguous(memory_format=torch.channels_last)
     calls: dict[str, Callable[[], object]] = {
-        "kernel": lambda: hopper_conv.image_conv(x, packed, out),
+        "kernel": lambda: hopper_kernels.image_conv(x, packed, out),
         "cudnn": lambda: F.conv2d(flat, nhwc, padding=1),
     }
     rows.append(timed("64->3, 8 frames", 2.0 * x.numel() * 27, calls))
     image = torch.rand(frames, 3, height, width, device=DEVICE).to(dtype)
     weight, bias = torch.randn(64, 3, 3, 3, device=DEVICE).to(dtype) * 0.2, torch.randn(64, device=DEVICE)
-    first = hopper_conv.pack_first_weights(weight, bias)
+    first = hopper_kernels.pack_first_weights(weight, bias)
     expected = torch.relu(F.conv2d(image.float(), weight.float(), bias, padding=1)).permute(0, 2, 3, 1)
-    rows.append({"check": "first_conv", "error": relative_error(hopper_conv.first_conv(image, first), expected)})
+    rows.append({"check": "first_conv", "error": relative_error(hopper_kernels.first_conv(image, first), expected)})
     print(rows[-1], flush=True)
     image_nhwc, nhwc = (a.contiguous(memory_format=torch.channels_last) for a in (image, weight))
     calls = {
-        "kernel": lambda: hopper_conv.first_conv(image, first),
+        "kernel": lambda: hopper_kernels.first_conv(image, first),
         "cudnn": lambda: F.conv2d(image_nhwc, nhwc, padding=1),
     }
     rows.append(timed("3->64, 8 frames", 2.0 * image.numel() * 64 * 9, calls))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tinyvae.models import doors
 from tinyvae.version import __version__
 
 if TYPE_CHECKING:
+    from tinyvae.engines.fused import FusedTAEHV
     from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
     from tinyvae.models.taehv import TAEHV
     from tinyvae.models.variants import VARIANTS, VariantSpec, get_spec
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TAEHV",
     "VARIANTS",
+    "FusedTAEHV",
     "StreamingDecoder",
     "StreamingEncoder",
     "VariantSpec",
@@ -27,21 +30,37 @@ __all__ = [
 
 # Names are fetched at first use, so that `tinyvae --help` and the data workers do not wait for torch.
 _HOME = {
-    "TAEHV": "taehv",
-    "VARIANTS": "variants",
-    "VariantSpec": "variants",
-    "get_spec": "variants",
-    "StreamingDecoder": "streaming",
-    "StreamingEncoder": "streaming",
-    "load_model": "weights",
-    "save_model": "weights",
+    "TAEHV": "models.taehv",
+    "FusedTAEHV": "engines.fused",
+    "VARIANTS": "models.variants",
+    "VariantSpec": "models.variants",
+    "get_spec": "models.variants",
+    "StreamingDecoder": "models.streaming",
+    "StreamingEncoder": "models.streaming",
+    "load_model": "models.weights",
+    "save_model": "models.weights",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'tinyvae' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"tinyvae.models.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"tinyvae.{_HOME[name]}"), name)
+
+
+def _fuse(model: TAEHV) -> FusedTAEHV:
+    from tinyvae.engines.fused import FusedTAEHV
+
+    return FusedTAEHV(model)
+
+
+def _run_folded(*arguments: Any, **options: Any) -> Any:
+    from tinyvae.engines.eager import run_folded
+
+    return run_folded(*arguments, **options)
+
+
+doors.fuse, doors.run_folded = _fuse, _run_folded
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tinyvae.models.codec import CodecMemory, VideoCodec
+from tinyvae.models.codec import CodecState, VideoCodec
 from tinyvae.models.variants import get_spec
 
 
@@ -34,12 +34,12 @@ class CopyCodec(VideoCodec, nn.Module):
     def device(self) -> torch.device:
         return self.unused.device
 
-    def encode_chunk(self, frames_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
+    def encode_chunk(self, frames_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
         s = self.spec.time_factor
-        if memory is None:
-            memory = torch.zeros_like(frames_NTCHW[:, :1]).expand(-1, s - 1, -1, -1, -1)
-        assert isinstance(memory, Tensor)
-        frames = torch.cat([memory, frames_NTCHW], dim=1)  # S-1 frames carried, then those not yet in a latent
+        if state is None:
+            state = torch.zeros_like(frames_NTCHW[:, :1]).expand(-1, s - 1, -1, -1, -1)
+        assert isinstance(state, Tensor)
+        frames = torch.cat([state, frames_NTCHW], dim=1)  # S-1 frames carried, then those not yet in a latent
         num_latents = (frames.shape[1] - (s - 1)) // s
         packed = [
             F.pixel_unshuffle(frames[:, i * s : (i + 1) * s], self.spec.space_factor).flatten(1, 2)
@@ -50,8 +50,8 @@ class CopyCodec(VideoCodec, nn.Module):
         empty = frames.new_zeros(n, 0, self.spec.latent_channels, h // factor, w // factor)
         return torch.stack(packed, dim=1) if packed else empty, frames[:, num_latents * s :]
 
-    def decode_chunk(self, latents_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
-        first = memory if isinstance(memory, int) else 0
+    def decode_chunk(self, latents_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
+        first = state if isinstance(state, int) else 0
         packed = latents_NTCHW.unflatten(2, (self.spec.time_factor, -1)).flatten(1, 2)
         frames = F.pixel_shuffle(packed, self.spec.space_factor) + self.offset
         signs = 1 - 2 * ((first + torch.arange(frames.shape[1])) % 2).view(1, -1, 1, 1, 1)

@@ -23,7 +23,7 @@ from tinyvae.evaluation.metrics import METRICS, PSNR_CAP_DB, ClipMeter
 from tinyvae.evaluation.resources import choose_devices
 from tinyvae.evaluation.results_file import results_as_json
 from tinyvae.evaluation.round_trip import StreamedCodec, label_of, open_model, own_memory_bytes
-from tinyvae.models.codec import CodecMemory
+from tinyvae.models.codec import CodecState
 
 WriteVideo = Callable[..., Path]
 
@@ -228,12 +228,12 @@ class FailingCodec(CopyCodec):
         self.fault, self.fails = fault, fails
         self.chunks = 0
 
-    def encode_chunk(self, frames_NTCHW: torch.Tensor, memory: CodecMemory | None) -> tuple[torch.Tensor, CodecMemory]:
+    def encode_chunk(self, frames_NTCHW: torch.Tensor, state: CodecState | None) -> tuple[torch.Tensor, CodecState]:
         self.chunks += 1
         if self.fails:
             raise self.fault
         time.sleep(0.05)
-        return super().encode_chunk(frames_NTCHW, memory)
+        return super().encode_chunk(frames_NTCHW, state)
 
 
 class TwoDevices(StreamedCodec):
@@ -273,10 +273,10 @@ class PressedCodec(FailingCodec):
     def __init__(self) -> None:
         super().__init__(RuntimeError(), fails=False)
 
-    def encode_chunk(self, frames_NTCHW: torch.Tensor, memory: CodecMemory | None) -> tuple[torch.Tensor, CodecMemory]:
+    def encode_chunk(self, frames_NTCHW: torch.Tensor, state: CodecState | None) -> tuple[torch.Tensor, CodecState]:
         if self.chunks == 5:
             os.kill(os.getpid(), signal.SIGINT)
-        return super().encode_chunk(frames_NTCHW, memory)
+        return super().encode_chunk(frames_NTCHW, state)
 
 
 def test_ctrl_c_does_not_wait_for_all_clips(write_video: WriteVideo, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
+from tinyvae.engines.chunks import Engine
+from tinyvae.engines.fused import FusedTAEHV
 from tinyvae.errors import UserError
-from tinyvae.models.chunk_memory import Engine
-from tinyvae.models.fused import FusedTAEHV
 
 CASES = [(variant, None) for variant in VARIANTS] + [("taehv", kind) for kind in ("time", "space", "both")]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

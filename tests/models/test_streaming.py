@@ -13,7 +13,7 @@ from tinyvae.errors import UserError
 from tinyvae.models import streaming
 
 # fp64: the parallel and the chunked pass may use convolution kernels that round differently; at this tolerance
-# a wrong or missing frame of memory (errors around 1e-2) cannot hide.
+# a wrong or missing carried frame (errors around 1e-2) cannot hide.
 TOLERANCE = 1e-12
 MODELS = {name: TAEHV(name, width=0.125).double().eval() for name in VARIANTS}
 
@@ -95,10 +95,10 @@ def test_interleaved_streams_do_not_meet() -> None:
             torch.testing.assert_close(torch.cat(got, 1), model.encode_video(video), atol=TOLERANCE, rtol=0)
 
 
-def carried_bytes(memory: object) -> int:
-    """Bytes of storage (not of the view) that a stream's memory keeps alive."""
-    assert isinstance(memory, list)
-    return sum(entry.untyped_storage().nbytes() for entry in memory if isinstance(entry, Tensor))
+def carried_bytes(state: object) -> int:
+    """Bytes of storage (not of the view) that a stream's state keeps alive."""
+    assert isinstance(state, list)
+    return sum(entry.untyped_storage().nbytes() for entry in state if isinstance(entry, Tensor))
 
 
 @pytest.mark.parametrize("variant", ["taehv", "taeltx_2", "taeh3", "taew2_2_super"])
@@ -112,7 +112,7 @@ def test_memory_does_not_grow(variant: str) -> None:
             encoder.push(torch.rand(1, model.spec.time_factor, 3, size, size, dtype=torch.double))
         decoder.push(torch.randn(1, 3, model.spec.latent_channels, 1, 1, dtype=torch.double))
         if step >= 1:
-            held.add(carried_bytes(encoder._memory) + carried_bytes(decoder._memory))
+            held.add(carried_bytes(encoder._state) + carried_bytes(decoder._state))
             assert sum(latents.shape[1] for latents in encoder._held) <= 5
     assert len(held) == 1
 
@@ -224,7 +224,7 @@ def test_chunk_of_a_taeh3_encoder_is_as_small_as_asked() -> None:
     for chunk, sizes in ((1, [16, 32, 40]), (2, [40]), (3, [7, 19, 40])):
         fused, ran = model.fused(), []
         run = fused.encode_chunk
-        fused.encode_chunk = lambda x, memory, run=run, ran=ran: (ran.append(x.shape[1]), run(x, memory))[1]
+        fused.encode_chunk = lambda x, state, run=run, ran=ran: (ran.append(x.shape[1]), run(x, state))[1]
         stream, before, parts = StreamingEncoder(fused, chunk_latents=chunk), 0, []
         for size in sizes:
             parts.append(stream.push(frames[:, before:size]))
@@ -290,12 +290,12 @@ def test_caller_may_use_the_buffer_of_a_push_again(variant: str) -> None:
     torch.testing.assert_close(torch.cat(latents, dim=1), codec.encode_video(frames), atol=1e-5, rtol=1e-5)
 
 
-def test_used_memory_is_no_fresh_start() -> None:
+def test_used_state_is_no_fresh_start() -> None:
     codec = TAEHV("taehv", width=0.125).fused()
     latents = torch.randn(1, 1, 16, 2, 3)
-    _, memory = codec.decode_chunk(latents, None)
-    assert isinstance(memory, list)
-    once = codec.decode_chunk(latents, list(memory))[0]
-    assert torch.equal(codec.decode_chunk(latents, memory)[0], once)
-    with pytest.raises(AssertionError, match="this memory has been used"):
-        codec.decode_chunk(latents, memory)
+    _, state = codec.decode_chunk(latents, None)
+    assert isinstance(state, list)
+    once = codec.decode_chunk(latents, list(state))[0]
+    assert torch.equal(codec.decode_chunk(latents, state)[0], once)
+    with pytest.raises(AssertionError, match="this state has been used"):
+        codec.decode_chunk(latents, state)

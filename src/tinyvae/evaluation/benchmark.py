@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from tinyvae.engines.fused import FusedTAEHV
 from tinyvae.errors import UserError
 from tinyvae.evaluation.resources import without_cudnn_trials
 from tinyvae.evaluation.work_count import count_work
 from tinyvae.models.codec import VideoCodec
-from tinyvae.models.fused import FusedTAEHV
 from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
 from tinyvae.progress_bar import progress_bar

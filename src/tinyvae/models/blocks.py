@@ -2,9 +2,9 @@
 
 Frames travel through the layers as (N·T)CHW, time inside batch. Three layers look along time:
 `MemBlock` and `SuperMemBlock` see the frame before theirs, `TPool` merges s consecutive frames, `TGrow` makes s
-frames of one. What such a layer must remember between two chunks of one video is its *memory*: the last frame it
-saw, or the frames that still wait for their partners. `run_layers` carries it, so that a video run whole and the
-same video run in chunks go through the same code.
+frames of one. What such a layer carries from one chunk of a video to the next is its *state*: the last frame it saw,
+or the frames that still wait for their partners. `run_layers` carries it, so that a video run whole and the same video
+run in chunks go through the same code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-Memory = list[Tensor | None]
+State = list[Tensor | None]
 """One entry per layer: NTCHW frames that the layer still needs, or None before the first chunk."""
 
 RECOMPUTED_SLICES = 4
@@ -108,17 +108,17 @@ class Upsample(nn.Module):
 
 
 def run_layers(
-    layers: nn.Sequential, frames_NTCHW: Tensor, memory: Memory | None = None, *, checkpointing: bool = False
-) -> tuple[Tensor, Memory]:
-    """Run one chunk of a video through a stack; returns (output NTCHW, memory for the next chunk).
+    layers: nn.Sequential, frames_NTCHW: Tensor, state: State | None = None, *, checkpointing: bool = False
+) -> tuple[Tensor, State]:
+    """Run one chunk of a video through a stack; returns (output NTCHW, state for the next chunk).
 
-    ``memory=None`` starts a video (the frame before the first is zero). The output may hold no frame (T = 0) while a
+    ``state=None`` starts a video (the frame before the first is zero). The output may hold no frame (T = 0) while a
     `TPool` waits for partners; then the layers behind it have not been touched. With ``checkpointing`` the blocks'
     activations are recomputed in the backward pass instead of kept.
     """
     num_videos = frames_NTCHW.shape[0]
-    old: Memory = [None] * len(layers) if memory is None else memory
-    new: Memory = list(old)
+    old: State = [None] * len(layers) if state is None else state
+    new: State = list(old)
     recompute = checkpointing and torch.is_grad_enabled()
     x = frames_NTCHW.flatten(0, 1)
     for start, stop in _segments(layers):
@@ -139,9 +139,9 @@ def run_layers(
 
 
 def _segments(layers: nn.Sequential) -> list[tuple[int, int]]:
-    """Cut a stack into [start, stop) runs: each layer with a memory alone, the others between them together."""
-    remembers = [isinstance(layer, MemBlock | SuperMemBlock | TPool) for layer in layers]
-    cuts = [i for i in range(1, len(layers)) if remembers[i] or remembers[i - 1]]
+    """Cut a stack into [start, stop) runs: each layer with a state alone, the others between them together."""
+    carries = [isinstance(layer, MemBlock | SuperMemBlock | TPool) for layer in layers]
+    cuts = [i for i in range(1, len(layers)) if carries[i] or carries[i - 1]]
     return list(zip([0, *cuts], [*cuts, len(layers)], strict=True))
 
 
@@ -157,7 +157,7 @@ def _recomputed(segment: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 def _frame_before(video_NTCHW: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
-    """((N·T)CHW holding each frame's predecessor, the last frame N1CHW to remember)."""
+    """((N·T)CHW holding each frame's predecessor, the last frame N1CHW to carry)."""
     first = torch.zeros_like(video_NTCHW[:, :1]) if last is None else last
     past = torch.cat([first, video_NTCHW[:, :-1]], dim=1).flatten(0, 1)
     # A slice would keep the whole chunk's storage alive for as long as the stream lives.

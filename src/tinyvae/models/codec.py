@@ -1,7 +1,7 @@
 """What every network of the family does with a video: checks, padding, frame rule, clamp, alignment.
 
 `VideoCodec` holds no weights. A network (plain or fused) gives it two methods that run one chunk of a video with
-carried memory; this class turns them into `encode_video` / `decode_video`, the training path without the clamp, and
+carried state; this class turns them into `encode_video` / `decode_video`, the training path without the clamp, and
 the alignment of output with input. The counting itself lives in `variants`.
 """
 
@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.errors import UserError
-from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder, joined
+from tinyvae.models.pieces import join, keep_frames
+from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder
 from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_ZEROS, H3_DROPPED_LATENTS, VariantSpec
 from tinyvae.progress_bar import progress_bar
 
-CodecMemory = object
+CodecState = object
 """What a network carries between two chunks; only the network itself looks inside."""
 
 
@@ -34,17 +35,17 @@ class VideoCodec:
 
     # a network provides these four
 
-    def encode_chunk(self, frames_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
-        """Raw latents of the next frames of a video, and the memory for the chunk after; no padding, no drop.
+    def encode_chunk(self, frames_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
+        """Raw latents of the next frames of a video, and the state for the chunk after; no padding, no drop.
 
-        Frames of any floating precision. A ``memory`` may be used up on the way, so that a long stream does not hold
-        two: to go on twice from one, pass a copy of the list.
+        Frames of any floating precision. A run may use up its ``state``, so that a long stream does not hold two of
+        them; to continue twice from one state, pass a copy of the list.
         """
         raise AssertionError("a network must implement encode_chunk")
 
-    def decode_chunk(self, latents_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
-        """S raw frames for each of the next latents of a video (in the model's dtype), and the memory; no drop, no
-        clamp. About ``memory`` see `encode_chunk`.
+    def decode_chunk(self, latents_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
+        """S raw frames for each of the next latents of a video (in the model's dtype), and the state; no drop, no
+        clamp. About ``state`` see `encode_chunk`.
         """
         raise AssertionError("a network must implement decode_chunk")
 
@@ -99,7 +100,7 @@ class VideoCodec:
         steps = progress_bar(
             latents_NTCHW.split(step, dim=1), desc="decode", unit="step", disable=not show_progress_bar
         )
-        return joined((stream.push(part) for part in steps), self.spec.frames_from_latents(num_latents))
+        return join((stream.push(part) for part in steps), self.spec.frames_from_latents(num_latents))
 
     def reconstruct(self, frames_NTCHW: Tensor) -> Tensor:
         """Encode and decode a video of any size and length; the first `spec.aligned_frames(T)` frames, same size.
@@ -202,16 +203,6 @@ def _told_range(low: float, high: float) -> str:
     if low >= -1 and high <= 1:
         return f"{found} (looks like -1..1; map x to (x + 1) / 2)."
     return f"{found}; bring them to [0, 1]: RGB, 0 is black and 1 is full."
-
-
-def keep_frames(raw_NTCHW: Tensor, *, first_index: int, num_latents: int, spec: VariantSpec) -> Tensor:
-    """Drop the raw decoded frames that the frame rule drops; ``first_index`` is the place of frame 0 in the video."""
-    kept = [t for t in range(raw_NTCHW.shape[1]) if spec.frame_is_kept(first_index + t, num_latents)]
-    if not kept:
-        return raw_NTCHW[:, :0]
-    if kept[-1] - kept[0] + 1 == len(kept):
-        return raw_NTCHW[:, kept[0] : kept[-1] + 1]
-    return raw_NTCHW[:, kept]
 
 
 def pad_to_multiple(frames_NTCHW: Tensor, factor: int) -> Tensor:

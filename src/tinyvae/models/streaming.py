@@ -1,12 +1,16 @@
 """Videos that arrive piece by piece: one object per stream, the same numbers as the whole-video call.
 
-Push any number of frames (or latents) at a time and get back all that is ready; flush at the end. Each object owns
-the memory of its stream, so interleaved streams never meet, and that memory does not grow with time.
+Push any number of frames (or latents) at a time and get back all that is ready; flush at the end. Each object owns the
+state of its stream, so several streams do not disturb each other, and the state does not grow with time.
 
-Two variants need to know about the end of the stream. A CogVideoX (taecvx) decoder keeps or drops its first three
-frames depending on whether the *total* number of latents is even, so it must be told ``num_latents`` at the start.
-A taeh3 encoder drops the last three latents of the whole video, so it hands out the latents of a chunk's tail only
-when the next chunk begins.
+    stream = StreamingDecoder(model)
+    for part in latents.split(4, dim=1):
+        show(stream.push(part))
+    stream.flush()
+
+Two variants need to know about the end of the stream. A CogVideoX (taecvx) decoder keeps its first three frames only if
+the *total* number of latents is even, so it must be told ``num_latents`` at the start. A taeh3 encoder drops the last
+three latents of the whole video, so it returns the last latents of a chunk only when the next chunk begins.
 """
 
 from __future__ import annotations
@@ -19,37 +23,16 @@ import torch
 from torch import Tensor
 
 from tinyvae.errors import UserError
-from tinyvae.models.chunk_memory import joined_latents
-from tinyvae.models.latency_graph import DecodeGraph
+from tinyvae.models.pieces import chunk_lengths, cut_out, join, keep_frames
 from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_LATENTS, H3_CHUNK_ZEROS, H3_DROPPED_LATENTS
 
 if TYPE_CHECKING:
-    from tinyvae.models.codec import CodecMemory, VideoCodec
+    from tinyvae.models.codec import CodecState, VideoCodec
 
-    ChunkRun = Callable[[Tensor, CodecMemory | None], tuple[Tensor, CodecMemory]]
+    ChunkRun = Callable[[Tensor, CodecState | None], tuple[Tensor, CodecState]]
 
 Side = Literal["encoder", "decoder"]
-
-
-def joined(parts: Iterator[Tensor], num_frames: int) -> Tensor:
-    """Parts NTCHW of a video one after another; each is let go once its ``num_frames`` in all have a place.
-
-    Joined at the end, all parts and the whole would be there together.
-    """
-    first = next(parts)
-    if first.requires_grad:
-        return torch.cat([first, *parts], dim=1)
-    whole, place = first, first.shape[1]
-    if place < num_frames:
-        whole = first.new_empty(first.shape[0], num_frames, *first.shape[2:])
-        whole[:, :place] = first
-    del first
-    for part in parts:
-        whole[:, place : place + part.shape[1]] = part
-        place += part.shape[1]
-        del part  # before the next one is made
-    assert place == num_frames, f"{place} of {num_frames} frames came"
-    return whole
+WARM_UPS = 3
 
 
 class _Stream:
@@ -64,21 +47,21 @@ class _Stream:
         self._codec = codec
         self._chunk_latents = chunk_latents
         self._track_gradients = track_gradients
-        self._memory: CodecMemory | None = None
+        self._state: CodecState | None = None
         self._shape: tuple[int, ...] | None = None  # N C H W of the first push
         self._count = 0  # frames or latents pushed so far
         self._closed = self._failed = False
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Around what changes the stream. A run uses up what is remembered, so a stream that failed cannot go on."""
+        """Around what changes the stream. A run uses up the state, so a stream that failed cannot continue."""
         self._failed = True
         with torch.set_grad_enabled(self._track_gradients):
             yield
         self._failed = False
 
     def _run(self, run: ChunkRun, x_NTCHW: Tensor) -> Tensor:
-        made, self._memory = run(x_NTCHW, self._memory)
+        made, self._state = run(x_NTCHW, self._state)
         return made
 
     def _check_open(self) -> None:
@@ -112,6 +95,44 @@ def check_count(name: str, value: int | None) -> None:
     """Refuse what is neither None nor a whole number from 1 on."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
+
+
+class DecodeGraph:
+    """`codec.decode_chunk` for one latent at a time, recorded once as a CUDA graph and replayed.
+
+    At one latent a time the host takes longer to launch the kernels than the device to run them. A graph launches them
+    all at once. It is for one frame size and owns the state of its stream: one object per stream.
+    """
+
+    def __init__(self, codec: VideoCodec, latent_N1CHW: Tensor) -> None:
+        """``latent_N1CHW`` shows shape, dtype and device; its values are not used."""
+        assert latent_N1CHW.shape[1] == 1
+        with torch.no_grad(), torch.cuda.device(codec.device):
+            self._latent = torch.zeros_like(latent_N1CHW, memory_format=torch.contiguous_format)
+            # Recording forbids what first calls do: choosing algorithms, compiling, loading kernels.
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                state = None
+                for _ in range(WARM_UPS):
+                    _, state = codec.decode_chunk(self._latent, state)
+            torch.cuda.current_stream().wait_stream(side)
+            assert isinstance(state, list)
+            # The frame before a video is zero, so a state of zeros is a fresh start.
+            self._state = [torch.zeros_like(part) if isinstance(part, Tensor) else None for part in state]
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._frames, after = codec.decode_chunk(self._latent, list(self._state))
+                assert isinstance(after, list)
+                for kept, new in zip(self._state, after, strict=True):
+                    if kept is not None:
+                        kept.copy_(new)
+
+    def step(self, latent_N1CHW: Tensor) -> Tensor:
+        """Raw frames of the next latent. The tensor is the graph's own: the next step writes over it."""
+        self._latent.copy_(latent_N1CHW)
+        self._graph.replay()
+        return self._frames
 
 
 class StreamingDecoder(_Stream):
@@ -163,7 +184,7 @@ class StreamingDecoder(_Stream):
         step = 1 if self._low_latency else self._chunk("decoder", *latents_NTCHW.shape[-2:])
         total = self._frames_of(count)
         with self._working():
-            return joined((self._decode(part) for part in latents_NTCHW.split(step or count, dim=1)), total)
+            return join((self._decode(part) for part in latents_NTCHW.split(step or count, dim=1)), total)
 
     def _frames_of(self, count: int) -> int:
         """How many frames the next ``count`` latents make."""
@@ -173,8 +194,6 @@ class StreamingDecoder(_Stream):
         return sum(spec.frame_is_kept(place, self._num_latents or 1) for place in places)
 
     def _decode(self, latents_NTCHW: Tensor) -> Tensor:
-        from tinyvae.models.codec import keep_frames
-
         codec, count = self._codec, latents_NTCHW.shape[1]
         latents_NTCHW = latents_NTCHW.to(codec.dtype)
         if self._low_latency:
@@ -195,7 +214,7 @@ class StreamingDecoder(_Stream):
                 f"num_latents={self._num_latents} was stated and only {self._count} were pushed; push the others first."
             )
         self._closed = True
-        self._memory = self._graph = None
+        self._state = self._graph = None
         assert self._shape is not None
         n, c, h, w = self._shape
         return self._no_frames(torch.empty(n, 0, c, h, w, dtype=self._codec.dtype, device=self._codec.device))
@@ -204,34 +223,6 @@ class StreamingDecoder(_Stream):
         n, _, _, h, w = latents_NTCHW.shape
         scale = self._codec.spec.patch_size if self._codec.spec.previews_space else self._codec.spec.space_factor
         return latents_NTCHW.new_empty(n, 0, 3, h * scale, w * scale, dtype=self._codec.dtype)
-
-
-def chunk_lengths(num_latents: int, chunk: int, *, joined_first: bool, joined_last: bool) -> list[int]:
-    """How many latents to run at a time: a chunk, or fewer where frames must be joined of several tensors."""
-    most = joined_latents(chunk)
-    first = min(most, num_latents) if joined_first else 0
-    last = min(most, num_latents - first) if joined_last else 0
-    between = num_latents - first - last
-    lengths = [first, *[chunk] * (between // chunk), between % chunk, last]
-    return [length for length in lengths if length]
-
-
-def _cut_out(pieces: list[Tensor], start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """Frames ``start`` to ``stop`` of pieces NTCHW that follow each other; copied only where they lie in several."""
-    parts, place = [], 0
-    for piece in pieces:
-        part = piece[:, max(0, start - place) : max(0, stop - place)]
-        place += piece.shape[1]
-        parts += [part] if part.shape[1] else []
-    if len(parts) == 1:
-        return parts[0]
-    if any(part.requires_grad for part in parts):
-        return torch.cat([part.to(dtype) for part in parts], dim=1)
-    whole, place = parts[0].new_empty(parts[0].shape[0], stop - start, *parts[0].shape[2:], dtype=dtype), 0
-    for part in parts:
-        whole[:, place : place + part.shape[1]] = part
-        place += part.shape[1]
-    return whole
 
 
 class StreamingEncoder(_Stream):
@@ -295,11 +286,11 @@ class StreamingEncoder(_Stream):
             filling = self._filling(self._last_frame, self._count)
             with self._working():
                 latents = latents if filling is None else self._encode(filling, None)
-        self._memory, self._held, self._last_frame, self._waiting = None, [], None, None
+        self._state, self._held, self._last_frame, self._waiting = None, [], None, None
         return latents
 
     def _filling(self, last_N1CHW: Tensor, num_frames: int) -> Tensor | None:
-        """The frames to repeat behind a video of so many; None if it is whole."""
+        """The repeated frames that fill the last latent of a video of this many frames; None if it is full."""
         missing = self._codec.spec.padded_frames(num_frames) - num_frames
         return last_N1CHW.expand(-1, missing, -1, -1, -1) if missing else None
 
@@ -317,14 +308,14 @@ class StreamingEncoder(_Stream):
         unit, chunk, dtype = self._codec.spec.time_factor, self._chunk_of(frames_NTCHW), self._codec.dtype
         pieces = [piece for piece in (self._waiting, frames_NTCHW, filling_NTCHW) if piece is not None]
         if chunk is None:
-            yield _cut_out(pieces, 0, sum(piece.shape[1] for piece in pieces), dtype)
+            yield cut_out(pieces, 0, sum(piece.shape[1] for piece in pieces), dtype)
             return
         total, start = sum(piece.shape[1] for piece in pieces), 0
         has_waiting, has_filling = self._waiting is not None, filling_NTCHW is not None
         for latents in chunk_lengths(total // unit, chunk, joined_first=has_waiting, joined_last=has_filling):
-            yield _cut_out(pieces, start, start + latents * unit, dtype)
+            yield cut_out(pieces, start, start + latents * unit, dtype)
             start += latents * unit
-        self._waiting = _cut_out(pieces, start, total, dtype).to(dtype, copy=True) if start < total else None
+        self._waiting = cut_out(pieces, start, total, dtype).to(dtype, copy=True) if start < total else None
 
     def _of_whole_latents(self, frames_NTCHW: Tensor, filling_NTCHW: Tensor | None) -> Tensor:
         """taeh3: the frames that wait and these, without those of a latent that is not complete, which wait."""
@@ -334,8 +325,8 @@ class StreamingEncoder(_Stream):
         rest = (place + H3_CHUNK_ZEROS) % self._codec.spec.time_factor if place else 0
         if self._chunk_of(frames_NTCHW) is None:
             rest = 0
-        self._waiting = _cut_out(pieces, total - rest, total, dtype).to(dtype, copy=True) if rest else None
-        return _cut_out(pieces, 0, total - rest, dtype) if rest < total else frames_NTCHW[:, :0]
+        self._waiting = cut_out(pieces, total - rest, total, dtype).to(dtype, copy=True) if rest else None
+        return cut_out(pieces, 0, total - rest, dtype) if rest < total else frames_NTCHW[:, :0]
 
     def _encode_by_chunks(self, frames_NTCHW: Tensor) -> list[Tensor]:
         """taeh3: every 17 frames start a video of their own; the last three latents of the whole are never given."""
@@ -347,7 +338,7 @@ class StreamingEncoder(_Stream):
             if place == 0:
                 # A further chunk exists, so the held latents are not the last ones of the video.
                 ready += self._held
-                self._held, self._memory = [], None
+                self._held, self._state = [], None
             made = self._encode_within_chunk(part, place=place)
             first = (place + H3_CHUNK_ZEROS) // self._codec.spec.time_factor if place else 0
             safe = max(0, H3_CHUNK_LATENTS - H3_DROPPED_LATENTS - first)
@@ -384,12 +375,5 @@ class StreamingEncoder(_Stream):
         n, _, h, w = self._shape
         spec = self._codec.spec
         factor = spec.space_factor
-        return torch.empty(
-            n,
-            0,
-            spec.latent_channels,
-            h // factor,
-            w // factor,
-            dtype=self._codec.dtype,
-            device=self._codec.device,
-        )
+        shape = (n, 0, spec.latent_channels, h // factor, w // factor)
+        return torch.empty(shape, dtype=self._codec.dtype, device=self._codec.device)

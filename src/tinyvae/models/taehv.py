@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tinyvae.models import doors
 from tinyvae.models.blocks import (
     Clamp,
     MemBlock,
-    Memory,
+    State,
     SuperMemBlock,
     TGrow,
     TPool,
@@ -23,11 +24,11 @@ from tinyvae.models.blocks import (
     conv3x3,
     run_layers,
 )
-from tinyvae.models.codec import CodecMemory, VideoCodec
+from tinyvae.models.codec import CodecState, VideoCodec
 from tinyvae.models.variants import Preview, VariantSpec, get_spec
 
 if TYPE_CHECKING:
-    from tinyvae.models.fused import FusedTAEHV
+    from tinyvae.engines.fused import FusedTAEHV
 
 
 class TAEHV(VideoCodec, nn.Module):
@@ -52,21 +53,22 @@ class TAEHV(VideoCodec, nn.Module):
         latents = self.encode(frames_NTCHW)
         return self.decode(latents), latents
 
-    def encode_chunk(self, frames_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
-        assert memory is None or isinstance(memory, list)
+    def encode_chunk(self, frames_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
+        assert state is None or isinstance(state, list)
         patches = F.pixel_unshuffle(frames_NTCHW.to(self.dtype), self.spec.patch_size)
-        return self._run(self.encoder, patches, memory)
+        return self._run(self.encoder, patches, state)
 
-    def decode_chunk(self, latents_NTCHW: Tensor, memory: CodecMemory | None) -> tuple[Tensor, CodecMemory]:
-        assert memory is None or isinstance(memory, list)
-        patches, memory = self._run(self.decoder, latents_NTCHW, memory)
-        return F.pixel_shuffle(patches, self.spec.patch_size), memory
+    def decode_chunk(self, latents_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
+        assert state is None or isinstance(state, list)
+        patches, state = self._run(self.decoder, latents_NTCHW, state)
+        return F.pixel_shuffle(patches, self.spec.patch_size), state
 
     def fused(self) -> FusedTAEHV:
-        """The same codec with folded weights: same calls, same output, faster. This model stays usable."""
-        from tinyvae.models.fused import FusedTAEHV
+        """The same codec with folded weights: same calls, same output, faster. This model stays usable.
 
-        return FusedTAEHV(self)
+        Example: ``fast = load_model("run").half().cuda().fused(); latents = fast.encode_video(frames)``.
+        """
+        return doors.fuse(self)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,12 +78,9 @@ class TAEHV(VideoCodec, nn.Module):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
-    def _run(self, layers: nn.Sequential, x: Tensor, memory: Memory | None) -> tuple[Tensor, Memory]:
-        if self.folded_training:
-            from tinyvae.models.fast_training import run_folded_layers
-
-            return run_folded_layers(layers, x, memory, checkpointing=self.gradient_checkpointing)
-        return run_layers(layers, x, memory, checkpointing=self.gradient_checkpointing)
+    def _run(self, layers: nn.Sequential, x: Tensor, state: State | None) -> tuple[Tensor, State]:
+        run = doors.run_folded if self.folded_training else run_layers
+        return run(layers, x, state, checkpointing=self.gradient_checkpointing)
 
 
 def build_encoder(spec: VariantSpec) -> nn.Sequential:

@@ -11,11 +11,12 @@ from small_models import PREVIEWS, relative_error, small
 from torch import Tensor
 
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
+from tinyvae.engines import eager
+from tinyvae.engines import fused as fused_module
+from tinyvae.engines import stack as stack_module
+from tinyvae.engines.fold import ConvLayer, PoolLayer, fold_layers, split_phases
+from tinyvae.engines.fused import FusedTAEHV, choose_engine, folded_copy
 from tinyvae.errors import UserError
-from tinyvae.models import folded_run
-from tinyvae.models import fused as fused_module
-from tinyvae.models.fold import ConvStep, PoolStep, fold_layers, split_phases
-from tinyvae.models.fused import FusedTAEHV, choose_engine, folded_copy
 
 TOLERANCE = 2e-6  # float32 rounding over the depth of the network, relative
 
@@ -72,9 +73,9 @@ def test_encoder_stream_runs_whole_latents(monkeypatch: pytest.MonkeyPatch) -> N
     lengths: list[int] = []
     run = fused.encode_chunk
 
-    def counted(frames: Tensor, memory: object) -> tuple[Tensor, object]:
+    def counted(frames: Tensor, state: object) -> tuple[Tensor, object]:
         lengths.append(frames.shape[1])
-        return run(frames, memory)
+        return run(frames, state)
 
     monkeypatch.setattr(fused, "encode_chunk", counted)
     frames = torch.rand(1, 49, 3, 8, 16)
@@ -143,15 +144,15 @@ def test_engine_is_chosen_and_said() -> None:
 
 
 def test_codec_says_where_it_brings_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_module, "why_not_fused", lambda dtype, device: None)
-    steps, device = folded_copy(small("taehv").decoder), torch.device("cpu")
+    monkeypatch.setattr(fused_module, "why_not_cudnn", lambda dtype, device: None)
+    layers, device = folded_copy(small("taehv").decoder), torch.device("cpu")
     for tf32, dtype, says in (
         (True, torch.float32, False),
         (False, torch.float32, True),
         (False, torch.float16, False),
     ):
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
-        engine, reason = choose_engine(steps, dtype, device, None)
+        engine, reason = choose_engine(layers, dtype, device, None)
         assert engine == "cudnn" and ("TF32" in reason) == says
 
 
@@ -169,20 +170,24 @@ def test_phases_of_a_known_kernel() -> None:
 
 def test_filled_up_channels_change_nothing() -> None:
     x, weight, bias = torch.randn(2, 3, 5, 6), torch.randn(5, 3, 3, 3), torch.randn(5)
-    plain = folded_run.aligned_conv(x, weight, bias, multiple=1)
-    filled = folded_run.aligned_conv(x, weight, bias, multiple=8)
+    plain = eager.aligned_conv(x, weight, bias, multiple=1)
+    filled = eager.aligned_conv(x, weight, bias, multiple=8)
     torch.testing.assert_close(filled, plain)
 
 
 def test_first_convolution_over_stacked_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way CUDA takes: frames side by side through a block-diagonal first convolution."""
+    """The way CUDA takes: frames side by side through a block-diagonal first convolution, whole and in slices."""
     model = small("taehv")
-    steps = fold_layers(model.encoder)
-    assert isinstance(steps[0], ConvStep) and isinstance(steps[1], PoolStep)
+    layers = fold_layers(model.encoder)
+    assert isinstance(layers[0], ConvLayer) and isinstance(layers[1], PoolLayer)
     frames = video_for(model, extra_frames=0)
-    expected = folded_run.run_steps(steps, frames)[0]
-    monkeypatch.setattr(folded_run, "stacking_of_first", lambda *arguments: 2)
-    assert relative_error(folded_run.run_steps(steps, frames)[0].detach(), expected.detach()) < TOLERANCE
+    stack = eager.EagerStack(layers, patch_size=1)
+    expected = stack.run(frames, None)[0].detach()
+    monkeypatch.setattr(eager, "stacking_of_first", lambda *arguments: 2)
+    assert relative_error(stack.run(frames, None)[0].detach(), expected) < TOLERANCE
+    monkeypatch.setattr(stack_module, "CPU_SLICE_BYTES", 1)
+    with torch.no_grad():
+        assert relative_error(stack.run(frames, None)[0], expected) < TOLERANCE
 
 
 def test_gradients_are_not_promised() -> None:
@@ -227,28 +232,15 @@ def test_slices_change_nothing(variant: str, monkeypatch: pytest.MonkeyPatch) ->
     slices: list[int] = []
 
     def smallest(*arguments: object) -> int:
-        slices.append(frames_per_slice(*arguments))  # type: ignore[arg-type]
+        slices.append(slice_frames(*arguments))  # type: ignore[arg-type]
         return slices[-1]
 
-    frames_per_slice = folded_run.frames_per_slice
-    monkeypatch.setattr(folded_run, "CPU_SLICE_BYTES", 1)
-    monkeypatch.setattr(folded_run, "frames_per_slice", smallest)
+    slice_frames = stack_module.slice_frames
+    monkeypatch.setattr(stack_module, "CPU_SLICE_BYTES", 1)
+    monkeypatch.setattr(stack_module, "slice_frames", smallest)
     assert relative_error(fused.encode_video(frames), latents) < TOLERANCE
     assert relative_error(fused.decode_video(latents), decoded) < TOLERANCE
     assert set(slices) <= {1, 2} and 1 in slices and 2 in slices
     stream = StreamingEncoder(fused)
     parts = [stream.push(part) for part in frames.split([3, 1, frames.shape[1] - 4], dim=1)]
     assert relative_error(torch.cat([*parts, stream.flush()], dim=1), latents) < TOLERANCE
-
-
-def test_slice_holds_as_many_frames_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = TAEHV("taehv")
-    grow_and_image = fold_layers(model.decoder)[-2:]
-    cpu = torch.device("cpu")
-    frame = 2 * 64 * 20 * 20 * 4  # one frame in: two frames out, 64 channels, doubled size, float32
-    for room, expected in ((frame - 1, 1), (frame, 1), (3 * frame, 3), (100 * frame, 100)):
-        monkeypatch.setattr(folded_run, "CPU_SLICE_BYTES", room)
-        assert folded_run.frames_per_slice(grow_and_image, 10 * 10, 4, cpu) == expected
-    image_and_pool = fold_layers(model.encoder)[:2]
-    monkeypatch.setattr(folded_run, "CPU_SLICE_BYTES", 5 * 64 * 16 * 16 * 4)
-    assert folded_run.frames_per_slice(image_and_pool, 16 * 16, 4, cpu) == 4  # five would fit, two are pooled

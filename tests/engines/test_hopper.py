@@ -1,4 +1,4 @@
-"""The Hopper engine's bookkeeping (packing, memory, stacking, groups) with the kernels replaced by plain torch.
+"""The Hopper engine's bookkeeping (packing, state, stacking, slices) with the kernels replaced by plain torch.
 
 The stand-ins read the *packed* weights, in the layout the kernels read, so a packing fault shows here without a GPU.
 The kernels themselves are compared with torch by benchmarks/speed_kernels.py on a Hopper GPU.
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae import TAEHV
-from tinyvae.models import hopper_conv, hopper_engine
-from tinyvae.models.fused import folded_copy
+from tinyvae.engines import hopper, hopper_kernels
+from tinyvae.engines.fused import folded_copy
 
 
-def unpacked_tiles(weights: hopper_conv.TileWeights) -> Tensor:
+def unpacked_tiles(weights: hopper_kernels.TileWeights) -> Tensor:
     """[block][slice][tap][chunk][64][8] -> OIHW."""
     blocks, slices, taps = weights.packed.shape[:3]
     side = 3 if taps == 9 else 2
@@ -28,7 +28,7 @@ def unpacked_tiles(weights: hopper_conv.TileWeights) -> Tensor:
 
 def torch_conv_tiles(
     x_BHWC: Tensor,
-    weights: hopper_conv.TileWeights,
+    weights: hopper_kernels.TileWeights,
     *,
     frames_per_video: int,
     past_NHWC: Tensor | None = None,
@@ -67,13 +67,13 @@ def columns(packed: Tensor) -> Tensor:
     return packed.permute(0, 4, 3, 5, 1, 2).reshape(packed.shape[0] * 16, packed.shape[1] * 8)
 
 
-def torch_image_conv(x_BHWC: Tensor, weights: hopper_conv.ImageWeights, out: Tensor) -> None:
+def torch_image_conv(x_BHWC: Tensor, weights: hopper_kernels.ImageWeights, out: Tensor) -> None:
     weight = columns(weights.packed).reshape(3, 3, 64, -1).permute(3, 2, 0, 1)[: weights.channels_out]
     made = F.conv2d(x_BHWC.permute(0, 3, 1, 2), weight, weights.bias, padding=1)
     out.copy_(F.pixel_shuffle(made, weights.patch_size))
 
 
-def torch_first_conv(x_BCHW: Tensor, weights: hopper_conv.FirstWeights, *, stacked: int = 1) -> Tensor:
+def torch_first_conv(x_BCHW: Tensor, weights: hopper_kernels.FirstWeights, *, stacked: int = 1) -> Tensor:
     column = torch.arange(64)
     channel = column // 32 * 32 + column % 8 // 2 * 8 + column // 8 % 4 * 2 + column % 2
     weight = torch.empty(64, 27)
@@ -84,44 +84,44 @@ def torch_first_conv(x_BCHW: Tensor, weights: hopper_conv.FirstWeights, *, stack
 
 @pytest.fixture
 def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_engine, "conv_tiles", torch_conv_tiles)
-    monkeypatch.setattr(hopper_engine, "image_conv", torch_image_conv)
-    monkeypatch.setattr(hopper_engine, "first_conv", torch_first_conv)
+    monkeypatch.setattr(hopper, "conv_tiles", torch_conv_tiles)
+    monkeypatch.setattr(hopper, "image_conv", torch_image_conv)
+    monkeypatch.setattr(hopper, "first_conv", torch_first_conv)
     cudnn_stand_ins.stand_in(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
 
 
-def stacks(model: TAEHV) -> tuple[hopper_engine.HopperStack, hopper_engine.HopperStack]:
+def stacks(model: TAEHV) -> tuple[hopper.HopperStack, hopper.HopperStack]:
     patch = model.spec.patch_size
-    encoder = hopper_engine.HopperStack(folded_copy(model.encoder), patch_size=patch)
-    return encoder, hopper_engine.HopperStack(folded_copy(model.decoder), patch_size=patch)
+    encoder = hopper.HopperStack(folded_copy(model.encoder), patch_size=patch)
+    return encoder, hopper.HopperStack(folded_copy(model.decoder), patch_size=patch)
 
 
 @pytest.mark.usefixtures("kernels_in_torch")
-@pytest.mark.parametrize("library_channels", [(), sorted(hopper_engine.LIBRARY_CHANNELS)])
+@pytest.mark.parametrize("cudnn_channels", [(), sorted(hopper.CUDNN_CHANNELS)])
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taeltx_2"])
 def test_same_numbers_whole_and_in_chunks(
-    variant: str, library_channels: Sequence[int], monkeypatch: pytest.MonkeyPatch
+    variant: str, cudnn_channels: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper_engine, "LIBRARY_CHANNELS", frozenset(library_channels))
+    monkeypatch.setattr(hopper, "CUDNN_CHANNELS", frozenset(cudnn_channels))
     model = TAEHV(variant)
     factor = model.spec.space_factor
     encoder, decoder = stacks(model)
-    monkeypatch.setattr(hopper_engine, "FULL_SIZE_BYTES", 2**16)  # several groups of frames at full resolution
+    monkeypatch.setattr(hopper, "SLICE_BYTES", 2**16)  # several groups of frames at full resolution
     frames = torch.rand(2, 2 * model.spec.time_factor, 3, factor, 2 * factor)
     with torch.no_grad():
         latents = model.encode_chunk(frames, None)[0]
         decoded = model.decode_chunk(3 * latents, None)[0]
         torch.testing.assert_close(encoder.run(frames, None)[0], latents, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(decoder.run(3 * latents, None)[0], decoded, atol=1e-5, rtol=1e-4)
-        memory, parts = None, []
+        state, parts = None, []
         for start, stop in ((0, 1), (1, 4), (4, frames.shape[1])):  # groups that must wait for their partners
-            part, memory = encoder.run(frames[:, start:stop], memory)
+            part, state = encoder.run(frames[:, start:stop], state)
             parts += [part] if part.shape[1] else []
         torch.testing.assert_close(torch.cat(parts, 1), latents, atol=1e-5, rtol=1e-4)
-        memory, parts = None, []
+        state, parts = None, []
         for place in range(latents.shape[1]):
-            part, memory = decoder.run(3 * latents[:, place : place + 1], memory)
+            part, state = decoder.run(3 * latents[:, place : place + 1], state)
             parts.append(part)
         torch.testing.assert_close(torch.cat(parts, 1), decoded, atol=1e-5, rtol=1e-4)
 
@@ -137,10 +137,10 @@ def test_previews(preview: str) -> None:
 
 
 def test_tile_height_wastes_least() -> None:
-    assert hopper_conv.best_tile_height(240) == 30
-    assert hopper_conv.best_tile_height(32) == 32
-    assert hopper_conv.best_tile_height(45) == 24
+    assert hopper_kernels.best_tile_height(240) == 30
+    assert hopper_kernels.best_tile_height(32) == 32
+    assert hopper_kernels.best_tile_height(45) == 24
     for height in range(1, 400):
-        chosen = hopper_conv.best_tile_height(height)
-        waste = {tile: -(-height // tile) * tile for tile in hopper_conv.TILE_HEIGHTS}
+        chosen = hopper_kernels.best_tile_height(height)
+        waste = {tile: -(-height // tile) * tile for tile in hopper_kernels.TILE_HEIGHTS}
         assert waste[chosen] == min(waste.values())

@@ -12,12 +12,11 @@ from small_models import PREVIEWS, relative_error, small
 from torch import Tensor
 
 from tinyvae import TAEHV, VARIANTS
+from tinyvae.engines import stack as stack_module
+from tinyvae.engines.cudnn import CudnnStack, PatchConv, try_convolutions
+from tinyvae.engines.fold import ConvLayer
+from tinyvae.engines.fused import FusedTAEHV, folded_copy
 from tinyvae.errors import UserError
-from tinyvae.models import folded_run
-from tinyvae.models.cudnn_engine import CudnnStack
-from tinyvae.models.fold import ConvStep
-from tinyvae.models.fused import FusedTAEHV, folded_copy
-from tinyvae.models.library_conv import PatchConv, _why_they_fail
 
 TOLERANCE = 2e-6
 
@@ -34,9 +33,9 @@ def stacks(model: TAEHV) -> tuple[CudnnStack, CudnnStack]:
 
 
 def in_pieces(stack: CudnnStack, video: Tensor, sizes: list[int]) -> Tensor:
-    memory, parts = None, []
+    state, parts = None, []
     for part in video.split(sizes, dim=1):
-        made, memory = stack.run(part, memory)
+        made, state = stack.run(part, state)
         parts += [made] if made.shape[1] else []
     return torch.cat(parts, dim=1)
 
@@ -46,7 +45,7 @@ def in_pieces(stack: CudnnStack, video: Tensor, sizes: list[int]) -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_every_variant(variant: str, num_videos: int, slice_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folded_run, "CPU_SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(stack_module, "CPU_SLICE_BYTES", slice_bytes)
     model = small(variant)
     encoder, decoder = stacks(model)
     factor, unit = model.spec.space_factor, model.spec.time_factor
@@ -90,11 +89,11 @@ def test_what_is_remembered_is_not_written_over() -> None:
 @pytest.mark.parametrize(("patch", "stacked"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (4, 1)])
 def test_first_convolution_from_patches(patch: int, stacked: int) -> None:
     inputs = 3 * patch**2
-    step = ConvStep(weight=torch.randn(5, inputs, 3, 3), bias=torch.randn(5), relu=True)
+    layer = ConvLayer(weight=torch.randn(5, inputs, 3, 3), bias=torch.randn(5), relu=True)
     image = torch.rand(4, 3, 4 * patch, 6 * patch)
     laid_out = torch.nn.functional.pixel_unshuffle(image, patch)
-    expected = torch.relu(torch.nn.functional.conv2d(laid_out, step.weight, step.bias, padding=1))
-    conv = PatchConv.of(step, patch_size=patch, stacked=stacked)
+    expected = torch.relu(torch.nn.functional.conv2d(laid_out, layer.weight, layer.bias, padding=1))
+    conv = PatchConv.of(layer, patch_size=patch, stacked=stacked)
     assert conv.weight.shape[1] % 8 == 0
     torch.testing.assert_close(conv(image), expected.unflatten(0, (-1, stacked)).flatten(1, 2), atol=1e-5, rtol=1e-5)
 
@@ -107,13 +106,13 @@ def test_without_a_gpu_it_is_refused() -> None:
 def test_what_cudnn_says_becomes_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own calls, which refuse a CPU, stand for a card without these kernels; full memory is no such reason."""
     cpu = torch.device("cpu")
-    assert _why_they_fail(torch.float32, cpu) is None  # with the stand-ins
+    assert try_convolutions(torch.float32, cpu) is None  # with the stand-ins
     monkeypatch.undo()
-    assert "do not run in torch.float32 on this card (" in (_why_they_fail(torch.float32, cpu) or "")
+    assert "do not run in torch.float32 on this card (" in (try_convolutions(torch.float32, cpu) or "")
 
     def fail(*arguments: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(torch, "cudnn_convolution_add_relu", fail)
     with pytest.raises(torch.OutOfMemoryError):
-        _why_they_fail(torch.float32, cpu)
+        try_convolutions(torch.float32, cpu)

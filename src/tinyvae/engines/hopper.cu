@@ -1,32 +1,20 @@
-"""CUDA source of the three convolution kernels that `FusedTAEHV` runs on Hopper GPUs (compute capability 9.0).
+// The three convolution kernels that FusedTAEHV runs on Hopper GPUs (compute capability 9.0).
+//
+// Why own kernels: with 64 channels a 3x3 convolution reads each pixel nine times through the L2 cache, and a tile of
+// 256 pixels x 64 channels does 51 operations per byte it loads, so the L2 (about 5.5 TB/s) holds a library's implicit
+// product near 280 TFLOP/s. These kernels load each pixel with its halo into shared memory once, for all nine taps, and
+// finish bias, residual and ReLU in registers, so an activation is read once and written once.
+//
+// conv_tiles, the workhorse: output channels are the rows of the matrix instruction (M = 64), pixels its columns
+// (N = 8 wide x TILE_H tall). The halo tile lies in shared memory as [8-channel chunk][pixel][16 bytes] without
+// swizzle: a tap is then a shifted start address in the instruction's descriptor. One weight-loading warp, three
+// halo-loading warps, two computing warpgroups which share either the weights (two pixel tiles) or the pixels (two
+// blocks of 64 channels). It serves 3x3 convolutions over one or two frames and the 2x2 phase convolutions.
+// image_conv: the last convolution, 64 channels to the image, pixel-shuffle included. first_conv: 3 to 64 channels.
+//
+// NVRTC compiles one kernel at a time (see nvrtc.py): no header, no host compiler. hopper_kernels.py names the kernel
+// (-DCONV_TILES, -DIMAGE_CONV or -DFIRST_CONV) and passes every constant that it also uses itself. Frames are NTHWC.
 
-Why own kernels: with 64 channels a 3x3 convolution reads each pixel nine times through the L2 cache, and a tile of
-256 pixels x 64 channels does 51 operations per byte it loads, so the L2 (about 5.5 TB/s) holds a library's implicit
-product near 280 TFLOP/s. These kernels load each pixel with its halo into shared memory once, for all nine taps, and
-finish bias, residual and ReLU in registers, so an activation is read once and written once.
-
-`conv_tiles`, the workhorse: output channels are the rows of the matrix instruction (M = 64), pixels its columns
-(N = 8 wide x TILE_H tall). The halo tile lies in shared memory as [8-channel chunk][pixel][16 bytes] without
-swizzle: a tap is then a shifted start address in the instruction's descriptor. One weight-loading warp, three
-halo-loading warps, two computing warpgroups which share either the weights (two pixel tiles) or the pixels (two
-blocks of 64 channels). It serves 3x3 convolutions over one or two frames and the 2x2 phase convolutions.
-`image_conv`: the last convolution, 64 channels to the image, pixel-shuffle included. `first_conv`: 3 to 64 channels.
-
-The text is compiled at run time by NVRTC (see `nvrtc`): no header, no host compiler. Frames are NTHWC.
-"""
-
-from __future__ import annotations
-
-HALO_W = 10  # a tile is 8 pixels wide, with one more on each side
-COMPUTING_WARPGROUPS = 2
-CONV_THREADS = 128 * (1 + COMPUTING_WARPGROUPS)
-HALO_THREADS = 96
-STAGING_BYTES = 8 * 1024  # 1 KiB for each computing warp's way out
-BARRIER_BYTES = 256
-MAX_SHARED_BYTES = 232_448  # what one block may have on sm_90
-WEIGHT_TILE_BYTES = 64 * 64 * 2  # one tap, 64 channels in, 64 out
-
-_COMMON = r"""
 typedef unsigned int u32; typedef unsigned long long u64; typedef long long i64; typedef unsigned short u16;
 __device__ __forceinline__ u32 smem_address(const void* p) {
   u32 a; asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(a) : "l"(p)); return a;
@@ -60,14 +48,11 @@ __device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-"""
 
-_CONV_TILES = r"""
-#define HALO_W 10
+#ifdef CONV_TILES
 #define HALO_H (TILE_H + 2)
 #define PLANE ((HALO_W * HALO_H + 1) * 16)  // one more pixel: the eight chunks of a pixel fall on different banks
 #define HALO_BYTES (PLANE * 8)
-#define WEIGHT_TILE 8192
 
 __device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count) : "memory");
@@ -88,7 +73,51 @@ __device__ __forceinline__ void load_weights(u32 dst, const char* src, u32 bar) 
 __device__ __forceinline__ u64 descriptor(u32 address, u32 leading_bytes, u32 stride_bytes) {
   return (u64)((address & 0x3ffff) >> 4) | ((u64)(leading_bytes >> 4) << 16) | ((u64)(stride_bytes >> 4) << 32);
 }
-WGMMA_FUNCTION
+// The matrix instruction for N = 8 * TILE_H; its accumulators are 4 * TILE_H operands, named eight at a time.
+#define TEXT_(x) #x
+#define TEXT(x) TEXT_(x)
+#define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
+              "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define NAMES_64 \
+  "%0, %1, %2, %3, %4, %5, %6, %7" ", %8, %9, %10, %11, %12, %13, %14, %15" \
+  ", %16, %17, %18, %19, %20, %21, %22, %23" ", %24, %25, %26, %27, %28, %29, %30, %31" \
+  ", %32, %33, %34, %35, %36, %37, %38, %39" ", %40, %41, %42, %43, %44, %45, %46, %47" \
+  ", %48, %49, %50, %51, %52, %53, %54, %55" ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define DATA_64 D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56)
+#if TILE_H == 16
+#define NAMES NAMES_64
+#define DATA DATA_64
+#elif TILE_H == 24
+#define NAMES \
+  NAMES_64 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71" ", %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87" ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define DATA DATA_64, D8(64), D8(72), D8(80), D8(88)
+#elif TILE_H == 30
+#define NAMES \
+  NAMES_64 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71" ", %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87" ", %88, %89, %90, %91, %92, %93, %94, %95" \
+  ", %96, %97, %98, %99, %100, %101, %102, %103" ", %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define DATA DATA_64, D8(64), D8(72), D8(80), D8(88), D8(96), D8(104), D8(112)
+#elif TILE_H == 32
+#define NAMES \
+  NAMES_64 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71" ", %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87" ", %88, %89, %90, %91, %92, %93, %94, %95" \
+  ", %96, %97, %98, %99, %100, %101, %102, %103" ", %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119" ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define DATA DATA_64, D8(64), D8(72), D8(80), D8(88), D8(96), D8(104), D8(112), D8(120)
+#else
+#error "a tile is 16, 24, 30 or 32 tall"
+#endif
+__device__ __forceinline__ void wgmma_tile(float* d, u64 a, u64 b, u32 add) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %" TEXT(OPERAND_ADD) ", 0; "
+    "wgmma.mma_async.sync.aligned.m64n" TEXT(TILE_PIXELS) "k16.f32." ELEMENT "." ELEMENT " "
+    "{" NAMES "}, %" TEXT(OPERAND_A) ", %" TEXT(OPERAND_B) ", p, 1, 1, 0, 0; }"
+    : DATA : "l"(a), "l"(b), "r"(add));
+}
 
 struct Shape {
   int frames_per_video, frames, height, width;  // of the input
@@ -103,14 +132,14 @@ struct Shape {
   int relu;
 };
 
-extern "C" __global__ void __launch_bounds__(384, 1) conv_tiles(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
     const char* x, const char* past, const char* weights, const float* bias, const char* residual, char* out,
     Shape s) {
   extern __shared__ __align__(1024) char shared[];
   const u32 base = smem_address(shared);
   const int halos = s.split_pixels ? 2 : 1, weight_sets = s.split_pixels ? 1 : 2;
-  const u32 halo_at = base + 8192 + 256, weight_at = halo_at + 2 * halos * HALO_BYTES;
-  const u32 bars = base + 8192;  // full_w[8], empty_w[8], full_h[2][2], empty_h[2][2]
+  const u32 halo_at = base + STAGING_BYTES + BARRIER_BYTES, weight_at = halo_at + 2 * halos * HALO_BYTES;
+  const u32 bars = base + STAGING_BYTES;  // full_w[8], empty_w[8], full_h[2][2], empty_h[2][2]
 #define FULL_W(i) (bars + 8 * (i))
 #define EMPTY_W(i) (bars + 64 + 8 * (i))
 #define FULL_H(h, i) (bars + 128 + 8 * ((h) * 2 + (i)))
@@ -293,13 +322,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) conv_tiles(
     }
   }
 }
-"""
+#endif
 
-_IMAGE_CONV = r"""
+#ifdef IMAGE_CONV
 // 64 channels NHWC -> OUT channels of the image, pixel-shuffled by PATCH into N 3 (H·PATCH) (W·PATCH).
 #define TILES_N ((OUT + 7) / 8)
-#define SIDE 18
-extern "C" __global__ void __launch_bounds__(128) image_conv(
+extern "C" __global__ void __launch_bounds__(THREADS) image_conv(
     const char* x, const uint2* weights, const float* bias, u16* out, int height, int width, int tiles_x, int tiles_y) {
   extern __shared__ __align__(1024) char shared[];
   const u32 base = smem_address(shared);
@@ -370,13 +398,13 @@ extern "C" __global__ void __launch_bounds__(128) image_conv(
         out[at] = (u16)pack(acc[m][n][r] + bias[channel], 0.f);
       }
 }
-"""
+#endif
 
-_FIRST_CONV = r"""
+#ifdef FIRST_CONV
 // N 3 H W -> N/stacked H W (stacked 64) with bias and ReLU. A tile is 32 wide and 16 tall; the 27 taps are filled up
 // to K = 32 with zeros.
 #define PITCH 36
-extern "C" __global__ void __launch_bounds__(256) first_conv(
+extern "C" __global__ void __launch_bounds__(THREADS) first_conv(
     const u16* x, const uint2* weights, const float* bias, char* out, int height, int width, int tiles_x, int tiles_y,
     int stacked, int frames) {
   __shared__ u16 plane[3 * 18 * PITCH + 8];
@@ -454,35 +482,4 @@ extern "C" __global__ void __launch_bounds__(256) first_conv(
     }
   }
 }
-"""
-
-
-def wgmma_function(tile_h: int) -> str:
-    """The matrix instruction for N = 8·tile_h as a device function; its operand list cannot be written by hand."""
-    count = 4 * tile_h
-    outputs = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    return (
-        "__device__ __forceinline__ void wgmma_tile(float* d, u64 a, u64 b, u32 add) {\n"
-        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0; "\n'
-        f'    "wgmma.mma_async.sync.aligned.m64n{8 * tile_h}k16.f32." ELEMENT "." ELEMENT " "\n'
-        f'    "{{{outputs}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"\n'
-        f'    : {operands} : "l"(a), "l"(b), "r"(add));\n'
-        "}\n"
-    )
-
-
-def conv_tiles_source(tile_h: int, *, bfloat: bool) -> str:
-    """Source of `conv_tiles` for tiles ``tile_h`` tall (even, at most 32)."""
-    assert tile_h % 2 == 0 and 2 <= tile_h <= 32
-    head = f"#define TILE_H {tile_h}\n#define BFLOAT {int(bfloat)}\n"
-    return head + _COMMON + _CONV_TILES.replace("WGMMA_FUNCTION", wgmma_function(tile_h))
-
-
-def image_conv_source(channels_out: int, patch_size: int, *, bfloat: bool) -> str:
-    head = f"#define OUT {channels_out}\n#define PATCH {patch_size}\n#define BFLOAT {int(bfloat)}\n"
-    return head + _COMMON + _IMAGE_CONV
-
-
-def first_conv_source(*, bfloat: bool) -> str:
-    return f"#define BFLOAT {int(bfloat)}\n" + _COMMON + _FIRST_CONV
+#endif

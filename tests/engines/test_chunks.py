@@ -1,9 +1,8 @@
-"""The count behind a stream's default chunk, against what is alive in torch and against what an H200 showed."""
+"""A stream's default chunk: the stored lengths, what is alive in torch while a chunk runs, and what an H200 showed."""
 
 from __future__ import annotations
 
 import functools
-import math
 
 import cudnn_stand_ins
 import pytest
@@ -11,11 +10,10 @@ import torch
 from live_memory import LiveMemory
 
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
-from tinyvae.models import fused
-from tinyvae.models.chunk_memory import FEW_LATENTS, STREAM_BYTES, Engine, chunk_bytes, chunk_latents
-from tinyvae.models.folded_run import SLICE_BYTES, slice_bytes
-from tinyvae.models.fused import FusedTAEHV, folded_copy
-from tinyvae.models.hopper_engine import FULL_SIZE_BYTES
+from tinyvae.engines import fused, hopper
+from tinyvae.engines.chunks import Engine, chunk_bytes, chunk_latents
+from tinyvae.engines.fused import FusedTAEHV
+from tinyvae.engines.stack import CPU_SLICE_BYTES, SLICE_BYTES
 from tinyvae.models.streaming import Side
 
 GIB = 2**30
@@ -24,7 +22,7 @@ GIB = 2**30
 @pytest.fixture(autouse=True)
 def cudnn_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     cudnn_stand_ins.stand_in(monkeypatch)
-    monkeypatch.setattr(fused, "why_not_fused", lambda dtype, device: None)
+    monkeypatch.setattr(fused, "why_not_cudnn", lambda dtype, device: None)
 
 
 @functools.cache
@@ -61,29 +59,69 @@ def live_bytes(codec: FusedTAEHV, side: Side, num_latents: int, size: tuple[int,
     return memory.peak
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("side", ["decoder", "encoder"])
-@pytest.mark.parametrize("engine", ["eager", "cudnn"])
-def test_count_is_what_is_alive(variant: str, side: Side, engine: Engine) -> None:
-    for dtype in (torch.float16, torch.float32):
-        codec = weightless(variant, dtype, engine=engine)
-        size = latent_size(variant, 480, 720)
-        chunk = codec.stream_chunk_latents(side, *size)
-        for num_latents in (1, chunk, 3 * chunk):
-            alive = live_bytes(codec, side, num_latents, size)
-            counted = chunk_bytes(
-                codec._stacks[side][1],
-                codec.spec,
-                engine,
-                num_latents=num_latents,
-                latent_pixels=size[0] * size[1],
-                element_size=dtype.itemsize,
-                slice_bytes=slice_bytes(codec.device),
-            )
-            # A taeh3 encoder never runs more than its 20 frames.
-            most = math.inf if codec.spec.frame_rule == "chunked" and side == "encoder" else 1.3
-            least = 0.75 if num_latents == 1 else 0.85
-            assert least < counted / alive < most, (dtype, num_latents, alive / GIB, counted / GIB)
+SIZES = ((64, 64), (256, 256), (480, 720), (720, 1280))
+SAME = {"taehv": ("taecvx", "taew2_1", "taeos1_3"), "taew2_2": ("taehv1_5",), "taeltx_2": ("taeltx2_3",),
+        "taew2_2_super": ("taehv1_5_super",)}  # fmt: skip
+STORED: dict[tuple[Engine, int], dict[str, dict[str, list[int]]]] = {
+    ("hopper", 2): {
+        "taehv": {"encoder": [809, 49, 8, 4], "decoder": [809, 49, 8, 4]},
+        "taew2_2": {"encoder": [3241, 201, 37, 13], "decoder": [2661, 165, 30, 10]},
+        "taeltx_2": {"encoder": [2852, 178, 32, 13], "decoder": [1621, 101, 18, 6]},
+        "taeh3": {"encoder": [1209, 75, 13, 5], "decoder": [2161, 134, 25, 9]},
+        "taew2_2_super": {"encoder": [3241, 201, 37, 13]},
+    },
+    ("cudnn", 2): {
+        "taehv": {"encoder": [809, 49, 8, 2], "decoder": [809, 49, 8, 1]},
+        "taew2_2": {"encoder": [3241, 201, 37, 13], "decoder": [2661, 165, 30, 10]},
+        "taeltx_2": {"encoder": [2524, 158, 29, 11], "decoder": [1621, 101, 18, 6]},
+        "taeh3": {"encoder": [1296, 80, 15, 5], "decoder": [2161, 134, 25, 9]},
+        "taew2_2_super": {"encoder": [3241, 201, 37, 13], "decoder": [694, 42, 7, 2]},
+    },
+    ("cudnn", 4): {
+        "taehv": {"encoder": [404, 24, 3, 1], "decoder": [404, 24, 2, 1]},
+        "taew2_2": {"encoder": [1620, 100, 18, 6], "decoder": [1330, 82, 14, 4]},
+        "taeltx_2": {"encoder": [1262, 79, 14, 5], "decoder": [810, 50, 9, 3]},
+        "taeh3": {"encoder": [648, 40, 7, 2], "decoder": [1080, 66, 12, 4]},
+        "taew2_2_super": {"encoder": [1620, 100, 18, 6], "decoder": [346, 21, 3, 1]},
+    },
+    ("eager", 2): {
+        "taehv": {"encoder": [719, 44, 7, 1], "decoder": [809, 49, 8, 1]},
+        "taew2_2": {"encoder": [2161, 134, 25, 8], "decoder": [3241, 201, 37, 13]},
+        "taeltx_2": {"encoder": [1417, 88, 16, 6], "decoder": [1621, 101, 18, 6]},
+        "taeh3": {"encoder": [1080, 67, 12, 3], "decoder": [2161, 134, 25, 9]},
+        "taew2_2_super": {"encoder": [2161, 134, 25, 8], "decoder": [486, 30, 5, 1]},
+    },
+    ("eager", 4): {
+        "taehv": {"encoder": [359, 21, 2, 1], "decoder": [404, 24, 2, 1]},
+        "taew2_2": {"encoder": [1080, 67, 11, 2], "decoder": [1620, 100, 18, 4]},
+        "taeltx_2": {"encoder": [708, 44, 8, 2], "decoder": [810, 50, 9, 3]},
+        "taeh3": {"encoder": [540, 33, 5, 1], "decoder": [1080, 66, 12, 4]},
+        "taew2_2_super": {"encoder": [1080, 67, 11, 2], "decoder": [242, 14, 2, 1]},
+    },
+}
+"""Latents of a chunk at these sizes, by engine and bytes of a value (eager on a CPU)."""
+
+
+@pytest.mark.parametrize(("engine", "element_size"), STORED)
+def test_default_chunks_are_the_stored_ones(engine: Engine, element_size: int) -> None:
+    slice_bytes = {"hopper": hopper.SLICE_BYTES, "cudnn": SLICE_BYTES, "eager": CPU_SLICE_BYTES}[engine]
+    for variant, sides in STORED[engine, element_size].items():
+        for name in (variant, *SAME.get(variant, ())):
+            for side, stored in sides.items():
+                found = []
+                for size in SIZES:
+                    height, width = latent_size(name, *size)
+                    found.append(
+                        chunk_latents(
+                            VARIANTS[name],
+                            side,  # type: ignore[arg-type]
+                            engine,
+                            latent_pixels=height * width,
+                            element_size=element_size,
+                            slice_bytes=slice_bytes,
+                        )
+                    )
+                assert found == stored, (name, side)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -152,32 +190,22 @@ MEASURED_GIB = [
 
 @pytest.mark.parametrize(("variant", "side", "engine", "num_latents", "size", "measured"), MEASURED_GIB)
 def test_count_is_what_a_gpu_showed(
-    variant: str, side: str, engine: Engine, num_latents: int, size: tuple[int, int], measured: float
+    variant: str, side: Side, engine: Engine, num_latents: int, size: tuple[int, int], measured: float
 ) -> None:
-    model = TAEHV(variant).to("meta", torch.float16)
+    spec = VARIANTS[variant]
     height, width = latent_size(variant, *size)
     counted = chunk_bytes(
-        folded_copy(model.decoder if side == "decoder" else model.encoder),
-        model.spec,
+        spec,
+        side,
         engine,
         num_latents=num_latents,
         latent_pixels=height * width,
         element_size=2,
-        slice_bytes=FULL_SIZE_BYTES if engine == "hopper" else SLICE_BYTES,
+        slice_bytes=hopper.SLICE_BYTES if engine == "hopper" else SLICE_BYTES,
     )
     if side == "encoder":
-        counted += num_latents * model.spec.time_factor * 3 * size[0] * size[1] * 2
-    assert abs(counted / GIB / measured - 1) < 0.15
-
-
-def test_number_of_latents() -> None:
-    budget = STREAM_BYTES
-    assert chunk_latents(lambda n: n * budget // 8, few_cost_time=False) == 8
-    assert chunk_latents(lambda n: n * budget // 2, few_cost_time=False) == 2
-    assert chunk_latents(lambda n: n * budget // 2, few_cost_time=True) == FEW_LATENTS
-    assert chunk_latents(lambda n: n * budget, few_cost_time=True) == 2  # twice the budget, not four times
-    assert chunk_latents(lambda n: n * budget * 9, few_cost_time=True) == 1
-    assert chunk_latents(lambda n: 1, few_cost_time=True) > 1000
+        counted += num_latents * spec.time_factor * 3 * size[0] * size[1] * 2
+    assert abs(counted / GIB / measured - 1) < 0.16
 
 
 def test_chunk_knows_size_videos_and_width() -> None:

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from tinyvae.models import nvrtc
+from tinyvae.engines import nvrtc
 
 
 class SlowDriver:

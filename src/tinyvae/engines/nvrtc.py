@@ -75,10 +75,15 @@ class Launch:
             _check_driver(status, "cuLaunchKernel")
 
 
-@functools.cache
-def compile_kernel(source: str, name: str, *, device_index: int, threads: int, shared_bytes: int) -> Kernel:
-    """Compile ``source`` for sm_90a and load its function ``name`` (extern "C") onto a device."""
-    image = _compile(source)
+def compile_kernel(
+    source: str, name: str, constants: dict[str, int], *, device_index: int, threads: int, shared_bytes: int
+) -> Kernel:
+    """Compile the function ``name`` (extern "C") of ``source`` for sm_90a and load it onto a device.
+
+    The source sees ``constants`` and THREADS as macros, and a macro with the function's own name in capitals.
+    """
+    macros = {name.upper(): 1, "THREADS": threads, **constants}
+    image = _compile(source, tuple(f"-D{macro}={value}" for macro, value in macros.items()))
     driver = _driver()
     with torch.cuda.device(device_index):
         torch.cuda.current_stream().synchronize()  # makes torch's context current before the driver is asked
@@ -91,13 +96,13 @@ def compile_kernel(source: str, name: str, *, device_index: int, threads: int, s
 
 
 @functools.cache
-def _compile(source: str) -> bytes:
+def _compile(source: str, macros: tuple[str, ...]) -> bytes:
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
     status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"tinyvae.cu", 0, None, None)
     if status != 0:
         raise KernelBuildError(f"nvrtcCreateProgram failed with code {status}.")
-    options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
+    options = [b"--gpu-architecture=sm_90a", b"--std=c++17", *(macro.encode() for macro in macros)]
     status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     if status != 0:
         size = ctypes.c_size_t()

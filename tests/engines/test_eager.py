@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae import TAEHV
-from tinyvae.models import folded_run
+from tinyvae.engines import eager
 
 
 def random_weights(model: TAEHV) -> None:
@@ -59,9 +59,9 @@ def test_gradients_are_those_of_the_plain_network(variant: str) -> None:
 def test_gradients_the_way_cuda_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Filled-up channels and the stacked first convolution, which a CPU does not choose by itself."""
     plain, folded, frames = small_pair("taehv")
-    monkeypatch.setattr(folded_run, "stacking_of_first", lambda steps, x, memory: 2 if x.shape[2] == 3 else 1)
-    aligned = folded_run.aligned_conv
-    monkeypatch.setattr(folded_run, "aligned_conv", lambda x, w, b, multiple: aligned(x, w, b, multiple=8))
+    monkeypatch.setattr(eager, "stacking_of_first", lambda layers, x, state: 2 if x.shape[2] == 3 else 1)
+    aligned = eager.aligned_conv
+    monkeypatch.setattr(eager, "aligned_conv", lambda x, w, b, multiple: aligned(x, w, b, multiple=8))
     loss_of(plain, frames).backward()
     loss_of(folded, frames).backward()
     assert gradient_error(plain, folded) < 1e-5
@@ -117,3 +117,11 @@ def test_gradients_stay_in_channels_last(monkeypatch: pytest.MonkeyPatch) -> Non
     image_and_latents = {tuple(folded.decoder[-1].weight.shape), tuple(folded.encoder[-1].weight.shape)}
     assert seen == 18 * 3 + 3 + 3 + 4  # memory blocks, pooling, growing, the first and last of each side
     assert set(wrong) <= image_and_latents
+
+
+def test_torch_compile_sees_one_graph() -> None:
+    """`compile_model` compiles the training step; a break in the graph would cost what compiling brings."""
+    _, folded, frames = small_pair("taehv")
+    expected = folded.encode(frames)
+    compiled = torch.compile(folded.encode, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(frames), expected)

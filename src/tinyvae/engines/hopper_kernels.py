@@ -1,6 +1,6 @@
 """The three Hopper kernels as functions on tensors: packed weights in, frames NTHWC flattened to BHWC in and out.
 
-`hopper_source` explains the kernels. Everything here is fp16 or bf16 on a device of compute capability 9.0.
+`hopper.cu` holds and explains the kernels. Everything here is fp16 or bf16 on a device of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -8,14 +8,22 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from importlib import resources
 
 import torch
 from torch import Tensor
 
-from tinyvae.models import hopper_source as source
-from tinyvae.models.nvrtc import Kernel, Launch, compile_kernel
+from tinyvae.engines.nvrtc import Kernel, Launch, compile_kernel
 
 TILE_HEIGHTS = (32, 30, 24, 16)
+MAX_SHARED_BYTES = 232_448  # what one block may have on sm_90
+
+HALO_W = 10  # a tile is 8 pixels wide, with one more on each side
+WEIGHT_TILE = 64 * 64 * 2  # bytes of one tap, 64 channels in, 64 out
+STAGING_BYTES = 8 * 1024  # 1 KiB for each computing warp's way out
+BARRIER_BYTES = 256
+TILES_THREADS = 3 * 128  # one loading and two computing warpgroups
+IMAGE_SIDE = 18  # a tile of `image_conv` is 16 pixels wide and tall, with one more on each side
 
 
 class _Shape(ctypes.Structure):
@@ -72,7 +80,7 @@ def conv_tiles(
     """Convolution, bias, residual and ReLU in one pass. Phases (2x2 weights) make a doubled grid.
 
     ``past_NHWC`` stands before the first frame of each video (None: zeros). ``stacked`` puts that many consecutive
-    output frames side by side into a pixel's channels, as a pooling step wants them.
+    output frames side by side into a pixel's channels, as a pooling layer wants them.
     """
     frames, height, width, channels = x_BHWC.shape
     assert channels == weights.channels_in and x_BHWC.is_contiguous() and x_BHWC.dtype == weights.packed.dtype
@@ -116,12 +124,12 @@ def _tiles_launch(
     tile_h = best_tile_height(height)
     split_pixels = blocks % 2 == 1
     tiles_x, tiles_y = -(-width // 8), -(-height // tile_h)
-    halo_bytes = (source.HALO_W * (tile_h + 2) + 1) * 128
-    stage_bytes = source.WEIGHT_TILE_BYTES * (1 if split_pixels else 2)
-    fixed = source.STAGING_BYTES + source.BARRIER_BYTES + halo_bytes * (4 if split_pixels else 2)
+    halo_bytes = (HALO_W * (tile_h + 2) + 1) * 128
+    stage_bytes = WEIGHT_TILE * (1 if split_pixels else 2)
+    fixed = STAGING_BYTES + BARRIER_BYTES + halo_bytes * (4 if split_pixels else 2)
     # No more stages than a job has steps: the warpgroup that runs ahead must not get two jobs ahead.
     steps = channels_in // 64 * sources * taps
-    stages = min(8, steps, (source.MAX_SHARED_BYTES - fixed) // stage_bytes)
+    stages = min(8, steps, (MAX_SHARED_BYTES - fixed) // stage_bytes)
     tiles = tiles_x * tiles_y * frames
     jobs = -(-tiles // 2) * blocks if split_pixels else tiles * blocks // 2
     shape = _Shape(
@@ -231,32 +239,40 @@ def _processors(device_index: int) -> int:
 
 @functools.cache
 def _tiles_kernel(tile_h: int, bfloat: bool, device_index: int) -> Kernel:
-    return compile_kernel(
-        source.conv_tiles_source(tile_h, bfloat=bfloat),
-        "conv_tiles",
-        device_index=device_index,
-        threads=source.CONV_THREADS,
-        shared_bytes=source.MAX_SHARED_BYTES,
-    )
+    constants = {
+        "TILE_H": tile_h,
+        "TILE_PIXELS": 8 * tile_h,
+        "BFLOAT": int(bfloat),
+        "HALO_W": HALO_W,
+        "WEIGHT_TILE": WEIGHT_TILE,
+        "STAGING_BYTES": STAGING_BYTES,
+        "BARRIER_BYTES": BARRIER_BYTES,
+        # The matrix instruction's operands behind its 4 * tile_h accumulators.
+        "OPERAND_A": 4 * tile_h,
+        "OPERAND_B": 4 * tile_h + 1,
+        "OPERAND_ADD": 4 * tile_h + 2,
+    }
+    return _kernel("conv_tiles", constants, device_index, threads=TILES_THREADS, shared_bytes=MAX_SHARED_BYTES)
 
 
 @functools.cache
 def _image_kernel(channels_out: int, patch_size: int, bfloat: bool, device_index: int) -> Kernel:
-    return compile_kernel(
-        source.image_conv_source(channels_out, patch_size, bfloat=bfloat),
-        "image_conv",
-        device_index=device_index,
-        threads=128,
-        shared_bytes=_image_shared_bytes(channels_out),
-    )
+    constants = {"OUT": channels_out, "PATCH": patch_size, "BFLOAT": int(bfloat), "SIDE": IMAGE_SIDE}
+    shared_bytes = _image_shared_bytes(channels_out)
+    return _kernel("image_conv", constants, device_index, threads=128, shared_bytes=shared_bytes)
 
 
 def _image_shared_bytes(channels_out: int) -> int:
-    return 18 * 18 * 128 + 36 * 256 * -(-channels_out // 8)
+    return IMAGE_SIDE**2 * 128 + 36 * 256 * -(-channels_out // 8)
 
 
 @functools.cache
 def _first_kernel(bfloat: bool, device_index: int) -> Kernel:
+    return _kernel("first_conv", {"BFLOAT": int(bfloat)}, device_index, threads=256, shared_bytes=0)
+
+
+def _kernel(name: str, constants: dict[str, int], device_index: int, *, threads: int, shared_bytes: int) -> Kernel:
+    source = resources.files("tinyvae.engines").joinpath("hopper.cu").read_text(encoding="utf-8")
     return compile_kernel(
-        source.first_conv_source(bfloat=bfloat), "first_conv", device_index=device_index, threads=256, shared_bytes=0
+        source, name, constants, device_index=device_index, threads=threads, shared_bytes=shared_bytes
     )

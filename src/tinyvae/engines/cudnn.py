@@ -1,0 +1,286 @@
+"""The engine of cuDNN's fused convolutions: convolution, bias, residual and ReLU in one call.
+
+On a GPU torch's own convolution in channels_last memory adds its bias in a second pass over the result, and a ReLU in a
+third: at 64 channels that doubles its time (0.27 ms against 0.14 ms, eight frames of 240x360, fp16, H200). cuDNN does
+all of it while it writes. Nothing is compiled, and sizes and lengths may change at every call. This engine is for CUDA
+cards and networks that the Hopper kernels do not serve.
+
+Frames travel as BCHW (B = N·T) in channels_last memory, fp16, bf16 or fp32. A memory block carries its last input frame
+N1CHW, a super block its last frame N1HWC after the depthwise convolution.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyvae.engines.eager import CUDA_CHANNEL_MULTIPLE, stacked_first
+from tinyvae.engines.fold import (
+    ClampLayer,
+    ConvLayer,
+    GrowLayer,
+    Layer,
+    MemLayer,
+    PoolLayer,
+    Size,
+    SuperMemLayer,
+    channels_last,
+    map_weights,
+)
+from tinyvae.engines.layout import (
+    as_bchw,
+    as_bhwc,
+    copy_pixels,
+    dense,
+    interleave_phases,
+    spread_frames,
+    stack_frames,
+)
+from tinyvae.engines.stack import Stack, State, slice_bytes
+
+
+@functools.cache
+def why_not_cudnn(dtype: torch.dtype, device: torch.device) -> str | None:
+    """None where cuDNN's fused convolutions run, else the reason in words; tried once per device and dtype."""
+    if device.type != "cuda":
+        return f"the model is on {device.type}"
+    if torch.version.hip is not None or not torch.backends.cudnn.is_available():
+        return "this torch has no cuDNN"
+    return try_convolutions(dtype, device)
+
+
+def try_convolutions(dtype: torch.dtype, device: torch.device) -> str | None:
+    """What cuDNN says to one small convolution of each kind; None if it runs them."""
+    x = torch.ones(2, 64, 4, 4, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
+    weight = torch.ones(64, 64, 3, 3, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
+    bias = torch.ones(64, dtype=dtype, device=device)
+    over_time = torch.stack([weight, weight], dim=2).contiguous(memory_format=torch.channels_last_3d)
+    try:
+        conv_relu(x, weight, bias, residual=x)
+        conv_relu(x, weight, bias)
+        two_frame_conv_relu(x, over_time, bias, past_N1CHW=None, num_videos=1)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # cuDNN says so when it has no kernel for this card and dtype
+        return f"cuDNN's fused convolutions do not run in {dtype} on this card ({str(error).splitlines()[0]})"
+    return None
+
+
+def conv_relu(x_BCHW: Tensor, weight: Tensor, bias: Tensor, *, residual: Tensor | None = None) -> Tensor:
+    """relu(convolution + bias + residual) on the same grid; a 2x2 ``weight`` makes one row and one column more."""
+    ones, padding = (1, 1), (weight.shape[2] // 2, weight.shape[3] // 2)
+    if residual is None:
+        return torch.cudnn_convolution_relu(x_BCHW, weight, bias, ones, padding, ones, 1)
+    return torch.cudnn_convolution_add_relu(x_BCHW, weight, residual, 1.0, bias, ones, padding, ones, 1)
+
+
+def two_frame_conv_relu(
+    x_BCHW: Tensor, weight: Tensor, bias: Tensor, *, past_N1CHW: Tensor | None, num_videos: int
+) -> Tensor:
+    """relu of a 3x3 over each frame and the one before it; ``weight`` is (out, in, 2, 3, 3), the frame before first.
+
+    ``past_N1CHW`` stands before the first frame of each video (None: zeros).
+    """
+    video = x_BCHW.unflatten(0, (num_videos, -1))
+    num_frames = video.shape[1]
+    # cuDNN's own padding gives one fresh video its zeros. It also makes one frame too many at the end.
+    by_padding = past_N1CHW is None and num_videos == 1
+    if not by_padding:
+        before = torch.zeros_like(video[:, :1]) if past_N1CHW is None else past_N1CHW
+        video = torch.cat([before.permute(0, 1, 3, 4, 2), video.permute(0, 1, 3, 4, 2)], dim=1).permute(0, 1, 4, 2, 3)
+    ones = (1, 1, 1)
+    made = torch.cudnn_convolution_relu(
+        video.transpose(1, 2), weight, bias, ones, (1 if by_padding else 0, 1, 1), ones, 1
+    )
+    return made.transpose(1, 2)[:, :num_frames].flatten(0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchConv:
+    """The first convolution of an encoder with its ReLU, from image frames; inputs filled up to a multiple of 8.
+
+    ``stacked`` frames side by side go through block-diagonal weights and come out side by side, as the pooling layer
+    behind wants them. That costs little here; a copy of the largest tensor there is would cost a lot.
+    """
+
+    weight: Tensor  # (stacked · out, filled inputs, 3, 3), channels_last
+    bias: Tensor
+    patch_size: int
+    stacked: int
+
+    @classmethod
+    def of(cls, layer: Layer, *, patch_size: int, stacked: int) -> PatchConv:
+        assert isinstance(layer, ConvLayer) and layer.relu and layer.frames == 1 and not layer.shuffle
+        side_by_side = stacked_first(layer, stacked)
+        assert side_by_side.bias is not None
+        weight = side_by_side.weight
+        filled = F.pad(weight, (0, 0, 0, 0, 0, -weight.shape[1] % CUDA_CHANNEL_MULTIPLE))
+        return cls(weight=channels_last(filled), bias=side_by_side.bias, patch_size=patch_size, stacked=stacked)
+
+    def __call__(self, image_BCHW: Tensor) -> Tensor:
+        """Images (B·stacked)3HW, contiguous, to B(stacked·out)(H/patch)(W/patch)."""
+        patch, stacked = self.patch_size, self.stacked
+        frames, colours, height, width = image_BCHW.shape
+        used, filled = stacked * colours * patch**2, self.weight.shape[1]
+        laid_out = image_BCHW.new_empty(frames // stacked, height // patch, width // patch, filled)
+        laid_out[..., used:] = 0
+        # Channels are (frame, color, row in the patch, column in the patch), as pixel_unshuffle orders them.
+        split = image_BCHW.reshape(-1, stacked, colours, height // patch, patch, width // patch, patch)
+        laid_out[..., :used].unflatten(3, (stacked, colours, patch, patch)).copy_(split.permute(0, 3, 5, 1, 2, 4, 6))
+        return conv_relu(laid_out.permute(0, 3, 1, 2), self.weight, self.bias)
+
+
+class CudnnStack(Stack):
+    """An encoder or decoder as cuDNN calls; the images may have another precision."""
+
+    def __init__(self, layers: Sequence[Layer], *, patch_size: int) -> None:
+        super().__init__(map_weights([_order_patches(layer) for layer in layers], channels_last), patch_size=patch_size)
+        at_image = self.layers[0 if self.is_encoder else -1]
+        assert isinstance(at_image, ConvLayer) and at_image.bias is not None
+        self._dtype = at_image.weight.dtype
+        most = max(layer.weight.shape[0] for layer in self.layers if isinstance(layer, ConvLayer | GrowLayer))
+        self._zeros = at_image.weight.new_zeros(most)  # for cuDNN, which wants a bias
+        self._over_time = {
+            place: _two_frame_weight(layer) for place, layer in enumerate(self.layers) if isinstance(layer, MemLayer)
+        }
+        if self.is_encoder:
+            counts, patch = {1, cast(PoolLayer, self.layers[1]).stride}, patch_size
+            self._first = {count: PatchConv.of(at_image, patch_size=patch, stacked=count) for count in counts}
+        else:  # the outputs filled up to a multiple of 8; the bias is added while the image is written
+            more = -at_image.weight.shape[0] % CUDA_CHANNEL_MULTIPLE
+            self._image_weight = channels_last(F.pad(at_image.weight, (0, 0, 0, 0, 0, 0, 0, more)))
+
+    def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
+        with torch.autocast("cuda", enabled=False):  # weights and frames have one dtype already
+            return super().run(frames_NTCHW, state)
+
+    def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
+        x = frames_NTCHW.flatten(0, 1)
+        return x.contiguous() if self.is_encoder else x.contiguous(memory_format=torch.channels_last)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x.contiguous()
+
+    def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
+        return slice_bytes(x.device) / self._dtype.itemsize
+
+    def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
+        patch = self.patch_size if self.is_encoder and start == 0 else 1
+        return x.shape[1] * patch**2, x.shape[2] // patch, x.shape[3] // patch
+
+    def empty(self, stop: int, size: Size, x: Tensor) -> Tensor:
+        if self.ends_in_image(stop):
+            return x.new_empty(size.frames, 3, size.height * self.patch_size, size.width * self.patch_size)
+        shape = (size.frames, size.height, size.width, size.channels)
+        return torch.empty(shape, dtype=self._dtype, device=x.device).permute(0, 3, 1, 2)
+
+    def write(self, start: int, stop: int, x: Tensor, out: Tensor) -> None:
+        if not self.ends_in_image(stop):
+            return super().write(start, stop, x, out)
+        last = self.layers[-1]
+        assert isinstance(last, ConvLayer) and last.bias is not None
+        made = F.conv2d(self.compute(start, stop - 1, x), self._image_weight, padding=1)
+        write_image(made, last.bias, self.patch_size, last.frames, out)
+
+    def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
+        layer = self.layers[place]
+        if isinstance(layer, SuperMemLayer):
+            return _super_mem_block(layer, x, state[place], num_videos)
+        assert isinstance(layer, MemLayer)
+        last = x.unflatten(0, (num_videos, -1))[:, -1:].clone()
+        bias = layer.first_bias[: x.shape[1]]
+        past, state[place] = state[place], None
+        hidden = two_frame_conv_relu(x, self._over_time[place], bias, past_N1CHW=past, num_videos=num_videos)
+        del past
+        deeper = conv_relu(hidden, layer.second, layer.second_bias)
+        del hidden  # its memory is what the result takes
+        return conv_relu(deeper, layer.third, layer.third_bias, residual=x), last
+
+    def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
+        if self.is_encoder and start == 0:
+            # The pooling layer behind wants its frames side by side.
+            stacked = cast(PoolLayer, self.layers[1]).stride if stop > 1 else 1
+            x, start = self._first[stacked](x.to(self._dtype)), 1
+        for layer in self.layers[start:stop]:
+            x = self._layer(layer, x)
+        return x
+
+    def _layer(self, layer: Layer, x: Tensor) -> Tensor:
+        """A layer without a state: (N·T)CHW -> (N·T')C'H'W'."""
+        if isinstance(layer, ClampLayer):
+            return torch.tanh(x / 3) * 3
+        if isinstance(layer, PoolLayer):
+            return F.conv2d(stack_frames(x, layer), layer.weight, stride=2, padding=1)
+        if isinstance(layer, GrowLayer):
+            phases = self._conv(x, layer.weight, None, relu=layer.relu)
+            return interleave_phases(phases, layer.frames, x.shape[2], x.shape[3])
+        assert isinstance(layer, ConvLayer)
+        made = self._conv(x, layer.weight, layer.bias, relu=layer.relu)
+        if layer.shuffle:
+            rows = as_bhwc(made).unflatten(3, (2, 2, -1)).permute(0, 1, 3, 2, 4, 5)  # see _order_patches
+            made = as_bchw(dense(rows).flatten(3, 4).flatten(1, 2))
+        return spread_frames(made, layer.frames)
+
+    def _conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool) -> Tensor:
+        if not relu:
+            return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
+        return conv_relu(x, weight, self._zeros[: weight.shape[0]] if bias is None else bias)
+
+
+def write_image(made_BCHW: Tensor, bias: Tensor, patch_size: int, frames: int, image_BCHW: Tensor) -> None:
+    """Put a last convolution's result, bias still to be added, into its image (B·frames)3HW, pixel-shuffled.
+
+    ``made_BCHW`` has (frame, color, row in the patch, column in the patch) channels, perhaps followed by filling.
+    """
+    batch, _, height, width = made_BCHW.shape
+    shape = (frames, 3, patch_size, patch_size)
+    grown = image_BCHW.view(batch, frames, 3, height, patch_size, width, patch_size).permute(0, 1, 2, 4, 6, 3, 5)
+    # BHWC, because a slice of channels is then still a plain view.
+    values = as_bhwc(made_BCHW)[..., : bias.shape[0]].unflatten(3, shape).permute(0, 3, 4, 5, 6, 1, 2)
+    torch.add(values, bias.view(*shape, 1, 1), out=grown)
+
+
+def _super_mem_block(layer: SuperMemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    """Writes its result over ``x``."""
+    channels = x.shape[1]
+    then = as_bhwc(_depthwise(x, layer.past_depth)).unflatten(0, (num_videos, -1))
+    last = then[:, -1:].clone()
+    both = then.new_empty(*then.shape[:-1], 2 * channels)
+    copy_pixels(both[:, 1:, ..., channels:], then[:, :-1])
+    both[:, :1, ..., channels:] = 0 if past is None else past
+    del then  # its memory is what the next results take
+    both = both.flatten(0, 1)
+    copy_pixels(both[..., :channels], as_bhwc(_depthwise(x, layer.depth)))
+    wide = conv_relu(both.permute(0, 3, 1, 2), layer.widen, layer.widen_bias)
+    del both
+    out = as_bhwc(x).contiguous()
+    out.view(-1, channels).addmm_(as_bhwc(wide).reshape(-1, wide.shape[1]), layer.narrow.flatten(1).T)
+    return out.permute(0, 3, 1, 2), last
+
+
+def _depthwise(x: Tensor, weight: Tensor) -> Tensor:
+    """cuDNN's fast kernel is for eight frames and more: with seven each takes three times as long (H200, cuDNN 9)."""
+    frames, fast = x.shape[0], 8
+    filled = F.pad(x, (0, 0, 0, 0, 0, 0, 0, fast - frames)) if 3 <= frames < fast else x
+    return F.conv2d(filled, weight, padding=3, groups=x.shape[1])[:frames]
+
+
+def _two_frame_weight(layer: MemLayer) -> Tensor:
+    """(2C, C, 3, 3), the half for x_t first, as (C, C, 2, 3, 3) over x_{t-1} and x_t."""
+    now, then = layer.first.chunk(2)
+    return torch.stack([then, now], dim=2).contiguous(memory_format=torch.channels_last_3d)
+
+
+def _order_patches(layer: Layer) -> Layer:
+    """A layer that shuffles pixels, with its outputs as (row, column, channel): its copies then move whole pixels."""
+    if not (isinstance(layer, ConvLayer) and layer.shuffle):
+        return layer
+    assert layer.bias is not None
+    ordered = layer.weight.unflatten(0, (-1, 2, 2)).movedim(0, 2).flatten(0, 2)
+    return replace(layer, weight=ordered, bias=layer.bias.unflatten(0, (-1, 2, 2)).movedim(0, 2).flatten())

@@ -1,0 +1,242 @@
+"""The engine of torch's own operators, for CPUs, for cards without cuDNN's fused convolutions, and for training.
+
+Frames travel as (N·T)CHW in channels_last memory. The state is smaller than that of the plain network: a memory block
+carries its *convolved* last frame N1HWC (the part of its sum that the next frame needs), a pooling layer the frames
+NTCHW that wait for partners. The same code serves inference and training, with or without torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, autocast, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tinyvae.engines.fold import (
+    ClampLayer,
+    ConvLayer,
+    GrowLayer,
+    Layer,
+    MemLayer,
+    PoolLayer,
+    Size,
+    SuperMemLayer,
+    fold_layers,
+)
+from tinyvae.engines.layout import (
+    as_bchw,
+    as_bhwc,
+    interleave_phases,
+    may_work_in_place,
+    spread_frames,
+    stack_frames,
+)
+from tinyvae.engines.stack import Stack, State, slice_bytes
+
+CUDA_CHANNEL_MULTIPLE = 8
+"""Tensor cores want channels in multiples of this; otherwise cuDNN takes kernels that are several times slower."""
+
+
+def run_folded(
+    network: nn.Sequential, frames_NTCHW: Tensor, state: State | None, *, checkpointing: bool
+) -> tuple[Tensor, State]:
+    """`blocks.run_layers` in folded form, for training: the weights are folded inside the training step.
+
+    Parameters, their names and the saved file stay what they are. A state made here belongs here; the plain layers
+    carry other things.
+    """
+    # The folded weights are sums of products of parameters. They are computed in the parameters' own precision;
+    # autocast then casts them once, like any other weight.
+    with autocast(frames_NTCHW.device.type, enabled=False):
+        layers = fold_layers(network)
+    stack = EagerStack(layers, patch_size=None, checkpointing=checkpointing)
+    # A copy of the list, because a stack uses its state up and the plain layers do not.
+    return stack.run(frames_NTCHW, None if state is None else list(state))
+
+
+class EagerStack(Stack):
+    """An encoder or decoder by torch's operators. With ``patch_size=None`` patches come and go as they are.
+
+    ``checkpointing`` recomputes the activations in the backward pass instead of keeping them.
+    """
+
+    writes_image = False
+
+    def __init__(self, layers: Sequence[Layer], *, patch_size: int | None, checkpointing: bool = False) -> None:
+        super().__init__(layers, patch_size=patch_size or 1)
+        self._has_images = patch_size is not None
+        self._checkpointing = checkpointing
+
+    def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
+        if self._has_images and self.is_encoder:
+            first = self.layers[0]
+            assert isinstance(first, ConvLayer)
+            frames_NTCHW = frames_NTCHW.to(first.weight.dtype)
+            if self.patch_size > 1:  # at patch size 1 a shuffle would only be a copy
+                frames_NTCHW = F.pixel_unshuffle(frames_NTCHW, self.patch_size)
+        x = frames_NTCHW.flatten(0, 1)
+        stacked = stacking_of_first(self.layers, frames_NTCHW, state)
+        if stacked > 1:
+            x = frames_NTCHW.reshape(-1, stacked * x.shape[1], *x.shape[2:])
+        return x.contiguous(memory_format=torch.channels_last)
+
+    def leave(self, x: Tensor) -> Tensor:
+        if not self._has_images:
+            return x
+        return (x if self.is_encoder or self.patch_size == 1 else F.pixel_shuffle(x, self.patch_size)).contiguous()
+
+    def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
+        layer, past = self.layers[place], state[place]
+        if self._recomputes():
+            return checkpoint(_block, layer, x, past, num_videos, use_reentrant=False)
+        return _block(layer, x, past, num_videos)
+
+    def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
+        for layer in self.layers[start:stop]:
+            x = checkpoint(_compute, layer, x, use_reentrant=False) if self._recomputes() else _compute(layer, x)
+        return x
+
+    def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
+        return slice_bytes(x.device) / x.element_size() if may_work_in_place() else None
+
+    def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
+        return x.shape[1], x.shape[2], x.shape[3]
+
+    def empty(self, stop: int, size: Size, x: Tensor) -> Tensor:
+        return x.new_empty(size.frames, size.height, size.width, size.channels).permute(0, 3, 1, 2)
+
+    def _recomputes(self) -> bool:
+        return self._checkpointing and torch.is_grad_enabled()
+
+
+def stacking_of_first(layers: Sequence[Layer], frames_NTCHW: Tensor, state: State) -> int:
+    """How many frames the first convolution can take side by side on CUDA, so that the pooling layer need not copy.
+
+    Only for RGB, where the copy is of the largest tensor there is and the convolution costs nothing; only for whole
+    groups.
+    """
+    if len(layers) < 2 or not isinstance(layers[1], PoolLayer) or not frames_NTCHW.is_cuda:
+        return 1
+    fits = frames_NTCHW.shape[1] % layers[1].stride == 0 and frames_NTCHW.shape[2] == 3 and state[1] is None
+    return layers[1].stride if fits else 1
+
+
+def stacked_first(layer: Layer, frames: int) -> ConvLayer:
+    """The first convolution over ``frames`` frames stacked on channels: block-diagonal weights."""
+    assert isinstance(layer, ConvLayer) and layer.bias is not None
+    inputs = layer.weight.shape[1]
+    rows = [F.pad(layer.weight, (0, 0, 0, 0, i * inputs, (frames - 1 - i) * inputs)) for i in range(frames)]
+    return replace(layer, weight=torch.cat(rows), bias=layer.bias.repeat(frames))
+
+
+def _compute(layer: Layer, x: Tensor) -> Tensor:
+    """A layer without a state: (N·T)CHW -> (N·T')C'H'W'."""
+    if isinstance(layer, ClampLayer):
+        return torch.tanh(x / 3) * 3
+    if isinstance(layer, ConvLayer):
+        return _conv(layer, x)
+    if isinstance(layer, PoolLayer):
+        return F.conv2d(stack_frames(x, layer), layer.weight, stride=2, padding=1)
+    assert isinstance(layer, GrowLayer)
+    grown = _grow_in_place(layer, x) if may_work_in_place() else _grow(layer, x)
+    return _relu(grown) if layer.relu else grown
+
+
+def _relu(x: Tensor) -> Tensor:
+    return torch.relu_(x) if may_work_in_place() else torch.relu(x)
+
+
+def _conv(layer: ConvLayer, x: Tensor) -> Tensor:
+    if x.shape[1] != layer.weight.shape[1]:
+        layer = stacked_first(layer, x.shape[1] // layer.weight.shape[1])
+    made = aligned_conv(x, layer.weight, layer.bias, multiple=CUDA_CHANNEL_MULTIPLE if x.is_cuda else 1)
+    if layer.relu:
+        made = _relu(made)
+    if layer.shuffle:
+        made = F.pixel_shuffle(made, 2).contiguous(memory_format=torch.channels_last)
+    return spread_frames(made, layer.frames)
+
+
+def aligned_conv(x: Tensor, weight: Tensor, bias: Tensor | None, *, multiple: int) -> Tensor:
+    """A convolution that keeps the grid, its channels filled up to multiples of ``multiple``.
+
+    Tensor cores want that of NHWC convolutions. For the 3-channel image cuDNN would otherwise take a kernel that is
+    several times slower, forward and backward.
+    """
+    outputs, inputs = weight.shape[:2]
+    padding = weight.shape[-1] // 2
+    more_out, more_in = -outputs % multiple, -inputs % multiple
+    if not (more_out or more_in):
+        return F.conv2d(x, weight, bias, padding=padding)
+    weight = F.pad(weight, (0, 0, 0, 0, 0, more_in, 0, more_out))
+    if bias is not None:
+        bias = F.pad(bias, (0, more_out))
+    if more_in:
+        x = F.pad(x, (0, 0, 0, 0, 0, more_in)).contiguous(memory_format=torch.channels_last)
+    return as_bhwc(F.conv2d(x, weight, bias, padding=padding))[..., :outputs].permute(0, 3, 1, 2)
+
+
+def _grow(layer: GrowLayer, x: Tensor) -> Tensor:
+    _, _, h, w = x.shape
+    phases = as_bhwc(F.conv2d(x, layer.weight, padding=1)).unflatten(3, (2, 2, layer.frames, -1))
+    rows = [torch.stack([phases[:, i : i + h, j : j + w, i, j] for j in (0, 1)], dim=3) for i in (0, 1)]
+    grown = torch.stack(rows, dim=2)  # B H i W j frame C
+    return as_bchw(grown.movedim(5, 1).flatten(4, 5).flatten(2, 3).flatten(0, 1))
+
+
+def _grow_in_place(layer: GrowLayer, x: Tensor) -> Tensor:
+    """`_grow` that writes each phase straight to its pixels."""
+    return interleave_phases(F.conv2d(x, layer.weight, padding=1), layer.frames, x.shape[2], x.shape[3])
+
+
+def _block(layer: Layer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    if isinstance(layer, SuperMemLayer):
+        return _super_mem_block(layer, x, past, num_videos)
+    assert isinstance(layer, MemLayer)
+    return _mem_block(layer, x, past, num_videos)
+
+
+def _mem_block(layer: MemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    if may_work_in_place():
+        return _mem_block_in_place(layer, x, past, num_videos)
+    now, then = as_bhwc(F.conv2d(x, layer.first, layer.first_bias, padding=1)).chunk(2, dim=3)
+    shifted, last = _shift(then, past, num_videos)
+    hidden = as_bchw(torch.relu(now + shifted))
+    hidden = torch.relu(F.conv2d(hidden, layer.second, layer.second_bias, padding=1))
+    return torch.relu(F.conv2d(hidden, layer.third, layer.third_bias, padding=1) + x), last
+
+
+def _mem_block_in_place(layer: MemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    """`_mem_block` with two dense convolutions for its first and every pointwise pass in place."""
+    channels = x.shape[1]
+    hidden = F.conv2d(x, layer.first[:channels], layer.first_bias[:channels], padding=1)
+    then = as_bhwc(F.conv2d(x, layer.first[channels:], padding=1)).unflatten(0, (num_videos, -1))
+    video = as_bhwc(hidden).unflatten(0, (num_videos, -1))
+    video[:, 1:] += then[:, :-1]
+    if past is not None:
+        video[:, :1] += past
+    last = then[:, -1:].clone()
+    del then, video  # their memory is what the next results take
+    hidden = F.conv2d(hidden.relu_(), layer.second, layer.second_bias, padding=1).relu_()
+    out = F.conv2d(hidden, layer.third, layer.third_bias, padding=1)
+    return out.add_(x).relu_(), last
+
+
+def _super_mem_block(layer: SuperMemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    channels = x.shape[1]
+    now = F.conv2d(x, layer.depth, padding=3, groups=channels)
+    then = F.conv2d(x, layer.past_depth, padding=3, groups=channels)
+    shifted, last = _shift(as_bhwc(then), past, num_videos)
+    wide = F.conv2d(as_bchw(torch.cat([as_bhwc(now), shifted], dim=3)), layer.widen, layer.widen_bias)
+    return x + F.conv2d(_relu(wide), layer.narrow), last
+
+
+def _shift(x_BHWC: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    """(each frame's predecessor BHWC, the last frame N1HWC to carry)."""
+    video = x_BHWC.unflatten(0, (num_videos, -1))
+    first = torch.zeros_like(video[:, :1]) if past is None else past
+    shifted = torch.cat([first, video[:, :-1]], dim=1).flatten(0, 1)
+    return shifted, video[:, -1:].clone()

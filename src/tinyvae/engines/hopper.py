@@ -1,0 +1,249 @@
+"""The engine of the Hopper kernels: one launch per convolution, nothing between the launches.
+
+Frames travel as BHWC (B = N·T, contiguous), fp16 or bf16; an encoder's images are B3HW until its first convolution. A
+memory block carries its last input frame NHWC, as in the plain network. The layers at the image go slice by slice,
+because their 64-channel frames at full resolution are what fills the memory of the plain network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyvae.engines import nvrtc
+from tinyvae.engines.cudnn import PatchConv, conv_relu
+from tinyvae.engines.fold import (
+    ClampLayer,
+    ConvLayer,
+    GrowLayer,
+    Layer,
+    MemLayer,
+    PoolLayer,
+    Size,
+    channels_last,
+    map_weights,
+)
+from tinyvae.engines.hopper_kernels import (
+    FirstWeights,
+    ImageWeights,
+    TileWeights,
+    conv_tiles,
+    first_conv,
+    image_conv,
+    pack_first_weights,
+    pack_image_weights,
+    pack_tile_weights,
+)
+from tinyvae.engines.stack import Stack, State
+
+SLICE_BYTES = 192 * 2**20
+"""How much the 64-channel frames at full resolution may take at once; always at least one input frame's worth."""
+
+CUDNN_CHANNELS: frozenset[int] = frozenset({64, 128})
+"""Channel counts of memory blocks whose second and third convolution cuDNN does, with its own fused bias, residual and
+ReLU: there cuDNN wins 0.3 ms of 11.4 (64 channels) and 0.3 more (128), nothing at 256 (480x720x49 on an H200;
+`benchmarks/speed_codec.py --cudnn_channels` compares)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CudnnWeights:
+    """Of a convolution that cuDNN does: OIHW in channels_last memory, and the bias in the same precision."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MemWeights:
+    first: TileWeights
+    second: TileWeights | _CudnnWeights
+    third: TileWeights | _CudnnWeights
+
+
+def why_not_hopper(layers: Sequence[Layer], dtype: torch.dtype, device: torch.device) -> str | None:
+    """None where the kernels can run these layers, else the reason in words."""
+    if device.type != "cuda":
+        return f"the model is on {device.type}"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return f"{torch.cuda.get_device_name(device)} is not a Hopper GPU"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"the kernels are for fp16 and bf16, the model is {dtype}"
+    for layer in layers:
+        if isinstance(layer, MemLayer) and layer.second.shape[0] % 64:
+            return f"{layer.second.shape[0]} channels is no multiple of 64"
+        if isinstance(layer, GrowLayer) and layer.weight.shape[0] // (4 * layer.frames) % 64:
+            return f"{layer.weight.shape[0] // (4 * layer.frames)} channels is no multiple of 64"
+        if not isinstance(layer, MemLayer | GrowLayer | ConvLayer | PoolLayer | ClampLayer):
+            return "a super decoder has no kernel of its own"
+    return nvrtc.why_unavailable()
+
+
+class HopperStack(Stack):
+    """An encoder or decoder as kernel launches; the images may have another precision."""
+
+    def __init__(self, layers: Sequence[Layer], *, patch_size: int) -> None:
+        super().__init__(map_weights(layers, channels_last), patch_size=patch_size)
+        self._dtype = cast(ConvLayer, layers[0 if self.is_encoder else -1]).weight.dtype
+        self._packed = [self._pack(place) for place in range(len(layers))]
+
+    def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
+        # Weights and frames have one dtype already.
+        with torch.cuda.device(frames_NTCHW.device), torch.autocast("cuda", enabled=False):
+            return super().run(frames_NTCHW, state)
+
+    # frames
+
+    def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
+        flat = frames_NTCHW.flatten(0, 1)
+        if self.is_encoder:
+            return flat.contiguous()  # the first convolution reads the image itself
+        return flat.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x.permute(0, 3, 1, 2).contiguous() if self.is_encoder else x
+
+    def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
+        if self.ends_in_image(stop):
+            return SLICE_BYTES / self._dtype.itemsize
+        if not (self.is_encoder and start == 0 and stop > 1):
+            return None
+        # Beside its full-size frames a slice has its image, cast and laid out in patches.
+        outputs, inputs = cast(ConvLayer, self.layers[0]).weight.shape[:2]
+        return SLICE_BYTES / self._dtype.itemsize * outputs / (outputs + 2 * inputs)
+
+    def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
+        if not (self.is_encoder and start == 0):
+            return x.shape[3], x.shape[1], x.shape[2]
+        patch = self.patch_size
+        return x.shape[1] * patch**2, x.shape[2] // patch, x.shape[3] // patch
+
+    def empty(self, stop: int, size: Size, x: Tensor) -> Tensor:
+        shape = (size.frames, size.height, size.width, size.channels)
+        if self.ends_in_image(stop):
+            shape = (size.frames, 3, size.height * self.patch_size, size.width * self.patch_size)
+        return torch.empty(shape, dtype=self._dtype, device=x.device)
+
+    def write(self, start: int, stop: int, x: Tensor, out: Tensor) -> None:
+        if not self.ends_in_image(stop):
+            return super().write(start, stop, x, out)
+        image = self._packed[-1]
+        if isinstance(image, ImageWeights):
+            image_conv(self.compute(start, stop - 1, x), image, out)
+        else:
+            out.copy_(F.pixel_shuffle(self.compute(start, stop, x).permute(0, 3, 1, 2), self.patch_size))
+
+    # layers
+
+    def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
+        weights = cast(_MemWeights, self._packed[place])
+        frames, (_, height, width, channels) = x.shape[0] // num_videos, x.shape
+        last = x.unflatten(0, (num_videos, -1))[:, -1].clone()
+        hidden = conv_tiles(x, weights.first, frames_per_video=frames, past_NHWC=state[place], relu=True)
+        state[place] = None
+        if isinstance(weights.second, _CudnnWeights):
+            deeper = _cudnn_conv_relu(hidden, weights.second)
+        else:
+            deeper = conv_tiles(hidden, weights.second, frames_per_video=frames, relu=True)
+        if isinstance(weights.third, _CudnnWeights):
+            del hidden  # its memory is what the result takes
+            return _cudnn_conv_relu(deeper, weights.third, residual_BHWC=x), last
+        # The pooling layer behind wants its frames side by side.
+        stacked = cast(PoolLayer, self.layers[place + 1]).stride if self.pools_whole(place + 1, state, frames) else 1
+        # The first hidden frames are no longer needed: the result takes their place.
+        out = hidden.view(-1, height, width, channels * stacked)
+        made = conv_tiles(
+            deeper, weights.third, frames_per_video=frames, residual_BHWC=x, relu=True, stacked=stacked, out=out
+        )
+        return made, last
+
+    def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
+        if self.is_encoder and start == 0:
+            x, start = self._first_conv(x, cast(PoolLayer, self.layers[1]).stride if stop > 1 else 1), 1
+        for place in range(start, stop):
+            x = self._layer(self.layers[place], self._packed[place], x)
+        return x
+
+    def _first_conv(self, image_BCHW: Tensor, stacked: int) -> Tensor:
+        first = self._packed[0]
+        image_BCHW = image_BCHW.to(self._dtype)
+        if isinstance(first, FirstWeights):
+            return first_conv(image_BCHW, first, stacked=stacked)
+        return cast(dict[int, PatchConv], first)[stacked](image_BCHW).permute(0, 2, 3, 1).contiguous()
+
+    def _layer(self, layer: Layer, packed: object, x: Tensor) -> Tensor:
+        """A layer without a state."""
+        if isinstance(packed, TileWeights):
+            return conv_tiles(x, packed, frames_per_video=1, relu=cast(ConvLayer | GrowLayer, layer).relu)
+        if isinstance(layer, PoolLayer):
+            if x.shape[3] != layer.weight.shape[1]:
+                x = x.unflatten(0, (-1, layer.stride)).permute(0, 2, 3, 1, 4).flatten(3)
+            return _cudnn_conv(x, layer.weight, None, stride=2)
+        if isinstance(layer, ClampLayer):
+            return torch.tanh(x / 3) * 3
+        assert isinstance(layer, ConvLayer) and layer.frames == 1 and not layer.shuffle
+        made = _cudnn_conv(x, layer.weight, layer.bias)
+        return torch.relu_(made) if layer.relu else made
+
+    # weights
+
+    def _pack(self, place: int) -> object:
+        """What the kernels read of a layer; None where cuDNN does it."""
+        layer = self.layers[place]
+        if isinstance(layer, MemLayer):
+            return self._pack_block(place, layer)
+        if isinstance(layer, GrowLayer):
+            return pack_tile_weights(layer.weight, None, grown=layer.frames)
+        if not isinstance(layer, ConvLayer):
+            return None
+        outputs, inputs = layer.weight.shape[:2]
+        if place == 0 and self.is_encoder:
+            return self._pack_first(layer)
+        if place == len(self.layers) - 1 and inputs == 64 and outputs == 3 * self.patch_size**2:
+            assert layer.bias is not None
+            return pack_image_weights(layer.weight, layer.bias, self.patch_size)
+        if outputs % (64 * layer.frames) == 0 and inputs % 64 == 0 and layer.weight.shape[-1] == 3:
+            return pack_tile_weights(layer.weight, layer.bias, grown=layer.frames)
+        return None
+
+    def _pack_block(self, place: int, layer: MemLayer) -> _MemWeights:
+        channels = layer.second.shape[0]
+        first = torch.cat([layer.first[:channels], layer.first[channels:]], dim=1)
+        by_cudnn = channels in CUDNN_CHANNELS
+        # What a pooling layer follows must come out with frames side by side, which cuDNN cannot do.
+        before_pool = place + 1 < len(self.layers) and isinstance(self.layers[place + 1], PoolLayer)
+        return _MemWeights(
+            first=pack_tile_weights(first, layer.first_bias[:channels], sources=2),
+            second=_pack_3x3(layer.second, layer.second_bias, by_cudnn),
+            third=_pack_3x3(layer.third, layer.third_bias, by_cudnn and not before_pool),
+        )
+
+    def _pack_first(self, layer: ConvLayer) -> FirstWeights | dict[int, PatchConv]:
+        if layer.weight.shape[:2] == (64, 3):
+            assert layer.bias is not None
+            return pack_first_weights(layer.weight, layer.bias)
+        stackings, patch = {1, cast(PoolLayer, self.layers[1]).stride}, self.patch_size
+        return {stacked: PatchConv.of(layer, patch_size=patch, stacked=stacked) for stacked in stackings}
+
+
+def _pack_3x3(weight: Tensor, bias: Tensor, by_cudnn: bool) -> TileWeights | _CudnnWeights:
+    if by_cudnn:
+        return _CudnnWeights(weight=channels_last(weight), bias=bias)
+    return pack_tile_weights(weight, bias)
+
+
+def _cudnn_conv_relu(x_BHWC: Tensor, weights: _CudnnWeights, residual_BHWC: Tensor | None = None) -> Tensor:
+    """3x3 convolution, bias, residual and ReLU as one cuDNN call, BHWC in and out."""
+    residual = None if residual_BHWC is None else residual_BHWC.permute(0, 3, 1, 2)
+    made = conv_relu(x_BHWC.permute(0, 3, 1, 2), weights.weight, weights.bias, residual=residual)
+    return made.permute(0, 2, 3, 1).contiguous()
+
+
+def _cudnn_conv(x_BHWC: Tensor, weight: Tensor, bias: Tensor | None, *, stride: int = 1) -> Tensor:
+    """cuDNN on channels_last memory, BHWC in and out."""
+    made = F.conv2d(x_BHWC.permute(0, 3, 1, 2), weight, bias, stride=stride, padding=weight.shape[-1] // 2)
+    return made.permute(0, 2, 3, 1).contiguous()
