@@ -162,7 +162,8 @@ class TrainConfig:
     deterministic: bool = option(
         False,
         "step",
-        "The same bits from the same run, stopped and resumed or not, on the same GPU; slower. A CPU needs no switch.",
+        "The same bits from the same run, stopped and resumed or not, on the same GPU; a tenth slower, in less memory, "
+        "shown without compile_model. A CPU needs no switch.",
     )
     seed: int = option(42, "step", "Seed of weights, data order and augmentation.", at_least=0, below=2**32)
 
