@@ -20,10 +20,12 @@ from tinyvae.engines.fused import folded_copy
 
 
 def unpacked_tiles(weights: hopper_kernels.TileWeights) -> Tensor:
-    """[block][slice][tap][chunk][64][8] -> OIHW."""
+    """OIHW, by the addresses that `conv_tiles` reads: 4096 values a tap, 512 a chunk of 8 inputs, 8 an output."""
     blocks, slices, taps = weights.packed.shape[:3]
+    o, i, tap = torch.meshgrid(torch.arange(64 * blocks), torch.arange(64 * slices), torch.arange(taps), indexing="ij")
+    address = ((o // 64 * slices + i // 64) * taps + tap) * 4096 + i % 64 // 8 * 512 + o % 64 * 8 + i % 8
     side = 3 if taps == 9 else 2
-    return weights.packed.permute(0, 4, 1, 3, 5, 2).reshape(blocks * 64, slices * 64, side, side)
+    return weights.packed.flatten()[address].unflatten(2, (side, side))
 
 
 def torch_conv_tiles(
@@ -63,8 +65,13 @@ def torch_conv_tiles(
 
 
 def columns(packed: Tensor) -> Tensor:
-    """Matrix fragments [k step][n tile][lane // 4][lane % 4][half][pair] -> (K, N)."""
-    return packed.permute(0, 4, 3, 5, 1, 2).reshape(packed.shape[0] * 16, packed.shape[1] * 8)
+    """(K, N) of B fragments, by the PTX manual (mma.m16n8k16): of tile (k step, n tile) lane l holds the four values
+    k = 2·(l % 4) + {0, 1, 8, 9} of column l // 4."""
+    steps, tiles = packed.shape[:2]
+    k, n = torch.meshgrid(torch.arange(16 * steps), torch.arange(8 * tiles), indexing="ij")
+    lane = n % 8 * 4 + k % 8 // 2
+    value = k % 2 + k % 16 // 8 * 2
+    return packed.flatten()[((k // 16 * tiles + n // 8) * 32 + lane) * 4 + value]
 
 
 def torch_image_conv(x_BHWC: Tensor, weights: hopper_kernels.ImageWeights, out: Tensor) -> None:
@@ -74,10 +81,12 @@ def torch_image_conv(x_BHWC: Tensor, weights: hopper_kernels.ImageWeights, out: 
 
 
 def torch_first_conv(x_BCHW: Tensor, weights: hopper_kernels.FirstWeights, *, stacked: int = 1) -> Tensor:
-    column = torch.arange(64)
-    channel = column // 32 * 32 + column % 8 // 2 * 8 + column // 8 % 4 * 2 + column % 2
-    weight = torch.empty(64, 27)
-    weight[channel] = columns(weights.packed)[:27].T
+    matrix, weight = columns(weights.packed)[:27], torch.empty(64, 27)
+    for lane in range(4):  # a thread with lane % 4 == lane has these accumulators and writes them to these channels
+        for part in range(2):
+            for n in range(4):
+                for r in range(2):
+                    weight[part * 32 + lane * 8 + n * 2 + r] = matrix[:, (part * 4 + n) * 8 + lane * 2 + r]
     made = torch.relu(F.conv2d(x_BCHW, weight.reshape(64, 3, 3, 3), weights.bias, padding=1))
     return made.unflatten(0, (-1, stacked)).flatten(1, 2).permute(0, 2, 3, 1).contiguous()
 
@@ -144,3 +153,13 @@ def test_tile_height_wastes_least() -> None:
         chosen = hopper_kernels.best_tile_height(height)
         waste = {tile: -(-height // tile) * tile for tile in hopper_kernels.TILE_HEIGHTS}
         assert waste[chosen] == min(waste.values())
+
+
+@pytest.mark.usefixtures("kernels_in_torch")
+def test_wide_decoder_without_an_image_kernel() -> None:
+    """128 channels at the image: cuDNN does the last convolution, and the patches must still become pixels."""
+    model = TAEHV("taew2_2", width=2.0)
+    latents = torch.randn(1, 2, 48, 1, 2)
+    with torch.no_grad():
+        expected = model.decode_chunk(latents, None)[0]
+        torch.testing.assert_close(stacks(model)[1].run(latents, None)[0], expected, atol=1e-5, rtol=1e-4)

@@ -34,15 +34,7 @@ def chunk_latents(
     """Latents of a chunk, at least 1. ``latent_pixels`` counts all videos of the batch."""
 
     def bytes_of(num_latents: int) -> int:
-        return chunk_bytes(
-            spec,
-            side,
-            engine,
-            num_latents=num_latents,
-            latent_pixels=latent_pixels,
-            element_size=element_size,
-            slice_bytes=slice_bytes,
-        )
+        return chunk_bytes(spec, side, engine, num_latents, latent_pixels, element_size, slice_bytes)
 
     fits = bisect_right(range(1, MOST_LATENTS + 1), STREAM_BYTES, key=bytes_of)
     if engine == "hopper" and fits < FEW_LATENTS:
@@ -54,7 +46,6 @@ def chunk_bytes(
     spec: VariantSpec,
     side: Side,
     engine: Engine,
-    *,
     num_latents: int,
     latent_pixels: int,
     element_size: int,

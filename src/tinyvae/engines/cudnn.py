@@ -20,7 +20,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines.eager import CUDA_CHANNEL_MULTIPLE, stacked_first
+from tinyvae.engines.eager import (
+    CUDA_CHANNEL_MULTIPLE,
+    as_bchw,
+    as_bhwc,
+    copy_pixels,
+    dense,
+    interleave_phases,
+    spread_frames,
+    stack_frames,
+    stacked_first,
+)
 from tinyvae.engines.fold import (
     ClampLayer,
     ConvLayer,
@@ -32,15 +42,6 @@ from tinyvae.engines.fold import (
     SuperMemLayer,
     channels_last,
     map_weights,
-)
-from tinyvae.engines.layout import (
-    as_bchw,
-    as_bhwc,
-    copy_pixels,
-    dense,
-    interleave_phases,
-    spread_frames,
-    stack_frames,
 )
 from tinyvae.engines.stack import Stack, State, slice_bytes
 
