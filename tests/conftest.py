@@ -8,8 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
+DEFAULT_MARKS = "not slow and not gpu"  # of pyproject.toml
+
 # The tests' tensors are tiny: a second thread makes them up to twenty times slower when the other core is busy.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """A plain ``pytest`` runs in two processes, file by file; ``-n 0`` is for a debugger.
+
+    Named tests and the slow and GPU suites stay in one: many of those start processes of their own.
+    """
+    is_plain = config.args_source == pytest.Config.ArgsSource.TESTPATHS and config.option.markexpr == DEFAULT_MARKS
+    is_worker = hasattr(config, "workerinput")
+    if is_plain and not is_worker and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
+        config.option.numprocesses, config.option.dist = 2, "loadfile"
 
 
 def find_shared() -> Path | None:

@@ -29,10 +29,10 @@ from tinyvae.config_files.saving import flat_for_tracker, from_json, to_json
 from tinyvae.errors import UserError
 from tinyvae.losses.seraena_groups import group_contexts_of, group_frames_of, ungroup_frames
 from tinyvae.teachers import load_teacher
+from tinyvae.training.build import build_task
 from tinyvae.training.checkpoint import newest_intact
 from tinyvae.training.engine import Engine, as_number
 from tinyvae.training.optimizers import make_optimizers
-from tinyvae.training.start import build_task
 
 
 @pytest.fixture(scope="module")

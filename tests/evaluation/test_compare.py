@@ -13,9 +13,10 @@ from tinyvae import TAEHV
 from tinyvae.errors import UserError
 from tinyvae.evaluation import evaluate
 from tinyvae.evaluation.compare import compare
+from tinyvae.evaluation.open_model import open_model
 from tinyvae.evaluation.reconstruct import Outputs, decode_to_video, reconstruct_video
 from tinyvae.evaluation.reference_vae import is_reference_vae
-from tinyvae.evaluation.round_trip import StreamedCodec, open_model
+from tinyvae.evaluation.round_trip import StreamedCodec
 
 WriteVideo = Callable[..., Path]
 

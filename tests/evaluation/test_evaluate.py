@@ -20,9 +20,10 @@ from tinyvae.errors import MissingFileError, UserError
 from tinyvae.evaluation import clip_metrics, evaluate
 from tinyvae.evaluation import round_trip as round_trip_module
 from tinyvae.evaluation.metrics import METRICS, PSNR_CAP_DB, ClipMeter
+from tinyvae.evaluation.open_model import open_model
 from tinyvae.evaluation.resources import choose_devices
 from tinyvae.evaluation.results_file import results_as_json
-from tinyvae.evaluation.round_trip import StreamedCodec, label_of, open_model, own_memory_bytes
+from tinyvae.evaluation.round_trip import StreamedCodec, label_of, own_memory_bytes
 from tinyvae.models.codec import CodecState
 
 WriteVideo = Callable[..., Path]

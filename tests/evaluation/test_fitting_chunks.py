@@ -15,8 +15,9 @@ from tinyvae.evaluation import evaluate
 from tinyvae.evaluation import round_trip as round_trip_module
 from tinyvae.evaluation.compare import compare
 from tinyvae.evaluation.evidence import gather_evidence
+from tinyvae.evaluation.open_model import open_model
 from tinyvae.evaluation.publish import publish
-from tinyvae.evaluation.round_trip import Piece, StreamedCodec, codec_facts, open_model
+from tinyvae.evaluation.round_trip import Piece, StreamedCodec, codec_facts
 from tinyvae.evaluation.stage_cost import StageTimes
 
 WriteVideo = Callable[..., Path]
@@ -91,6 +92,6 @@ def test_a_model_that_does_not_fit_is_a_sentence(small_model_file: Path, monkeyp
     def full(*_: object, **__: object) -> TAEHV:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(round_trip_module, "load_model", full)
+    monkeypatch.setattr("tinyvae.evaluation.open_model.load_model", full)
     with pytest.raises(UserError, match=r"small\.safetensors does not fit into the memory of the GPU"):
         open_model(small_model_file)

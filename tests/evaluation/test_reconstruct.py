@@ -19,8 +19,9 @@ from tinyvae import TAEHV
 from tinyvae.data.decode import probe_video, read_frames, uneven_times_s
 from tinyvae.data.write import VideoWriter
 from tinyvae.errors import UserError
+from tinyvae.evaluation.open_model import open_model
 from tinyvae.evaluation.reconstruct import Outputs, decode_to_video, encode_to_file, reconstruct_video
-from tinyvae.evaluation.round_trip import StreamedCodec, open_model
+from tinyvae.evaluation.round_trip import StreamedCodec
 
 WriteVideo = Callable[..., Path]
 
@@ -176,7 +177,7 @@ import torch
 torch.set_num_threads(1)
 from tinyvae import TAEHV
 from tinyvae.evaluation.reconstruct import Outputs, reconstruct_video
-from tinyvae.evaluation.round_trip import open_model
+from tinyvae.evaluation.open_model import open_model
 model = open_model(TAEHV("taehv", width=0.125))
 out = Path(sys.argv[2])
 reconstruct_video(model, Path(sys.argv[1]), Outputs(video=out / "o.mp4", latents=out / "o.safetensors", overwrite=True))

@@ -19,11 +19,11 @@ from copy_codec import CopyCodec
 from tinyvae.evaluation import EvaluationResult, evaluate
 from tinyvae.evaluation.compare import compare
 from tinyvae.evaluation.evidence import PLAYER_FRAMES, PLAYER_WIDTH, choose_clips, gather_evidence
+from tinyvae.evaluation.open_model import open_model
 from tinyvae.evaluation.publish import publish
 from tinyvae.evaluation.report import MAX_CURVE_FRAMES, Report, listed_clips, report_html, write_report
 from tinyvae.evaluation.report_pictures import player_section, worst_section
 from tinyvae.evaluation.report_sections import training_section
-from tinyvae.evaluation.round_trip import open_model
 from tinyvae.evaluation.training_curves import MAX_POINTS, find_run_folder, read_training_curves
 
 WriteVideo = Callable[..., Path]

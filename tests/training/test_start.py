@@ -15,8 +15,8 @@ from tinyvae import TAEHV, load_model, save_model
 from tinyvae.config import TrainConfig
 from tinyvae.data.write import VideoWriter
 from tinyvae.errors import UserError
+from tinyvae.training.build import build_model
 from tinyvae.training.clips import usable_cores
-from tinyvae.training.start import build_model
 
 
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -18,8 +18,9 @@ from tinyvae.evaluation.evaluating import (
     open_clips,
 )
 from tinyvae.evaluation.metrics import METRICS, ClipMetrics, open_lpips
+from tinyvae.evaluation.open_model import open_model
 from tinyvae.evaluation.resources import choose_devices
-from tinyvae.evaluation.round_trip import Model, RoundTrip, open_model, reference_limit
+from tinyvae.evaluation.round_trip import Model, RoundTrip, reference_limit
 from tinyvae.evaluation.statistics import PairedDifference, paired_difference, summarise
 
 if TYPE_CHECKING:

@@ -30,12 +30,12 @@ from tinyvae.evaluation.clip_sources import (
 )
 from tinyvae.evaluation.fitting_chunks import in_chunks_that_fit
 from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics, open_lpips
+from tinyvae.evaluation.open_model import open_model
 from tinyvae.evaluation.resources import choose_devices, environment_facts, fitting_in_memory, on_device
 from tinyvae.evaluation.round_trip import (
     Model,
     ModelFacts,
     RoundTrip,
-    open_model,
     own_memory_bytes,
     reference_limit,
 )

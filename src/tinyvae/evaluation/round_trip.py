@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from tinyvae.errors import UserError
-from tinyvae.evaluation.resources import fitting_in_memory
 from tinyvae.evaluation.stage_cost import StageTimes
 from tinyvae.models.codec import VideoCodec, pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec
-from tinyvae.models.weights import find_weights, load_model
+from tinyvae.models.weights import find_weights
 
 CHUNK_PIXELS = {"cpu": 1_400_000, "cuda": 12_000_000}
 """Pixels that go through the network at once: four frames of 480x720 on a CPU, 35 on a GPU. Larger chunks cost memory
@@ -236,51 +235,6 @@ def reference_limit(round_trips: Sequence[RoundTrip], max_frames: int | None) ->
 
 Model = str | os.PathLike[str] | VideoCodec | RoundTrip
 """What can be evaluated: a path that `open_model` takes, a codec in memory, or a model that is open already."""
-
-
-def open_model(
-    model: Model,
-    *,
-    variant: str | None = None,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    label: str | None = None,
-    fused: bool = False,
-) -> RoundTrip:
-    """Any model as a round trip: a path that `load_model` takes, a diffusers VAE folder, or a codec in memory.
-
-    On a CPU the weights run in float32 unless ``dtype`` says otherwise (half precision is slow there); on a GPU in the
-    file's dtype. ``fused`` runs the folded network (`TAEHV.fused`). A codec in memory stays as it is.
-    """
-    if not isinstance(model, str | os.PathLike | VideoCodec):
-        return model
-    if isinstance(model, VideoCodec):
-        return StreamedCodec(model, codec_facts(model, label=label or type(model).__name__, path=None))
-    path, device = Path(model), device or torch.device("cpu")
-    with fitting_in_memory(path):
-        return _open_path(path, variant=variant, device=device, dtype=dtype, label=label, fused=fused)
-
-
-def _open_path(
-    path: Path, *, variant: str | None, device: torch.device, dtype: torch.dtype | None, label: str | None, fused: bool
-) -> RoundTrip:
-    from tinyvae.evaluation.reference_vae import is_reference_vae, open_reference_vae
-
-    if is_reference_vae(path):
-        if variant is not None or fused:
-            flag = f"--variant {variant}" if variant is not None else "--fused"
-            raise UserError(f"{flag} is for models of the family, and {path} is a reference VAE; leave it out.")
-        return open_reference_vae(path, device=device, dtype=dtype, label=label)
-    if dtype is None and device.type == "cpu":
-        dtype = torch.float32
-
-    def reopen(where: torch.device) -> VideoCodec:
-        plain = load_model(path, variant, device=where, dtype=dtype)
-        return plain.fused() if fused else plain
-
-    codec = reopen(device)
-    label = label or label_of(path) + (" (fused)" if fused else "")
-    return StreamedCodec(codec, codec_facts(codec, label=label, path=path), reopen=reopen)
 
 
 def label_of(path: Path) -> str:

@@ -29,11 +29,12 @@ from tinyvae.evaluation.evaluating import check_length
 from tinyvae.evaluation.fitting_chunks import in_chunks_that_fit
 from tinyvae.evaluation.latent_file import LatentWriter
 from tinyvae.evaluation.metrics import psnr_from_mse
+from tinyvae.evaluation.open_model import open_model
 from tinyvae.evaluation.output_folder import make_output_folder, writing_to
 from tinyvae.evaluation.reconstruct import FALLBACK_FPS, latent_facts, pixel_format_for
 from tinyvae.evaluation.resources import choose_devices, command_line, environment_facts, fitting_in_memory
 from tinyvae.evaluation.results_file import plain_json, write_json
-from tinyvae.evaluation.round_trip import REFERENCE_KIND, RoundTrip, open_model, own_memory_bytes
+from tinyvae.evaluation.round_trip import REFERENCE_KIND, RoundTrip, own_memory_bytes
 from tinyvae.evaluation.side_by_side import panel_labels, side_by_side, with_labels, write_picture
 from tinyvae.evaluation.stage_cost import StageTimes, idle_bytes, memory_kind
 

@@ -12,8 +12,8 @@ from tinyvae.config import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.evaluation.clip_sources import ClipSource, Middle
 from tinyvae.evaluation.evaluating import EvaluationSettings, evaluate_round_trip
+from tinyvae.evaluation.open_model import open_model
 from tinyvae.evaluation.publish import publish
-from tinyvae.evaluation.round_trip import open_model
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.training.clips import RunData
 

@@ -139,9 +139,9 @@ def _scaled_step(config: TrainConfig) -> TrialStep:
 
 def _take_steps(config: TrainConfig, device: torch.device) -> StepCost:
     """What a micro-batch and the optimiser cost in the second of two steps; the first warms up and counts bytes."""
+    from tinyvae.training.build import build_model, build_task
     from tinyvae.training.engine import Engine
     from tinyvae.training.optimizers import make_optimizers
-    from tinyvae.training.start import build_model, build_task
 
     engine = Engine(config)
     model = build_model(config).to(device)

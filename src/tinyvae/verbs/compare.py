@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.evaluation.compare import compare, with_own_labels
+    from tinyvae.evaluation.open_model import open_model
     from tinyvae.evaluation.reference_vae import is_reference_vae
     from tinyvae.evaluation.resources import choose_devices
-    from tinyvae.evaluation.round_trip import open_model
     from tinyvae.evaluation.terminal_tables import comparison_text, evaluation_table
 
     options = data_options(arguments)

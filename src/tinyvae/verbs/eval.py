@@ -66,8 +66,8 @@ def add_dtype_argument(parser: argparse.ArgumentParser, *, default: str = "float
 
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.evaluation.evaluating import evaluate
+    from tinyvae.evaluation.open_model import open_model
     from tinyvae.evaluation.resources import choose_devices
-    from tinyvae.evaluation.round_trip import open_model
     from tinyvae.evaluation.terminal_tables import evaluation_table
 
     options = data_options(arguments)

@@ -147,9 +147,9 @@ def refuse_existing(paths: Iterable[Path]) -> None:
 
 
 def open_stream(arguments: argparse.Namespace) -> Any:
+    from tinyvae.evaluation.open_model import open_model
     from tinyvae.evaluation.output_folder import make_output_folder
     from tinyvae.evaluation.resources import choose_devices
-    from tinyvae.evaluation.round_trip import open_model
 
     device = choose_devices(arguments.device)[0]
     make_output_folder(arguments.output_dir)
