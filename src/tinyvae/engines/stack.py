@@ -10,6 +10,7 @@ its last frame, a pooling layer the frames that wait for partners.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -30,7 +31,7 @@ def slice_bytes(device: torch.device) -> int:
     return CPU_SLICE_BYTES if device.type == "cpu" else SLICE_BYTES
 
 
-class Stack:
+class Stack(ABC):
     """An encoder or a decoder. An engine is a subclass that says how frames lie in memory and how layers compute."""
 
     writes_image = True
@@ -107,33 +108,33 @@ class Stack:
 
     # An engine provides these. x is (N·T) frames in the engine's own layout.
 
+    @abstractmethod
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
         """The frames in the engine's layout."""
-        raise NotImplementedError
 
+    @abstractmethod
     def leave(self, x: Tensor) -> Tensor:
         """(N·T)CHW of the last result."""
-        raise NotImplementedError
 
+    @abstractmethod
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         """A memory block: (result, what it carries). It may take ``state[place]`` away as soon as it can."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         """Layers ``start`` to ``stop``, none of them with a state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
         """How many values the widest frames of a slice of this run may have; None: the run is never sliced."""
-        raise NotImplementedError
 
+    @abstractmethod
     def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
         """Channels, height and width of a frame before layer ``start``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def empty(self, stop: int, size: Size, x: Tensor) -> Tensor:
         """Room for a result of this size, with the dtype and device of ``x``."""
-        raise NotImplementedError
 
 
 def cut_runs(layers: Sequence[Layer]) -> list[tuple[int, int, int, int]]:
