@@ -269,7 +269,7 @@ def test_encoder_whose_push_failed_is_refused(monkeypatch: pytest.MonkeyPatch) -
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(streaming, "_cut_out", fail)
+        patch.setattr(streaming, "cut_out", fail)
         with pytest.raises(torch.OutOfMemoryError):
             stream.push(frames[:, 3:])
     refuses_to_go_on(stream, frames[:, 3:])
