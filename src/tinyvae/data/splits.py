@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -111,21 +112,12 @@ def split(
     if split_by == "annotation" and not index.has_splits:
         raise UserError(f"the index {index.source} holds no annotated split; use split_by=hash, or annotate the files")
     use_annotation = split_by != "hash" and index.has_splits
-    shortest = frames_needed(settings.n_frames, settings.min_frame_delta)
     sides: dict[str, list[npt.NDArray[Any]]] = {"train": [], "val": []}
     border = _Border()
-    left_out = {"bad": 0, "too_short": 0, "too_small": 0, "test": 0}
+    left_out = Counter({"bad": 0, "too_short": 0, "too_small": 0, "test": 0})
     for start, rows in index.chunks():
-        good = rows["status"] == STATUS_OK
-        test = good & (rows["split"] == SPLIT_CODES["test"]) & use_annotation
-        long_enough = rows["frames"] >= shortest
-        large_enough = (rows["width"] >= settings.width) & (rows["height"] >= settings.height)
-        large_enough |= settings.allow_upscale
-        left_out["bad"] += int((~good).sum())
-        left_out["test"] += int(test.sum())
-        left_out["too_short"] += int((good & ~test & ~long_enough).sum())
-        left_out["too_small"] += int((good & ~test & long_enough & ~large_enough).sum())
-        usable = np.flatnonzero(good & ~test & long_enough & large_enough)
+        usable, unusable = _usable_rows(rows, settings, without_test=use_annotation)
+        left_out.update(unusable)
         fraction = fractions_of_hashes(rows["path_hash"][usable], SPLIT_SALT)
         trains = fraction < train_split
         if use_annotation:
@@ -150,6 +142,26 @@ def split(
         ClipSet(name="train", index=index, rows=train, excluded=excluded),
         ClipSet(name="val", index=index, rows=val, excluded=excluded),
     )
+
+
+def _usable_rows(
+    rows: npt.NDArray[Any], settings: ClipSettings, *, without_test: bool
+) -> tuple[npt.NDArray[Any], dict[str, int]]:
+    """(numbers of the rows that can give a clip, how many cannot and why)."""
+    good = rows["status"] == STATUS_OK
+    test = good & (rows["split"] == SPLIT_CODES["test"]) & without_test
+    candidate = good & ~test
+    long_enough = rows["frames"] >= frames_needed(settings.n_frames, settings.min_frame_delta)
+    large_enough = (rows["width"] >= settings.width) & (rows["height"] >= settings.height)
+    large_enough |= settings.allow_upscale
+    unusable = {
+        "bad": ~good,
+        "test": test,
+        "too_short": candidate & ~long_enough,
+        "too_small": candidate & long_enough & ~large_enough,
+    }
+    counts = {reason: int(which.sum()) for reason, which in unusable.items()}
+    return np.flatnonzero(candidate & long_enough & large_enough), counts
 
 
 def refuse_bad_index(index: VideoIndex, bad_file_limit: float) -> None:

@@ -163,8 +163,7 @@ def _run(begin: Beginning, signals: SignalWatch, notifier: Notifier, command: st
         from_step=loop.progress.step,
     )
     profile = folder / "profile.json" if config.enable_profiler and engine.is_main else None
-    steps_left = config.max_train_steps - loop.progress.step
-    profiler = StepProfiler(profile, device=engine.device, steps_left=steps_left)
+    profiler = StepProfiler(profile, device=engine.device, steps_left=config.max_train_steps - loop.progress.step)
     parts = LoopParts(
         config=config,
         engine=engine,
