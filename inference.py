@@ -18,10 +18,10 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinyvae.cli import show_warning
+from tinyvae.cli.eval import add_split_argument, parse_size
+from tinyvae.cli.main import show_warning
+from tinyvae.convert.sample_inference import InferenceOptions, run_inference
 from tinyvae.errors import UserError
-from tinyvae.evaluation.sample_inference import InferenceOptions, run_inference
-from tinyvae.verbs.eval import add_split_argument, parse_size
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -127,7 +127,7 @@ esac
 launch_config="${LAUNCH_CONFIG:-$here/accelerate_configs/$file.yaml}"
 [[ -f "$launch_config" ]] || refuse "there is no launch configuration '$launch_config'."
 
-train=(-m tinyvae.cli train "$preset" ${settings[@]+"${settings[@]}"})
+train=(-m tinyvae train "$preset" ${settings[@]+"${settings[@]}"})
 if [[ "$total" -eq 1 && -z "${LAUNCH_CONFIG:-}" && "${ENGINE:-ddp}" == ddp ]]; then
     command=("${PYTHON:-python}" "${train[@]}") # one process needs no launcher
 else
@@ -138,7 +138,7 @@ else
     command+=("${train[@]}")
 fi
 # What the settings have wrong is said once, by one process, before GPUS of them say it.
-"${PYTHON:-python}" -m tinyvae.cli check "$preset" --quick --launch "$launch_config" ${settings[@]+"${settings[@]}"} || exit 2
+"${PYTHON:-python}" -m tinyvae check "$preset" --quick --launch "$launch_config" ${settings[@]+"${settings[@]}"} || exit 2
 unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR # the launcher's to set
 
 say "$total process$([[ "$total" -eq 1 ]] || echo es) on $nodes machine$([[ "$nodes" -eq 1 ]] || echo s), preset $preset"

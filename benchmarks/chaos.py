@@ -28,13 +28,13 @@ from typing import Any
 import torch
 import torchmetrics  # noqa: F401 (imported once here rather than in every run)
 
-from tinyvae.cli import main as tinyvae
-from tinyvae.config_files.loading import load_config
+from tinyvae.cli.main import main as tinyvae
+from tinyvae.config.load import load_config
 from tinyvae.data.sample_clips import write_sample_clips
 from tinyvae.training import checkpoint, start
 from tinyvae.training.engine import Engine
+from tinyvae.training.loop import Trainer
 from tinyvae.training.task import StepLosses, TrainingTask
-from tinyvae.training.trainer import Trainer
 
 TIMINGS = {"training_s", "seconds", "train/frames_per_second", "train/gpu_memory_gb", "timestamp"}
 LONGEST_S = 6.0

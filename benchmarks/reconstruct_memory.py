@@ -20,14 +20,14 @@ import torch
 
 from tinyvae import TAEHV, save_model
 from tinyvae.data.sample_clips import render_clip
-from tinyvae.data.write import VideoWriter
+from tinyvae.video.write import VideoWriter
 
 FPS = 24
 CHILD = """
 import json, sys
 from pathlib import Path
 import torch
-from tinyvae.evaluation.reconstruct import Outputs, reconstruct_video
+from tinyvae.convert.reconstruct import Outputs, reconstruct_video
 from tinyvae.evaluation.open_model import open_model
 torch.set_num_threads(int(sys.argv[4]))
 def peak_mib():  # not getrusage: its maximum survives exec, so the parent's memory would count

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinyvae.config import TrainConfig
-from tinyvae.losses.reconstruction import reconstruction_loss
+from tinyvae.config.schema import TrainConfig
+from tinyvae.losses.distances import reconstruction_loss
 from tinyvae.models.taehv import TAEHV
-from tinyvae.training import optimizers
-from tinyvae.training.optimizers import Muon, OptimizerSet, inner_conv_weights, make_optimizers, orthogonalise
+from tinyvae.training import optim as optimizers
+from tinyvae.training.optim import Muon, OptimizerSet, inner_conv_weights, make_optimizers, orthogonalise
 
 IDEAS = {
     "loss": "mse, l1, charbonnier; of each frame log_mse, rmse, or its MSE to a power: power_0.75",

@@ -22,17 +22,17 @@ from typing import Any
 
 import torch
 from scratch_ideas import IDEAS, loss_of, optimizers_of, start_bilinear, start_orthogonal
+from tinyvae.config.schema.presets import scratch
 from torch import Tensor
 
-from tinyvae.config import TrainConfig
+from tinyvae.config.schema import TrainConfig
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import load_model
-from tinyvae.presets import scratch
-from tinyvae.training import initialisation
+from tinyvae.training import build as initialisation
+from tinyvae.training.build import QUIET_BRANCH, initialise_he
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine
-from tinyvae.training.initialisation import QUIET_BRANCH, initialise_he
-from tinyvae.training.schedule import learning_rate_factor
+from tinyvae.training.optim import learning_rate_factor
 
 BASE = scratch.config
 
@@ -41,7 +41,7 @@ def decode(path: str) -> Tensor:
     """uint8 TCHW of a whole file; by OpenCV on a machine that has no PyAV."""
     torch.set_num_threads(1)
     if importlib.util.find_spec("av") is not None:
-        from tinyvae.data.decode import iterate_frames
+        from tinyvae.video.decode import iterate_frames
 
         return torch.stack(list(iterate_frames(Path(path))))
     import cv2

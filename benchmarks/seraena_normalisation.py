@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.losses import Seraena
-from tinyvae.losses.seraena_correction import make_correction
+from tinyvae.losses.seraena.discriminator import make_correction
 from tinyvae.models.variants import get_spec
 
 SPEC = get_spec("taecvx")  # 1 frame: one latent, one decoded frame, padded to 4, which are one group

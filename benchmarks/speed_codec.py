@@ -17,11 +17,7 @@ from pathlib import Path
 import torch
 
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder
-from tinyvae.engines import hopper
-from tinyvae.engines.chunks import Engine
-from tinyvae.engines.fused import FusedTAEHV
-from tinyvae.errors import UserError
-from tinyvae.evaluation.benchmark import (
+from tinyvae.convert.bench import (
     BenchmarkCase,
     peak_bytes,
     relative_error,
@@ -29,6 +25,9 @@ from tinyvae.evaluation.benchmark import (
     stream_through,
     time_alternating_ms,
 )
+from tinyvae.engines import hopper
+from tinyvae.engines.fused import Engine, FusedTAEHV
+from tinyvae.errors import UserError
 from tinyvae.models.codec import VideoCodec
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -24,10 +24,9 @@ from speed_codec import DTYPES, check_variants, spread_weights, stream_parts
 from torch import Tensor
 
 from tinyvae import TAEHV
-from tinyvae.engines.chunks import Engine
-from tinyvae.engines.fused import FusedTAEHV
+from tinyvae.convert.bench import peak_bytes, relative_error, stream_through, time_alternating_ms
+from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
-from tinyvae.evaluation.benchmark import peak_bytes, relative_error, stream_through, time_alternating_ms
 from tinyvae.models.codec import VideoCodec
 
 

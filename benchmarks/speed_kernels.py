@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tinyvae.convert.bench import relative_error, time_alternating_ms
 from tinyvae.engines import hopper_kernels
-from tinyvae.evaluation.benchmark import relative_error, time_alternating_ms
 
 LAUNCHES = 10
 DEVICE = torch.device("cuda", 0)

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae import TAEHV
-from tinyvae.evaluation.benchmark import peak_bytes, time_alternating_ms
-from tinyvae.training.initialisation import initialise_he
+from tinyvae.convert.bench import peak_bytes, time_alternating_ms
+from tinyvae.training.build import initialise_he
 
 DEVICE = torch.device("cuda", 0)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae import TAEHV
-from tinyvae.training.initialisation import initialise_he
+from tinyvae.training.build import initialise_he
 
 WAYS = {"plain_fp32": (False, False), "plain_bf16": (False, True), "folded_bf16": (True, True)}
 WINDOW = 20

@@ -10,7 +10,7 @@ read, never run. Lines of `args.key = value` work too: docs/configuration.md.
 from dataclasses import replace
 from pathlib import Path
 
-from tinyvae.config_files import load_preset
+from tinyvae.config import load_preset
 
 config = replace(
     load_preset("scratch"),

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from documents import DOCUMENTS, FENCE, INLINE_CODE, ROOT, commands, flags_in, flags_of_verb, without_code
-from tinyvae.cli import VERBS, build_parser
-from tinyvae.config import FIELDS
-from tinyvae.config_files.loading import preset_names
-from tinyvae.verbs import check as check_verb
+from tests.documents import DOCUMENTS, FENCE, INLINE_CODE, ROOT, commands, flags_in, flags_of_verb, without_code
+from tinyvae.cli import check as check_verb
+from tinyvae.cli.main import VERBS, build_parser
+from tinyvae.config.load import preset_names
+from tinyvae.config.schema import FIELDS
 
 TRANSLATED = [path for path in DOCUMENTS if path.with_suffix("").suffix == ".zh-CN"]
 RUN_PAGES = [path for path in DOCUMENTS if path.name.startswith(("guide-", "troubleshooting"))]
@@ -197,7 +197,7 @@ def test_presets_exist(path: Path) -> None:
 
 def test_the_table_of_presets_is_right() -> None:
     """The numbers in the guide for H100 and A800 are those of the presets."""
-    from tinyvae.config_files import load_preset
+    from tinyvae.config import load_preset
 
     for path in sorted((ROOT / "docs").glob("guide-h100-a800*.md")):
         row = re.compile(

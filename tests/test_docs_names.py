@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from documents import DOCUMENTS, FENCE, INLINE_CODE, ROOT, commands, flags_in, flags_of_verb, without_code
+from tests.documents import DOCUMENTS, FENCE, INLINE_CODE, ROOT, commands, flags_in, flags_of_verb, without_code
 from tinyvae import VARIANTS
-from tinyvae.cli import build_parser
-from tinyvae.config import FIELDS
-from tinyvae.config_files import load_config
-from tinyvae.config_files.loading import preset_names
-from tinyvae.config_files.old_keys import CHECKED_KEYS, OLD_KEYS
-from tinyvae.training import launch_config
+from tinyvae.cli.main import build_parser
+from tinyvae.config import load_config
+from tinyvae.config.load import preset_names
+from tinyvae.config.old_files import CHECKED_KEYS, OLD_KEYS
+from tinyvae.config.schema import FIELDS
+from tinyvae.training import deepspeed as launch_config
 
 NOT_FOR_USERS = ("CHANGELOG.md", "CONTRIBUTING.md", "decisions.md", "performance.md")
 USER_PAGES = [page for page in DOCUMENTS if page.name not in NOT_FOR_USERS]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tinyvae.cli import run
-from tinyvae.config_files import load_config
+from tinyvae.cli.main import run
+from tinyvae.config import load_config
 from tinyvae.data.sample_clips import write_sample_clips
 
 ROOT = Path(__file__).resolve().parents[1]

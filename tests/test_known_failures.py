@@ -10,29 +10,34 @@ import datetime
 import json
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent / "training"))  # where whole runs and faults for them are made
-
-from faults import Both, KeepWeights, NanLoss, SignalInStep
-from tiny_runs import SERAENA, arguments_for, differences, launch, run_differences, state_of, train_here, write_clips
-
+from tests.training.faults import Both, KeepWeights, NanLoss, SignalInStep
+from tests.training.tiny_runs import (
+    SERAENA,
+    arguments_for,
+    differences,
+    launch,
+    run_differences,
+    state_of,
+    train_here,
+    write_clips,
+)
 from tinyvae import TAEHV, VARIANTS, get_spec, load_model, save_model
-from tinyvae.cli import main
-from tinyvae.config_files.loading import load_config
-from tinyvae.config_files.saving import flat_for_tracker, from_json, to_json
+from tinyvae.cli.main import main
+from tinyvae.config.load import load_config
+from tinyvae.config.save import flat_for_tracker, from_json, to_json
 from tinyvae.errors import UserError
-from tinyvae.losses.seraena_groups import group_contexts_of, group_frames_of, ungroup_frames
+from tinyvae.losses.seraena import group_contexts_of, group_frames_of, ungroup_frames
 from tinyvae.teachers import load_teacher
 from tinyvae.training.build import build_task
 from tinyvae.training.checkpoint import newest_intact
 from tinyvae.training.engine import Engine, as_number
-from tinyvae.training.optimizers import make_optimizers
+from tinyvae.training.optim import make_optimizers
 
 
 @pytest.fixture(scope="module")

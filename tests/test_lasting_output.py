@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tinyvae.lasting_output import LastingStream, outlive_readers
+from tinyvae.terminal import LastingStream, outlive_readers
 
 
 def test_a_stream_without_a_reader_takes_everything(caplog: pytest.LogCaptureFixture) -> None:

@@ -90,7 +90,7 @@ def test_each_documented_start_starts_what_it_says(stubs: Stubs, words: list[str
     done = stubs.run(H100, *words, "--resume", "latest", STUB_GPUS=words[0])
     assert done.returncode == 0, done.stderr
     call = stubs.call()
-    assert call[call.index("-m") : call.index("-m") + 4] == ["-m", "tinyvae.cli", "train", preset]
+    assert call[call.index("-m") : call.index("-m") + 4] == ["-m", "tinyvae", "train", preset]
     assert option(call, "--resume") == "latest"
     if processes == 1:
         assert call[0] == "python"
@@ -214,7 +214,7 @@ def test_the_front_door_takes_all_gpus_or_the_cpu(stubs: Stubs) -> None:
     call = stubs.call()
     assert option(call, "--num_processes") == "4" and call[-3:] == ["scratch", "--seed", "1"]
     assert stubs.run(FRONT, STUB_GPUS="0").returncode == 0
-    assert stubs.call() == ["python", "-m", "tinyvae.cli", "train", "quickstart"]
+    assert stubs.call() == ["python", "-m", "tinyvae", "train", "quickstart"]
     assert stubs.environment()["CUDA_VISIBLE_DEVICES"] == ""
     (stubs.folder / "own.py").write_text("")
     assert stubs.run(FRONT, "own.py", STUB_GPUS="1").returncode == 0
@@ -400,8 +400,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> list[str]:
-    sys.path.insert(0, str(Path(__file__).parent / "training"))
-    from tiny_runs import arguments_for, write_clips
+    from tests.training.tiny_runs import arguments_for, write_clips
 
     return arguments_for(write_clips(tmp_path / "clips"), tmp_path / "run", max_train_steps=4, log_every=1)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from test_launchers import H100, RECOVERY, free_port, real_environment, settings, wait_until
+from tests.test_launchers import H100, RECOVERY, free_port, real_environment, settings, wait_until
 
 __all__ = ["settings"]  # the fixture
 pytestmark = pytest.mark.slow

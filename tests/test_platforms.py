@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "training"))  # where whole runs are made
-
-from tiny_runs import arguments_for, write_clips
+from tests.training.tiny_runs import arguments_for, write_clips
 
 NOT_ON_MACOS = """
 import ctypes, io, multiprocessing, os, signal, sys

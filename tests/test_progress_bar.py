@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tinyvae import progress_bar as module
-from tinyvae.progress_bar import progress_bar
+from tinyvae import terminal as module
+from tinyvae.terminal import progress_bar
 
 
 class Terminal(io.StringIO):

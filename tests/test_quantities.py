@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinyvae.quantities import bytes_in_words, count_of, duration_in_words
+from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
 
 
 @pytest.mark.parametrize(

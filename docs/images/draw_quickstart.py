@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from tinyvae import load_model
-from tinyvae.data.decode import iterate_frames
+from tinyvae.video.decode import iterate_frames
 
 CLIPS = 2
 FRAMES = 33

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyvae.data.bad_files import BadFile, BadFileLog, BadFileWatch
+from tinyvae.data.clip_reading import BadFile, BadFileLog, BadFileWatch
 from tinyvae.data.index import STATUS_BAD, STATUS_OK, open_index
 from tinyvae.data.index_writer import IndexJournal, IndexRecord
 from tinyvae.errors import UserError

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from numbered_video import numbered_frames, write_video
 
+from tests.video.numbered_video import numbered_frames, write_video
 from tinyvae.data import ClipSettings, build_index, make_train_loader, split
-from tinyvae.data import batch_memory as bm
+from tinyvae.data import workers as bm
 from tinyvae.data.loader import TrainLoader
 
 SETTINGS = ClipSettings(height=96, width=160, n_frames=8)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_choice import choose_clip, choose_validation_clip, file_of
-from tinyvae.data.clip_settings import ClipSettings
 from tinyvae.data.index import STATUS_OK, IndexRow
 from tinyvae.errors import UserError
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_videos import write_video
 
-from tinyvae.data.decode import VideoInfo, probe_video
+from tests.video.small_videos import write_video
 from tinyvae.data.index import STATUS_BAD, STATUS_OK, VideoIndex, is_index, open_index
 from tinyvae.data.index_build import build_index, open_or_build_index
 from tinyvae.data.index_writer import IndexJournal, IndexRecord
 from tinyvae.errors import MissingFileError, UserError
+from tinyvae.video.decode import VideoInfo, probe_video
 
 
 def build(source: Path, output: Path, **options: object) -> object:

@@ -17,15 +17,14 @@ import pytest
 import torch
 
 from tinyvae.data import decoded_cache
-from tinyvae.data.clip_settings import ClipSettings
-from tinyvae.data.decode import VideoInfo, probe_video, read_frames
+from tinyvae.data.clip import ClipSettings, CropWindow
 from tinyvae.data.decoded_cache import DecodedCache
-from tinyvae.data.geometry import CropWindow
 from tinyvae.data.index_build import open_or_build_index
 from tinyvae.data.loader import make_train_loader
 from tinyvae.data.splits import split
-from tinyvae.data.write import VideoWriter
 from tinyvae.errors import UnreadableVideoError
+from tinyvae.video.decode import VideoInfo, probe_video, read_frames
+from tinyvae.video.write import VideoWriter
 
 
 def write_video(path: Path, *, seed: int = 0, frames: int = 12) -> Path:
@@ -151,9 +150,9 @@ def test_a_copy_that_goes_while_it_is_read_is_read_to_its_end(tmp_path: Path, mo
 READS = """
 import random, sys, torch
 from pathlib import Path
-from tinyvae.data.decode import probe_video, read_frames
+from tinyvae.video.decode import probe_video, read_frames
 from tinyvae.data.decoded_cache import DecodedCache
-from tinyvae.data.geometry import CropWindow
+from tinyvae.data.clip import CropWindow
 
 folder, seed, max_gb = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 videos = sorted(folder.glob("*.mp4"))

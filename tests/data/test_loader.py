@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from small_videos import write_video
 
+from tests.video.small_videos import write_video
 from tinyvae.data import (
     BadFileLog,
     ClipBatch,
@@ -28,13 +28,13 @@ from tinyvae.data import (
     make_train_loader,
     make_validation_loader,
     split,
-    worker_process,
+    workers,
 )
 from tinyvae.data import loader as loader_module
 from tinyvae.data.clip_choice import choose_clip, file_of
-from tinyvae.data.decode import read_frames
 from tinyvae.data.loader import ValidationReads
 from tinyvae.errors import UserError
+from tinyvae.video.decode import read_frames
 
 SETTINGS = ClipSettings(
     height=32, width=48, n_frames=5, min_frame_delta=1, max_frame_delta=2, color_jitter=True, gaussian_blur=True, seed=7
@@ -290,9 +290,9 @@ def kill_a_worker(others: set[psutil.Process]) -> None:
 
 def signal_while_starting(worker: int) -> None:
     """In place of `start_worker`: the scheduler's signals come before the worker has done anything."""
-    for number in worker_process.JOB_SIGNALS:
+    for number in workers.JOB_SIGNALS:
         subprocess.run(["sh", "-c", f"kill -{int(number)} {os.getpid()}"], check=True)
-    worker_process.start_worker(worker)
+    workers.start_worker(worker)
 
 
 def test_a_signal_that_comes_while_workers_start(

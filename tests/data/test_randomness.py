@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tinyvae.data.randomness import below, fractions_of_hashes, hash_key, mix, shuffled, uniform
+from tinyvae.data.clip import below, fractions_of_hashes, hash_key, mix, shuffled, uniform
 
 
 def test_mix_is_splitmix64() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_videos import write_video
 
-from tinyvae.data.decode import probe_video, read_frames
+from tests.video.small_videos import write_video
+from tinyvae.video.decode import probe_video, read_frames
 
 FORMATS = [
     "frame_index.mp4", "hevc_10bit.mp4", "gray.mp4", "odd_dims_yuv444.mp4", "odd_dims_vp9.webm", "rotated_90.mp4",

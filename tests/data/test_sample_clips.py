@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinyvae.data.decode import probe_video, read_frames
 from tinyvae.data.sample_clips import clip_name, render_clip, write_sample_clips
 from tinyvae.data.sample_scenes import SCENES
 from tinyvae.errors import UserError
+from tinyvae.video.decode import probe_video, read_frames
 
 SMALL = {"height": 64, "width": 96, "frames": 9, "seed": 0}
 

@@ -8,7 +8,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from numbered_video import numbered_frames, write_video
+
+from tests.video.numbered_video import numbered_frames, write_video
 
 SCRIPT = textwrap.dedent(
     """

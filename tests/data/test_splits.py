@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyvae.data.clip_settings import ClipSettings
+from tinyvae.data.clip import ClipSettings
 from tinyvae.data.index import STATUS_BAD, STATUS_OK, VideoIndex, open_index
 from tinyvae.data.index_writer import IndexJournal, IndexRecord
 from tinyvae.data.splits import ClipSet, split

@@ -10,7 +10,7 @@ import av
 import av.filter
 import pytest
 
-from tinyvae.data.worker_process import start_worker
+from tinyvae.data.workers import start_worker
 
 
 class Cycle:

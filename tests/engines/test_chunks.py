@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 
-import cudnn_stand_ins
 import pytest
 import torch
-from live_memory import LiveMemory
 
+from tests.engines import cudnn_stand_ins
+from tests.engines.live_memory import LiveMemory
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
 from tinyvae.engines import fused, hopper
-from tinyvae.engines.chunks import Engine, chunk_bytes, chunk_latents
-from tinyvae.engines.fused import FusedTAEHV
+from tinyvae.engines.fused import Engine, FusedTAEHV, chunk_bytes, chunk_latents
 from tinyvae.engines.stack import CPU_SLICE_BYTES, SLICE_BYTES
 from tinyvae.models.streaming import Side
 

@@ -5,12 +5,12 @@ cuDNN itself is compared with the plain network by benchmarks/speed_engines.py o
 
 from __future__ import annotations
 
-import cudnn_stand_ins
 import pytest
 import torch
-from small_models import PREVIEWS, relative_error, small
 from torch import Tensor
 
+from tests.engines import cudnn_stand_ins
+from tests.engines.small_models import PREVIEWS, relative_error, small
 from tinyvae import TAEHV, VARIANTS
 from tinyvae.engines import stack as stack_module
 from tinyvae.engines.cudnn import CudnnStack, PatchConv, try_convolutions

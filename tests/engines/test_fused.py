@@ -7,9 +7,9 @@ import pickle
 
 import pytest
 import torch
-from small_models import PREVIEWS, relative_error, small
 from torch import Tensor
 
+from tests.engines.small_models import PREVIEWS, relative_error, small
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
 from tinyvae.engines import eager
 from tinyvae.engines import fused as fused_module

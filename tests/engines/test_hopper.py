@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import cudnn_stand_ins
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.engines import cudnn_stand_ins
 from tinyvae import TAEHV
 from tinyvae.engines import hopper, hopper_kernels
 from tinyvae.engines.fused import folded_copy

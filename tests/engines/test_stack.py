@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import PREVIEWS, small
 
+from tests.engines.small_models import PREVIEWS, small
 from tinyvae import TAEHV, VARIANTS
 from tinyvae.engines.eager import EagerStack
 from tinyvae.engines.fold import Layer, MemLayer, Size, SuperMemLayer, fold_layers

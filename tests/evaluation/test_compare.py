@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from copy_codec import CopyCodec
 
+from tests.evaluation.copy_codec import CopyCodec
 from tinyvae import TAEHV
+from tinyvae.convert.reconstruct import Outputs, decode_to_video, reconstruct_video
 from tinyvae.errors import UserError
 from tinyvae.evaluation import evaluate
 from tinyvae.evaluation.compare import compare
 from tinyvae.evaluation.open_model import open_model
-from tinyvae.evaluation.reconstruct import Outputs, decode_to_video, reconstruct_video
-from tinyvae.evaluation.reference_vae import is_reference_vae
 from tinyvae.evaluation.round_trip import StreamedCodec
+from tinyvae.evaluation.teacher_codec import is_reference_vae
 
 WriteVideo = Callable[..., Path]
 
@@ -103,8 +103,8 @@ def test_a_student_decodes_the_latents_of_its_reference_vae(
 def test_the_reference_output_is_diffusers_own(cogvideox_folder: Path, write_video: WriteVideo) -> None:
     import diffusers
 
-    from tinyvae.data.decode import read_frames
     from tinyvae.evaluation import clip_metrics
+    from tinyvae.video.decode import read_frames
 
     video = write_video("clip.mp4", frames=9, height=32, width=48)
     (clip,) = evaluate(cogvideox_folder, video, lpips=None).clips

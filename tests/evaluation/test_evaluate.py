@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from copy_codec import CopyCodec
 
+from tests.evaluation.copy_codec import CopyCodec
 from tinyvae import TAEHV, load_model
-from tinyvae.data.decode import read_frames
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.evaluation import clip_metrics, evaluate
 from tinyvae.evaluation import round_trip as round_trip_module
+from tinyvae.evaluation.cost import choose_devices
 from tinyvae.evaluation.metrics import METRICS, PSNR_CAP_DB, ClipMeter
 from tinyvae.evaluation.open_model import open_model
-from tinyvae.evaluation.resources import choose_devices
-from tinyvae.evaluation.results_file import results_as_json
+from tinyvae.evaluation.results import results_as_json
 from tinyvae.evaluation.round_trip import StreamedCodec, label_of, own_memory_bytes
 from tinyvae.models.codec import CodecState
+from tinyvae.video.decode import read_frames
 
 WriteVideo = Callable[..., Path]
 

@@ -14,11 +14,11 @@ from tinyvae.errors import UserError
 from tinyvae.evaluation import evaluate
 from tinyvae.evaluation import round_trip as round_trip_module
 from tinyvae.evaluation.compare import compare
+from tinyvae.evaluation.cost import StageTimes
 from tinyvae.evaluation.evidence import gather_evidence
 from tinyvae.evaluation.open_model import open_model
-from tinyvae.evaluation.publish import publish
+from tinyvae.evaluation.report import publish
 from tinyvae.evaluation.round_trip import Piece, StreamedCodec, codec_facts
-from tinyvae.evaluation.stage_cost import StageTimes
 
 WriteVideo = Callable[..., Path]
 

@@ -8,6 +8,14 @@ import io
 import torch
 from PIL import Image
 
+from tinyvae.convert.reconstruct import (
+    GAP_LEVEL,
+    GAP_PIXELS,
+    panel_labels,
+    side_by_side,
+    side_by_side_width,
+    with_labels,
+)
 from tinyvae.evaluation.pictures import (
     HEAT_FULL_SCALE,
     HEAT_STOPS,
@@ -20,14 +28,6 @@ from tinyvae.evaluation.pictures import (
     worst_patch,
 )
 from tinyvae.evaluation.round_trip import FAMILY_KIND, REFERENCE_KIND, ModelFacts
-from tinyvae.evaluation.side_by_side import (
-    GAP_LEVEL,
-    GAP_PIXELS,
-    panel_labels,
-    side_by_side,
-    side_by_side_width,
-    with_labels,
-)
 
 
 def test_heat_map_goes_from_the_first_colour_to_the_last() -> None:

@@ -13,18 +13,22 @@ from pathlib import Path
 import av
 import pytest
 import torch
-from browser import Page, open_browser
-from copy_codec import CopyCodec
 
+from tests.evaluation.browser import Page, open_browser
+from tests.evaluation.copy_codec import CopyCodec
 from tinyvae.evaluation import EvaluationResult, evaluate
 from tinyvae.evaluation.compare import compare
 from tinyvae.evaluation.evidence import PLAYER_FRAMES, PLAYER_WIDTH, choose_clips, gather_evidence
 from tinyvae.evaluation.open_model import open_model
-from tinyvae.evaluation.publish import publish
-from tinyvae.evaluation.report import MAX_CURVE_FRAMES, Report, listed_clips, report_html, write_report
-from tinyvae.evaluation.report_pictures import player_section, worst_section
-from tinyvae.evaluation.report_sections import training_section
-from tinyvae.evaluation.training_curves import MAX_POINTS, find_run_folder, read_training_curves
+from tinyvae.evaluation.report import MAX_CURVE_FRAMES, Report, listed_clips, publish, report_html, write_report
+from tinyvae.evaluation.report.sections import (
+    MAX_POINTS,
+    find_run_folder,
+    player_section,
+    read_training_curves,
+    training_section,
+    worst_section,
+)
 
 WriteVideo = Callable[..., Path]
 ODD_NAME = "a <b>&\"'</script> clip.mp4"

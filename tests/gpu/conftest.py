@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_runs import EXACT, Runs, text_of
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
+from tests.gpu.gpu_runs import EXACT, Runs, text_of
 from tinyvae import TAEHV, save_model
 from tinyvae.data.sample_clips import render_clip
-from tinyvae.data.write import VideoWriter
 from tinyvae.losses.perceptual import LPIPS
-from tinyvae.training.initialisation import initialise_he
+from tinyvae.training.build import initialise_he
+from tinyvae.video.write import VideoWriter
 
 HERE = Path(__file__).parent
 

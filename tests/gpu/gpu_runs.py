@@ -25,7 +25,7 @@ def text_of(settings: dict[str, object]) -> list[str]:
 
 def start(words: list[str], *, log: Path, launcher: list[str] | None = None) -> subprocess.Popen[bytes]:
     """``tinyvae WORDS`` as a process of its own; everything it says goes to ``log``."""
-    command = [*(launcher or [sys.executable]), "-m", "tinyvae.cli", *words]
+    command = [*(launcher or [sys.executable]), "-m", "tinyvae", *words]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("ab") as out:
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
-from tinyvae.engines.chunks import Engine
-from tinyvae.engines.fused import FusedTAEHV
+from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
 
 CASES = [(variant, None) for variant in VARIANTS] + [("taehv", kind) for kind in ("time", "space", "both")]

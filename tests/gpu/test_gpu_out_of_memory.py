@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinyvae.cli import run as run_verb
+from tinyvae.cli.main import run as run_verb
 from tinyvae.errors import UserError
 
 

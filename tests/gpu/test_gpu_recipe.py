@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_runs import Runs
 from safetensors.torch import load_file
 
-from tinyvae.cli import run as run_verb
+from tests.gpu.gpu_runs import Runs
+from tinyvae.cli.main import run as run_verb
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_runs import EXACT, STEPS, TIMEOUT_S, Runs, said_in_the_end, start
+
+from tests.gpu.gpu_runs import EXACT, STEPS, TIMEOUT_S, Runs, said_in_the_end, start
 
 
 def state(folder: Path) -> dict[str, Any]:

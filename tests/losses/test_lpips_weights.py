@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tinyvae import cli
+from tinyvae.cli import main as cli
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.losses import LPIPS, find_lpips_weights, lpips_weights
 from tinyvae.losses.perceptual import KERNELS, WIDTHS
@@ -128,7 +128,7 @@ def test_the_verb_leaves_other_files_alone(tmp_path: Path, shared: Path, capsys:
 def test_the_one_documented_command(tmp_path: Path) -> None:
     """Needs network: the real download, in a process of its own."""
     output = tmp_path / "weights.safetensors"
-    command = [sys.executable, "-m", "tinyvae.cli", "lpips-weights", "-o", str(output)]
+    command = [sys.executable, "-m", "tinyvae", "lpips-weights", "-o", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     if "could not download" in done.stderr:
         pytest.skip(f"no network: {done.stderr.strip()}")

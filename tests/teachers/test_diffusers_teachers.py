@@ -219,7 +219,7 @@ def test_autocast_and_batch_parts_change_nothing(folders: dict[str, Path], monke
     whole = teacher.encode(frames)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(teacher.encode(frames), whole)
-    monkeypatch.setattr("tinyvae.teachers.reference_vae.PIXELS_PER_CALL", 1)  # one clip at a time
+    monkeypatch.setattr("tinyvae.teachers.teacher.PIXELS_PER_CALL", 1)  # one clip at a time
     torch.testing.assert_close(teacher.encode(frames), whole, atol=1e-5, rtol=0)
 
 

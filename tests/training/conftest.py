@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_runs import write_clips
+
+from tests.training.tiny_runs import write_clips
 
 
 @pytest.fixture(scope="session")

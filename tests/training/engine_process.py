@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from tinyvae.config import TrainConfig
+from tinyvae.config.schema import TrainConfig
 from tinyvae.models.taehv import TAEHV
+from tinyvae.training.deepspeed import DeepSpeedSettings
 from tinyvae.training.engine import Engine
-from tinyvae.training.launch_config import DeepSpeedSettings
-from tinyvae.training.optimizers import make_optimizers
+from tinyvae.training.optim import make_optimizers
 
 CLIPS_A_STEP = 4
 
@@ -30,7 +30,7 @@ def clips_of_step(step: int) -> torch.Tensor:
 def start(config: TrainConfig, zero: dict[str, Any] | None) -> Engine:
     if zero is None:
         return Engine(config)
-    from tinyvae.training.deepspeed_engine import DeepSpeedEngine
+    from tinyvae.training.deepspeed import DeepSpeedEngine
 
     return DeepSpeedEngine(config, DeepSpeedSettings.model_validate(zero))
 

@@ -200,7 +200,7 @@ class OutOfMemoryInZero:
         self.call = call
 
     def __call__(self, rank: int) -> None:
-        from tinyvae.training.deepspeed_engine import DeepSpeedEngine
+        from tinyvae.training.deepspeed import DeepSpeedEngine
 
         original, calls = DeepSpeedEngine._step_zero, _Calls()
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import launch
 
 import tinyvae
-from tinyvae.config import TrainConfig
+from tests.training.tiny_runs import launch
+from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.training import checkpoint
 from tinyvae.training.checkpoint import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyvae.config import TrainConfig
+from tinyvae.config.schema import TrainConfig
 from tinyvae.data import sample_clips
 from tinyvae.training.clips import write_missing_sample_clips
 

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_runs import arguments_for
 
+from tests.training.tiny_runs import arguments_for
 from tinyvae.training.guards import SignalWatch
 
 ENDLESS: dict[str, object] = {
@@ -42,7 +42,7 @@ def test_a_pipe_whose_reader_ends_ends_nothing(clips: Path, tmp_path: Path) -> N
     """As in ``tinyvae train ... 2>&1 | head -1``. The run goes on, and SIGTERM still saves it."""
     run = tmp_path / "run"
     reader, writer = os.pipe()
-    words = [sys.executable, "-m", "tinyvae.cli", "train", *arguments_for(clips, run, **ENDLESS)]
+    words = [sys.executable, "-m", "tinyvae", "train", *arguments_for(clips, run, **ENDLESS)]
     process = subprocess.Popen(words, stdout=writer, stderr=writer)
     os.close(writer)
     try:
@@ -73,7 +73,7 @@ def test_the_signal_thread_outlives_a_closed_pipe(clips: Path, tmp_path: Path) -
     """Its own message is the first thing that finds the pipe closed: the run is saved all the same."""
     run = tmp_path / "run"
     reader, writer = os.pipe()
-    words = [sys.executable, "-m", "tinyvae.cli", "train", *arguments_for(clips, run, **ENDLESS)]
+    words = [sys.executable, "-m", "tinyvae", "train", *arguments_for(clips, run, **ENDLESS)]
     process = subprocess.Popen(words, stdout=writer, stderr=writer)
     os.close(writer)
     try:
@@ -89,7 +89,7 @@ def test_the_signal_thread_outlives_a_closed_pipe(clips: Path, tmp_path: Path) -
 def test_a_terminal_that_closes_saves_and_ends(clips: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     terminal, inside = os.openpty()
-    words = [sys.executable, "-m", "tinyvae.cli", "train", *arguments_for(clips, run, **ENDLESS)]
+    words = [sys.executable, "-m", "tinyvae", "train", *arguments_for(clips, run, **ENDLESS)]
     process = subprocess.Popen(["setsid", "--ctty", *words], stdin=inside, stdout=inside, stderr=inside)
     os.close(inside)
     try:

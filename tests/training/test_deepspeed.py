@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import largest_difference, results, run_plan, same_weights
-from faults import NanLoss, OutOfMemoryInZero
-from tiny_runs import SERAENA, arguments_for, differences, launch, read_lines, state_of
 
-from tinyvae.config import TrainConfig
+from tests.training.engine_runs import largest_difference, results, run_plan, same_weights
+from tests.training.faults import NanLoss, OutOfMemoryInZero
+from tests.training.tiny_runs import SERAENA, arguments_for, differences, launch, read_lines, state_of
+from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (pip install 'tinyvae[deepspeed]')")
@@ -30,8 +30,7 @@ ZERO: dict[str, dict[str, Any]] = {
 
 
 def test_muon_is_refused_before_anything_is_started() -> None:
-    from tinyvae.training.deepspeed_engine import DeepSpeedEngine
-    from tinyvae.training.launch_config import DeepSpeedSettings
+    from tinyvae.training.deepspeed import DeepSpeedEngine, DeepSpeedSettings
 
     with pytest.raises(UserError, match="muon works on whole weight matrices"):
         DeepSpeedEngine(

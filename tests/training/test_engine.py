@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import largest_difference, results, run_plan, same_weights
 
-from tinyvae.config import TrainConfig
+from tests.training.engine_runs import largest_difference, results, run_plan, same_weights
+from tinyvae.config.schema import TrainConfig
 from tinyvae.models.taehv import TAEHV
 from tinyvae.training.engine import Engine, as_number
-from tinyvae.training.optimizers import make_optimizers
+from tinyvae.training.optim import make_optimizers
 
 
 def test_gradient_norms_as_tensor_float_and_none() -> None:

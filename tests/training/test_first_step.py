@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import SERAENA, arguments_for, run_differences, train_here
 
-from tinyvae.training.first_step import describe
+from tests.training.tiny_runs import SERAENA, arguments_for, run_differences, train_here
+from tinyvae.training.diagnostics import describe
 
 
 def test_debug_lines_of_the_first_step_alone(clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

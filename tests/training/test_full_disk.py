@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import arguments_for, launch, train_here
 
-from tinyvae.config import TrainConfig
+from tests.training.tiny_runs import arguments_for, launch, train_here
+from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 from tinyvae.training.checkpoint import CheckpointWriter, why_not_written
 from tinyvae.training.finish import write_final_model
-from tinyvae.training.progress import Progress
+from tinyvae.training.state import Progress
 from tinyvae.training.validation import write_best_model
 
 ROOM = 12 << 20

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_runs import SERAENA, arguments_for, read_lines, train_here
 
-from tinyvae.data.write import VideoWriter
+from tests.training.tiny_runs import SERAENA, arguments_for, read_lines, train_here
 from tinyvae.losses.perceptual import LPIPS
+from tinyvae.video.write import VideoWriter
 
 STORED = Path(__file__).with_suffix(".json")
 STEPS = 20

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from faults import NanLoss, OutOfMemory
-from tiny_runs import SERAENA, arguments_for, differences, launch, state_of, train_here
 
-from tinyvae.config_files.loading import load_config
+from tests.training.faults import NanLoss, OutOfMemory
+from tests.training.tiny_runs import SERAENA, arguments_for, differences, launch, state_of, train_here
+from tinyvae.config.load import load_config
 from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 from tinyvae.training.build import build_task
 from tinyvae.training.engine import Engine, as_number
 from tinyvae.training.guards import AnotherRankInTrouble, Status, check_skipped, is_out_of_memory
-from tinyvae.training.optimizers import make_optimizers
+from tinyvae.training.optim import make_optimizers
 from tinyvae.training.task import StepLosses, TrainingTask
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tinyvae import TAEHV, VARIANTS
-from tinyvae.training.initialisation import QUIET_BRANCH, initialise_he
+from tinyvae.training.build import QUIET_BRANCH, initialise_he
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

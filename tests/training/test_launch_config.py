@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_runs import arguments_for
 
-from tinyvae.config import TrainConfig
+from tests.training.tiny_runs import arguments_for
+from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
-from tinyvae.training.launch_config import LaunchConfig, Zero, read_environment, read_launch_file
+from tinyvae.training.deepspeed import LaunchConfig, Zero, read_environment, read_launch_file
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "accelerate_configs"
@@ -80,7 +80,7 @@ def passed_by_accelerate(*words: str) -> dict[str, str]:
 def test_our_own_launch_files_fit_the_presets_from_every_folder(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tinyvae.config_files import load_preset
+    from tinyvae.config import load_preset
 
     monkeypatch.chdir(tmp_path)
     launch = read_launch_file(CONFIGS / f"{name}.yaml")
@@ -249,7 +249,7 @@ def test_accelerate_launch_by_hand_with_our_file_and_with_its_default_file(
     write(tmp_path, QUESTIONNAIRE).rename(tmp_path / "accelerate" / "default_config.yaml")
     settings = {"max_train_steps": 2, "checkpointing_steps": 2, "validation_steps": 0, "gradient_accumulation_steps": 4}
     command = [sys.executable, "-m", "accelerate.commands.launch", *words, "--num_processes", "2"]
-    command += ["--main_process_port", "0", "-m", "tinyvae.cli", "train"]
+    command += ["--main_process_port", "0", "-m", "tinyvae", "train"]
     command += arguments_for(clips, tmp_path / "run", **settings)
     environment = {**os.environ, "HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -11,9 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
-from faults import _around_losses
-from tiny_runs import SERAENA, arguments_for, launch, run_differences, train_here
 
+from tests.training.faults import _around_losses
+from tests.training.tiny_runs import SERAENA, arguments_for, launch, run_differences, train_here
 from tinyvae.data.clip_reading import TrainClips
 from tinyvae.training import checkpoint, validation
 

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import Both, NanLoss, SignalInStep, SlowSteps, _around_losses
-from tiny_runs import arguments_for, launch, train_here
 
+from tests.training.faults import Both, NanLoss, SignalInStep, SlowSteps, _around_losses
+from tests.training.tiny_runs import arguments_for, launch, train_here
 from tinyvae.errors import UserError
 from tinyvae.training import notify
 from tinyvae.training.task import TrainingTask

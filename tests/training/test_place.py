@@ -10,16 +10,14 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from faults import SlowSteps
-from tiny_runs import arguments_for, launch, train_here
 
+from tests.training.faults import SlowSteps
+from tests.training.tiny_runs import arguments_for, launch, train_here
 from tinyvae import TAEHV, load_model, save_model
-from tinyvae.config import TrainConfig
-from tinyvae.config_files.run_folder import earlier_run_folders
+from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
-from tinyvae.training import place as place_module
-from tinyvae.training.place import RunPlace, point_latest_at
-from tinyvae.training.run_claim import MARKER
+from tinyvae.training import run_folder as place_module
+from tinyvae.training.run_folder import MARKER, RunPlace, earlier_run_folders, point_latest_at
 
 SHORT = {"validation_steps": 0, "max_train_steps": 1, "checkpointing_steps": 1}
 TIMED = "run_%Y-%m-%d_%H-%M-%S"

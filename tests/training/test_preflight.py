@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinyvae.config import TrainConfig
-from tinyvae.config_files import load_config, load_preset
+from tinyvae.config import load_config, load_preset
+from tinyvae.config.schema import TrainConfig
 from tinyvae.data.splits import Exclusions
-from tinyvae.data.write import VideoWriter
 from tinyvae.training import preflight
 from tinyvae.training.preflight import Check, checkpoint_bytes, checks_at_start, parse_driver_version, print_table
 from tinyvae.training.trial_step import StepCost, TrialStep, state_bytes, try_step
+from tinyvae.video.write import VideoWriter
 
 
 def tiny(clips: Path, folder: Path, **changes: object) -> TrainConfig:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import arguments_for, train_here
 
-from tinyvae.training.profiling import SETTLING_STEPS, TRACED_STEPS, StepProfiler
+from tests.training.tiny_runs import arguments_for, train_here
+from tinyvae.training.diagnostics import SETTLING_STEPS, TRACED_STEPS, StepProfiler
 
 
 def traced_steps(file: Path) -> set[int]:

@@ -10,15 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from faults import SignalInStep
-from tiny_runs import SERAENA, arguments_for, differences, launch, run_differences, train_here, write_clips
 
+from tests.training.faults import SignalInStep
+from tests.training.tiny_runs import (
+    SERAENA,
+    arguments_for,
+    differences,
+    launch,
+    run_differences,
+    train_here,
+    write_clips,
+)
 from tinyvae import load_model
-from tinyvae.cli import main, run
+from tinyvae.cli.main import main, run
 from tinyvae.data.index_build import build_index
 from tinyvae.errors import UserError
 from tinyvae.training.checkpoint import _write_manifest, _write_state, read_manifest
-from tinyvae.training.progress import Progress
+from tinyvae.training.state import Progress
 
 KEEP_ALL = {"checkpoints_total_limit": 99}
 

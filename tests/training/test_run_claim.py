@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from tinyvae.errors import UserError
-from tinyvae.training import run_claim
-from tinyvae.training.run_claim import MARKER, RunClaim
+from tinyvae.training import run_folder as run_claim
+from tinyvae.training.run_folder import MARKER, RunClaim
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from tinyvae.training.run_claim import RunClaim
+from tinyvae.training.run_folder import RunClaim
 
 claim = RunClaim(Path(sys.argv[1]))
 print("claimed", flush=True)

@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tinyvae.config import TrainConfig
-from tinyvae.training.run_log import RunLog, side_by_side
+from tinyvae.config.schema import TrainConfig
+from tinyvae.training.logs import RunLog, side_by_side
 
 CONFIG = TrainConfig(data_root=Path("/data/of the run"), color_jitter_params=(0.1, 0.2, 0.3, 0.04), tracker_name="t")
 
@@ -104,8 +104,8 @@ FULL_DISK = """
 import logging, resource, sys
 from pathlib import Path
 import torch
-from tinyvae.config import TrainConfig
-from tinyvae.training.run_log import RunLog
+from tinyvae.config.schema import TrainConfig
+from tinyvae.training.logs import RunLog
 
 log = RunLog(Path(sys.argv[1]), TrainConfig(tracker_name="t"), is_main=True)
 log.begin()

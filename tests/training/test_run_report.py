@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_runs import arguments_for, write_clips
 
-from tinyvae.cli import run as run_verb
+from tests.training.tiny_runs import arguments_for, write_clips
+from tinyvae.cli.main import run as run_verb
 from tinyvae.errors import UserError
-from tinyvae.training import run_report
+from tinyvae.training import finish as run_report
 
 
 @pytest.mark.parametrize("fault", [RuntimeError('"upsample" not implemented for Byte'), UserError("no room for it")])

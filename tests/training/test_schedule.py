@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tinyvae.config import TrainConfig
-from tinyvae.training.schedule import learning_rate_factor
+from tinyvae.config.schema import TrainConfig
+from tinyvae.training.optim import learning_rate_factor
 
 
 def config(**changes: Any) -> TrainConfig:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from faults import Both, SignalInStep, SlowSteps
-from tiny_runs import SERAENA, Launch, arguments_for, launch, run_differences, train_here
 
+from tests.training.faults import Both, SignalInStep, SlowSteps
+from tests.training.tiny_runs import SERAENA, Launch, arguments_for, launch, run_differences, train_here
 from tinyvae.data.index_build import build_index
 from tinyvae.training import clips as clips_module
 from tinyvae.training import validation
@@ -147,7 +147,7 @@ def test_ctrl_c_while_python_still_imports_leaves_no_traceback(clips: Path, tmp_
 
 
 def interrupted(words: list[str]) -> None:
-    import tinyvae.cli
+    import tinyvae.cli.main
 
     def run(argv: object) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -155,8 +155,8 @@ def interrupted(words: list[str]) -> None:
         time.sleep(5)
         return 0
 
-    tinyvae.cli.run = run  # type: ignore[assignment]
-    tinyvae.cli.main(words)
+    tinyvae.cli.main.run = run  # type: ignore[assignment]
+    tinyvae.cli.main.main(words)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
@@ -250,7 +250,7 @@ class SlowRank:
         self.rank, self.seconds = rank, seconds
 
     def __call__(self, rank: int) -> None:
-        from faults import _around_losses
+        from tests.training.faults import _around_losses
 
         def change(number: int, compute: object, num_clips: int) -> object:
             print(f"call {number}", flush=True)
@@ -266,7 +266,7 @@ class SlowRank:
 
 def torchrun(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0", "-m", "tinyvae.cli", "train", *arguments]
+    command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0", "-m", "tinyvae", "train", *arguments]
     with log.open("wb") as stream:
         return subprocess.Popen(command, stdout=stream, stderr=stream, env={**os.environ, "OMP_NUM_THREADS": "1"})
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import SERAENA, arguments_for, train_here
 
+from tests.training.tiny_runs import SERAENA, arguments_for, train_here
 from tinyvae import TAEHV, load_model, save_model
-from tinyvae.config import TrainConfig
-from tinyvae.data.write import VideoWriter
+from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.training.build import build_model
 from tinyvae.training.clips import usable_cores
+from tinyvae.video.write import VideoWriter
 
 
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import arguments_for, launch, train_here
 
-from tinyvae.config import TrainConfig
+from tests.training.tiny_runs import arguments_for, launch, train_here
+from tinyvae.config.schema import TrainConfig
 from tinyvae.training.engine import Engine, StepResult
-from tinyvae.training.step_log import StepLog, system_stats
+from tinyvae.training.logs import StepLog, system_stats
 
 
 def log_of(**changes: object) -> StepLog:

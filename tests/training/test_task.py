@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tinyvae import TAEHV
-from tinyvae.config import TrainConfig
+from tinyvae.config.schema import TrainConfig
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.losses.seraena import Seraena
 from tinyvae.training.task import TrainingTask

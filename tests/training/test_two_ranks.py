@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults import Both, KeepWeights, NanLoss, OutOfMemory, OutOfMemoryInSeraena, SlowSteps
-from tiny_runs import (
+
+from tests.training.faults import Both, KeepWeights, NanLoss, OutOfMemory, OutOfMemoryInSeraena, SlowSteps
+from tests.training.tiny_runs import (
     SERAENA,
     Launch,
     arguments_for,
@@ -23,11 +24,10 @@ from tiny_runs import (
     state_of,
     train_here,
 )
-
 from tinyvae.data.loader import TrainLoader, ValidationLoader
 from tinyvae.errors import UserError
+from tinyvae.training.best_model import Validator
 from tinyvae.training.engine import Engine
-from tinyvae.training.validating import Validator
 
 pytestmark = pytest.mark.slow
 

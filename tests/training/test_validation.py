@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tinyvae import TAEHV, get_spec, load_model
-from tinyvae.config import TrainConfig
-from tinyvae.data.clip_settings import ClipSettings
+from tinyvae.config.schema import TrainConfig
+from tinyvae.data.clip import ClipSettings
 from tinyvae.data.index_build import open_or_build_index
 from tinyvae.data.loader import ValidationReads, make_validation_loader
 from tinyvae.data.splits import split

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from tinyvae.cli import main
-from tinyvae.config_files.loading import load_config
-from tinyvae.data.write import VideoWriter
+from tinyvae.cli.main import main
+from tinyvae.config.load import load_config
 from tinyvae.training.checkpoint import SHARED_STATE
 from tinyvae.training.start import FinishedRun, run_training
+from tinyvae.video.write import VideoWriter
 
 TIMINGS = {
     "training_s",
@@ -93,7 +93,7 @@ def train_here(arguments: list[str]) -> FinishedRun:
 # ranks of their own
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["tinyvae.training.start", "tinyvae.cli", "torchmetrics", "accelerate"])
+_server.set_forkserver_preload(["tinyvae.training.start", "tinyvae.cli.main", "torchmetrics", "accelerate"])
 
 
 def nothing(rank: int) -> None:

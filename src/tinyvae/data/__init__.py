@@ -2,7 +2,6 @@
 
 ::
 
-    from tinyvae.data import ClipSettings, make_train_loader, open_or_build_index, split
 
     index = open_or_build_index("videos/", cache_dir="output")
     settings = ClipSettings(height=128, width=128, n_frames=13)
@@ -17,20 +16,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tinyvae.data.bad_files import BadFile, BadFileLog
-    from tinyvae.data.clip_reading import ClipBatch
-    from tinyvae.data.clip_settings import ClipSettings
+    from tinyvae.data.clip import ClipSettings
+    from tinyvae.data.clip_reading import BadFile, BadFileLog, ClipBatch
     from tinyvae.data.index import VideoIndex, is_index, open_index
     from tinyvae.data.index_build import build_index, open_or_build_index
     from tinyvae.data.loader import TrainLoader, ValidationLoader, make_train_loader, make_validation_loader
     from tinyvae.data.splits import ClipSet, split
 
 _HOME = {
-    "BadFile": "bad_files",
-    "BadFileLog": "bad_files",
+    "BadFile": "clip_reading",
+    "BadFileLog": "clip_reading",
     "ClipBatch": "clip_reading",
     "ClipSet": "splits",
-    "ClipSettings": "clip_settings",
+    "ClipSettings": "clip",
     "TrainLoader": "loader",
     "ValidationLoader": "loader",
     "VideoIndex": "index",

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.data.clip_settings import ClipSettings
-from tinyvae.data.randomness import uniform
+from tinyvae.data.clip import ClipSettings, uniform
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE, BLUR_OR_NOT, BLUR_SIGMA = range(6)
 GREY_WEIGHTS = (0.299, 0.587, 0.114)

@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinyvae.data.augment import ColorAndBlur, choose_color_and_blur
-from tinyvae.data.clip_settings import ClipSettings
-from tinyvae.data.geometry import CropWindow, centre_window, random_window
+from tinyvae.data.clip import ClipSettings, CropWindow, below, centre_window, random_window, shuffled, uniform
 from tinyvae.data.index import IndexRow
-from tinyvae.data.randomness import below, shuffled, uniform
 from tinyvae.data.splits import frames_needed
 
 # What a draw is for; part of its key, so that two draws of one position are independent.

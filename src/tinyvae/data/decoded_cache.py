@@ -31,9 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinyvae.data.decode import VideoInfo, iterate_frames
-from tinyvae.data.geometry import CropWindow
+from tinyvae.data.clip import CropWindow
 from tinyvae.errors import UnreadableVideoError
+from tinyvae.video.decode import VideoInfo, iterate_frames
 
 GIB = 2**30
 CHANNELS = 3

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from tinyvae.errors import MissingFileError, UserError
 
 if TYPE_CHECKING:
-    from tinyvae.data.decode import VideoInfo
+    from tinyvae.video.decode import VideoInfo
 
 MAGIC = b"TVINDEX1"
 PAGE = 4096
@@ -175,7 +175,7 @@ class VideoIndex:
 
     def info(self, row: IndexRow) -> VideoInfo:
         """The probe's result as the decoder wants it, without touching the file."""
-        from tinyvae.data.decode import VideoInfo
+        from tinyvae.video.decode import VideoInfo
 
         return VideoInfo(
             path=self.full_path(row),

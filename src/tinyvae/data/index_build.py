@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from tinyvae.data.annotations import RootGuard, VideoEntry, default_data_root, iterate_entries
-from tinyvae.data.decode import probe_video
 from tinyvae.data.index import STATUS_BAD, STATUS_OK, IndexRow, VideoIndex, hash_of_path, is_index, open_index
 from tinyvae.data.index_writer import IndexJournal, IndexRecord
 from tinyvae.data.probe_pool import Probe, ProbeOutcome, ProbeTask, probe_all, usable_cores
 from tinyvae.errors import MissingFileError, UserError
-from tinyvae.progress_bar import progress_bar
+from tinyvae.terminal import progress_bar
+from tinyvae.video.decode import probe_video
 
 log = logging.getLogger(__name__)
 

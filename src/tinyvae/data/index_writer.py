@@ -30,7 +30,7 @@ from tinyvae.data.index import (
     pack_header,
 )
 from tinyvae.errors import UserError
-from tinyvae.file_lock import lock_file
+from tinyvae.files import lock_file
 
 ROWS_PER_FLUSH = 256
 MAX_REASON_BYTES = 600

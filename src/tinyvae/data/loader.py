@@ -17,13 +17,19 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from tinyvae.data.bad_files import BadFile, BadFileLog, BadFileWatch
-from tinyvae.data.batch_memory import BorrowedBatches, LoanBoard
-from tinyvae.data.clip_reading import ClipBatch, ReadBatch, TrainClips, ValidationClips
-from tinyvae.data.clip_settings import ClipSettings
+from tinyvae.data.clip import ClipSettings
+from tinyvae.data.clip_reading import (
+    BadFile,
+    BadFileLog,
+    BadFileWatch,
+    ClipBatch,
+    ReadBatch,
+    TrainClips,
+    ValidationClips,
+)
 from tinyvae.data.decoded_cache import GIB, CacheEvent, DecodedCache
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
-from tinyvae.data.worker_process import deaths_found_at_the_fetch, signals_held_back, start_worker
+from tinyvae.data.workers import BorrowedBatches, LoanBoard, deaths_found_at_the_fetch, signals_held_back, start_worker
 from tinyvae.errors import UserError
 
 log = logging.getLogger(__name__)

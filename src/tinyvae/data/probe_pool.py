@@ -20,8 +20,8 @@ from itertools import islice
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
-from tinyvae.data.decode import VideoInfo
 from tinyvae.errors import UserError
+from tinyvae.video.decode import VideoInfo
 
 BATCH = 8
 BATCHES_AHEAD = 4

@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from tinyvae.data.sample_scenes import SCENES, Shot
-from tinyvae.data.write import VideoWriter
 from tinyvae.errors import FileExistsAlreadyError, UserError
+from tinyvae.video.write import VideoWriter
 
 FPS = 24
 LENS_SIGMA = 2.2  # pixels at LENS_HEIGHT; drawn edges are sharper than any camera's, and would be all that is learned

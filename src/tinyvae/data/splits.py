@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from tinyvae.data.clip import fractions_of_hashes
 from tinyvae.data.index import SPLIT_CODES, STATUS_OK, VideoIndex
-from tinyvae.data.randomness import fractions_of_hashes
 from tinyvae.errors import UserError
 
 if TYPE_CHECKING:
-    from tinyvae.data.clip_settings import ClipSettings
+    from tinyvae.data.clip import ClipSettings
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.data.annotations import SPLIT_NAMES, VIDEO_SUFFIXES, default_data_root, iterate_entries
-from tinyvae.data.decode import iterate_frames, probe_video, uneven_times_s
 from tinyvae.data.index import is_index, open_index
 from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
+from tinyvae.video.decode import iterate_frames, probe_video, uneven_times_s
 
 PROBE_TIMEOUT_S = 600.0
 """Looking at a file reads all its packets: minutes for a film of hours on a slow disk."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tinyvae.errors import UserError
+from tinyvae.evaluation.cost import choose_devices
 from tinyvae.evaluation.evaluating import (
     EvaluationResult,
     evaluate_round_trip,
@@ -19,7 +20,6 @@ from tinyvae.evaluation.evaluating import (
 )
 from tinyvae.evaluation.metrics import METRICS, ClipMetrics, open_lpips
 from tinyvae.evaluation.open_model import open_model
-from tinyvae.evaluation.resources import choose_devices
 from tinyvae.evaluation.round_trip import Model, RoundTrip, reference_limit
 from tinyvae.evaluation.statistics import PairedDifference, paired_difference, summarise
 

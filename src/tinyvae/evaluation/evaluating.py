@@ -28,20 +28,28 @@ from tinyvae.evaluation.clip_sources import (
     find_clips,
     measure_clip,
 )
-from tinyvae.evaluation.fitting_chunks import in_chunks_that_fit
+from tinyvae.evaluation.cost import (
+    StageTimes,
+    choose_devices,
+    environment_facts,
+    fitting_in_memory,
+    give_back_freed_memory,
+    idle_bytes,
+    memory_kind,
+    on_device,
+)
 from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics, open_lpips
 from tinyvae.evaluation.open_model import open_model
-from tinyvae.evaluation.resources import choose_devices, environment_facts, fitting_in_memory, on_device
 from tinyvae.evaluation.round_trip import (
     Model,
     ModelFacts,
     RoundTrip,
+    in_chunks_that_fit,
     own_memory_bytes,
     reference_limit,
 )
-from tinyvae.evaluation.stage_cost import StageTimes, give_back_freed_memory, idle_bytes, memory_kind
 from tinyvae.evaluation.statistics import Summary, summarise
-from tinyvae.progress_bar import progress_bar
+from tinyvae.terminal import progress_bar
 
 if TYPE_CHECKING:
     from tinyvae.losses.perceptual import LPIPS

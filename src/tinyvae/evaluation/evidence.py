@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, measure_clip
+from tinyvae.evaluation.cost import StageTimes, fitting_in_memory
 from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
-from tinyvae.evaluation.fitting_chunks import in_chunks_that_fit
 from tinyvae.evaluation.metrics import sortable
 from tinyvae.evaluation.pictures import (
     heat_map,
@@ -27,10 +27,8 @@ from tinyvae.evaluation.pictures import (
     to_bytes_range,
     worst_patch,
 )
-from tinyvae.evaluation.resources import fitting_in_memory
-from tinyvae.evaluation.round_trip import RoundTrip
-from tinyvae.evaluation.stage_cost import StageTimes
-from tinyvae.progress_bar import progress_bar
+from tinyvae.evaluation.round_trip import RoundTrip, in_chunks_that_fit
+from tinyvae.terminal import progress_bar
 
 PLAYER_FRAMES = 96
 PLAYER_WIDTH = 384  # pixels of each panel, less where many stand side by side
@@ -245,7 +243,7 @@ def _worst_frame(label: str, place: int, result: ClipResult, look: _Look) -> Wor
 
 
 def _film(panels: Sequence[tuple[str, Tensor]], *, fps: float, first_frame: int) -> Film:
-    from tinyvae.data.write import VideoWriter
+    from tinyvae.video.write import VideoWriter
 
     num_frames, _, height, width = panels[0][1].shape
     with tempfile.TemporaryDirectory(prefix="tinyvae-report-") as folder:

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from tinyvae.errors import UserError
-from tinyvae.evaluation.reference_vae import is_reference_vae, open_reference_vae
-from tinyvae.evaluation.resources import fitting_in_memory
+from tinyvae.evaluation.cost import fitting_in_memory
 from tinyvae.evaluation.round_trip import Model, RoundTrip, StreamedCodec, codec_facts, label_of
+from tinyvae.evaluation.teacher_codec import is_reference_vae, open_reference_vae
 from tinyvae.models.codec import VideoCodec
 from tinyvae.models.weights import load_model
 

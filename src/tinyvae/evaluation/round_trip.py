@@ -11,13 +11,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tinyvae.errors import UserError
-from tinyvae.evaluation.stage_cost import StageTimes
+from tinyvae.evaluation.clip_sources import ClipPart, frame_chunks
+from tinyvae.evaluation.cost import StageTimes
 from tinyvae.models.codec import VideoCodec, pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
@@ -274,3 +275,23 @@ def codec_facts(codec: VideoCodec, *, label: str, path: Path | None) -> ModelFac
 def file_sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+Made = TypeVar("Made")
+
+
+def in_chunks_that_fit(round_trip: RoundTrip, part: ClipPart, attempt: Callable[[Iterator[Tensor]], Made]) -> Made:
+    """What ``attempt`` makes of the clip's chunks of frames.
+
+    It is called again from the clip's first frame, with chunks of half the size, until they fit or are single frames
+    (a stream that failed has lost what it remembered). The model keeps the size that fits for the clips that follow.
+    """
+    while True:
+        chunk_frames = round_trip.chunk_frames(part.height, part.width)
+        try:
+            return attempt(frame_chunks(part, chunk_frames=chunk_frames))
+        except torch.OutOfMemoryError:
+            if not round_trip.take_smaller_chunks(part.height, part.width):
+                raise
+        # Out here the failed attempt and its tensors are gone, so that what it held can be given back.
+        torch.cuda.empty_cache()

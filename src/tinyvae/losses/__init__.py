@@ -4,14 +4,20 @@
 loss; `perceptual_loss` needs `LPIPS`; `Seraena` makes the targets of `seraena_loss`; `SeraenaStart` says when.
 """
 
-from tinyvae.losses.latent import latent_loss
+from tinyvae.losses.distances import (
+    LOSS_KINDS,
+    LossKind,
+    check_loss_kind,
+    check_temporal_frames,
+    latent_loss,
+    reconstruction_loss,
+    temporal_loss,
+)
 from tinyvae.losses.lpips_weights import find_lpips_weights
 from tinyvae.losses.perceptual import LPIPS, perceptual_loss
-from tinyvae.losses.reconstruction import LOSS_KINDS, LossKind, check_loss_kind, reconstruction_loss
 from tinyvae.losses.seraena import Seraena, SeraenaResult, saved_ranks_for, seraena_loss
-from tinyvae.losses.seraena_discriminator import SeraenaDiscriminator
-from tinyvae.losses.seraena_start import SeraenaStart
-from tinyvae.losses.temporal import check_temporal_frames, temporal_loss
+from tinyvae.losses.seraena.discriminator import SeraenaDiscriminator
+from tinyvae.losses.seraena.start import SeraenaStart
 
 __all__ = [
     "LOSS_KINDS",

@@ -19,7 +19,7 @@ from tinyvae.errors import UserError
 from tinyvae.models.pieces import join, keep_frames
 from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder
 from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_ZEROS, H3_DROPPED_LATENTS, VariantSpec
-from tinyvae.progress_bar import progress_bar
+from tinyvae.terminal import progress_bar
 
 CodecState = object
 """What a network carries between two chunks; only the network itself looks inside."""

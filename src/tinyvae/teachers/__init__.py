@@ -7,6 +7,6 @@ step, so a stored latent would hardly ever be asked for twice (docs/teachers.md)
 
 from tinyvae.teachers.diffusers_vae import check_teacher, load_teacher
 from tinyvae.teachers.families import TEACHER_KINDS, TeacherKind
-from tinyvae.teachers.reference_vae import ReferenceVAE, TeacherError
+from tinyvae.teachers.teacher import ReferenceVAE, TeacherError
 
 __all__ = ["TEACHER_KINDS", "ReferenceVAE", "TeacherError", "TeacherKind", "check_teacher", "load_teacher"]

@@ -25,7 +25,7 @@ from tinyvae.teachers.families import (
     geometry_of,
     latent_space_of,
 )
-from tinyvae.teachers.reference_vae import ReferenceVAE
+from tinyvae.teachers.teacher import ReferenceVAE
 
 CONFIG_NAME = "config.json"
 WEIGHTS_PATTERN = "diffusion_pytorch_model*"

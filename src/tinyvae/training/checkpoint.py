@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 
 from tinyvae.errors import MissingFileError, UserError
-from tinyvae.quantities import bytes_in_words
+from tinyvae.terminal import bytes_in_words
 from tinyvae.training.engine import Engine
 from tinyvae.version import __version__
 

@@ -8,10 +8,9 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tinyvae.config import TrainConfig
-from tinyvae.data.bad_files import BadFileLog
-from tinyvae.data.clip_reading import ClipBatch
-from tinyvae.data.clip_settings import ClipSettings
+from tinyvae.config.schema import TrainConfig
+from tinyvae.data.clip import ClipSettings
+from tinyvae.data.clip_reading import BadFileLog, ClipBatch
 from tinyvae.data.index import VideoIndex, is_index, open_index
 from tinyvae.data.index_build import CACHED_INDEX, bring_up_to_date
 from tinyvae.data.loader import ValidationLoader, make_train_loader, make_validation_loader

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tinyvae.config import TrainConfig
+from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.training.guards import is_out_of_memory
-from tinyvae.training.optimizers import OptimizerSet
+from tinyvae.training.optim import OptimizerSet
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

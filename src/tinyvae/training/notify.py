@@ -24,10 +24,10 @@ from typing import Literal
 
 import psutil
 
-from tinyvae.config import TrainConfig
+from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.training.guards import StopRequested
-from tinyvae.training.progress import Progress
+from tinyvae.training.state import Progress
 
 log = logging.getLogger(__name__)
 

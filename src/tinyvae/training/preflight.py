@@ -17,14 +17,12 @@ from typing import Any, TextIO
 
 import torch
 
-from tinyvae.config import TrainConfig
-from tinyvae.config_checks import value_complaints
-from tinyvae.config_complaints import Complaint, GivenPath
-from tinyvae.config_named_files import path_complaints
+from tinyvae.config.rules import Complaint, GivenPath, path_complaints, value_complaints
+from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
-from tinyvae.quantities import bytes_in_words, count_of, duration_in_words
+from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
 from tinyvae.training.clips import loading_processes, usable_cores
-from tinyvae.training.launch_config import LaunchConfig
+from tinyvae.training.deepspeed import LaunchConfig
 from tinyvae.training.trial_step import TrialStep, state_bytes, try_step
 
 GIB = 2**30

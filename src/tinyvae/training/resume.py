@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinyvae.config import FIELDS, TrainConfig
-from tinyvae.config_files.run_folder import earlier_run_folders
-from tinyvae.config_files.saving import to_json
+from tinyvae.config.save import to_json
+from tinyvae.config.schema import FIELDS, TrainConfig
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.training.checkpoint import (
     REPLACED,
@@ -26,6 +25,7 @@ from tinyvae.training.checkpoint import (
     read_state,
     what_is_broken,
 )
+from tinyvae.training.run_folder import earlier_run_folders
 
 log = logging.getLogger(__name__)
 

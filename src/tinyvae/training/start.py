@@ -9,40 +9,87 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from tinyvae.config import TrainConfig
-from tinyvae.config_checks import check_config
-from tinyvae.config_files.loading import LoadedConfig
-from tinyvae.config_files.saving import to_json
+from tinyvae.config.load import LoadedConfig
+from tinyvae.config.rules import check_config
+from tinyvae.config.save import to_json
+from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model
-from tinyvae.quantities import count_of
-from tinyvae.training.beginning import Beginning
+from tinyvae.terminal import count_of
+from tinyvae.training.best_model import Validator
 from tinyvae.training.build import build_model, build_task, make_seraena_start
 from tinyvae.training.checkpoint import CheckpointWriter
 from tinyvae.training.clips import RunData, loading_processes, open_data
-from tinyvae.training.deepspeed_engine import start_engine
+from tinyvae.training.deepspeed import start_engine
+from tinyvae.training.diagnostics import StepProfiler
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine
-from tinyvae.training.finish import write_final_model
+from tinyvae.training.finish import write_final_model, write_run_report
 from tinyvae.training.guards import SignalWatch, StopRequested
+from tinyvae.training.logs import RunLog
+from tinyvae.training.loop import LoopParts, Trainer
 from tinyvae.training.notify import Notifier
-from tinyvae.training.optimizers import make_optimizers
-from tinyvae.training.place import RunPlace
+from tinyvae.training.optim import make_optimizers
 from tinyvae.training.preflight import checkpoint_bytes, checks_at_start, machine_complaints
-from tinyvae.training.profiling import StepProfiler
-from tinyvae.training.progress import LoopState, Progress
-from tinyvae.training.resume import FoundCheckpoint, asked_checkpoint, check_same_data, open_checkpoint
-from tinyvae.training.run_log import RunLog
-from tinyvae.training.run_report import write_run_report
-from tinyvae.training.run_state import RunState, what_scores_mean
-from tinyvae.training.trainer import LoopParts, Trainer
-from tinyvae.training.validating import Validator
+from tinyvae.training.resume import FoundCheckpoint, SavedRun, asked_checkpoint, check_same_data, open_checkpoint
+from tinyvae.training.run_folder import RunPlace, bring_past_along, cannot_write
+from tinyvae.training.state import LoopState, Progress, RunState, what_scores_mean, with_its_best_model
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """What is there before anything is built.
+
+    ``place``: on the main process. ``index_folder``: where the index is made. ``saved``: the past of a resumed run.
+    """
+
+    config: TrainConfig
+    engine: Engine
+    folder: Path
+    index_folder: Path
+    place: RunPlace | None
+    run_log: RunLog
+    saved: SavedRun | None
+
+    def from_the_past(self, state: RunState, fresh: LoopState) -> LoopState:
+        """Where the loop begins: ``fresh`` at step 0, or where the checkpoint stood. Nothing is written yet."""
+        if self.saved is None:
+            return fresh
+        loop = state.restore(self.saved, fresh.seraena_start)
+        log.info("resumed from %s at step %d", self.saved.folder, loop.progress.step)
+        return loop
+
+    def settle(self, loop: LoopState, data: RunData) -> tuple[LoopState, RunData]:
+        """Nothing can be refused any more: from here on the folder is this run's own."""
+        stood = loop.progress
+        self.engine.from_main(lambda: self._write_first_files(stood, data))
+        data = data.settled(self.index_folder, self.folder)
+        if self.saved is not None:
+            saved = self.saved.tidied()
+            best = self.engine.from_main(lambda: with_its_best_model(stood, saved, self.folder))
+            loop = replace(loop, progress=best)
+        return loop, data
+
+    def _write_first_files(self, stood: Progress, data: RunData) -> None:
+        assert self.place is not None, "only the main process writes"
+        try:
+            self.place.settle()
+            if self.saved is not None:
+                bring_past_along(self.saved.folder.parent, self.folder)
+            self.run_log.begin(from_step=stood.step, with_validation=stood.validated_step == stood.step)
+            data.name_bad_files()
+            self.place.sign(self.config)
+        except OSError as fault:
+            raise cannot_write(self.folder, fault) from None
+
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tinyvae.config import TrainConfig
-from tinyvae.losses.latent import latent_loss
+from tinyvae.config.schema import TrainConfig
+from tinyvae.losses.distances import latent_loss, reconstruction_loss, temporal_loss
 from tinyvae.losses.perceptual import LPIPS, perceptual_loss
-from tinyvae.losses.reconstruction import reconstruction_loss
 from tinyvae.losses.seraena import AverageInPlace, Seraena, SeraenaResult, seraena_loss
-from tinyvae.losses.temporal import temporal_loss
 from tinyvae.models.taehv import TAEHV
 from tinyvae.teachers import ReferenceVAE
 

@@ -17,7 +17,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from tinyvae.config import TrainConfig
+from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.training.guards import is_out_of_memory
 
@@ -60,7 +60,7 @@ class TrialStep:
 
 def state_bytes(config: TrainConfig) -> StateBytes:
     """From the shapes alone: nothing is allocated."""
-    from tinyvae.losses.seraena_discriminator import SeraenaDiscriminator
+    from tinyvae.losses.seraena.discriminator import SeraenaDiscriminator
     from tinyvae.models.taehv import TAEHV
 
     with torch.device("meta"):
@@ -141,7 +141,7 @@ def _take_steps(config: TrainConfig, device: torch.device) -> StepCost:
     """What a micro-batch and the optimiser cost in the second of two steps; the first warms up and counts bytes."""
     from tinyvae.training.build import build_model, build_task
     from tinyvae.training.engine import Engine
-    from tinyvae.training.optimizers import make_optimizers
+    from tinyvae.training.optim import make_optimizers
 
     engine = Engine(config)
     model = build_model(config).to(device)

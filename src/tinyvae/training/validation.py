@@ -21,8 +21,8 @@ from torch import Tensor
 from tinyvae.data.clip_reading import ClipBatch
 from tinyvae.data.loader import ValidationLoader
 from tinyvae.errors import UserError
+from tinyvae.evaluation.cost import without_cudnn_trials
 from tinyvae.evaluation.metrics import ClipMetrics, clip_metrics
-from tinyvae.evaluation.resources import without_cudnn_trials
 from tinyvae.evaluation.statistics import Summary, summarise
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.models.codec import VideoCodec

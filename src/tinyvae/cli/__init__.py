@@ -1,0 +1,1 @@
+"""The command line: ``main`` finds the verb, and each verb has a file of its own."""

@@ -1,0 +1,130 @@
+"""The command line: ``tinyvae VERB ...``.
+
+One verb, one file: each module in ``tinyvae.cli`` has ``add_arguments(parser)`` and ``run(args) -> exit code``.
+A verb's module is imported only when it is called, so ``tinyvae --help`` does not wait for torch.
+Exit codes: 0 success, 1 the work was done and something in it failed, 2 a mistake in what the user gave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from tinyvae.errors import UserError, nearest_name
+
+VERBS: dict[str, str] = {
+    "train": "train an autoencoder from a preset or a settings file",
+    "check": "try everything out before a long run: GPUs, data, rules, disk, one real step",
+    "data": "index a data set, check what is in it, or write sample clips",
+    "bench": "measure how fast a model is here, plain against fused",
+    "info": "say what a weights file or variant is: network, sizes, frame rule",
+    "lpips-weights": "get the LPIPS weights that the perceptual loss and metric need",
+    "eval": "measure a model on videos: quality, flicker, speed, with a report to look at",
+    "compare": "compare models on the same videos, clip by clip",
+    "reconstruct": "send videos through a model: mp4 in, mp4 out",
+    "encode": "videos to latents",
+    "decode": "latents to videos",
+}
+"""Verb -> the line that ``tinyvae --help`` shows. The module is ``tinyvae.cli.<verb>``, with _ for -."""
+
+
+def usage() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {verb:<{width}}  {line}" for verb, line in VERBS.items()]
+    return (
+        "usage: tinyvae VERB [options]\n\n"
+        "Train, evaluate, speed up and ship tiny video autoencoders.\n\n"
+        "verbs:\n" + "\n".join(lines) + "\n\n"
+        "`tinyvae VERB --help` explains each one, with an example."
+    )
+
+
+def build_parser(verb: str) -> argparse.ArgumentParser:
+    """The parser of one verb; the module's docstring is its help text."""
+    module = importlib.import_module(f"tinyvae.cli.{verb.replace('-', '_')}")
+    parser = argparse.ArgumentParser(
+        prog=f"tinyvae {verb}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    parser.set_defaults(run_verb=module.run)
+    return parser
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command and return its exit code. ``UserError`` passes through to the caller."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] in ("--version", "-V"):
+        from tinyvae.version import __version__
+
+        print(f"tinyvae {__version__}")
+        return 0
+    verb = argv[0]
+    if verb not in VERBS:
+        raise UserError(f"there is no verb {verb!r}.{nearest_name(verb, VERBS)} `tinyvae --help` lists them.")
+    arguments = build_parser(verb).parse_args(argv[1:])
+    return int(arguments.run_verb(arguments))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the ``tinyvae`` command."""
+    # Before torch is loaded: its threads otherwise spin while they wait for each other, and on a machine whose cores
+    # are not all free a training step took 3 to 6 s instead of 0.8 (two cores, quickstart's step).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    warnings.showwarning = show_warning
+    try:
+        leave(run(sys.argv[1:] if argv is None else argv))
+    except UserError as mistake:
+        print(f"tinyvae: error: {mistake}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("tinyvae: stopped", file=sys.stderr)
+        sys.exit(130)  # 128 + SIGINT
+    except BrokenPipeError:
+        # `tinyvae ... | head` closed our output; point stdout elsewhere so that the interpreter's own
+        # flush at exit does not complain a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Our own warnings as one sentence; those of libraries with the place they come from."""
+    own = Path(filename).is_relative_to(Path(__file__).parents[1])
+    text = (
+        f"tinyvae: warning: {message}\n" if own else warnings.formatwarning(message, category, filename, lineno, line)
+    )
+    print(text, end="", file=file or sys.stderr)
+
+
+def leave(exit_code: int) -> None:
+    """End the process; as one of several that a launcher started, without the interpreter's tidying up.
+
+    There a library's background thread, met half-way through its end, now and then aborts a process whose work is
+    done and saved (seen once: "terminate called without an active exception", exit code -6), and the launcher then
+    calls the whole job failed.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""A small run of the whole recipe, before the long one.
+
+Command:   ./train_taehv_h100.sh 4 test --data_root FOLDER    (or: tinyvae train test --data_root FOLDER, on one GPU)
+Hardware:  one to four GPUs with 16 GB; one step is 4 clips of 16 frames at 128x128 on each.
+Needs:     checkpoints/taecvx.pth, the folder CogVideoX-2b (or --cogvideox_model_path owner/name), LPIPS weights.
+Expect:    18-22 dB after 100 steps from the released weights, more than 25 dB after 1,000; a smooth loss curve,
+           best_model/ written, no out-of-memory. (Values in circulation for this recipe, not measured by us.)
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from tinyvae.config import load_preset
+
+config = replace(
+    load_preset("h100"),
+    gradient_checkpointing=False,
+    height=128,
+    width=128,
+    n_frames=16,
+    max_frame_delta=3,
+    max_train_steps=10_000,
+    train_batch_size=2,
+    gradient_accumulation_steps=2,
+    learning_rate=3e-4,
+    lr_warmup_steps=500,
+    seraena_start=500,
+    seraena_buffer_mb=512,
+    ema_decay=0.999,
+    validation_steps=500,
+    checkpointing_steps=500,
+    output_dir=Path("output/test_%Y-%m-%d_%H-%M-%S"),
+    tracker_name="test",
+    log_every=10,
+)

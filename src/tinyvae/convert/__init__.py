@@ -1,0 +1,1 @@
+"""A trained model at work: videos to latents and back, and how fast that is here."""

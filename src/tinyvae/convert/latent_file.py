@@ -1,0 +1,176 @@
+"""Latents on disk: one safetensors file, written and read piece by piece.
+
+The tensor ``latents`` is N T C H W with N = 1, in diffusion space. A safetensors header comes first and states the
+shape, which is known only at the end of a stream; so room is kept for it and it is written last, filled up with spaces
+(which the format allows). What `decode` needs to give the video back is in the metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UnreadableVideoError, UserError
+from tinyvae.models.weights import LATENT_CONVENTION
+
+TENSOR = "latents"
+METADATA_KEY = "tinyvae_latents"
+HEADER_ROOM = 4096  # bytes
+DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentFacts:
+    """Where latents come from, as far as a file states it."""
+
+    variant: str | None = None
+    num_frames: int | None = None
+    """Of the video; decoding can give more, which are cut off."""
+    fps: float | None = None
+    height: int | None = None
+    """Of the video in pixels, before padding to whole latent pixels."""
+    width: int | None = None
+    source: str | None = None
+
+
+class LatentWriter:
+    """Write latents as they come; use it as a context manager. The file appears whole or not at all."""
+
+    def __init__(self, path: Path, facts: LatentFacts, *, overwrite: bool = False) -> None:
+        if path.exists() and not overwrite:
+            raise FileExistsAlreadyError(f"{path} exists already; remove it or pass --overwrite.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self._facts = path, facts
+        self._part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        self._stream = self._part.open("wb")
+        self._stream.write(b" " * HEADER_ROOM)
+        self.num_latents = 0
+        self._frame_shape: tuple[int, ...] | None = None
+        self._dtype: torch.dtype | None = None
+
+    def write(self, latents_NTCHW: Tensor) -> None:
+        """Append the next latents of one video (N = 1)."""
+        assert latents_NTCHW.ndim == 5 and latents_NTCHW.shape[0] == 1, latents_NTCHW.shape
+        shape = tuple(latents_NTCHW.shape[2:])
+        assert self._frame_shape in (None, shape) and self._dtype in (None, latents_NTCHW.dtype)
+        self._frame_shape, self._dtype = shape, latents_NTCHW.dtype
+        # numpy has no bfloat16: the bytes are what counts.
+        self._stream.write(latents_NTCHW.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        self.num_latents += latents_NTCHW.shape[1]
+
+    def close(self) -> None:
+        assert self._frame_shape is not None and self._dtype is not None, "no latent was written"
+        shape = [1, self.num_latents, *self._frame_shape]
+        num_bytes = self._stream.tell() - HEADER_ROOM
+        header = {
+            "__metadata__": {"format": "pt", METADATA_KEY: json.dumps(describe_facts(self._facts), ensure_ascii=False)},
+            TENSOR: {"dtype": DTYPE_NAMES[self._dtype], "shape": shape, "data_offsets": [0, num_bytes]},
+        }
+        # Names in other scripts stay short this way; a byte of a name that is no UTF-8 becomes a question mark.
+        body = json.dumps(header, ensure_ascii=False).encode("utf-8", "replace")
+        assert len(body) <= HEADER_ROOM - 8, "the metadata outgrew its room"
+        self._stream.seek(0)
+        self._stream.write(struct.pack("<Q", HEADER_ROOM - 8) + body.ljust(HEADER_ROOM - 8))
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        self._part.replace(self.path)
+
+    def discard(self) -> None:
+        self._stream.close()
+        self._part.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def describe_facts(facts: LatentFacts) -> dict[str, Any]:
+    stated = {**asdict(facts), "latent_convention": LATENT_CONVENTION}
+    # A path of thousands of characters would not fit; its end says which file it was.
+    stated["source"] = facts.source[-500:] if facts.source else None
+    return stated
+
+
+class LatentReader:
+    """Latents of a file, read piece by piece; also of files that other programs wrote (their one 5-D or 4-D tensor)."""
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        if not path.is_file():
+            raise MissingFileError(f"there is no latents file at {path}; make one with: tinyvae encode MODEL VIDEO")
+        try:
+            self._file = safe_open(path, framework="pt")
+        except SafetensorError as broken:
+            raise UserError(_why_no_latents(path, broken)) from None
+        self.path = path
+        self._key = self._tensor_name()
+        shape = self._file.get_slice(self._key).get_shape()
+        if len(shape) == 5 and shape[0] != 1:
+            raise UserError(f"{path} holds {shape[0]} videos in one tensor; save one video in a file.")
+        self._has_batch = len(shape) == 5
+        self.num_latents = shape[1] if self._has_batch else shape[0]
+        if not self.num_latents:
+            raise UserError(f"{path} holds no latent: its tensor {self._key!r} is {'x'.join(map(str, shape))}.")
+        self.frame_shape: tuple[int, int, int] = tuple(shape[-3:])
+        self.facts = self._facts()
+
+    def chunks(self, num_latents: int) -> Iterator[Tensor]:
+        """NTCHW pieces of at most ``num_latents`` latents, in order."""
+        stored = self._file.get_slice(self._key)
+        for start in range(0, self.num_latents, num_latents):
+            stop = min(self.num_latents, start + num_latents)
+            yield stored[:, start:stop] if self._has_batch else stored[start:stop][None]
+
+    def _tensor_name(self) -> str:
+        names = list(self._file.keys())
+        if TENSOR in names:
+            return TENSOR
+        fitting = [name for name in names if len(self._file.get_slice(name).get_shape()) in (4, 5)]
+        if len(fitting) != 1:
+            raise UserError(
+                f"{self.path} holds no tensor named {TENSOR!r} (it has {', '.join(names[:4]) or 'none'}); latents are "
+                "one tensor N T C H W, as `tinyvae encode` writes it."
+            )
+        return fitting[0]
+
+    def _facts(self) -> LatentFacts:
+        try:
+            stated = json.loads((self._file.metadata() or {}).get(METADATA_KEY, "{}"))
+        except json.JSONDecodeError:
+            raise UserError(f"the metadata of {self.path} is damaged; encode the video again.") from None
+        known = LatentFacts.__dataclass_fields__
+        return LatentFacts(**{key: value for key, value in stated.items() if key in known})
+
+
+def _why_no_latents(path: Path, broken: Exception) -> str:
+    from tinyvae.video.decode import probe_video
+
+    try:
+        probe_video(path)
+    except UnreadableVideoError:
+        return (
+            f"{path} is not a whole safetensors file ({broken}); name a latents file, or make one with: "
+            "tinyvae encode MODEL VIDEO"
+        )
+    return (
+        f"{path} is a video, and decode takes latents; make them with `tinyvae encode MODEL {path}`, or send the "
+        f"video through the model in one go with `tinyvae reconstruct MODEL {path}`."
+    )

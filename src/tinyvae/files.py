@@ -1,0 +1,114 @@
+"""Files on disk: written as a whole or not at all, hashed, locked, and proved writable before the work."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from tinyvae.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+@contextmanager
+def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
+    """Open a file for writing that gets its name only when it is complete and on the disk.
+
+    Until then it is hidden beside its place as ``.NAME.PID.part``. A failure removes it; a kill leaves at most that.
+
+    Example::
+
+        with atomic_write(folder / "config.json", "w") as stream:
+            json.dump(values, stream)
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open(mode, encoding=None if "b" in mode else "utf-8") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def lock_file(stream: IO[bytes], *, wait: bool) -> None:
+    """Hold ``stream`` alone until it is closed; ``BlockingIOError`` where another process does and ``wait`` is False.
+
+    A system without file locks lets everybody in.
+    """
+    if fcntl is not None:
+        fcntl.flock(stream, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def make_output_folder(folder: Path, *, option: str = "--output_dir") -> None:
+    """Create a folder and write into it once, so that hours of work do not end at a folder that cannot be written.
+
+    ``option``: what the user gave the folder by, for the message.
+    """
+    try:
+        if folder.is_file():
+            raise UserError(f"{option} {folder} is a file; name a folder.")
+        _prove_writable(folder)
+    except OSError as refused:
+        raise UserError(
+            f"{option} {folder} cannot be written ({refused.strerror or refused}); name another folder."
+        ) from None
+
+
+def check_output_file(file: Path, *, option: str, suffix: str | None = None) -> None:
+    """The same for one file: its folder is made and written to, and the file itself can be one.
+
+    ``suffix``: what its name must end in, where the content is always of one kind.
+    """
+    if suffix is not None and file.suffix.lower() != suffix:
+        kind = suffix.removeprefix(".").upper()
+        raise UserError(f"{option} {file}: a {kind} file is written; give a name that ends in {suffix}.")
+    try:
+        if file.is_dir():
+            raise UserError(f"{option} {file} is a folder; name a file in it.")
+        _prove_writable(file.parent)
+        if file.exists():
+            with file.open("ab"):  # nothing is changed
+                pass
+    except OSError as refused:
+        raise UserError(
+            f"{option} {file} cannot be written ({refused.strerror or refused}); name another place."
+        ) from None
+
+
+def _prove_writable(folder: Path) -> None:
+    if folder.is_file():  # mkdir would only say that something of that name exists
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a file")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Around the work on one file: a full disk or a folder that went away is the user's to fix, not a bug."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as fault:
+        raise UserError(
+            f"writing to {folder} failed ({fault.strerror or fault}); check its space and permissions."
+        ) from fault

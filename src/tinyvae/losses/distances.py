@@ -1,0 +1,76 @@
+"""How far the decoded frames are from the frames they should be.
+
+The loss is computed in fp32 whatever the networks run in: a bf16 mean over a clip would keep three digits.
+Nothing is clamped: outside [0, 1] a clamp has no gradient and the pixel would never come back.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from tinyvae.errors import UserError, nearest_name
+from tinyvae.models.variants import VariantSpec
+
+LossKind = Literal["mse", "l1", "charbonnier"]
+LOSS_KINDS: tuple[str, ...] = get_args(LossKind)
+
+CHARBONNIER_WIDTH = 1e-3
+"""Below this difference (of a [0, 1] pixel) the Charbonnier loss is quadratic, above it linear."""
+
+
+def check_loss_kind(kind: str) -> None:
+    """Refuse a loss kind that does not exist, naming the nearest."""
+    if kind not in LOSS_KINDS:
+        raise UserError(f"there is no loss {kind!r}.{nearest_name(kind, LOSS_KINDS)} Use {', '.join(LOSS_KINDS)}.")
+
+
+def mean_distance(a: Tensor, b: Tensor, kind: LossKind) -> Tensor:
+    """Mean over all elements of the distance between two tensors of one shape; a scalar in fp32."""
+    assert a.shape == b.shape, f"two different shapes: {tuple(a.shape)} and {tuple(b.shape)}"
+    difference = a.float() - b.float()
+    if kind == "l1":
+        return difference.abs().mean()
+    squared = difference * difference
+    if kind == "charbonnier":
+        # Minus the width: a perfect reconstruction costs exactly 0, and the gradient is the same.
+        return ((squared + CHARBONNIER_WIDTH**2).sqrt() - CHARBONNIER_WIDTH).mean()
+    assert kind == "mse", kind
+    return squared.mean()
+
+
+def reconstruction_loss(decoded_NTCHW: Tensor, target_NTCHW: Tensor, kind: LossKind = "mse") -> Tensor:
+    """Distance of decoded frames (not clamped) from their targets in [0, 1]; a scalar in fp32.
+
+    ``target_NTCHW`` comes from `VideoCodec.target`: decoded frame j is input frame j. The same function serves the
+    student's own round trip and the decoding of a teacher's latents.
+    """
+    return mean_distance(decoded_NTCHW, target_NTCHW, kind)
+
+
+def latent_loss(student_NTCHW: Tensor, teacher_NTCHW: Tensor, kind: LossKind = "mse") -> Tensor:
+    """Distance of student latents from teacher latents, both in diffusion space; a scalar in fp32.
+
+    The teacher's latents are a target: no gradient flows into them.
+    """
+    return mean_distance(student_NTCHW, teacher_NTCHW.detach(), kind)
+
+
+def temporal_loss(decoded_NTCHW: Tensor, target_NTCHW: Tensor, kind: LossKind = "mse") -> Tensor:
+    """Distance of ``decoded[t+1] - decoded[t]`` from ``target[t+1] - target[t]``; a scalar in fp32.
+
+    Needs two frames or more: `check_temporal_frames` says so at start-up.
+    """
+    decoded, target = decoded_NTCHW.float(), target_NTCHW.float()
+    assert decoded.shape[1] >= 2, f"one decoded frame has no difference in time: {tuple(decoded.shape)}"
+    return mean_distance(decoded[:, 1:] - decoded[:, :-1], target[:, 1:] - target[:, :-1], kind)
+
+
+def check_temporal_frames(spec: VariantSpec, n_frames: int) -> None:
+    """Refuse a temporal loss on clips of which only one frame is decoded."""
+    if spec.aligned_frames(n_frames) < 2:
+        raise UserError(
+            f"temporal_loss_weight needs at least 2 decoded frames, but {spec.name} decodes "
+            f"{spec.aligned_frames(n_frames)} of n_frames={n_frames}; use longer clips or a weight of 0."
+        )

@@ -1,0 +1,135 @@
+"""The conditional patch discriminator of Seraena: an image and its context in, six score maps out.
+
+Keys and shapes are those of the published Seraena. It always computes in fp32, under autocast too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTHS = (64, 128, 256, 512, 512, 512)
+HALVES = (False, True, True, True, False, False)
+"""Which of the six blocks halve height and width (4x4 stride 2); the others are 3x3."""
+
+PATCH_PIXELS = 8
+"""One score stands for a patch of 8 x 8 pixels."""
+
+
+class SeraenaDiscriminator(nn.Module):
+    """Scores [N, 6, H//8, W//8] of images in [0, 1] with their contexts; trained to +1 for fake, -1 for real."""
+
+    def __init__(self, image_channels: int, context_channels: int) -> None:
+        super().__init__()
+        self.image_channels = image_channels
+        self.context_channels = context_channels
+        inputs = (image_channels + context_channels, *WIDTHS[:-1])
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(c_in, c_out, 4 if halves else 3, stride=2 if halves else 1, padding=1, bias=False),
+                nn.BatchNorm2d(c_out),
+                nn.ReLU(),
+            )
+            for c_in, c_out, halves in zip(inputs, WIDTHS, HALVES, strict=True)
+        )
+        self.proj = nn.ModuleList(nn.Conv2d(width, 1, 1, bias=False) for width in WIDTHS)
+
+    @classmethod
+    def from_seed(cls, image_channels: int, context_channels: int, seed: int) -> SeraenaDiscriminator:
+        """Fresh weights that depend on the seed alone: equal on every rank, and no draw from torch's own stream."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.device("meta"):
+            discriminator = cls(image_channels, context_channels)
+        discriminator.to_empty(device="cpu")
+        for module in discriminator.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_uniform_(module.weight, a=5**0.5, generator=generator)  # torch's own default
+            elif isinstance(module, nn.BatchNorm2d):
+                module.reset_parameters()
+        return discriminator
+
+    def forward(self, images_NCHW: Tensor, contexts_NCHW: Tensor) -> Tensor:
+        height, width = images_NCHW.shape[-2:]
+        patches = (height // PATCH_PIXELS, width // PATCH_PIXELS)
+        with torch.autocast(device_type=images_NCHW.device.type, enabled=False):
+            contexts = F.interpolate(contexts_NCHW.float(), size=(height, width), mode="nearest")
+            x = torch.cat([2 * images_NCHW.float() - 1, contexts], dim=1)
+            maps = []
+            for block, proj in zip(self.blocks, self.proj, strict=True):
+                x = block(x)
+                maps.append(_pool(proj(x), patches))
+            return torch.cat(maps, dim=1)
+
+    def running_statistics(self) -> list[Tensor]:
+        """The running means and variances of the batch norms (the tensors themselves, not copies)."""
+        norms = [module for module in self.modules() if isinstance(module, nn.BatchNorm2d)]
+        statistics = [value for norm in norms for value in (norm.running_mean, norm.running_var)]
+        return [value for value in statistics if value is not None]
+
+
+def _pool(scores_N1HW: Tensor, patches: tuple[int, int]) -> Tensor:
+    """Average a score map down to one value per patch: [N, 1, H//8, W//8].
+
+    Training sizes are multiples of 8, where plain pooling does the same as adaptive pooling and, unlike it, gives the
+    same gradient bits on a GPU every time.
+    """
+    height, width = scores_N1HW.shape[-2:]
+    if height % patches[0] or width % patches[1]:
+        return F.adaptive_avg_pool2d(scores_N1HW, patches)
+    return F.avg_pool2d(scores_N1HW, (height // patches[0], width // patches[1]))
+
+
+Normalisation = Literal["golden", "size_independent"]
+NORMALISATIONS: tuple[str, ...] = get_args(Normalisation)
+
+STD_FLOOR = 1e-5
+"""Added to the gradient's deviation before it divides: a discriminator that sees no difference asks for nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """``values_NCHW``: what to add to each fake, detached. The rest are scalars for the log, on the same device."""
+
+    values_NCHW: Tensor
+    std: Tensor
+    real_score: Tensor
+    fake_score: Tensor
+
+
+def make_correction(
+    discriminator: SeraenaDiscriminator,
+    real_NCHW: Tensor,
+    fake_NCHW: Tensor,
+    contexts_NCHW: Tensor,
+    normalisation: Normalisation,
+) -> Correction:
+    """The direction in which each fake's scores come nearer to its real image's; the discriminator in eval mode.
+
+    g = -gradient over the fakes of the sum over samples of mean (D(real) - D(fake))², divided by its own standard
+    deviation over the whole batch + 1e-5. In ``golden`` mode that mean is over the score maps and all H/8 · W/8
+    patches, as published: g shrinks with the image while the 1e-5 stays, and the correction fades at large sizes.
+    ``size_independent`` takes the sum over patches instead, so the same fault gets the same correction at any size.
+    """
+    assert not discriminator.training, "the correction is made in eval mode"
+    with torch.enable_grad():
+        fake = fake_NCHW.detach().clone().requires_grad_(True)
+        with torch.no_grad():
+            real_scores = discriminator(real_NCHW, contexts_NCHW)
+        fake_scores = discriminator(fake, contexts_NCHW)
+        distance = (real_scores - fake_scores).square().mean(dim=(1, 2, 3)).sum()
+        (gradient,) = torch.autograd.grad(distance, fake)
+    g = -gradient
+    if normalisation == "size_independent":
+        height, width = g.shape[-2:]
+        g = g * ((height // PATCH_PIXELS) * (width // PATCH_PIXELS))
+    values = g / (g.std(correction=0) + STD_FLOOR)
+    return Correction(
+        values_NCHW=values,
+        std=values.std(correction=0),
+        real_score=real_scores.mean(),
+        fake_score=fake_scores.detach().mean(),
+    )

@@ -1,0 +1,121 @@
+"""How long work shows how far it is: a moving bar on a terminal, a line now and then in a file or a pipe."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+SECONDS_PER_LINE = 10.0
+"""How often a line is written where nobody watches a bar move."""
+
+
+class _Lines:
+    """Takes what tqdm writes to move a bar, and writes each state of it as one line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.encoding = stream.encoding
+
+    def write(self, text: str) -> None:
+        line = text.strip()
+        if line:
+            self._stream.write(line + "\n")
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+class _LineBar(tqdm):
+    """A bar whose words behind it wait for the next line that is due."""
+
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+        super().set_postfix_str(s, refresh=False)
+
+
+def progress_bar(iterable: Iterable[Any] | None = None, *, leave: bool = True, **options: Any) -> tqdm[Any]:
+    """`tqdm` on stderr. Where that is no terminal: the first state, one each ten seconds, and the last.
+
+    A bar that disappears from a terminal at its end (``leave=False``) writes lines there only where it takes longer
+    than ten seconds.
+    """
+    if sys.stderr.isatty():
+        return tqdm(iterable, leave=leave, **options)
+    lines: Any = _Lines(sys.stderr)
+    delay = 0.0 if leave else SECONDS_PER_LINE
+    return _LineBar(iterable, file=lines, mininterval=SECONDS_PER_LINE, miniters=1, delay=delay, **options)
+
+
+log = logging.getLogger(__name__)
+
+
+class LastingStream:
+    """A stream whose writes never fail. Once one has, everything for it goes nowhere, also what C libraries write."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as fault:
+            self._let_go(fault)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as fault:
+            self._let_go(fault)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _let_go(self, fault: OSError) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        reason = fault.strerror or fault
+        log.warning("%s can no longer be written (%s); the run goes on, train.log has its lines", self.name, reason)
+
+
+def outlive_readers() -> None:
+    """From now on no write to stdout or stderr of this process fails."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, LastingStream):
+            setattr(sys, name, LastingStream(stream))
+
+
+MINUTE, HOUR, DAY, YEAR = 60.0, 3600.0, 86_400.0, 365.25 * 86_400.0
+
+
+def bytes_in_words(count: float) -> str:
+    """``0 bytes``, ``12.3 KiB``, ``1.50 GiB``: three digits and the unit that suits them."""
+    if count < 1024:
+        return f"{count:.0f} bytes"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        count /= 1024
+        if count < 1000 or unit == "TiB":
+            break
+    return f"{count:.{2 if count < 10 else 1 if count < 100 else 0}f} {unit}"
+
+
+def duration_in_words(seconds: float) -> str:
+    """``0.35 s``, ``12 s``, ``4 min``, ``2.7 hours``, ``11 days``, ``31 years``."""
+    for limit, unit, name in ((2 * HOUR, MINUTE, "min"), (2 * DAY, HOUR, "hours"), (2 * YEAR, DAY, "days")):
+        if seconds < 2 * MINUTE:
+            return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+        if seconds < limit:
+            amount = seconds / unit
+            return f"{amount:.1f} {name}" if amount < 10 else f"{amount:.0f} {name}"
+    return f"{seconds / YEAR:,.0f} years"
+
+
+def count_of(number: int, noun: str) -> str:
+    """``1 clip``, ``3 clips``; of nouns that take an s."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,458 @@
+"""The engine under DeepSpeed, and the choice between the two engines.
+
+Every process computes the gradients of its own clips on a whole copy of the weights, as the plain engine does, with
+nobody to wait for. When all are well the gradients are handed to DeepSpeed in one go: it averages them, clips them,
+steps its part of the optimiser and gathers the new weights. So a process that meets a NaN or runs out of memory in
+the middle of a step cannot leave the others hanging in a collective of a half-done backward pass, and a run gives the
+same numbers under every engine. What that costs is one whole copy of the weights on each device: 45 MB for the
+released networks, where the activations of one clip take gigabytes.
+
+Checkpoints hold the optimiser's state whole, in the plain engine's form, so a run moves freely between engines, ZeRO
+stages and numbers of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor, nn
+
+from tinyvae.config.schema import TrainConfig
+from tinyvae.errors import UserError, require_package
+from tinyvae.training.engine import Engine, StepResult, as_number
+from tinyvae.training.optim import OptimizerSet
+
+NAMES_OF_KEYS = "ACCELERATE_CONFIG_DS_FIELDS"
+PASSED = {
+    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+}
+"""Key of ``deepspeed_config`` -> the variable that passes its value."""
+
+NOT_PASSED = ("mixed_precision", "deepspeed_multinode_launcher")  # keys that are the launcher's own matter
+
+MUST_BE_OFF = {
+    "ACCELERATE_USE_FSDP": "FSDP; tinyvae runs under DDP or DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM; tinyvae runs under DDP or DeepSpeed",
+    "ACCELERATE_DYNAMO_BACKEND": "dynamo; the run's compile_model decides that",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "zero3_init_flag; the network is small and is built whole",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model; checkpoints always hold whole fp32 weights",
+}
+
+ONLY_AT = {  # the ZeRO stages in which a key has an effect, where that is not all of them
+    "offload_param": (3,),
+    "allgather_bucket_size": (1, 2),
+    "reduce_scatter": (1, 2),
+    "sub_group_size": (3,),
+    "stage3_param_persistence_threshold": (3,),
+    "stage3_model_persistence_threshold": (3,),
+}
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_auto(cls, content: Any) -> Any:
+        if isinstance(content, dict):
+            content = {key: value for key, value in content.items() if value not in ("auto", "none", None)}
+        return content
+
+
+class Offload(_Section):
+    device: Literal["cpu"] | None = None
+    pin_memory: bool = False
+
+
+Size = Annotated[int, Field(ge=0)]
+Bucket = Annotated[int, Field(ge=2, multiple_of=2)]  # DeepSpeed aligns pieces to pairs of numbers
+
+
+class Zero(_Section):
+    stage: Annotated[int, Field(ge=1, le=3)]
+    offload_optimizer: Offload = Offload()
+    offload_param: Offload = Offload()
+    reduce_bucket_size: Bucket | None = None
+    allgather_bucket_size: Bucket | None = None
+    overlap_comm: bool | None = None
+    contiguous_gradients: bool | None = None
+    reduce_scatter: bool | None = None
+    sub_group_size: Size | None = None
+    stage3_param_persistence_threshold: Size | None = None
+    stage3_model_persistence_threshold: Size | None = None
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> Zero:
+        lost = [key for key in self.model_dump(exclude_defaults=True) if self.stage not in ONLY_AT.get(key, (1, 2, 3))]
+        if lost:
+            raise ValueError(f"{', '.join(lost)} has no effect at ZeRO stage {self.stage}; take it out")
+        return self
+
+
+class DeepSpeedSettings(_Section):
+    """What DeepSpeed may be told, in the form of its JSON. What is "auto" or left out, the run or DeepSpeed decides."""
+
+    zero_optimization: Zero
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """What a launch asks for; ``place`` is where, for messages. ``deepspeed`` is None for the plain engine."""
+
+    place: str
+    mixed_precision: str
+    deepspeed: DeepSpeedSettings | None
+
+    def disagreements(self, config: TrainConfig) -> list[str]:
+        """Where the launch says something else than the run's settings; empty where nothing clashes."""
+        told = self.deepspeed
+        pairs = [
+            ("mixed_precision", self.mixed_precision, "mixed_precision"),
+            ("gradient_accumulation_steps", told and told.gradient_accumulation_steps, "gradient_accumulation_steps"),
+            ("gradient_clipping", told and told.gradient_clipping, "max_grad_norm"),
+        ]
+        return [
+            f"{self.place} says {name}: {value}, and the run's {key} is {getattr(config, key)}; take the line out (the "
+            "run decides), or make them agree"
+            for name, value, key in pairs
+            if value not in (None, "no", getattr(config, key))  # "no" is also what accelerate passes by default
+        ]
+
+    def check(self, config: TrainConfig) -> None:
+        """Refuse a launch that says something else than the run's settings."""
+        problems = self.disagreements(config)
+        if problems:
+            raise UserError(f"{'; '.join(problems)}.")
+
+
+def read_environment(environment: Mapping[str, str], *, place: str = "the launch configuration") -> LaunchConfig:
+    """The launch that accelerate's variables describe."""
+    on = [variable for variable in MUST_BE_OFF if environment.get(variable, "no").lower() not in ("no", "false")]
+    problems = [f"{place} asks for {MUST_BE_OFF[variable]}" for variable in on]
+    deepspeed = None
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        place, content = _deepspeed_content(environment, place, problems)
+        try:
+            deepspeed = DeepSpeedSettings.model_validate(content)
+        except ValidationError as wrong:
+            for error in wrong.errors():
+                why = "it has no effect here; take it out" if error["type"] == "extra_forbidden" else error["msg"]
+                problems.append(f"{place}: {'.'.join(map(str, error['loc']))}: {why.removeprefix('Value error, ')}")
+    if problems:
+        raise UserError(f"{'; '.join(problems)}. See docs/engines.md#launch-files")
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    return LaunchConfig(place=place, mixed_precision=precision, deepspeed=deepspeed)
+
+
+def _deepspeed_content(environment: Mapping[str, str], place: str, problems: list[str]) -> tuple[str, Any]:
+    """(where it stands, what DeepSpeed is told in the form of its JSON)."""
+    inline = {key: environment[variable] for key, variable in PASSED.items() if variable in environment}
+    lost = [key for key in environment.get(NAMES_OF_KEYS, "").split(",") if key and key not in (*inline, *NOT_PASSED)]
+    if lost:
+        problems.append(
+            f"{place}: accelerate does not pass on {', '.join(lost)} of deepspeed_config; write such values into a "
+            "DeepSpeed JSON and name it there (deepspeed_config_file), as accelerate_configs/deepspeed.yaml does"
+        )
+    file = inline.pop("deepspeed_config_file", "none")
+    if file == "none":
+        zero: dict[str, Any] = {"stage": inline.get("zero_stage", 2)}  # accelerate's default
+        zero |= {f"offload_{what}": {"device": inline.get(f"offload_{what}_device")} for what in ("optimizer", "param")}
+        return place, {"zero_optimization": zero} | {key: inline.get(key) for key in inline if "gradient" in key}
+    doubled = [key for key, value in inline.items() if value.lower() not in ("auto", "none", "false")]
+    if doubled:
+        problems.append(f"{place} names the DeepSpeed JSON {file}, so write {', '.join(doubled)} there")
+    return f"{place} ({file})", _read_json(file)
+
+
+def _read_json(named: str) -> Any:
+    # accelerate passes the path as it was written; the files of this checkout are found from every working folder.
+    places = (Path(named), Path(__file__).resolve().parents[3] / named)
+    file = next((place for place in places if place.is_file()), places[0])
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as fault:
+        raise UserError(f"the DeepSpeed JSON {file} cannot be read ({fault}; looked from {Path.cwd()}).") from None
+
+
+def read_launch_file(file: Path) -> LaunchConfig:
+    """What ``accelerate launch --config_file FILE`` will ask for."""
+    from accelerate.commands.config.config_args import load_config_from_file
+    from yaml import YAMLError
+
+    try:
+        content = vars(load_config_from_file(str(file)))
+    except (OSError, ValueError, TypeError, AttributeError, YAMLError) as fault:  # accelerate does not check types
+        raise UserError(f"accelerate cannot read {file}: {' '.join(str(fault).split())}") from None
+    kind, block = getattr(content["distributed_type"], "value", "NO"), content.get("deepspeed_config") or {}
+    if not isinstance(block, dict) or (block and kind != "DEEPSPEED"):
+        raise UserError(f"{file}: deepspeed_config must hold keys and values, under distributed_type: DEEPSPEED.")
+    environment = {PASSED[key]: str(block[key]) for key in PASSED if block.get(key) is not None}
+    environment |= {f"ACCELERATE_USE_{name}": str(kind == name) for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM")}
+    environment["ACCELERATE_DYNAMO_BACKEND"] = str(content["dynamo_config"].get("dynamo_backend", "NO"))
+    environment["ACCELERATE_MIXED_PRECISION"] = str(content["mixed_precision"] or "no")
+    environment[NAMES_OF_KEYS] = ",".join(map(str, block))
+    return read_environment(environment, place=str(file))
+
+
+log = logging.getLogger(__name__)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _Given(torch.autograd.Function):
+    """A zero whose gradient with respect to the parameters is one that is already known."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(gradient * outer[0] for gradient in ctx.gradients))
+
+
+class _Held(nn.Module):
+    """The parameters as DeepSpeed holds them. They sit on one module, so that ZeRO-3 gathers them in one exchange."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for name, parameter in model.named_parameters():
+            # DeepSpeed sees flat memory, so a channels-last weight is held in the plain order.
+            plain = parameter.detach().clone(memory_format=torch.contiguous_format)
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(plain))
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return _Given.apply(gradients, *self.parameters())
+
+
+class DeepSpeedEngine(Engine):
+    """One process of a run whose optimiser is DeepSpeed's ZeRO."""
+
+    kind = "deepspeed"
+
+    def __init__(self, config: TrainConfig, settings: DeepSpeedSettings) -> None:
+        if config.optimizer == "muon":
+            raise UserError(
+                "optimizer=muon works on whole weight matrices, and DeepSpeed cuts them into flat pieces; use "
+                "--optimizer adamw, or launch with accelerate_configs/ddp_8gpu.yaml instead."
+            )
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        self._deepspeed = require_package("deepspeed", extra="deepspeed", needed_for="this launch configuration")
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        # DeepSpeed calls these at every step by names that torch wants to rename: nothing a user can fix.
+        for renamed in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            warnings.filterwarnings("ignore", message=rf".*{renamed}. is deprecated", category=FutureWarning)
+        super().__init__(config)
+        self._settings = settings
+        self._stage = settings.zero_optimization.stage
+        self._max_grad_norm = config.max_grad_norm
+        self._gathered: dict[str, Any] | None = None
+        # It joins the group that is there; with a single process there is none yet.
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        self._deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+
+    def prepare(self, model: nn.Module, optimizers: OptimizerSet) -> None:
+        super().prepare(model, optimizers)
+        (adamw,) = optimizers.optimizers
+        self._held = _Held(model)
+        held = list(self._held.parameters())
+        assert [id(p) for group in adamw.param_groups for p in group["params"]] == [id(p) for p in self._parameters]
+        adamw.param_groups[0]["params"] = held  # the optimiser that the loop knows now steps what DeepSpeed holds
+        self._adamw = adamw
+        self._zero, *_ = self._deepspeed.initialize(
+            model=self._held,
+            optimizer=adamw,
+            config=self._configuration(),
+            dist_init_required=False,
+        )
+        assert self._zero.zero_optimization_stage() == self._stage
+        # The loss scale is taken off gradients through an optimiser that holds them; this one does nothing else.
+        self._scaled = torch.optim.SGD(self._parameters, lr=0.0)
+
+    def _configuration(self) -> dict[str, Any]:
+        """What DeepSpeed is started with. It clips and steps; our loop accumulates."""
+        weights = sum(p.numel() for p in self._parameters)
+        bucket = max(2, weights + weights % 2)  # a bucket is a buffer: one that holds the network once is enough
+        zero = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+        zero |= self._settings.zero_optimization.model_dump(exclude_defaults=True)
+        told: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,  # it sees gradients, never clips
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": self._max_grad_norm,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # the optimiser is the plain engine's: the same steps, bit for bit
+            "steps_per_print": None,
+        }
+        if self._settings.communication_data_type is not None:
+            told["communication_data_type"] = self._settings.communication_data_type
+        return told
+
+    # the step
+
+    def discard_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def finish_step(self, *, max_grad_norm: float) -> StepResult:
+        """Hand the gradients of all processes to DeepSpeed; where they are not finite nothing changes anywhere."""
+        assert max_grad_norm == self._max_grad_norm, "DeepSpeed clips at the norm that it was started with"
+        gradients = self._own_gradients()
+        if gradients is None:
+            return StepResult(gradient_norm=math.inf, stepped=False)
+        with self._exchange("gradients"):
+            self._step_zero(gradients)
+        # Finite gradients can still overflow on the way, where they travel in fp16; DeepSpeed then changes nothing.
+        stepped = not self._zero.optimizer.overflow
+        if stepped:
+            self._take_weights()
+        self.discard_gradients()
+        norm = as_number(self._zero.get_global_grad_norm())
+        return StepResult(gradient_norm=norm if stepped else math.inf, stepped=stepped)
+
+    def _own_gradients(self) -> list[Tensor] | None:
+        """This process's gradients without the loss scale; None where those of any process are not finite."""
+        assert any(p.grad is not None for p in self._parameters), "finish_step without a backward pass"
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        finite = torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all()
+        (someone_is_bad,) = self.worst(0 if bool(finite) else 1)
+        if self._scaler.is_enabled():
+            # All loss scales must move alike, so whoever was well behaves as if it had overflowed too.
+            if someone_is_bad:
+                gradients[0].fill_(math.inf)
+            self._scaler.unscale_(self._scaled)
+            self._scaler.update()
+        if someone_is_bad:
+            self.discard_gradients()
+            return None
+        return [gradient.contiguous() for gradient in gradients]
+
+    def _step_zero(self, gradients: list[Tensor]) -> None:
+        self._zero.backward(self._zero(gradients))
+        self._zero.step()
+
+    def _take_weights(self) -> None:
+        """Copy the weights that DeepSpeed holds into the model that everybody else knows."""
+        held = list(self._held.parameters())
+        with torch.no_grad(), self._whole(held):
+            torch._foreach_copy_(list[Tensor](self._parameters), [p.detach().to(self.device) for p in held])
+
+    def _whole(self, held: list[nn.Parameter]) -> AbstractContextManager[Any]:
+        """The held parameters in one piece: ZeRO-3 gathers them, the other stages have them so."""
+        if self._stage < 3:
+            return nullcontext()
+        return self._deepspeed.zero.GatheredParameters(held)
+
+    # state
+
+    def weights_were_loaded(self) -> None:
+        """Put the model's weights into what DeepSpeed holds: the compute copy and the optimiser's own."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        for parameter, value in zip(self._held.parameters(), self._parameters, strict=True):
+            whole = value.detach().float()
+            if self._stage < 3:
+                parameter.data.copy_(whole)
+                safe_set_full_fp32_param(parameter, whole)
+            else:
+                piece = self._own_piece(parameter, whole)
+                parameter.ds_tensor.data.copy_(piece)  # type: ignore[attr-defined]
+                safe_set_local_fp32_param(parameter, piece)
+
+    def save_collective(self, folder: Path) -> None:
+        """Gather the optimiser's state, all processes together; `state_dict` then hands it out on the main one."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        state: dict[int, dict[str, Tensor]] = {}
+        steps = self._steps_taken()
+        if steps:
+            with self._exchange("the optimiser's state"):
+                for i, parameter in enumerate(self._held.parameters()):
+                    whole = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
+                    if self.is_main:
+                        state[i] = {name: value.detach().cpu().clone() for name, value in whole.items()}
+                        state[i]["step"] = torch.tensor(float(steps))
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self._adamw.param_groups]
+        groups[0]["params"] = list(range(len(self._parameters)))
+        self._gathered = {"optimizers": [{"state": state, "param_groups": groups}]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `save_collective` has just gathered, in the plain engine's form."""
+        assert self._gathered is not None, "state_dict without save_collective"
+        gathered, self._gathered = self._gathered, None
+        return {"optimizers": gathered, "scaler": self._scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over an optimiser's state, of this engine or the plain one, from any number of processes."""
+        (saved,) = state["optimizers"]["optimizers"]
+        for group, other in zip(self._adamw.param_groups, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in other.items() if key not in ("params", "base_lr")})
+        if saved["state"]:
+            self._make_moments()
+            for i, parameter in enumerate(self._held.parameters()):
+                for name in MOMENTS:
+                    self._set_moment(parameter, name, saved["state"][i][name].to(self.device, torch.float32))
+            for own in self._adamw.state.values():
+                own["step"].fill_(float(saved["state"][0]["step"]))
+        if self._scaler.is_enabled() and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def _steps_taken(self) -> int:
+        return next((int(own["step"]) for own in self._adamw.state.values() if "step" in own), 0)
+
+    def _make_moments(self) -> None:
+        """Have the optimiser make its (zero) moments: a step of rate 0 with gradients of 0 changes no weight."""
+        rates = [group["lr"] for group in self._adamw.param_groups]
+        for group in self._adamw.param_groups:
+            group["lr"] = 0.0
+        self._step_zero([p.new_zeros(p.shape) for p in self._parameters])
+        for group, rate in zip(self._adamw.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _set_moment(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        if self._stage < 3:
+            safe_set_full_optimizer_state(parameter, value, name)
+        else:
+            safe_set_local_optimizer_state(parameter, self._own_piece(parameter, value), name)
+
+    def _own_piece(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+        """This process's piece of a whole value, as ZeRO-3 cuts them: equal pieces, the last one padded with zeros."""
+        length = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
+        padded = value.new_zeros(length * self.world_size)
+        padded[: value.numel()] = value.reshape(-1)
+        return padded[length * self.rank : length * (self.rank + 1)]
+
+
+def start_engine(config: TrainConfig) -> Engine:
+    """The engine that the launch of this process asks for."""
+    launch = read_environment(os.environ)
+    launch.check(config)
+    return Engine(config) if launch.deepspeed is None else DeepSpeedEngine(config, launch.deepspeed)

@@ -1,0 +1,105 @@
+"""A torch profiler trace of a few steps, where the configuration asks for one.
+
+Not of the whole run: ten small steps already make a file of 150 MB, and the events of a long run would fill the memory
+of the machine before any of them is written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tinyvae.training.engine import StepResult
+
+log = logging.getLogger(__name__)
+
+TRACED_STEPS = 5
+SETTLING_STEPS = 5
+"""Steps before the traced ones: compilation and the first clips are not what a step costs."""
+
+
+class StepProfiler:
+    """Traces some of the next ``steps_left`` steps into ``file``, which is written right after the last of them.
+
+    ``file`` None: nothing is traced, and `step` and `close` do nothing.
+    """
+
+    def __init__(self, file: Path | None, *, device: torch.device, steps_left: int) -> None:
+        self._file = file
+        self._profile: torch.profiler.profile | None = None
+        if file is None or steps_left < 1:
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        traced = min(TRACED_STEPS, max(1, steps_left - 1))
+        warm_up = min(1, steps_left - traced)  # of the profiler itself
+        settling = min(SETTLING_STEPS, steps_left - traced - warm_up)
+        self._profile = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(wait=settling, warmup=warm_up, active=traced, repeat=1),
+            on_trace_ready=self._write,
+        )
+        self._profile.start()
+
+    def step(self) -> None:
+        """An optimiser step is over."""
+        if self._profile is not None:
+            self._profile.step()
+
+    def close(self) -> None:
+        """No more steps; a trace that is under way is written as far as it goes."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+    def _write(self, profile: torch.profiler.profile) -> None:
+        profile.export_chrome_trace(str(self._file))
+        log.info("profile of some steps: %s", self._file)
+
+
+log = logging.getLogger(__name__)
+
+
+class FirstStepLog:
+    """Tells of the first part of the first step that it hears of, and is silent from then on."""
+
+    def __init__(self) -> None:
+        self._has_tensors = False
+        self._has_losses = False
+
+    def tensors(self, named: Mapping[str, Tensor | None]) -> None:
+        if not self._has_tensors:
+            self._has_tensors = True
+            for name, value in named.items():
+                log.info("debug: %s: %s", name, "none" if value is None else describe(value))
+
+    def losses(self, named: Mapping[str, Tensor]) -> None:
+        if not self._has_losses:
+            self._has_losses = True
+            for name, value in named.items():
+                log.info("debug: %s: %.6g", name, float(value))
+
+    def step(self, result: StepResult, rates: Mapping[str, float]) -> None:
+        applied = "applied" if result.stepped else "NOT applied"
+        log.info("debug: gradient norm before clipping: %.6g, the step was %s", result.gradient_norm, applied)
+        for name, rate in rates.items():
+            log.info("debug: %s: %.6g", name, rate)
+
+
+def describe(value: Tensor) -> str:
+    """Shape, dtype, device and range of a tensor."""
+    shape = "x".join(map(str, value.shape))
+    kind = f"{shape} {str(value.dtype).removeprefix('torch.')} on {value.device}"
+    numbers = value.detach().float()
+    finite = torch.isfinite(numbers)
+    num_bad = int((~finite).sum())
+    if num_bad == numbers.numel():
+        return f"{kind}, no value is finite"
+    numbers = numbers[finite]
+    bad = f", {num_bad} values are not finite" if num_bad else ""
+    return f"{kind}, min {numbers.min():.4g}, max {numbers.max():.4g}, mean {numbers.mean():.4g}{bad}"

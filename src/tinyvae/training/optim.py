@@ -1,0 +1,221 @@
+"""AdamW, and Muon for the inner convolutions.
+
+Muon (momentum, then the update made orthogonal by five Newton-Schulz steps) trains the 4-D weights flattened to
+out x rest; biases, the first conv of the encoder and the last of the decoder stay with AdamW.
+`OptimizerSet` makes one or two torch optimisers look like one to the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinyvae.config.schema import TrainConfig
+from tinyvae.errors import UserError
+from tinyvae.models.taehv import TAEHV
+
+NEWTON_SCHULZ_STEPS = 5
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic whose iteration drives singular values towards 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Proposal:
+    """What a step would do to some of the weights."""
+
+    parameters: list[nn.Parameter]
+    moments: list[Tensor]
+    directions: list[Tensor]
+    lr: float
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum whose update matrix is orthogonalised.
+
+    `propose` does the work of a step without taking it: it can be handed to a GPU before the host knows whether the
+    gradients are fit to be applied. `step` takes the step (and proposes it first, where nobody has); `zero_grad`
+    forgets it.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], *, lr: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+        self._proposals: list[_Proposal] | None = None
+
+    @torch.no_grad()
+    def propose(self) -> None:
+        self._proposals = []
+        for group in self.param_groups:
+            by_short_side: dict[int, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_short_side.setdefault(min(_matrix_shape(parameter)), []).append(parameter)
+            for parameters in by_short_side.values():
+                self._proposals.append(self._propose_together(parameters, lr=group["lr"], momentum=group["momentum"]))
+
+    def _propose_together(self, parameters: list[nn.Parameter], *, lr: float, momentum: float) -> _Proposal:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        old = [self.state[p]["momentum"] if p in self.state else torch.zeros_like(p) for p in parameters]
+        moments = list(torch._foreach_lerp(old, gradients, 1.0 - momentum))
+        updates = list(torch._foreach_lerp(gradients, moments, momentum))
+        return _Proposal(parameters=parameters, moments=moments, directions=orthogonalise_all(updates), lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "the trainer computes the loss once"
+        if self._proposals is None:
+            self.propose()
+        for proposal in self._proposals or []:
+            for parameter, moment in zip(proposal.parameters, proposal.moments, strict=True):
+                self.state[parameter]["momentum"] = moment
+            torch._foreach_add_(list(proposal.parameters), proposal.directions, alpha=-proposal.lr)
+        self._proposals = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._proposals = None
+        super().zero_grad(set_to_none)
+
+
+def orthogonalise_all(updates: list[Tensor]) -> list[Tensor]:
+    """Each update as a semi-orthogonal matrix (out x rest), in its own shape; all have the same shorter side.
+
+    They lie on that side in one batch, filled up with columns of zeros, which stay zero and change nothing: a network
+    has a dozen shapes, and a dozen small batches cost a GPU more in launches than in arithmetic. On a GPU in bf16,
+    which is enough for a direction; on a CPU in fp32, where bf16 would be slower.
+    """
+    shapes = [_matrix_shape(update) for update in updates]
+    first = updates[0]
+    dtype = torch.bfloat16 if first.is_cuda else torch.float32
+    size = (len(updates), min(shapes[0]), max(max(shape) for shape in shapes))
+    batch = torch.zeros(size, dtype=dtype, device=first.device)
+    for wide, update in zip(batch, updates, strict=True):
+        _in_shape_of(update, wide).copy_(update)
+    directions = []
+    for wide, update, (rows, columns) in zip(orthogonalise(batch).to(first.dtype), updates, shapes, strict=True):
+        direction = _in_shape_of(update, wide)
+        directions.append(direction * math.sqrt(rows / columns) if rows > columns else direction)
+    return directions
+
+
+def _matrix_shape(weight: Tensor) -> tuple[int, int]:
+    """Rows and columns of a weight flattened to out x rest."""
+    return weight.shape[0], weight.numel() // weight.shape[0]
+
+
+def _in_shape_of(weight: Tensor, wide: Tensor) -> Tensor:
+    """The part of a wide matrix that a weight takes, as a view in the weight's shape; a tall one lies on its side."""
+    rows, columns = _matrix_shape(weight)
+    part = wide[:columns, :rows].T if rows > columns else wide[:rows, :columns]
+    return part.unflatten(1, weight.shape[1:])
+
+
+def orthogonalise(wide_BRC: Tensor) -> Tensor:
+    """The nearest semi-orthogonal matrices, roughly (singular values 0.7..1.2), of a batch of wide ones."""
+    a, b, c = NEWTON_SCHULZ
+    x = wide_BRC / (wide_BRC.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+class OptimizerSet:
+    """The optimisers of one model, driven as one. Peak rates live in ``base_lr`` of each group."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        for group in self.groups():
+            group.setdefault("base_lr", group["lr"])
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def set_rates(self, factor: float) -> None:
+        """Set every group's rate to ``factor`` times its peak."""
+        for group in self.groups():
+            group["lr"] = group["base_lr"] * factor
+
+    def propose(self) -> None:
+        """Hand the device what can be computed of the step before anybody knows whether it is taken."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.propose()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, and a step that was proposed and not taken."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over moments and step counts; the peak rates stay those of this run's configuration."""
+        saved = state["optimizers"]
+        sizes = [[len(group["params"]) for group in one["param_groups"]] for one in saved]
+        own = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
+        if sizes != own:
+            raise UserError(
+                f"the checkpoint's optimiser state holds groups of {sizes} weights, this run's {own}: it was made by "
+                "another version or with another optimizer setting; use it as --pretrained_model_path instead."
+            )
+        for optimizer, one in zip(self.optimizers, saved, strict=True):
+            peaks = [group["base_lr"] for group in optimizer.param_groups]
+            optimizer.load_state_dict(one)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["base_lr"] = peak
+
+
+def make_optimizers(model: TAEHV, config: TrainConfig) -> OptimizerSet:
+    """The optimisers that a configuration asks for, over all parameters of a model."""
+    inner = inner_conv_weights(model) if config.optimizer == "muon" else {}
+    plain = [p for name, p in model.named_parameters() if name not in inner]
+    adamw = torch.optim.AdamW(
+        plain,
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        fused=config.enable_fused_adam and model.device.type == "cuda",
+    )
+    if not inner:
+        return OptimizerSet([adamw])
+    muon = Muon(inner.values(), lr=config.muon_learning_rate, momentum=config.muon_momentum)
+    return OptimizerSet([muon, adamw])
+
+
+def inner_conv_weights(model: TAEHV) -> dict[str, nn.Parameter]:
+    """The 4-D weights but those of the first conv of the encoder, the last of the decoder, and depthwise ones.
+
+    The two convs at the latents belong to Muon: moving them there from AdamW was worth about half a dB after 1,000
+    steps (docs/results.md).
+    """
+    edges = {"encoder.0.weight", f"decoder.{len(model.decoder) - 1}.weight"}
+    return {
+        name: p
+        for name, p in model.named_parameters()
+        # A depthwise kernel is a row of 49 numbers per channel, not a matrix that mixes channels.
+        if p.ndim == 4 and p.shape[1] > 1 and name not in edges
+    }
+
+
+def learning_rate_factor(step: int, config: TrainConfig) -> float:
+    """Factor on every peak learning rate for optimiser step ``step`` (the first is 0); above 0 until the end."""
+    warmup = config.lr_warmup_steps if config.lr_scheduler != "constant" else 0
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if config.lr_scheduler in ("constant", "constant_with_warmup"):
+        return 1.0
+    # The last step (max_train_steps - 1) still learns: the rate would reach zero one step after it.
+    done = min(1.0, (step - warmup) / max(1, config.max_train_steps - warmup))
+    if config.lr_scheduler == "linear":
+        return 1.0 - done
+    if config.lr_scheduler == "polynomial":
+        return (1.0 - done) ** config.lr_power
+    if config.lr_scheduler == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+    assert config.lr_scheduler == "cosine_with_restarts", config.lr_scheduler
+    return 0.5 * (1.0 + math.cos(math.pi * (done * config.lr_num_cycles % 1.0)))

@@ -1,0 +1,84 @@
+"""`tinyvae bench`: the real thing at a small size, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tinyvae import TAEHV, save_model
+from tinyvae.cli.main import run
+from tinyvae.errors import UserError
+
+
+def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "bench.json"
+    options = ["--size", "16x24", "--frames", "5", "--device", "cpu", "--repeats", "3", "--output", str(target)]
+    assert run(["bench", "taehv", *options]) == 0
+    captured = capsys.readouterr()
+    shown = captured.out
+    assert "decode: 100%" in captured.err and "fused stream, call 3" in captured.err
+    report = json.loads(target.read_text())
+    assert [(row["operation"], row["codec"]) for row in report["timings"]] == [
+        ("decode", "plain"),
+        ("decode", "fused"),
+        ("decode", "fused stream"),
+        ("encode", "plain"),
+        ("encode", "fused"),
+        ("encode", "fused stream"),
+    ]
+    for row in report["timings"]:
+        assert row["milliseconds"] > 0
+        assert row["relative_error"] is None if "stream" in row["codec"] else row["relative_error"] < 1e-5
+        assert row["frames_per_s"] == pytest.approx(5 / row["milliseconds"] * 1e3)
+        assert f"{row['milliseconds']:.2f}" in shown
+    assert report["dtype"] == "float32" and report["ceilings"]["flops_per_s"] > 0
+    heading, legend = shown.splitlines()[3], shown.split("\n\n")[1]
+    for word in ("memory", "error", "compute", "bandwidth", "speed-up"):
+        assert word in heading and f"\n{word} " in f"\n{legend}", word
+    assert max(map(len, shown.splitlines()[3:])) <= 110
+    assert "eager" in report["engines"]["decoder"] and report["engines"]["decoder"] in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["taehv", "--size", "480"], "HEIGHTxWIDTH"),
+        (["taehv", "--size", "²x2"], "HEIGHTxWIDTH"),
+        (["taehv", "--device", "mps"], "mps"),
+        (["taehv", "--device", "meta"], "cpu"),
+        (["taehv", "--device", "cpu,cpu"], "one device"),
+        (["taehv", "--variant", "taew2_2", "--device", "cpu"], "leave one out"),
+        (["taehv", "--output", "model.safetensors"], "ends in .json"),
+        (["taehv", "--dtype", "float61", "--device", "cpu"], "Did you mean 'float16'"),
+        (["taehv", "--size", "481x720", "--device", "cpu"], "480x720 or 488x720"),
+        (["taehv", "--device", "gpu"], "no device 'gpu'"),
+        (["taehv", "--frames", "0"], "at least 1"),
+        (["taehv", "--size", "16x16", "--frames", "1", "--device", "cpu", "--repeats", "2"], "3 repeats"),
+        (["no_such_file.pth", "--device", "cpu"], "no_such_file.pth"),
+    ],
+)
+def test_mistakes_end_in_a_sentence(options: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        run(["bench", *options])
+
+
+def test_output_is_looked_at_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(UserError, match="is a folder"):
+        run(["bench", "taehv", "--device", "cpu", "--output", str(tmp_path / "folder.json")])
+
+
+def test_black_pictures_have_an_error_too(tmp_path: Path) -> None:
+    """Fresh weights may decode to values below 0 alone, which a clamp would make equal, and 0 / 0 an error."""
+    model = TAEHV("taehv", width=0.125)
+    with torch.no_grad():
+        model.decoder[-1].bias.fill_(-100.0)
+    save_model(model, tmp_path / "black")
+    target = tmp_path / "bench.json"
+    options = ["--size", "16x24", "--frames", "5", "--device", "cpu", "--repeats", "3", "--output", str(target)]
+    assert run(["bench", str(tmp_path / "black"), *options]) == 0
+    errors = [row["relative_error"] for row in json.loads(target.read_text())["timings"]]
+    assert all(0 < error < 1e-5 for error in errors if error is not None)

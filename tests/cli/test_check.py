@@ -1,0 +1,94 @@
+"""``tinyvae check`` as a user meets it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tinyvae.cli.main import run
+from tinyvae.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_quickstart_is_ready_on_any_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = run(["check", "quickstart", "--gpus", "1"])
+    shown = capsys.readouterr().out
+    assert code == 0 and "ready to train" in shown, shown
+    for name in ("frames", "packages", "data", "disk", "memory", "one step"):
+        assert f" {name} " in shown
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_missing_fails_with_its_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    launch = ROOT / "accelerate_configs" / "deepspeed_8gpu.yaml"
+    words = ["check", "scratch", "--gpus", "8", "--port", "0", "--no_step", "--launch", str(launch)]
+    code = run(words)
+    shown = capsys.readouterr().out
+    assert code == 1 and "fix: no data is named" in shown and "need a fix" in shown
+    assert "DeepSpeed ZeRO-2" in shown and "use --optimizer adamw" in shown
+    if not torch.cuda.is_available():
+        assert "fix: 8 wanted: try it on the machine that has them" in shown
+        monkeypatch.setenv("USE_CPU", "1")
+        run(words)
+        assert "8 wanted" not in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_is_not_there_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["check", "quickstart", "--no_step", "--resume", "latest"]) == 1
+    shown = capsys.readouterr().out
+    assert " resume " in shown and "there is no intact checkpoint" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["quickstart", "--gpus", "0"], "--gpus must be at least 1, not 0"),
+        (["quickstart", "--port", "99999"], "--port must be from 0 (any) to 65535"),
+        ([], "the following arguments are required: PRESET_OR_FILE\n"),
+    ],
+)
+def test_options_out_of_range_are_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["check", *words])
+    assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_port_in_the_environment_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MASTER_PORT", "abc")
+    with pytest.raises(UserError, match="MASTER_PORT must be a number"):
+        run(["check", "quickstart", "--gpus", "2", "--no_step"])
+
+
+def test_quick_says_only_what_the_run_would_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["check", "quickstart", "--quick"]) == 0
+    assert capsys.readouterr().out == ""
+    with pytest.raises(UserError, match="data_root"):
+        run(["check", "scratch", "--quick"])
+    with pytest.raises(UserError, match="no intact checkpoint"):
+        run(["check", "quickstart", "--quick", "--resume", "latest"])
+    launch = tmp_path / "launch.yaml"
+    launch.write_text("distributed_type: MULTI_GPU\nmixed_precision: fp16\n")
+    with pytest.raises(UserError, match="mixed_precision: fp16"):
+        run(["check", "quickstart", "--quick", "--launch", str(launch)])
+
+
+def test_settings_are_those_of_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="learning_rat"):
+        run(["check", "quickstart", "--learning_rat", "1"])

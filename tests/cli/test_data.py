@@ -1,0 +1,150 @@
+"""``tinyvae data``: what it prints, what it writes, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from tinyvae.cli import main as cli
+from tinyvae.data.index import open_index
+from tinyvae.errors import MissingFileError, UserError
+
+
+def write_video(path: Path, *, frames: int = 20, width: int = 160, height: int = 136, level: int = 128) -> None:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=24, options={"crf": "20", "preset": "ultrafast"})
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        ramp = np.linspace(0, 255, width).astype(np.uint8)
+        for number in range(frames):
+            picture = np.broadcast_to(np.roll(ramp, 4 * number)[None, :, None], (height, width, 3)).copy()
+            picture[: height // 2] = level
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data_verb")
+    for number in range(6):
+        write_video(folder / f"v{number}.mp4", level=40 * number)
+    write_video(folder / "short.mp4", frames=6)
+    return folder
+
+
+def run(*words: object) -> int:
+    return cli.run(["data", *map(str, words)])
+
+
+def test_index_then_check_an_index(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("index", folder, "-o", tmp_path / "v.tvi", "--num_workers", 0) == 0
+    assert "7 files" in capsys.readouterr().out
+    assert len(open_index(tmp_path / "v.tvi")) == 7
+    sheet = tmp_path / "sheet.png"
+    assert run("check", tmp_path / "v.tvi", "--contact_sheet", sheet, "--samples", 4) == 0
+    printed = capsys.readouterr().out
+    assert "7 good, 0 bad" in printed and "160x136" in printed and "24 fps" in printed and "h264" in printed
+    assert "6 files" not in printed.split("LENGTHS")[0] and "1 too short" in printed
+    values = {line.split("  ")[1].strip(): line.split()[-4:] for line in printed.splitlines() if "float32" in line}
+    kind, low, high, mean = values["model input"]
+    assert kind == "float32" and 0 <= float(low) < 0.2 and 0.8 < float(high) <= 1 and 0.2 < float(mean) < 0.8
+    batch = next(line.split() for line in printed.splitlines() if line.startswith("  batch"))
+    assert batch[1] == "uint8" and 0 <= int(batch[2]) < 40 < 215 < int(batch[3]) <= 255
+    with Image.open(sheet) as picture:
+        assert picture.format == "PNG" and picture.width > 1000 and len(picture.getcolors(1 << 24) or []) > 100
+
+
+def test_check_a_folder_with_a_preset(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("check", folder, "--preset", "test", "--contact_sheet", tmp_path / "s.png", "--num_workers", 0)
+    assert run(*words, "--n_frames", 9, "--train_split", 0.5) == 0
+    printed = capsys.readouterr().out
+    assert "USE BY PRESET TEST" in printed and "clips of 9 frames" in printed and "128x128" in printed
+
+
+def test_data_that_cannot_be_used_ends_with_1_and_says_why(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sheet = tmp_path / "sheet.png"
+    assert run("check", folder, "--height", 480, "--width", 720, "--contact_sheet", sheet, "--num_workers", 0) == 1
+    printed = capsys.readouterr().out
+    assert "NOT USABLE" in printed and "smaller than the clip size" in printed and sheet.exists()
+    (tmp_path / "bad").mkdir()
+    write_video(tmp_path / "bad" / "good.mp4")
+    write_video(tmp_path / "bad" / "fine.mp4")
+    (tmp_path / "bad" / "empty.mp4").touch()
+    assert run("check", tmp_path / "bad", "--contact_sheet", sheet, "--num_workers", 0) == 1
+    printed = capsys.readouterr().out
+    assert "empty.mp4: the file is empty" in printed and "above the limit of 5.0%" in printed
+    assert str(tmp_path / "bad") in printed.splitlines()[-1], "the message names the data, not a temporary index"
+
+
+def test_index_names_bad_files_and_fails_when_all_are_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "empty.mp4").touch()
+    output = tmp_path / "i.tvi"
+    assert run("index", data, "-o", output, "--num_workers", 0) == 1
+    assert "empty.mp4: the file is empty" in capsys.readouterr().out
+    bad_list = tmp_path / "i.tvi.bad_files.jsonl"
+    assert json.loads(bad_list.read_text()) == {"path": "empty.mp4", "reason": "the file is empty"}
+    write_video(data / "empty.mp4")
+    assert run("index", data, "-o", output, "--num_workers", 0) == 0
+    assert not bad_list.exists(), "a mended data set leaves no old list behind"
+
+
+def test_mistakes_are_one_sentence(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="does not exist"):
+        run("check", tmp_path / "none")
+    with pytest.raises(UserError, match="--num_workers is -1"):
+        run("index", folder, "-o", tmp_path / "i", "--num_workers", -1)
+    with pytest.raises(UserError, match="--samples is 0"):
+        run("check", folder, "--samples", 0)
+    with pytest.raises(MissingFileError, match="data_root"):
+        run("index", folder, "-o", tmp_path / "i", "--data_root", tmp_path / "none")
+    escape = tmp_path / "list.json"
+    escape.write_text(json.dumps({"total": 1, "list": [{"path": "../v0.mp4"}]}))
+    done = subprocess.run(
+        [sys.executable, "-m", "tinyvae", "data", "index", str(escape), "-o", str(tmp_path / "i")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "leaves the data root" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "i").exists()
+
+
+def test_sample_clips_can_be_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clips = tmp_path / "clips"
+    assert run("sample", clips, "--count", 6, "--frames", 9, "--height", 64, "--width", 96) == 0
+    assert "wrote 6 clips" in capsys.readouterr().out
+    words = ("--height", 64, "--width", 96, "--n_frames", 9, "--num_workers", 0)
+    assert run("check", clips / "annotations.json", *words, "--contact_sheet", tmp_path / "s.png") == 0
+    assert "6 good, 0 bad" in capsys.readouterr().out
+
+
+def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run("--help")
+    assert ended.value.code == 0 and "tinyvae data index videos/ -o" in capsys.readouterr().out
+
+
+def test_a_clip_length_is_held_against_the_frame_rule(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("check", folder, "--contact_sheet", tmp_path / "s.png", "--num_workers", 0, "--n_frames")
+    assert run(*words, 19) == 1
+    assert "NOT USABLE as asked: n_frames=19 suits no variant" in capsys.readouterr().out
+    assert run(*words, 19, "--variant", "taehv") == 1
+    assert "n_frames=19 does not suit taehv" in capsys.readouterr().out
+    assert run(*words, 12) == 0
+    assert "12 frames suit every variant but taecvx, taeltx_2, taeltx2_3, taeh3\n" in capsys.readouterr().out
+    assert run(*words, 12, "--variant", "taehv") == 0
+    assert "  12 frames suit taehv\n" in capsys.readouterr().out
+    with pytest.raises(UserError, match="there is no variant 'taehx'"):
+        run(*words, 12, "--variant", "taehx")

@@ -1,0 +1,146 @@
+"""``tinyvae eval``: files, exit codes, one sentence for each mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tinyvae import TAEHV, save_model
+from tinyvae.cli.eval import parse_dtype
+from tinyvae.cli.main import run
+from tinyvae.data.sample_clips import write_sample_clips
+from tinyvae.errors import UserError
+from tinyvae.evaluation import evaluate
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clips")
+    write_sample_clips(folder, count=5, height=32, width=48, frames=9)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run as the trainer leaves it: best model and curves."""
+    folder = tmp_path_factory.mktemp("my_run")
+    torch.manual_seed(0)
+    save_model(TAEHV("taehv", width=0.125), folder / "best_model")
+    lines = [json.dumps({"step": step, "train/loss": 1 / (1 + step), "val/psnr": 10 + step / 10}) for step in range(20)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def test_eval_writes_results_and_report(
+    clips: Path, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run(
+        ["eval", str(run_folder), "--data", str(clips), "--output_dir", str(tmp_path), "--lpips", "off", "--films", "2"]
+    )
+    printed = capsys.readouterr().out
+    assert code == 0 and "PSNR dB" in printed and "decode frames/s" in printed
+    results = json.loads((tmp_path / "results.json").read_text())
+    (evaluation,) = results["evaluations"]
+    assert results["format"] == "tinyvae-results" and len(evaluation["clips"]) == 5
+    assert evaluation["summary"]["psnr"]["count"] == 5 and evaluation["summary"]["lpips"] is None
+    page = (tmp_path / "report.html").read_text()
+    assert 'id="training"' in page and "val/psnr" in page and page.count('data-training="') == 2
+
+
+def test_one_bad_video_among_many_gives_exit_code_1(
+    clips: Path, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "good.mp4").write_bytes(next(clips.rglob("*.mp4")).read_bytes())
+    (tmp_path / "broken.mp4").write_bytes(b"nothing like a video")
+    assert run(["eval", str(run_folder), "--data", str(tmp_path), "--lpips", "off"]) == 1
+    errors = capsys.readouterr().err
+    assert errors.count("broken.mp4") == 1 and "1 of 2 videos could not be measured" in errors
+
+
+def test_of_data_with_splits_val_is_taken_and_said(
+    clips: Path, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A score on training videos says little; so of 4 train and 1 val the one, from annotations and index alike."""
+    assert run(["data", "index", str(clips / "annotations.json"), "-o", str(tmp_path / "clips.tvi")]) == 0
+    for data in (clips / "annotations.json", tmp_path / "clips.tvi"):
+        for split, count in ((None, 1), ("val", 1), ("train", 4), ("all", 5)):
+            capsys.readouterr()
+            words = ["eval", str(run_folder), "--data", str(data), "--lpips", "off", "--output_dir", str(tmp_path)]
+            assert run([*words, "--films", "0", *(["--split", split] if split else [])]) == 0
+            shown = capsys.readouterr()
+            assert f"clips / frames        {count} / " in shown.out
+            assert shown.err.count(f"note: the videos that {data} annotates as val are taken") == (split is None)
+            (evaluation,) = json.loads((tmp_path / "results.json").read_text())["evaluations"]
+            assert evaluation["settings"]["split"] == (split or "val")
+    result = evaluate(run_folder, clips / "annotations.json", lpips=None)
+    assert len(result.clips) == 1 and "annotates as val" in result.notes[0]
+    with pytest.raises(UserError, match=r"is annotated as 'test' \(4 as train, 1 as val\); choose with --split"):
+        run(["eval", str(run_folder), "--data", str(clips / "annotations.json"), "--split", "test"])
+    with pytest.raises(UserError, match="it has no splits; leave --split out"):
+        run(["eval", str(run_folder), "--data", str(clips), "--split", "val"])
+
+
+def test_mistakes_are_one_sentence_and_exit_code_2(clips: Path, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    unknown = tmp_path / "unknown.safetensors"
+    save_file({"some.weight": torch.zeros(3, 3)}, unknown)
+    model, data = str(run_folder), str(clips)
+    for arguments, words in (
+        ([model, "--data", str(tmp_path / "empty")], "there is no video in"),
+        ([str(tmp_path / "no_model"), "--data", data], "there is no model at"),
+        ([str(unknown), "--data", data], "model of this family"),
+        ([model, "--data", data, "--size", "big"], "is not a size"),
+        ([model, "--data", data, "--dtype", "float61"], "Did you mean 'float16'"),
+        ([model, "--data", data, "--split", "trian"], "the split 'trian' is unknown"),
+        ([model, "--data", data, "--lpips", str(tmp_path / "x.safetensors")], "no LPIPS weights at"),
+        ([model, "--data", data, "--films", "-1"], "--films must not be negative"),
+    ):
+        with pytest.raises(UserError, match=words) as mistake:
+            run(["eval", *arguments])
+        assert "\n" not in str(mistake.value)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):  # before the model is even looked for
+        run(["eval", "no_model", "--data", data, "--output_dir", str(tmp_path / "file" / "below")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tinyvae", "eval", model, "--data", str(tmp_path / "empty")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("tinyvae: error: there is no video in")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["eval", "compare", "reconstruct", "encode", "decode", "bench"])
+def test_every_verb_knows_the_same_dtypes(verb: str, run_folder: Path, clips: Path, tmp_path: Path) -> None:
+    for text, dtype in (("fp16", torch.float16), ("float16", torch.float16), ("bf16", torch.bfloat16)):
+        assert parse_dtype(text) is dtype
+    words = [str(run_folder)] * 2 if verb == "compare" else [str(run_folder)]
+    words += ["--data", str(clips)] if verb in ("eval", "compare") else []
+    words += [str(next(clips.rglob("*.mp4")))] if verb in ("reconstruct", "encode", "decode") else []
+    words += ["--output_dir", str(tmp_path)] if verb != "bench" else ["--device", "cpu"]
+    with pytest.raises(UserError, match=r"--dtype 'fp61' is not known\. Did you mean 'fp16'\?"):
+        run([verb, *words, "--dtype", "fp61"])
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("eval", "compare", "reconstruct", "encode", "decode"):
+        with pytest.raises(SystemExit) as leaving:
+            run([verb, "--help"])
+        assert leaving.value.code == 0 and f"tinyvae {verb} " in capsys.readouterr().out.split("example:")[1]
+
+
+def test_weights_that_could_be_several_variants_give_one_plain_sentence(clips: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    save_file(dict(TAEHV("taehv", width=0.125).state_dict()), tmp_path / "untold.safetensors")
+    command = [sys.executable, "-m", "tinyvae", "eval", str(tmp_path / "untold.safetensors"), "--data", str(clips)]
+    command += ["--lpips", "off", "--max_clips", "1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    (line,) = [line for line in done.stderr.splitlines() if "could be taehv, taecvx" in line]
+    assert done.returncode == 0 and line.startswith("tinyvae: warning: untold.safetensors") and "--variant" in line
+    assert "load_model(" not in done.stderr  # no line of our source

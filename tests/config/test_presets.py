@@ -1,0 +1,198 @@
+"""The built-in presets: the values the documents promise, valid as they stand, and the same when run as Python."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinyvae.config.load import PRESET_FOLDER, load_config, load_preset, preset_names, preset_summary
+from tinyvae.config.rules import check_values
+from tinyvae.config.schema import TrainConfig
+from tinyvae.config.tables import with_current_table
+from tinyvae.errors import UserError
+
+NAMES = ["16gpu_h100", "1gpu_h100", "a800", "h100", "quickstart", "scratch", "test"]
+WITH_TEACHER = ["16gpu_h100", "1gpu_h100", "a800", "h100", "test"]
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+
+PROMISED: dict[str, dict[str, Any]] = {
+    "test": {
+        "height": 128,
+        "width": 128,
+        "n_frames": 16,
+        "train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 3e-4,
+        "max_train_steps": 10_000,
+        "checkpointing_steps": 500,
+    },
+    "1gpu_h100": {
+        "height": 480,
+        "width": 720,
+        "n_frames": 17,
+        "train_batch_size": 1,
+        "gradient_accumulation_steps": 16,
+    },
+    "h100": {
+        "height": 480,
+        "width": 720,
+        "n_frames": 16,
+        "train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "max_train_steps": 100_000,
+        "learning_rate": 1e-4,
+        "validation_steps": 1_000,
+        "num_validation_samples": 20,
+        "validation_batch_size": 2,
+        "early_stopping_patience": 5,
+        "metric_for_best_model": "psnr",
+        "checkpointing_steps": 2_000,
+    },
+    "16gpu_h100": {"learning_rate": 1e-4, "n_frames": 16},
+    "scratch": {
+        "height": 128,
+        "width": 128,
+        "n_frames": 12,
+        "train_batch_size": 16,
+        "optimizer": "muon",
+        "init": "he",
+        "mixed_precision": "bf16",
+        "compile_model": True,
+        "use_ref_vae": False,
+    },
+}
+
+RECIPE = {
+    "reconstruction_loss_weight": 10.0,
+    "encoder_loss_weight": 0.1,
+    "decoder_loss_weight": 0.1,
+    "perceptual_loss_weight": 0.1,
+    "seraena_loss_weight": 0.1,
+    "optimizer": "adamw",
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "weight_decay": 1e-2,
+    "max_grad_norm": 1.0,
+    "lr_scheduler": "cosine",
+    "mixed_precision": "bf16",
+    "seed": 42,
+    "variant": "taecvx",
+    "use_ref_vae": True,
+    "use_seraena": True,
+}
+
+
+def test_the_presets_are_these() -> None:
+    assert preset_names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_is_valid_as_it_stands(name: str) -> None:
+    check_values(load_config(name).config)
+    assert not load_config(name).notices
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_is_what_python_makes_of_it(name: str) -> None:
+    ran = runpy.run_path(str(PRESET_FOLDER / f"{name}.py"))["config"]
+    assert isinstance(ran, TrainConfig)
+    assert load_preset(name) == ran
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_says_command_hardware_and_result(name: str) -> None:
+    summary = preset_summary(name)
+    for heading in ("Command:", "Hardware:", "Expect:"):
+        assert heading in summary
+    assert name.removeprefix("16gpu_") in summary
+
+
+@pytest.mark.parametrize("name", list(PROMISED))
+def test_promised_values(name: str) -> None:
+    preset = load_preset(name)
+    assert {key: getattr(preset, key) for key in PROMISED[name]} == PROMISED[name]
+
+
+@pytest.mark.parametrize("name", WITH_TEACHER)
+def test_the_recipe_is_common(name: str) -> None:
+    preset = load_preset(name)
+    assert {key: getattr(preset, key) for key in RECIPE} == RECIPE
+    assert preset.lr_warmup_steps > 0
+    assert preset.n_frames % 8 in (0, 1), "other lengths are encoded in one mode by CogVideoX and decoded in the other"
+
+
+def test_a800_is_h100_in_5000_steps() -> None:
+    a800, h100 = load_preset("a800"), load_preset("h100")
+    changed = {key for key in vars(h100) if getattr(a800, key) != getattr(h100, key)}
+    assert a800.max_train_steps == 5_000
+    names = {"output_dir", "tracker_name"}
+    assert changed == {"max_train_steps", "lr_warmup_steps", "seraena_start", "ema_decay"} | names
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_averaged_weights_span_a_fifth_of_the_run_at_most(name: str) -> None:
+    preset = load_preset(name)
+    assert 1 / (1 - preset.ema_decay) <= preset.max_train_steps / 5 + 1e-6
+
+
+def test_sixteen_gpus_double_the_batch_of_eight() -> None:
+    sixteen, eight = load_preset("16gpu_h100"), load_preset("h100")
+    per_gpu = [preset.train_batch_size * preset.gradient_accumulation_steps for preset in (sixteen, eight)]
+    assert 16 * per_gpu[0] == 128
+    assert 8 * per_gpu[1] == 64
+
+
+def test_quickstart_needs_nothing_but_two_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TINYVAE_LPIPS", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config("quickstart", check="all").config
+    assert config.model_width == 0.25
+    assert config.use_sample_clips and config.data_root == tmp_path / "sample_clips"
+    assert config.output_dir.parent == tmp_path / "output"
+    assert config.mixed_precision == "no"
+
+
+def test_presets_that_need_files_say_all_of_them_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TINYVAE_LPIPS", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UserError) as caught:
+        load_config("h100", check="all")
+    for words in (
+        "4 mistakes",
+        "--data_root FOLDER",
+        "checkpoints/taecvx.pth",
+        "CogVideoX-2b",
+        "tinyvae lpips-weights",
+    ):
+        assert words in str(caught.value)
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"there is no preset 'quikstart'\. Did you mean 'quickstart'\?"):
+        load_preset("quikstart")
+
+
+def test_the_documented_table_is_current() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert "| `ema_decay` |" in text
+    assert text == with_current_table(text), "run: python -m tinyvae.config docs/configuration.md"
+
+
+def test_the_document_says_which_averages_the_presets_have() -> None:
+    (row,) = [
+        line for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| `ema_decay` | none")
+    ]
+    assert set(re.findall(r"0\.\d+", row.split("|")[3])) == {f"{load_preset(name).ema_decay:g}" for name in NAMES}
+
+
+def test_the_document_names_every_preset() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for name in NAMES:
+        assert f"`{name}`" in text

@@ -1,0 +1,521 @@
+"""TrainConfig and its checks: ranges, rules between keys, missing files, and that no key is dead."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import safetensors.torch
+import torch
+
+from tinyvae import TAEHV, save_model
+from tinyvae.config.rules import GivenPath, check_config, check_paths, check_values
+from tinyvae.config.schema import FIELDS, GROUPS, TeacherType, TrainConfig, path_keys
+from tinyvae.config.values import convert, convert_text, limits_in_words, type_in_words
+from tinyvae.errors import MissingFileError, UserError
+from tinyvae.teachers import TEACHER_KINDS
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "tinyvae"
+
+ISSUE_KEYS = [
+    "pretrained_model_path",
+    "variant",
+    "data_root",
+    "annotation_file",
+    "train_split",
+    "height",
+    "width",
+    "n_frames",
+    "min_frame_delta",
+    "max_frame_delta",
+    "random_crop",
+    "random_flip",
+    "color_jitter",
+    "color_jitter_params",
+    "gaussian_blur",
+    "gaussian_blur_sigma",
+    "train_batch_size",
+    "gradient_accumulation_steps",
+    "gradient_checkpointing",
+    "mixed_precision",
+    "max_train_steps",
+    "learning_rate",
+    "lr_scheduler",
+    "lr_warmup_steps",
+    "lr_num_cycles",
+    "beta1",
+    "beta2",
+    "weight_decay",
+    "epsilon",
+    "max_grad_norm",
+    "reconstruction_loss_weight",
+    "encoder_loss_weight",
+    "decoder_loss_weight",
+    "perceptual_loss_weight",
+    "seraena_loss_weight",
+    "temporal_loss_weight",
+    "use_seraena",
+    "n_seraena_frames",
+    "use_ref_vae",
+    "cogvideox_model_path",
+    "ref_vae_type",
+    "ref_vae_path",
+    "ref_vae_dtype",
+    "validation_steps",
+    "num_validation_samples",
+    "validation_batch_size",
+    "save_validation_videos",
+    "metric_for_best_model",
+    "early_stopping_patience",
+    "checkpointing_steps",
+    "checkpoints_total_limit",
+    "resume_from_checkpoint",
+    "output_dir",
+    "log_every",
+    "report_to",
+    "tracker_name",
+    "dataloader_num_workers",
+    "prefetch_factor",
+    "pin_memory",
+    "allow_tf32",
+    "compile_model",
+    "compile_mode",
+    "enable_fused_adam",
+    "ema_decay",
+    "optimizer",
+    "init",
+    "lr_power",
+    "logging_dir",
+    "enable_profiler",
+    "log_system_stats",
+    "save_model_card",
+    "seed",
+    "nccl_timeout",
+]
+
+
+def complaint(config: TrainConfig) -> str:
+    with pytest.raises(UserError) as caught:
+        check_values(config)
+    return str(caught.value)
+
+
+def test_every_key_users_know_is_there() -> None:
+    assert not set(ISSUE_KEYS) - set(FIELDS)
+
+
+def test_defaults_pass_their_own_checks() -> None:
+    check_values(TrainConfig())
+
+
+def test_every_key_has_a_meaning_and_a_type_in_words() -> None:
+    used_groups = {field.metadata["group"] for field in FIELDS.values()}
+    assert used_groups == set(GROUPS)
+    for key, field in FIELDS.items():
+        assert field.metadata["meaning"].endswith((".", ")")), key
+        assert type_in_words(key), key
+
+
+def test_frozen_and_by_keyword() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TrainConfig().height = 64  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        TrainConfig("taehv")  # type: ignore[misc]
+
+
+def test_text_is_held_as_a_path() -> None:
+    assert all(isinstance(getattr(replace(TrainConfig(), **{key: "a/b"}), key), Path) for key in path_keys())
+    assert {"logging_dir", "output_dir", "data_root"} <= set(path_keys())
+    config = TrainConfig(data_root="clips", output_dir="out")  # type: ignore[arg-type]
+    assert config.data_root == Path("clips")
+    assert config.output_dir == Path("out")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train_batch_size": 0}, "train_batch_size=0 must be at least 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be at least 1"),
+        ({"learning_rate": 0.0}, "learning_rate=0 must be above 0 and at most 1"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan must be finite and above 0"),
+        ({"learning_rate": float("inf")}, "learning_rate=inf must be finite and above 0"),
+        ({"train_split": 1.5}, "train_split=1.5 must be above 0 and at most 1"),
+        ({"beta2": 1.0}, "beta2=1 must be at least 0 and below 1"),
+        ({"color_jitter_params": (0.1, 0.1, 0.1, -0.1)}, "color_jitter_params=0.1,0.1,0.1,-0.1 must be at least 0"),
+        ({"color_jitter_params": (0.1, 0.1, 0.1, 0.6)}, "the hue is 0.6; it must be at most 0.5"),
+        ({"gaussian_blur_sigma": (2.0, 0.1)}, "gaussian_blur_sigma=(2, 0.1) must be (smallest, largest)"),
+        ({"mixed_precision": "fp8"}, "mixed_precision='fp8' must be one of no, fp16, bf16"),
+        ({"optimizer": "adam"}, "Did you mean 'adamw'?"),
+        ({"max_train_steps": "many"}, "max_train_steps='many' must be a whole number"),
+        ({"use_ref_vae": "yes"}, "use_ref_vae='yes' must be true or false"),
+        ({"seraena_start": "soon"}, "seraena_start='soon' must be a whole number or one of auto"),
+        ({"min_frame_delta": 3, "max_frame_delta": 2}, "min_frame_delta=3 is above max_frame_delta=2"),
+        ({"lr_warmup_steps": 11, "max_train_steps": 10}, "lr_warmup_steps=11 is more than max_train_steps=10"),
+        ({"variant": "taehv2"}, "there is no variant 'taehv2'. Did you mean 'taehv'?"),
+        ({"model_width": 0.3}, "model_width=0.3 would give channel counts"),
+        ({"height": 100}, "multiples of 8, got 100x128; the nearest sizes are 96x128 or 104x128"),
+        ({"validation_width": 100}, "validation size: taehv needs a height and width"),
+        ({"n_frames": 14}, "n_frames=14 does not suit taehv"),
+        ({"variant": "taecvx", "n_frames": 12}, "use a length of 8k or 8k+1, here 9 or 16"),
+        ({"variant": "taeh3", "n_frames": 16, "height": 64}, "use a length of 17c, here 17"),
+        ({"reconstruction_loss_weight": 0.0}, "all loss weights are 0"),
+        ({"perceptual_loss_weight": 0.1, "height": 24}, "needs frames of at least 31x31 pixels, got 24x128"),
+        ({"metric_for_best_model": "lpips", "validation_height": 24}, "is LPIPS, which needs frames of at least 31x31"),
+        ({"temporal_loss_weight": 0.1, "n_frames": 1}, "temporal_loss_weight needs at least 2 decoded frames"),
+        (
+            {"use_seraena": True, "seraena_loss_weight": 0.1, "seraena_buffer_mb": 1, "height": 480, "width": 720},
+            "does not hold one group of frames (2.14 MB); set seraena_buffer_mb to ten times that",
+        ),
+        ({"split_by": "annotation"}, "split_by=annotation needs an annotation_file"),
+        ({"train_split": 1.0}, "train_split=1 leaves no file to validate on"),
+        ({"validation_steps": 0, "early_stopping_patience": 5}, "early_stopping_patience=5 needs validations"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_remedy(changes: dict[str, Any], words: str) -> None:
+    assert words in complaint(replace(TrainConfig(), **changes))
+
+
+def test_all_complaints_come_in_one_message() -> None:
+    text = complaint(TrainConfig(train_batch_size=0, n_frames=15, beta1=2.0, encoder_loss_weight=0.1))
+    for words in ("4 mistakes", "train_batch_size=0", "n_frames=15", "beta1=2", "encoder_loss_weight=0.1"):
+        assert words in text
+
+
+def test_a_wrong_key_is_not_complained_of_twice() -> None:
+    text = complaint(TrainConfig(height=-8))
+    assert text.count("height") == 1, "the size rule would repeat what the range says"
+
+
+# a term whose needs are not met
+
+
+@pytest.mark.parametrize("key", ["encoder_loss_weight", "decoder_loss_weight"])
+def test_a_teacher_loss_without_a_teacher_is_a_mistake(key: str) -> None:
+    assert f"{key}=0.1 needs a teacher, and use_ref_vae is off" in complaint(replace(TrainConfig(), **{key: 0.1}))
+
+
+def test_a_switch_that_nothing_uses_is_a_mistake() -> None:
+    text = complaint(TrainConfig(use_ref_vae=True, ref_vae_path="some/vae", use_seraena=True))
+    assert "the teacher would teach nothing" in text
+    assert "use_seraena is on but seraena_loss_weight=0" in text
+
+
+def test_seraena_weight_without_seraena_is_a_mistake() -> None:
+    assert "seraena_loss_weight=0.1 needs Seraena" in complaint(TrainConfig(seraena_loss_weight=0.1))
+
+
+SERAENA = {"use_seraena": True, "seraena_loss_weight": 0.1}
+
+
+@pytest.mark.parametrize(("n_frames", "group"), [(16, 13), (20, 17), (24, 7), (28, 5), (20, 8)])
+def test_seraena_groups_that_do_not_divide_list_those_that_do(n_frames: int, group: int) -> None:
+    config = replace(TrainConfig(), **SERAENA, n_frames=n_frames, n_seraena_frames=group)
+    assert "use one of 1, 2" in complaint(config)
+
+
+@pytest.mark.parametrize(("n_frames", "group"), [(16, 4), (20, 4), (20, 5), (28, 7), (17, 5)])
+def test_seraena_groups_that_divide_the_padded_length_pass(n_frames: int, group: int) -> None:
+    check_values(replace(TrainConfig(), **SERAENA, n_frames=n_frames, n_seraena_frames=group))
+
+
+def test_seraena_frames_mean_nothing_while_seraena_is_off() -> None:
+    check_values(TrainConfig(n_seraena_frames=0))
+
+
+def test_seraena_must_be_able_to_begin() -> None:
+    late = replace(TrainConfig(), **SERAENA, seraena_start=10_000)
+    assert "would never begin" in complaint(late)
+    waiting = replace(TrainConfig(), **SERAENA, seraena_start="auto", seraena_patience=5, early_stopping_patience=5)
+    assert "the run would end before Seraena begins" in complaint(waiting)
+    blind = replace(TrainConfig(), **SERAENA, seraena_start="auto", validation_steps=0)
+    assert "seraena_start=auto needs validations" in complaint(blind)
+
+
+TEACHER = {"use_ref_vae": True, "encoder_loss_weight": 0.1}
+
+
+def test_a_teacher_that_is_not_named_is_a_mistake() -> None:
+    assert "neither ref_vae_path nor cogvideox_model_path is set" in complaint(replace(TrainConfig(), **TEACHER))
+
+
+def test_a_teacher_of_another_family_is_a_mistake() -> None:
+    config = replace(TrainConfig(), **TEACHER, variant="taew2_1", cogvideox_model_path="CogVideoX-2b")
+    assert config.teacher_type == "cogvideox"
+    assert "a cogvideox teacher cannot teach taew2_1" in complaint(config)
+    assert "set variant to taecvx" in complaint(config)
+
+
+def test_two_teachers_are_a_mistake() -> None:
+    config = replace(TrainConfig(), **TEACHER, variant="taecvx", cogvideox_model_path="a", ref_vae_path="b")
+    assert "name two teachers" in complaint(config)
+
+
+def test_teacher_families_are_those_of_the_teachers() -> None:
+    assert get_args(TeacherType) == TEACHER_KINDS
+    config = replace(TrainConfig(), **TEACHER, variant="taeos1_3", ref_vae_path="owner/vae")
+    assert "there is no teacher for taeos1_3" in complaint(config)
+
+
+# files
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder that is not empty; nobody looks into its file here."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.mp4").touch()
+    return tmp_path / "data"
+
+
+def test_a_missing_file_names_key_path_and_base(tmp_path: Path, data: Path) -> None:
+    config = TrainConfig(data_root=data, pretrained_model_path=tmp_path / "checkpoints" / "taecvx.pth")
+    given = {"pretrained_model_path": GivenPath(text="checkpoints/taecvx.pth", base=tmp_path)}
+    with pytest.raises(MissingFileError) as caught:
+        check_paths(config, given)
+    text = str(caught.value)
+    assert "pretrained_model_path=checkpoints/taecvx.pth does not exist" in text
+    assert f"looked for {tmp_path}/checkpoints/taecvx.pth, from {tmp_path}" in text
+
+
+def test_no_data_is_a_mistake() -> None:
+    with pytest.raises(UserError, match="no data is named"):
+        check_paths(TrainConfig())
+
+
+def test_sample_clips_need_no_folder_yet(tmp_path: Path) -> None:
+    check_paths(TrainConfig(data_root=tmp_path / "new", use_sample_clips=True, output_dir=tmp_path / "out"))
+
+
+def test_data_that_cannot_be_is_said_before_anything_starts(tmp_path: Path, data: Path) -> None:
+    empty, other, notes = tmp_path / "mount", tmp_path / "list.txt", tmp_path / "notes"
+    empty.mkdir()
+    other.write_text("a.mp4")
+    (notes / "old").mkdir(parents=True)
+    (notes / "old" / "readme.txt").touch()
+    broken, blank = tmp_path / "broken.jsonl", tmp_path / "blank.jsonl"
+    broken.write_text("a.mp4")
+    blank.touch()
+    for wrong, says in (
+        ({"data_root": empty}, "mount is an empty folder; .*not mounted"),
+        ({"data_root": notes}, "notes names no video"),
+        ({"data_root": data, "annotation_file": broken}, "broken.jsonl, line 1: this is not JSON"),
+        ({"data_root": data, "annotation_file": blank}, "blank.jsonl names no video"),
+        ({"data_root": data, "annotation_file": other}, r"list.txt is no annotation file .*\.json or \.jsonl"),
+        ({"data_root": data, "index_path": other}, "list.txt is no index; name the file that `tinyvae data index`"),
+        ({"data_root": data, "index_path": data}, "is a folder; name the file that `tinyvae data index`"),
+    ):
+        with pytest.raises(UserError, match=says):
+            check_paths(replace(TrainConfig(), **wrong))
+
+
+def test_a_list_that_lies_beside_its_videos_is_proposed(data: Path) -> None:
+    (data / "list.jsonl").write_text('{"path": "a.mp4"}')
+    with pytest.raises(UserError, match=rf"list.jsonl does not exist .*; {data}/list.jsonl does\."):
+        check_paths(TrainConfig(data_root=data, annotation_file=Path("list.jsonl")))
+    with pytest.raises(UserError, match=r"other.jsonl does not exist \(looked for [^;]*$"):
+        check_paths(TrainConfig(data_root=data, annotation_file=Path("other.jsonl")))
+
+
+def test_an_output_folder_that_cannot_be_written(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_file").touch()
+    with pytest.raises(UserError, match=r"cannot be written: .*a_file is a file"):
+        check_paths(TrainConfig(data_root=data, output_dir=tmp_path / "a_file"))
+    # Root may write anywhere, so the question to the system is answered here.
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)
+    with pytest.raises(UserError, match=f"output_dir=.*{tmp_path} is not yours to write to"):
+        check_paths(TrainConfig(data_root=data, output_dir=tmp_path / "new" / "run"))
+    with pytest.raises(UserError, match=f"data_root=.*{tmp_path} is not yours to write to"):
+        check_paths(TrainConfig(data_root=tmp_path / "clips", use_sample_clips=True, output_dir=data))
+    monkeypatch.setattr(os, "access", lambda place, mode: not mode & os.W_OK or Path(place) != data)
+    check_paths(TrainConfig(data_root=data, use_sample_clips=True, output_dir=tmp_path / "out"))  # they are there
+
+
+@pytest.mark.parametrize(
+    "key", ["data_root", "annotation_file", "pretrained_model_path", "lpips_weights", "ref_vae_path"]
+)
+def test_what_may_not_be_read_is_one_sentence(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    secret = tmp_path / "secret.json"
+    secret.mkdir()
+    teacher = {**TEACHER, key: str(secret)} if key == "ref_vae_path" else {key: secret}
+    config = replace(TrainConfig(), **{"data_root": data, **teacher})
+    # Root may read anything, so the question to the system is answered here.
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != secret)
+    with pytest.raises(UserError, match=f"^the configuration: {key}={secret} may not be read by you; mend"):
+        check_paths(config)
+
+
+def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
+    file = tmp_path / "clips.json"
+    file.write_text("{}")
+    with pytest.raises(UserError, match="is a file; name it as annotation_file"):
+        check_paths(TrainConfig(data_root=file))
+    with pytest.raises(UserError, match=r"cannot be written: .*clips.json is a file"):
+        check_paths(TrainConfig(data_root=tmp_path, output_dir=file / "run"))
+
+
+def test_lpips_weights_are_asked_for_when_a_term_needs_them(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TINYVAE_LPIPS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    check_paths(TrainConfig(data_root=data))
+    for needs in ({"perceptual_loss_weight": 0.1}, {"metric_for_best_model": "lpips"}):
+        with pytest.raises(UserError, match=r"needs LPIPS weights, and there are none: .*tinyvae lpips-weights"):
+            check_paths(replace(TrainConfig(), data_root=data, **needs))
+    named = TrainConfig(data_root=data, lpips_weights=tmp_path / "no.safetensors")
+    with pytest.raises(UserError, match=r"lpips_weights=.*does not exist"):
+        check_paths(named)
+
+
+def test_an_lpips_file_that_is_none_is_refused_before_the_data_are_indexed(tmp_path: Path, data: Path) -> None:
+    (tmp_path / "text").write_text("no weights")
+    save_model(TAEHV("taehv", width=0.125), tmp_path / "student.safetensors")
+    for wrong, says in (
+        ("text", "no readable safetensors file"),
+        ("student.safetensors", "does not hold LPIPS weights for AlexNet"),
+        ("data", "is a folder; name the LPIPS weights file itself"),
+    ):
+        with pytest.raises(UserError, match=f"lpips_weights: .*{says}"):
+            check_paths(TrainConfig(data_root=data, lpips_weights=tmp_path / wrong))
+
+
+def test_weights_of_another_network_are_refused_at_start(tmp_path: Path, data: Path) -> None:
+    save_model(TAEHV("taehv", width=0.125), tmp_path / "small.safetensors")
+    right = TrainConfig(data_root=data, pretrained_model_path=tmp_path / "small.safetensors", model_width=0.125)
+    check_config(right)
+    with pytest.raises(UserError, match=r"model_width=0.125, and model_width is 1"):
+        check_paths(replace(right, model_width=1.0))
+    with pytest.raises(UserError, match="is not a taew2_2 model"):
+        check_paths(replace(right, variant="taew2_2"))
+    (tmp_path / "cut.safetensors").write_bytes(b"12345678{")
+    with pytest.raises(UserError, match=r"pretrained_model_path: .*is not a whole safetensors file"):
+        check_paths(replace(right, pretrained_model_path=tmp_path / "cut.safetensors"))
+
+
+def test_a_teacher_folder_must_hold_the_variants_teacher(tmp_path: Path, data: Path) -> None:
+    config = replace(TrainConfig(), **TEACHER, data_root=data, variant="taecvx", ref_vae_path=str(tmp_path / "vae"))
+    with pytest.raises(UserError, match="name a folder that diffusers can load, or a hub name"):
+        check_paths(config)
+    (tmp_path / "vae").mkdir()
+    with pytest.raises(UserError, match=r"ref_vae_path: .*vae"):
+        check_paths(config)
+    pytest.importorskip("diffusers")
+    (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKLCogVideoX"}')
+    weights = tmp_path / "vae" / "diffusion_pytorch_model.safetensors"
+    safetensors.torch.save_file({"weight": torch.zeros(3)}, weights)
+    check_paths(config)
+    whole = weights.read_bytes()
+    for cut in (b"", whole[:20], whole[:-1]):
+        weights.write_bytes(cut)
+        with pytest.raises(UserError, match=r"diffusion_pytorch_model.safetensors is not a whole file .*download it"):
+            check_paths(config)
+    weights.write_bytes(whole)
+    with pytest.raises(UserError, match="does not suit taew2_1"):
+        check_paths(replace(config, variant="taew2_1"))
+
+
+def test_a_hub_name_that_nobody_knows_is_refused_with_the_folder_it_could_have_been(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("diffusers")
+    monkeypatch.setattr(pytest.importorskip("huggingface_hub").constants, "ENDPOINT", "http://127.0.0.1:9")
+    config = replace(TrainConfig(), **TEACHER, data_root=data, ref_vae_path="owner/name")
+    given = {"ref_vae_path": GivenPath(text="owner/name", base=tmp_path / "project")}
+    with pytest.raises(
+        MissingFileError, match=f"ref_vae_path: .*owner/name .seen from {tmp_path}/project., and the hub"
+    ):
+        check_paths(config, given)
+
+
+# values
+
+
+def test_numbers_keep_their_meaning() -> None:
+    assert convert("max_train_steps", 1e4) == 10_000
+    assert isinstance(convert("max_train_steps", 1e4), int)
+    assert isinstance(convert("learning_rate", 1), float)
+    for key, wrong in (("max_train_steps", 1.5), ("max_train_steps", True), ("max_train_steps", "10"), ("width", None)):
+        with pytest.raises(UserError, match=key):
+            convert(key, wrong)
+
+
+def test_spellings_of_other_trainers() -> None:
+    assert convert("ref_vae_dtype", "bf16") == "bfloat16"
+    assert convert("mixed_precision", "bfloat16") == "bf16"
+    assert convert("metric_for_best_model", "reconstruction_loss") == "mse"
+    for key, none in (("report_to", "none"), ("mixed_precision", "no"), ("early_stopping_patience", 0)):
+        assert convert(key, None) == convert_text(key, "None") == none
+    jitter = {"brightness": 0.1, "contrast": 0.2, "saturation": 0.3, "hue": 0.05}
+    assert convert("color_jitter_params", jitter) == (0.1, 0.2, 0.3, 0.05)
+    with pytest.raises(UserError, match="no part gamma"):
+        convert("color_jitter_params", {"gamma": 1})
+
+
+def test_text_of_the_command_line() -> None:
+    assert convert_text("gaussian_blur_sigma", "(0.1, 2.0)") == (0.1, 2.0)
+    assert convert_text("use_ref_vae", "TRUE") is True
+    assert convert_text("checkpoints_total_limit", "none") is None
+    assert convert_text("seraena_start", "auto") == "auto"
+    assert convert_text("seraena_start", "300") == 300
+    assert convert_text("tracker_name", "17") == "17"
+    assert convert_text("data_root", "/a b") == Path("/a b")
+    assert limits_in_words(FIELDS["seed"].metadata["limits"]) == "at least 0 and below 4294967296"
+
+
+# no dead key
+
+
+def _is_config(node: ast.expr) -> bool:
+    """``config``, ``self.config``, ``self._config``, ``loaded.config``."""
+    return (isinstance(node, ast.Name) and node.id == "config") or (
+        isinstance(node, ast.Attribute) and node.attr in ("config", "_config")
+    )
+
+
+def _reads(tree: ast.AST) -> set[str]:
+    """What is read of a configuration: ``config.KEY``, or ``getattr(config, "KEY")``."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_config(node.value):
+            found.add(node.attr)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            owner, name, *_ = node.args
+            if _is_config(owner) and isinstance(name, ast.Constant):
+                found.add(name.value)
+    return found
+
+
+def _reads_of_properties() -> dict[str, set[str]]:
+    """Method or property of TrainConfig -> the fields it reads."""
+    tree = ast.parse((SOURCE / "config" / "schema.py").read_text())
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainConfig").body
+    return {
+        item.name: {
+            node.attr
+            for node in ast.walk(item)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+        }
+        for item in body
+        if isinstance(item, ast.FunctionDef)
+    }
+
+
+def test_no_key_is_dead() -> None:
+    """Every key is read as ``config.KEY`` by something that is not the configuration itself."""
+    read: set[str] = set()
+    for file in SOURCE.rglob("*.py"):
+        inside = file.relative_to(SOURCE)
+        if inside.parts[0] == "config":
+            continue
+        read |= _reads(ast.parse(file.read_text()))
+    through = {key for name, keys in _reads_of_properties().items() if name in read for key in keys}
+    dead = [key for key in FIELDS if key not in read | through]
+    assert not dead, f"{len(dead)} keys are read by nothing: {', '.join(dead)}"

@@ -1,0 +1,55 @@
+"""Output folders: proved before the work, and faults told in one sentence."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from tinyvae.errors import MissingFileError, UserError
+from tinyvae.files import atomic_write, make_output_folder, sha256_of, writing_to
+
+
+def test_folders_are_made_and_left_empty(tmp_path: Path) -> None:
+    for _ in range(2):
+        make_output_folder(tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file; name a folder"):
+        make_output_folder(tmp_path / "file")
+    with pytest.raises(UserError, match=r"cannot be written \(Not a directory\)"):
+        make_output_folder(tmp_path / "file" / "below")
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"writing to .* failed \(No space left on device\)"), writing_to(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(MissingFileError, match="gone"), writing_to(tmp_path):
+        raise MissingFileError("gone")
+
+
+def test_a_file_gets_its_name_only_when_it_is_complete(tmp_path: Path) -> None:
+    file = tmp_path / "values.json"
+    file.write_text("old")
+    with atomic_write(file, "w") as stream:
+        stream.write("new")
+        assert file.read_text() == "old"
+    assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "values.bin"
+    file.write_bytes(b"old")
+    with pytest.raises(KeyError), atomic_write(file) as stream:
+        stream.write(b"half")
+        raise KeyError
+    assert file.read_bytes() == b"old" and list(tmp_path.iterdir()) == [file]
+
+
+def test_sha256_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "abc").write_bytes(b"abc")  # the example of FIPS 180-4
+    assert sha256_of(tmp_path / "abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

@@ -1,0 +1,129 @@
+"""The loop where a step cannot be computed: whatever the user can mend ends the run on all ranks, saved."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.faults import _around_losses
+from tests.training.tiny_runs import SERAENA, arguments_for, launch, read_lines, train_here
+from tinyvae.errors import UserError
+from tinyvae.teachers import TeacherError
+from tinyvae.training import best_model as validating
+from tinyvae.training.best_model import Validator
+from tinyvae.training.task import StepLosses, TrainingTask
+from tinyvae.training.validation import ValidationResult
+
+
+class TeacherFails:
+    """The teacher of one rank makes latents that are not finite, in its second step."""
+
+    def __init__(self, *, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, rank: int) -> None:
+        def change(number: int, compute: Any, num_clips: int) -> StepLosses:
+            if rank == self.rank and number == 2:
+                raise TeacherError("the teacher made latents that are not finite")
+            return compute()
+
+        _around_losses(change)
+
+
+def test_a_teacher_that_fails_stops_the_run_and_loses_nothing(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingTask, "losses", TrainingTask.losses)  # put back after the test
+    TeacherFails(rank=0)(0)
+    with pytest.raises(TeacherError, match="not finite"):
+        train_here(arguments_for(clips, tmp_path / "run", validation_steps=0))
+    assert (tmp_path / "run/emergency_checkpoint-1").is_dir()
+    assert "the run ends: the teacher made latents" in (tmp_path / "run/train.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_teacher_that_fails_on_one_rank_stops_all_with_a_checkpoint(clips: Path, tmp_path: Path) -> None:
+    settings = {**SERAENA, "validation_steps": 0, "train_batch_size": 1}
+    running = launch(
+        arguments_for(clips, tmp_path / "run", **settings), tmp_path, ranks=2, prepare=TeacherFails(rank=1)
+    )
+    assert running.wait(120) == [1, 2], running.both_logs()
+    assert "the teacher made latents that are not finite" in running.log(1)
+    assert "another process of this run had to stop" in running.log(0)
+    assert (tmp_path / "run/emergency_checkpoint-1").is_dir()
+
+
+def test_early_stopping_ends_both_ranks_with_the_scores_of_one(clips: Path, tmp_path: Path) -> None:
+    """Frozen weights: the clips of a validation shared by two ranks score what one rank scores on all of them."""
+    frozen = {"learning_rate": 1e-30, "ema_decay": 0.0, "early_stopping_patience": 1, "validation_steps": 1}
+    alone = train_here(arguments_for(clips, tmp_path / "one", **frozen))
+    pair = launch(arguments_for(clips, tmp_path / "two", train_batch_size=1, **frozen), tmp_path, ranks=2)
+    assert pair.wait(120) == [0, 0], pair.both_logs()
+    assert alone.progress.step == 2
+    stops, histories = (
+        [json.loads((tmp_path / run / name).read_text()) for run in ("one", "two")]
+        for name in ("early_stop_info.json", "validation_history.json")
+    )
+    assert [stop["step"] for stop in stops] == [2, 2]
+    for of_one, of_two in zip(*histories, strict=True):
+        assert of_one["num_clips"] == of_two["num_clips"] == 2
+        for name in ("psnr", "psnr_std", "ssim", "ssim_std"):
+            assert of_two[name] == pytest.approx(of_one[name], rel=1e-6), name
+
+
+def test_validation_clips_that_go_away_end_the_run_saved(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(clips, tmp_path / "clips")
+    build = Validator.__init__
+
+    def build_and_delete(self: Validator, *arguments: Any, **options: Any) -> None:
+        build(self, *arguments, **options)
+        side = options["data"].validation
+        for row in side.rows:
+            side.index.full_path(side.index.row(int(row))).unlink()
+
+    monkeypatch.setattr(Validator, "__init__", build_and_delete)
+    with pytest.raises(UserError, match=r"not one validation clip could be read; the first was .*No such file"):
+        train_here(arguments_for(tmp_path / "clips", tmp_path / "run", checkpointing_steps=100))
+    assert (tmp_path / "run/emergency_checkpoint-2").is_dir()
+    assert "the run ends: not one validation clip" in (tmp_path / "run/train.log").read_text()
+
+
+def test_a_validation_without_a_score_ends_the_run_saved(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = ValidationResult(metrics={"psnr": math.nan}, num_clips=1, shown=[])
+    monkeypatch.setattr(validating, "validate", lambda *arguments, **options: nothing)
+    with pytest.raises(UserError, match="validation at step 2 gave no psnr"):
+        train_here(arguments_for(clips, tmp_path / "run", checkpointing_steps=100))
+    assert (tmp_path / "run/emergency_checkpoint-2").is_dir()
+
+
+def test_the_steps_before_an_early_stop_are_logged_once(clips: Path, tmp_path: Path) -> None:
+    frozen = {"learning_rate": 1e-30, "ema_decay": 0.0, "early_stopping_patience": 1, "validation_steps": 3}
+    arguments = arguments_for(clips, tmp_path / "run", max_train_steps=12, **frozen)
+
+    def logged_steps() -> list[int]:
+        lines = read_lines(tmp_path / "run/metrics.jsonl")
+        return [line["step"] for line in lines if "train/loss" in line]
+
+    assert train_here(arguments).progress.step == 6
+    assert logged_steps() == [1, 4, 6]
+    train_here([*arguments, "--resume_from_checkpoint", "latest"])
+    assert logged_steps() == [1, 4, 6]
+    on = ["--resume_from_checkpoint", "latest", "--early_stopping_patience", "2"]
+    assert train_here([*arguments, *on]).progress.step == 9
+    assert logged_steps() == [1, 4, 6, 8, 9]
+
+
+def test_a_batch_too_small_for_seraena_is_refused_before_the_first_step(clips: Path, tmp_path: Path) -> None:
+    small = {"height": 8, "width": 8, "train_batch_size": 1, "seraena_start": 3, "validation_steps": 0}
+    with pytest.raises(UserError, match="cannot normalise a batch of one 8x8 image"):
+        train_here(arguments_for(clips, tmp_path / "run", **SERAENA, **small))
+    assert list((tmp_path / "run").glob("*checkpoint-*")) == []
