@@ -6,7 +6,7 @@ make again. Their latents are normalized by their own statistics, as released on
     python benchmarks/make_teacher.py cogvideox --clips DIR --seconds 460 --output teacher_cogvideox
 
 ``DIR`` holds annotations.json with train and val clips. Prints the PSNR of the teacher's round trip on the validation
-clips (centre 256x256, 20 frames; the 17 of them that Wan's rule takes) and writes a diffusers folder.
+clips (centre 256x256; of 20 frames the first 17, which both families take) and writes a diffusers folder.
 """
 
 from __future__ import annotations
@@ -51,22 +51,21 @@ def random_crops(videos: list[Tensor], batch_size: int, size: int, generator: to
 
 
 def validation_clips(videos: list[Tensor]) -> list[Tensor]:
-    """float 1CTHW in [-1, 1]: 20 frames of the middle 256x256 of every file."""
+    """float 1CTHW in [-1, 1]: of 20 frames in the middle 256x256 of every file the 17 that both families take."""
     clips = []
     for video in videos:
         height, width = (min(256, side // 8 * 8) for side in video.shape[-2:])
         top, left, first = (video.shape[2] - height) // 2, (video.shape[3] - width) // 2, (len(video) - 20) // 2
-        clip = video[first : first + 20, :, top : top + height, left : left + width]
+        clip = video[first : first + 17, :, top : top + height, left : left + width]
         clips.append(clip.transpose(0, 1)[None].float().div(127.5).sub(1))
     return clips
 
 
 @torch.no_grad()
-def score(vae: Any, clips: list[Tensor], family: str) -> float:
+def score(vae: Any, clips: list[Tensor]) -> float:
     """Mean over clips of the mean per-frame PSNR of the round trip, dB, pixels in [0, 1]."""
     values = []
     for clip in clips:
-        clip = clip[:, :, :17] if family == "wan" else clip
         with torch.autocast("cuda", torch.bfloat16):
             decoded = vae.decode(vae.encode(clip).latent_dist.mode()).sample.float().clamp(-1, 1)
         error = ((decoded - clip) / 2).square().mean(dim=(0, 1, 3, 4))
@@ -150,8 +149,8 @@ def main() -> None:
         learning_rate=arguments.learning_rate,
     )
     clips = validation_clips(val_videos)
-    figures = {"validation": score(vae, clips, arguments.family)}
-    figures["training"] = score(vae, validation_clips(train_videos[:20]), arguments.family)
+    figures = {"validation": score(vae, clips)}
+    figures["training"] = score(vae, validation_clips(train_videos[:20]))
     save(vae, arguments.output, arguments.family, latent_statistics(vae, train_videos))
     (arguments.output / "figures.json").write_text(json.dumps(figures))
     print(f"{arguments.family}: " + ", ".join(f"{value:.2f} dB on {name} clips" for name, value in figures.items()))
