@@ -30,7 +30,7 @@ from tests.training.tiny_runs import (
 from tinyvae import TAEHV, VARIANTS, get_spec, load_model, save_model
 from tinyvae.cli.main import main
 from tinyvae.config.load import load_config
-from tinyvae.config.save import flat_for_tracker, from_json, to_json
+from tinyvae.config.schema import flat_for_tracker, from_json, to_json
 from tinyvae.errors import UserError
 from tinyvae.losses.seraena import group_contexts_of, group_frames_of, ungroup_frames
 from tinyvae.teachers import load_teacher

@@ -15,16 +15,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tinyvae.config.overrides import parse_overrides
+from tinyvae.config.paths import project_of
 
 from tinyvae import TAEHV, save_model
 from tinyvae.cli import main as cli
 from tinyvae.config.load import load_config
 from tinyvae.config.old_files import OLD_KEYS
-from tinyvae.config.overrides import parse_overrides
-from tinyvae.config.paths import project_of
-from tinyvae.config.save import flat_for_tracker, from_json, to_json
-from tinyvae.config.schema import FIELDS, TrainConfig
-from tinyvae.config.tables import config_help_text
+from tinyvae.config.schema import FIELDS, TrainConfig, config_help_text, flat_for_tracker, from_json, to_json
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.models.weights import load_model
 from tinyvae.training.run_folder import earlier_run_folders, has_time, new_run_folder

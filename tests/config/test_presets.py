@@ -11,8 +11,7 @@ import pytest
 
 from tinyvae.config.load import PRESET_FOLDER, load_config, load_preset, preset_names, preset_summary
 from tinyvae.config.rules import check_values
-from tinyvae.config.schema import TrainConfig
-from tinyvae.config.tables import with_current_table
+from tinyvae.config.schema import TrainConfig, with_current_table
 from tinyvae.errors import UserError
 
 NAMES = ["16gpu_h100", "1gpu_h100", "a800", "h100", "quickstart", "scratch", "test"]

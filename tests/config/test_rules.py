@@ -12,11 +12,11 @@ from typing import Any, get_args
 import pytest
 import safetensors.torch
 import torch
+from tinyvae.config.values import convert, convert_text, limits_in_words, type_in_words
 
 from tinyvae import TAEHV, save_model
 from tinyvae.config.rules import GivenPath, check_config, check_paths, check_values
 from tinyvae.config.schema import FIELDS, GROUPS, TeacherType, TrainConfig, path_keys
-from tinyvae.config.values import convert, convert_text, limits_in_words, type_in_words
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.teachers import TEACHER_KINDS
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tinyvae.config.save import flat_for_tracker, to_json
-from tinyvae.config.schema import TrainConfig
+from tinyvae.config.schema import TrainConfig, flat_for_tracker, to_json
 from tinyvae.training.checkpoint import why_not_written
 from tinyvae.training.engine import Engine, StepResult
 from tinyvae.training.optim import learning_rate_factor
