@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from scratch_ideas import IDEAS, loss_of, optimizers_of, start_bilinear, start_orthogonal
-from tinyvae.config.schema.presets import scratch
 from torch import Tensor
 
+from tinyvae.config import load_preset
 from tinyvae.config.schema import TrainConfig
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import load_model
@@ -34,7 +34,7 @@ from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine
 from tinyvae.training.optim import learning_rate_factor
 
-BASE = scratch.config
+BASE = load_preset("scratch")
 
 
 def decode(path: str) -> Tensor:

@@ -105,8 +105,8 @@ def load_config(
     layers = _source_layers(preset_or_file)
     # The defaults hold one path, which starts from the same folder as those of the preset or file.
     defaults = Layer(name="the defaults", base=layers[0].base, values={"output_dir": FIELDS["output_dir"].default})
-    name, values = ("the overrides", overrides) if isinstance(overrides, Mapping) else _parse_overrides(overrides)
-    merging = _Merging([defaults, *layers, Layer(name=name, base=Path.cwd(), values=values)])
+    values = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
+    merging = _Merging([defaults, *layers, Layer(name="the command line", base=Path.cwd(), values=values)])
     config = TrainConfig(**merging.values)
     complaints = [*merging.complaints, *merging.disagreements(config)]
     wrong_keys = {key for complaint in complaints for key in complaint.keys}
@@ -180,7 +180,7 @@ def _settings_in_json(text: str, file: Path) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key not in left_out}
 
 
-def _parse_overrides(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     """Key -> text or bool, from ``--key value``, ``--key=value``, ``--key a b``, ``--switch`` and ``--no-switch``.
 
     Dashes inside a key may stand for underscores. The last of several values counts.
@@ -193,7 +193,7 @@ def _parse_overrides(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
             raise UserError(f"{word!r} is not a setting; settings are written as --key value.")
         name, equals, text = word[2:].partition("=")
         key = name.replace("-", "_")
-        values = []
+        values: list[str] = []
         is_tuple = key in FIELDS and get_origin(kinds_of(key)[0]) is tuple
         while not equals and rest and not rest[0].startswith("--") and (is_tuple or not values):
             values.append(rest.pop(0))
@@ -214,7 +214,7 @@ def _parse_overrides(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
             raise UserError(f"--{key} needs a value.")
         else:
             settings[key] = True  # a switch alone means on; an unknown key is complained of later
-    return "the command line", settings
+    return settings
 
 
 # settings files
@@ -301,13 +301,11 @@ def _surroundings(folder: Path, base: Path) -> Iterator[None]:
     modules |= dict.fromkeys(("tinyvae.config", "tinyvae.config.schema", "tinyvae.config_files"), ours)
     loaded, path, plain_import = set(sys.modules), sys.path.copy(), builtins.__import__
 
-    def changed_import(
-        name: str, globals: Any = None, locals: Any = None, fromlist: Sequence[str] = (), level: int = 0
-    ) -> ModuleType:
-        from_folder = globals is not None and Path(globals.get("__file__") or "/").parent == folder
-        if from_folder and name in modules and (fromlist or "." not in name):
+    def changed_import(name: str, *scope: Any, **more: Any) -> ModuleType:  # globals, locals, fromlist, level
+        importer = str(scope[0].get("__file__")) if scope and scope[0] else ""
+        if name in modules and Path(importer).parent == folder and ("." not in name or any(scope[2:3])):
             return modules[name]
-        return plain_import(name, globals, locals, fromlist, level)
+        return plain_import(name, *scope, **more)
 
     sys.path.insert(0, str(folder))
     builtins.__import__ = changed_import
@@ -367,7 +365,7 @@ class _Merging:
         elif key in old_files.CHECKED_KEYS:
             self._stated[key] = (value, layer.where(key))
         elif old_files.ALIASES.get(key, key) in FIELDS:
-            self._set(number, layer, old_files.ALIASES.get(key, key), value, f" ({layer.where(key)})")
+            self._set(number, layer, key, value)
         else:
             near = (
                 f" Did you mean {old_files.OTHER_NAMES[key]!r}?"
@@ -380,15 +378,16 @@ class _Merging:
     def _complain(self, keys: tuple[str, ...], text: str) -> None:
         self.complaints.append(Complaint(keys=keys, text=text))
 
-    def _set(self, number: int, layer: Layer, key: str, value: Any, where: str) -> None:
+    def _set(self, number: int, layer: Layer, written: str, value: Any) -> None:
+        key = old_files.ALIASES.get(written, written)
         try:
-            value = rules.convert(key, value, where)
+            value = rules.convert(key, value, f" ({layer.where(written)})")
         except UserError as mistake:
             self._complain((key,), str(mistake))
             return
         self._set_in[key] = number
         if value is not None and key in (*path_keys(), "ref_vae_path", "resume_from_checkpoint"):
-            self.given[key] = GivenPath(text=str(value), base=layer.base)
+            self.given[key] = GivenPath(key=written, text=str(value), base=layer.base)
             value = resolved(key, value, layer.base)
         self.values[key] = value
 
@@ -421,8 +420,10 @@ class _Merging:
 
     def _settle_lengths(self) -> None:
         """A layer that shortens the run (to try it out) shortens its beginning too, where that would not fit."""
-        steps = self.values.get("max_train_steps")
-        for key in BEGINNINGS if steps is not None else ():
+        if "max_train_steps" not in self.values:
+            return
+        steps = self.values["max_train_steps"]
+        for key in BEGINNINGS:
             begins = self.values.get(key, FIELDS[key].default)
             is_older = self._set_in.get(key, -1) < self._set_in["max_train_steps"]
             if is_older and isinstance(begins, int) and begins >= steps:

@@ -77,7 +77,7 @@ ALIASES: Mapping[str, str] = {"cogvideox_model_path": "ref_vae_path", "resume": 
 
 def preset_of_old_file(name: str) -> str | None:
     """The preset in place of ``training/configs/taehv_config_NAME.py``; None for any other name."""
-    old = re.search(r"taehv_config_(?:.*_)?(16gpu_h100|1gpu_h100|a800|h100|test)(?:_.*)?\.py$", name)
+    old = re.search(r"taehv_config_.*?(16gpu_h100|1gpu_h100|a800|h100|test).*\.py$", name)
     return old[1] if old else None
 
 

@@ -33,8 +33,9 @@ class Complaint:
 
 @dataclass(frozen=True, kw_only=True)
 class GivenPath:
-    """How a path was written, and the folder it was resolved against."""
+    """How a path was written, and the folder it was resolved against. ``key``: the name of the key that was used."""
 
+    key: str
     text: str
     base: Path
 
@@ -115,10 +116,8 @@ def _validator(key: str) -> TypeAdapter[Any]:
             return tuple[tuple(map(limited, get_args(kind)))]  # type: ignore[misc]
         return Annotated[kind, Field(**FIELDS[key].metadata["limits"])] if kind in (int, float) else kind
 
-    return TypeAdapter(
-        Union[tuple(map(limited, kinds_of(key)))],  # noqa: UP007
-        config=ConfigDict(allow_inf_nan=False),
-    )
+    kind: Any = Union[tuple(map(limited, kinds_of(key)))]  # noqa: UP007  (the members are computed)
+    return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
 
 
 def _plain_value(key: str, value: Any) -> Any:
@@ -383,13 +382,13 @@ def _may_be_read(path: Path) -> bool:
 
 def _missing(config: TrainConfig, key: str, given: Mapping[str, GivenPath]) -> Complaint:
     path = Path(getattr(config, key)).absolute()
-    written = given.get(key, GivenPath(text=str(getattr(config, key)), base=Path.cwd()))
+    written = given.get(key, GivenPath(key=key, text=str(getattr(config, key)), base=Path.cwd()))
     where = f"looked for {path}" + ("" if Path(written.text).is_absolute() else f", from {written.base}")
     remedy = REMEDIES.get(key, "")
     if key in ("annotation_file", "index_path") and config.data_root is not None:
         beside = config.data_root / path.name  # a list is often kept beside its videos
         remedy = f"; {beside} does" if beside.is_file() else ""
-    return Complaint(keys=(key,), text=f"{key}={written.text} does not exist ({where}){remedy}.", missing=True)
+    return Complaint(keys=(key,), text=f"{written.key}={written.text} does not exist ({where}){remedy}.", missing=True)
 
 
 def _data_mistakes(config: TrainConfig) -> Iterator[str]:

@@ -3,7 +3,7 @@
 Command:   ./train_taehv_h100.sh 8 h100 --data_root FOLDER
            (or: accelerate launch ... -m tinyvae train h100 --data_root FOLDER)
 Hardware:  8 x H100 80 GB, 64 CPU cores or more; one step is 64 clips of 16 frames at 720x480.
-Needs:     checkpoints/taecvx.pth, the folder CogVideoX-2b (or --cogvideox_model_path owner/name), LPIPS weights.
+Needs:     checkpoints/taecvx.pth, the folder CogVideoX-2b (or --ref_vae_path owner/name), LPIPS weights.
 Expect:    from the released weights 25-28 dB after 1,000 steps, 28-31 dB after 10,000, 29-32 dB after 50,000;
            SSIM 0.92-0.95 and LPIPS 0.05-0.08 at the end.
            (Values in circulation for this recipe, not measured by us.)
@@ -47,7 +47,6 @@ config = TrainConfig(
     perceptual_frames=4,
     use_ref_vae=True,
     ref_vae_path="CogVideoX-2b",
-    ref_vae_type="cogvideox",
     ref_vae_dtype="bfloat16",
     use_seraena=True,
     seraena_loss_weight=0.1,
