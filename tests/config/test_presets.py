@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tinyvae.config.load import PRESET_FOLDER, load_config, load_preset, preset_names, preset_summary
-from tinyvae.config.rules import value_complaints
+from tinyvae.config.rules import check_config, value_complaints
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 
@@ -149,7 +149,9 @@ def test_quickstart_needs_nothing_but_two_cores(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TINYVAE_LPIPS", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    config = load_config("quickstart", check="all").config
+    loaded = load_config("quickstart")
+    check_config(loaded.config, loaded.given_paths)
+    config = loaded.config
     assert config.model_width == 0.25
     assert config.use_sample_clips and config.data_root == tmp_path / "sample_clips"
     assert config.output_dir.parent == tmp_path / "output"
@@ -161,8 +163,9 @@ def test_presets_that_need_files_say_all_of_them_at_once(tmp_path: Path, monkeyp
     monkeypatch.delenv("TINYVAE_LPIPS", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    loaded = load_config("h100")
     with pytest.raises(UserError) as caught:
-        load_config("h100", check="all")
+        check_config(loaded.config, loaded.given_paths)
     for words in (
         "4 mistakes",
         "--data_root FOLDER",

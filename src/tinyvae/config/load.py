@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_origin
+from typing import Any, get_origin
 
 from tinyvae.config import old_files, rules
 from tinyvae.config.old_files import Settings
@@ -36,15 +36,16 @@ LARGEST_FILE = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedConfig:
-    """A configuration and where it comes from."""
+    """A configuration and where it comes from.
+
+    ``source``: the preset's name, or the file. ``notices``: lines for the caller to print, on old keys and on what was
+    decided for the user. ``given_paths``: path key -> how it was written.
+    """
 
     config: TrainConfig
     source: str
-    """The preset's name, or the file."""
     notices: tuple[str, ...] = ()
-    """One line each, for the caller to print: old keys, and what was decided for the user."""
     given_paths: Mapping[str, GivenPath] = field(default_factory=dict)
-    """Path key -> how it was written and what it was resolved against."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,34 +74,20 @@ def preset_summary(name: str) -> str:
 def load_preset(name: str) -> TrainConfig:
     """A built-in preset as it stands; its paths stay relative.
 
-    Example::
-
-        config = dataclasses.replace(load_preset("h100"), max_train_steps=5_000)
+    Example: ``dataclasses.replace(load_preset("h100"), max_train_steps=5_000)``
     """
     layers = _preset_layers(name, base=Path.cwd())
     return TrainConfig(**{key: rules.convert(key, value) for layer in layers for key, value in layer.values.items()})
 
 
-def load_config(
-    preset_or_file: str | Path,
-    overrides: Sequence[str] | Mapping[str, Any] = (),
-    *,
-    check: Literal["values", "all"] = "values",
-) -> LoadedConfig:
+def load_config(preset_or_file: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> LoadedConfig:
     """The configuration of a preset's name, a settings file, a run's ``config.json`` or a run folder.
 
-    That of a run is one for a new run: whether the old one was resumed is left out.
+    That of a run is one for a new run: whether the old one was resumed is left out. ``overrides``: words of the command
+    line (``--key value ...``), or a mapping of keys to values. One `UserError` lists every unknown key, wrong value and
+    broken rule. The files that are named are not looked at; `rules.check_config` does that.
 
-    Args:
-        overrides: words of the command line (``--key value ...``), or a mapping of keys to Python values.
-        check: ``values`` looks at the values alone; ``all`` also at the files and folders they name.
-
-    Raises:
-        UserError: one message with every unknown key, wrong value and broken rule.
-
-    Example::
-
-        config = load_config("scratch", ["--data_root", "clips", "--max_train_steps", "500"]).config
+    Example: ``load_config("scratch", ["--data_root", "clips", "--max_train_steps", "500"]).config``
     """
     layers = _source_layers(preset_or_file)
     # The defaults hold one path, which starts from the same folder as those of the preset or file.
@@ -110,7 +97,7 @@ def load_config(
     config = TrainConfig(**merging.values)
     complaints = [*merging.complaints, *merging.disagreements(config)]
     wrong_keys = {key for complaint in complaints for key in complaint.keys}
-    found = rules.value_complaints(config) + (rules.path_complaints(config, merging.given) if check == "all" else [])
+    found = rules.value_complaints(config)
     complaints += [complaint for complaint in found if not wrong_keys & set(complaint.keys)]
     rules.raise_complaints(complaints, heading=str(preset_or_file))
     return LoadedConfig(
@@ -194,7 +181,8 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
         name, equals, text = word[2:].partition("=")
         key = name.replace("-", "_")
         values: list[str] = []
-        is_tuple = key in FIELDS and get_origin(kinds_of(key)[0]) is tuple
+        kinds = kinds_of(key) if key in FIELDS else ()
+        is_tuple = any(get_origin(kind) is tuple for kind in kinds)
         while not equals and rest and not rest[0].startswith("--") and (is_tuple or not values):
             values.append(rest.pop(0))
         if key not in FIELDS and key.removeprefix("no_") in FIELDS:
@@ -206,11 +194,7 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             settings[key] = False
         elif equals or values:
             settings[key] = text if equals else " ".join(values)
-        elif (key in FIELDS and bool not in kinds_of(key)) or key in (
-            *old_files.ALIASES,
-            *old_files.OLD_KEYS,
-            *old_files.CHECKED_KEYS,
-        ):
+        elif bool not in kinds and (kinds or key in old_files.OLD_NAMES):
             raise UserError(f"--{key} needs a value.")
         else:
             settings[key] = True  # a switch alone means on; an unknown key is complained of later
@@ -235,20 +219,17 @@ def _file_layers(file: Path, text: str, *, name: str, base: Path) -> list[Layer]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as fault:  # the last two: brackets without end
         line = f", line {fault.lineno}" if isinstance(fault, SyntaxError) else ""
         raise UserError(f"{file}{line} is not valid Python ({str(fault) or 'too deep'}); fix it.") from None
-    empty = Settings()
-    ran = _run(file, base, {"args": empty})
+    ran = _run(file, base)
     args, config = ran.get("args"), ran.get("config")
     found = config if isinstance(config, Settings | TrainConfig) else args
     if found is config and args:
         raise UserError(f"{file} sets both args and config; write all settings into one of them.")
-    if found is empty and not empty:
+    holds_settings = isinstance(found, Mapping) or hasattr(found, "__dict__")  # EasyDict and its like, or a namespace
+    if not holds_settings or not (found or getattr(found, "below", ())):
         raise UserError(f"{file} sets neither args nor config; write `args.key = value` (docs/configuration.md).")
+    values = {str(key): value for key, value in (found if isinstance(found, Mapping) else vars(found)).items()}
     if isinstance(found, TrainConfig):
-        values = {key: getattr(found, key) for key in FIELDS if getattr(found, key) != FIELDS[key].default}
-    elif isinstance(found, Mapping) or hasattr(found, "__dict__"):  # EasyDict and its like, or a namespace
-        values = {str(key): value for key, value in (found if isinstance(found, Mapping) else vars(found)).items()}
-    else:
-        raise UserError(f"{file}: args is {found!r}, which holds no settings; write args = EasyDict() or nothing.")
+        values = {key: value for key, value in values.items() if key in FIELDS and value != FIELDS[key].default}
     return [*getattr(found, "below", ()), Layer(name=name, base=base, values=values, lines=_lines_of(tree))]
 
 
@@ -262,11 +243,11 @@ def _lines_of(tree: ast.AST) -> dict[str, int]:
     return lines
 
 
-def _run(file: Path, base: Path, names: dict[str, Any]) -> dict[str, Any]:
+def _run(file: Path, base: Path) -> dict[str, Any]:
     """The variables that a settings file leaves. Whatever it raises becomes one sentence."""
     try:
         with _surroundings(file.parent, base):
-            return runpy.run_path(str(file), init_globals=names, run_name="settings")
+            return runpy.run_path(str(file), init_globals={"args": Settings()}, run_name="settings")
     except (Exception, SystemExit) as fault:  # noqa: BLE001  (it is the user's program, which may raise anything)
         places = [frame.lineno for frame in traceback.extract_tb(fault.__traceback__) if frame.filename == str(file)]
         line = f", line {places[-1]}" if places else ""
@@ -296,9 +277,9 @@ def _surroundings(folder: Path, base: Path) -> Iterator[None]:
         vars(settings)["below"] = start.below
         return settings
 
-    ours = old_files.changed_module(ModuleType("tinyvae.config"), TrainConfig=Settings, load_preset=start_from)
+    ours = old_files.changed_module(sys.modules["tinyvae.config"], TrainConfig=Settings, load_preset=start_from)
     modules = {**old_files.modules_for_files(), "dataclasses": old_files.changed_module(dataclasses, replace=replace)}
-    modules |= dict.fromkeys(("tinyvae.config", "tinyvae.config.schema", "tinyvae.config_files"), ours)
+    modules |= dict.fromkeys((f"tinyvae.config{end}" for end in ("", ".schema", ".load", "_files")), ours)
     loaded, path, plain_import = set(sys.modules), sys.path.copy(), builtins.__import__
 
     def changed_import(name: str, *scope: Any, **more: Any) -> ModuleType:  # globals, locals, fromlist, level
@@ -316,8 +297,9 @@ def _surroundings(folder: Path, base: Path) -> Iterator[None]:
         builtins.__import__ = plain_import
         sys.path[:] = path
         for name in set(sys.modules) - loaded:  # another file may have other neighbours of the same names
-            place = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None)
-            if place is not None and folder in Path(place).parents[:2]:
+            package = name.partition(".")[0]
+            place = getattr(sys.modules.get(package), "__file__", None)
+            if package not in loaded and place is not None and folder in Path(place).parents[:2]:
                 del sys.modules[name]
 
 
@@ -328,9 +310,6 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "use_seraena": ("seraena_loss_weight",),
 }
 """Switch -> the weights that mean nothing without it."""
-
-BEGINNINGS = ("lr_warmup_steps", "seraena_start")
-"""Steps of a run's beginning. A run that is cut short has a beginning of a tenth of it."""
 
 
 class _Merging:
@@ -367,11 +346,7 @@ class _Merging:
         elif old_files.ALIASES.get(key, key) in FIELDS:
             self._set(number, layer, key, value)
         else:
-            near = (
-                f" Did you mean {old_files.OTHER_NAMES[key]!r}?"
-                if key in old_files.OTHER_NAMES
-                else nearest_name(key, FIELDS)
-            )
+            near = nearest_name(old_files.OTHER_NAMES.get(key, key), FIELDS)
             text = f"there is no setting {key!r} ({layer.where(key)}).{near}"
             self._complain((key, *near.split("'")[1:2]), text)
 
@@ -419,13 +394,11 @@ class _Merging:
                 self._decide("use_sample_clips", False, f"{self._layer_of(key)} names {key}")
 
     def _settle_lengths(self) -> None:
-        """A layer that shortens the run (to try it out) shortens its beginning too, where that would not fit."""
-        if "max_train_steps" not in self.values:
-            return
-        steps = self.values["max_train_steps"]
-        for key in BEGINNINGS:
+        """A layer that shortens the run (to try it out) cuts its beginning to a tenth too, where it does not fit."""
+        steps = self.values.get("max_train_steps", FIELDS["max_train_steps"].default)
+        for key in ("lr_warmup_steps", "seraena_start"):
             begins = self.values.get(key, FIELDS[key].default)
-            is_older = self._set_in.get(key, -1) < self._set_in["max_train_steps"]
+            is_older = self._set_in.get(key, -1) < self._set_in.get("max_train_steps", -1)
             if is_older and isinstance(begins, int) and begins >= steps:
                 self._decide(key, steps // 10, f"{self._layer_of('max_train_steps')} sets max_train_steps to {steps}")
 

@@ -74,6 +74,9 @@ OTHER_NAMES: Mapping[str, str] = {name: key for key, names in _ELSEWHERE.items()
 ALIASES: Mapping[str, str] = {"cogvideox_model_path": "ref_vae_path", "resume": "resume_from_checkpoint"}
 """Another name of a key -> the key. ``cogvideox_model_path`` also says that the teacher is a CogVideoX."""
 
+OLD_NAMES = {*ALIASES, *CHECKED_KEYS, *OLD_KEYS}
+"""All names that are no settings, but known."""
+
 
 def preset_of_old_file(name: str) -> str | None:
     """The preset in place of ``training/configs/taehv_config_NAME.py``; None for any other name."""

@@ -268,9 +268,13 @@ FIELDS: Mapping[str, dataclasses.Field[Any]] = {field.name: field for field in d
 
 
 @functools.cache
+def _types() -> dict[str, Any]:
+    return get_type_hints(TrainConfig)
+
+
 def kinds_of(key: str) -> tuple[Any, ...]:
     """The types that a key takes: ``(int, NoneType)`` for ``int | None``."""
-    kind = get_type_hints(TrainConfig)[key]
+    kind = _types()[key]
     return get_args(kind) if get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
 
 
