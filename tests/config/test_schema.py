@@ -19,7 +19,6 @@ from tinyvae.config.schema import (
     GROUPS,
     TrainConfig,
     config_help_text,
-    limits_in_words,
     path_keys,
     shown_value,
     takes_in_words,
@@ -131,9 +130,10 @@ def test_a_configuration_travels_to_another_process() -> None:
 
 
 def test_values_and_limits_in_words() -> None:
-    assert limits_in_words("seed") == "at least 0 and below 4294967296"
-    assert takes_in_words("seraena_start") == "int or auto, at least 0"
-    assert takes_in_words("gaussian_blur_sigma") == "2 floats, above 0 and at most 10"
+    assert takes_in_words("seed") == "a whole number, at least 0 and below 4294967296"
+    assert takes_in_words("seraena_start") == "a whole number or auto, at least 0"
+    assert takes_in_words("gaussian_blur_sigma") == "2 numbers, above 0 and at most 10"
+    assert takes_in_words("report_to") == "one of tensorboard, none" and takes_in_words("data_root") == "a path or none"
     assert [shown_value(value) for value in (None, True, 1e-4, (0.1, 2.0))] == ["none", "true", "0.0001", "0.1,2"]
 
 
@@ -155,7 +155,7 @@ def test_the_help_text_names_every_key_and_its_default() -> None:
     text = config_help_text()
     for key in FIELDS:
         assert f"--{key} (" in text
-    assert max(map(len, text.splitlines())) <= 120
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_the_page_that_the_help_names_has_the_places_of_the_lpips_weights() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from tinyvae.config.schema import FIELDS, TrainConfig, kinds_of, limits_in_words, shown_value
+from tinyvae.config.schema import FIELDS, TrainConfig, kinds_of, shown_value, takes_in_words
 from tinyvae.errors import MissingFileError, UserError, nearest_name
 
 if TYPE_CHECKING:
@@ -86,7 +86,6 @@ OTHER_SPELLINGS: Mapping[str, Mapping[str, str]] = {
 """Key -> values of other trainers' files that mean the same as one of ours."""
 
 JITTER_NAMES = ("brightness", "contrast", "saturation", "hue")
-RANGE_MISTAKES = {"greater_than_equal", "greater_than", "less_than_equal", "less_than", "finite_number"}
 
 
 def convert(key: str, value: Any, where: str = "") -> Any:
@@ -99,12 +98,13 @@ def convert(key: str, value: Any, where: str = "") -> Any:
 
     try:
         return _validator(key).validate_python(_plain_value(key, value))
-    except ValidationError as mistake:
-        wrong = {error["type"] for error in mistake.errors()} & RANGE_MISTAKES
-    if not wrong:
-        raise _wrong_type(key, value, where)
-    finite = "finite and " if "finite_number" in wrong else ""
-    raise UserError(f"{key}={shown_value(value)} must be {finite}{limits_in_words(key)}{where}.")
+    except ValidationError:
+        raise UserError(_wrong_value(key, value, where)) from None
+
+
+def _wrong_value(key: str, value: Any, where: str = "") -> str:
+    choices = [choice for kind in kinds_of(key) if get_origin(kind) is Literal for choice in get_args(kind)]
+    return f"{key}={value!r} must be {takes_in_words(key)}{where}.{nearest_name(str(value), choices)}"
 
 
 @functools.cache
@@ -144,20 +144,6 @@ def _plain_value(key: str, value: Any) -> Any:
     return value
 
 
-def _wrong_type(key: str, value: Any, where: str = "") -> UserError:
-    words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path", str: "text"}
-    wanted = []
-    for kind in kinds_of(key):
-        if get_origin(kind) is Literal:
-            near = nearest_name(str(value), get_args(kind)).strip()
-            wanted.append("one of " + ", ".join(get_args(kind)) + (f" ({near})" if near else ""))
-        elif get_origin(kind) is tuple:
-            wanted.append(f"{len(get_args(kind))} numbers")
-        else:
-            wanted.append(words.get(kind, "none"))
-    return UserError(f"{key}={value!r} must be {' or '.join(wanted)}{where}.")
-
-
 # between settings
 
 
@@ -168,7 +154,7 @@ def value_complaints(config: TrainConfig) -> list[Complaint]:
         value = getattr(config, key)
         try:
             if convert(key, value) != value:  # such as the text "no" for a switch, which would count as on
-                raise _wrong_type(key, value)
+                raise UserError(_wrong_value(key, value))
         except UserError as mistake:
             wrong[key] = Complaint(keys=(key,), text=str(mistake))
     # A rule about a key that is wrong by itself would only repeat that, or compute nonsense.

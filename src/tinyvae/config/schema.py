@@ -303,24 +303,21 @@ def shown_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def limits_in_words(key: str) -> str:
-    """``above 0 and at most 1``; empty where there is no limit."""
-    limits = FIELDS[key].metadata["limits"]
-    return " and ".join(f"{LIMIT_WORDS[name]} {shown_value(limit)}" for name, limit in limits.items())
-
-
 def takes_in_words(key: str) -> str:
-    """What a key takes: ``int, at least 1``, ``mse|l1|charbonnier``, ``path or none``, ``2 floats``."""
-    kinds = " or ".join(_kind_in_words(kind) for kind in kinds_of(key))
-    return ", ".join(filter(None, (kinds, limits_in_words(key))))
+    """What a key takes: ``a whole number, at least 1``, ``one of mse, l1, charbonnier``, ``a path or none``."""
+    limits = FIELDS[key].metadata["limits"].items()
+    range_in_words = " and ".join(f"{LIMIT_WORDS[name]} {shown_value(limit)}" for name, limit in limits)
+    return ", ".join(filter(None, [" or ".join(map(_kind_in_words, kinds_of(key))), range_in_words]))
 
 
 def _kind_in_words(kind: Any) -> str:
+    names = get_args(kind)
     if get_origin(kind) is Literal:
-        return "|".join(map(str, get_args(kind)))
+        return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
     if get_origin(kind) is tuple:
-        return f"{len(get_args(kind))} {get_args(kind)[0].__name__}s"
-    return {type(None): "none", Path: "path", str: "text"}.get(kind) or kind.__name__
+        return f"{len(names)} numbers"
+    words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path", str: "text"}
+    return words.get(kind, "none")
 
 
 # the tables
@@ -345,7 +342,8 @@ def _help_lines(config: TrainConfig) -> Iterator[str]:
             yield f"\n{GROUPS[key]}:"
         value = getattr(config, key)
         here = "" if value == field.default else f"; here {shown_value(value)}"
-        yield f"  --{key} ({takes_in_words(key)}; default {shown_value(field.default)}{here})"
+        takes = f"  --{key} ({takes_in_words(key)}; default {shown_value(field.default)}{here})"
+        yield textwrap.fill(takes, width=100, subsequent_indent=indent)
         yield textwrap.fill(field.metadata["meaning"], width=100, initial_indent=indent, subsequent_indent=indent)
 
 
