@@ -208,6 +208,7 @@ def test_a_wrong_type_in_a_file_names_its_line(tmp_path: Path) -> None:
         ("from types import SimpleNamespace\nargs = SimpleNamespace(seed=3)", ("seed", 3)),
         ("import argparse\nargs = argparse.Namespace(seed=3)", ("seed", 3)),
         ("args = dict(seed=3)", ("seed", 3)),
+        ("class args:\n    seed = 3", ("seed", 3)),
         ("args.lr_warmup_steps = args.max_train_steps // 100", ("lr_warmup_steps", 100)),
         ("args.tracker_name = f'run_{7:03d}'", ("tracker_name", "run_007")),
         ("args.gaussian_blur_sigma = [0.5, 1]", ("gaussian_blur_sigma", (0.5, 1.0))),

@@ -227,7 +227,8 @@ def _file_layers(file: Path, text: str, *, name: str, base: Path) -> list[Layer]
     holds_settings = isinstance(found, Mapping) or hasattr(found, "__dict__")  # EasyDict and its like, or a namespace
     if not holds_settings or not (found or getattr(found, "below", ())):
         raise UserError(f"{file} sets neither args nor config; write `args.key = value` (docs/configuration.md).")
-    values = {str(key): value for key, value in (found if isinstance(found, Mapping) else vars(found)).items()}
+    named = found if isinstance(found, Mapping) else vars(found)
+    values = {str(key): value for key, value in named.items() if not str(key).startswith("__")}
     if isinstance(found, TrainConfig):
         values = {key: value for key, value in values.items() if key in FIELDS and value != FIELDS[key].default}
     return [*getattr(found, "below", ()), Layer(name=name, base=base, values=values, lines=_lines_of(tree))]
