@@ -333,17 +333,17 @@ def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list
     seen_from = given["ref_vae_path"].base if "ref_vae_path" in given else None
     if not wrong & set(DATA_KEYS):
         complaints += [Complaint(keys=DATA_KEYS, text=text) for text in _data_mistakes(config)]
-    for keys, check, arguments in (
-        (("pretrained_model_path", "variant", "model_width"), _check_start_weights, (config,)),
-        (("ref_vae_path", "variant", "ref_vae_type", "model_width"), _check_teacher, (config, seen_from)),
-        (("lpips_weights", "perceptual_loss_weight", "metric_for_best_model"), _check_lpips, (config,)),
+    for keys, check in (
+        (("pretrained_model_path", "variant", "model_width"), lambda: _check_start_weights(config)),
+        (("ref_vae_path", "variant", "ref_vae_type", "model_width"), lambda: _check_teacher(config, seen_from)),
+        (("lpips_weights", "perceptual_loss_weight", "metric_for_best_model"), lambda: _check_lpips(config)),
     ):
         try:
             if keys[0] not in wrong:
-                check(*arguments)
+                check()
         except UserError as mistake:
-            missing = isinstance(mistake, MissingFileError)
-            complaints.append(Complaint(keys=keys, text=str(mistake), missing=missing))
+            missing = isinstance(mistake, MissingFileError) and keys[0] == "ref_vae_path"
+            complaints.append(Complaint(keys=keys, text=f"{keys[0]}: {mistake}", missing=missing))
     if obstacle := _obstacle_to_writing(config.output_dir):
         text = f"output_dir={config.output_dir} cannot be written: {obstacle}; choose another."
         complaints.append(Complaint(keys=("output_dir",), text=text))
@@ -414,26 +414,19 @@ def _check_start_weights(config: TrainConfig) -> None:
     from tinyvae.models.variant_of_weights import tell_variant
     from tinyvae.models.weights import find_weights, read_weights
 
-    try:
-        file = find_weights(config.pretrained_model_path)
-        state, stated = read_weights(file)
-        width = tell_variant(state, stated=stated, variant=config.variant, origin=file).width
-    except UserError as mistake:
-        raise UserError(f"pretrained_model_path: {mistake}") from None
+    file = find_weights(config.pretrained_model_path)
+    state, stated = read_weights(file)
+    width = tell_variant(state, stated=stated, variant=config.variant, origin=file).width
     if width != config.model_width:
-        text = f"pretrained_model_path={file} holds a network of model_width={width:g}, and model_width is "
-        raise UserError(f"{text}{config.model_width:g}; set model_width to {width:g}, or name other weights.")
+        text = f"{file} holds a network of model_width={width:g}, and model_width is {config.model_width:g}; "
+        raise UserError(f"{text}set model_width to {width:g}, or name other weights.")
 
 
 def _check_teacher(config: TrainConfig, seen_from: Path | None) -> None:
-    if config.teacher_path is None:
-        return
-    from tinyvae.teachers import check_teacher
+    if config.teacher_path is not None:
+        from tinyvae.teachers import check_teacher
 
-    try:
         check_teacher(config.teacher_path, config.ref_vae_type, config.spec, seen_from=seen_from)
-    except UserError as mistake:
-        raise type(mistake)(f"ref_vae_path: {mistake}") from None
 
 
 def _check_lpips(config: TrainConfig) -> None:
@@ -448,7 +441,7 @@ def _check_lpips(config: TrainConfig) -> None:
         LPIPS.from_file(find_lpips_weights(named))
     except UserError as mistake:
         if named is not None:
-            raise UserError(f"lpips_weights: {mistake}") from None
+            raise
         none = ", and there are none" if isinstance(mistake, MissingFileError) else ""
         needed = f"{needs[0]}={shown_value(getattr(config, needs[0]))}"
         raise UserError(f"{needed} needs LPIPS weights{none}: {mistake}") from None
