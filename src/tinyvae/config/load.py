@@ -434,10 +434,8 @@ class _Merging:
                 because = f"nothing tells which of {', '.join(fitting)} the weights in {file} are"
             self._decide("variant", found, f"{because}; set variant to say otherwise")
         elif found != presumed:
-            raise UserError(
-                f"the weights in {file} are {found}, and {self._layer_of('variant')} sets variant to {presumed}; say "
-                "which to train with --variant."
-            )
+            text = f"the weights in {file} are {found}, and {self._layer_of('variant')} sets variant to {presumed}; "
+            raise UserError(f"{text}say which to train with --variant.")
 
     def disagreements(self, config: TrainConfig) -> Iterator[Complaint]:
         """Old keys that the variant decides now, where a file has another value."""

@@ -23,22 +23,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from tinyvae.models.variants import VariantSpec, get_spec
 from tinyvae.version import __version__
 
-GROUPS = {
-    "variant": "Model",
-    "data_root": "Data",
-    "random_crop": "Augmentation",
-    "max_train_steps": "Steps and precision",
-    "optimizer": "Optimizer and schedule",
-    "reconstruction_loss_type": "Losses",
-    "use_ref_vae": "Teacher (reference VAE)",
-    "use_seraena": "Seraena",
-    "validation_steps": "Validation",
-    "output_dir": "Output, checkpoints and resume",
-    "log_every": "Logging",
-    "dataloader_num_workers": "Workers and limits",
-}
-"""First key of a group -> the heading of the group in the help text and in the document."""
-
 LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 """Limit of an `option`, as pydantic names it -> its words."""
 
@@ -51,10 +35,13 @@ RUN_FORMAT = "tinyvae-run"
 TeacherType = Literal["cogvideox", "wan", "hunyuan", "ltx", "minimax"]
 
 
-def option(default: Any, meaning: str, **limits: float) -> Any:
-    """A field of `TrainConfig`. ``limits``: ge, gt, le, lt as in pydantic; those of a tuple hold for each number."""
+def option(default: Any, meaning: str, *, group: str = "", **limits: float) -> Any:
+    """A field of `TrainConfig`. ``limits``: ge, gt, le, lt as in pydantic; those of a tuple hold for each number.
+
+    ``group``: the heading that begins with this field, in the help text and in the document.
+    """
     assert limits.keys() <= LIMIT_WORDS.keys(), limits
-    return dataclasses.field(default=default, metadata={"meaning": meaning, "limits": limits})
+    return dataclasses.field(default=default, metadata={"meaning": meaning, "limits": limits, "group": group})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +51,15 @@ class TrainConfig:
     Example: ``dataclasses.replace(TrainConfig(variant="taecvx", data_root="clips"), max_train_steps=500)``
     """
 
-    # model
-    variant: str = option("taehv", "Which network of the family, by name (`tinyvae info` lists them).")
+    variant: str = option("taehv", "Which network of the family, by name (`tinyvae info` lists them).", group="Model")
     model_width: float = option(1.0, "Factor on every hidden channel count; 1: as released, 0.25: for a laptop.", gt=0)
     pretrained_model_path: Path | None = option(None, "Weights to start from (file, model or run folder); none: fresh.")
     init: Literal["he", "torch"] = option("he", "How fresh weights are drawn: he (scaled for ReLU) or as torch does.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory, more time.")
 
-    # data
-    data_root: Path | None = option(None, "Folder of the videos; also the base of relative paths in annotation_file.")
+    data_root: Path | None = option(
+        None, "Folder of the videos; also the base of relative paths in annotation_file.", group="Data"
+    )
     annotation_file: Path | None = option(None, "JSON or JSONL list of the videos; none: every video below data_root.")
     index_path: Path | None = option(None, "Index made by `tinyvae data index`; none: the run makes one.")
     use_sample_clips: bool = option(False, "Write sample clips to data_root first, if it is empty or absent.")
@@ -93,8 +80,7 @@ class TrainConfig:
     decoded_cache_dir: Path | None = option(None, "Folder of decoded files, best on a local disk; none: temporary.")
     decode_timeout_s: float = option(30.0, "Longest time one clip may take to decode, seconds.", gt=0)
 
-    # augmentation
-    random_crop: bool = option(True, "Crop at a random place; off: the centre.")
+    random_crop: bool = option(True, "Crop at a random place; off: the centre.", group="Augmentation")
     random_resize: bool = option(True, "Scale each crop down from a random window; off: pixels stay as they are.")
     random_flip: bool = option(True, "Mirror half of the clips left to right.")
     color_jitter: bool = option(False, "Change the colours of each clip by color_jitter_params.")
@@ -108,8 +94,7 @@ class TrainConfig:
     gaussian_blur_probability: float = option(0.5, "Share of the clips that gaussian_blur blurs.", ge=0, le=1)
     gaussian_blur_sigma: tuple[float, float] = option((0.1, 2.0), "Smallest and largest sigma, pixels.", gt=0, le=10)
 
-    # steps and precision
-    max_train_steps: int = option(10_000, "Optimiser steps of the whole run.", ge=1)
+    max_train_steps: int = option(10_000, "Optimiser steps of the whole run.", ge=1, group="Steps and precision")
     train_batch_size: int = option(4, "Clips of one micro-batch on one device.", ge=1)
     gradient_accumulation_steps: int = option(
         1, "Micro-batches per optimiser step; the same maths as one larger batch (except Seraena's own training).", ge=1
@@ -126,8 +111,9 @@ class TrainConfig:
     )
     seed: int = option(42, "Seed of weights, data order and augmentation.", ge=0, lt=2**32)
 
-    # optimizer and schedule
-    optimizer: Literal["adamw", "muon"] = option("adamw", "adamw; or muon for the inner convs and adamw for the rest.")
+    optimizer: Literal["adamw", "muon"] = option(
+        "adamw", "adamw; or muon for the inner convs and adamw for the rest.", group="Optimizer and schedule"
+    )
     learning_rate: float = option(1e-4, "Peak learning rate of AdamW.", gt=0, le=1)
     muon_learning_rate: float = option(0.01, "Peak learning rate of the convs that Muon trains.", gt=0, le=1)
     muon_momentum: float = option(0.95, "Momentum of Muon.", ge=0, lt=1)
@@ -147,9 +133,8 @@ class TrainConfig:
         0.999, "Decay of the running mean of weights that is validated and exported; 0: none.", ge=0, lt=1
     )
 
-    # losses
     reconstruction_loss_type: Literal["mse", "l1", "charbonnier"] = option(
-        "mse", "What the reconstruction and decoder losses measure."
+        "mse", "What the reconstruction and decoder losses measure.", group="Losses"
     )
     reconstruction_loss_weight: float = option(10.0, "Weight: the student's own round trip against the frames.", ge=0)
     encoder_loss_weight: float = option(0.0, "Weight: student latents against the teacher's (needs use_ref_vae).", ge=0)
@@ -163,15 +148,13 @@ class TrainConfig:
     temporal_loss_weight: float = option(0.0, "Weight: error of frame-to-frame differences.", ge=0)
     lpips_weights: Path | None = option(None, "LPIPS weights; none: searched in the places of `docs/losses.md`.")
 
-    # teacher
-    use_ref_vae: bool = option(False, "Load a reference VAE as the teacher.")
+    use_ref_vae: bool = option(False, "Load a reference VAE as the teacher.", group="Teacher (reference VAE)")
     ref_vae_type: TeacherType | None = option(None, "Family of the teacher; none: read from its config.json.")
     ref_vae_path: str | None = option(None, "The teacher: a diffusers folder or a hub name (owner/name).")
     ref_vae_dtype: Literal["float32", "float16", "bfloat16"] = option("bfloat16", "Precision of the teacher.")
     ref_vae_sample: bool = option(False, "Draw the teacher's latents from their distribution; off: take its mode.")
 
-    # seraena
-    use_seraena: bool = option(False, "Train with Seraena's correction targets.")
+    use_seraena: bool = option(False, "Train with Seraena's correction targets.", group="Seraena")
     seraena_loss_weight: float = option(0.0, "Weight: distance to the corrected frames.", ge=0)
     n_seraena_frames: int = option(1, "Frames the discriminator sees at once; divides the padded clip length.", ge=0)
     seraena_start: int | Literal["auto"] = option(
@@ -185,8 +168,9 @@ class TrainConfig:
     seraena_buffer_mb: int = option(512, "Bound of each process's replay buffer, 2**20 bytes.", ge=1)
     seraena_buffer_device: Literal["cpu", "device"] = option("cpu", "cpu: the buffer lies in main memory.")
 
-    # validation
-    validation_steps: int = option(500, "Optimiser steps between validations (one is at the end too); 0: never.", ge=0)
+    validation_steps: int = option(
+        500, "Optimiser steps between validations (one is at the end too); 0: never.", ge=0, group="Validation"
+    )
     num_validation_samples: int = option(20, "Clips of a validation, over all processes.", ge=1)
     validation_batch_size: int = option(2, "Clips per validation batch on one device.", ge=1)
     validation_height: int | None = option(None, "Height of a validation clip; none: height.", ge=8)
@@ -198,9 +182,10 @@ class TrainConfig:
     )
     early_stopping_patience: int = option(0, "Validations without a better score that end the run; 0: never.", ge=0)
 
-    # output, checkpoints and resume
     output_dir: Path = option(
-        Path("output/%Y-%m-%d_%H-%M-%S"), "The run's folder; %Y %m %d %H %M %S become the time at which the run starts."
+        Path("output/%Y-%m-%d_%H-%M-%S"),
+        "The run's folder; %Y %m %d %H %M %S become the time at which the run starts.",
+        group="Output, checkpoints and resume",
     )
     checkpointing_steps: int = option(500, "Optimiser steps between checkpoints; 0: at the end only.", ge=0)
     checkpoints_total_limit: int | None = option(5, "Checkpoints kept beside best and emergency ones; none: all.", ge=1)
@@ -209,8 +194,7 @@ class TrainConfig:
     save_model_card: bool = option(True, "Write a model card beside the final model.")
     report: bool = option(True, "Write report.html at the end of the run.")
 
-    # logging
-    log_every: int = option(10, "Optimiser steps between log lines.", ge=1)
+    log_every: int = option(10, "Optimiser steps between log lines.", ge=1, group="Logging")
     report_to: Literal["tensorboard", "none"] = option("tensorboard", "Tracker; metrics.jsonl is always written.")
     tracker_name: str = option("tinyvae", "Name of the run in the tracker.")
     logging_dir: Path = option(Path("logs"), "Folder of the tracker's files; relative: inside the run's folder.")
@@ -224,8 +208,9 @@ class TrainConfig:
         1800.0, "Seconds without a finished step, validation or save that count as a stall.", gt=0
     )
 
-    # workers and limits
-    dataloader_num_workers: int = option(4, "Decoding processes of each training process.", ge=0)
+    dataloader_num_workers: int = option(
+        4, "Decoding processes of each training process.", ge=0, group="Workers and limits"
+    )
     prefetch_factor: int = option(2, "Batches each worker prepares ahead.", ge=1)
     pin_memory: bool = option(True, "Use pinned memory for copies to a GPU.")
     allow_cpu: bool = option(False, "Train without a GPU, however large a step is (it may take hours).")
@@ -338,8 +323,8 @@ def config_help_text(config: TrainConfig | None = None) -> str:
 def _help_lines(config: TrainConfig) -> Iterator[str]:
     indent = " " * 8
     for key, field in FIELDS.items():
-        if key in GROUPS:
-            yield f"\n{GROUPS[key]}:"
+        if field.metadata["group"]:
+            yield f"\n{field.metadata['group']}:"
         value = getattr(config, key)
         here = "" if value == field.default else f"; here {shown_value(value)}"
         takes = f"  --{key} ({takes_in_words(key)}; default {shown_value(field.default)}{here})"
@@ -351,8 +336,8 @@ def settings_table() -> str:
     """Every setting as Markdown tables, one for each group; ``docs/configuration.md`` holds exactly this text."""
     lines = []
     for key, field in FIELDS.items():
-        if key in GROUPS:
-            lines += ["", f"### {GROUPS[key]}", "", "| key | takes | default | meaning |", "|---|---|---|---|"]
+        if group := field.metadata["group"]:
+            lines += ["", f"### {group}", "", "| key | takes | default | meaning |", "|---|---|---|---|"]
         cells = (f"`{key}`", takes_in_words(key), f"`{shown_value(field.default)}`", field.metadata["meaning"])
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines[1:]) + "\n"
