@@ -4,7 +4,7 @@ Command:   tinyvae train examples/my_settings.py                    (go on after
            ./train_taehv_h100.sh 8 custom examples/my_settings.py   (eight GPUs)
 
 It starts from a preset and changes what is written here; `tinyvae train PRESET --help` lists all settings. The file is
-read, never run. Lines of `args.key = value` work too: docs/configuration.md.
+a Python program and is run. Lines of `args.key = value` work too: docs/configuration.md.
 """
 
 from dataclasses import replace

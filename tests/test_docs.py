@@ -12,6 +12,7 @@ from tests.documents import DOCUMENTS, FENCE, INLINE_CODE, ROOT, commands, flags
 from tinyvae.cli import check as check_verb
 from tinyvae.cli.main import VERBS, build_parser
 from tinyvae.config.load import preset_names
+from tinyvae.config.old_files import ALIASES
 from tinyvae.config.schema import FIELDS
 
 TRANSLATED = [path for path in DOCUMENTS if path.with_suffix("").suffix == ".zh-CN"]
@@ -21,7 +22,6 @@ FORBIDDEN_PACKAGES = ("torchvision", "lpips", "decord", "opencv")
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 OWN_ANCHOR = re.compile(r'<a id="([^"]+)"></a>\n#{1,6} ')
-SHORT_FORMS = {"resume": "resume_from_checkpoint"}
 LAUNCHER_OPTIONS = {"debug", "profile", "help"}
 
 
@@ -146,7 +146,7 @@ def test_verbs_exist(path: Path) -> None:
 
 
 def is_setting(flag: str) -> bool:
-    return SHORT_FORMS.get(flag, flag) in FIELDS or (flag.startswith("no_") and flag[3:] in FIELDS)
+    return ALIASES.get(flag, flag) in FIELDS or (flag.startswith("no_") and flag[3:] in FIELDS)
 
 
 def is_of_check(flag: str) -> bool:

@@ -13,7 +13,7 @@ from tinyvae import VARIANTS
 from tinyvae.cli.main import build_parser
 from tinyvae.config import load_config
 from tinyvae.config.load import preset_names
-from tinyvae.config.old_files import CHECKED_KEYS, OLD_KEYS
+from tinyvae.config.old_files import ALIASES, CHECKED_KEYS, OLD_KEYS
 from tinyvae.config.schema import FIELDS
 from tinyvae.training import deepspeed as launch_config
 
@@ -43,7 +43,17 @@ OLD_NAMES = {
 def test_settings_exist(page: Path) -> None:
     """A lone `word_with_underscore`, or `word = value`, is a setting unless it is known to be something else."""
     name = re.compile(r"(?:args\.)?([a-z][a-z0-9]*(?:_[a-z0-9]+)+)(?: ?[=:] ?[\w.'\"-]+)?")
-    known = {*FIELDS, *OLD_KEYS, *CHECKED_KEYS, *LAUNCH_KEYS, *preset_names(), *VARIANTS, *NO_SETTINGS, *OLD_NAMES}
+    known = {
+        *FIELDS,
+        *ALIASES,
+        *OLD_KEYS,
+        *CHECKED_KEYS,
+        *LAUNCH_KEYS,
+        *preset_names(),
+        *VARIANTS,
+        *NO_SETTINGS,
+        *OLD_NAMES,
+    }
     for code in INLINE_CODE.findall(without_code(page.read_text())):
         match = name.fullmatch(code)
         assert not match or match[1] in known, f"{page.name} names `{code}`: no setting, nor in the lists of this test"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import datetime
 import json
 import os
-import re
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +20,10 @@ from hypothesis import strategies as st
 
 from tinyvae import TAEHV, save_model
 from tinyvae.cli import main as cli
-from tinyvae.config.load import load_config
+from tinyvae.config.load import load_config, parse_overrides, project_of
 from tinyvae.config.old_files import OLD_KEYS
-from tinyvae.config.overrides import parse_overrides
-from tinyvae.config.paths import project_of
-from tinyvae.config.save import flat_for_tracker, from_json, to_json
-from tinyvae.config.schema import FIELDS, TrainConfig
-from tinyvae.config.tables import config_help_text
+from tinyvae.config.rules import check_config
+from tinyvae.config.schema import FIELDS, TrainConfig, to_json
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.models.weights import load_model
 from tinyvae.training.run_folder import earlier_run_folders, has_time, new_run_folder
@@ -130,7 +129,7 @@ def test_a_users_old_file_works(tmp_path: Path, with_easydict: bool) -> None:
     assert config.output_dir == tmp_path / "output" / "%Y-%m-%d_%H-%M-%S"
     assert config.metric_for_best_model == "mse"
     assert config.variant == "taecvx", "nothing states it, but the teacher is a CogVideoX"
-    assert config.cogvideox_model_path == str(tmp_path / "CogVideoX-2b")
+    assert (config.ref_vae_path, config.ref_vae_type) == (str(tmp_path / "CogVideoX-2b"), "cogvideox")
 
 
 def test_each_old_key_gets_one_line(tmp_path: Path) -> None:
@@ -161,18 +160,16 @@ def test_each_old_key_gets_one_line(tmp_path: Path) -> None:
     assert not set(OLD_KEYS) & set(FIELDS)
 
 
-def test_an_old_key_may_say_what_only_a_running_program_knows(tmp_path: Path) -> None:
+def test_a_precision_may_be_that_of_torch(tmp_path: Path) -> None:
     lines = (
-        "import os, torch",
-        'args.world_size = int(os.environ["NO_SUCH_WORLD_SIZE"])',
+        "import torch",
         'args.device_type = "cuda" if torch.cuda.is_available() else "cpu"',
-        "args.model_dtype = torch.bfloat16",
+        "args.mixed_precision = torch.bfloat16",
         "args.ref_vae_dtype = torch.half",
     )
     loaded = load_config(write(tmp_path, "\n".join(lines)))
-    assert loaded.config.ref_vae_dtype == "float16"
-    assert [notice.split()[0] for notice in loaded.notices] == ["world_size", "device_type", "model_dtype"]
-    assert "line 1" in refusal(write(tmp_path, "args.height = torch.cuda.device_count()"))
+    assert (loaded.config.mixed_precision, loaded.config.ref_vae_dtype) == ("bf16", "float16")
+    assert [notice.split()[0] for notice in loaded.notices] == ["device_type"]
 
 
 def test_files_of_many_node_runs_load(tmp_path: Path) -> None:
@@ -196,83 +193,103 @@ def test_unknown_keys_all_at_once_with_the_nearest_name(tmp_path: Path) -> None:
 
 
 def test_a_wrong_type_in_a_file_names_its_line(tmp_path: Path) -> None:
-    text = refusal(write(tmp_path, "\nargs.n_frames = '16'\n"))
-    assert "n_frames='16' must be a whole number" in text and "line 2" in text
+    text = refusal(write(tmp_path, "\nargs.n_frames = 'many'\n"))
+    assert "n_frames='many' must be a whole number" in text and "line 2" in text
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("args.seed = 2 ** 10 + 1", ("seed", 1025)),
-        ("args.seed = -(-7) % 4", ("seed", 3)),
-        ("base = 4\nargs.seed = base * 2", ("seed", 8)),
+        ("args.seed = sum(i for i in range(5)) + 1", ("seed", 11)),
         ("args.seed = 4\nargs.seed += 2", ("seed", 6)),
         ("args['seed'] = 5", ("seed", 5)),
-        ("args: object = EasyDict(seed=9)", ("seed", 9)),
-        ("args = EasyDict({'seed': 9})", ("seed", 9)),
-        ("cfg = EasyDict()\ncfg.seed = 3", ("seed", 3)),
+        ("from easydict import EasyDict as edict\nargs: object = edict(seed=9)", ("seed", 9)),
+        ("import easydict\nargs = easydict.EasyDict({'seed': 9})", ("seed", 9)),
+        ("from types import SimpleNamespace\nargs = SimpleNamespace(seed=3)", ("seed", 3)),
+        ("import argparse\nargs = argparse.Namespace(seed=3)", ("seed", 3)),
+        ("args = dict(seed=3)", ("seed", 3)),
+        ("class args:\n    seed = 3", ("seed", 3)),
+        ("args.lr_warmup_steps = args.max_train_steps // 100", ("lr_warmup_steps", 100)),
         ("args.tracker_name = f'run_{7:03d}'", ("tracker_name", "run_007")),
-        ("args.tracker_name = str(args.get) if False else 'x'", None),
         ("args.gaussian_blur_sigma = [0.5, 1]", ("gaussian_blur_sigma", (0.5, 1.0))),
-        ("args.compile_model = not False", ("compile_model", True)),
-        ("args.data_root = Path('a') / 'b'", ("data_root", "a/b")),
-        ("args.data_root = Path(__file__).parent / 'b'", ("data_root", "b")),
-        ("args.data_root = os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'b')", ("data_root", "../b")),
-        ("args.data_root = os.path.abspath('b')", ("data_root", "b")),
-        ("args.output_dir = f'out/{datetime.now():%Y%m%d}'", ("output_dir", "out/%Y%m%d")),
-        ("args.output_dir = 'out/' + dt.datetime.now(tz).strftime('%d')", ("output_dir", "out/%d")),
-        ("args.data_root = osp.join('a', 'b')", ("data_root", "a/b")),
-        ("args.cogvideox_model_path = ''", ("cogvideox_model_path", None)),
-        ("args.output_dir = 'out/' + time.strftime('%H%M')", ("output_dir", "out/%H%M")),
+        ("args.n_frames = '16'", ("n_frames", 16)),
+        ("args.ref_vae_path = ''", ("ref_vae_path", None)),
+        ("from pathlib import Path\nargs.data_root = Path('a') / 'b'", ("data_root", "a/b")),
+        ("from pathlib import Path\nargs.data_root = Path(__file__).parent / 'b'", ("data_root", "b")),
+        ("import os.path as osp\nargs.data_root = osp.join(osp.dirname(__file__), '..', 'b')", ("data_root", "../b")),
+        ("import os\nargs.data_root = os.path.abspath('b')", ("data_root", "b")),
+        ("from datetime import datetime\nargs.output_dir = f'out/{datetime.now():%Y%m}'", ("output_dir", "out/%Y%m")),
+        ("import datetime as dt\nargs.output_dir = dt.date.today().strftime('out/%d')", ("output_dir", "out/%d")),
+        ("import time\nargs.output_dir = 'out/' + time.strftime('%H%M', time.localtime())", ("output_dir", "out/%H%M")),
     ],
 )
-def test_what_a_file_may_write(tmp_path: Path, line: str, expected: tuple[str, Any] | None) -> None:
-    file = write(tmp_path, line + "\n")
-    if expected is None:
-        assert "line 1" in refusal(file)
-        return
+def test_what_a_file_may_write(tmp_path: Path, line: str, expected: tuple[str, Any]) -> None:
     key, value = expected
     if key in ("data_root", "output_dir"):
         value = Path(os.path.normpath(tmp_path / value))
-    assert getattr(load_config(file).config, key) == value
+    assert getattr(load_config(write(tmp_path, line + "\n")).config, key) == value
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("text", "words"),
     [
-        ("args.seed = open('/etc/passwd').read()", "would have to be run"),
-        ("args.seed = __import__('os').system('touch ran')", "would have to be run"),
-        ("import os\nos.system('touch ran')", "line 2: `os.system('touch ran')` is not a setting"),
-        ("for i in range(3):\n    args.seed = i", "`for i in range(3):` is not a setting"),
-        ("args.seed = other.value", "`other` is not set earlier"),
-        ("args.seed = args.height", "`args.height` is not set earlier"),
-        ("args.seed = 9 ** 9 ** 9", "is too large"),
-        ("args.tracker_name = 'a' * 10 ** 9", "is not a plain value"),
-        ("args.seed = 1 / 0", "has no value"),
-        ("from base import args\nargs.seed = 1", "takes settings from another file"),
-        ("from base import *\nargs.seed = 1", "takes settings from another file"),
-        ("args.output_dir = datetime.now().strftime('%c')", "may only use %Y %m %d %H %M %S"),
-        ("args.seed = lambda: 1", "is not a plain value"),
-        ("args.color_jitter_params.hue = 1", "neither a setting nor a variable"),
+        ("\nargs.seed = 1 / 0", ", line 2 stops with ZeroDivisionError: division by zero; fix it"),
+        ("args.seed = other.value", ", line 1 stops with NameError: name 'other' is not defined"),
+        ("args.seed = args.no_such_key", "no_such_key is not set before this line"),
+        ("import sys\nsys.exit(0)", ", line 2 stops with SystemExit: 0"),
+        ("import no_such_neighbour", "ModuleNotFoundError: No module named 'no_such_neighbour'"),
+        ("def f():\n    f()\nf()", "RecursionError"),
+        ("import datetime\nargs.output_dir = datetime.datetime.now().strftime('%c')", "made of %Y %m %d %H %M %S"),
+        ("from tinyvae.config import load_preset\nconfig = load_preset('h10')", ", line 2: there is no preset 'h10'"),
         ("args.seed = = 1", "line 1 is not valid Python"),
         ("args.seed = " + "(" * 5000, "is not valid Python"),
-        ("config = replace(other, seed=1)", "must start from a preset"),
-        ("config = TrainConfig(**everything)", "write the settings out"),
+        ("settings = 3", "sets neither args nor config"),
+        ("", "sets neither args nor config"),
+        ("args = 3", "sets neither args nor config"),
+        ("args.seed = 1\nfrom tinyvae.config import TrainConfig\nconfig = TrainConfig(seed=1)", "both args and config"),
     ],
 )
-def test_a_file_is_read_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, words: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert words in refusal(write(tmp_path, line + "\n"))
-    assert not (tmp_path / "ran").exists()
+def test_a_file_that_gives_no_settings_ends_in_one_sentence(tmp_path: Path, text: str, words: str) -> None:
+    file = write(tmp_path, text + "\n")
+    told = refusal(file)
+    assert words in told and told.startswith(str(file)) and "\n" not in told
 
 
-def test_several_bad_lines_are_listed_together(tmp_path: Path) -> None:
-    text = refusal(write(tmp_path, "args.seed = f()\nprint(1)\nargs.height = 64\n"))
-    assert "line 1:" in text and "line 2:" in text and "line 3" not in text
+def test_a_file_that_raises_ends_the_command_with_code_2(tmp_path: Path) -> None:
+    file = write(tmp_path, "print('hello')\nraise OSError('no disk\\nhere')\n")
+    done = subprocess.run([sys.executable, "-m", "tinyvae", "train", str(file)], capture_output=True, text=True)
+    assert done.returncode == 2 and "line 2 stops with OSError: no disk here" in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == "hello\n"
+
+
+def test_a_huge_file_is_not_run(tmp_path: Path) -> None:
+    assert "is too large for settings" in refusal(write(tmp_path, "#" * 2**20 + "\nargs.seed = 1\n"))
+
+
+def test_running_a_file_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Its folder is on the path while it runs; a second file may have other neighbours of the same name."""
+    real = (builtins.__import__, datetime.datetime, sys.path.copy(), Path.cwd(), sys.argv.copy())
+    for seed in (1, 2):
+        folder = tmp_path / str(seed)
+        easy = "from easydict import EasyDict\nfrom datetime import datetime\nargs = EasyDict()\n"
+        write(folder, f"{easy}args.seed = {seed}\nargs.output_dir = f'{{datetime.now():%Y}}'\n", "base_file.py")
+        file = write(folder, "import os, sys\nfrom base_file import args\nos.chdir('/')\nsys.path.append('x')\n")
+        config = load_config(file).config
+        assert config.seed == seed and config.output_dir == folder / "%Y"
+        with pytest.raises(UserError, match="ValueError"):
+            load_config(write(folder, "import base_file\nraise ValueError\n"))
+    assert real == (builtins.__import__, datetime.datetime, sys.path, Path.cwd(), sys.argv)
+    assert not {"base_file", "easydict", "settings"} & set(sys.modules)
+
+
+def test_only_the_file_itself_sees_changed_modules(tmp_path: Path) -> None:
+    write(tmp_path / "package", "import datetime\nNOW = datetime.datetime.now().strftime('%Y')\n", "__init__.py")
+    file = write(tmp_path, "from package import NOW\nargs.tracker_name = NOW\n")
+    assert load_config(file).config.tracker_name == str(datetime.datetime.now().year)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=st.text(max_size=60) | st.binary(max_size=60).map(lambda raw: raw.decode("latin-1")))
+@given(text=st.text(alphabet="args.=0 \n\t'é(\0", max_size=60))
 def test_any_text_loads_or_ends_in_a_sentence(tmp_path: Path, text: str) -> None:
     file = tmp_path / "any.py"
     file.write_text(text, encoding="utf-8", errors="replace")
@@ -292,6 +309,35 @@ def test_a_file_in_the_style_of_the_presets(tmp_path: Path) -> None:
     assert config.data_root == tmp_path / "clips"
     plain = "from tinyvae.config.schema import TrainConfig\nconfig = TrainConfig(seed=3)\n"
     assert load_config(write(tmp_path, plain)).config.seed == 3
+    bare = "from tinyvae.config import load_preset\nconfig = load_preset('scratch')\n"
+    assert load_config(write(tmp_path, bare)).config.tracker_name == "scratch"
+    real = "import tinyvae.config.load as load, dataclasses\nstart = load.load_preset('scratch')\n"
+    config = load_config(write(tmp_path, f"{real}config = dataclasses.replace(start, seed=4)\n")).config
+    assert (config.seed, config.train_batch_size) == (4, 16)
+
+
+def test_a_file_may_use_our_older_spelling_and_read_what_it_starts_from(tmp_path: Path) -> None:
+    text = (
+        "import dataclasses\nfrom tinyvae.config_files import load_preset\nstart = load_preset('a800')\n"
+        "config = dataclasses.replace(start, height=start.height // 2, seed=start.seed + 1, use_ref_vae=False)\n"
+    )
+    loaded = load_config(write(tmp_path, text))
+    assert (loaded.config.height, loaded.config.seed) == (240, 43)
+    assert loaded.config.encoder_loss_weight == 0, "the file is a later layer than the preset it starts from"
+    assert any("mine.py turns use_ref_vae off" in notice for notice in loaded.notices)
+
+
+def test_all_mistakes_of_a_file_in_the_style_of_the_presets(tmp_path: Path) -> None:
+    text = "from tinyvae.config import TrainConfig\nconfig = TrainConfig(\n    hieght=3,\n    seed=-1,\n    beta1='x')"
+    told = refusal(write(tmp_path, text))
+    for words in (
+        "3 mistakes",
+        "line 3). Did you mean 'height'?",
+        "seed=-1 must be a whole number, at least 0",
+        "line 4",
+        "beta1='x'",
+    ):
+        assert words in told
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +347,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise PermissionError(13, "Permission denied", str(file))
 
     monkeypatch.setattr(Path, "read_text", refuse)
-    assert f"{file} cannot be read (Permission denied); mend its permissions" in refusal(file)
+    assert f"{file} cannot be read (Permission denied); fix its permissions" in refusal(file)
     monkeypatch.setattr(Path, "is_file", refuse)
     assert "cannot be read (Permission denied)" in refusal(file)
 
@@ -418,7 +464,6 @@ def test_a_key_that_went_is_known_in_files_and_runs_of_before(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(json.loads(to_json(TrainConfig())) | {"persistent_workers": True}))
     for source in (tmp_path, write(tmp_path, "args.persistent_workers = True")):
         assert [notice for notice in load_config(source).notices if notice.startswith(says)]
-    assert from_json((tmp_path / "config.json").read_text()) == TrainConfig()
 
 
 def test_old_keys_on_the_command_line_get_their_line() -> None:
@@ -463,17 +508,21 @@ def test_a_contradiction_inside_one_layer_is_a_mistake(tmp_path: Path) -> None:
     assert "needs a teacher" in refusal(write(tmp_path, "args.use_ref_vae = False\nargs.encoder_loss_weight = 1.0\n"))
 
 
-def test_another_teacher_takes_the_place_of_the_presets() -> None:
-    config = load_config("h100", ["--ref_vae_path", "owner/vae"]).config
-    assert config.cogvideox_model_path is None
-    assert config.teacher_path == "owner/vae"
+def test_another_teacher_takes_the_place_of_the_presets(tmp_path: Path) -> None:
+    assert load_config("h100", ["--ref_vae_path", "owner/vae"]).config.teacher_path == "owner/vae"
+    loaded = load_config(write(tmp_path, OLD_STYLE), ["--ref_vae_path", "owner/vae"])
+    assert (loaded.config.ref_vae_type, loaded.config.teacher_path) == (None, "owner/vae")
+    assert any("ref_vae_type is set to none" in notice for notice in loaded.notices)
+    named = load_config("scratch", ["--cogvideox_model_path", "owner/vae"]).config
+    assert (named.ref_vae_path, named.ref_vae_type) == ("owner/vae", "cogvideox"), "the old name means both"
+    assert "name two teachers" in refusal("h100", ["--ref_vae_path", "a/b", "--cogvideox_model_path", "c/d"])
 
 
 def test_own_data_are_never_mixed_with_sample_clips(tmp_path: Path) -> None:
     loaded = load_config("quickstart", ["--data_root", str(tmp_path / "typo")])
     assert loaded.config.use_sample_clips is False
     with pytest.raises(UserError, match=r"data_root=.*typo does not exist"):
-        load_config("quickstart", ["--data_root", str(tmp_path / "typo")], check="all")
+        check_config(loaded.config, loaded.given_paths)
 
 
 # where paths start from
@@ -496,8 +545,9 @@ def test_a_files_paths_are_the_same_from_any_folder(tmp_path: Path, monkeypatch:
 
 def test_a_missing_file_ends_in_key_path_and_base(tmp_path: Path) -> None:
     file = write(tmp_path, "args.pretrained_model_path = '../checkpoints/taecvx.pth'\nargs.variant = 'taecvx'")
+    loaded = load_config(file)
     with pytest.raises(UserError) as caught:
-        load_config(file, check="all")
+        check_config(loaded.config, loaded.given_paths)
     text = str(caught.value)
     assert "pretrained_model_path=../checkpoints/taecvx.pth does not exist" in text
     assert f"looked for {tmp_path.parent}/checkpoints/taecvx.pth, from {tmp_path}" in text
@@ -531,7 +581,7 @@ def test_a_teacher_is_a_folder_or_a_hub_name(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "models").mkdir()
 
     def teacher(name: str) -> str | None:
-        return load_config("h100", ["--cogvideox_model_path", name]).config.cogvideox_model_path
+        return load_config("h100", ["--cogvideox_model_path", name]).config.ref_vae_path
 
     assert teacher("zai-org/CogVideoX-2b") == "zai-org/CogVideoX-2b"
     assert teacher("models/CogVideoX-2b") == str(tmp_path / "models" / "CogVideoX-2b"), "a folder with a mistake in it"
@@ -631,11 +681,12 @@ def test_earlier_runs_of_the_experiment_newest_first(tmp_path: Path) -> None:
 
 def test_json_round_trip(tmp_path: Path) -> None:
     config = replace(load_config("h100").config, data_root=tmp_path, seraena_start="auto", checkpoints_total_limit=None)
-    text = to_json(config)
-    assert from_json(text) == config
-    content = json.loads(text)
-    assert content["format"] == "tinyvae-run"
-    assert set(FIELDS) <= set(content)
+    (tmp_path / "config.json").write_text(to_json(config))
+    assert load_config(tmp_path).config == config
+    content = json.loads(to_json(config))
+    assert content["format"] == "tinyvae-run" and set(FIELDS) <= set(content)
+    (tmp_path / "config.json").write_text(json.dumps(content | {"cogvideox_model_path": None}))
+    assert load_config(tmp_path).config == config, "as runs before this version wrote it"
 
 
 def test_a_runs_config_loads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -657,7 +708,6 @@ def test_the_config_of_a_resumed_run_makes_a_new_run(tmp_path: Path) -> None:
         assert has_time(again.output_dir), "a folder of its own"
     asked = load_config(tmp_path, ["--resume", "checkpoint-2"]).config
     assert asked.resume_from_checkpoint == "checkpoint-2", "the command line still has its say"
-    assert from_json((tmp_path / "config.json").read_text()) == config, "what the run did is on record"
 
 
 def test_weights_beside_a_runs_config_know_their_variant(tmp_path: Path) -> None:
@@ -677,49 +727,14 @@ def test_weights_beside_a_runs_config_know_their_variant(tmp_path: Path) -> None
     ],
 )
 def test_a_broken_json_ends_in_a_sentence(tmp_path: Path, text: str, words: str) -> None:
-    file = write(tmp_path, text, "config.json")
-    assert words in refusal(file)
-    with pytest.raises(UserError, match=words):
-        from_json(text, origin=file)
-
-
-def test_every_type_of_value_suits_a_tracker(tmp_path: Path) -> None:
-    """Known failure 3: None, tuples, dictionaries, paths and times made the tracker raise at start."""
-    from torch.utils.tensorboard.summary import hparams
-
-    flat = flat_for_tracker(load_config("h100").config)
-    assert set(flat) == set(FIELDS)
-    odd = flat_for_tracker(
-        {
-            "none": None,
-            "tuple": (0.1, 2),
-            "nested": {"hue": 0.1, "deep": {"list": [1, None]}},
-            "path": tmp_path,
-            "time": datetime.datetime(2026, 11, 15),
-            "span": datetime.timedelta(minutes=1),
-            "kind": TrainConfig,
-        }
-    )
-    assert odd["nested.deep.list"] == "1, None"
-    assert odd["time"] == "2026-11-15T00:00:00"
-    assert odd["span"] == 60.0
-    for value in (*flat.values(), *odd.values()):
-        assert type(value) in (int, float, str, bool)
-    hparams({**flat, **odd}, {})
-
-
-def test_the_help_text_names_every_key_and_its_default() -> None:
-    text = config_help_text()
-    for key in FIELDS:
-        assert f"--{key} (" in text
-    assert max(map(len, text.splitlines())) <= 120
+    assert words in refusal(write(tmp_path, text, "config.json"))
 
 
 def test_the_help_of_a_preset_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train", "1gpu_h100", "--log_every", "7", "--help"]) == 0
     text = capsys.readouterr().out
     assert "1 x H100 80 GB" in text
-    assert "--learning_rate (float, above 0 and at most 1; default 0.0001; here 0.0005)" in text
+    assert "--learning_rate (a number, above 0 and at most 1; default 0.0001; here 0.0005)" in text
     assert "default 10; here 7)" in text
     with pytest.raises(SystemExit):
         cli.run(["train", "--help"])
@@ -727,12 +742,6 @@ def test_the_help_of_a_preset_is_its_own(capsys: pytest.CaptureFixture[str]) -> 
 
 
 # what the settings' own words point at
-
-
-def test_the_page_that_the_help_names_has_the_places_of_the_lpips_weights() -> None:
-    (page,) = re.findall(r"docs/\w+\.md", FIELDS["lpips_weights"].metadata["meaning"])
-    text = (DOCS.parent / page).read_text(encoding="utf-8")
-    assert "$TINYVAE_LPIPS" in text and "~/.cache/tinyvae" in text
 
 
 def test_the_page_of_the_losses_says_which_ones_have_a_choice_of_distance() -> None:

@@ -18,7 +18,7 @@ from tinyvae import TAEHV
 from tinyvae.cli.main import run
 from tinyvae.config import load_config
 from tinyvae.config.load import preset_names
-from tinyvae.config.old_files import CHECKED_KEYS, OLD_KEYS
+from tinyvae.config.old_files import ALIASES, CHECKED_KEYS, OLD_KEYS
 from tinyvae.config.schema import FIELDS
 from tinyvae.data.sample_clips import write_sample_clips
 from tinyvae.errors import UserError
@@ -50,7 +50,7 @@ def test_a_file_of_sixteen_frames_works_as_it_is() -> None:
     assert (config.train_batch_size, config.gradient_accumulation_steps) == (2, 8)
     assert config.output_dir == ROOT / "output" / "%Y-%m-%d_%H-%M-%S", "the clock of the run's start, not of the file"
     told = {notice.split()[0] for notice in loaded.notices}
-    gone = keys_of(file) - set(FIELDS)
+    gone = keys_of(file) - {*FIELDS, *ALIASES}
     assert gone and gone <= told, "each key that is no setting any more is told"
 
 
@@ -153,5 +153,5 @@ def test_the_guide_names_every_old_key_and_every_preset(guide: Path) -> None:
 def test_the_files_hold_the_old_keys() -> None:
     """Nearly all of them: what is tried with the files is tried with every kind of key."""
     held = set().union(*(keys_of(file) for file in OLD.glob("*.py")))
-    assert held <= {*FIELDS, *OLD_KEYS, *CHECKED_KEYS}
+    assert held <= {*FIELDS, *ALIASES, *OLD_KEYS, *CHECKED_KEYS}
     assert {*OLD_KEYS, *CHECKED_KEYS} - held <= {"save_best", "save_best_model"}

@@ -1,10 +1,9 @@
-"""TrainConfig and its checks: ranges, rules between keys, missing files, and that no key is dead."""
+"""What must hold of the settings: types and ranges, rules between keys, files that they name."""
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -14,89 +13,18 @@ import safetensors.torch
 import torch
 
 from tinyvae import TAEHV, save_model
-from tinyvae.config.rules import GivenPath, check_config, check_paths, check_values
-from tinyvae.config.schema import FIELDS, GROUPS, TeacherType, TrainConfig, path_keys
-from tinyvae.config.values import convert, convert_text, limits_in_words, type_in_words
+from tinyvae.config.rules import GivenPath, check_config, convert, path_complaints, raise_complaints, value_complaints
+from tinyvae.config.schema import TeacherType, TrainConfig
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.teachers import TEACHER_KINDS
 
-SOURCE = Path(__file__).resolve().parents[2] / "src" / "tinyvae"
 
-ISSUE_KEYS = [
-    "pretrained_model_path",
-    "variant",
-    "data_root",
-    "annotation_file",
-    "train_split",
-    "height",
-    "width",
-    "n_frames",
-    "min_frame_delta",
-    "max_frame_delta",
-    "random_crop",
-    "random_flip",
-    "color_jitter",
-    "color_jitter_params",
-    "gaussian_blur",
-    "gaussian_blur_sigma",
-    "train_batch_size",
-    "gradient_accumulation_steps",
-    "gradient_checkpointing",
-    "mixed_precision",
-    "max_train_steps",
-    "learning_rate",
-    "lr_scheduler",
-    "lr_warmup_steps",
-    "lr_num_cycles",
-    "beta1",
-    "beta2",
-    "weight_decay",
-    "epsilon",
-    "max_grad_norm",
-    "reconstruction_loss_weight",
-    "encoder_loss_weight",
-    "decoder_loss_weight",
-    "perceptual_loss_weight",
-    "seraena_loss_weight",
-    "temporal_loss_weight",
-    "use_seraena",
-    "n_seraena_frames",
-    "use_ref_vae",
-    "cogvideox_model_path",
-    "ref_vae_type",
-    "ref_vae_path",
-    "ref_vae_dtype",
-    "validation_steps",
-    "num_validation_samples",
-    "validation_batch_size",
-    "save_validation_videos",
-    "metric_for_best_model",
-    "early_stopping_patience",
-    "checkpointing_steps",
-    "checkpoints_total_limit",
-    "resume_from_checkpoint",
-    "output_dir",
-    "log_every",
-    "report_to",
-    "tracker_name",
-    "dataloader_num_workers",
-    "prefetch_factor",
-    "pin_memory",
-    "allow_tf32",
-    "compile_model",
-    "compile_mode",
-    "enable_fused_adam",
-    "ema_decay",
-    "optimizer",
-    "init",
-    "lr_power",
-    "logging_dir",
-    "enable_profiler",
-    "log_system_stats",
-    "save_model_card",
-    "seed",
-    "nccl_timeout",
-]
+def check_values(config: TrainConfig) -> None:
+    raise_complaints(value_complaints(config))
+
+
+def check_paths(config: TrainConfig, given: Mapping[str, GivenPath] | None = None) -> None:
+    raise_complaints(path_complaints(config, given or {}))
 
 
 def complaint(config: TrainConfig) -> str:
@@ -105,55 +33,31 @@ def complaint(config: TrainConfig) -> str:
     return str(caught.value)
 
 
-def test_every_key_users_know_is_there() -> None:
-    assert not set(ISSUE_KEYS) - set(FIELDS)
-
-
 def test_defaults_pass_their_own_checks() -> None:
     check_values(TrainConfig())
-
-
-def test_every_key_has_a_meaning_and_a_type_in_words() -> None:
-    used_groups = {field.metadata["group"] for field in FIELDS.values()}
-    assert used_groups == set(GROUPS)
-    for key, field in FIELDS.items():
-        assert field.metadata["meaning"].endswith((".", ")")), key
-        assert type_in_words(key), key
-
-
-def test_frozen_and_by_keyword() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        TrainConfig().height = 64  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        TrainConfig("taehv")  # type: ignore[misc]
-
-
-def test_text_is_held_as_a_path() -> None:
-    assert all(isinstance(getattr(replace(TrainConfig(), **{key: "a/b"}), key), Path) for key in path_keys())
-    assert {"logging_dir", "output_dir", "data_root"} <= set(path_keys())
-    config = TrainConfig(data_root="clips", output_dir="out")  # type: ignore[arg-type]
-    assert config.data_root == Path("clips")
-    assert config.output_dir == Path("out")
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"train_batch_size": 0}, "train_batch_size=0 must be at least 1"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be at least 1"),
-        ({"learning_rate": 0.0}, "learning_rate=0 must be above 0 and at most 1"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan must be finite and above 0"),
-        ({"learning_rate": float("inf")}, "learning_rate=inf must be finite and above 0"),
-        ({"train_split": 1.5}, "train_split=1.5 must be above 0 and at most 1"),
-        ({"beta2": 1.0}, "beta2=1 must be at least 0 and below 1"),
-        ({"color_jitter_params": (0.1, 0.1, 0.1, -0.1)}, "color_jitter_params=0.1,0.1,0.1,-0.1 must be at least 0"),
+        ({"train_batch_size": 0}, "train_batch_size=0 must be a whole number, at least 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 must be a whole number, at least 1"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0 must be a number, above 0 and at most 1"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan must be a number, above 0"),
+        ({"learning_rate": float("inf")}, "learning_rate=inf must be a number, above 0"),
+        ({"train_split": 1.5}, "train_split=1.5 must be a number, above 0 and at most 1"),
+        ({"beta2": 1.0}, "beta2=1.0 must be a number, at least 0 and below 1"),
+        (
+            {"color_jitter_params": (0.1, 0.1, 0.1, -0.1)},
+            "0.1, -0.1) must be 4 numbers, at least 0",
+        ),
         ({"color_jitter_params": (0.1, 0.1, 0.1, 0.6)}, "the hue is 0.6; it must be at most 0.5"),
         ({"gaussian_blur_sigma": (2.0, 0.1)}, "gaussian_blur_sigma=(2, 0.1) must be (smallest, largest)"),
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8' must be one of no, fp16, bf16"),
         ({"optimizer": "adam"}, "Did you mean 'adamw'?"),
         ({"max_train_steps": "many"}, "max_train_steps='many' must be a whole number"),
         ({"use_ref_vae": "yes"}, "use_ref_vae='yes' must be true or false"),
-        ({"seraena_start": "soon"}, "seraena_start='soon' must be a whole number or one of auto"),
+        ({"seraena_start": "soon"}, "seraena_start='soon' must be a whole number or auto"),
         ({"min_frame_delta": 3, "max_frame_delta": 2}, "min_frame_delta=3 is above max_frame_delta=2"),
         ({"lr_warmup_steps": 11, "max_train_steps": 10}, "lr_warmup_steps=11 is more than max_train_steps=10"),
         ({"variant": "taehv2"}, "there is no variant 'taehv2'. Did you mean 'taehv'?"),
@@ -240,19 +144,13 @@ TEACHER = {"use_ref_vae": True, "encoder_loss_weight": 0.1}
 
 
 def test_a_teacher_that_is_not_named_is_a_mistake() -> None:
-    assert "neither ref_vae_path nor cogvideox_model_path is set" in complaint(replace(TrainConfig(), **TEACHER))
+    assert "ref_vae_path is not set" in complaint(replace(TrainConfig(), **TEACHER))
 
 
 def test_a_teacher_of_another_family_is_a_mistake() -> None:
-    config = replace(TrainConfig(), **TEACHER, variant="taew2_1", cogvideox_model_path="CogVideoX-2b")
-    assert config.teacher_type == "cogvideox"
+    config = replace(TrainConfig(), **TEACHER, variant="taew2_1", ref_vae_path="CogVideoX-2b", ref_vae_type="cogvideox")
     assert "a cogvideox teacher cannot teach taew2_1" in complaint(config)
     assert "set variant to taecvx" in complaint(config)
-
-
-def test_two_teachers_are_a_mistake() -> None:
-    config = replace(TrainConfig(), **TEACHER, variant="taecvx", cogvideox_model_path="a", ref_vae_path="b")
-    assert "name two teachers" in complaint(config)
 
 
 def test_teacher_families_are_those_of_the_teachers() -> None:
@@ -274,7 +172,9 @@ def data(tmp_path: Path) -> Path:
 
 def test_a_missing_file_names_key_path_and_base(tmp_path: Path, data: Path) -> None:
     config = TrainConfig(data_root=data, pretrained_model_path=tmp_path / "checkpoints" / "taecvx.pth")
-    given = {"pretrained_model_path": GivenPath(text="checkpoints/taecvx.pth", base=tmp_path)}
+    given = {
+        "pretrained_model_path": GivenPath(key="pretrained_model_path", text="checkpoints/taecvx.pth", base=tmp_path)
+    }
     with pytest.raises(MissingFileError) as caught:
         check_paths(config, given)
     text = str(caught.value)
@@ -347,7 +247,7 @@ def test_what_may_not_be_read_is_one_sentence(
     config = replace(TrainConfig(), **{"data_root": data, **teacher})
     # Root may read anything, so the question to the system is answered here.
     monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != secret)
-    with pytest.raises(UserError, match=f"^the configuration: {key}={secret} may not be read by you; mend"):
+    with pytest.raises(UserError, match=f"^the configuration: {key}={secret} may not be read by you; fix"):
         check_paths(config)
 
 
@@ -428,7 +328,7 @@ def test_a_hub_name_that_nobody_knows_is_refused_with_the_folder_it_could_have_b
     pytest.importorskip("diffusers")
     monkeypatch.setattr(pytest.importorskip("huggingface_hub").constants, "ENDPOINT", "http://127.0.0.1:9")
     config = replace(TrainConfig(), **TEACHER, data_root=data, ref_vae_path="owner/name")
-    given = {"ref_vae_path": GivenPath(text="owner/name", base=tmp_path / "project")}
+    given = {"ref_vae_path": GivenPath(key="ref_vae_path", text="owner/name", base=tmp_path / "project")}
     with pytest.raises(
         MissingFileError, match=f"ref_vae_path: .*owner/name .seen from {tmp_path}/project., and the hub"
     ):
@@ -442,7 +342,7 @@ def test_numbers_keep_their_meaning() -> None:
     assert convert("max_train_steps", 1e4) == 10_000
     assert isinstance(convert("max_train_steps", 1e4), int)
     assert isinstance(convert("learning_rate", 1), float)
-    for key, wrong in (("max_train_steps", 1.5), ("max_train_steps", True), ("max_train_steps", "10"), ("width", None)):
+    for key, wrong in (("max_train_steps", 1.5), ("max_train_steps", True), ("max_train_steps", "x"), ("width", None)):
         with pytest.raises(UserError, match=key):
             convert(key, wrong)
 
@@ -452,70 +352,18 @@ def test_spellings_of_other_trainers() -> None:
     assert convert("mixed_precision", "bfloat16") == "bf16"
     assert convert("metric_for_best_model", "reconstruction_loss") == "mse"
     for key, none in (("report_to", "none"), ("mixed_precision", "no"), ("early_stopping_patience", 0)):
-        assert convert(key, None) == convert_text(key, "None") == none
+        assert convert(key, None) == convert(key, "None") == none
     jitter = {"brightness": 0.1, "contrast": 0.2, "saturation": 0.3, "hue": 0.05}
     assert convert("color_jitter_params", jitter) == (0.1, 0.2, 0.3, 0.05)
-    with pytest.raises(UserError, match="no part gamma"):
+    with pytest.raises(UserError, match=r"gamma.*must be 4 numbers"):
         convert("color_jitter_params", {"gamma": 1})
 
 
 def test_text_of_the_command_line() -> None:
-    assert convert_text("gaussian_blur_sigma", "(0.1, 2.0)") == (0.1, 2.0)
-    assert convert_text("use_ref_vae", "TRUE") is True
-    assert convert_text("checkpoints_total_limit", "none") is None
-    assert convert_text("seraena_start", "auto") == "auto"
-    assert convert_text("seraena_start", "300") == 300
-    assert convert_text("tracker_name", "17") == "17"
-    assert convert_text("data_root", "/a b") == Path("/a b")
-    assert limits_in_words(FIELDS["seed"].metadata["limits"]) == "at least 0 and below 4294967296"
-
-
-# no dead key
-
-
-def _is_config(node: ast.expr) -> bool:
-    """``config``, ``self.config``, ``self._config``, ``loaded.config``."""
-    return (isinstance(node, ast.Name) and node.id == "config") or (
-        isinstance(node, ast.Attribute) and node.attr in ("config", "_config")
-    )
-
-
-def _reads(tree: ast.AST) -> set[str]:
-    """What is read of a configuration: ``config.KEY``, or ``getattr(config, "KEY")``."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_config(node.value):
-            found.add(node.attr)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
-            owner, name, *_ = node.args
-            if _is_config(owner) and isinstance(name, ast.Constant):
-                found.add(name.value)
-    return found
-
-
-def _reads_of_properties() -> dict[str, set[str]]:
-    """Method or property of TrainConfig -> the fields it reads."""
-    tree = ast.parse((SOURCE / "config" / "schema.py").read_text())
-    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainConfig").body
-    return {
-        item.name: {
-            node.attr
-            for node in ast.walk(item)
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-        }
-        for item in body
-        if isinstance(item, ast.FunctionDef)
-    }
-
-
-def test_no_key_is_dead() -> None:
-    """Every key is read as ``config.KEY`` by something that is not the configuration itself."""
-    read: set[str] = set()
-    for file in SOURCE.rglob("*.py"):
-        inside = file.relative_to(SOURCE)
-        if inside.parts[0] == "config":
-            continue
-        read |= _reads(ast.parse(file.read_text()))
-    through = {key for name, keys in _reads_of_properties().items() if name in read for key in keys}
-    dead = [key for key in FIELDS if key not in read | through]
-    assert not dead, f"{len(dead)} keys are read by nothing: {', '.join(dead)}"
+    assert convert("gaussian_blur_sigma", "(0.1, 2.0)") == (0.1, 2.0)
+    assert convert("use_ref_vae", "TRUE") is True
+    assert convert("checkpoints_total_limit", "none") is None
+    assert convert("seraena_start", "auto") == "auto"
+    assert convert("seraena_start", "300") == 300
+    assert convert("tracker_name", "17") == "17"
+    assert convert("data_root", "/a b") == Path("/a b")

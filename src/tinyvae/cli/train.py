@@ -25,7 +25,7 @@ from tinyvae.terminal import outlive_readers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from tinyvae.config.tables import config_help_text
+    from tinyvae.config.schema import config_help_text
 
     parser.add_argument(
         "preset", nargs="?", metavar="PRESET_OR_FILE", help="a preset's name, a settings file or a run's folder"
@@ -44,7 +44,7 @@ def preset_list() -> str:
 def help_of(preset_or_file: str, settings: list[str]) -> str:
     """What a preset or file is, and every setting with the value that it would have here."""
     from tinyvae.config.load import load_config, preset_names, preset_summary
-    from tinyvae.config.tables import config_help_text
+    from tinyvae.config.schema import config_help_text
 
     table = config_help_text(load_config(preset_or_file, settings).config)
     return f"{preset_summary(preset_or_file)}\n\n{table}" if preset_or_file in preset_names() else table

@@ -1,59 +1,61 @@
-"""From a preset, a file or a run's config.json, and the command line, to one checked `TrainConfig`.
+"""From a preset, a settings file or a run's config.json, and the command line, to one checked `TrainConfig`.
 
-Settings come in layers: the defaults of `TrainConfig`, the preset that a file starts from, the file, the command line.
-A later layer wins, also over what it contradicts: switching the teacher off on the command line drops the weights
-that the preset gave to the teacher's losses, and says so. Inside one layer a contradiction is a mistake.
+Settings come in layers: the defaults, the preset that a file starts from, the file, the command line. A later layer
+wins, also over what it contradicts: a command line without the teacher drops the weights that the preset gave to the
+teacher's losses, and says so. Inside one layer a contradiction is a mistake.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
+import builtins
+import contextlib
+import dataclasses
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, get_origin
 
-from tinyvae.config.old_files import CHECKED_KEYS, OLD_KEYS, OTHER_NAMES, notice_of, preset_of_old_file
-from tinyvae.config.overrides import parse_overrides
-from tinyvae.config.paths import (
-    PATH_KEYS,
-    TEACHER_KEYS,
-    project_of,
-    resolved,
-    resolved_checkpoint,
-    resolved_teacher,
-)
-from tinyvae.config.reader import FileSettings, read_settings
-from tinyvae.config.rules import Complaint, GivenPath, is_seen, path_complaints, raise_complaints, value_complaints
-from tinyvae.config.save import settings_in_json
-from tinyvae.config.schema import FIELDS, TrainConfig
-from tinyvae.config.values import convert, convert_text, shown_value
+from tinyvae.config import old_files, rules
+from tinyvae.config.old_files import Settings
+from tinyvae.config.rules import Complaint, GivenPath, is_seen
+from tinyvae.config.schema import FIELDS, RUN_FORMAT, TrainConfig, kinds_of, path_keys, shown_value
 from tinyvae.errors import MissingFileError, UserError, nearest_name
 
 PRESET_FOLDER = Path(__file__).resolve().parent / "presets"
-COMMAND_LINE = "the command line"
+PROJECT_MARKERS = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "requirements.txt")
+LARGEST_FILE = 2**20
+"""Bytes of a settings file at most; a larger one is something else, such as a video or weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedConfig:
-    """A configuration and how it came about."""
+    """A configuration and where it comes from.
+
+    ``source``: the preset's name, or the file. ``notices``: lines for the caller to print, on old keys and on what was
+    decided for the user. ``given_paths``: path key -> how it was written.
+    """
 
     config: TrainConfig
     source: str
-    """The preset's name, or the file."""
     notices: tuple[str, ...] = ()
-    """One line each, for the caller to print: old keys, and what was decided for the user."""
     given_paths: Mapping[str, GivenPath] = field(default_factory=dict)
-    """Path key -> how it was written and what it was resolved against; `check_paths` quotes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Layer:
+class Layer:
+    """Settings that were written in one place. ``base``: the folder that their relative paths start from."""
+
     name: str
     base: Path
     values: Mapping[str, Any]
     lines: Mapping[str, int] = field(default_factory=dict)
-    is_text: bool = False
-    used_time: bool = False
 
     def where(self, key: str) -> str:
         return f"{self.name}, line {self.lines[key]}" if key in self.lines else self.name
@@ -61,57 +63,43 @@ class _Layer:
 
 def preset_names() -> list[str]:
     """The built-in presets, in alphabetical order."""
-    return sorted(file.stem for file in PRESET_FOLDER.glob("*.py") if file.stem != "__init__")
+    return sorted(file.stem for file in PRESET_FOLDER.glob("*.py"))
 
 
 def preset_summary(name: str) -> str:
     """The docstring of a preset: its command, hardware and expected result."""
-    return _read_preset(name).docstring
+    return ast.get_docstring(ast.parse((PRESET_FOLDER / f"{name}.py").read_text(encoding="utf-8"))) or ""
 
 
 def load_preset(name: str) -> TrainConfig:
-    """A built-in preset as it stands, for ``replace(load_preset("h100"), key=value)``; paths stay relative."""
-    values: dict[str, Any] = {}
-    for layer in _preset_layers(name, base=Path()):
-        values.update({key: convert(key, value) for key, value in layer.values.items()})
-    return TrainConfig(**values)
+    """A built-in preset as it stands; its paths stay relative.
+
+    Example: ``dataclasses.replace(load_preset("h100"), max_train_steps=5_000)``
+    """
+    layers = _preset_layers(name, base=Path.cwd())
+    return TrainConfig(**{key: rules.convert(key, value) for layer in layers for key, value in layer.values.items()})
 
 
-def load_config(
-    preset_or_file: str | Path,
-    overrides: Sequence[str] | Mapping[str, Any] = (),
-    *,
-    check: Literal["values", "all"] = "values",
-) -> LoadedConfig:
+def load_config(preset_or_file: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> LoadedConfig:
     """The configuration of a preset's name, a settings file, a run's ``config.json`` or a run folder.
 
-    That of a run is one for a new run: whether the old one was resumed is left out.
+    That of a run is one for a new run: whether the old one was resumed is left out. ``overrides``: words of the command
+    line (``--key value ...``), or a mapping of keys to values. One `UserError` lists every unknown key, wrong value and
+    broken rule. The files that are named are not looked at; `rules.check_config` does that.
 
-    Args:
-        overrides: words of the command line (``--key value ...``), or a mapping of keys to Python values.
-        check: ``values`` looks at the values alone; ``all`` also at the files and folders they name.
-
-    Raises:
-        UserError: one message with every unknown key, wrong value and broken rule.
+    Example: ``load_config("scratch", ["--data_root", "clips", "--max_train_steps", "500"]).config``
     """
-    layers = [*_source_layers(preset_or_file), _override_layer(overrides)]
+    layers = _source_layers(preset_or_file)
     # The defaults hold one path, which starts from the same folder as those of the preset or file.
-    defaults = _Layer(name="the defaults", base=layers[0].base, values={"output_dir": FIELDS["output_dir"].default})
-    layers.insert(0, defaults)
-    merging = _Merging()
-    for layer in layers:
-        merging.add(layer)
-    merging.settle_switches()
-    merging.settle_lengths()
-    merging.settle_variant()
+    defaults = Layer(name="the defaults", base=layers[0].base, values={"output_dir": FIELDS["output_dir"].default})
+    values = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
+    merging = _Merging([defaults, *layers, Layer(name="the command line", base=Path.cwd(), values=values)])
     config = TrainConfig(**merging.values)
-    complaints = [*merging.complaints, *merging.variant_disagreements(config)]
+    complaints = [*merging.complaints, *merging.disagreements(config)]
     wrong_keys = {key for complaint in complaints for key in complaint.keys}
-    found = value_complaints(config)
-    if check == "all":
-        found += path_complaints(config, merging.given)
+    found = rules.value_complaints(config)
     complaints += [complaint for complaint in found if not wrong_keys & set(complaint.keys)]
-    raise_complaints(complaints, heading=str(preset_or_file))
+    rules.raise_complaints(complaints, heading=str(preset_or_file))
     return LoadedConfig(
         config=config, source=str(preset_or_file), notices=tuple(merging.notices), given_paths=merging.given
     )
@@ -120,11 +108,21 @@ def load_config(
 # where layers come from
 
 
-OF_ONE_START = ("resume_from_checkpoint", "allow_changed_settings")
-"""Settings that a run's ``config.json`` records, but that hold for that one start alone."""
+def project_of(folder: Path) -> Path:
+    """The nearest folder at or above ``folder`` that holds a project marker; ``folder`` itself where there is none.
+
+    The home folder and the root never count: dotfiles kept in git would make one project of all a user has.
+    """
+    folder = Path(os.path.abspath(folder))
+    for candidate in (folder, *folder.parents):
+        if candidate in (Path.home(), Path(candidate.anchor)):
+            break
+        if any((candidate / marker).exists() for marker in PROJECT_MARKERS):
+            return candidate
+    return folder
 
 
-def _source_layers(preset_or_file: str | Path) -> list[_Layer]:
+def _source_layers(preset_or_file: str | Path) -> list[Layer]:
     name = str(preset_or_file)
     if name in preset_names():
         return _preset_layers(name, base=project_of(Path.cwd()))
@@ -132,73 +130,181 @@ def _source_layers(preset_or_file: str | Path) -> list[_Layer]:
     try:
         is_folder = path.is_dir()
         path = path / "config.json" if is_folder else path
-        is_there = path.is_file()
+        if not path.is_file():
+            raise MissingFileError(_nothing_there(name, is_folder=is_folder))
+        if path.stat().st_size > LARGEST_FILE:
+            raise UserError(f"{path} is too large for settings ({path.stat().st_size:,} bytes); name another file.")
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text; it must be a settings file or a config.json.") from None
     except PermissionError as refused:
-        raise _unreadable(path, refused) from None
-    if not is_there:
-        raise MissingFileError(_nothing_there(name, is_folder=is_folder))
-    text = _text_of(path)
+        raise UserError(f"{path} cannot be read ({refused.strerror}); fix its permissions, or name another.") from None
     base = project_of(path.absolute().parent)
     if path.suffix == ".json":
-        # A run's settings make a new run: that it was resumed once, and from where, is not one of them.
-        values = {key: value for key, value in settings_in_json(text, origin=path).items() if key not in OF_ONE_START}
-        return [_Layer(name=str(path), base=base, values=values)]
-    settings = read_settings(text, file=path.absolute(), base=base)
-    return _layers_of(settings, name=str(path), base=base)
+        return [Layer(name=str(path), base=base, values=_settings_in_json(text, path))]
+    return _file_layers(path.absolute(), text, name=str(path), base=base)
 
 
 def _nothing_there(name: str, *, is_folder: bool) -> str:
-    known = preset_names()
-    presets = f"The presets are {', '.join(known)}."
+    presets = f"The presets are {', '.join(preset_names())}."
     if is_folder:
         return f"{name} is a folder without config.json, so it is no run's; name a preset, a file or a run. {presets}"
-    preset = preset_of_old_file(name)
-    if preset is not None:
-        hint = f" The settings of this file are the preset {preset} now: name that in its place."
-    else:
-        hint = nearest_name(name, known)
+    preset = old_files.preset_of_old_file(name)
+    hint = f" The settings of this file are the preset {preset} now: name that in its place." if preset else ""
+    hint = hint or nearest_name(name, preset_names())
     return f"there is no preset or file {name!r} (looked from {Path.cwd()}).{hint} {presets}"
 
 
-def _text_of(path: Path) -> str:
+def _settings_in_json(text: str, file: Path) -> dict[str, Any]:
+    """Key -> value of a run's ``config.json``, without what holds for one start alone."""
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text; it must be a settings file or a config.json.") from None
-    except OSError as refused:
-        raise _unreadable(path, refused) from None
+        content = json.loads(text)
+    except json.JSONDecodeError as fault:
+        raise UserError(f"{file} is not valid JSON ({fault}); fix it, or start from a preset.") from None
+    if not isinstance(content, dict) or content.get("format") != RUN_FORMAT:
+        raise UserError(f"{file} is not the config.json of a run (no format {RUN_FORMAT!r}); name one of a run folder.")
+    left_out = ("format", "tinyvae_version", "resume_from_checkpoint", "allow_changed_settings")
+    return {key: value for key, value in content.items() if key not in left_out}
 
 
-def _unreadable(path: Path, refused: OSError) -> UserError:
-    return UserError(f"{path} cannot be read ({refused.strerror}); mend its permissions, or name another file.")
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Key -> text or bool, from ``--key value``, ``--key=value``, ``--key a b``, ``--switch`` and ``--no-switch``.
+
+    Dashes inside a key may stand for underscores. The last of several values counts.
+    """
+    settings: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise UserError(f"{word!r} is not a setting; settings are written as --key value.")
+        name, equals, text = word[2:].partition("=")
+        key = name.replace("-", "_")
+        values: list[str] = []
+        kinds = kinds_of(key) if key in FIELDS else ()
+        is_tuple = any(get_origin(kind) is tuple for kind in kinds)
+        while not equals and rest and not rest[0].startswith("--") and (is_tuple or not values):
+            values.append(rest.pop(0))
+        if key not in FIELDS and key.removeprefix("no_") in FIELDS:
+            key = key.removeprefix("no_")
+            if bool not in kinds_of(key):
+                raise UserError(f"--{name}: {key} is not a switch; write --{key} VALUE.")
+            if equals or values:
+                raise UserError(f"--{name} takes no value; write --{key} false instead.")
+            settings[key] = False
+        elif equals or values:
+            settings[key] = text if equals else " ".join(values)
+        elif bool not in kinds and (kinds or key in old_files.OLD_NAMES):
+            raise UserError(f"--{key} needs a value.")
+        else:
+            settings[key] = True  # a switch alone means on; an unknown key is complained of later
+    return settings
 
 
-def _read_preset(name: str) -> FileSettings:
+# settings files
+
+
+def _preset_layers(name: str, *, base: Path) -> list[Layer]:
     if name not in preset_names():
         known = preset_names()
         raise UserError(f"there is no preset {name!r}.{nearest_name(name, known)} The presets are {', '.join(known)}.")
     file = PRESET_FOLDER / f"{name}.py"
-    return read_settings(file.read_text(encoding="utf-8"), file=file, base=PRESET_FOLDER)
+    return _file_layers(file, file.read_text(encoding="utf-8"), name=f"preset {name}", base=base)
 
 
-def _preset_layers(name: str, *, base: Path) -> list[_Layer]:
-    return _layers_of(_read_preset(name), name=f"preset {name}", base=base)
+def _file_layers(file: Path, text: str, *, name: str, base: Path) -> list[Layer]:
+    """Run a settings file: the layers of the preset that it starts from, and its own."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as fault:  # the last two: brackets without end
+        line = f", line {fault.lineno}" if isinstance(fault, SyntaxError) else ""
+        raise UserError(f"{file}{line} is not valid Python ({str(fault) or 'too deep'}); fix it.") from None
+    ran = _run(file, base)
+    args, config = ran.get("args"), ran.get("config")
+    found = config if isinstance(config, Settings | TrainConfig) else args
+    if found is config and args:
+        raise UserError(f"{file} sets both args and config; write all settings into one of them.")
+    holds_settings = isinstance(found, Mapping) or hasattr(found, "__dict__")  # EasyDict and its like, or a namespace
+    if not holds_settings or not (found or getattr(found, "below", ())):
+        raise UserError(f"{file} sets neither args nor config; write `args.key = value` (docs/configuration.md).")
+    named = found if isinstance(found, Mapping) else vars(found)
+    values = {str(key): value for key, value in named.items() if not str(key).startswith("__")}
+    if isinstance(found, TrainConfig):
+        values = {key: value for key, value in values.items() if key in FIELDS and value != FIELDS[key].default}
+    return [*getattr(found, "below", ()), Layer(name=name, base=base, values=values, lines=_lines_of(tree))]
 
 
-def _layers_of(settings: FileSettings, *, name: str, base: Path) -> list[_Layer]:
-    start = _preset_layers(settings.derived_from, base=base) if settings.derived_from else []
-    own = _Layer(name=name, base=base, values=settings.values, lines=settings.lines, used_time=settings.used_time)
-    return [*start, own]
+def _lines_of(tree: ast.AST) -> dict[str, int]:
+    """Key -> the last line that sets it, by ``args.key = value`` or by ``key=value`` in a call."""
+    lines: dict[str, int] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=key, ctx=ast.Store(), lineno=line) | ast.keyword(arg=str(key), lineno=line):
+                lines[key] = max(line, lines.get(key, 0))
+    return lines
 
 
-def _override_layer(overrides: Sequence[str] | Mapping[str, Any]) -> _Layer:
-    if isinstance(overrides, Mapping):
-        return _Layer(name="the overrides", base=Path.cwd(), values=overrides)
-    return _Layer(name=COMMAND_LINE, base=Path.cwd(), values=parse_overrides(overrides), is_text=True)
+def _run(file: Path, base: Path) -> dict[str, Any]:
+    """The variables that a settings file leaves. Whatever it raises becomes one sentence."""
+    try:
+        with _surroundings(file.parent, base):
+            return runpy.run_path(str(file), init_globals={"args": Settings()}, run_name="settings")
+    except (Exception, SystemExit) as fault:  # noqa: BLE001  (it is the user's program, which may raise anything)
+        places = [frame.lineno for frame in traceback.extract_tb(fault.__traceback__) if frame.filename == str(file)]
+        line = f", line {places[-1]}" if places else ""
+        if isinstance(fault, UserError):
+            raise UserError(f"{file}{line}: {fault}") from None
+        what = " ".join(traceback.format_exception_only(fault)[-1].split())
+        raise UserError(f"{file}{line} stops with {what}; fix it: a settings file is a program and is run.") from None
+
+
+@contextlib.contextmanager
+def _surroundings(folder: Path, base: Path) -> Iterator[None]:
+    """What a settings file finds while it runs: its folder on ``sys.path``, ``base`` as the working directory, and
+    some modules changed: times are patterns, and `TrainConfig` keeps what is written, right or wrong, for the checks.
+
+    Only files in ``folder`` get the changed modules. Afterwards everything is as before.
+    """
+
+    def start_from(name: str) -> Settings:
+        settings = Settings()
+        vars(settings)["below"] = _preset_layers(name, base=base)
+        return settings
+
+    def replace(start: Any, **changes: Any) -> Any:
+        if not isinstance(start, Settings):
+            return dataclasses.replace(start, **changes)
+        settings = Settings(start | changes)
+        vars(settings)["below"] = start.below
+        return settings
+
+    ours = old_files.changed_module(sys.modules["tinyvae.config"], TrainConfig=Settings, load_preset=start_from)
+    modules = {**old_files.modules_for_files(), "dataclasses": old_files.changed_module(dataclasses, replace=replace)}
+    modules |= dict.fromkeys((f"tinyvae.config{end}" for end in ("", ".schema", ".load", "_files")), ours)
+    loaded, path, plain_import = set(sys.modules), sys.path.copy(), builtins.__import__
+
+    def changed_import(name: str, *scope: Any, **more: Any) -> ModuleType:  # globals, locals, fromlist, level
+        importer = str(scope[0].get("__file__")) if scope and scope[0] else ""
+        if name in modules and Path(importer).parent == folder and ("." not in name or any(scope[2:3])):
+            return modules[name]
+        return plain_import(name, *scope, **more)
+
+    sys.path.insert(0, str(folder))
+    builtins.__import__ = changed_import
+    try:
+        with contextlib.chdir(base):
+            yield
+    finally:
+        builtins.__import__ = plain_import
+        sys.path[:] = path
+        for name in set(sys.modules) - loaded:  # another file may have other neighbours of the same names
+            package = name.partition(".")[0]
+            place = getattr(sys.modules.get(package), "__file__", None)
+            if package not in loaded and place is not None and folder in Path(place).parents[:2]:
+                del sys.modules[name]
 
 
 # how layers become one
-
 
 SWITCHES: Mapping[str, tuple[str, ...]] = {
     "use_ref_vae": ("encoder_loss_weight", "decoder_loss_weight"),
@@ -206,159 +312,160 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
 }
 """Switch -> the weights that mean nothing without it."""
 
-BEGINNINGS = ("lr_warmup_steps", "seraena_start")
-"""Steps of a run's beginning, which a shorter run cannot hold."""
-
-BEGINNING_SHARE = 10
-"""A run that is cut short has a beginning of a tenth of it."""
-
-RIVALS: tuple[tuple[str, str], ...] = (("ref_vae_path", "cogvideox_model_path"),)
-"""Two keys that name the same thing."""
-
 
 class _Merging:
-    """Collects layers into one set of values, with the complaints and notices on the way."""
+    """All layers as one set of values, with the complaints and notices on the way."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Sequence[Layer]) -> None:
         self.values: dict[str, Any] = {}
         self.complaints: list[Complaint] = []
         self.notices: list[str] = []
         self.given: dict[str, GivenPath] = {}
         self._set_in: dict[str, int] = {}
         self._stated: dict[str, tuple[Any, str]] = {}
-        self._layers: list[_Layer] = []
+        self._layers = layers
+        for number, layer in enumerate(layers):
+            for key, value in layer.values.items():
+                self._add(number, layer, key, value)
+        self._settle_switches()
+        self._settle_lengths()
+        self._settle_variant()
 
-    def add(self, layer: _Layer) -> None:
-        self._layers.append(layer)
-        if layer.used_time:
-            self.notices.append(f"{layer.name}: times in names are those of the moment the run starts, by local clock.")
-        for key, value in layer.values.items():
-            if key in FIELDS:
-                self._set(layer, key, value)
-            elif key in OLD_KEYS:
-                self.notices.append(notice_of(key))
-            elif key in CHECKED_KEYS:
-                self._stated[key] = (value, layer.where(key))
-            else:
-                nearest = f" Did you mean {OTHER_NAMES[key]!r}?" if key in OTHER_NAMES else nearest_name(key, FIELDS)
-                text = f"there is no setting {key!r} ({layer.where(key)}).{nearest}"
-                self.complaints.append(Complaint(keys=(key, *nearest.split("'")[1:2]), text=text))
+    def _add(self, number: int, layer: Layer, key: str, value: Any) -> None:
+        if key == "cogvideox_model_path":
+            if value in (None, "", "none"):  # as in the config.json of earlier runs
+                return
+            if layer.values.get("ref_vae_path") not in (None, value):
+                text = f"ref_vae_path and {key} ({layer.where(key)}) name two teachers; leave one of them out."
+                self._complain(("ref_vae_path",), text)
+            if layer.values.get("ref_vae_type") is None:
+                self._add(number, layer, "ref_vae_type", "cogvideox")
+        if key in old_files.OLD_KEYS:
+            self.notices.append(f"{key} is not a setting any more: {old_files.OLD_KEYS[key]}.")
+        elif key in old_files.CHECKED_KEYS:
+            self._stated[key] = (value, layer.where(key))
+        elif old_files.ALIASES.get(key, key) in FIELDS:
+            self._set(number, layer, key, value)
+        else:
+            near = nearest_name(old_files.OTHER_NAMES.get(key, key), FIELDS)
+            text = f"there is no setting {key!r} ({layer.where(key)}).{near}"
+            self._complain((key, *near.split("'")[1:2]), text)
 
-    def _set(self, layer: _Layer, key: str, value: Any) -> None:
+    def _complain(self, keys: tuple[str, ...], text: str) -> None:
+        self.complaints.append(Complaint(keys=keys, text=text))
+
+    def _set(self, number: int, layer: Layer, written: str, value: Any) -> None:
+        key = old_files.ALIASES.get(written, written)
         try:
-            known = convert_text(key, value) if layer.is_text and isinstance(value, str) else convert(key, value)
+            value = rules.convert(key, value, f" ({layer.where(written)})")
         except UserError as mistake:
-            where = "" if layer.name == COMMAND_LINE else f" ({layer.where(key)})"
-            self.complaints.append(Complaint(keys=(key,), text=f"{str(mistake)[:-1]}{where}."))
+            self._complain((key,), str(mistake))
             return
-        self._set_in[key] = len(self._layers) - 1
-        self.values[key] = self._from_base(layer.base, key, known)
-
-    def _from_base(self, base: Path, key: str, value: Any) -> Any:
-        if key == "logging_dir":
-            return value.expanduser()
-        if value is None or key not in (*PATH_KEYS, *TEACHER_KEYS, "resume_from_checkpoint"):
-            return value
-        self.given[key] = GivenPath(text=str(value), base=base)
-        if key in PATH_KEYS:
-            return resolved(value, base)
-        return resolved_teacher(value, base) if key in TEACHER_KEYS else resolved_checkpoint(value, base)
+        self._set_in[key] = number
+        if value is not None and key in (*path_keys(), "ref_vae_path", "resume_from_checkpoint"):
+            self.given[key] = GivenPath(key=written, text=str(value), base=layer.base)
+            value = resolved(key, value, layer.base)
+        self.values[key] = value
 
     def _is_later(self, key: str, other: str) -> bool:
         """Whether ``key`` was set in a later layer than ``other`` (which was set at all)."""
         return other in self._set_in and self._set_in.get(key, -1) > self._set_in[other]
 
+    def _layer_of(self, key: str) -> str:
+        return self._layers[self._set_in[key]].name
+
     def _decide(self, key: str, value: Any, because: str) -> None:
         self.notices.append(f"{key} is set to {shown_value(value)}, because {because}.")
         self.values[key] = value
 
-    def settle_switches(self) -> None:
-        """Let a later layer win over what it contradicts in an earlier one, and say so."""
+    def _settle_switches(self) -> None:
+        """A later layer wins over what it contradicts in an earlier one."""
+        values = self.values
         for switch, weights in SWITCHES.items():
-            on = self.values.get(switch, False)
             for weight in weights:
-                if not on and self.values.get(weight, 0) > 0 and self._is_later(switch, weight):
+                if not values.get(switch) and values.get(weight, 0) > 0 and self._is_later(switch, weight):
                     self._decide(weight, 0.0, f"{self._layer_of(switch)} turns {switch} off")
             zeroed = [weight for weight in weights if self._is_later(weight, switch)]
-            if on and zeroed and not any(self.values.get(weight, 0) for weight in weights):
+            if values.get(switch) and zeroed and not any(values.get(weight, 0) for weight in weights):
                 self._decide(switch, False, f"{self._layer_of(zeroed[0])} sets {' and '.join(weights)} to 0")
-        for one, other in RIVALS:
-            for newer, older in ((one, other), (other, one)):
-                if self.values.get(newer) and self.values.get(older) and self._is_later(newer, older):
-                    self._decide(older, None, f"{self._layer_of(newer)} names {newer}")
-        sources = [
-            key for key in ("data_root", "annotation_file", "index_path") if self._is_later(key, "use_sample_clips")
-        ]
-        if self.values.get("use_sample_clips") and any(self.values[key] for key in sources):
-            self._decide("use_sample_clips", False, f"{self._layer_of(sources[0])} names {sources[0]}")
+        if values.get("ref_vae_type") and self._is_later("ref_vae_path", "ref_vae_type"):
+            self._decide("ref_vae_type", None, f"{self._layer_of('ref_vae_path')} names another ref_vae_path")
+        for key in ("data_root", "annotation_file", "index_path"):
+            if values.get("use_sample_clips") and values.get(key) and self._is_later(key, "use_sample_clips"):
+                self._decide("use_sample_clips", False, f"{self._layer_of(key)} names {key}")
 
-    def settle_lengths(self) -> None:
-        """A later layer that shortens the run (to try it out) shortens its beginning too, where that would not fit."""
-        if "max_train_steps" not in self._set_in:
-            return
-        steps = max(0, self.values["max_train_steps"])
-        for key in BEGINNINGS:
+    def _settle_lengths(self) -> None:
+        """A layer that shortens the run (to try it out) cuts its beginning to a tenth too, where it does not fit."""
+        steps = self.values.get("max_train_steps", FIELDS["max_train_steps"].default)
+        for key in ("lr_warmup_steps", "seraena_start"):
             begins = self.values.get(key, FIELDS[key].default)
-            is_older = self._set_in.get(key, -1) < self._set_in["max_train_steps"]
+            is_older = self._set_in.get(key, -1) < self._set_in.get("max_train_steps", -1)
             if is_older and isinstance(begins, int) and begins >= steps:
-                because = f"{self._layer_of('max_train_steps')} sets max_train_steps to {steps}"
-                self._decide(key, steps // BEGINNING_SHARE, because)
+                self._decide(key, steps // 10, f"{self._layer_of('max_train_steps')} sets max_train_steps to {steps}")
 
-    def _layer_of(self, key: str) -> str:
-        return self._layers[self._set_in[key]].name
-
-    def settle_variant(self) -> None:
+    def _settle_variant(self) -> None:
         """Where no layer names the variant: the teacher does, else the weights to start from, else the default.
 
-        A variant that a layer names for other weights than those of a later layer (a preset, and a file on the
-        command line) is not said of these: where they speak against it, the user must say which it is.
+        A variant that an earlier layer names (a preset) is not said of the weights that a later one names: where they
+        speak against it, the user must say which it is.
         """
-        weights = self.values.get("pretrained_model_path")
-        presumed = self.values.get("variant")
-        if presumed is None and self.values.get("cogvideox_model_path"):
-            self._decide("variant", "taecvx", "cogvideox_model_path names a CogVideoX; set variant to say otherwise")
+        weights, presumed = self.values.get("pretrained_model_path"), self.values.get("variant")
+        if presumed is None and self.values.get("ref_vae_type") == "cogvideox":
+            self._decide("variant", "taecvx", "the teacher is a CogVideoX; set variant to say otherwise")
         elif weights is None or not is_seen(weights):
             return
         elif presumed is None or self._is_later("pretrained_model_path", "variant"):
-            self._settle_variant_by(weights, presumed)
+            try:
+                self._settle_variant_by(weights, presumed)
+            except UserError as mistake:
+                self._complain(("pretrained_model_path", "variant"), f"pretrained_model_path: {mistake}")
 
     def _settle_variant_by(self, weights: Path, presumed: str | None) -> None:
         from tinyvae.models.variant_of_weights import fitting_variants, tell_variant
         from tinyvae.models.weights import find_weights, read_weights
 
-        keys = ("pretrained_model_path", "variant")
-        try:
-            file = find_weights(weights)
-            state, stated = read_weights(file)
-            found = tell_variant(state, stated=stated, variant=None, origin=file, presumed=presumed).name
-        except UserError as mistake:
-            self.complaints.append(Complaint(keys=keys, text=f"pretrained_model_path: {mistake}"))
-            return
+        file = find_weights(weights)
+        state, stated = read_weights(file)
+        found = tell_variant(state, stated=stated, variant=None, origin=file, presumed=presumed).name
+        fitting = fitting_variants(state)
         if presumed is None:
-            fitting = fitting_variants(state)
             because = f"the weights in {file} are of that network"
             if not stated.get("variant") and len(fitting) > 1:
                 because = f"nothing tells which of {', '.join(fitting)} the weights in {file} are"
             self._decide("variant", found, f"{because}; set variant to say otherwise")
         elif found != presumed:
-            text = (
-                f"pretrained_model_path: the weights in {file} are {found}, and {self._layer_of('variant')} sets "
-                f"variant to {presumed}; say which to train with --variant."
-            )
-            self.complaints.append(Complaint(keys=keys, text=text))
+            text = f"the weights in {file} are {found}, and {self._layer_of('variant')} sets variant to {presumed}; "
+            raise UserError(f"{text}say which to train with --variant.")
 
-    def variant_disagreements(self, config: TrainConfig) -> list[Complaint]:
+    def disagreements(self, config: TrainConfig) -> Iterator[Complaint]:
         """Old keys that the variant decides now, where a file has another value."""
         try:
             spec = config.spec
         except UserError:
-            return []  # the unknown variant is a complaint of its own
-        complaints = []
+            return  # the unknown variant is a complaint of its own
         for key, (value, where) in self._stated.items():
-            right = getattr(spec, CHECKED_KEYS[key])
+            right = getattr(spec, key)
             if str(value) == str(right):
                 self.notices.append(f"{key} is not a setting any more: variant={spec.name} decides it ({right}).")
             else:
-                text = f"{key}={value} ({where}) does not fit variant={spec.name}, whose {key} is {right}; mend one."
-                complaints.append(Complaint(keys=(key,), text=text))
-        return complaints
+                text = f"{key}={value} ({where}) does not fit variant={spec.name}, whose {key} is {right}; fix one."
+                yield Complaint(keys=(key,), text=text)
+
+
+def resolved(key: str, value: Any, base: Path) -> Any:
+    """A path that starts from ``base``, absolute and without ``..``; links stay. Some keys take other names, too.
+
+    ``logging_dir`` starts from the run's folder. A checkpoint's bare name is looked up in run folders.
+    A teacher may be a hub name, ``owner/name``: it is a folder where that exists, or where ``owner`` is a folder here
+    (then the name in it is a mistake worth reporting, not something to look for in the network).
+    """
+    path = Path(value).expanduser()
+    here = Path(os.path.normpath(base / path))
+    if key == "logging_dir":
+        return path
+    if key == "resume_from_checkpoint":
+        return value if len(path.parts) == 1 and not value.startswith(("~", ".")) else str(here)
+    if key == "ref_vae_path":
+        is_hub_name = len(Path(value).parts) == 2 and not value.startswith(("~", ".", "/"))
+        return value if is_hub_name and not is_seen(here) and not here.parent.is_dir() else str(here)
+    return here

@@ -1,109 +1,141 @@
-"""Keys of older files that another part decides now: accepted, with one line each saying what takes their place."""
+"""What the files of older trainers need: keys that are gone or renamed, and the modules that these files import."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import PurePath
+import datetime
+import importlib.util
+import re
+import time
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
 
-_LAUNCHER = "the launcher decides it (accelerate launch, train_taehv.sh, train_taehv_h100.sh)"
-_ACCELERATE_FILE = "the accelerate configuration file decides it (accelerate_configs/)"
-_FLAT_AVERAGE = "gradients are averaged in one flat exchange; under DeepSpeed the accelerate configuration file decides"
-_NO_ATTENTION = "the network has no attention layer, so there is nothing to switch"
-_DATA_ORDER = "the order of clips is a function of (seed, epoch, position); every process takes its own share"
+from tinyvae.config.schema import FIELDS, TIME_DIRECTIVES
+from tinyvae.errors import UserError
 
-OLD_KEYS: Mapping[str, str] = {
-    "world_size": _LAUNCHER,
-    "rank": _LAUNCHER,
-    "local_rank": _LAUNCHER,
-    "master_addr": _LAUNCHER,
-    "master_port": _LAUNCHER,
-    "use_deepspeed": _ACCELERATE_FILE,
+_GONE: Mapping[str, str] = {
+    "world_size rank local_rank master_addr master_port init_method": "the launcher decides it (accelerate launch, "
+    "train_taehv.sh, train_taehv_h100.sh)",
+    "use_deepspeed": "the accelerate configuration file decides it (accelerate_configs/)",
     "deepspeed_config_file": "give the file to the launcher: accelerate launch --config_file FILE",
     "device_type": "accelerate takes the GPU where there is one, else the CPU",
     "model_dtype": "weights stay in fp32; mixed_precision decides what the networks compute in",
-    "use_flash_attention": _NO_ATTENTION,
-    "enable_xformers": _NO_ATTENTION,
-    "gradient_as_bucket_view": _FLAT_AVERAGE,
+    "use_flash_attention enable_xformers": "the network has no attention layer, so there is nothing to switch",
+    "gradient_as_bucket_view communication_overlap bucket_size_mb ddp_bucket_cap_mb gradient_compression": "gradients "
+    "are averaged in one flat exchange; under DeepSpeed the accelerate configuration file decides",
     "static_loss_scale": "fp16 scales its loss dynamically; bf16 needs no scale",
     "dataloader_pin_memory_device": "pin_memory pins for the device of the process",
     "persistent_workers": "training is one endless pass over the data, so its workers live as long as the run",
     "log_predictions": "save_validation_videos decides it",
-    "save_best": "the best model is always kept in best_model/, by the score that metric_for_best_model names",
-    "save_best_model": "the best model is always kept in best_model/, by the score that metric_for_best_model names",
-    # The keys below are of the many-node files of the same trainers.
+    "save_best save_best_model": "the best model is always kept in best_model/, by the score that "
+    "metric_for_best_model names",
     "frames_to_trim": "the variant's frame rule decides it",
-    "use_zero3_save": "saved weights are always whole, whatever the ZeRO stage",
-    "zero3_save_16bit_model": "saved weights are always whole, whatever the ZeRO stage",
-    "communication_overlap": _FLAT_AVERAGE,
-    "bucket_size_mb": _FLAT_AVERAGE,
+    "use_zero3_save zero3_save_16bit_model": "saved weights are always whole, whatever the ZeRO stage",
     "find_unused_parameters": "every parameter takes part in every step",
     "broadcast_buffers": "the networks have no buffers to send; Seraena's are synchronised always",
-    "ddp_bucket_cap_mb": _FLAT_AVERAGE,
-    "gradient_compression": _FLAT_AVERAGE,
     "dataloader_drop_last": "batches run across epochs, so none is incomplete",
     "dataloader_timeout": "decode_timeout_s bounds the time of each clip",
     "save_on_each_node": "one process writes each checkpoint",
     "sync_each_batch": "gradients are exchanged once per optimiser step",
     "save_optimizer_states": "checkpoints always hold all that an exact resume needs",
-    "use_distributed_sampler": _DATA_ORDER,
-    "shuffle_data": _DATA_ORDER,
+    "use_distributed_sampler shuffle_data": "the order of clips is a function of (seed, epoch, position); every "
+    "process takes its own share",
     "dist_backend": "accelerate takes nccl on GPUs and gloo on CPUs",
-    "init_method": _LAUNCHER,
     "monitor_nccl": "set NCCL_DEBUG=INFO in the environment",
     "profile_communication": "enable_profiler traces the communication too",
     "check_nan_inf": "not-finite losses and gradients are always caught",
-    "auto_scale_batch_size": "train_batch_size is taken as it is; `tinyvae check` estimates its memory",
-    "auto_find_batch_size": "train_batch_size is taken as it is; `tinyvae check` estimates its memory",
+    "auto_scale_batch_size auto_find_batch_size": "train_batch_size is taken as it is; `tinyvae check` estimates its "
+    "memory",
 }
+
+OLD_KEYS: Mapping[str, str] = {key: reason for keys, reason in _GONE.items() for key in keys.split()}
 """Old key -> what takes its place."""
 
-CHECKED_KEYS: Mapping[str, str] = {"patch_size": "patch_size", "latent_channels": "latent_channels"}
-"""Old key -> the field of `VariantSpec` that it must agree with; the variant decides it now."""
+CHECKED_KEYS = ("patch_size", "latent_channels")
+"""Old keys that the variant decides now; a file's value must agree with it."""
 
-OTHER_NAMES: Mapping[str, str] = {
-    "lr": "learning_rate",
-    "eps": "epsilon",
-    "epochs": "max_train_steps",
-    "num_epochs": "max_train_steps",
-    "num_train_epochs": "max_train_steps",
-    "clip_grad": "max_grad_norm",
-    "grad_clip": "max_grad_norm",
-    "precision": "mixed_precision",
-    "use_amp": "mixed_precision",
-    "amp": "mixed_precision",
-    "fp16": "mixed_precision",
-    "bf16": "mixed_precision",
-    "workers": "dataloader_num_workers",
-    "steps": "max_train_steps",
-    "dtype": "mixed_precision",
-    "ema": "ema_decay",
-    "resume": "resume_from_checkpoint",
-    "teacher": "ref_vae_path",
-    "dataset": "data_root",
-    "frames": "n_frames",
-    "resolution": "height",
+_ELSEWHERE: Mapping[str, str] = {
+    "learning_rate": "lr",
+    "epsilon": "eps",
+    "max_train_steps": "epochs num_epochs num_train_epochs steps",
+    "max_grad_norm": "clip_grad grad_clip",
+    "mixed_precision": "precision use_amp amp fp16 bf16 dtype",
+    "dataloader_num_workers": "workers",
+    "ema_decay": "ema",
+    "ref_vae_path": "teacher",
+    "data_root": "dataset",
+    "n_frames": "frames",
+    "height": "resolution",
 }
+
+OTHER_NAMES: Mapping[str, str] = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}
 """A name from elsewhere -> the key that people mean by it, where no likeness of letters would lead there."""
 
+ALIASES: Mapping[str, str] = {"cogvideox_model_path": "ref_vae_path", "resume": "resume_from_checkpoint"}
+"""Another name of a key -> the key. ``cogvideox_model_path`` also says that the teacher is a CogVideoX."""
 
-OLD_FILES: Mapping[str, str] = {
-    "16gpu": "16gpu_h100",
-    "1gpu": "1gpu_h100",
-    "a800": "a800",
-    "h100": "h100",
-    "test": "test",
-}
-"""Part of an old settings file's name -> the preset that holds its settings; the first that fits counts."""
+OLD_NAMES = {*ALIASES, *CHECKED_KEYS, *OLD_KEYS}
+"""All names that are no settings, but known."""
 
 
 def preset_of_old_file(name: str) -> str | None:
     """The preset in place of ``training/configs/taehv_config_NAME.py``; None for any other name."""
-    file = PurePath(name).name
-    if not (file.startswith("taehv_config") and file.endswith(".py")):
-        return None
-    return next((preset for part, preset in OLD_FILES.items() if part in file), None)
+    old = re.search(r"taehv_config_.*?(16gpu_h100|1gpu_h100|a800|h100|test).*\.py$", name)
+    return old[1] if old else None
 
 
-def notice_of(key: str) -> str:
-    """The line that a user of an old key gets."""
-    return f"{key} is not a setting any more: {OLD_KEYS[key]}."
+class Settings(dict[str, Any]):
+    """What a settings file sets: ``args.key = value``; in place of ``EasyDict`` and, while a file runs, `TrainConfig`.
+
+    ``below``: the layers of the preset that the file starts from. They and the defaults can be read, too.
+    """
+
+    below: Sequence[Any] = ()
+
+    def __getattr__(self, key: str) -> Any:
+        for values in (self, *(layer.values for layer in reversed(self.below))):
+            if key in values:
+                return values[key]
+        if key in FIELDS:
+            return FIELDS[key].default
+        raise AttributeError(f"{key} is not set before this line")
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        self[key] = value
+
+
+class StartTime(datetime.datetime):
+    """``datetime`` and ``date`` of settings files. Its text stays a pattern, which the run fills in when it starts.
+
+    So all processes of a run agree on the folder, and ``--resume latest`` finds the runs of earlier starts.
+    """
+
+    def strftime(self, pattern: str) -> str:
+        if not pattern or set(re.findall("%(.)", pattern)) - set(TIME_DIRECTIVES):
+            known = " ".join(f"%{letter}" for letter in TIME_DIRECTIVES)
+            raise UserError(f"the time pattern {pattern!r} must be made of {known}")
+        return pattern
+
+    __format__ = strftime
+
+
+def modules_for_files() -> dict[str, ModuleType]:
+    """Name -> the module that a settings file gets when it imports that name.
+
+    ``easydict`` and ``pytz`` are simple replacements, only where they are not installed. Time zones are not used.
+    """
+    modules = {
+        "datetime": changed_module(datetime, datetime=StartTime, date=StartTime),
+        "time": changed_module(time, strftime=lambda pattern, moment=None: StartTime.now().strftime(pattern)),
+    }
+    for name, names in (("easydict", {"EasyDict": Settings}), ("pytz", {"timezone": lambda name: None, "utc": None})):
+        if importlib.util.find_spec(name) is None:
+            modules[name] = changed_module(ModuleType(name), **names)
+    return modules
+
+
+def changed_module(module: ModuleType, **changes: Any) -> ModuleType:
+    """A copy of a module with some names changed; the module itself stays as it is."""
+    copy = ModuleType(module.__name__)
+    copy.__dict__.update(vars(module) | changes)
+    return copy

@@ -94,7 +94,7 @@ def build_task(config: TrainConfig, engine: Engine, model: TAEHV) -> TrainingTas
     if config.teacher_path is not None:
         dtype = TORCH_DTYPES[config.ref_vae_dtype]
         teacher = load_teacher(
-            config.teacher_type,
+            config.ref_vae_type,
             config.teacher_path,
             dtype=dtype,
             device=engine.device,

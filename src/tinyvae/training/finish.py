@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from tinyvae.config.save import to_json
-from tinyvae.config.schema import FIELDS, TrainConfig
+from tinyvae.config.schema import FIELDS, TrainConfig, to_json
 from tinyvae.errors import UserError
 from tinyvae.evaluation.clip_sources import ClipSource, Middle
 from tinyvae.evaluation.evaluating import EvaluationSettings, evaluate_round_trip

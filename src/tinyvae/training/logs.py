@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tinyvae.config.save import flat_for_tracker, to_json
-from tinyvae.config.schema import TrainConfig
+from tinyvae.config.schema import FIELDS, TrainConfig, shown_value, to_json
 from tinyvae.training.checkpoint import why_not_written
 from tinyvae.training.engine import Engine, StepResult
 from tinyvae.training.optim import learning_rate_factor
@@ -202,7 +201,7 @@ def _open_tensorboard(folder: Path, config: TrainConfig, from_step: int) -> Summ
 
     writer = SummaryWriter(str(folder / config.tracker_name), purge_step=from_step + 1 if from_step else None)
     writer.add_text("config", f"```json\n{to_json(config)}\n```", from_step)
-    rows = "\n".join(f"| {key} | {value} |" for key, value in flat_for_tracker(config).items())
+    rows = "\n".join(f"| {key} | {shown_value(getattr(config, key))} |" for key in FIELDS)
     writer.add_text("settings", f"| key | value |\n|---|---|\n{rows}", from_step)
     return writer
 

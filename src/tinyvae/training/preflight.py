@@ -282,7 +282,7 @@ def _weights(config: TrainConfig) -> Iterator[Check]:
     yield Check(name="weights", found=f"start from {start}" if start else f"fresh ({config.init})")
     if config.teacher_path is not None:
         try:
-            check_teacher(config.teacher_path, config.teacher_type, config.spec)
+            check_teacher(config.teacher_path, config.ref_vae_type, config.spec)
             yield Check(name="teacher", found=config.teacher_path)
         except UserError as mistake:
             yield Check(name="teacher", found=config.teacher_path, fix=str(mistake))

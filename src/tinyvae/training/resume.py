@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tinyvae.config.save import to_json
-from tinyvae.config.schema import FIELDS, TrainConfig
+from tinyvae.config.schema import FIELDS, TrainConfig, to_json
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.training.checkpoint import (
     REPLACED,

@@ -22,9 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from tinyvae.config.expressions import TIME_DIRECTIVES
-from tinyvae.config.save import RUN_FORMAT, to_json
-from tinyvae.config.schema import TrainConfig
+from tinyvae.config.schema import RUN_FORMAT, TIME_DIRECTIVES, TrainConfig, to_json
 from tinyvae.data.index_build import CACHED_INDEX
 from tinyvae.errors import UserError
 from tinyvae.terminal import duration_in_words

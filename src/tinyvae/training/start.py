@@ -16,8 +16,7 @@ import torch
 
 from tinyvae.config.load import LoadedConfig
 from tinyvae.config.rules import check_config
-from tinyvae.config.save import to_json
-from tinyvae.config.schema import TrainConfig
+from tinyvae.config.schema import TrainConfig, to_json
 from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model

@@ -7,7 +7,6 @@ Needs:     what h100 needs, on every machine.
 Expect:    the curve of h100 at half the steps or better (not measured by us).
 """
 
-# ruff: noqa: N999  (the name is what users type; presets are never imported)
 from dataclasses import replace
 from pathlib import Path
 

@@ -7,7 +7,6 @@ Expect:    18-22 dB after 100 steps from the released weights, about 25 dB at th
            (Values in circulation for this recipe, not measured by us.)
 """
 
-# ruff: noqa: N999  (the name is what users type; presets are never imported)
 from dataclasses import replace
 from pathlib import Path
 

@@ -3,7 +3,7 @@
 Command:   ./train_taehv_h100.sh 8 h100 --data_root FOLDER
            (or: accelerate launch ... -m tinyvae train h100 --data_root FOLDER)
 Hardware:  8 x H100 80 GB, 64 CPU cores or more; one step is 64 clips of 16 frames at 720x480.
-Needs:     checkpoints/taecvx.pth, the folder CogVideoX-2b (or --cogvideox_model_path owner/name), LPIPS weights.
+Needs:     checkpoints/taecvx.pth, the folder CogVideoX-2b (or --ref_vae_path owner/name), LPIPS weights.
 Expect:    from the released weights 25-28 dB after 1,000 steps, 28-31 dB after 10,000, 29-32 dB after 50,000;
            SSIM 0.92-0.95 and LPIPS 0.05-0.08 at the end.
            (Values in circulation for this recipe, not measured by us.)
@@ -20,25 +20,15 @@ config = TrainConfig(
     height=480,
     width=720,
     n_frames=16,
-    min_frame_delta=1,
     max_frame_delta=2,
     color_jitter=True,
-    color_jitter_params=(0.15, 0.15, 0.15, 0.08),
     gaussian_blur=True,
-    gaussian_blur_sigma=(0.1, 2.0),
     max_train_steps=100_000,
     train_batch_size=2,
     gradient_accumulation_steps=4,
     mixed_precision="bf16",
-    seed=42,
     learning_rate=1e-4,
-    lr_scheduler="cosine",
     lr_warmup_steps=2_000,
-    beta1=0.9,
-    beta2=0.95,
-    weight_decay=1e-2,
-    epsilon=1e-8,
-    max_grad_norm=1.0,
     ema_decay=0.9995,
     reconstruction_loss_weight=10.0,
     encoder_loss_weight=0.1,
@@ -46,19 +36,14 @@ config = TrainConfig(
     perceptual_loss_weight=0.1,
     perceptual_frames=4,
     use_ref_vae=True,
-    cogvideox_model_path="CogVideoX-2b",
-    ref_vae_dtype="bfloat16",
+    ref_vae_path="CogVideoX-2b",
     use_seraena=True,
     seraena_loss_weight=0.1,
     n_seraena_frames=4,
     seraena_start=2_000,
     validation_steps=1_000,
-    num_validation_samples=20,
-    validation_batch_size=2,
-    metric_for_best_model="psnr",
     early_stopping_patience=5,
     checkpointing_steps=2_000,
-    checkpoints_total_limit=5,
     output_dir=Path("output/h100_%Y-%m-%d_%H-%M-%S"),
     tracker_name="h100",
     log_every=25,

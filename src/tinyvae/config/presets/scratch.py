@@ -14,7 +14,6 @@ from tinyvae.config import TrainConfig
 
 config = TrainConfig(
     variant="taehv",
-    init="he",
     height=128,
     width=128,
     n_frames=12,
@@ -35,10 +34,8 @@ config = TrainConfig(
     lr_warmup_steps=30,
     weight_decay=0.0,
     ema_decay=0.95,
-    reconstruction_loss_weight=10.0,
     validation_steps=1_200,
     num_validation_samples=64,
-    validation_batch_size=2,
     checkpointing_steps=1_200,
     checkpoints_total_limit=3,
     output_dir=Path("output/scratch_%Y-%m-%d_%H-%M-%S"),

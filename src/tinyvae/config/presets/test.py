@@ -2,7 +2,7 @@
 
 Command:   ./train_taehv_h100.sh 4 test --data_root FOLDER    (or: tinyvae train test --data_root FOLDER, on one GPU)
 Hardware:  one to four GPUs with 16 GB; one step is 4 clips of 16 frames at 128x128 on each.
-Needs:     checkpoints/taecvx.pth, the folder CogVideoX-2b (or --cogvideox_model_path owner/name), LPIPS weights.
+Needs:     checkpoints/taecvx.pth, the folder CogVideoX-2b (or --ref_vae_path owner/name), LPIPS weights.
 Expect:    18-22 dB after 100 steps from the released weights, more than 25 dB after 1,000; a smooth loss curve,
            best_model/ written, no out-of-memory. (Values in circulation for this recipe, not measured by us.)
 """
@@ -17,7 +17,6 @@ config = replace(
     gradient_checkpointing=False,
     height=128,
     width=128,
-    n_frames=16,
     max_frame_delta=3,
     max_train_steps=10_000,
     train_batch_size=2,
@@ -25,7 +24,6 @@ config = replace(
     learning_rate=3e-4,
     lr_warmup_steps=500,
     seraena_start=500,
-    seraena_buffer_mb=512,
     ema_decay=0.999,
     validation_steps=500,
     checkpointing_steps=500,
