@@ -13,14 +13,9 @@ import torch
 
 from tinyvae.errors import UserError
 from tinyvae.evaluation.cost import choose_devices
-from tinyvae.evaluation.evaluating import (
-    EvaluationResult,
-    evaluate_round_trip,
-    open_clips,
-)
-from tinyvae.evaluation.metrics import METRICS, ClipMetrics, open_lpips
-from tinyvae.evaluation.open_model import open_model
-from tinyvae.evaluation.round_trip import Model, RoundTrip, reference_limit
+from tinyvae.evaluation.evaluating import EvaluationResult, EvaluationSettings, evaluate_models
+from tinyvae.evaluation.metrics import METRICS, ClipMetrics
+from tinyvae.evaluation.round_trip import Model, RoundTrip, open_model
 from tinyvae.evaluation.statistics import PairedDifference, paired_difference, summarise
 
 if TYPE_CHECKING:
@@ -75,6 +70,11 @@ def compare(
     """Evaluate two or more models on the same frames; arguments as in `evaluate`.
 
     Variants give back different numbers of frames; all are compared on the frames that every one of them gives back.
+
+    Example::
+
+        comparison = compare(["taehv.safetensors", "output/my_run"], "videos/val")
+        print(comparison.candidates[0].difference("psnr").verdict)
     """
     if len(models) < 2:
         raise UserError("compare needs at least two models; for one, use: tinyvae eval MODEL --data DATA")
@@ -88,30 +88,18 @@ def compare(
         ]
     )
     warn_of_twins(round_trips)
-    max_frames, notes = reference_limit(round_trips, max_frames)
-    settings, clips, split_notes = open_clips(
-        data, data_root=data_root, split=split, max_clips=max_clips, max_frames=max_frames, size=size
+    settings = EvaluationSettings(
+        data=str(data),
+        data_root=str(data_root) if data_root is not None else None,
+        split=split,
+        max_clips=max_clips,
+        max_frames=max_frames,
+        size=size,
     )
-    ruler, lpips_notes = open_lpips(lpips)
-
-    def shared_frames(num_frames: int) -> int:
-        return min(round_trip.aligned_frames(num_frames) for round_trip in round_trips)
-
-    return compare_results(
-        [
-            evaluate_round_trip(
-                round_trip,
-                clips,
-                settings,
-                devices=devices,
-                lpips=ruler,
-                notes=[*split_notes, *notes, *lpips_notes],
-                frame_limit=shared_frames,
-                show_progress_bar=show_progress_bar,
-            )
-            for round_trip in round_trips
-        ]
+    evaluations = evaluate_models(
+        round_trips, settings, devices=devices, lpips=lpips, show_progress_bar=show_progress_bar
     )
+    return compare_results(evaluations)
 
 
 def compare_results(evaluations: Sequence[EvaluationResult]) -> Comparison:
@@ -176,7 +164,7 @@ def _same_model(one: RoundTrip, other: RoundTrip) -> bool:
     ways = [(trip.facts.variant, trip.facts.dtype, type(getattr(trip, "codec", None))) for trip in (one, other)]
     if ways[0] != ways[1]:  # plain against fused, float16 against float32: worth a comparison
         return False
-    if first.sha256 is None or second.sha256 is None:  # a reference VAE is a folder of many files
+    if first.sha256 is None or second.sha256 is None:  # a teacher is a folder of many files
         return os.path.realpath(first.path) == os.path.realpath(second.path)
     return first.sha256 == second.sha256
 

@@ -21,7 +21,7 @@ from tinyvae.data.sample_clips import write_sample_clips
 from tinyvae.evaluation import evaluate
 from tinyvae.video.decode import probe_video, read_frames
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
