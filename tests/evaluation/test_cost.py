@@ -46,11 +46,10 @@ def test_stages_add_up() -> None:
     for _ in range(2):
         with times.stage("encode", CPU):
             time.sleep(0.02)
-        times.count(3, 4, 5)
     with times.stage("decode", CPU):
         time.sleep(0.02)
     assert times.encode_s >= 0.04 and 0.02 <= times.decode_s < times.encode_s + 1
-    assert (times.frames, times.pixels, times.peak_bytes) == (6, 120, None)
+    assert times.peak_bytes is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc keeps freed memory; other libraries do not")

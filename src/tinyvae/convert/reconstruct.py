@@ -374,7 +374,7 @@ def latent_facts(part: ClipPart, *, variant: str) -> LatentFacts:
 
 def short_note(part: ClipPart, round_trip: RoundTrip) -> str:
     """What the user should know of a video that does not fill one latent; empty for others."""
-    needed = round_trip.frames_per_latent()
+    needed = round_trip.spec.time_factor
     if part.num_frames >= needed:
         return ""
     return (

@@ -64,7 +64,7 @@ class ClipPart:
     first_frame: int = 0
     frame_step: int = 1
     scaled: bool = True
-    """Whether a resized picture shows as much of the frame as it can, or keeps the size of its details."""
+    """As in `Middle`."""
     pixel_aspect: float = 1.0
     """Width / height of one pixel as it should be shown."""
     times_s: npt.NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
@@ -170,7 +170,7 @@ def measure_clip(
     if info.interlaced:
         raise unreadable(clip.path, "interlaced; deinterlace it first, e.g. ffmpeg -vf bwdif")
     height, width = size if size is not None else (info.height, info.width)
-    step = 1 if middle is None else middle.frame_step
+    step = middle.frame_step if middle is not None else 1
     available = (info.frames - 1) // step + 1
     num_frames = available if max_frames is None else min(available, max_frames)
     times_s = uneven_times_s(clip.path, info, timeout_s=PROBE_TIMEOUT_S) if with_times else None

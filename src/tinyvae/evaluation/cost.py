@@ -9,9 +9,10 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -81,14 +82,11 @@ def _processor_name() -> str:
 
 def environment_facts(devices: Sequence[torch.device]) -> dict[str, str]:
     """Versions, machine and the folder that relative paths start from, as the report prints them."""
-    import av
-    import torchmetrics
-
     return {
         "tinyvae": __version__,
         "torch": torch.__version__,
-        "torchmetrics": torchmetrics.__version__,
-        "av": av.__version__,
+        "torchmetrics": version("torchmetrics"),
+        "av": version("av"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": "; ".join(dict.fromkeys(describe_device(device) for device in devices)),
@@ -102,11 +100,6 @@ def command_line() -> str:
     words = list(sys.argv)
     words[0] = "tinyvae" if Path(words[0]).name in ("tinyvae", "cli.py", "__main__.py") else Path(words[0]).name
     return shlex.join(words)
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the current one of this thread: kernels that are compiled at run time go to the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager
@@ -141,7 +134,7 @@ def fitting_in_memory(what: object) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class StageTimes:
-    """Seconds inside encoder and decoder, the frames they were for, and the memory; filled while a clip runs.
+    """Seconds inside encoder and decoder, and their memory; filled while a clip runs.
 
     Example::
 
@@ -154,8 +147,6 @@ class StageTimes:
     """Whether memory is watched. That resets marks of the whole process or GPU, so it must be asked for."""
     encode_s: float = 0.0
     decode_s: float = 0.0
-    frames: int = 0
-    pixels: int = 0
     peak_bytes: int | None = None
     """The most memory while a stage ran: allocated on the GPU, or resident in this process; None: not known."""
 
@@ -176,25 +167,10 @@ class StageTimes:
         if peak is not None:
             self.peak_bytes = max(self.peak_bytes or 0, peak)
 
-    def count(self, num_frames: int, height: int, width: int) -> None:
-        """Add frames that went through."""
-        self.frames += num_frames
-        self.pixels += num_frames * height * width
-
 
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def memory_kind(device: torch.device) -> str:
-    """What `peak_memory_bytes` counts, in words."""
-    return "GPU memory" if device.type == "cuda" else "process memory"
-
-
-def idle_bytes(device: torch.device) -> int:
-    """GPU memory that is allocated now; 0 on a CPU, where the whole process is counted."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def give_back_freed_memory() -> None:

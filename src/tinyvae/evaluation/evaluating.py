@@ -10,6 +10,7 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,9 +28,6 @@ from tinyvae.evaluation.cost import (
     environment_facts,
     fitting_in_memory,
     give_back_freed_memory,
-    idle_bytes,
-    memory_kind,
-    on_device,
 )
 from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics, open_lpips
 from tinyvae.evaluation.round_trip import TEACHER_KIND, Model, ModelFacts, RoundTrip, in_chunks_that_fit, open_model
@@ -265,7 +263,7 @@ def evaluate_round_trip(
         summary=summarise([clip.metrics for clip in results]),
         clips=results,
         skipped=skipped,
-        cost=_cost(workers, devices[0]),
+        cost=_cost(workers),
         environment=environment_facts(devices),
         notes=tuple(notes),
     )
@@ -313,29 +311,30 @@ class _Worker:
         compared_with: Sequence[RoundTrip],
         stop: threading.Event,
     ) -> None:
-        self._round_trip, self._settings, self._lpips = round_trip, settings, lpips
+        self.round_trip, self._settings, self._lpips = round_trip, settings, lpips
         self._compared_with, self._stop = compared_with, stop
-        self.times: list[StageTimes] = []
-        self.memory_bytes: list[int] = []
+        self.results: list[ClipResult] = []
+        self.peak_bytes: int | None = None
 
     @torch.no_grad()
     def measure(self, clip: ClipSource) -> ClipResult | SkippedClip:
         """Send a clip through the model; `_StoppedError` when somebody sets ``stop``."""
-        asked, round_trip = self._settings, self._round_trip
+        asked, device = self._settings, self.round_trip.device
+        # Kernels that are compiled at run time go to the current GPU of the thread.
+        current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         try:
-            with on_device(round_trip.device), fitting_in_memory(clip.path):
+            with current, fitting_in_memory(clip.path):
                 part = measure_clip(clip, max_frames=asked.max_frames, size=asked.size, middle=asked.middle)
-                needed = round_trip.frames_per_latent()
+                needed = self.round_trip.spec.time_factor
                 if part.num_frames < needed:  # almost nothing of it could be compared
-                    short = f"it has {part.num_frames} of the {needed} frames that one {round_trip.facts.variant}"
+                    short = f"it has {part.num_frames} of the {needed} frames that one {self.round_trip.facts.variant}"
                     raise unreadable(part.path, f"{short} latent needs; use a longer video")
                 metrics, times = in_chunks_that_fit(
-                    round_trip, part, lambda chunks: self._measure_chunks(chunks, part.num_frames)
+                    self.round_trip, part, lambda chunks: self._measure_chunks(chunks, part.num_frames)
                 )
         except UnreadableVideoError as bad:
             return SkippedClip(name=clip.name, reason=str(bad))
-        self.times.append(times)
-        return ClipResult(
+        result = ClipResult(
             name=clip.name,
             path=str(clip.path),
             num_frames=part.num_frames,
@@ -346,12 +345,14 @@ class _Worker:
             encode_s=times.encode_s,
             decode_s=times.decode_s,
         )
+        self.results.append(result)
+        return result
 
     def _measure_chunks(self, chunks: Iterator[Tensor], num_frames: int) -> tuple[ClipMetrics, StageTimes]:
-        round_trip = self._round_trip
+        round_trip, device = self.round_trip, self.round_trip.device
         wanted = min(trip.aligned_frames(num_frames) for trip in (round_trip, *self._compared_with))
         meter, times = ClipMeter(self._lpips), StageTimes(with_memory=True)
-        idle = idle_bytes(round_trip.device)
+        idle = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         measured = 0
         for piece in round_trip.run(chunks, num_frames, times):
             if self._stop.is_set():
@@ -361,9 +362,8 @@ class _Worker:
             measured += keep
         assert measured == wanted, (measured, wanted, num_frames)
         if times.peak_bytes is not None:
-            self.memory_bytes.append(
-                own_memory_bytes(round_trip.facts, round_trip.device, idle=idle, peak=times.peak_bytes)
-            )
+            own_bytes = own_memory_bytes(round_trip.facts, device, idle=idle, peak=times.peak_bytes)
+            self.peak_bytes = max(self.peak_bytes or 0, own_bytes)
         return meter.result(), times
 
 
@@ -380,13 +380,15 @@ def own_memory_bytes(facts: ModelFacts, device: torch.device, *, idle: int, peak
     return peak - idle + facts.parameters * itemsize
 
 
-def _cost(workers: Sequence[_Worker], device: torch.device) -> Cost:
+def _cost(workers: Sequence[_Worker]) -> Cost:
     encode_fps = decode_fps = encode_pixels = decode_pixels = 0.0
     for worker in workers:
-        counted = worker.times[1:] or worker.times
-        frames, pixels = sum(t.frames for t in counted), sum(t.pixels for t in counted)
-        encode_s, decode_s = sum(t.encode_s for t in counted), sum(t.decode_s for t in counted)
-        if frames:
+        counted = worker.results[1:] or worker.results
+        if counted:
+            num_frames = [worker.round_trip.used_frames(clip.num_frames) for clip in counted]
+            frames = sum(num_frames)
+            pixels = sum(n * clip.height * clip.width for n, clip in zip(num_frames, counted, strict=True))
+            encode_s, decode_s = sum(clip.encode_s for clip in counted), sum(clip.decode_s for clip in counted)
             encode_fps += frames / encode_s
             decode_fps += frames / decode_s
             encode_pixels += pixels / encode_s
@@ -396,7 +398,7 @@ def _cost(workers: Sequence[_Worker], device: torch.device) -> Cost:
         decode_fps=decode_fps,
         encode_megapixels_per_s=encode_pixels / 1e6,
         decode_megapixels_per_s=decode_pixels / 1e6,
-        peak_memory_bytes=max((bytes_ for worker in workers for bytes_ in worker.memory_bytes), default=None),
-        memory_kind=memory_kind(device),
+        peak_memory_bytes=max((worker.peak_bytes for worker in workers if worker.peak_bytes is not None), default=None),
+        memory_kind="GPU memory" if workers[0].round_trip.device.type == "cuda" else "process memory",
         num_devices=len(workers),
     )

@@ -1,8 +1,8 @@
 """How far a decoded video is from its input: per frame and per clip, in pixels, structure, perception and flicker.
 
-Everything takes RGB in [0, 1]. The decoded video is clamped to [0, 1] first, as it would be shown. A number that
-cannot be had (LPIPS without weights, flicker of a single frame, SSIM of a picture of 5 pixels, LPIPS below 31) is None:
-it is left out of the means, never replaced.
+Everything takes RGB in [0, 1]. The decoded video is clamped to [0, 1] first, as it would be shown. What cannot be
+measured (LPIPS without weights, flicker of a single frame, SSIM of a picture of 5 pixels, LPIPS below 31) is None: it
+is left out of the means, never replaced.
 
 **Flicker** is what people see first in tiny video decoders and what PSNR does not tell. Two numbers:
 
@@ -42,12 +42,12 @@ class MetricInfo:
 
     name: str
     label: str
-    unit: str
     better: Literal["higher", "lower", "zero"]
-    shown_scale: float
-    """Tables show ``value * shown_scale``; ``unit`` belongs to the shown number."""
     digits: int
     meaning: str
+    shown_scale: float = 1
+    """Tables show ``value * shown_scale``; ``unit`` belongs to the shown number."""
+    unit: str = ""
     first_frame: int = 0
     """The first frame of a clip that has a value of its own; flicker needs the frame before."""
 
@@ -60,6 +60,10 @@ class MetricInfo:
     def shown_difference(self, difference: float) -> str:
         """The same with its sign, for one value less another."""
         return f"{difference * self.shown_scale:+.{self.digits}f}" if math.isfinite(difference) else "NaN"
+
+    def interval(self, low: float | None, high: float | None) -> str:
+        """Both ends as tables print them; a single clip has none."""
+        return "one clip" if low is None else f"{self.shown(low)} … {self.shown(high)}"
 
     def badness(self, value: float) -> float:
         """A number that is smaller for better values."""
@@ -74,25 +78,20 @@ METRICS: dict[str, MetricInfo] = {
             label="PSNR",
             unit="dB",
             better="higher",
-            shown_scale=1,
             digits=2,
             meaning="mean over frames of the peak signal-to-noise ratio; identical frames count as 100 dB",
         ),
         MetricInfo(
             name="ssim",
             label="SSIM",
-            unit="",
             better="higher",
-            shown_scale=1,
             digits=4,
             meaning="structural similarity, Gaussian window of 11 pixels; 1 is identical",
         ),
         MetricInfo(
             name="lpips",
             label="LPIPS",
-            unit="",
             better="lower",
-            shown_scale=1,
             digits=4,
             meaning="perceptual distance of AlexNet features; 0 is identical",
         ),
@@ -150,7 +149,7 @@ class ClipMetrics:
     flicker_error_by_frame: tuple[float, ...]
     """One value for each frame after the first: RMS of (Δout - Δin) between it and the frame before."""
     flicker_energy_by_frame: tuple[float, ...]
-    """One value for each frame but the first and the last: mean of h(out)² - h(in)² around it."""
+    """One value for each frame except the first and the last: mean of h(out)² - h(in)² around it."""
     psnr: float
     """Mean of the frames' PSNR."""
     ssim: float | None
@@ -171,7 +170,7 @@ class ClipMetrics:
 
     @property
     def worst_frame(self) -> int:
-        """The frame of the lowest PSNR; one that is no number is the worst there is."""
+        """The frame of the lowest PSNR; NaN is the worst."""
         return min(range(self.num_frames), key=lambda place: sortable(self.psnr_by_frame[place]))
 
     def value(self, metric: str) -> float | None:
@@ -253,10 +252,12 @@ class ClipMeter:
         )
 
     def _push_structure(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
+        from tinyvae.losses.perceptual import MIN_PIXELS
+
         shorter_side = min(decoded_TCHW.shape[-2:])
         if shorter_side <= SSIM_BORDER:
             self._ssim = None
-        if self._lpips is not None and shorter_side < _lpips_min_pixels():
+        if shorter_side < MIN_PIXELS:
             self._lpips = None
         for start in range(0, decoded_TCHW.shape[0], PERCEPTUAL_BATCH):
             decoded = decoded_TCHW[start : start + PERCEPTUAL_BATCH]
@@ -287,6 +288,11 @@ def clip_metrics(decoded_NTCHW: Tensor, target_NTCHW: Tensor, *, lpips: LPIPS | 
     """The metrics of each clip of a batch; both NTCHW, the target in [0, 1], the same T.
 
     Align before: compare ``decoded[:, :n]`` with ``codec.target(frames)``. LPIPS must be on the tensors' device.
+
+    Example::
+
+        (clip,) = clip_metrics(model.reconstruct(frames), model.target(frames))
+        print(clip.psnr, clip.psnr_by_frame)
     """
     assert decoded_NTCHW.shape == target_NTCHW.shape, (decoded_NTCHW.shape, target_NTCHW.shape)
     results = []
@@ -324,14 +330,8 @@ def high_pass(frames_TCHW: Tensor) -> Tensor:
 
 
 def sortable(psnr: float) -> float:
-    """A PSNR to sort by: what is no number is worse than any."""
+    """A PSNR to sort by: NaN is worse than any number."""
     return -math.inf if math.isnan(psnr) else psnr
-
-
-def _lpips_min_pixels() -> int:
-    from tinyvae.losses.perceptual import MIN_PIXELS
-
-    return MIN_PIXELS
 
 
 def _per_frame(values_TCHW: Tensor) -> list[float]:

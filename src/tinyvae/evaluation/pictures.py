@@ -34,25 +34,16 @@ NUM_LATENT_PICTURES = 4
 HEAT_FULL_SCALE = 0.25
 """Mean absolute error over RGB (values in [0, 1]) that gets the brightest color: 64 levels of 255."""
 HEAT_STOPS = torch.tensor(
-    [
-        [8, 9, 14],
-        [38, 16, 78],
-        [110, 24, 110],
-        [185, 44, 86],
-        [236, 98, 42],
-        [250, 178, 44],
-        [255, 250, 200],
-    ],
-    dtype=torch.float32,
-)
+    [[8, 9, 14], [38, 16, 78], [110, 24, 110], [185, 44, 86], [236, 98, 42], [250, 178, 44], [255, 250, 200]]
+).float()
 """Dark to bright through violet and orange. The lightness rises, so the scale also reads in gray."""
 
 
-def heat_map(decoded_TCHW: Tensor, target_TCHW: Tensor, *, full_scale: float = HEAT_FULL_SCALE) -> Tensor:
+def heat_map(decoded_TCHW: Tensor, target_TCHW: Tensor) -> Tensor:
     """Absolute error, averaged over RGB, in color: uint8 TCHW. Inputs in [0, 1]."""
     error_THW = (decoded_TCHW.clamp(0, 1) - target_TCHW).abs().mean(dim=1)
     # The square root spreads the small errors, where all the structure is.
-    place = (error_THW / full_scale).clamp(0, 1).sqrt() * (len(HEAT_STOPS) - 1)
+    place = (error_THW / HEAT_FULL_SCALE).clamp(0, 1).sqrt() * (len(HEAT_STOPS) - 1)
     place = place.nan_to_num(len(HEAT_STOPS) - 1)
     lower = place.floor().clamp(max=len(HEAT_STOPS) - 2).long()
     stops = HEAT_STOPS.to(error_THW.device)
@@ -86,8 +77,7 @@ def latents_as_color(latents_TCHW: Tensor) -> Tensor:
     spread = projected[torch.linspace(0, len(projected) - 1, min(len(projected), 100_000)).long()]
     low, high = spread.quantile(0.02, dim=0), spread.quantile(0.98, dim=0)
     scaled = ((projected - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
-    t, _, h, w = latents.shape
-    return (scaled * 255).round().to(torch.uint8).view(t, h, w, 3).movedim(-1, 1)
+    return (scaled * 255).round().to(torch.uint8).unflatten(0, latents.movedim(1, -1).shape[:3]).movedim(-1, 1)
 
 
 def shrink(frames_TCHW: Tensor, *, width: int) -> Tensor:

@@ -104,10 +104,10 @@ def _evaluation_rows(results: Sequence[EvaluationResult], names: dict[str, str])
         cells = []
         for result in results:
             estimate = result.summary.value(name)
-            interval = ""
+            cell = info.shown(estimate.mean if estimate else None)
             if estimate is not None and estimate.low is not None:
-                interval = f" ({info.shown(estimate.low)} … {info.shown(estimate.high)})"
-            cells.append(info.shown(estimate.mean if estimate else None) + interval)
+                cell += f" ({info.interval(estimate.low, estimate.high)})"
+            cells.append(cell)
         rows.append([f"{info.label} {info.unit}".strip(), *cells])
     peaks = [result.cost.peak_memory_bytes for result in results]
     return [
@@ -139,13 +139,10 @@ def _difference_table(candidate: Candidate) -> str:
     rows: list[Row] = []
     for paired in candidate.differences:
         info, difference = METRICS[paired.metric], paired.difference
-        interval = "one clip, no interval"
-        if difference.low is not None and difference.high is not None:
-            interval = f"{info.shown(difference.low)} … {info.shown(difference.high)}"
-        mean = info.shown_difference(difference.mean)
-        name = f"{info.label} {info.unit}".strip()
-        wins = f"wins {paired.wins}/{difference.count}"
-        rows.append([f"  {name}", mean.rjust(9), f"({interval})", paired.verdict, wins])
+        name = f"  {info.label} {info.unit}".rstrip()
+        interval = f"({info.interval(difference.low, difference.high)})"
+        mean = info.shown_difference(difference.mean).rjust(9)
+        rows.append([name, mean, interval, paired.verdict, f"wins {paired.wins}/{difference.count}"])
     return _aligned(rows)
 
 

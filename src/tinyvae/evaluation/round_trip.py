@@ -100,10 +100,6 @@ class RoundTrip:
         """How many latents T frames make."""
         return self.spec.latents(self.used_frames(num_frames))
 
-    def frames_per_latent(self) -> int:
-        """Input frames that one latent stands for: a shorter clip makes no whole latent."""
-        return self.spec.time_factor
-
     def chunk_frames(self, height: int, width: int) -> int:
         """How many frames to give to `run` at a time."""
         return MAX_CHUNK_FRAMES
@@ -176,7 +172,6 @@ class StreamedCodec(RoundTrip):
             padded = pad_to_multiple(target_TCHW[None], self.spec.space_factor)
             with times.stage("encode", self.device):
                 latents_NTCHW = encoder.push(padded)
-            times.count(frames_TCHW.shape[0], *frames_TCHW.shape[-2:])
             yield latents_NTCHW
         with times.stage("encode", self.device):
             latents_NTCHW = encoder.flush()
@@ -253,7 +248,6 @@ class TeacherRoundTrip(RoundTrip):
             on_latents(latents_NTCHW)
         with times.stage("decode", self.device):
             decoded_NTCHW = self._teacher.decode(latents_NTCHW)
-        times.count(wanted, height, width)
         if decoded_NTCHW.shape[1] < wanted:
             raise unreadable(self._path, f"{self.facts.variant} gave back {decoded_NTCHW.shape[1]} of {wanted} frames")
         yield Piece(decoded=decoded_NTCHW[0, :wanted, :, :height, :width].float(), target=target_TCHW)
