@@ -71,8 +71,12 @@ class Piece:
 class RoundTrip:
     """A model that can be evaluated; ``spec`` counts its frames and latents."""
 
+    is_stream = True
+    """Whether chunks go through one by one, so that smaller chunks need less memory."""
+
     def __init__(self, facts: ModelFacts, spec: VariantSpec) -> None:
         self.facts, self.spec = facts, spec
+        self.chunk_pixels: int | None = None  # less than CHUNK_PIXELS where memory did not suffice for that
 
     @property
     def device(self) -> torch.device:
@@ -102,11 +106,8 @@ class RoundTrip:
 
     def chunk_frames(self, height: int, width: int) -> int:
         """How many frames to give to `run` at a time."""
-        return MAX_CHUNK_FRAMES
-
-    def take_smaller_chunks(self, height: int, width: int) -> bool:
-        """Memory did not suffice for `chunk_frames`: use half of it from now on. False where that is impossible."""
-        return False
+        budget = self.chunk_pixels or CHUNK_PIXELS.get(self.device.type, CHUNK_PIXELS["cpu"])
+        return max(1, min(MAX_CHUNK_FRAMES, budget // (height * width)))
 
 
 class StreamedCodec(RoundTrip):
@@ -119,22 +120,10 @@ class StreamedCodec(RoundTrip):
         super().__init__(facts, codec.spec)
         self.codec = codec
         self._reopen = reopen
-        self._chunk_pixels: int | None = None  # less than CHUNK_PIXELS where memory did not suffice for that
 
     @property
     def device(self) -> torch.device:
         return self.codec.device
-
-    def chunk_frames(self, height: int, width: int) -> int:
-        budget = self._chunk_pixels or CHUNK_PIXELS.get(self.device.type, CHUNK_PIXELS["cpu"])
-        return max(1, min(MAX_CHUNK_FRAMES, budget // (height * width)))
-
-    def take_smaller_chunks(self, height: int, width: int) -> bool:
-        frames = self.chunk_frames(height, width)
-        if frames == 1:
-            return False
-        self._chunk_pixels = frames // 2 * height * width
-        return True
 
     def to(self, device: torch.device) -> StreamedCodec:
         if device == self.device:
@@ -192,6 +181,8 @@ def _take(waiting: list[Tensor], count: int) -> Tensor | None:
 
 class TeacherRoundTrip(RoundTrip):
     """A teacher. It holds a whole clip in memory, as diffusers does, and counts frames as its students do."""
+
+    is_stream = False
 
     def __init__(self, path: Path, *, device: torch.device, dtype: torch.dtype | None, label: str | None) -> None:
         """``path``: a diffusers folder or a hub name. Without ``dtype``: float32 on a CPU, bfloat16 on a GPU."""
@@ -368,7 +359,8 @@ def in_chunks_that_fit(round_trip: RoundTrip, part: ClipPart, attempt: Callable[
         try:
             return attempt(frame_chunks(part, chunk_frames=chunk_frames))
         except torch.OutOfMemoryError:
-            if not round_trip.take_smaller_chunks(part.height, part.width):
+            if chunk_frames == 1 or not round_trip.is_stream:
                 raise
+        round_trip.chunk_pixels = chunk_frames // 2 * part.height * part.width
         # Out here the failed attempt and its tensors are gone, so that their memory can be freed.
         torch.cuda.empty_cache()

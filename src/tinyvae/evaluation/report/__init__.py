@@ -103,7 +103,6 @@ def report_html(
             training_of=training_of,
             main_curves=main_curves,
             more_curves=[name for name in training if name not in main_curves],
-            environment=_environment_facts(evaluations),
             command=command,
             data=_page_data(evaluations, evidence, listed, training),
         )
@@ -178,15 +177,6 @@ def _difference(info: MetricInfo, first: float | None, last: float | None) -> fl
     if first is None or last is None or not math.isfinite(first) or not math.isfinite(last):
         return None
     return abs(last) - abs(first) if info.better == "zero" else last - first
-
-
-def _environment_facts(evaluations: Sequence[EvaluationResult]) -> dict[str, str]:
-    facts = dict(evaluations[0].environment)
-    for model in (evaluation.model for evaluation in evaluations):
-        words = [model.path or "in memory", model.kind]
-        words += [f"sha256 {model.sha256[:16]}…"] if model.sha256 else []
-        facts[f"model {model.label}"] = ", ".join(words)
-    return facts
 
 
 def _page_data(
