@@ -211,8 +211,7 @@ class ClipMeter:
         self._distance: list[float] = []
         self._difference_ms: list[float] = []  # mean square of (Δout - Δin), one for each pair of frames
         self._extra_energy: list[float] = []  # one for each three frames
-        self._decoded_tail: Tensor | None = None  # the last one or two frames, for the differences
-        self._target_tail: Tensor | None = None
+        self._tail: tuple[Tensor, Tensor] | None = None  # the last one or two frames (decoded, target)
 
     def push(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
         """The next frames, floating point; decoded is clamped to [0, 1], target must be in it."""
@@ -270,9 +269,11 @@ class ClipMeter:
 
     def _push_flicker(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
         num_fresh = decoded_TCHW.shape[0]
-        if self._decoded_tail is not None and self._target_tail is not None:
-            decoded_TCHW = torch.cat([self._decoded_tail, decoded_TCHW])
-            target_TCHW = torch.cat([self._target_tail, target_TCHW])
+        if self._tail is not None:
+            decoded_TCHW, target_TCHW = (
+                torch.cat([self._tail[0], decoded_TCHW]),
+                torch.cat([self._tail[1], target_TCHW]),
+            )
         error = decoded_TCHW - target_TCHW
         num_pairs = min(num_fresh, decoded_TCHW.shape[0] - 1)
         if num_pairs:
@@ -281,7 +282,7 @@ class ClipMeter:
         if decoded_TCHW.shape[0] >= 3:
             extra = high_pass(decoded_TCHW).square() - high_pass(target_TCHW).square()
             self._extra_energy += _per_frame(extra)
-        self._decoded_tail, self._target_tail = decoded_TCHW[-2:].clone(), target_TCHW[-2:].clone()
+        self._tail = decoded_TCHW[-2:].clone(), target_TCHW[-2:].clone()
 
 
 def clip_metrics(decoded_NTCHW: Tensor, target_NTCHW: Tensor, *, lpips: LPIPS | None = None) -> list[ClipMetrics]:

@@ -138,9 +138,8 @@ class WorstFrame:
     """The input frame, small."""
     box: dict[str, float]
     """Of the worst patch: left, top, width, height as shares of the frame."""
-    input: str
-    output: str
-    error: str
+    patches: dict[str, str]
+    """The worst patch of input, output and error."""
     patch_width: int
     patch_height: int
 
@@ -275,7 +274,7 @@ class _Look:
 
 
 def _look_at(part: ClipPart, round_trip: RoundTrip, window: range, worst: int, width: int) -> _Look:
-    last = round_trip.latents(window.stop) - 1
+    last = round_trip.spec.latents(round_trip.used_frames(window.stop)) - 1
     places = sorted({round(i * last / (NUM_LATENT_PICTURES - 1)) for i in range(NUM_LATENT_PICTURES)})
 
     def look_at(chunks: Iterator[Tensor]) -> _Look:
@@ -312,9 +311,11 @@ def _worst_frame(label: str, result: ClipResult, look: _Look) -> WorstFrame:
             "width": width / frame_width,
             "height": height / frame_height,
         },
-        input=picture_uri(to_bytes_range(target[here])),
-        output=picture_uri(to_bytes_range(decoded[here])),
-        error=picture_uri(heat_map(decoded[here][None], target[here][None])[0]),
+        patches={
+            "input": picture_uri(to_bytes_range(target[here])),
+            "output": picture_uri(to_bytes_range(decoded[here])),
+            "error": picture_uri(heat_map(decoded[here][None], target[here][None])[0]),
+        },
         patch_width=width,
         patch_height=height,
     )

@@ -100,10 +100,6 @@ class RoundTrip:
         """How many leading frames of a T-frame clip come back."""
         return self.spec.aligned_frames(self.used_frames(num_frames))
 
-    def latents(self, num_frames: int) -> int:
-        """How many latents T frames make."""
-        return self.spec.latents(self.used_frames(num_frames))
-
     def chunk_frames(self, height: int, width: int) -> int:
         """How many frames to give to `run` at a time."""
         budget = self.chunk_pixels or CHUNK_PIXELS.get(self.device.type, CHUNK_PIXELS["cpu"])

@@ -14,12 +14,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
 
 from tinyvae.evaluation.compare import Comparison
 from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
@@ -81,31 +79,26 @@ def report_html(
     measured = [info for name, info in METRICS.items() if any(e.summary.value(name) for e in evaluations)]
     worst_cards = [(clip, worst) for clip in evidence for worst in clip.worst_frames]
     main_curves = [name for name, points in training.items() if not _is_detail(name, points)]
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            css=_asset("page.css"),
-            script=_asset("page.js"),
-            evaluations=evaluations,
-            comparison=result if isinstance(result, Comparison) else None,
-            metrics=METRICS,
-            measured=measured,
-            best_and_worst=best_and_worst,
-            skipped=list({skip.name: skip.reason for e in evaluations for skip in e.skipped}.values()),
-            notes=list(dict.fromkeys(note for e in evaluations for note in e.notes)),
-            rows=[_clip_row(name, clips, measured) for name, clips in listed.items()],
-            num_clips=min(len(e.clips) for e in evaluations),
-            evidence=evidence,
-            worst_cards=sorted(worst_cards, key=lambda card: sortable(card[1].psnr)),
-            heat_stops=[" ".join(f"{value:.0f}" for value in color) for color in HEAT_STOPS.tolist()],
-            heat_levels=f"{HEAT_FULL_SCALE * 255:.0f}",
-            training_of=training_of,
-            main_curves=main_curves,
-            more_curves=[name for name in training if name not in main_curves],
-            command=command,
-            data=_page_data(evaluations, evidence, listed, training),
-        )
+    page = _environment().get_template("page.html")
+    return page.render(
+        evaluations=evaluations,
+        comparison=result if isinstance(result, Comparison) else None,
+        metrics=METRICS,
+        measured=measured,
+        best_and_worst=best_and_worst,
+        skipped=list({skip.name: skip.reason for e in evaluations for skip in e.skipped}.values()),
+        notes=list(dict.fromkeys(note for e in evaluations for note in e.notes)),
+        rows=[_clip_row(name, clips, measured) for name, clips in listed.items()],
+        num_clips=min(len(e.clips) for e in evaluations),
+        evidence=evidence,
+        worst_cards=sorted(worst_cards, key=lambda card: sortable(card[1].psnr)),
+        heat_stops=[" ".join(f"{value:.0f}" for value in color) for color in HEAT_STOPS.tolist()],
+        heat_levels=f"{HEAT_FULL_SCALE * 255:.0f}",
+        training_of=training_of,
+        main_curves=main_curves,
+        more_curves=[name for name in training if name not in main_curves],
+        command=command,
+        data=_page_data(evaluations, evidence, listed, training),
     )
 
 
@@ -121,10 +114,6 @@ def _environment() -> jinja2.Environment:
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     environment.filters["rate"] = lambda number: f"{number:,.1f}" if number < 100 else f"{number:,.0f}"
     return environment
-
-
-def _asset(name: str) -> Markup:
-    return Markup(resources.files(__name__).joinpath(name).read_text(encoding="utf-8"))
 
 
 def listed_clips(evaluations: Sequence[EvaluationResult]) -> list[str]:
