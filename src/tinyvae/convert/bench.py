@@ -18,16 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tinyvae.engines.fold import (
-    ClampLayer,
-    ConvLayer,
-    GrowLayer,
-    MemLayer,
-    PoolLayer,
-    Size,
-    SuperMemLayer,
-    fold_layers,
-)
+from tinyvae.engines import fold
 from tinyvae.engines.fused import FusedTAEHV
 from tinyvae.errors import UserError
 from tinyvae.evaluation.cost import without_cudnn_trials
@@ -212,25 +203,25 @@ def count_work(model: TAEHV, operation: str, num_frames: int, height: int, width
     """(floating point operations, bytes moved) of encoding this many frames, or of decoding their latents, folded."""
     spec = model.spec
     latents, factor, patch = spec.latents(num_frames), spec.space_factor, spec.patch_size
-    size = Size(latents, spec.latent_channels, height // factor, width // factor)
+    size = fold.Size(latents, spec.latent_channels, height // factor, width // factor)
     if operation == "encode":
-        size = Size(latents * spec.time_factor, spec.image_channels, height // patch, width // patch)
+        size = fold.Size(latents * spec.time_factor, spec.image_channels, height // patch, width // patch)
     macs = moved = 0
     with torch.no_grad():
-        layers = fold_layers(model.encoder if operation == "encode" else model.decoder)
+        layers = fold.fold_layers(model.encoder if operation == "encode" else model.decoder)
     for layer in layers:
         after = layer.output(size)
-        grid = after if isinstance(layer, PoolLayer) else size  # where the outputs of the convolution lie
-        if isinstance(layer, ClampLayer):
+        grid = after if isinstance(layer, fold.PoolLayer) else size  # where the outputs of the convolution lie
+        if isinstance(layer, fold.ClampLayer):
             weights = values = 0  # done where the next layer reads
-        elif isinstance(layer, MemLayer):
+        elif isinstance(layer, fold.MemLayer):
             weights = layer.first.numel() + layer.second.numel() + layer.third.numel()
             values = 7 * size.values  # three convolutions, each in and out, and the residual
-        elif isinstance(layer, SuperMemLayer):
+        elif isinstance(layer, fold.SuperMemLayer):
             weights = layer.depth.numel() + layer.past_depth.numel() + layer.widen.numel() + layer.narrow.numel()
             values = (1 + 2 + 2 + 4 + 4 + 1 + 1) * size.values
         else:
-            assert isinstance(layer, ConvLayer | PoolLayer | GrowLayer), layer
+            assert isinstance(layer, fold.ConvLayer | fold.PoolLayer | fold.GrowLayer), layer
             weights, values = layer.weight.numel(), size.values + after.values
         macs += grid.frames * grid.height * grid.width * weights
         moved += values + weights

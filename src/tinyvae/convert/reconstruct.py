@@ -76,7 +76,6 @@ class Reconstruction:
 
     written: tuple[Path, ...]
     num_frames: int
-    num_latents: int
     psnr: float
     mse: float
     seconds: float
@@ -120,7 +119,6 @@ def reconstruct_video(
     return Reconstruction(
         written=outputs.paths(),
         num_frames=len(errors),
-        num_latents=files.num_latents,
         psnr=math.fsum(map(psnr_from_mse, errors)) / len(errors),
         mse=math.fsum(errors) / len(errors),
         seconds=time.perf_counter() - started,
@@ -135,7 +133,7 @@ class _OpenFiles:
         self._video = self._film = self._latents = None
         self._picture, self._middle = outputs.picture, part.num_frames // 2
         self._strip_CHW = label_strip(panel_labels(models), panel_width=part.width) if outputs.labels else None
-        self.num_frames = self.num_latents = 0
+        self._num_frames = 0
         if outputs.video is not None:
             self._video = stack.enter_context(_video_writer(part, outputs.video, outputs, part.height, part.width))
         if outputs.side_by_side is not None:
@@ -147,7 +145,6 @@ class _OpenFiles:
             self._latents = stack.enter_context(write_latents(outputs.latents, facts, overwrite=outputs.overwrite))
 
     def add_latents(self, latents_NTCHW: Tensor) -> None:
-        self.num_latents += latents_NTCHW.shape[1]
         if self._latents is not None and latents_NTCHW.shape[1]:
             self._latents.write(latents_NTCHW)
 
@@ -162,10 +159,10 @@ class _OpenFiles:
                 joined_TCHW = torch.cat([strip_TCHW, joined_TCHW], dim=-2)
             if self._film is not None:
                 self._film.write(joined_TCHW)
-            middle = self._middle - self.num_frames
+            middle = self._middle - self._num_frames
             if self._picture is not None and 0 <= middle < len(joined_TCHW):
                 _write_picture(self._picture, joined_TCHW[middle])
-        self.num_frames += target_TCHW.shape[0]
+        self._num_frames += target_TCHW.shape[0]
 
 
 def _run_all_frames(round_trip: RoundTrip, part: ClipPart, on_latents: OnLatents | None = None) -> Iterator[Piece]:
