@@ -25,12 +25,7 @@ from tinyvae.version import __version__
 
 
 def choose_devices(wanted: str | torch.device | Sequence[str | torch.device] | None) -> list[torch.device]:
-    """The devices to run on: as named (``cuda:0,cuda:1``, a list), else every GPU there is, else the CPU.
-
-    Example::
-
-        choose_devices("cuda:0,cuda:1")  # [device(type='cuda', index=0), device(type='cuda', index=1)]
-    """
+    """The devices to run on: as named (``cuda:0,cuda:1``, a list), else every GPU there is, else the CPU."""
     if wanted is None:
         if torch.cuda.is_available():
             return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]

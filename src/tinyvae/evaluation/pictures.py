@@ -215,8 +215,10 @@ def _evidence_of(
     compared = results[0].metrics.num_frames
     first = max(0, min(results[-1].metrics.worst_frame - PLAYER_FRAMES // 2, compared - PLAYER_FRAMES))
     window = range(first, min(compared, first + PLAYER_FRAMES))
+    # Input, outputs and errors of all models fit into one film, of even width.
+    width = min(PLAYER_WIDTH, MAX_FILM_WIDTH // (1 + 2 * len(round_trips)) // 2 * 2)
     looks = [
-        _look_at(part, trip, window, result.metrics.worst_frame, panel_width(len(round_trips)))
+        _look_at(part, trip, window, result.metrics.worst_frame, width)
         for trip, result in zip(round_trips, results, strict=True)
     ]
     labels = [trip.facts.label for trip in round_trips]
@@ -231,7 +233,7 @@ def _evidence_of(
             _worst_frame(label, result, look) for label, result, look in zip(labels, results, looks, strict=True)
         ),
         latents=tuple(
-            LatentPictures(model=label, pictures=_latent_pictures(look.latents))
+            LatentPictures(model=label, pictures=look.latent_pictures())
             for label, look in zip(labels, looks, strict=True)
             if look.latents
         ),
@@ -268,6 +270,10 @@ class _Look:
                 self.latents[self._num_latents] = latent_CHW.float().cpu()
             self._num_latents += 1
 
+    def latent_pictures(self) -> dict[int, str]:
+        pictures_TCHW = latents_as_color(torch.stack(list(self.latents.values())))
+        return {place: picture_uri(picture) for place, picture in zip(self.latents, pictures_TCHW, strict=True)}
+
     @property
     def is_done(self) -> bool:
         return self._num_frames >= self._window.stop and self._num_frames > self._worst
@@ -286,11 +292,6 @@ def _look_at(part: ClipPart, round_trip: RoundTrip, window: range, worst: int, w
         return look
 
     return in_chunks_that_fit(round_trip, part, look_at)
-
-
-def _latent_pictures(latents: dict[int, Tensor]) -> dict[int, str]:
-    pictures_TCHW = latents_as_color(torch.stack(list(latents.values())))
-    return {place: picture_uri(picture_CHW) for place, picture_CHW in zip(latents, pictures_TCHW, strict=True)}
 
 
 def _worst_frame(label: str, result: ClipResult, look: _Look) -> WorstFrame:
@@ -340,8 +341,3 @@ def _film(names: tuple[str, ...], panels: Sequence[Tensor], part: ClipPart, *, f
         panel_width=width,
         panel_height=height,
     )
-
-
-def panel_width(num_models: int) -> int:
-    """Pixels of a panel at most: input, outputs and errors of all models fit into one film."""
-    return min(PLAYER_WIDTH, MAX_FILM_WIDTH // (1 + 2 * num_models) // 2 * 2)

@@ -126,14 +126,9 @@ def listed_clips(evaluations: Sequence[EvaluationResult]) -> list[str]:
 
 def best_and_worst(result: EvaluationResult, info: MetricInfo) -> tuple[ClipResult, ClipResult]:
     """The clips with the best and the worst value of a metric that at least one clip has."""
-
-    def badness(clip: ClipResult) -> float:
-        value = clip.metrics.value(info.name)
-        assert value is not None
-        return info.badness(value)
-
-    clips = [clip for clip in result.clips if clip.metrics.value(info.name) is not None]
-    return min(clips, key=badness), max(clips, key=badness)
+    found = [(value, clip) for clip in result.clips if (value := clip.metrics.value(info.name)) is not None]
+    found.sort(key=lambda pair: info.badness(pair[0]))
+    return found[0][1], found[-1][1]
 
 
 def _clip_row(name: str, clips: Sequence[ClipResult], measured: Sequence[MetricInfo]) -> dict[str, Any]:
@@ -230,18 +225,15 @@ def _series(clip: ClipResult, frames: Sequence[int]) -> dict[str, list[float | N
 def _training(evaluations: Sequence[EvaluationResult]) -> tuple[str, Curves]:
     """(label, curves) of the last model that comes from a run; ("", {}) where none does."""
     for model in (evaluation.model for evaluation in reversed(evaluations)):
-        run_folder = find_run_folder(Path(model.path)) if model.path is not None else None
-        if run_folder is not None:
+        if model.path is not None and (run_folder := find_run_folder(Path(model.path))) is not None:
             return model.label, read_training_curves(run_folder)
     return "", {}
 
 
 def find_run_folder(model_path: Path) -> Path | None:
     """The run that a model belongs to: the path itself, or up to two folders above it, that holds ``metrics.jsonl``."""
-    for folder in (model_path, *model_path.absolute().parents[:2]):
-        if (folder / "metrics.jsonl").is_file():
-            return folder
-    return None
+    folders = (model_path, *model_path.absolute().parents[:2])
+    return next((folder for folder in folders if (folder / "metrics.jsonl").is_file()), None)
 
 
 def read_training_curves(run_folder: Path) -> Curves:
