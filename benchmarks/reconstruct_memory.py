@@ -28,7 +28,7 @@ import json, sys
 from pathlib import Path
 import torch
 from tinyvae.convert.reconstruct import Outputs, reconstruct_video
-from tinyvae.evaluation.open_model import open_model
+from tinyvae.evaluation.round_trip import open_model
 torch.set_num_threads(int(sys.argv[4]))
 def peak_mib():  # not getrusage: its maximum survives exec, so the parent's memory would count
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024

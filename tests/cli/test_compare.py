@@ -15,7 +15,7 @@ from tinyvae.cli.main import run
 from tinyvae.data.sample_clips import write_sample_clips
 from tinyvae.errors import UserError
 from tinyvae.evaluation.compare import warn_of_twins
-from tinyvae.evaluation.open_model import open_model
+from tinyvae.evaluation.round_trip import open_model
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tinyvae.convert.latent_file import LatentFacts, LatentReader, LatentWriter
+from tinyvae.convert.latent_file import LatentFacts, LatentReader, write_latents
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError
 from tinyvae.video.write import VideoWriter
 
@@ -17,7 +17,7 @@ from tinyvae.video.write import VideoWriter
 def test_pieces_make_one_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
     latents = torch.randn(1, 7, 16, 3, 4).to(dtype)
     facts = LatentFacts(variant="taehv", num_frames=25, fps=23.976, height=24, width=30, source="ä film.mp4")
-    with LatentWriter(tmp_path / "x.safetensors", facts) as writer:
+    with write_latents(tmp_path / "x.safetensors", facts) as writer:
         for piece in latents.split((1, 4, 2), dim=1):
             writer.write(piece)
     assert torch.equal(load_file(tmp_path / "x.safetensors")["latents"], latents)
@@ -27,7 +27,7 @@ def test_pieces_make_one_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), LatentWriter(tmp_path / "x.safetensors", LatentFacts()) as writer:
+    with pytest.raises(RuntimeError), write_latents(tmp_path / "x.safetensors", LatentFacts()) as writer:
         writer.write(torch.zeros(1, 1, 16, 2, 2))
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
@@ -36,9 +36,9 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 def test_existing_files_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_text("mine")
-    with pytest.raises(FileExistsAlreadyError):
-        LatentWriter(path, LatentFacts())
-    with LatentWriter(path, LatentFacts(), overwrite=True) as writer:
+    with pytest.raises(FileExistsAlreadyError), write_latents(path, LatentFacts()):
+        pass
+    with write_latents(path, LatentFacts(), overwrite=True) as writer:
         writer.write(torch.zeros(1, 1, 16, 2, 2))
     assert LatentReader(path).num_latents == 1
 
@@ -63,7 +63,7 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
 
 def test_long_names_in_any_script_fit(tmp_path: Path) -> None:
     for name in ("🎬" * 600, "影片" * 600, "bad \udcff byte"):
-        with LatentWriter(tmp_path / "x.safetensors", LatentFacts(source=name), overwrite=True) as writer:
+        with write_latents(tmp_path / "x.safetensors", LatentFacts(source=name), overwrite=True) as writer:
             writer.write(torch.zeros(1, 1, 16, 2, 2))
         source = LatentReader(tmp_path / "x.safetensors").facts.source
         assert source is not None and source == name[-500:].replace("\udcff", "?")

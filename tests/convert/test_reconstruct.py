@@ -12,14 +12,26 @@ import av
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from tests.evaluation.copy_codec import CopyCodec
 from tinyvae import TAEHV
-from tinyvae.convert.reconstruct import Outputs, decode_to_video, encode_to_file, reconstruct_video
+from tinyvae.convert.reconstruct import (
+    GAP_LEVEL,
+    GAP_PIXELS,
+    Outputs,
+    decode_to_video,
+    encode_to_file,
+    label_strip,
+    panel_labels,
+    reconstruct_video,
+    side_by_side,
+    side_by_side_width,
+)
 from tinyvae.errors import UserError
-from tinyvae.evaluation.open_model import open_model
-from tinyvae.evaluation.round_trip import StreamedCodec
+from tinyvae.evaluation.pictures import heat_map, to_bytes_range
+from tinyvae.evaluation.round_trip import FAMILY_KIND, TEACHER_KIND, ModelFacts, StreamedCodec, open_model
 from tinyvae.video.decode import probe_video, read_frames, uneven_times_s
 from tinyvae.video.write import VideoWriter
 
@@ -78,6 +90,27 @@ def test_encode_and_decode_are_the_halves(write_video: WriteVideo, tmp_path: Pat
     assert num_frames == 18 and probe_video(tmp_path / "halves.mp4").fps == 12
     first, second = (read_frames(tmp_path / name, range(18)).float() for name in ("whole.mp4", "halves.mp4"))
     assert first.shape == second.shape and (first - second).abs().max() <= 2
+
+
+def test_several_models_stand_side_by_side_in_step(write_video: WriteVideo, tmp_path: Path) -> None:
+    """Models of different frame rules give pieces of different lengths; the film has every frame of each once."""
+    source = write_video("in.mp4", frames=21, height=64, width=96)
+    outputs = Outputs(side_by_side=tmp_path / "film.mp4", picture=tmp_path / "middle.png", labels=True, crf=4)
+    done = reconstruct_video(
+        opened(CopyCodec("taehv")), source, outputs, beside=[opened(CopyCodec("taeltx_2", offset=0.2))], size=(32, 48)
+    )
+    info = probe_video(tmp_path / "film.mp4")
+    strip = info.height - 32
+    assert done.psnr == 100 and strip > 0
+    assert (info.frames, info.width) == (21, side_by_side_width(48, 2))
+    film = read_frames(tmp_path / "film.mp4", range(21))[..., strip:, :].float()
+    first, same, brighter = (film[..., start : start + 48] for start in (0, 56, 112))
+    assert (first - same).abs().mean() < 2
+    assert (brighter - first).mean(dim=(1, 2, 3)).min() > 25, "frame j of one stands beside frame j of the other"
+    with Image.open(tmp_path / "middle.png") as picture:
+        middle = torch.from_numpy(np.asarray(picture).copy()).movedim(-1, 0)
+    assert middle.shape[1:] == (info.height, info.width)
+    assert (middle[:, strip:, :48].float() - first[10]).abs().mean() < 4
 
 
 def test_latents_of_another_variant_are_refused(write_video: WriteVideo, tmp_path: Path) -> None:
@@ -170,6 +203,54 @@ def test_uneven_times_are_kept(write_video: WriteVideo, tmp_path: Path) -> None:
     assert cut is not None and cut == pytest.approx(times[:7], abs=1e-4)
 
 
+def test_side_by_side_holds_input_output_and_error() -> None:
+    target = torch.rand(2, 3, 8, 10)
+    joined = side_by_side(target, [target, target + 1])
+    width = side_by_side_width(10, 2)
+    assert joined.shape == (2, 3, 8, width)
+    assert torch.equal(joined[..., :10], to_bytes_range(target))
+    start = 10 + GAP_PIXELS
+    assert torch.equal(joined[..., start : start + 10], to_bytes_range(target))
+    assert torch.equal(joined[0, :, 0, -1].float(), heat_map(target + 1, target)[0, :, 0, -1].float())
+
+
+def facts(label: str, kind: str) -> ModelFacts:
+    return ModelFacts(
+        label=label,
+        path=None,
+        kind=kind,
+        variant="taecvx",
+        width=1.0,
+        parameters=1,
+        encoder_parameters=None,
+        decoder_parameters=None,
+        dtype="float32",
+        sha256=None,
+    )
+
+
+def test_every_panel_has_a_label_of_its_own() -> None:
+    labels = panel_labels([facts("student", FAMILY_KIND), facts("CogVideoX", TEACHER_KIND)])
+    assert [forms[0] for forms in labels] == [
+        "input",
+        "output: student",
+        "teacher: CogVideoX",
+        "error of student, 0 to 64 of 255",
+        "error of CogVideoX, 0 to 64 of 255",
+    ]
+    for width in (32, 96, 400):
+        target = torch.zeros(2, 3, 16, width)
+        joined = side_by_side(target, [target, target])
+        strip = label_strip(labels, panel_width=width)
+        assert strip.shape[-2] % 2 == 0 and strip.shape[-1] == joined.shape[-1] == side_by_side_width(width, 2)
+        panels = [strip[0, :, n * (width + GAP_PIXELS) :][:, :width] for n in range(5)]
+        assert all((panel > GAP_LEVEL + 100).sum() > 20 for panel in panels), "there is text above every panel"
+        gap = strip[0, :, width : width + GAP_PIXELS]
+        assert (gap == GAP_LEVEL).all(), "no label runs into its neighbour"
+        different = {panel.numpy().tobytes() for panel in panels}
+        assert len(different) == 5 or width == 32
+
+
 PEAK_SCRIPT = """
 import sys
 from pathlib import Path
@@ -177,7 +258,7 @@ import torch
 torch.set_num_threads(1)
 from tinyvae import TAEHV
 from tinyvae.convert.reconstruct import Outputs, reconstruct_video
-from tinyvae.evaluation.open_model import open_model
+from tinyvae.evaluation.round_trip import open_model
 model = open_model(TAEHV("taehv", width=0.125))
 out = Path(sys.argv[2])
 reconstruct_video(model, Path(sys.argv[1]), Outputs(video=out / "o.mp4", latents=out / "o.safetensors", overwrite=True))

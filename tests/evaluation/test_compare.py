@@ -1,4 +1,4 @@
-"""Comparison on the same frames, with a reference VAE in any place."""
+"""Comparison of models on the same frames of the same clips."""
 
 from __future__ import annotations
 
@@ -6,17 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.evaluation.copy_codec import CopyCodec
-from tinyvae import TAEHV
-from tinyvae.convert.reconstruct import Outputs, decode_to_video, reconstruct_video
 from tinyvae.errors import UserError
-from tinyvae.evaluation import evaluate
 from tinyvae.evaluation.compare import compare
-from tinyvae.evaluation.open_model import open_model
-from tinyvae.evaluation.round_trip import StreamedCodec
-from tinyvae.evaluation.teacher_codec import is_reference_vae
 
 WriteVideo = Callable[..., Path]
 
@@ -51,71 +44,6 @@ def test_clips_that_one_model_cannot_do_are_left_out_of_the_pairing(write_video:
 def test_one_model_is_not_a_comparison(write_video: WriteVideo) -> None:
     with pytest.raises(UserError, match="at least two models"):
         compare([CopyCodec()], write_video("clip.mp4"), lpips=None)
-
-
-@pytest.fixture
-def cogvideox_folder(tmp_path: Path) -> Path:
-    diffusers = pytest.importorskip("diffusers")
-    torch.manual_seed(3)
-    vae = diffusers.AutoencoderKLCogVideoX(
-        block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4, latent_channels=16
-    )
-    folder = tmp_path / "CogVideoX-tiny" / "vae"
-    vae.save_pretrained(folder)
-    return folder
-
-
-def test_a_reference_vae_can_stand_in_any_place(cogvideox_folder: Path, write_video: WriteVideo) -> None:
-    video = write_video("clip.mp4", frames=14, height=40, width=48)  # 8k+1 and 8k: nine frames agree
-    assert is_reference_vae(cogvideox_folder) and is_reference_vae(cogvideox_folder.parent)
-    for wrong in ({"variant": "taecvx"}, {"fused": True}):
-        with pytest.raises(UserError, match="is a reference VAE; leave it out"):
-            open_model(cogvideox_folder, **wrong)  # type: ignore[arg-type]
-    (clip,) = evaluate(cogvideox_folder, video, lpips=None).clips
-    assert clip.metrics.num_frames == 9 and clip.metrics.is_finite
-    comparison = compare([TAEHV("taecvx", width=0.125), cogvideox_folder.parent], video, lpips=None)
-    first, second = comparison.evaluations
-    assert (first.model.kind, second.model.kind) == ("tinyvae", "reference VAE")
-    assert first.clips[0].metrics.num_frames == second.clips[0].metrics.num_frames == 9
-    assert second.clips[0].metrics == clip.metrics
-    assert second.model.parameters > 1000 and second.model.variant == "AutoencoderKLCogVideoX"
-    assert any("reference VAE holds a whole clip" in note for note in first.notes)
-
-
-def test_a_reference_vae_alone_sees_49_frames_unless_told(cogvideox_folder: Path, write_video: WriteVideo) -> None:
-    video = write_video("clip.mp4", frames=60, height=16, width=16)
-    alone = evaluate(cogvideox_folder, video, lpips=None)
-    assert alone.clips[0].metrics.num_frames == 49 and "first 49 frames" in alone.notes[0]
-    assert evaluate(cogvideox_folder, video, lpips=None, max_frames=57).clips[0].metrics.num_frames == 57
-
-
-def test_a_student_decodes_the_latents_of_its_reference_vae(
-    cogvideox_folder: Path, write_video: WriteVideo, tmp_path: Path
-) -> None:
-    video = write_video("clip.mp4", frames=9, height=32, width=48)
-    latents = tmp_path / "latents.safetensors"
-    reconstruct_video(open_model(cogvideox_folder), video, Outputs(latents=latents))
-    student = open_model(TAEHV("taecvx", width=0.125))
-    assert isinstance(student, StreamedCodec)
-    assert decode_to_video(student, latents, tmp_path / "out.mp4") == 9
-
-
-def test_the_reference_output_is_diffusers_own(cogvideox_folder: Path, write_video: WriteVideo) -> None:
-    import diffusers
-
-    from tinyvae.evaluation import clip_metrics
-    from tinyvae.video.decode import read_frames
-
-    video = write_video("clip.mp4", frames=9, height=32, width=48)
-    (clip,) = evaluate(cogvideox_folder, video, lpips=None).clips
-    vae = diffusers.AutoencoderKLCogVideoX.from_pretrained(cogvideox_folder).eval()
-    frames = read_frames(video, range(9))[None].float() / 255
-    with torch.no_grad():
-        latents = vae.encode((frames * 2 - 1).transpose(1, 2)).latent_dist.mode()
-        decoded = vae.decode(latents).sample.transpose(1, 2) / 2 + 0.5
-    (expected,) = clip_metrics(decoded, frames)
-    assert clip.metrics.psnr == pytest.approx(expected.psnr, abs=1e-3)
-    assert clip.metrics.flicker_error == pytest.approx(expected.flicker_error, abs=1e-5)
 
 
 def test_means_are_of_the_clips_that_every_model_could_do(write_video: WriteVideo, tmp_path: Path) -> None:

@@ -1,33 +1,37 @@
-"""Heat maps, patches and latent pictures of known content."""
+"""Heat maps, patches, latent pictures and films of known content."""
 
 from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Callable
+from pathlib import Path
 
+import av
+import pytest
 import torch
 from PIL import Image
 
-from tinyvae.convert.reconstruct import (
-    GAP_LEVEL,
-    GAP_PIXELS,
-    panel_labels,
-    side_by_side,
-    side_by_side_width,
-    with_labels,
-)
+from tests.evaluation.copy_codec import CopyCodec
+from tinyvae.evaluation import evaluate
+from tinyvae.evaluation.compare import compare
 from tinyvae.evaluation.pictures import (
     HEAT_FULL_SCALE,
     HEAT_STOPS,
+    PLAYER_FRAMES,
+    PLAYER_WIDTH,
+    choose_clips,
+    gather_evidence,
     heat_map,
-    jpeg_uri,
-    latents_as_colour,
-    png_uri,
+    latents_as_color,
+    picture_uri,
     shrink,
     to_bytes_range,
     worst_patch,
 )
-from tinyvae.evaluation.round_trip import FAMILY_KIND, REFERENCE_KIND, ModelFacts
+from tinyvae.evaluation.round_trip import open_model
+
+WriteVideo = Callable[..., Path]
 
 
 def test_heat_map_goes_from_the_first_colour_to_the_last() -> None:
@@ -54,13 +58,13 @@ def test_worst_patch_is_found() -> None:
 def test_latents_become_the_same_colours_whatever_their_sign_and_order() -> None:
     latents = torch.randn(3, 16, 6, 8)
     latents[:, 4] *= 10
-    pictures = latents_as_colour(latents)
+    pictures = latents_as_color(latents)
     assert pictures.shape == (3, 3, 6, 8) and pictures.dtype == torch.uint8
-    assert torch.equal(pictures, latents_as_colour(latents.clone()))
+    assert torch.equal(pictures, latents_as_color(latents.clone()))
     # Red is the strongest direction: here channel 4, up to sign and scale.
     red, strongest = pictures[:, 0].float().flatten(), latents[:, 4].flatten()
     assert torch.corrcoef(torch.stack([red, strongest]))[0, 1].abs() > 0.97
-    assert latents_as_colour(torch.zeros(1, 16, 4, 4)).shape == (1, 3, 4, 4)
+    assert latents_as_color(torch.zeros(1, 16, 4, 4)).shape == (1, 3, 4, 4)
 
 
 def test_what_is_no_number_is_painted_magenta() -> None:
@@ -78,55 +82,43 @@ def test_shrink_keeps_even_sizes_and_never_enlarges() -> None:
 
 def test_pictures_as_addresses() -> None:
     image = torch.randint(0, 255, (3, 10, 12), dtype=torch.uint8)
-    stored = Image.open(io.BytesIO(base64.b64decode(png_uri(image).split(",")[1])))
+    stored = Image.open(io.BytesIO(base64.b64decode(picture_uri(image).split(",")[1])))
     assert torch.equal(torch.tensor(list(stored.tobytes())).view(10, 12, 3).movedim(-1, 0), image.long())
-    assert jpeg_uri(image).startswith("data:image/jpeg;base64,")
+    assert picture_uri(image, "JPEG", quality=85).startswith("data:image/jpeg;base64,")
 
 
-def test_side_by_side_holds_input_output_and_error() -> None:
-    target = torch.rand(2, 3, 8, 10)
-    joined = side_by_side(target, [target, target + 1])
-    width = side_by_side_width(10, 2)
-    assert joined.shape == (2, 3, 8, width)
-    assert torch.equal(joined[..., :10], to_bytes_range(target))
-    start = 10 + GAP_PIXELS
-    assert torch.equal(joined[..., start : start + 10], to_bytes_range(target))
-    assert torch.equal(joined[0, :, 0, -1].float(), heat_map(target + 1, target)[0, :, 0, -1].float())
+def test_films_hold_input_output_and_error_in_step(write_video: WriteVideo) -> None:
+    video = write_video("clip.mp4", frames=PLAYER_FRAMES + 25, height=40, width=56)
+    round_trip = open_model(CopyCodec(offset=0.2))
+    result = evaluate(round_trip, video, lpips=None)
+    (shown,) = gather_evidence([round_trip], [result], limit=4)
+    film = shown.film
+    assert film.num_frames == PLAYER_FRAMES and film.panels == ("input", "output", "error")
+    with av.open(io.BytesIO(base64.b64decode(film.src.split(",")[1]))) as container:
+        frames = [torch.from_numpy(f.to_ndarray(format="rgb24")).float() for f in container.decode(video=0)]
+    assert len(frames) == PLAYER_FRAMES and frames[0].shape == (40, 3 * 56, 3)
+    for frame in (frames[0], frames[-1]):
+        left, middle = frame[:, :56], frame[:, 56:112]
+        assert (middle - left).mean().item() == pytest.approx(0.2 * 255, abs=6)
+    assert film.first_frame <= shown.worst_frames[0].frame < film.first_frame + film.num_frames
+    assert len(shown.latents[0].pictures) == 4
 
 
-def facts(label: str, kind: str) -> ModelFacts:
-    return ModelFacts(
-        label=label,
-        path=None,
-        kind=kind,
-        variant="taecvx",
-        width=1.0,
-        parameters=1,
-        encoder_parameters=None,
-        decoder_parameters=None,
-        dtype="float32",
-        sha256=None,
-    )
+def test_films_of_many_models_stay_within_what_browsers_decode(write_video: WriteVideo) -> None:
+    video = write_video("clip.mp4", frames=9, height=32, width=400)
+    trips = [open_model(CopyCodec(offset=0.01 * number), label=f"model {number}") for number in range(6)]
+    evaluations = [evaluate(trip, video, lpips=None) for trip in trips]
+    (shown,) = gather_evidence(trips, evaluations, limit=1)
+    assert len(shown.film.panels) == 13 and shown.film.panel_width * 13 <= 4096 and shown.film.panel_width > 300
+    (alone,) = gather_evidence(trips[:1], evaluations[:1], limit=1)
+    assert alone.film.panel_width == PLAYER_WIDTH
 
 
-def test_every_panel_has_a_label_of_its_own() -> None:
-    labels = panel_labels([facts("student", FAMILY_KIND), facts("CogVideoX", REFERENCE_KIND)])
-    assert [forms[0] for forms in labels] == [
-        "input",
-        "output: student",
-        "teacher: CogVideoX",
-        "error of student, 0 to 64 of 255",
-        "error of CogVideoX, 0 to 64 of 255",
-    ]
-    for width in (32, 96, 400):
-        target = torch.zeros(2, 3, 16, width)
-        joined = side_by_side(target, [target, target])
-        labelled = with_labels(joined, labels, panel_width=width)
-        strip = labelled.shape[-2] - 16
-        assert strip % 2 == 0 and torch.equal(labelled[..., strip:, :], joined)
-        panels = [labelled[0, 0, :strip, n * (width + GAP_PIXELS) :][:, :width] for n in range(5)]
-        assert all((panel > GAP_LEVEL + 100).sum() > 20 for panel in panels), "there is text above every panel"
-        gap = labelled[0, 0, :strip, width : width + GAP_PIXELS]
-        assert (gap == GAP_LEVEL).all(), "no label runs into its neighbour"
-        different = {panel.numpy().tobytes() for panel in panels}
-        assert len(different) == 5 or width == 32
+def test_the_clips_shown_are_the_telling_ones(write_video: WriteVideo, tmp_path: Path) -> None:
+    for seed in range(6):
+        write_video(f"clips/{seed}.mp4", seed=seed, frames=9)
+    comparison = compare([CopyCodec(offset=0.2), CopyCodec(flicker=0.1)], tmp_path / "clips", lpips=None)
+    chosen = choose_clips(comparison.evaluations, limit=4)
+    scores = {clip.name: clip.metrics.psnr for clip in comparison.evaluations[0].clips}
+    assert len(chosen) == len({name for name, _ in chosen}) == 4
+    assert {"worst", "best"} <= {why for _, why in chosen} and {name for name, _ in chosen} <= scores.keys()

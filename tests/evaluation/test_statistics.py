@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
 
-from tinyvae.evaluation.metrics import ClipMetrics, clip_metrics
-from tinyvae.evaluation.statistics import estimate, paired_difference, student_t_975, summarise
+from tinyvae.evaluation.metrics import METRICS, ClipMetrics, clip_metrics
+from tinyvae.evaluation.statistics import Summary, estimate, paired_difference, student_t_975, summarise
 
 
 def clip_with_noise(seed: int, deviation: float, num_frames: int = 3) -> ClipMetrics:
@@ -86,3 +87,7 @@ def test_only_shared_clips_are_compared() -> None:
     clips = {f"c{i}": clip_with_noise(i, 0.05) for i in range(3)}
     result = paired_difference("psnr", clips, {"c1": clips["c1"], "x": clips["c2"]})
     assert result is not None and result.difference.count == 1 and result.verdict == "unclear"
+
+
+def test_a_summary_has_every_metric() -> None:
+    assert {field.name for field in fields(Summary)} == {*METRICS, "num_clips", "num_frames"}

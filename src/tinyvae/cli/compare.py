@@ -38,9 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.evaluation.compare import compare, with_own_labels
     from tinyvae.evaluation.cost import choose_devices
-    from tinyvae.evaluation.open_model import open_model
-    from tinyvae.evaluation.tables import comparison_text, evaluation_table
-    from tinyvae.evaluation.teacher_codec import is_reference_vae
+    from tinyvae.evaluation.results import comparison_text, evaluation_table
+    from tinyvae.evaluation.round_trip import is_teacher, open_model
 
     options = data_options(arguments)
     if len(arguments.models) < 2:
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
                 variant=variant,
                 device=devices[0],
                 dtype=dtype,
-                fused=arguments.fused and not is_reference_vae(Path(path)),
+                fused=arguments.fused and not is_teacher(Path(path)),
             )
             for path, variant in zip(arguments.models, _variants(arguments), strict=True)
         ]

@@ -67,8 +67,8 @@ def add_dtype_argument(parser: argparse.ArgumentParser, *, default: str = "float
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.evaluation.cost import choose_devices
     from tinyvae.evaluation.evaluating import evaluate
-    from tinyvae.evaluation.open_model import open_model
-    from tinyvae.evaluation.tables import evaluation_table
+    from tinyvae.evaluation.results import evaluation_table
+    from tinyvae.evaluation.round_trip import open_model
 
     options = data_options(arguments)
     prepare_output(arguments)

@@ -148,7 +148,7 @@ def refuse_existing(paths: Iterable[Path]) -> None:
 
 def open_stream(arguments: argparse.Namespace) -> Any:
     from tinyvae.evaluation.cost import choose_devices
-    from tinyvae.evaluation.open_model import open_model
+    from tinyvae.evaluation.round_trip import open_model
     from tinyvae.files import make_output_folder
 
     device = choose_devices(arguments.device)[0]

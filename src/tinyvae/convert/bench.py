@@ -1,7 +1,7 @@
-"""How fast a codec is here: medians in one run, plain against fused, beside what the device can do at most.
+"""How fast a codec is here: plain against fused in one run, beside what the device can do at most.
 
 Times are medians of repeated calls after a warm-up, between device events on CUDA and by the wall clock elsewhere.
-Plain and fused are timed in alternation, so a device that slows down slows both. Inputs are random, never zeros.
+Plain and fused are timed in turn, so a device that slows down slows both. Inputs are random, never zeros.
 """
 
 from __future__ import annotations
@@ -18,17 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tinyvae.engines.fold import (
-    ClampLayer,
-    ConvLayer,
-    GrowLayer,
-    Layer,
-    MemLayer,
-    PoolLayer,
-    Size,
-    SuperMemLayer,
-    fold_layers,
-)
+from tinyvae.engines import fold
 from tinyvae.engines.fused import FusedTAEHV
 from tinyvae.errors import UserError
 from tinyvae.evaluation.cost import without_cudnn_trials
@@ -36,68 +26,6 @@ from tinyvae.models.codec import VideoCodec
 from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
 from tinyvae.terminal import progress_bar
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerWork:
-    """One folded layer over one video."""
-
-    name: str
-    flops: float
-    bytes_moved: float
-
-
-def count_layers(layers: list[Layer], size: Size, *, element_size: int) -> list[LayerWork]:
-    """Work of each layer; ``size`` is what enters the first one."""
-    counted: list[LayerWork] = []
-    for layer in layers:
-        after = layer.output(size)
-        if isinstance(layer, MemLayer | SuperMemLayer):
-            name, macs, values, weights = _block_work(layer, size)
-        elif isinstance(layer, ClampLayer):
-            name, macs, values, weights = "soft clamp", 0, 0, 0  # done where the next layer reads
-        else:
-            assert isinstance(layer, ConvLayer | PoolLayer | GrowLayer)
-            weights, values = layer.weight.numel(), size.values + after.values
-            grid = after if isinstance(layer, PoolLayer) else size  # where the convolution's outputs lie
-            macs = grid.frames * grid.height * grid.width * weights
-            name = f"conv to {layer.weight.shape[0]}"
-            name = "pool, 3x3 stride 2" if isinstance(layer, PoolLayer) else name
-            name = "upsample, grow, 3x3" if isinstance(layer, GrowLayer) else name
-        counted.append(LayerWork(name=name, flops=2.0 * macs, bytes_moved=float((values + weights) * element_size)))
-        size = after
-    return counted
-
-
-def _block_work(layer: MemLayer | SuperMemLayer, size: Size) -> tuple[str, int, int, int]:
-    """(name, multiply-adds, activations moved, weights) of a memory block."""
-    pixels = size.frames * size.height * size.width
-    if isinstance(layer, MemLayer):
-        weights = layer.first.numel() + layer.second.numel() + layer.third.numel()
-        # three convolutions, each in and out, and the residual
-        return f"memory block {size.channels}", pixels * weights, 7 * size.values, weights
-    weights = layer.depth.numel() + layer.past_depth.numel() + layer.widen.numel() + layer.narrow.numel()
-    moved = (1 + 2 + 2 + 4 + 4 + 1 + 1) * size.values
-    return f"super memory block {size.channels}", pixels * weights, moved, weights
-
-
-def layers_of(model: TAEHV, operation: str, num_frames: int, height: int, width: int) -> list[LayerWork]:
-    """Work per layer of encoding ``num_frames`` frames of this size, or of decoding what they encode to."""
-    spec = model.spec
-    with torch.no_grad():
-        layers = fold_layers(model.encoder if operation == "encode" else model.decoder)
-    latents = spec.latents(num_frames)
-    size = Size(latents, spec.latent_channels, height // spec.space_factor, width // spec.space_factor)
-    if operation == "encode":
-        patch = spec.patch_size
-        size = Size(latents * spec.time_factor, spec.image_channels, height // patch, width // patch)
-    return count_layers(layers, size, element_size=model.dtype.itemsize)
-
-
-def count_work(model: TAEHV, operation: str, num_frames: int, height: int, width: int) -> tuple[float, float]:
-    """(operations, bytes) of the whole pass."""
-    layers = layers_of(model, operation, num_frames, height, width)
-    return sum(layer.flops for layer in layers), sum(layer.bytes_moved for layer in layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +41,7 @@ class Timing:
     """One operation of one codec."""
 
     operation: str  # decode or encode
-    codec: str  # plain, fused, or fused stream: in chunks of the default size, results let go
+    codec: str  # plain, fused, or fused stream: in chunks of the default size, results discarded
     milliseconds: float  # median
     spread: float  # (slowest - fastest) / median over the middle half of the repeats
     frames_per_s: float
@@ -133,11 +61,6 @@ class BenchmarkCase:
     repeats: int = 20
     warmups: int = 3
     show_progress_bar: bool = False
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def time_once_ms(call: Callable[[], object], device: torch.device) -> float:
@@ -161,11 +84,17 @@ def time_alternating_ms(
     warmups: int,
     bar: tqdm[NoReturn] | None = None,
 ) -> dict[str, list[float]]:
-    """Times of each call, taken in turn: a, b, a, b, ... A ``bar`` goes on by one at each call."""
+    """Milliseconds of each call, taken in turn: a, b, a, b, ... A ``bar`` moves by one at each call.
+
+    Example::
+
+        times = time_alternating_ms({"a": work_a, "b": work_b}, torch.device("cuda"), repeats=20, warmups=3)
+        print(statistics.median(times["a"]))
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warmups + repeats):
-        if turn == warmups:
-            synchronize(device)
+        if turn == warmups and device.type == "cuda":
+            torch.cuda.synchronize(device)
         for name, call in calls.items():
             if bar is not None:
                 bar.set_postfix_str(f"{name}, {'warm-up' if turn < warmups else f'call {turn - warmups + 1}'}")
@@ -209,6 +138,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 
 
 def relative_error(made: Tensor, reference: Tensor) -> float:
+    """Norm of the difference / norm of the reference, in float64."""
     difference = made.double() - reference.double()
     return (difference.norm() / reference.double().norm()).item()
 
@@ -226,38 +156,81 @@ def run_benchmark(model: TAEHV, case: BenchmarkCase) -> tuple[Ceilings, list[Tim
     fused = model.fused()
     frames = torch.rand(1, case.num_frames, 3, case.height, case.width, device=device).to(dtype)
     latents = model.encode_video(frames)
-    codecs: dict[str, VideoCodec] = {"plain": model, "fused": fused}
     timings: list[Timing] = []
     for operation, argument in (("decode", latents), ("encode", frames)):
-        calls: dict[str, Callable[[], object]] = {
-            name: _call(codec, operation, argument) for name, codec in codecs.items()
-        }
-        calls["fused stream"] = partial(stream_through, fused, operation, argument)
-        num_calls = len(calls) * (case.warmups + case.repeats)
-        with progress_bar(desc=operation, total=num_calls, unit="call", disable=not case.show_progress_bar) as bar:
-            times = time_alternating_ms(calls, device, repeats=case.repeats, warmups=case.warmups, bar=bar)
-        peaks = {name: peak_bytes(call, device) for name, call in calls.items()}
-        # Last, because it is another length: a compiler has seen that of the timed calls first, as a user's would.
-        errors = _errors(model, codecs, operation, argument)
-        work = count_work(model, operation, case.num_frames, case.height, case.width)
-        timings += [
-            _timing(
-                operation=operation,
-                codec=name,
-                times_ms=times[name],
-                num_frames=case.num_frames,
-                work=work,
-                ceilings=ceilings,
-                peak=peaks[name],
-                error=errors.get(name),
-            )
-            for name in calls
-        ]
+        timings += _time_operation(model, fused, operation, argument, case, ceilings)
     return ceilings, timings, fused
 
 
+def _time_operation(
+    model: TAEHV, fused: FusedTAEHV, operation: str, argument: Tensor, case: BenchmarkCase, ceilings: Ceilings
+) -> list[Timing]:
+    codecs: dict[str, VideoCodec] = {"plain": model, "fused": fused}
+    calls: dict[str, Callable[[], object]] = {
+        name: partial(codec.decode_video if operation == "decode" else codec.encode_video, argument)
+        for name, codec in codecs.items()
+    }
+    calls["fused stream"] = partial(stream_through, fused, operation, argument)
+    num_calls = len(calls) * (case.warmups + case.repeats)
+    with progress_bar(desc=operation, total=num_calls, unit="call", disable=not case.show_progress_bar) as bar:
+        times = time_alternating_ms(calls, model.device, repeats=case.repeats, warmups=case.warmups, bar=bar)
+    peaks = {name: peak_bytes(call, model.device) for name, call in calls.items()}
+    # Last, because it is another length: a compiler has seen that of the timed calls first, as a user's would.
+    errors = _errors(model, codecs, operation, argument)
+    flops, moved = count_work(model, operation, case.num_frames, case.height, case.width)
+    timings = []
+    for name in calls:
+        ordered = sorted(times[name])
+        quarter = len(ordered) // 4
+        median = statistics.median(ordered)
+        timings.append(
+            Timing(
+                operation=operation,
+                codec=name,
+                milliseconds=median,
+                spread=(ordered[-1 - quarter] - ordered[quarter]) / median,
+                frames_per_s=case.num_frames / median * 1e3,
+                peak_bytes=peaks[name],
+                relative_error=errors.get(name),
+                share_of_flops=flops / (median / 1e3) / ceilings.flops_per_s,
+                share_of_bytes=moved / (median / 1e3) / ceilings.bytes_per_s,
+            )
+        )
+    return timings
+
+
+def count_work(model: TAEHV, operation: str, num_frames: int, height: int, width: int) -> tuple[float, float]:
+    """(floating point operations, bytes moved) of encoding this many frames, or of decoding their latents, folded."""
+    spec = model.spec
+    latents, factor, patch = spec.latents(num_frames), spec.space_factor, spec.patch_size
+    size = fold.Size(latents, spec.latent_channels, height // factor, width // factor)
+    if operation == "encode":
+        size = fold.Size(latents * spec.time_factor, spec.image_channels, height // patch, width // patch)
+    macs = moved = 0
+    with torch.no_grad():
+        layers = fold.fold_layers(model.encoder if operation == "encode" else model.decoder)
+    for layer in layers:
+        after = layer.output(size)
+        grid = after if isinstance(layer, fold.PoolLayer) else size  # where the outputs of the convolution lie
+        if isinstance(layer, fold.ClampLayer):
+            weights = values = 0  # done where the next layer reads
+        elif isinstance(layer, fold.MemLayer):
+            weights = layer.first.numel() + layer.second.numel() + layer.third.numel()
+            values = 7 * size.values  # three convolutions, each in and out, and the residual
+        elif isinstance(layer, fold.SuperMemLayer):
+            weights = layer.depth.numel() + layer.past_depth.numel() + layer.widen.numel() + layer.narrow.numel()
+            values = (1 + 2 + 2 + 4 + 4 + 1 + 1) * size.values
+        else:
+            assert isinstance(layer, fold.ConvLayer | fold.PoolLayer | fold.GrowLayer), layer
+            weights, values = layer.weight.numel(), size.values + after.values
+        macs += grid.frames * grid.height * grid.width * weights
+        moved += values + weights
+        size = after
+    return 2.0 * macs, float(moved * model.dtype.itemsize)
+
+
 def stream_through(codec: VideoCodec, operation: str, video_NTCHW: Tensor, *, chunk_latents: int | None = None) -> None:
-    """Push a video piece by piece and let each result go, as a consumer of a live stream does."""
+    """Push a video piece by piece and discard each result, as a consumer of a live stream does."""
     spec = codec.spec
     side: Side = "decoder" if operation == "decode" else "encoder"
     scale = 1 if side == "decoder" else spec.space_factor
@@ -273,16 +246,11 @@ def stream_through(codec: VideoCodec, operation: str, video_NTCHW: Tensor, *, ch
     stream.flush()
 
 
-def _call(codec: VideoCodec, operation: str, argument: Tensor) -> Callable[[], Tensor]:
-    run = codec.decode_video if operation == "decode" else codec.encode_video
-    return lambda: run(argument)
-
-
 def _errors(model: TAEHV, codecs: dict[str, VideoCodec], operation: str, argument: Tensor) -> dict[str, float]:
-    """Relative error of each codec against the plain network in float32 (float64 for a float32 model), not clamped:
-    fresh weights may decode to black alone.
+    """Relative error of each codec against the plain network in float32 (float64 for a float32 model).
 
-    The first two latents' worth is enough, and fits where the whole video in the wider type would not.
+    Not clamped, because fresh weights may decode to black only. Two latents are enough, and fit where the whole video
+    in the wider type would not.
     """
     wider = torch.float64 if model.dtype == torch.float32 else torch.float32
     exact = copy.deepcopy(model).to(wider)
@@ -296,33 +264,6 @@ def _errors(model: TAEHV, codecs: dict[str, VideoCodec], operation: str, argumen
     return {name: relative_error(run(codec), reference) for name, codec in codecs.items()}
 
 
-def _timing(
-    *,
-    operation: str,
-    codec: str,
-    times_ms: list[float],
-    num_frames: int,
-    work: tuple[float, float],
-    ceilings: Ceilings,
-    peak: int | None,
-    error: float | None,
-) -> Timing:
-    median = statistics.median(times_ms)
-    ordered = sorted(times_ms)
-    quarter = len(ordered) // 4
-    flops, moved = work
-    return Timing(
-        operation=operation,
-        codec=codec,
-        milliseconds=median,
-        spread=(ordered[-1 - quarter] - ordered[quarter]) / median,
-        frames_per_s=num_frames / median * 1e3,
-        peak_bytes=peak,
-        relative_error=error,
-        share_of_flops=flops / (median / 1e3) / ceilings.flops_per_s,
-        share_of_bytes=moved / (median / 1e3) / ceilings.bytes_per_s,
-    )
-
-
 def as_json(ceilings: Ceilings, timings: list[Timing]) -> dict[str, object]:
+    """All numbers as plain dicts, for ``tinyvae bench --output``."""
     return {"ceilings": asdict(ceilings), "timings": [asdict(timing) for timing in timings]}

@@ -1,25 +1,25 @@
 """Latents on disk: one safetensors file, written and read piece by piece.
 
 The tensor ``latents`` is N T C H W with N = 1, in diffusion space. A safetensors header comes first and states the
-shape, which is known only at the end of a stream; so room is kept for it and it is written last, filled up with spaces
-(which the format allows). What `decode` needs to give the video back is in the metadata.
+shape, which is known only at the end of a stream. So the writer leaves room for it and writes it last, filled up with
+spaces (which the format allows). The metadata holds what `decode` needs to give the video back.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import IO
 
 import torch
 from torch import Tensor
 
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UnreadableVideoError, UserError
+from tinyvae.files import atomic_write
 from tinyvae.models.weights import LATENT_CONVENTION
 
 TENSOR = "latents"
@@ -34,7 +34,7 @@ class LatentFacts:
 
     variant: str | None = None
     num_frames: int | None = None
-    """Of the video; decoding can give more, which are cut off."""
+    """Of the video. Decoding can give more, which are cut off."""
     fps: float | None = None
     height: int | None = None
     """Of the video in pixels, before padding to whole latent pixels."""
@@ -42,17 +42,30 @@ class LatentFacts:
     source: str | None = None
 
 
-class LatentWriter:
-    """Write latents as they come; use it as a context manager. The file appears whole or not at all."""
+@contextmanager
+def write_latents(path: Path, facts: LatentFacts, *, overwrite: bool = False) -> Iterator[LatentWriter]:
+    """A writer for the latents of one video; the file appears whole or not at all.
 
-    def __init__(self, path: Path, facts: LatentFacts, *, overwrite: bool = False) -> None:
-        if path.exists() and not overwrite:
-            raise FileExistsAlreadyError(f"{path} exists already; remove it or pass --overwrite.")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self._facts = path, facts
-        self._part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        self._stream = self._part.open("wb")
-        self._stream.write(b" " * HEADER_ROOM)
+    Example::
+
+        with write_latents(Path("film_latents.safetensors"), LatentFacts(variant="taehv")) as writer:
+            writer.write(latents_NTCHW)
+    """
+    if path.exists() and not overwrite:
+        raise FileExistsAlreadyError(f"{path} exists already; remove it or pass --overwrite.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as stream:
+        stream.write(b" " * HEADER_ROOM)
+        writer = LatentWriter(stream)
+        yield writer
+        writer.write_header(facts)
+
+
+class LatentWriter:
+    """Appends latents to a stream and counts them; see `write_latents`."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
         self.num_latents = 0
         self._frame_shape: tuple[int, ...] | None = None
         self._dtype: torch.dtype | None = None
@@ -67,45 +80,25 @@ class LatentWriter:
         self._stream.write(latents_NTCHW.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         self.num_latents += latents_NTCHW.shape[1]
 
-    def close(self) -> None:
+    def write_header(self, facts: LatentFacts) -> None:
+        """Fill the room at the start of the stream."""
         assert self._frame_shape is not None and self._dtype is not None, "no latent was written"
-        shape = [1, self.num_latents, *self._frame_shape]
-        num_bytes = self._stream.tell() - HEADER_ROOM
+        # A path of thousands of characters would not fit; its end says which file it was.
+        source = facts.source[-500:] if facts.source else None
+        stated = {**asdict(facts), "latent_convention": LATENT_CONVENTION, "source": source}
         header = {
-            "__metadata__": {"format": "pt", METADATA_KEY: json.dumps(describe_facts(self._facts), ensure_ascii=False)},
-            TENSOR: {"dtype": DTYPE_NAMES[self._dtype], "shape": shape, "data_offsets": [0, num_bytes]},
+            "__metadata__": {"format": "pt", METADATA_KEY: json.dumps(stated, ensure_ascii=False)},
+            TENSOR: {
+                "dtype": DTYPE_NAMES[self._dtype],
+                "shape": [1, self.num_latents, *self._frame_shape],
+                "data_offsets": [0, self._stream.tell() - HEADER_ROOM],
+            },
         }
         # Names in other scripts stay short this way; a byte of a name that is no UTF-8 becomes a question mark.
         body = json.dumps(header, ensure_ascii=False).encode("utf-8", "replace")
         assert len(body) <= HEADER_ROOM - 8, "the metadata outgrew its room"
         self._stream.seek(0)
         self._stream.write(struct.pack("<Q", HEADER_ROOM - 8) + body.ljust(HEADER_ROOM - 8))
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        self._part.replace(self.path)
-
-    def discard(self) -> None:
-        self._stream.close()
-        self._part.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
-
-
-def describe_facts(facts: LatentFacts) -> dict[str, Any]:
-    stated = {**asdict(facts), "latent_convention": LATENT_CONVENTION}
-    # A path of thousands of characters would not fit; its end says which file it was.
-    stated["source"] = facts.source[-500:] if facts.source else None
-    return stated
 
 
 class LatentReader:

@@ -1,8 +1,8 @@
 """Whole videos through a model: video to video, video to latents, latents to video; any length in constant memory.
 
-A film comes back with all of its frames. The codec's frame rule gives back fewer than went in for most lengths (48
-frames make 12 latents, which make 45 frames), so the last frame is repeated until every frame is covered, and what was
-repeated is cut off again. Frames of uneven times keep their times, so that picture and sound stay together.
+A film comes back with all of its frames. The codec's frame rule gives back fewer frames than went in for most lengths
+(48 frames make 12 latents, which make 45 frames). So the last frame is repeated until every frame is covered, and what
+was repeated is cut off again. Frames of uneven times keep their times, so that picture and sound stay together.
 """
 
 from __future__ import annotations
@@ -21,14 +21,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tinyvae.convert.latent_file import LatentFacts, LatentReader, LatentWriter
+from tinyvae.convert.latent_file import LatentFacts, LatentReader, write_latents
 from tinyvae.data.check import fitting_text
 from tinyvae.errors import UserError
-from tinyvae.evaluation.clip_sources import ClipPart, ClipSource, frame_chunks, measure_clip
+from tinyvae.evaluation.clip_sources import FALLBACK_FPS, ClipPart, ClipSource, frame_chunks, measure_clip
 from tinyvae.evaluation.cost import StageTimes
 from tinyvae.evaluation.metrics import psnr_from_mse
 from tinyvae.evaluation.pictures import HEAT_FULL_SCALE, heat_map, to_bytes_range
-from tinyvae.evaluation.round_trip import REFERENCE_KIND, ModelFacts, RoundTrip, StreamedCodec, to_unit_range
+from tinyvae.evaluation.round_trip import (
+    TEACHER_KIND,
+    ModelFacts,
+    OnLatents,
+    Piece,
+    RoundTrip,
+    StreamedCodec,
+    to_unit_range,
+)
+from tinyvae.files import atomic_write
 from tinyvae.heap import trim_heap
 from tinyvae.models.codec import pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
@@ -39,82 +48,8 @@ GAP_LEVEL = 24
 LABEL_LEVEL = 236
 FONT_SIZES = (11, 28)  # pixels, by the width of a panel
 
-
-def side_by_side(target_TCHW: Tensor, decoded: Sequence[Tensor], *, with_error: bool = True) -> Tensor:
-    """Input | outputs | errors of the outputs: uint8 TCHW. Inputs TCHW in [0, 1], all of one size."""
-    panels = [to_bytes_range(target_TCHW), *(to_bytes_range(frames_TCHW) for frames_TCHW in decoded)]
-    if with_error:
-        panels += [heat_map(frames_TCHW, target_TCHW) for frames_TCHW in decoded]
-    t, c, height, _ = panels[0].shape
-    gap = torch.full((t, c, height, GAP_PIXELS), GAP_LEVEL, dtype=torch.uint8, device=panels[0].device)
-    joined: list[Tensor] = [panels[0]]
-    for panel in panels[1:]:
-        joined += [gap, panel]
-    return torch.cat(joined, dim=-1)
-
-
-def side_by_side_width(width: int, num_outputs: int) -> int:
-    """Width of `side_by_side` with errors, in pixels."""
-    num_panels = 1 + 2 * num_outputs
-    return width * num_panels + GAP_PIXELS * (num_panels - 1)
-
-
-def panel_labels(models: Sequence[ModelFacts]) -> list[list[str]]:
-    """What stands above each panel of `side_by_side`, the longest form first; the first that fits is taken."""
-    levels = round(HEAT_FULL_SCALE * 255)
-    outputs, errors = [], []
-    for model in models:
-        role = "teacher" if model.kind == REFERENCE_KIND else "output"
-        outputs.append([f"{role}: {model.label}", role])
-        of = f"error of {model.label}"
-        errors.append([f"{of}, 0 to {levels} of 255", of, "error" if role == "output" else f"{role}'s error"])
-    return [["input"], *outputs, *errors]
-
-
-def with_labels(joined_TCHW: Tensor, labels: Sequence[Sequence[str]], *, panel_width: int) -> Tensor:
-    """Frames of `side_by_side` with a strip above them that names each panel: uint8 TCHW, its height still even."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    size = min(max(FONT_SIZES[0], panel_width // 16), FONT_SIZES[1])
-    font = ImageFont.load_default(size=size)
-    height = (size + size // 2 + 1) // 2 * 2
-    strip = Image.new("RGB", (joined_TCHW.shape[-1], height), (GAP_LEVEL,) * 3)
-    pen = ImageDraw.Draw(strip)
-    indent = size // 4
-    room = panel_width - 2 * indent
-    for number, forms in enumerate(labels):
-        text = next((form for form in forms if font.getlength(form) <= room), forms[-1])
-        place = (number * (panel_width + GAP_PIXELS) + indent, size // 5)
-        pen.text(place, fitting_text(text, font, room), fill=(LABEL_LEVEL,) * 3, font=font)
-    strip_CHW = torch.from_numpy(np.asarray(strip).copy()).movedim(-1, 0).to(joined_TCHW.device)
-    return torch.cat([strip_CHW.expand(joined_TCHW.shape[0], -1, -1, -1), joined_TCHW], dim=-2)
-
-
-def write_picture(file: Path, image_CHW: Tensor) -> None:
-    """A uint8 picture as PNG."""
-    from PIL import Image
-
-    Image.fromarray(image_CHW.movedim(0, -1).contiguous().cpu().numpy()).save(file)
-
-
-FALLBACK_FPS = 24.0  # for files that do not tell
-
 OnFrames = Callable[[int, int], None]
-"""Told how many frames were done since the last call, and how many there are in all, for a progress bar."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reconstruction:
-    """What was written, and how close it is: PSNR in dB (mean over frames) and MSE of the frames before compression."""
-
-    source: Path
-    written: tuple[Path, ...]
-    num_frames: int
-    num_latents: int
-    psnr: float
-    mse: float
-    seconds: float
-    note: str = ""
+"""Gets how many frames were done since the last call, and how many there are in all, for a progress bar."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +58,28 @@ class Outputs:
 
     video: Path | None = None
     side_by_side: Path | None = None
+    picture: Path | None = None
+    """The middle frame of the side-by-side film, as PNG."""
     latents: Path | None = None
+    labels: bool = False
+    """Whether a strip above the side-by-side film names each panel."""
     overwrite: bool = False
     crf: float = 18
 
     def paths(self) -> tuple[Path, ...]:
-        return tuple(path for path in (self.video, self.side_by_side, self.latents) if path is not None)
+        return tuple(path for path in (self.video, self.side_by_side, self.picture, self.latents) if path is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconstruction:
+    """What was written, and how close it is: PSNR in dB (mean over frames) and MSE of the frames before compression."""
+
+    written: tuple[Path, ...]
+    num_frames: int
+    psnr: float
+    mse: float
+    seconds: float
+    note: str = ""
 
 
 @torch.no_grad()
@@ -137,57 +88,158 @@ def reconstruct_video(
     source: Path,
     outputs: Outputs,
     *,
+    beside: Sequence[RoundTrip] = (),
     max_frames: int | None = None,
+    size: tuple[int, int] | None = None,
     on_frames: OnFrames | None = None,
 ) -> Reconstruction:
-    """Encode and decode a video; same frames, same times, same size, its sound carried over."""
+    """Encode and decode a video; same frames, same times, same size, its sound carried over.
+
+    ``beside``: further models, for the side-by-side film only. ``size``: (height, width) to crop and scale to.
+
+    Example::
+
+        done = reconstruct_video(open_model("output/my_run"), Path("film.mp4"), Outputs(video=Path("out.mp4")))
+        print(done.psnr)
+    """
     started = time.perf_counter()
-    part = measure_clip(ClipSource(name=source.name, path=source), max_frames=max_frames, size=None, with_times=True)
-    covered = frames_to_cover(round_trip, part.num_frames)
-    chunks = frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width))
-    chunks = repeat_last(with_steady_heap(chunks, round_trip.device), covered)
+    clip = ClipSource(name=source.name, path=source)
+    part = measure_clip(clip, max_frames=max_frames, size=size, with_times=True)
     errors: list[float] = []
-    num_latents = 0
-    with ExitStack() as files:
-        video = files.enter_context(_video_writer(part, outputs.video, outputs)) if outputs.video else None
-        beside = None
-        if outputs.side_by_side is not None:
-            width = side_by_side_width(part.width, num_outputs=1)
-            beside = files.enter_context(_video_writer(part, outputs.side_by_side, outputs, width=width))
-        latents = None
-        if outputs.latents is not None:
-            facts = latent_facts(part, variant=round_trip.facts.latent_variant or round_trip.facts.variant)
-            latents = files.enter_context(LatentWriter(outputs.latents, facts, overwrite=outputs.overwrite))
-
-        def keep_latents(latents_NTCHW: Tensor) -> None:
-            nonlocal num_latents
-            num_latents += latents_NTCHW.shape[1]
-            if latents is not None and latents_NTCHW.shape[1]:
-                latents.write(latents_NTCHW)
-
-        for piece in round_trip.run(chunks, covered, StageTimes(), keep_latents):
-            keep = min(piece.decoded.shape[0], part.num_frames - len(errors))
-            if keep == 0:
-                continue
-            decoded, target = piece.decoded[:keep].clamp(0, 1), piece.target[:keep]
-            errors += (decoded - target).square().flatten(1).mean(dim=1).tolist()
-            if video is not None:
-                video.write(to_bytes_range(decoded))
-            if beside is not None:
-                beside.write(side_by_side(target, [decoded]))
+    with ExitStack() as stack:
+        files = _OpenFiles(stack, part, outputs, [model.facts for model in (round_trip, *beside)])
+        runs = [_run_all_frames(round_trip, part, files.add_latents), *(_run_all_frames(m, part) for m in beside)]
+        for pieces in in_step(runs):
+            target, decoded = pieces[0].target, [piece.decoded.clamp(0, 1) for piece in pieces]
+            errors += (decoded[0] - target).square().flatten(1).mean(dim=1).tolist()
+            files.add_frames(target, decoded)
             if on_frames is not None:
-                on_frames(keep, part.num_frames)
+                on_frames(target.shape[0], part.num_frames)
     assert len(errors) == part.num_frames, (len(errors), part)
     return Reconstruction(
-        source=source,
         written=outputs.paths(),
         num_frames=len(errors),
-        num_latents=num_latents,
         psnr=math.fsum(map(psnr_from_mse, errors)) / len(errors),
         mse=math.fsum(errors) / len(errors),
         seconds=time.perf_counter() - started,
         note=short_note(part, round_trip),
     )
+
+
+class _OpenFiles:
+    """The files of one reconstruction, which are closed with ``stack``."""
+
+    def __init__(self, stack: ExitStack, part: ClipPart, outputs: Outputs, models: Sequence[ModelFacts]) -> None:
+        self._video = self._film = self._latents = None
+        self._picture, self._middle = outputs.picture, part.num_frames // 2
+        self._strip_CHW = label_strip(panel_labels(models), panel_width=part.width) if outputs.labels else None
+        self._num_frames = 0
+        if outputs.video is not None:
+            self._video = stack.enter_context(_video_writer(part, outputs.video, outputs, part.height, part.width))
+        if outputs.side_by_side is not None:
+            height = part.height + (self._strip_CHW.shape[-2] if self._strip_CHW is not None else 0)
+            width = side_by_side_width(part.width, len(models))
+            self._film = stack.enter_context(_video_writer(part, outputs.side_by_side, outputs, height, width))
+        if outputs.latents is not None:
+            facts = latent_facts(part, variant=models[0].latent_variant or models[0].variant)
+            self._latents = stack.enter_context(write_latents(outputs.latents, facts, overwrite=outputs.overwrite))
+
+    def add_latents(self, latents_NTCHW: Tensor) -> None:
+        if self._latents is not None and latents_NTCHW.shape[1]:
+            self._latents.write(latents_NTCHW)
+
+    def add_frames(self, target_TCHW: Tensor, decoded: Sequence[Tensor]) -> None:
+        """The next frames, in [0, 1]: of the input and of each model."""
+        if self._video is not None:
+            self._video.write(to_bytes_range(decoded[0]))
+        if self._film is not None or self._picture is not None:
+            joined_TCHW = side_by_side(target_TCHW, decoded)
+            if self._strip_CHW is not None:
+                strip_TCHW = self._strip_CHW.to(joined_TCHW.device).expand(len(joined_TCHW), -1, -1, -1)
+                joined_TCHW = torch.cat([strip_TCHW, joined_TCHW], dim=-2)
+            if self._film is not None:
+                self._film.write(joined_TCHW)
+            middle = self._middle - self._num_frames
+            if self._picture is not None and 0 <= middle < len(joined_TCHW):
+                _write_picture(self._picture, joined_TCHW[middle])
+        self._num_frames += target_TCHW.shape[0]
+
+
+def _run_all_frames(round_trip: RoundTrip, part: ClipPart, on_latents: OnLatents | None = None) -> Iterator[Piece]:
+    """Every frame of a clip, decoded."""
+    covered = frames_to_cover(round_trip, part.num_frames)
+    chunks = frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width))
+    chunks = repeat_last(with_steady_heap(chunks, round_trip.device), covered)
+    left = part.num_frames
+    for piece in round_trip.run(chunks, covered, StageTimes(), on_latents):
+        keep = min(piece.decoded.shape[0], left)
+        left -= keep
+        if keep:
+            yield Piece(decoded=piece.decoded[:keep], target=piece.target[:keep])
+
+
+def in_step(runs: Sequence[Iterator[Piece]]) -> Iterator[list[Piece]]:
+    """Pieces of the same frames by several models: each is cut to the shortest, the rest of it comes next."""
+    held = [next(run, None) for run in runs]
+    while (pieces := [piece for piece in held if piece is not None]) and len(pieces) == len(held):
+        length = min(piece.target.shape[0] for piece in pieces)
+        yield [Piece(decoded=piece.decoded[:length], target=piece.target[:length]) for piece in pieces]
+        held = [
+            Piece(decoded=piece.decoded[length:], target=piece.target[length:])
+            if piece.target.shape[0] > length
+            else next(run, None)
+            for piece, run in zip(pieces, runs, strict=True)
+        ]
+
+
+def side_by_side(target_TCHW: Tensor, decoded: Sequence[Tensor]) -> Tensor:
+    """Input | outputs | errors of the outputs: uint8 TCHW. Inputs TCHW in [0, 1], all of one size."""
+    panels = [to_bytes_range(target_TCHW), *(to_bytes_range(frames_TCHW) for frames_TCHW in decoded)]
+    panels += [heat_map(frames_TCHW, target_TCHW) for frames_TCHW in decoded]
+    gap = panels[0].new_full((*target_TCHW.shape[:3], GAP_PIXELS), GAP_LEVEL)
+    return torch.cat([panels[0], *(part for panel in panels[1:] for part in (gap, panel))], dim=-1)
+
+
+def side_by_side_width(width: int, num_outputs: int) -> int:
+    """Pixels of `side_by_side`, for panels of this width."""
+    return (1 + 2 * num_outputs) * (width + GAP_PIXELS) - GAP_PIXELS
+
+
+def panel_labels(models: Sequence[ModelFacts]) -> list[list[str]]:
+    """What stands above each panel of `side_by_side`, the longest form first; the first that fits is taken."""
+    levels = round(HEAT_FULL_SCALE * 255)
+    outputs, errors = [], []
+    for model in models:
+        role = "teacher" if model.kind == TEACHER_KIND else "output"
+        outputs.append([f"{role}: {model.label}", role])
+        of = f"error of {model.label}"
+        errors.append([f"{of}, 0 to {levels} of 255", of, "error" if role == "output" else f"{role}'s error"])
+    return [["input"], *outputs, *errors]
+
+
+def label_strip(labels: Sequence[Sequence[str]], *, panel_width: int) -> Tensor:
+    """A strip to put above frames of `side_by_side`, which names each panel: uint8 CHW, its height even."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    size = min(max(FONT_SIZES[0], panel_width // 16), FONT_SIZES[1])
+    font = ImageFont.load_default(size=size)
+    width = len(labels) * (panel_width + GAP_PIXELS) - GAP_PIXELS
+    strip = Image.new("RGB", (width, (size + size // 2 + 1) // 2 * 2), (GAP_LEVEL,) * 3)
+    pen = ImageDraw.Draw(strip)
+    indent = size // 4
+    room = panel_width - 2 * indent
+    for number, forms in enumerate(labels):
+        text = next((form for form in forms if font.getlength(form) <= room), forms[-1])
+        place = (number * (panel_width + GAP_PIXELS) + indent, size // 5)
+        pen.text(place, fitting_text(text, font, room), fill=(LABEL_LEVEL,) * 3, font=font)
+    return torch.from_numpy(np.asarray(strip).copy()).movedim(-1, 0)
+
+
+def _write_picture(file: Path, image_CHW: Tensor) -> None:
+    from PIL import Image
+
+    with atomic_write(file) as stream:
+        Image.fromarray(image_CHW.movedim(0, -1).contiguous().cpu().numpy()).save(stream, "PNG")
 
 
 @torch.no_grad()
@@ -206,9 +258,8 @@ def encode_to_file(
     codec = round_trip.codec
     encoder = StreamingEncoder(codec)
     chunks = frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width))
-    facts = latent_facts(part, variant=codec.spec.name)
     left = part.num_frames  # of the video's own frames; the repeated ones are no progress
-    with LatentWriter(target, facts, overwrite=overwrite) as file:
+    with write_latents(target, latent_facts(part, variant=codec.spec.name), overwrite=overwrite) as file:
         for frames_TCHW in repeat_last(with_steady_heap(chunks, codec.device), covered):
             frames = to_unit_range(frames_TCHW, codec.device)[None]
             made = encoder.push(pad_to_multiple(frames, codec.spec.space_factor))
@@ -242,12 +293,15 @@ def decode_to_video(
     where they are uneven and it has as many.
     """
     reader, codec = LatentReader(source), round_trip.codec
-    check_variant(reader, codec.spec.name)
-    facts = reader.facts
-    factor = codec.spec.space_factor
-    height, width = facts.height or reader.frame_shape[1] * factor, facts.width or reader.frame_shape[2] * factor
-    limit = facts.num_frames or codec.spec.frames_from_latents(reader.num_latents)
-    frames_each = round_trip.chunk_frames(height, width)
+    facts, spec = reader.facts, codec.spec
+    if facts.variant not in (None, spec.name):  # noise to this model, even where the shapes agree
+        raise UserError(
+            f"{source} holds {facts.variant} latents and the model is {spec.name}; use a {facts.variant} model "
+            f"(or --variant {facts.variant}, if the weights are)."
+        )
+    height = facts.height or reader.frame_shape[1] * spec.space_factor
+    width = facts.width or reader.frame_shape[2] * spec.space_factor
+    limit = facts.num_frames or spec.frames_from_latents(reader.num_latents)
     decoder = StreamingDecoder(codec, num_latents=reader.num_latents)
     written = 0
     writer = VideoWriter(
@@ -262,7 +316,7 @@ def decode_to_video(
         pixel_format=pixel_format_for(height, width),
     )
     with writer:
-        chunks = reader.chunks(max(1, frames_each // codec.spec.time_factor))
+        chunks = reader.chunks(max(1, round_trip.chunk_frames(height, width) // spec.time_factor))
         for latents_NTCHW in with_steady_heap(chunks, codec.device):
             decoded_NTCHW = decoder.push(latents_NTCHW.to(codec.device, codec.dtype))
             frames_TCHW = decoded_NTCHW[0, : limit - written, :, :height, :width].float()
@@ -283,7 +337,7 @@ def frames_to_cover(round_trip: RoundTrip, num_frames: int) -> int:
 def with_steady_heap(chunks: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
     """The chunks, with the heap trimmed before each on a CPU.
 
-    What a chunk's tensors leave behind are holes of many sizes. Without trimming they had grown by 95 of 742 MiB after
+    The tensors of a chunk leave holes of many sizes behind. Without trimming the heap had grown by 95 of 742 MiB after
     two minutes of 480x720; with it a minute takes what two seconds take. It costs a tenth of the speed.
     """
     for chunk in chunks:
@@ -304,6 +358,7 @@ def repeat_last(chunks: Iterable[Tensor], total: int) -> Iterator[Tensor]:
 
 
 def latent_facts(part: ClipPart, *, variant: str) -> LatentFacts:
+    """What a latents file states of the video that it comes from."""
     return LatentFacts(
         variant=variant,
         num_frames=part.num_frames,
@@ -314,18 +369,9 @@ def latent_facts(part: ClipPart, *, variant: str) -> LatentFacts:
     )
 
 
-def check_variant(reader: LatentReader, variant: str) -> None:
-    """Latents of one variant are noise to another, even where the shapes agree."""
-    stated = reader.facts.variant
-    if stated is not None and stated != variant:
-        raise UserError(
-            f"{reader.path} holds {stated} latents and the model is {variant}; use a {stated} model "
-            f"(or --variant {stated}, if the weights are)."
-        )
-
-
 def short_note(part: ClipPart, round_trip: RoundTrip) -> str:
-    needed = round_trip.frames_per_latent()
+    """What the user should know of a video that does not fill one latent; empty for others."""
+    needed = round_trip.spec.time_factor
     if part.num_frames >= needed:
         return ""
     return (
@@ -345,18 +391,17 @@ def _times_of(film: Path, num_frames: int) -> npt.NDArray[np.float64] | None:
     return part.times_s if part.num_frames == num_frames else None
 
 
-def _video_writer(part: ClipPart, path: Path, outputs: Outputs, *, width: int | None = None) -> VideoWriter:
+def _video_writer(part: ClipPart, path: Path, outputs: Outputs, height: int, width: int) -> VideoWriter:
     path.parent.mkdir(parents=True, exist_ok=True)
-    width = width or part.width
     return VideoWriter(
         path,
         fps=part.fps or FALLBACK_FPS,
         width=width,
-        height=part.height,
+        height=height,
         crf=outputs.crf,
         pixel_aspect=part.pixel_aspect,
         audio_from=part.path,
         times_s=part.times_s,
         overwrite=outputs.overwrite,
-        pixel_format=pixel_format_for(part.height, width),
+        pixel_format=pixel_format_for(height, width),
     )

@@ -1,4 +1,4 @@
-"""Which videos an evaluation reads, and their frames in pieces.
+"""Which videos an evaluation reads, and their frames in chunks.
 
 A source is a video file, a folder (searched to the bottom), an annotation file (JSON, JSONL) or an index of
 ``tinyvae data index``. Names of clips are their paths relative to the data root, so that two evaluations of the same
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +20,20 @@ from torch.nn import functional as F
 
 from tinyvae.data.annotations import SPLIT_NAMES, VIDEO_SUFFIXES, default_data_root, iterate_entries
 from tinyvae.data.index import is_index, open_index
-from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
+from tinyvae.errors import MissingFileError, UserError
 from tinyvae.video.decode import iterate_frames, probe_video, uneven_times_s
+from tinyvae.video.opening import unreadable
 
 PROBE_TIMEOUT_S = 600.0
-"""Looking at a file reads all its packets: minutes for a film of hours on a slow disk."""
+"""Probing a file reads all its packets: minutes for a film of hours on a slow disk."""
 DEFAULT_SPLIT, ALL_SPLITS = "val", "all"
 """What is taken of a source that has splits where the user asks for none, and the word for every video."""
+FALLBACK_FPS = 24.0  # for files that state no frame rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipSource:
-    """One video to evaluate; ``known_bad`` is the reason an index already has against it."""
+    """One video to evaluate; ``known_bad`` is the reason why its index calls it bad."""
 
     name: str
     path: Path
@@ -61,7 +64,7 @@ class ClipPart:
     first_frame: int = 0
     frame_step: int = 1
     scaled: bool = True
-    """Whether a resized picture shows as much of the frame as it can, or keeps the size of its details."""
+    """As in `Middle`."""
     pixel_aspect: float = 1.0
     """Width / height of one pixel as it should be shown."""
     times_s: npt.NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
@@ -69,7 +72,7 @@ class ClipPart:
 
 
 def choose_split(data: Path, *, data_root: Path | None, wanted: str | None) -> tuple[str | None, str]:
-    """(split, note): which videos of a source to take, as `find_clips` wants it, and what the user should know of it.
+    """(split, note): which videos of a source to take, as `find_clips` wants it, and a note for the user.
 
     Where nothing is ``wanted`` and the source says which videos are for validation, those: a score on the videos that
     a model was trained on says little. The note is empty where there was nothing to choose.
@@ -77,7 +80,7 @@ def choose_split(data: Path, *, data_root: Path | None, wanted: str | None) -> t
     _refuse_missing(data)
     if wanted is not None:
         return wanted, ""
-    if data.is_dir():  # a tree has no splits; walking it takes time
+    if data.is_dir():  # a folder has no splits, and a walk through it takes time
         return None, ""
     if is_index(data):
         has_splits = open_index(data, data_root).has_splits
@@ -106,21 +109,21 @@ def find_clips(
         if meaning is None or annotated == meaning:
             clips.append(clip)
     if not clips:
-        counts = ", ".join(f"{count} as {name}" for name, count in found.items() if count and name)
-        if counts:
-            raise UserError(
-                f"no video of {data} is annotated as {split!r} ({counts}); "
-                f"choose with --split train, val, test or {ALL_SPLITS}."
-            )
-        if any(found.values()):
-            raise UserError(f"no video of {data} is annotated as {split!r}, it has no splits; leave --split out.")
-        raise UserError(
-            f"there is no video in {data}; give a folder that holds files such as {', '.join(VIDEO_SUFFIXES[:5])}."
-        )
+        raise UserError(_why_no_clips(data, split, found))
     clips.sort(key=lambda clip: clip.name)
     if max_clips is not None and max_clips < len(clips):
         clips = [clips[index * len(clips) // max_clips] for index in range(max_clips)]
     return clips
+
+
+def _why_no_clips(data: Path, split: str | None, found: dict[str, int]) -> str:
+    counts = ", ".join(f"{count} as {name}" for name, count in found.items() if count and name)
+    if counts:
+        choices = f"choose with --split train, val, test or {ALL_SPLITS}"
+        return f"no video of {data} is annotated as {split!r} ({counts}); {choices}."
+    if any(found.values()):
+        return f"no video of {data} is annotated as {split!r}, it has no splits; leave --split out."
+    return f"there is no video in {data}; give a folder that holds files such as {', '.join(VIDEO_SUFFIXES[:5])}."
 
 
 def _refuse_missing(data: Path) -> None:
@@ -139,7 +142,7 @@ def _annotated_clips(data: Path, data_root: Path | None) -> Iterator[tuple[ClipS
             bad = "" if row.ok else row.reason or "bad"
             yield ClipSource(name=row.path, path=index.full_path(row), known_bad=bad), row.split
     elif data.is_file() and data.suffix.lower() not in (".json", ".jsonl", ".ndjson"):
-        # One video, whatever its suffix: the reader goes by content and gives the reason if it is none.
+        # One video, whatever its suffix: the reader goes by content and says why if it is none.
         yield ClipSource(name=data.name, path=data), ""
     else:
         root = data_root if data_root is not None else default_data_root(data)
@@ -157,19 +160,19 @@ def measure_clip(
 ) -> ClipPart:
     """What of a video will be evaluated; ``UnreadableVideoError`` for one that cannot be.
 
-    ``size`` is (height, width): a centred window of that shape, scaled. None keeps every pixel of the file.
+    ``size`` is (height, width): a centered window of that shape, scaled. None keeps every pixel of the file.
     ``with_times`` also looks up uneven frame times, for those who write the film again. ``middle`` takes the middle
     ``max_frames`` frames, else they are the first.
     """
     if clip.known_bad:
-        raise UnreadableVideoError(f"{clip.path}: {clip.known_bad} (as its index says)")
+        raise unreadable(clip.path, f"{clip.known_bad} (as its index says)")
     info = probe_video(clip.path, thorough=False, timeout_s=PROBE_TIMEOUT_S)
     if info.interlaced:
-        raise UnreadableVideoError(f"{clip.path}: interlaced; deinterlace it first, e.g. ffmpeg -vf bwdif")
+        raise unreadable(clip.path, "interlaced; deinterlace it first, e.g. ffmpeg -vf bwdif")
     height, width = size if size is not None else (info.height, info.width)
-    step = 1 if middle is None else middle.frame_step
-    there = (info.frames - 1) // step + 1
-    num_frames = there if max_frames is None else min(there, max_frames)
+    step = middle.frame_step if middle is not None else 1
+    available = (info.frames - 1) // step + 1
+    num_frames = available if max_frames is None else min(available, max_frames)
     times_s = uneven_times_s(clip.path, info, timeout_s=PROBE_TIMEOUT_S) if with_times else None
     return ClipPart(
         path=clip.path,
@@ -188,27 +191,17 @@ def measure_clip(
 
 def frame_chunks(part: ClipPart, *, chunk_frames: int) -> Iterator[Tensor]:
     """The frames of a part, ``chunk_frames`` at a time: uint8 TCHW. Holds one chunk in memory."""
-    waiting: list[Tensor] = []
     stop = part.first_frame + (part.num_frames - 1) * part.frame_step + 1
-    for number, frame_CHW in enumerate(iterate_frames(part.path, start=part.first_frame, stop=stop)):
-        if number % part.frame_step:
-            continue
-        waiting.append(frame_CHW)
-        if len(waiting) == chunk_frames:
-            yield _sized(torch.stack(waiting), part)
-            waiting = []
-    if waiting:
-        yield _sized(torch.stack(waiting), part)
-
-
-def _sized(frames_TCHW: Tensor, part: ClipPart) -> Tensor:
-    if not part.resized:
-        return frames_TCHW
-    return resize_and_crop(frames_TCHW, part.height, part.width, scaled=part.scaled)
+    frames = islice(iterate_frames(part.path, start=part.first_frame, stop=stop), 0, None, part.frame_step)
+    while waiting := list(islice(frames, chunk_frames)):
+        frames_TCHW = torch.stack(waiting)
+        if part.resized:
+            frames_TCHW = resize_and_crop(frames_TCHW, part.height, part.width, scaled=part.scaled)
+        yield frames_TCHW
 
 
 def resize_and_crop(frames_TCHW: Tensor, height: int, width: int, *, scaled: bool = True) -> Tensor:
-    """The largest centred window of the shape height x width, scaled to it (bilinear, antialiased). uint8 TCHW.
+    """The largest centered window of the shape height x width, scaled to it (bilinear, antialiased). uint8 TCHW.
 
     Not ``scaled``: a window of just this size, where the picture is large enough.
     """

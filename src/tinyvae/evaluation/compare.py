@@ -13,14 +13,9 @@ import torch
 
 from tinyvae.errors import UserError
 from tinyvae.evaluation.cost import choose_devices
-from tinyvae.evaluation.evaluating import (
-    EvaluationResult,
-    evaluate_round_trip,
-    open_clips,
-)
-from tinyvae.evaluation.metrics import METRICS, ClipMetrics, open_lpips
-from tinyvae.evaluation.open_model import open_model
-from tinyvae.evaluation.round_trip import Model, RoundTrip, reference_limit
+from tinyvae.evaluation.evaluating import EvaluationResult, EvaluationSettings, evaluate_models
+from tinyvae.evaluation.metrics import METRICS, ClipMetrics
+from tinyvae.evaluation.round_trip import Model, RoundTrip, open_model
 from tinyvae.evaluation.statistics import PairedDifference, paired_difference, summarise
 
 if TYPE_CHECKING:
@@ -61,7 +56,6 @@ def compare(
     models: Sequence[Model],
     data: str | os.PathLike[str],
     *,
-    variants: Sequence[str | None] | None = None,
     device: str | torch.device | Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     lpips: LPIPS | str | os.PathLike[str] | None = "auto",
@@ -74,44 +68,31 @@ def compare(
 ) -> Comparison:
     """Evaluate two or more models on the same frames; arguments as in `evaluate`.
 
-    Variants give back different numbers of frames; all are compared on the frames that every one of them gives back.
+    All are compared on the frames that every one of them gives back. A file that cannot tell its variant is opened with
+    `open_model` first.
+
+    Example::
+
+        comparison = compare(["taehv.safetensors", "output/my_run"], "videos/val")
+        print(comparison.candidates[0].difference("psnr").verdict)
     """
     if len(models) < 2:
         raise UserError("compare needs at least two models; for one, use: tinyvae eval MODEL --data DATA")
     devices = choose_devices(device)
-    named = variants if variants is not None else [None] * len(models)
-    assert len(named) == len(models), "one variant (or None) for each model"
-    round_trips = with_own_labels(
-        [
-            open_model(model, variant=variant, device=devices[0], dtype=dtype)
-            for model, variant in zip(models, named, strict=True)
-        ]
-    )
+    round_trips = with_own_labels([open_model(model, device=devices[0], dtype=dtype) for model in models])
     warn_of_twins(round_trips)
-    max_frames, notes = reference_limit(round_trips, max_frames)
-    settings, clips, split_notes = open_clips(
-        data, data_root=data_root, split=split, max_clips=max_clips, max_frames=max_frames, size=size
+    settings = EvaluationSettings(
+        data=str(data),
+        data_root=str(data_root) if data_root is not None else None,
+        split=split,
+        max_clips=max_clips,
+        max_frames=max_frames,
+        size=size,
     )
-    ruler, lpips_notes = open_lpips(lpips)
-
-    def shared_frames(num_frames: int) -> int:
-        return min(round_trip.aligned_frames(num_frames) for round_trip in round_trips)
-
-    return compare_results(
-        [
-            evaluate_round_trip(
-                round_trip,
-                clips,
-                settings,
-                devices=devices,
-                lpips=ruler,
-                notes=[*split_notes, *notes, *lpips_notes],
-                frame_limit=shared_frames,
-                show_progress_bar=show_progress_bar,
-            )
-            for round_trip in round_trips
-        ]
+    evaluations = evaluate_models(
+        round_trips, settings, devices=devices, lpips=lpips, show_progress_bar=show_progress_bar
     )
+    return compare_results(evaluations)
 
 
 def compare_results(evaluations: Sequence[EvaluationResult]) -> Comparison:
@@ -159,26 +140,20 @@ def with_own_labels(round_trips: Sequence[RoundTrip]) -> list[RoundTrip]:
 
 def warn_of_twins(round_trips: Sequence[RoundTrip]) -> None:
     """Say at once, before the work, where two models are the same weights run in the same way."""
-    for place, model in enumerate(round_trips):
-        twin = next((other for other in round_trips[:place] if _same_model(other, model)), None)
-        if twin is not None:
+    seen: dict[object, RoundTrip] = {}
+    for model in round_trips:
+        facts = model.facts
+        if facts.path is None:
+            continue
+        # A teacher is a folder of many files and has no sha256. Plain against fused, or two dtypes, are no twins.
+        weights = facts.sha256 or os.path.realpath(facts.path)
+        twin = seen.setdefault((weights, facts.variant, facts.dtype, type(getattr(model, "codec", None))), model)
+        if twin is not model:
             warnings.warn(
-                f"{twin.facts.label} ({twin.facts.path}) and {model.facts.label} ({model.facts.path}) are the same "
+                f"{twin.facts.label} ({twin.facts.path}) and {facts.label} ({facts.path}) are the same "
                 "weights, so their difference is zero in every metric.",
                 stacklevel=2,
             )
-
-
-def _same_model(one: RoundTrip, other: RoundTrip) -> bool:
-    first, second = one.facts, other.facts
-    if first.path is None or second.path is None:
-        return False
-    ways = [(trip.facts.variant, trip.facts.dtype, type(getattr(trip, "codec", None))) for trip in (one, other)]
-    if ways[0] != ways[1]:  # plain against fused, float16 against float32: worth a comparison
-        return False
-    if first.sha256 is None or second.sha256 is None:  # a reference VAE is a folder of many files
-        return os.path.realpath(first.path) == os.path.realpath(second.path)
-    return first.sha256 == second.sha256
 
 
 def _winners(labels: Sequence[str], tables: Sequence[Mapping[str, ClipMetrics]]) -> dict[str, str | None]:

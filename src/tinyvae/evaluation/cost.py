@@ -1,22 +1,26 @@
-"""What an evaluation ran on and what it cost: devices, peak memory, versions."""
+"""The devices that models run on: which ones, their names, and the time and memory that a model takes there."""
 
 from __future__ import annotations
 
 import gc
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from tinyvae.errors import UserError
 from tinyvae.heap import trim_heap
+from tinyvae.terminal import count_of
 from tinyvae.version import __version__
 
 
@@ -53,29 +57,13 @@ def _device(name: str | torch.device) -> torch.device:
     return device
 
 
-@contextmanager
-def without_cudnn_trials() -> Iterator[None]:
-    """cuDNN takes the algorithm that it thinks best instead of timing several for each new shape.
-
-    The trials pay in a training step. In a validation they took 10 s and 16 GB of workspace on an H200, for shapes that
-    come a few times in a run.
-    """
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
-
-
 def describe_device(device: torch.device) -> str:
-    """The device in words: the GPU's name, or the processor's with its thread count."""
+    """The device in words: the GPU's name, or the processor's with its number of threads."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} ({device})"
     if device.type != "cpu":
         return str(device)
-    threads = torch.get_num_threads()
-    return f"{_processor_name()}, {threads} {'thread' if threads == 1 else 'threads'}"
+    return f"{_processor_name()}, {count_of(torch.get_num_threads(), 'thread')}"
 
 
 def _processor_name() -> str:
@@ -89,14 +77,11 @@ def _processor_name() -> str:
 
 def environment_facts(devices: Sequence[torch.device]) -> dict[str, str]:
     """Versions, machine and the folder that relative paths start from, as the report prints them."""
-    import av
-    import torchmetrics
-
     return {
         "tinyvae": __version__,
         "torch": torch.__version__,
-        "torchmetrics": torchmetrics.__version__,
-        "av": av.__version__,
+        "torchmetrics": version("torchmetrics"),
+        "av": version("av"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": "; ".join(dict.fromkeys(describe_device(device) for device in devices)),
@@ -105,11 +90,26 @@ def environment_facts(devices: Sequence[torch.device]) -> dict[str, str]:
     }
 
 
+def command_line() -> str:
+    """The command of this process, as one can type it again."""
+    words = list(sys.argv)
+    words[0] = "tinyvae" if Path(words[0]).name in ("tinyvae", "cli.py", "__main__.py") else Path(words[0]).name
+    return shlex.join(words)
+
+
 @contextmanager
-def on_device(device: torch.device) -> Iterator[None]:
-    """Makes a GPU the current one of this thread: kernels that are compiled at run time go to the current one."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+def without_cudnn_trials() -> Iterator[None]:
+    """cuDNN takes the algorithm that it thinks best instead of timing several for each new shape.
+
+    The trials pay in a training step. In a validation they took 10 s and 16 GB of workspace on an H200, for shapes that
+    occur a few times in a run.
+    """
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
         yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 @contextmanager
@@ -127,87 +127,55 @@ def fitting_in_memory(what: object) -> Iterator[None]:
         ) from fault
 
 
-def command_line() -> str:
-    """The command of this process, as one could type it again."""
-    import shlex
-
-    words = list(sys.argv)
-    words[0] = "tinyvae" if Path(words[0]).name in ("tinyvae", "cli.py", "__main__.py") else Path(words[0]).name
-    return shlex.join(words)
-
-
 @dataclass(kw_only=True)
 class StageTimes:
-    """Seconds inside encoder and decoder, the frames they were for, and the memory; filled while a clip runs."""
+    """Seconds inside encoder and decoder, and their memory; filled while a clip runs.
+
+    Example::
+
+        times = StageTimes()
+        with times.stage("encode", device):
+            latents = encoder.push(frames)
+    """
 
     with_memory: bool = False
-    """Whether memory is watched; that sets back marks of the whole process or GPU, so it must be asked for."""
+    """Whether memory is watched. That resets marks of the whole process or GPU, so it must be asked for."""
     encode_s: float = 0.0
     decode_s: float = 0.0
-    frames: int = 0
-    pixels: int = 0
     peak_bytes: int | None = None
     """The most memory while a stage ran: allocated on the GPU, or resident in this process; None: not known."""
 
-    def watch(self, device: torch.device) -> Stopwatch:
-        """A watch for one stage; hand it to `add_encoding` or `add_decoding` afterwards."""
-        return Stopwatch(device, with_memory=self.with_memory)
-
-    def add_encoding(self, watch: Stopwatch) -> None:
-        self.encode_s += watch.seconds
-        self._add_peak(watch)
-
-    def add_decoding(self, watch: Stopwatch) -> None:
-        self.decode_s += watch.seconds
-        self._add_peak(watch)
-
-    def _add_peak(self, watch: Stopwatch) -> None:
-        if watch.peak_bytes is not None:
-            self.peak_bytes = max(self.peak_bytes or 0, watch.peak_bytes)
-
-
-class Stopwatch:
-    """Seconds and, if asked for, peak memory of a block, with the device's queue empty at both ends."""
-
-    def __init__(self, device: torch.device, *, with_memory: bool = False) -> None:
-        self._device, self._with_memory = device, with_memory
-        self.seconds = 0.0
-        self.peak_bytes: int | None = None
-
-    def __enter__(self) -> Stopwatch:
-        self._wait()
-        self._can_tell = self._with_memory and reset_peak_memory(self._device)
-        self._start = time.perf_counter()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._wait()
-        self.seconds = time.perf_counter() - self._start
-        self.peak_bytes = peak_memory_bytes(self._device) if self._can_tell else None
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    @contextmanager
+    def stage(self, name: Literal["encode", "decode"], device: torch.device) -> Iterator[None]:
+        """Add the seconds and the memory of a block; the queue of the device is empty at both ends."""
+        _wait_for(device)
+        is_watched = self.with_memory and reset_peak_memory(device)
+        started = time.perf_counter()
+        yield
+        _wait_for(device)
+        seconds = time.perf_counter() - started
+        if name == "encode":
+            self.encode_s += seconds
+        else:
+            self.decode_s += seconds
+        peak = peak_memory_bytes(device) if is_watched else None
+        if peak is not None:
+            self.peak_bytes = max(self.peak_bytes or 0, peak)
 
 
-def memory_kind(device: torch.device) -> str:
-    """What `peak_memory_bytes` counts, in words."""
-    return "GPU memory" if device.type == "cuda" else "process memory"
-
-
-def idle_bytes(device: torch.device) -> int:
-    """GPU memory that is allocated now; 0 on a CPU, where the whole process is counted."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def give_back_freed_memory() -> None:
-    """Hand memory that was freed back to the system, so that what one model used does not count for the next."""
+    """Give freed memory back to the system, so that what one model used does not count for the next."""
     gc.collect()
     trim_heap()
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Set the high-water mark back to what is used now; False where the system keeps none that can be set."""
+    """Set the high-water mark to what is used now; False where the system has no mark that can be set."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True

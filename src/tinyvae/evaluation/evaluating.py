@@ -1,6 +1,6 @@
 """Evaluate one model on a set of videos: every clip streamed through it, measured, averaged.
 
-`evaluate` is the door for Python; the verbs ``eval`` and ``compare`` and the trainer's tools use the same code.
+`evaluate` is the door for Python. The verbs ``eval`` and ``compare`` and the report of a run use the same code.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,42 +21,25 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tinyvae.errors import UnreadableVideoError, UserError
-from tinyvae.evaluation.clip_sources import (
-    ClipPart,
-    ClipSource,
-    Middle,
-    choose_split,
-    find_clips,
-    measure_clip,
-)
+from tinyvae.evaluation.clip_sources import ClipSource, Middle, choose_split, find_clips, measure_clip
 from tinyvae.evaluation.cost import (
     StageTimes,
     choose_devices,
     environment_facts,
     fitting_in_memory,
     give_back_freed_memory,
-    idle_bytes,
-    memory_kind,
-    on_device,
 )
 from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics, open_lpips
-from tinyvae.evaluation.open_model import open_model
-from tinyvae.evaluation.round_trip import (
-    Model,
-    ModelFacts,
-    RoundTrip,
-    in_chunks_that_fit,
-    own_memory_bytes,
-    reference_limit,
-)
+from tinyvae.evaluation.round_trip import TEACHER_KIND, Model, ModelFacts, RoundTrip, in_chunks_that_fit, open_model
 from tinyvae.evaluation.statistics import Summary, summarise
-from tinyvae.terminal import progress_bar
+from tinyvae.terminal import count_of, progress_bar
+from tinyvae.video.opening import unreadable
 
 if TYPE_CHECKING:
     from tinyvae.losses.perceptual import LPIPS
 
-FrameLimit = Callable[[int], int]
-"""Frames of a T-frame clip -> how many leading frames are compared."""
+TEACHER_MAX_FRAMES = 49
+"""Frames of each clip where a teacher takes part and the user set no limit: it holds a whole clip in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +85,7 @@ class SkippedClip:
 class Cost:
     """Speed and memory of the model, without reading files and measuring.
 
-    Frames per second at the sizes of the clips, over all clips but the first of each device (it warms up), where
+    Frames per second at the sizes of the clips, over all clips except the first of each device (it warms up), where
     there is more than one. Several devices add up. Memory is that of encoder and decoder while they ran, the most of
     all clips and devices.
     """
@@ -134,6 +118,11 @@ class EvaluationResult:
         """Whether every video was measured and every number is finite."""
         return not self.skipped and all(clip.metrics.is_finite for clip in self.clips)
 
+    @property
+    def evaluations(self) -> tuple[EvaluationResult, ...]:
+        """Itself, as a `Comparison` has several."""
+        return (self,)
+
     def by_name(self) -> dict[str, ClipMetrics]:
         return {clip.name: clip.metrics for clip in self.clips}
 
@@ -163,54 +152,75 @@ def evaluate(
         dtype: precision of the weights; None: the file's on a GPU, float32 on a CPU.
         lpips: an `LPIPS`, a weights file, None for without, or "auto": as found by `find_lpips_weights`, else without.
         max_frames: only the first frames of each video. max_clips: that many videos, evenly spread.
-        size: (height, width) to crop and scale to; None: every pixel, odd sizes padded by their edge and cropped back.
+        size: (height, width) to crop and scale to; None: every pixel, sizes that do not fit are padded by their edge.
         split: only videos annotated as train, val or test, or "all"; None: val where the data has splits, else all.
 
     Raises:
         UserError: when there is no video, or not one could be measured.
+
+    Example::
+
+        result = evaluate("output/my_run", "videos/val", max_frames=49)
+        print(result.summary.psnr.mean, result.cost.decode_fps)
     """
     # A model that is in memory stays where it is unless a device is named.
     devices = [model.device] if device is None and not isinstance(model, str | os.PathLike) else choose_devices(device)
-    round_trip = open_model(model, variant=variant, device=devices[0], dtype=dtype, label=label)
-    max_frames, limit_notes = reference_limit([round_trip], max_frames)
-    settings, clips, split_notes = open_clips(
-        data, data_root=data_root, split=split, max_clips=max_clips, max_frames=max_frames, size=size
-    )
-    ruler, lpips_notes = open_lpips(lpips)
-    return evaluate_round_trip(
-        round_trip,
-        clips,
-        settings,
-        devices=devices,
-        lpips=ruler,
-        notes=[*split_notes, *limit_notes, *lpips_notes],
-        show_progress_bar=show_progress_bar,
-    )
-
-
-def open_clips(
-    data: str | os.PathLike[str],
-    *,
-    data_root: str | os.PathLike[str] | None,
-    split: str | None,
-    max_clips: int | None,
-    max_frames: int | None,
-    size: tuple[int, int] | None,
-) -> tuple[EvaluationSettings, list[ClipSource], tuple[str, ...]]:
-    """The settings of an evaluation, checked, the clips that they choose, and notes; arguments as in `evaluate`."""
-    source, root = Path(data), Path(data_root) if data_root is not None else None
-    split, note = choose_split(source, data_root=root, wanted=split)
     settings = EvaluationSettings(
-        data=str(source),
-        data_root=str(root) if root is not None else None,
+        data=str(data),
+        data_root=str(data_root) if data_root is not None else None,
         split=split,
         max_clips=max_clips,
         max_frames=max_frames,
         size=size,
     )
-    check_settings(settings)
-    clips = find_clips(source, data_root=root, split=split, max_clips=max_clips)
-    return settings, clips, (note,) if note else ()
+    round_trip = open_model(model, variant=variant, device=devices[0], dtype=dtype, label=label)
+    return evaluate_models([round_trip], settings, devices=devices, lpips=lpips, show_progress_bar=show_progress_bar)[0]
+
+
+def evaluate_models(
+    round_trips: Sequence[RoundTrip],
+    settings: EvaluationSettings,
+    *,
+    devices: Sequence[torch.device],
+    lpips: LPIPS | str | os.PathLike[str] | None,
+    show_progress_bar: bool,
+) -> list[EvaluationResult]:
+    """Evaluate open models, one after the other, on the frames that every one of them gives back."""
+    settings, clips, notes = _open_clips(settings, round_trips)
+    ruler, lpips_notes = open_lpips(lpips)
+    return [
+        evaluate_round_trip(
+            round_trip,
+            clips,
+            settings,
+            devices=devices,
+            lpips=ruler,
+            notes=[*notes, *lpips_notes],
+            compared_with=round_trips,
+            show_progress_bar=show_progress_bar,
+        )
+        for round_trip in round_trips
+    ]
+
+
+def _open_clips(
+    settings: EvaluationSettings, round_trips: Sequence[RoundTrip]
+) -> tuple[EvaluationSettings, list[ClipSource], list[str]]:
+    """The settings with a split and a frame limit where the user set none, the clips, and notes on what was chosen."""
+    for name, value in (("max_frames", settings.max_frames), ("max_clips", settings.max_clips)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}.")
+    if settings.size is not None and min(settings.size) < 1:
+        raise UserError(f"size must be height and width in pixels, got {settings.size[0]}x{settings.size[1]}.")
+    source, root = Path(settings.data), Path(settings.data_root) if settings.data_root is not None else None
+    split, note = choose_split(source, data_root=root, wanted=settings.split)
+    notes = [note] if note else []
+    max_frames = settings.max_frames
+    if max_frames is None and any(trip.facts.kind == TEACHER_KIND for trip in round_trips):
+        max_frames = TEACHER_MAX_FRAMES
+        notes.append(f"only the first {max_frames} frames of each clip: a teacher holds a whole clip in memory.")
+    clips = find_clips(source, data_root=root, split=split, max_clips=settings.max_clips)
+    return replace(settings, split=split, max_frames=max_frames), clips, notes
 
 
 def evaluate_round_trip(
@@ -221,93 +231,110 @@ def evaluate_round_trip(
     devices: Sequence[torch.device],
     lpips: LPIPS | None = None,
     notes: Sequence[str] = (),
-    frame_limit: FrameLimit | None = None,
+    compared_with: Sequence[RoundTrip] = (),
     show_progress_bar: bool = False,
 ) -> EvaluationResult:
-    """`evaluate` for a model and clips that are open already. ``frame_limit`` compares fewer frames than come back."""
-    waiting: queue.SimpleQueue[tuple[int, ClipSource]] = queue.SimpleQueue()
-    for item in enumerate(clips):
-        waiting.put(item)
-    bar = progress_bar(total=len(clips), desc=round_trip.facts.label, unit="clip", disable=not show_progress_bar)
+    """`evaluate` for a model and clips that are open already.
+
+    ``compared_with``: only frames that these models give back too are compared.
+    """
     give_back_freed_memory()
     stop = threading.Event()
     with fitting_in_memory(f"{round_trip.facts.label} with its metrics"):
         workers = [
-            _Worker(round_trip.to(device), settings, deepcopy(lpips).to(device) if lpips else None, frame_limit, stop)
+            _Worker(round_trip.to(device), settings, deepcopy(lpips).to(device) if lpips else None, compared_with, stop)
             for device in devices
         ]
-    with bar, ThreadPoolExecutor(max_workers=len(workers)) as pool:
-        try:
-            running = [pool.submit(worker.run, waiting, bar) for worker in workers]
-            ended, _ = wait(running, return_when=FIRST_EXCEPTION)
-            for future in ended:
-                future.result()
-        finally:
-            stop.set()  # one device failed, or the user pressed Ctrl-C: the others do not go through all the rest
-    outcomes = [outcome for _, outcome in sorted((pair for w in workers for pair in w.outcomes), key=lambda p: p[0])]
+    bar = progress_bar(total=len(clips), desc=round_trip.facts.label, unit="clip", disable=not show_progress_bar)
+    with bar:
+        outcomes = _measure_all(workers, clips, stop, bar)
     results = tuple(outcome for outcome in outcomes if isinstance(outcome, ClipResult))
     skipped = tuple(outcome for outcome in outcomes if isinstance(outcome, SkippedClip))
     if not results:
         more = f" (and {len(skipped) - 1} more like it)" if len(skipped) > 1 else ""
         raise UserError(f"no video of {settings.data} could be measured: {skipped[0].reason}{more}.")
+    broken = [clip.name for clip in results if not clip.metrics.is_finite]
+    if broken:
+        count = count_of(len(broken), "clip")
+        notes = [*notes, f"the decoder made values that are no numbers (NaN) in {count}, first in {broken[0]}."]
     return EvaluationResult(
         model=round_trip.facts,
         settings=settings,
         summary=summarise([clip.metrics for clip in results]),
         clips=results,
         skipped=skipped,
-        cost=_cost(workers, devices[0]),
+        cost=_cost(workers),
         environment=environment_facts(devices),
-        notes=(*notes, *_notes_on(results)),
+        notes=tuple(notes),
     )
 
 
+def _measure_all(
+    workers: Sequence[_Worker], clips: Sequence[ClipSource], stop: threading.Event, bar: tqdm[Any]
+) -> list[ClipResult | SkippedClip]:
+    """The outcomes in the order of the clips; each worker takes the next clip when it is free."""
+    free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    for worker in workers:
+        free.put(worker)
+
+    def measure(clip: ClipSource) -> ClipResult | SkippedClip:
+        worker = free.get()
+        try:
+            outcome = worker.measure(clip)
+        finally:
+            free.put(worker)
+        if isinstance(outcome, ClipResult):
+            bar.set_postfix_str(f"{outcome.metrics.psnr:.2f} dB", refresh=False)
+        bar.update()
+        return outcome
+
+    with ThreadPoolExecutor(max_workers=len(workers)) as pool:
+        try:
+            futures = [pool.submit(measure, clip) for clip in clips]
+            ended, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in ended:
+                future.result()
+        finally:  # one device failed, or the user pressed Ctrl-C: the others do not go through all the rest
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+    return [future.result() for future in futures]
+
+
 class _Worker:
-    """One device: takes clips from the queue until it is empty."""
+    """One model on one device, which measures one clip at a time."""
 
     def __init__(
         self,
         round_trip: RoundTrip,
         settings: EvaluationSettings,
         lpips: LPIPS | None,
-        frame_limit: FrameLimit | None,
+        compared_with: Sequence[RoundTrip],
         stop: threading.Event,
     ) -> None:
-        self._stop = stop
-        self._round_trip = round_trip
-        self._settings = settings
-        self._lpips = lpips
-        self._frame_limit = frame_limit
-        self.outcomes: list[tuple[int, ClipResult | SkippedClip]] = []
-        self.times: list[StageTimes] = []
-        self.memory_bytes: list[int] = []
+        self.round_trip, self._settings, self._lpips = round_trip, settings, lpips
+        self._compared_with, self._stop = compared_with, stop
+        self.results: list[ClipResult] = []
+        self.peak_bytes: int | None = None
 
-    def run(self, waiting: queue.SimpleQueue[tuple[int, ClipSource]], bar: tqdm[Any]) -> None:
-        """Until the queue is empty or somebody sets ``stop``."""
-        with torch.no_grad(), on_device(self._round_trip.device):
-            for number, clip in _taken_from(waiting):
-                outcome: ClipResult | SkippedClip
-                try:
-                    with fitting_in_memory(clip.path):
-                        outcome = self._measure(clip)
-                except _StoppedError:
-                    return
-                except UnreadableVideoError as bad:
-                    outcome = SkippedClip(name=clip.name, reason=str(bad))
-                self.outcomes.append((number, outcome))
-                if isinstance(outcome, ClipResult):
-                    bar.set_postfix_str(f"{outcome.metrics.psnr:.2f} dB", refresh=False)
-                bar.update()
-
-    def _measure(self, clip: ClipSource) -> ClipResult:
-        asked = self._settings
-        part = measure_clip(clip, max_frames=asked.max_frames, size=asked.size, middle=asked.middle)
-        check_length(part, self._round_trip)
-        metrics, times = in_chunks_that_fit(
-            self._round_trip, part, lambda chunks: self._measure_chunks(chunks, part.num_frames)
-        )
-        self.times.append(times)
-        return ClipResult(
+    @torch.no_grad()
+    def measure(self, clip: ClipSource) -> ClipResult | SkippedClip:
+        """Send a clip through the model; `_StoppedError` when somebody sets ``stop``."""
+        asked, device = self._settings, self.round_trip.device
+        # Kernels that are compiled at run time go to the current GPU of the thread.
+        current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        try:
+            with current, fitting_in_memory(clip.path):
+                part = measure_clip(clip, max_frames=asked.max_frames, size=asked.size, middle=asked.middle)
+                needed = self.round_trip.spec.time_factor
+                if part.num_frames < needed:  # almost nothing of it could be compared
+                    short = f"it has {part.num_frames} of the {needed} frames that one {self.round_trip.facts.variant}"
+                    raise unreadable(part.path, f"{short} latent needs; use a longer video")
+                metrics, times = in_chunks_that_fit(
+                    self.round_trip, part, lambda chunks: self._measure_chunks(chunks, part.num_frames)
+                )
+        except UnreadableVideoError as bad:
+            return SkippedClip(name=clip.name, reason=str(bad))
+        result = ClipResult(
             name=clip.name,
             path=str(clip.path),
             num_frames=part.num_frames,
@@ -318,14 +345,14 @@ class _Worker:
             encode_s=times.encode_s,
             decode_s=times.decode_s,
         )
+        self.results.append(result)
+        return result
 
     def _measure_chunks(self, chunks: Iterator[Tensor], num_frames: int) -> tuple[ClipMetrics, StageTimes]:
-        round_trip = self._round_trip
-        wanted = round_trip.aligned_frames(num_frames)
-        if self._frame_limit is not None:
-            wanted = min(wanted, self._frame_limit(num_frames))
+        round_trip, device = self.round_trip, self.round_trip.device
+        wanted = min(trip.aligned_frames(num_frames) for trip in (round_trip, *self._compared_with))
         meter, times = ClipMeter(self._lpips), StageTimes(with_memory=True)
-        idle = idle_bytes(round_trip.device)
+        idle = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         measured = 0
         for piece in round_trip.run(chunks, num_frames, times):
             if self._stop.is_set():
@@ -335,9 +362,8 @@ class _Worker:
             measured += keep
         assert measured == wanted, (measured, wanted, num_frames)
         if times.peak_bytes is not None:
-            self.memory_bytes.append(
-                own_memory_bytes(round_trip.facts, round_trip.device, idle=idle, peak=times.peak_bytes)
-            )
+            own_bytes = own_memory_bytes(round_trip.facts, device, idle=idle, peak=times.peak_bytes)
+            self.peak_bytes = max(self.peak_bytes or 0, own_bytes)
         return meter.result(), times
 
 
@@ -345,39 +371,24 @@ class _StoppedError(Exception):
     """The evaluation ends early; nobody outside sees this."""
 
 
-def _taken_from(waiting: queue.SimpleQueue[tuple[int, ClipSource]]) -> Iterator[tuple[int, ClipSource]]:
-    while True:
-        try:
-            yield waiting.get_nowait()
-        except queue.Empty:
-            return
+def own_memory_bytes(facts: ModelFacts, device: torch.device, *, idle: int, peak: int) -> int:
+    """Memory of one model: on a GPU its weights and what was allocated on top of ``idle`` while it ran, so that other
+    models and metrics on that GPU do not count; on a CPU the whole process."""
+    if device.type != "cuda":
+        return peak
+    itemsize: int = getattr(torch, facts.dtype).itemsize
+    return peak - idle + facts.parameters * itemsize
 
 
-def check_length(part: ClipPart, round_trip: RoundTrip) -> None:
-    """Refuse a clip that does not fill one latent: almost nothing of it could be compared."""
-    needed = round_trip.frames_per_latent()
-    if part.num_frames < needed:
-        raise UnreadableVideoError(
-            f"{part.path}: it has {part.num_frames} of the {needed} frames that one {round_trip.facts.variant} latent "
-            "needs; use a longer video"
-        )
-
-
-def check_settings(settings: EvaluationSettings) -> None:
-    for name, value in (("max_frames", settings.max_frames), ("max_clips", settings.max_clips)):
-        if value is not None and value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}.")
-    if settings.size is not None and min(settings.size) < 1:
-        raise UserError(f"size must be height and width in pixels, got {settings.size[0]}x{settings.size[1]}.")
-
-
-def _cost(workers: Sequence[_Worker], device: torch.device) -> Cost:
+def _cost(workers: Sequence[_Worker]) -> Cost:
     encode_fps = decode_fps = encode_pixels = decode_pixels = 0.0
     for worker in workers:
-        counted = worker.times[1:] or worker.times
-        frames, pixels = sum(t.frames for t in counted), sum(t.pixels for t in counted)
-        encode_s, decode_s = sum(t.encode_s for t in counted), sum(t.decode_s for t in counted)
-        if frames:
+        counted = worker.results[1:] or worker.results
+        if counted:
+            num_frames = [worker.round_trip.used_frames(clip.num_frames) for clip in counted]
+            frames = sum(num_frames)
+            pixels = sum(n * clip.height * clip.width for n, clip in zip(num_frames, counted, strict=True))
+            encode_s, decode_s = sum(clip.encode_s for clip in counted), sum(clip.decode_s for clip in counted)
             encode_fps += frames / encode_s
             decode_fps += frames / decode_s
             encode_pixels += pixels / encode_s
@@ -387,15 +398,7 @@ def _cost(workers: Sequence[_Worker], device: torch.device) -> Cost:
         decode_fps=decode_fps,
         encode_megapixels_per_s=encode_pixels / 1e6,
         decode_megapixels_per_s=decode_pixels / 1e6,
-        peak_memory_bytes=max((bytes_ for worker in workers for bytes_ in worker.memory_bytes), default=None),
-        memory_kind=memory_kind(device),
+        peak_memory_bytes=max((worker.peak_bytes for worker in workers if worker.peak_bytes is not None), default=None),
+        memory_kind="GPU memory" if workers[0].round_trip.device.type == "cuda" else "process memory",
         num_devices=len(workers),
     )
-
-
-def _notes_on(results: Sequence[ClipResult]) -> tuple[str, ...]:
-    broken = [clip.name for clip in results if not clip.metrics.is_finite]
-    if not broken:
-        return ()
-    count = "one clip" if len(broken) == 1 else f"{len(broken)} clips"
-    return (f"the decoder made values that are no numbers (NaN) in {count}, first in {broken[0]}.",)

@@ -1,8 +1,8 @@
 """How far a decoded video is from its input: per frame and per clip, in pixels, structure, perception and flicker.
 
-Everything takes RGB in [0, 1]. The decoded video is clamped to [0, 1] first, as it would be shown. A number that
-cannot be had (LPIPS without weights, flicker of a single frame, SSIM of a picture of 5 pixels, LPIPS below 31) is None:
-it is left out of the means, never replaced.
+Everything takes RGB in [0, 1]. The decoded video is clamped to [0, 1] first, as it would be shown. What cannot be
+measured (LPIPS without weights, flicker of a single frame, SSIM of a picture of 5 pixels, LPIPS below 31) is None: it
+is left out of the means, never replaced.
 
 **Flicker** is what people see first in tiny video decoders and what PSNR does not tell. Two numbers:
 
@@ -42,12 +42,12 @@ class MetricInfo:
 
     name: str
     label: str
-    unit: str
     better: Literal["higher", "lower", "zero"]
-    shown_scale: float
-    """Tables show ``value * shown_scale``; ``unit`` belongs to the shown number."""
     digits: int
     meaning: str
+    shown_scale: float = 1
+    """Tables show ``value * shown_scale``; ``unit`` belongs to the shown number."""
+    unit: str = ""
     first_frame: int = 0
     """The first frame of a clip that has a value of its own; flicker needs the frame before."""
 
@@ -60,6 +60,10 @@ class MetricInfo:
     def shown_difference(self, difference: float) -> str:
         """The same with its sign, for one value less another."""
         return f"{difference * self.shown_scale:+.{self.digits}f}" if math.isfinite(difference) else "NaN"
+
+    def interval(self, low: float | None, high: float | None) -> str:
+        """Both ends as tables print them; a single clip has none."""
+        return "one clip" if low is None else f"{self.shown(low)} … {self.shown(high)}"
 
     def badness(self, value: float) -> float:
         """A number that is smaller for better values."""
@@ -74,25 +78,20 @@ METRICS: dict[str, MetricInfo] = {
             label="PSNR",
             unit="dB",
             better="higher",
-            shown_scale=1,
             digits=2,
             meaning="mean over frames of the peak signal-to-noise ratio; identical frames count as 100 dB",
         ),
         MetricInfo(
             name="ssim",
             label="SSIM",
-            unit="",
             better="higher",
-            shown_scale=1,
             digits=4,
             meaning="structural similarity, Gaussian window of 11 pixels; 1 is identical",
         ),
         MetricInfo(
             name="lpips",
             label="LPIPS",
-            unit="",
             better="lower",
-            shown_scale=1,
             digits=4,
             meaning="perceptual distance of AlexNet features; 0 is identical",
         ),
@@ -150,7 +149,7 @@ class ClipMetrics:
     flicker_error_by_frame: tuple[float, ...]
     """One value for each frame after the first: RMS of (Δout - Δin) between it and the frame before."""
     flicker_energy_by_frame: tuple[float, ...]
-    """One value for each frame but the first and the last: mean of h(out)² - h(in)² around it."""
+    """One value for each frame except the first and the last: mean of h(out)² - h(in)² around it."""
     psnr: float
     """Mean of the frames' PSNR."""
     ssim: float | None
@@ -171,7 +170,7 @@ class ClipMetrics:
 
     @property
     def worst_frame(self) -> int:
-        """The frame of the lowest PSNR; one that is no number is the worst there is."""
+        """The frame of the lowest PSNR; NaN is the worst."""
         return min(range(self.num_frames), key=lambda place: sortable(self.psnr_by_frame[place]))
 
     def value(self, metric: str) -> float | None:
@@ -212,8 +211,7 @@ class ClipMeter:
         self._distance: list[float] = []
         self._difference_ms: list[float] = []  # mean square of (Δout - Δin), one for each pair of frames
         self._extra_energy: list[float] = []  # one for each three frames
-        self._decoded_tail: Tensor | None = None  # the last one or two frames, for the differences
-        self._target_tail: Tensor | None = None
+        self._tail: tuple[Tensor, Tensor] | None = None  # the last one or two frames (decoded, target)
 
     def push(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
         """The next frames, floating point; decoded is clamped to [0, 1], target must be in it."""
@@ -253,10 +251,12 @@ class ClipMeter:
         )
 
     def _push_structure(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
+        from tinyvae.losses.perceptual import MIN_PIXELS
+
         shorter_side = min(decoded_TCHW.shape[-2:])
         if shorter_side <= SSIM_BORDER:
             self._ssim = None
-        if self._lpips is not None and shorter_side < _lpips_min_pixels():
+        if shorter_side < MIN_PIXELS:
             self._lpips = None
         for start in range(0, decoded_TCHW.shape[0], PERCEPTUAL_BATCH):
             decoded = decoded_TCHW[start : start + PERCEPTUAL_BATCH]
@@ -269,9 +269,11 @@ class ClipMeter:
 
     def _push_flicker(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
         num_fresh = decoded_TCHW.shape[0]
-        if self._decoded_tail is not None and self._target_tail is not None:
-            decoded_TCHW = torch.cat([self._decoded_tail, decoded_TCHW])
-            target_TCHW = torch.cat([self._target_tail, target_TCHW])
+        if self._tail is not None:
+            decoded_TCHW, target_TCHW = (
+                torch.cat([self._tail[0], decoded_TCHW]),
+                torch.cat([self._tail[1], target_TCHW]),
+            )
         error = decoded_TCHW - target_TCHW
         num_pairs = min(num_fresh, decoded_TCHW.shape[0] - 1)
         if num_pairs:
@@ -280,13 +282,18 @@ class ClipMeter:
         if decoded_TCHW.shape[0] >= 3:
             extra = high_pass(decoded_TCHW).square() - high_pass(target_TCHW).square()
             self._extra_energy += _per_frame(extra)
-        self._decoded_tail, self._target_tail = decoded_TCHW[-2:].clone(), target_TCHW[-2:].clone()
+        self._tail = decoded_TCHW[-2:].clone(), target_TCHW[-2:].clone()
 
 
 def clip_metrics(decoded_NTCHW: Tensor, target_NTCHW: Tensor, *, lpips: LPIPS | None = None) -> list[ClipMetrics]:
     """The metrics of each clip of a batch; both NTCHW, the target in [0, 1], the same T.
 
     Align before: compare ``decoded[:, :n]`` with ``codec.target(frames)``. LPIPS must be on the tensors' device.
+
+    Example::
+
+        (clip,) = clip_metrics(model.reconstruct(frames), model.target(frames))
+        print(clip.psnr, clip.psnr_by_frame)
     """
     assert decoded_NTCHW.shape == target_NTCHW.shape, (decoded_NTCHW.shape, target_NTCHW.shape)
     results = []
@@ -324,14 +331,8 @@ def high_pass(frames_TCHW: Tensor) -> Tensor:
 
 
 def sortable(psnr: float) -> float:
-    """A PSNR to sort by: what is no number is worse than any."""
+    """A PSNR to sort by: NaN is worse than any number."""
     return -math.inf if math.isnan(psnr) else psnr
-
-
-def _lpips_min_pixels() -> int:
-    from tinyvae.losses.perceptual import MIN_PIXELS
-
-    return MIN_PIXELS
 
 
 def _per_frame(values_TCHW: Tensor) -> list[float]:

@@ -1,32 +1,40 @@
-"""``results.json``: everything an evaluation or a comparison found, for other programs.
+"""The results of an evaluation or a comparison: tables that fit the terminal, and the content of ``results.json``.
 
-Plain JSON: NaN and infinity become null (JSON has no word for them), numbers keep seven significant digits.
+``results.json`` is plain JSON for other programs: NaN and infinity become null (JSON has no word for them), numbers
+keep seven significant digits.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tinyvae.evaluation.compare import Comparison
+from tinyvae.evaluation.compare import Candidate, Comparison
 from tinyvae.evaluation.evaluating import EvaluationResult
+from tinyvae.evaluation.metrics import METRICS
+from tinyvae.files import atomic_write
 
-RESULTS_FORMAT = "tinyvae-results"
-RESULTS_VERSION = 1
+RESULTS_FORMAT, RESULTS_VERSION = "tinyvae-results", 1
+NAMED_CLIPS = 3  # best clips and as many worst ones
+FIRST_COLUMN = 22  # "Flicker energy /255²" and a gap
+NARROWEST_NAME = 24  # as wide as most cells, "0.4128 (0.3146 … 0.5110)"
+
+Result = EvaluationResult | Comparison
+Row = Sequence[str]
 
 
-def results_as_json(result: EvaluationResult | Comparison, *, command: str) -> dict[str, Any]:
+def results_as_json(result: Result, *, command: str) -> dict[str, Any]:
     """The content of ``results.json`` as plain dicts and lists."""
-    evaluations = [result] if isinstance(result, EvaluationResult) else list(result.evaluations)
     content: dict[str, Any] = {
         "format": RESULTS_FORMAT,
         "version": RESULTS_VERSION,
         "command": command,
-        "evaluations": [asdict(evaluation) for evaluation in evaluations],
+        "evaluations": [asdict(evaluation) for evaluation in result.evaluations],
     }
     if isinstance(result, Comparison):
         content["comparison"] = {
@@ -37,35 +45,128 @@ def results_as_json(result: EvaluationResult | Comparison, *, command: str) -> d
             ],
             "winners": result.winners,
         }
-    return plain_json(content)
+    return _plain(content)
 
 
-def write_results(result: EvaluationResult | Comparison, file: Path, *, command: str) -> None:
+def write_results(result: Result, file: Path, *, command: str) -> None:
     """Write ``results.json``; the file appears whole or not at all."""
-    write_json(file, results_as_json(result, command=command))
+    with atomic_write(file, "w") as stream:
+        json.dump(results_as_json(result, command=command), stream, indent=1, allow_nan=False)
+        stream.write("\n")
 
 
-def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Plain JSON of what `plain_json` returns."""
-    write_whole(file, json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def write_whole(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def plain_json(value: Any) -> Any:
-    """Dicts, lists and numbers that JSON has: NaN and infinity become null, tuples lists."""
+def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): plain_json(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_json(item) for item in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float):
         return float(f"{value:.7g}") if math.isfinite(value) else None
     return value
+
+
+def evaluation_table(results: Sequence[EvaluationResult], width: int | None = None) -> str:
+    """The means of one or several evaluations, one column for each; more than fit stand in tables below each other.
+
+    ``width`` is in characters; None: that of the terminal ($COLUMNS overrules it), 80 where there is none.
+    """
+    width = width or shutil.get_terminal_size().columns
+    names = short_names([result.model.label for result in results], width)
+    rows = _evaluation_rows(results, names)
+    widths = _column_widths(rows)
+    tables: list[list[int]] = [[]]
+    for column in range(1, len(widths)):
+        if tables[-1] and widths[0] + sum(2 + widths[c] for c in [*tables[-1], column]) > width:
+            tables.append([])
+        tables[-1].append(column)
+    texts = [_aligned([[row[c] for c in (0, *columns)] for row in rows]) for columns in tables]
+    legend = [f"{short.split(' ')[0]} {label}" for label, short in names.items() if short != label]
+    return "\n\n".join([*texts, *(["\n".join(legend)] if legend else [])])
+
+
+def short_names(labels: Sequence[str], width: int) -> dict[str, str]:
+    """Label -> what stands for it in tables of this width: itself, or its number and its two ends.
+
+    The number tells apart labels that begin and end alike; the legend below a table says what it stands for.
+    """
+    room = max(NARROWEST_NAME, (width - FIRST_COLUMN) // len(labels) - 2)
+    names: dict[str, str] = {}
+    for number, label in enumerate(labels, start=1):
+        kept = room - len(f"[{number}] …")
+        shortened = f"[{number}] {label[: kept - kept // 2]}…{label[len(label) - kept // 2 :]}"
+        names[label] = label if len(label) <= room else shortened
+    return names
+
+
+def _evaluation_rows(results: Sequence[EvaluationResult], names: dict[str, str]) -> list[Row]:
+    rows: list[Row] = [["", *(names[result.model.label] for result in results)]]
+    for name, info in METRICS.items():
+        cells = []
+        for result in results:
+            estimate = result.summary.value(name)
+            cell = info.shown(estimate.mean if estimate else None)
+            if estimate is not None and estimate.low is not None:
+                cell += f" ({info.interval(estimate.low, estimate.high)})"
+            cells.append(cell)
+        rows.append([f"{info.label} {info.unit}".strip(), *cells])
+    peaks = [result.cost.peak_memory_bytes for result in results]
+    return [
+        *rows,
+        ["encode frames/s", *(f"{result.cost.encode_fps:.1f}" for result in results)],
+        ["decode frames/s", *(f"{result.cost.decode_fps:.1f}" for result in results)],
+        ["peak memory MiB", *("not measured" if peak is None else f"{peak / 2**20:.0f}" for peak in peaks)],
+        ["parameters", *(f"{result.model.parameters:,}" for result in results)],
+        ["clips / frames", *(f"{result.summary.num_clips} / {result.summary.num_frames}" for result in results)],
+    ]
+
+
+def comparison_text(comparison: Comparison, width: int | None = None) -> str:
+    """Every candidate against the baseline, then which model is best in each metric."""
+    labels = [evaluation.model.label for evaluation in comparison.evaluations]
+    names = short_names(labels, width or shutil.get_terminal_size().columns)
+    parts = []
+    for candidate in comparison.candidates:
+        heading = f"{names[candidate.label]} against {names[comparison.baseline.model.label]}:"
+        parts.append("\n".join([heading, _difference_table(candidate), *_clip_lines(comparison, candidate.label)]))
+    winners = [
+        [f"  {METRICS[metric].label}", names[label] if label else "tie"] for metric, label in comparison.winners.items()
+    ]
+    return "\n\n".join([*parts, f"best mean:\n{_aligned(winners)}"])
+
+
+def _difference_table(candidate: Candidate) -> str:
+    """Paired differences as text: metric, difference, interval, verdict, clips won; under 80 columns."""
+    rows: list[Row] = []
+    for paired in candidate.differences:
+        info, difference = METRICS[paired.metric], paired.difference
+        name = f"  {info.label} {info.unit}".rstrip()
+        interval = f"({info.interval(difference.low, difference.high)})"
+        mean = info.shown_difference(difference.mean).rjust(9)
+        rows.append([name, mean, interval, paired.verdict, f"wins {paired.wins}/{difference.count}"])
+    return _aligned(rows)
+
+
+def _clip_lines(comparison: Comparison, label: str) -> Iterator[str]:
+    """The clips on which a model gains and loses most against the baseline, by PSNR; of few clips each once."""
+    baseline = comparison.baseline.by_name()
+    table = next(e.by_name() for e in comparison.evaluations if e.model.label == label)
+    pairs = ((table[name].psnr - baseline[name].psnr, name) for name in table if name in baseline)
+    gains = sorted((pair for pair in pairs if math.isfinite(pair[0])), reverse=True)
+    lines = [f"    {gain:+7.2f} dB  {name}" for gain, name in gains]
+    if not lines:
+        yield "  no clip has numbers of both models"
+    elif len(lines) <= 2 * NAMED_CLIPS:
+        yield from ("  clips by difference of PSNR:", *lines)
+    else:
+        yield from ("  best clips, by difference of PSNR:", *lines[:NAMED_CLIPS])
+        yield from ("  worst clips:", *lines[-NAMED_CLIPS:])
+
+
+def _aligned(rows: Sequence[Row]) -> str:
+    """Rows of cells as text, each column as wide as its widest cell."""
+    widths = _column_widths(rows)
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _column_widths(rows: Sequence[Row]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]

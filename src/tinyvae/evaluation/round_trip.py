@@ -1,37 +1,43 @@
-"""How a model turns frames into decoded frames, whatever it is: a network of the family, streaming, or a reference VAE.
+"""A model, opened, as evaluation and reconstruction use it: frames in, decoded frames out.
 
-The alignment is the codec's: decoded frame j is input frame j. A stream hands out decoded frames as they become
-ready, so the input frames wait in a queue of bounded length until their partners come.
+A network of the family runs as a stream. A teacher (the diffusers VAE that tiny networks stand in for) runs a clip as a
+whole. In both, decoded frame j is input frame j. A stream gives decoded frames as they become ready, so a bounded
+number of input frames waits for them.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tinyvae.errors import UserError
 from tinyvae.evaluation.clip_sources import ClipPart, frame_chunks
-from tinyvae.evaluation.cost import StageTimes
+from tinyvae.evaluation.cost import StageTimes, fitting_in_memory
+from tinyvae.files import sha256_of
 from tinyvae.models.codec import VideoCodec, pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
-from tinyvae.models.variants import VariantSpec
-from tinyvae.models.weights import find_weights
+from tinyvae.models.variants import VariantSpec, get_spec
+from tinyvae.models.weights import find_weights, load_model
+from tinyvae.teachers.diffusers_vae import find_teacher, load_teacher
+from tinyvae.video.opening import unreadable
 
 CHUNK_PIXELS = {"cpu": 1_400_000, "cuda": 12_000_000}
 """Pixels that go through the network at once: four frames of 480x720 on a CPU, 35 on a GPU. Larger chunks cost memory
 and gain nothing."""
 MAX_CHUNK_FRAMES = 32
-FAMILY_KIND, REFERENCE_KIND = "tinyvae", "reference VAE"
-REFERENCE_MAX_FRAMES = 49
-"""Frames of each clip where a reference VAE takes part and the user set no limit: it holds a whole clip in memory."""
+FAMILY_KIND, TEACHER_KIND = "tinyvae", "teacher"
+
+OnLatents = Callable[[Tensor], None]
+"""Gets the latents NTCHW as they are made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,7 @@ class ModelFacts:
     label: str
     path: str | None
     kind: str
-    """`FAMILY_KIND` or `REFERENCE_KIND`."""
+    """`FAMILY_KIND` or `TEACHER_KIND`."""
     variant: str
     width: float | None
     parameters: int
@@ -51,7 +57,7 @@ class ModelFacts:
     sha256: str | None
     """Of the weights file."""
     latent_variant: str | None = None
-    """The variant whose latents these are, where it is not ``variant``: a reference VAE makes those of its students."""
+    """The variant whose latents these are, where it is not ``variant``: a teacher makes those of its students."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,78 +68,58 @@ class Piece:
     target: Tensor
 
 
-class RoundTrip(Protocol):
-    """A model as the evaluation sees it."""
+class RoundTrip:
+    """A model that can be evaluated; ``spec`` counts its frames and latents."""
 
-    facts: ModelFacts
+    is_stream = True
+    """Whether chunks go through one by one, so that smaller chunks need less memory."""
+
+    def __init__(self, facts: ModelFacts, spec: VariantSpec) -> None:
+        self.facts, self.spec = facts, spec
+        self.chunk_pixels: int | None = None  # less than CHUNK_PIXELS where memory did not suffice for that
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
-
-    def aligned_frames(self, num_frames: int) -> int:
-        """How many leading frames of a T-frame clip come back."""
-
-    def latents(self, num_frames: int) -> int:
-        """How many latents T frames make."""
-
-    def frames_per_latent(self) -> int:
-        """Input frames that one latent stands for: a shorter clip makes no whole latent."""
-
-    def chunk_frames(self, height: int, width: int) -> int:
-        """How many frames to hand over at a time."""
-
-    def take_smaller_chunks(self, height: int, width: int) -> bool:
-        """After memory did not suffice for `chunk_frames`: use half of it from now on. False where that cannot be."""
-
-    def run(
-        self,
-        chunks: Iterable[Tensor],
-        num_frames: int,
-        times: StageTimes,
-        on_latents: Callable[[Tensor], None] | None = None,
-    ) -> Iterator[Piece]:
-        """Pieces in order for chunks of uint8 TCHW frames, ``num_frames`` in all."""
+        raise NotImplementedError
 
     def to(self, device: torch.device) -> RoundTrip:
         """The same model on a device (itself, where it is there already)."""
+        raise NotImplementedError
+
+    def run(
+        self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes, on_latents: OnLatents | None = None
+    ) -> Iterator[Piece]:
+        """Pieces in order for chunks of uint8 TCHW frames, ``num_frames`` in all."""
+        raise NotImplementedError
+
+    def used_frames(self, num_frames: int) -> int:
+        """How many leading frames of a T-frame clip go into the encoder."""
+        return num_frames
+
+    def aligned_frames(self, num_frames: int) -> int:
+        """How many leading frames of a T-frame clip come back."""
+        return self.spec.aligned_frames(self.used_frames(num_frames))
+
+    def chunk_frames(self, height: int, width: int) -> int:
+        """How many frames to give to `run` at a time."""
+        budget = self.chunk_pixels or CHUNK_PIXELS.get(self.device.type, CHUNK_PIXELS["cpu"])
+        return max(1, min(MAX_CHUNK_FRAMES, budget // (height * width)))
 
 
-class StreamedCodec:
+class StreamedCodec(RoundTrip):
     """A network of the family, run as a stream: memory does not grow with the length of a clip."""
 
     def __init__(
         self, codec: VideoCodec, facts: ModelFacts, *, reopen: Callable[[torch.device], VideoCodec] | None = None
     ) -> None:
-        """``reopen`` makes the codec anew on another device, for those that cannot be moved (fused ones)."""
+        """``reopen`` makes the codec again on another device, for those that cannot be moved (fused ones)."""
+        super().__init__(facts, codec.spec)
         self.codec = codec
-        self.facts = facts
         self._reopen = reopen
-        self._chunk_pixels: int | None = None  # less than CHUNK_PIXELS where memory did not suffice for that
 
     @property
     def device(self) -> torch.device:
         return self.codec.device
-
-    def aligned_frames(self, num_frames: int) -> int:
-        return self.codec.spec.aligned_frames(num_frames)
-
-    def latents(self, num_frames: int) -> int:
-        return self.codec.spec.latents(num_frames)
-
-    def frames_per_latent(self) -> int:
-        return self.codec.spec.time_factor
-
-    def chunk_frames(self, height: int, width: int) -> int:
-        budget = self._chunk_pixels or CHUNK_PIXELS.get(self.device.type, CHUNK_PIXELS["cpu"])
-        return max(1, min(MAX_CHUNK_FRAMES, budget // (height * width)))
-
-    def take_smaller_chunks(self, height: int, width: int) -> bool:
-        frames = self.chunk_frames(height, width)
-        if frames == 1:
-            return False
-        self._chunk_pixels = frames // 2 * height * width
-        return True
 
     def to(self, device: torch.device) -> StreamedCodec:
         if device == self.device:
@@ -144,111 +130,188 @@ class StreamedCodec:
             raise UserError(
                 f"{self.facts.label} was made for {self.device} and cannot be moved to {device}; make it there."
             )
-        from copy import deepcopy
-
         return StreamedCodec(deepcopy(self.codec).to(device), self.facts)
 
     def run(
-        self,
-        chunks: Iterable[Tensor],
-        num_frames: int,
-        times: StageTimes,
-        on_latents: Callable[[Tensor], None] | None = None,
+        self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes, on_latents: OnLatents | None = None
     ) -> Iterator[Piece]:
-        codec, spec = self.codec, self.codec.spec
-        encoder = StreamingEncoder(codec)
-        decoder = StreamingDecoder(codec, num_latents=spec.latents(num_frames))
-        queue = _TargetQueue()
-        for latents in self._latents(encoder, chunks, queue, times):
+        decoder = StreamingDecoder(self.codec, num_latents=self.spec.latents(num_frames))
+        waiting: list[Tensor] = []  # input frames without their decoded partners
+        for latents_NTCHW in self._encode(chunks, waiting, times):
             if on_latents is not None:
-                on_latents(latents)
-            with times.watch(self.device) as watch:
-                decoded_NTCHW = decoder.push(latents)
-            times.add_decoding(watch)
-            target_TCHW = queue.take(decoded_NTCHW.shape[1])
+                on_latents(latents_NTCHW)
+            with times.stage("decode", self.device):
+                decoded_NTCHW = decoder.push(latents_NTCHW)
+            target_TCHW = _take(waiting, decoded_NTCHW.shape[1])
             if target_TCHW is not None:
-                height, width = target_TCHW.shape[-2:]
-                decoded_TCHW = decoded_NTCHW[0, : target_TCHW.shape[0], :, :height, :width].float()
-                yield Piece(decoded=decoded_TCHW, target=target_TCHW)
+                count, _, height, width = target_TCHW.shape
+                yield Piece(decoded=decoded_NTCHW[0, :count, :, :height, :width].float(), target=target_TCHW)
         decoder.flush()
 
-    def _latents(
-        self, encoder: StreamingEncoder, chunks: Iterable[Tensor], queue: _TargetQueue, times: StageTimes
-    ) -> Iterator[Tensor]:
+    def _encode(self, chunks: Iterable[Tensor], waiting: list[Tensor], times: StageTimes) -> Iterator[Tensor]:
+        """The latents of each chunk and of the end; input frames are added to ``waiting``."""
+        encoder = StreamingEncoder(self.codec)
         for frames_TCHW in chunks:
             target_TCHW = to_unit_range(frames_TCHW, self.device)
-            queue.put(target_TCHW)
-            padded = pad_to_multiple(target_TCHW[None], self.codec.spec.space_factor)
-            with times.watch(self.device) as watch:
-                latents = encoder.push(padded)
-            times.add_encoding(watch)
-            times.frames += frames_TCHW.shape[0]
-            times.pixels += frames_TCHW.shape[0] * frames_TCHW.shape[-2] * frames_TCHW.shape[-1]
-            yield latents
-        with times.watch(self.device) as watch:
-            latents = encoder.flush()
-        times.add_encoding(watch)
-        yield latents
+            waiting.append(target_TCHW)
+            padded = pad_to_multiple(target_TCHW[None], self.spec.space_factor)
+            with times.stage("encode", self.device):
+                latents_NTCHW = encoder.push(padded)
+            yield latents_NTCHW
+        with times.stage("encode", self.device):
+            latents_NTCHW = encoder.flush()
+        yield latents_NTCHW
 
 
-@dataclass(kw_only=True)
-class _TargetQueue:
-    """Input frames that wait for their decoded partners."""
-
-    waiting: list[Tensor] = field(default_factory=list)
-
-    def put(self, frames_TCHW: Tensor) -> None:
-        self.waiting.append(frames_TCHW)
-
-    def take(self, count: int) -> Tensor | None:
-        """The next ``count`` frames, fewer at the end of a clip (taecvx decodes more than went in); None for none."""
-        taken: list[Tensor] = []
-        while count and self.waiting:
-            head = self.waiting[0]
-            taken.append(head[:count])
-            self.waiting[:1] = [head[count:]] if head.shape[0] > count else []
-            count -= taken[-1].shape[0]
-        return torch.cat(taken) if taken else None
+def _take(waiting: list[Tensor], count: int) -> Tensor | None:
+    """The first ``count`` waiting frames, fewer at the end of a clip (taecvx decodes more than went in)."""
+    taken: list[Tensor] = []
+    while count and waiting:
+        head = waiting.pop(0)
+        taken.append(head[:count])
+        if head.shape[0] > count:
+            waiting.insert(0, head[count:])
+        count -= taken[-1].shape[0]
+    return torch.cat(taken) if taken else None
 
 
-def to_unit_range(frames_TCHW: Tensor, device: torch.device) -> Tensor:
-    """uint8 0..255 -> float32 in [0, 1] on a device."""
-    assert frames_TCHW.dtype == torch.uint8, frames_TCHW.dtype
-    return frames_TCHW.to(device, non_blocking=True).float() / 255
+class TeacherRoundTrip(RoundTrip):
+    """A teacher. It holds a whole clip in memory, as diffusers does, and counts frames as its students do."""
 
+    is_stream = False
 
-def own_memory_bytes(facts: ModelFacts, device: torch.device, *, idle: int, peak: int) -> int:
-    """Memory of one model: on a GPU its weights and what was allocated on top of ``idle`` while it ran, so that other
-    models and metrics on that GPU do not count; on a CPU the whole process."""
-    if device.type != "cuda":
-        return peak
-    itemsize: int = getattr(torch, facts.dtype).itemsize
-    return peak - idle + facts.parameters * itemsize
+    def __init__(self, path: Path, *, device: torch.device, dtype: torch.dtype | None, label: str | None) -> None:
+        """``path``: a diffusers folder or a hub name. Without ``dtype``: float32 on a CPU, bfloat16 on a GPU."""
+        found = find_teacher(path, None)
+        candidates = found.family.variant_candidates(found.geometry) or found.family.variants
+        spec = get_spec(candidates[0])
+        if spec.time_factor != found.geometry.time_factor:
+            raise UserError(
+                f"{path} packs {found.geometry.time_factor} frames into a latent, unlike any {found.family.class_name} "
+                "that is known; its frames cannot be counted."
+            )
+        dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        self._teacher = load_teacher(None, path, dtype=dtype, device=device)
+        self._path = path
+        facts = ModelFacts(
+            label=label or label_of(path),
+            path=str(path),
+            kind=TEACHER_KIND,
+            variant=self._teacher.class_name,
+            width=None,
+            parameters=self._teacher.num_parameters,
+            encoder_parameters=None,
+            decoder_parameters=None,
+            dtype=str(dtype).removeprefix("torch."),
+            sha256=None,
+            latent_variant=spec.name,
+        )
+        super().__init__(facts, spec)
 
+    @property
+    def device(self) -> torch.device:
+        return self._teacher.device
 
-def reference_limit(round_trips: Sequence[RoundTrip], max_frames: int | None) -> tuple[int | None, tuple[str, ...]]:
-    """(max_frames, notes): a limit where the user set none and a reference VAE takes part."""
-    if max_frames is not None or all(trip.facts.kind != REFERENCE_KIND for trip in round_trips):
-        return max_frames, ()
-    note = f"only the first {REFERENCE_MAX_FRAMES} frames of each clip: a reference VAE holds a whole clip in memory."
-    return REFERENCE_MAX_FRAMES, (note,)
+    def to(self, device: torch.device) -> TeacherRoundTrip:
+        if device == self.device:
+            return self
+        return TeacherRoundTrip(self._path, device=device, dtype=self._teacher.dtype, label=self.facts.label)
+
+    def used_frames(self, num_frames: int) -> int:
+        """The longest part of a clip that teacher and students count alike: CogVideoX encodes other lengths in one
+        mode and decodes them in another."""
+        return next((t for t in range(num_frames, 0, -1) if self.spec.is_training_length(t)), num_frames)
+
+    def run(
+        self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes, on_latents: OnLatents | None = None
+    ) -> Iterator[Piece]:
+        wanted = self.aligned_frames(num_frames)
+        target_TCHW = to_unit_range(torch.cat(list(chunks))[:wanted], self.device)
+        height, width = target_TCHW.shape[-2:]
+        padded = pad_to_multiple(target_TCHW[None], self._teacher.space_factor)
+        with times.stage("encode", self.device):
+            latents_NTCHW = self._teacher.encode(padded)
+        if on_latents is not None:
+            on_latents(latents_NTCHW)
+        with times.stage("decode", self.device):
+            decoded_NTCHW = self._teacher.decode(latents_NTCHW)
+        if decoded_NTCHW.shape[1] < wanted:
+            raise unreadable(self._path, f"{self.facts.variant} gave back {decoded_NTCHW.shape[1]} of {wanted} frames")
+        yield Piece(decoded=decoded_NTCHW[0, :wanted, :, :height, :width].float(), target=target_TCHW)
 
 
 Model = str | os.PathLike[str] | VideoCodec | RoundTrip
 """What can be evaluated: a path that `open_model` takes, a codec in memory, or a model that is open already."""
 
 
+def open_model(
+    model: Model,
+    *,
+    variant: str | None = None,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    label: str | None = None,
+    fused: bool = False,
+) -> RoundTrip:
+    """Open a model: a path that `load_model` takes, a teacher's folder, or a codec in memory.
+
+    On a CPU the weights run in float32 unless ``dtype`` says otherwise (half precision is slow there); on a GPU in the
+    file's dtype. ``fused`` runs the folded network (`TAEHV.fused`). A codec in memory stays as it is.
+
+    Example::
+
+        round_trip = open_model("output/my_run", device=torch.device("cuda"))
+    """
+    if isinstance(model, VideoCodec):
+        return StreamedCodec(model, codec_facts(model, label=label or type(model).__name__, path=None))
+    if isinstance(model, RoundTrip):
+        return model
+    path, device = Path(model), device or torch.device("cpu")
+    if is_teacher(path):
+        if variant is not None or fused:
+            option = "variant" if variant is not None else "fused"
+            raise UserError(f"{option} is for models of the family, and {path} is a teacher; leave it out.")
+        with fitting_in_memory(path):
+            return TeacherRoundTrip(path, device=device, dtype=dtype, label=label)
+    if dtype is None and device.type == "cpu":
+        dtype = torch.float32
+
+    def reopen(where: torch.device) -> VideoCodec:
+        plain = load_model(path, variant, device=where, dtype=dtype)
+        return plain.fused() if fused else plain
+
+    with fitting_in_memory(path):
+        codec = reopen(device)
+    label = label or label_of(path) + (" (fused)" if fused else "")
+    return StreamedCodec(codec, codec_facts(codec, label=label, path=path), reopen=reopen)
+
+
+def is_teacher(path: Path) -> bool:
+    """Whether a folder is a diffusers VAE, or a pipeline folder with one in ``vae/``; told by ``_class_name``."""
+    for config in (path / "config.json", path / "vae" / "config.json"):
+        if config.is_file():
+            try:
+                content = json.loads(config.read_text())
+            except json.JSONDecodeError:
+                continue
+            if isinstance(content, dict) and str(content.get("_class_name", "")).startswith("Autoencoder"):
+                return True
+    return False
+
+
 def label_of(path: Path) -> str:
-    """A short name for a model: its file's, or its folder's where every file is called model."""
+    """A short name for a model: its file's, with its folder's where every file is called model; vae says nothing."""
     absolute = path.absolute()
+    if absolute.name == "vae":
+        return absolute.parent.name
     if absolute.stem in ("model", "final_model", "best_model") or absolute.name.startswith("checkpoint-"):
-        parent = absolute.parent
-        return f"{parent.name}/{absolute.name}"
+        return f"{absolute.parent.name}/{absolute.name}"
     return absolute.stem if absolute.suffix in (".safetensors", ".pth") else absolute.name
 
 
 def codec_facts(codec: VideoCodec, *, label: str, path: Path | None) -> ModelFacts:
-    spec: VariantSpec = codec.spec
+    """What is known of a codec; ``path`` is where its weights come from."""
+    spec = codec.spec
     network = codec
     if not isinstance(network, nn.Module):  # a folded network is counted as the one it came from
         with torch.device("meta"):
@@ -268,13 +331,14 @@ def codec_facts(codec: VideoCodec, *, label: str, path: Path | None) -> ModelFac
         encoder_parameters=counts["encoder"],
         decoder_parameters=counts["decoder"],
         dtype=str(codec.dtype).removeprefix("torch."),
-        sha256=file_sha256(find_weights(path)) if path is not None else None,
+        sha256=sha256_of(find_weights(path)) if path is not None else None,
     )
 
 
-def file_sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def to_unit_range(frames_TCHW: Tensor, device: torch.device) -> Tensor:
+    """uint8 0..255 -> float32 in [0, 1] on a device."""
+    assert frames_TCHW.dtype == torch.uint8, frames_TCHW.dtype
+    return frames_TCHW.to(device, non_blocking=True).float() / 255
 
 
 Made = TypeVar("Made")
@@ -283,15 +347,16 @@ Made = TypeVar("Made")
 def in_chunks_that_fit(round_trip: RoundTrip, part: ClipPart, attempt: Callable[[Iterator[Tensor]], Made]) -> Made:
     """What ``attempt`` makes of the clip's chunks of frames.
 
-    It is called again from the clip's first frame, with chunks of half the size, until they fit or are single frames
-    (a stream that failed has lost what it remembered). The model keeps the size that fits for the clips that follow.
+    After out of memory it is called again from the clip's first frame, with chunks of half the size, until they fit or
+    are single frames (a stream that failed has lost its state). The model keeps the size that fits for later clips.
     """
     while True:
         chunk_frames = round_trip.chunk_frames(part.height, part.width)
         try:
             return attempt(frame_chunks(part, chunk_frames=chunk_frames))
         except torch.OutOfMemoryError:
-            if not round_trip.take_smaller_chunks(part.height, part.width):
+            if chunk_frames == 1 or not round_trip.is_stream:
                 raise
-        # Out here the failed attempt and its tensors are gone, so that what it held can be given back.
+        round_trip.chunk_pixels = chunk_frames // 2 * part.height * part.width
+        # Out here the failed attempt and its tensors are gone, so that their memory can be freed.
         torch.cuda.empty_cache()

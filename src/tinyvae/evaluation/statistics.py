@@ -1,19 +1,17 @@
 """Means over clips and how sure they are.
 
-The clip is the unit: frames of one clip are nearly copies of each other, so an interval over frames would claim a
-certainty that is not there. Intervals are Student's t at 95 %. Two models on the same clips are compared pair by
-pair: clips differ far more from each other than models do, and the pairing takes that out.
+The clip is the unit: frames of one clip are nearly copies of each other, so an interval over frames would be too
+narrow. Intervals are Student's t at 95 %. Two models on the same clips are compared clip by clip: clips differ far more
+from each other than models do, and pairs take that difference out.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from tinyvae.evaluation.metrics import METRICS, ClipMetrics
-
-CONFIDENCE = 0.95
 
 # Quantiles of Student's t at 0.975 for 1..30 degrees of freedom.
 _T_975 = (
@@ -76,9 +74,6 @@ class PairedDifference:
     """``better``, ``worse``, or ``unclear`` when the interval holds zero (or a single clip gives none)."""
 
 
-assert {field.name for field in fields(Summary)} == {*METRICS, "num_clips", "num_frames"}
-
-
 def summarise(clips: Sequence[ClipMetrics]) -> Summary:
     """Mean, deviation and 95 % interval over clips of every metric."""
     estimates: dict[str, Estimate | None] = {}
@@ -136,8 +131,7 @@ def student_t_975(degrees: int) -> float:
 
 
 def _verdict(difference: Estimate, *, higher_is_better: bool) -> str:
-    if difference.low is None or difference.high is None or difference.low <= 0 <= difference.high:
-        return "unclear"
-    if math.isnan(difference.mean):
+    low, high = difference.low, difference.high
+    if low is None or high is None or low <= 0 <= high or math.isnan(difference.mean):
         return "unclear"
     return "better" if (difference.mean > 0) == higher_is_better else "worse"

@@ -16,8 +16,8 @@ from tinyvae.config.schema import FIELDS, TrainConfig, to_json
 from tinyvae.errors import UserError
 from tinyvae.evaluation.clip_sources import ClipSource, Middle
 from tinyvae.evaluation.evaluating import EvaluationSettings, evaluate_round_trip
-from tinyvae.evaluation.open_model import open_model
 from tinyvae.evaluation.report import publish
+from tinyvae.evaluation.round_trip import open_model
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model

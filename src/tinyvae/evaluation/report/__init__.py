@@ -1,157 +1,199 @@
-"""``report.html``: one file that opens offline and holds everything: tables, curves, films, pictures, environment.
+"""``results.json`` and ``report.html``: everything that an evaluation or a comparison found.
 
-Its size is bounded. Films and pictures are those of `evidence` (at most `DEFAULT_FILMS` clips, under about 1 MB each);
-the table lists at most `MAX_ROWS` clips and curves at most `MAX_CURVE_NUMBERS` values of at most `MAX_CURVE_FRAMES`
-frames a clip, the worst and the best first (``results.json`` always has all of them).
+The page is one file that opens offline. ``page.html`` is its jinja2 template; this file prepares the values. The size
+of the page is bounded: films and pictures of at most `DEFAULT_FILMS` clips (under about 1 MB each), a table of at most
+`MAX_ROWS` clips, and curves of at most `MAX_CURVE_NUMBERS` values and `MAX_CURVE_FRAMES` frames a clip.
+``results.json`` always has all clips and frames.
 """
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import resources
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from tinyvae.evaluation.compare import Comparison
 from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
-from tinyvae.evaluation.evidence import ClipEvidence, gather_evidence
-from tinyvae.evaluation.metrics import METRICS, sortable
-from tinyvae.evaluation.report.sections import (
-    Curves,
-    clip_section,
-    curve_section,
-    environment_section,
-    find_run_folder,
-    footer_text,
-    header_html,
-    latent_section,
-    player_section,
-    read_training_curves,
-    summary_section,
-    training_section,
-    worst_section,
-)
-from tinyvae.evaluation.results import write_results, write_whole
+from tinyvae.evaluation.metrics import METRICS, MetricInfo, sortable
+from tinyvae.evaluation.pictures import HEAT_FULL_SCALE, HEAT_STOPS, ClipEvidence, gather_evidence
+from tinyvae.evaluation.results import Result, write_results
 from tinyvae.evaluation.round_trip import RoundTrip
+from tinyvae.files import atomic_write
 
 DEFAULT_FILMS = 6
 MAX_ROWS = 2000
 MAX_CURVE_NUMBERS = 200_000
 MAX_CURVE_FRAMES = 2000
+MAX_TRAINING_POINTS = 400  # of one curve; longer ones are thinned evenly, the first and the last point stay
+SPARK_POINTS = 48
+CURVE_GROUPS = ("val/psnr", "val/ssim", "val/lpips", "val/flicker", "val/", "train/loss", "train/")
+"""The order of the training curves."""
+
+Curves = dict[str, list[tuple[float, float]]]
+"""Of a run: name -> (step, value) in the order of steps."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """All that goes into a page: one evaluation, or several with their comparison."""
+def publish(
+    result: Result,
+    round_trips: Sequence[RoundTrip],
+    folder: Path,
+    *,
+    command: str,
+    num_films: int = DEFAULT_FILMS,
+    show_progress_bar: bool = False,
+) -> list[Path]:
+    """Write ``results.json`` and ``report.html`` into a folder and return their paths.
 
-    evaluations: tuple[EvaluationResult, ...]
-    comparison: Comparison | None
-    evidence: tuple[ClipEvidence, ...]
-    training: Curves
-    command: str
-    training_of: str = ""
-    """Label of the model whose run ``training`` is."""
+    The clips that the page shows go through the models again for their films. ``command`` is printed on the page.
+
+    Example::
+
+        result = evaluate(round_trip, "videos/val")
+        publish(result, [round_trip], Path("out"), command="my script")
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    results_file, report_file = folder / "results.json", folder / "report.html"
+    write_results(result, results_file, command=command)
+    evidence = gather_evidence(round_trips, result.evaluations, limit=num_films, show_progress_bar=show_progress_bar)
+    training_of, training = _training(result.evaluations)
+    text = report_html(result, evidence, command=command, training=training, training_of=training_of)
+    with atomic_write(report_file, "w") as stream:
+        stream.write(text)
+    return [results_file, report_file]
 
 
-def write_report(report: Report, file: Path) -> None:
-    """Write the page; the file appears whole or not at all."""
-    write_whole(file, report_html(report))
+def report_html(
+    result: Result, evidence: Sequence[ClipEvidence] = (), *, command: str, training: Curves, training_of: str = ""
+) -> str:
+    """The whole page. ``training_of``: the label of the model whose run the training curves are of."""
+    evaluations = result.evaluations
+    tables = [{clip.name: clip for clip in evaluation.clips} for evaluation in evaluations]
+    listed = {name: [table[name] for table in tables] for name in listed_clips(evaluations)}
+    measured = [info for name, info in METRICS.items() if any(e.summary.value(name) for e in evaluations)]
+    worst_cards = [(clip, worst) for clip in evidence for worst in clip.worst_frames]
+    main_curves = [name for name, points in training.items() if not _is_detail(name, points)]
+    page = _environment().get_template("page.html")
+    return page.render(
+        evaluations=evaluations,
+        comparison=result if isinstance(result, Comparison) else None,
+        metrics=METRICS,
+        measured=measured,
+        best_and_worst=best_and_worst,
+        skipped=list({skip.name: skip.reason for e in evaluations for skip in e.skipped}.values()),
+        notes=list(dict.fromkeys(note for e in evaluations for note in e.notes)),
+        rows=[_clip_row(name, clips, measured) for name, clips in listed.items()],
+        num_clips=min(len(e.clips) for e in evaluations),
+        evidence=evidence,
+        worst_cards=sorted(worst_cards, key=lambda card: sortable(card[1].psnr)),
+        heat_stops=[" ".join(f"{value:.0f}" for value in color) for color in HEAT_STOPS.tolist()],
+        heat_levels=f"{HEAT_FULL_SCALE * 255:.0f}",
+        training_of=training_of,
+        main_curves=main_curves,
+        more_curves=[name for name in training if name not in main_curves],
+        command=command,
+        data=_page_data(evaluations, evidence, listed, training),
+    )
 
 
-def report_html(report: Report) -> str:
-    """The whole page as text."""
-    listed = listed_clips(report.evaluations)
-    sections = {
-        "summary": summary_section(report.evaluations, report.comparison),
-        "films": player_section(report.evidence),
-        "clips": clip_section(report.evaluations, listed),
-        "frames": curve_section(report.evaluations),
-        "worst frames": worst_section(report.evidence, len(report.evaluations)),
-        "latents": latent_section(report.evidence, len(report.evaluations)),
-        "training": training_section(report.training, report.training_of if report.comparison else None),
-        "environment": environment_section(report.evaluations, report.command),
-    }
-    shown = {name: html for name, html in sections.items() if html}
-    links = [f'<a href="#{name.replace(" ", "-")}">{name.capitalize()}</a>' for name in shown]
-    labels = " and ".join(evaluation.model.label for evaluation in report.evaluations)
-    page = _asset("page.html")
-    slots = {
-        "title": _escaped_title(f"{labels} · tinyvae report"),
-        "css": _asset("page.css"),
-        "header": header_html(report.evaluations),
-        "navigation": "".join(links),
-        "sections": "".join(f'<section id="{name.replace(" ", "-")}">{html}</section>' for name, html in shown.items()),
-        "footer": footer_text(report.evaluations),
-        "data": _embedded_json(_page_data(report, listed)),
-        "script": _asset("page.js"),
-    }
-    # One pass over the template, so that nothing inside a value is taken for a slot.
-    before, *parts = page.split("{{slot:")
-    pieces = [before]
-    for part in parts:
-        name, rest = part.split("}}", 1)
-        pieces += [slots[name], rest]
-    return "".join(pieces)
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__name__, ""),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    environment.filters["rate"] = lambda number: f"{number:,.1f}" if number < 100 else f"{number:,.0f}"
+    return environment
 
 
 def listed_clips(evaluations: Sequence[EvaluationResult]) -> list[str]:
     """Names of the clips in the table: those of every model, worst first; of too many the worst and the best half."""
     tables = [evaluation.by_name() for evaluation in evaluations]
     shared = [name for name in tables[0] if all(name in table for table in tables)]
-
     shared.sort(key=lambda name: sortable(tables[-1][name].psnr))
     return shared if len(shared) <= MAX_ROWS else shared[: MAX_ROWS // 2] + shared[-MAX_ROWS // 2 :]
 
 
-def _page_data(report: Report, listed: Sequence[str]) -> dict[str, Any]:
-    curves = _curves(report, listed)
-    with_film = {evidence.name for evidence in report.evidence}
-    names = [curve["name"] for curve in curves]
+def best_and_worst(result: EvaluationResult, info: MetricInfo) -> tuple[ClipResult, ClipResult]:
+    """The clips with the best and the worst value of a metric that at least one clip has."""
+    found = [(value, clip) for clip in result.clips if (value := clip.metrics.value(info.name)) is not None]
+    found.sort(key=lambda pair: info.badness(pair[0]))
+    return found[0][1], found[-1][1]
+
+
+def _clip_row(name: str, clips: Sequence[ClipResult], measured: Sequence[MetricInfo]) -> dict[str, Any]:
+    """One row of the table of clips; ``clips``: the results of all models."""
+    cells = []
+    for info in measured:
+        values = [clip.metrics.value(info.name) for clip in clips]
+        cells += [_cell(info, value, info.shown) for value in values]
+        if len(clips) > 1:
+            cells.append(_cell(info, _difference(info, values[0], values[-1]), info.shown_difference))
+    psnr = [value for value in clips[-1].metrics.psnr_by_frame if math.isfinite(value)]
     return {
-        "models": [evaluation.model.label for evaluation in report.evaluations],
-        "metrics": [
-            {"name": m.name, "label": m.label, "unit": m.unit, "digits": m.digits, "scale": m.shown_scale}
-            for m in METRICS.values()
-        ],
-        "curves": curves,
-        "startClip": next((name for name in names if name in with_film), names[0] if names else None),
-        "players": [
-            {
-                "name": evidence.name,
-                "src": f"data:video/mp4;base64,{base64.b64encode(evidence.film.mp4).decode()}",
-                "fps": evidence.film.fps,
-                "firstFrame": evidence.film.first_frame,
-                "numFrames": evidence.film.num_frames,
-                "panels": evidence.film.panels,
-                "panelWidth": evidence.film.panel_width,
-                "panelHeight": evidence.film.panel_height,
-            }
-            for evidence in report.evidence
-        ],
-        "training": report.training,
+        "name": name,
+        "frames": clips[0].metrics.num_frames,
+        "height": clips[0].height,
+        "width": clips[0].width,
+        "cells": cells,
+        "spark": ",".join(f"{value:.2f}" for value in psnr[:: max(1, len(psnr) // SPARK_POINTS)]),
     }
 
 
-def _curves(report: Report, listed: Sequence[str]) -> list[dict[str, Any]]:
-    """Per-frame values of the clips, those with a film first, until the budget of the page is spent."""
-    tables = [{clip.name: clip for clip in evaluation.clips} for evaluation in report.evaluations]
-    with_film = [evidence.name for evidence in report.evidence if evidence.name in listed]
-    order = with_film + [name for name in listed if name not in with_film]
+def _cell(info: MetricInfo, value: float | None, shown: Any) -> dict[str, str]:
+    """A number as it is shown, and as the table sorts it: what has none is last."""
+    sorted_by = f"{value:.8g}" if value is not None and math.isfinite(value) else ""
+    return {"metric": info.name, "value": sorted_by, "text": "–" if value is None else shown(value)}
+
+
+def _difference(info: MetricInfo, first: float | None, last: float | None) -> float | None:
+    """The last model less the first, as pairs are compared: of sizes for a metric that is best at zero."""
+    if first is None or last is None or not math.isfinite(first) or not math.isfinite(last):
+        return None
+    return abs(last) - abs(first) if info.better == "zero" else last - first
+
+
+def _page_data(
+    evaluations: Sequence[EvaluationResult],
+    evidence: Sequence[ClipEvidence],
+    listed: dict[str, list[ClipResult]],
+    training: Curves,
+) -> dict[str, Any]:
+    """What the script of the page reads. The curves of the clips with a film come first."""
+    with_film = {clip.name: listed[clip.name] for clip in evidence if clip.name in listed}
+    curves = _curves({**with_film, **listed})
+    return {
+        "models": [evaluation.model.label for evaluation in evaluations],
+        "metrics": [asdict(info) for info in METRICS.values()],
+        "curves": curves,
+        "start_clip": curves[0]["name"] if curves else None,
+        "players": [{"name": clip.name, **asdict(clip.film)} for clip in evidence],
+        "training": training,
+    }
+
+
+def _curves(listed: dict[str, list[ClipResult]]) -> list[dict[str, Any]]:
+    """Values of the frames of the clips, in this order, until the budget of the page is spent."""
     curves: list[dict[str, Any]] = []
     spent = 0
-    for name in order:
-        frames = curve_frames(tables[-1][name])
-        series = [_series(table[name], frames) for table in tables]
+    for name, clips in listed.items():
+        frames = curve_frames(clips[-1])
+        series = [_series(clip, frames) for clip in clips]
         spent += sum(len(values) for one in series for values in one.values())
         if spent > MAX_CURVE_NUMBERS and curves:
             break
-        places = None if frames == range(len(frames)) else frames  # None: all of them
-        curves.append({"name": name, "frames": places, "series": series})
+        is_whole = frames == range(len(frames))
+        curves.append({"name": name, "frames": None if is_whole else frames, "series": series})
     return curves
 
 
@@ -172,64 +214,68 @@ def _series(clip: ClipResult, frames: Sequence[int]) -> dict[str, list[float | N
     for metric, info in METRICS.items():
         values = clip.metrics.by_frame(metric)
         if values:
-            found[metric] = [_number_at(values, place - info.first_frame) for place in frames]
+            places = (place - info.first_frame for place in frames)
+            found[metric] = [
+                float(f"{values[place]:.5g}") if 0 <= place < len(values) and math.isfinite(values[place]) else None
+                for place in places
+            ]
     return found
-
-
-def _number_at(values: Sequence[float], place: int) -> float | None:
-    if not (0 <= place < len(values) and math.isfinite(values[place])):
-        return None
-    return float(f"{values[place]:.5g}")
-
-
-def _embedded_json(content: dict[str, Any]) -> str:
-    # "</script>" inside a clip's name must not end the script element.
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-def _escaped_title(text: str) -> str:
-    from html import escape
-
-    return escape(text)
-
-
-def _asset(name: str) -> str:
-    return resources.files("tinyvae.evaluation.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def publish(
-    result: EvaluationResult | Comparison,
-    round_trips: Sequence[RoundTrip],
-    output_dir: Path,
-    *,
-    command: str,
-    num_films: int = DEFAULT_FILMS,
-    show_progress_bar: bool = False,
-) -> list[Path]:
-    """Write both files and return their paths. The clips worth showing go through the models again for their films."""
-    comparison = result if isinstance(result, Comparison) else None
-    evaluations = (result,) if isinstance(result, EvaluationResult) else result.evaluations
-    files = [output_dir / "results.json", output_dir / "report.html"]
-    write_results(result, files[0], command=command)
-    training_of, training = _training(evaluations)
-    evidence = gather_evidence(round_trips, evaluations, limit=num_films, show_progress_bar=show_progress_bar)
-    report = Report(
-        evaluations=evaluations,
-        comparison=comparison,
-        evidence=tuple(evidence),
-        training=training,
-        training_of=training_of,
-        command=command,
-    )
-    write_report(report, files[1])
-    return files
 
 
 def _training(evaluations: Sequence[EvaluationResult]) -> tuple[str, Curves]:
     """(label, curves) of the last model that comes from a run; ("", {}) where none does."""
-    for evaluation in reversed(evaluations):
-        path = evaluation.model.path
-        run_folder = find_run_folder(Path(path)) if path is not None else None
-        if run_folder is not None:
-            return evaluation.model.label, read_training_curves(run_folder)
+    for model in (evaluation.model for evaluation in reversed(evaluations)):
+        if model.path is not None and (run_folder := find_run_folder(Path(model.path))) is not None:
+            return model.label, read_training_curves(run_folder)
     return "", {}
+
+
+def find_run_folder(model_path: Path) -> Path | None:
+    """The run that a model belongs to: the path itself, or up to two folders above it, that holds ``metrics.jsonl``."""
+    folders = (model_path, *model_path.absolute().parents[:2])
+    return next((folder for folder in folders if (folder / "metrics.jsonl").is_file()), None)
+
+
+def read_training_curves(run_folder: Path) -> Curves:
+    """``{"train/loss": [(step, value), ...], ...}`` of a run. Lines that a crash cut off are left out."""
+    curves: dict[str, dict[float, float]] = {}
+    for line in (run_folder / "metrics.jsonl").read_text(errors="replace").splitlines():
+        _add_entry(curves, _parsed(line), prefix="")
+    history = run_folder / "validation_history.json"
+    for entry in (_parsed(history.read_text(errors="replace")) if history.is_file() else None) or []:
+        _add_entry(curves, entry, prefix="val/")
+    return {name: _thinned(sorted(curves[name].items())) for name in sorted(curves, key=_curve_order)}
+
+
+def _add_entry(curves: dict[str, dict[float, float]], entry: Any, *, prefix: str) -> None:
+    """The finite numbers of one entry; ``prefix`` is for names that have none. The first value of a step counts."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("step"), int | float):
+        return
+    for key, value in entry.items():
+        if key != "step" and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            name = key if "/" in key else f"{prefix}{key}"
+            curves.setdefault(name, {}).setdefault(float(entry["step"]), float(value))
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None
+
+
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    if len(points) <= MAX_TRAINING_POINTS:
+        return points
+    step = (len(points) - 1) / (MAX_TRAINING_POINTS - 1)
+    return [points[round(i * step)] for i in range(MAX_TRAINING_POINTS)]
+
+
+def _curve_order(name: str) -> tuple[int, str]:
+    return next((i for i, start in enumerate(CURVE_GROUPS) if name.startswith(start)), len(CURVE_GROUPS)), name
+
+
+def _is_detail(name: str, points: list[tuple[float, float]]) -> bool:
+    """Whether a curve is for those who look closer: spreads, counts, weights without averaging, nothing but zero."""
+    is_side_number = name.endswith(("_std", "/num_clips", "/train_loss")) or name.startswith("val_raw/")
+    return is_side_number or not any(value for _, value in points)

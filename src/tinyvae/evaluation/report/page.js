@@ -94,12 +94,12 @@
     const video = $("video", stage);
     const scrub = $("input[type=range]", stage);
     const state = { wipe: 0.5 };
-    const frameNow = () => Math.min(player.film.numFrames - 1, Math.max(0, Math.floor(video.currentTime * player.film.fps + 0.01)));
-    const seek = (frame) => { video.currentTime = (Math.min(player.film.numFrames - 1, Math.max(0, frame)) + 0.5) / player.film.fps; };
+    const frameNow = () => Math.min(player.film.num_frames - 1, Math.max(0, Math.floor(video.currentTime * player.film.fps + 0.01)));
+    const seek = (frame) => { video.currentTime = (Math.min(player.film.num_frames - 1, Math.max(0, frame)) + 0.5) / player.film.fps; };
 
     function draw() {
       if (!player.film || video.readyState < 2) return;
-      const { panelWidth: w, panelHeight: h, fps, firstFrame } = player.film;
+      const { panel_width: w, panel_height: h, fps, first_frame: firstFrame } = player.film;
       if (stage.dataset.view === "wipe") {
         const canvas = $("canvas", stage);
         const context = canvas.getContext("2d");
@@ -120,7 +120,7 @@
     }
 
     function layOut() {
-      const { panels, panelWidth, panelHeight } = player.film;
+      const { panels, panel_width: panelWidth, panel_height: panelHeight } = player.film;
       const labels = stage.dataset.view === "wipe" ? ["input | " + panels[Number($("[name=wipe-panel]", stage).value)]] : panels;
       // Several models: outputs in one row, each error below its output.
       const models = data.models.length;
@@ -143,12 +143,12 @@
       player.index = index;
       player.film = data.players[index];
       press($$(".picks button"), $$(".picks button")[index]);
-      scrub.max = player.film.numFrames - 1;
+      scrub.max = player.film.num_frames - 1;
       const choices = player.film.panels.map((label, i) => [label, i]).slice(1);
       $("[name=wipe-panel]", stage).replaceChildren(...choices.map(([label, i]) => new Option(label, i)));
       video.addEventListener("loadeddata", () => {
         layOut();
-        if (frame !== null) seek(frame - player.film.firstFrame);
+        if (frame !== null) seek(frame - player.film.first_frame);
         if (play) video.play().catch(() => {});
       }, { once: true });
       video.src = player.film.src;
@@ -198,8 +198,8 @@
       const index = data.players.findIndex((p) => p.name === name);
       if (index < 0) return;
       const film = data.players[index];
-      const inside = Math.min(film.firstFrame + film.numFrames - 1, Math.max(film.firstFrame, frame));
-      if (index === player.index) { video.pause(); seek(inside - film.firstFrame); } else show(index, { play: false, frame: inside });
+      const inside = Math.min(film.first_frame + film.num_frames - 1, Math.max(film.first_frame, frame));
+      if (index === player.index) { video.pause(); seek(inside - film.first_frame); } else show(index, { play: false, frame: inside });
     };
     // Films start when they are seen: a page that opens playing six films would only warm the room.
     const start = Number(stage.dataset.start || 0);
@@ -222,7 +222,7 @@
     const metric = data.metrics.find((m) => m.name === curves.metric);
     const series = data.models.map((label, i) => ({
       label, colour: seriesColour(i),
-      points: (clip.series[i][metric.name] || []).map((v, t) => [clip.frames ? clip.frames[t] : t, v === null ? null : v * metric.scale]),
+      points: (clip.series[i][metric.name] || []).map((v, t) => [clip.frames ? clip.frames[t] : t, v === null ? null : v * metric.shown_scale]),
     }));
     const legend = $("#curve-legend");
     const readout = (x, values) => {
@@ -251,7 +251,7 @@
     const select = $("#curve-clip");
     if (!select) return;
     select.replaceChildren(...data.curves.map((c) => new Option(c.name, c.name)));
-    curves.name = data.startClip;
+    curves.name = data.start_clip;
     curves.metric = data.metrics.find((m) => data.curves[0].series[0][m.name]).name;
     select.addEventListener("change", () => selectClip(select.value));
     const buttons = $$("#curve-metric button");

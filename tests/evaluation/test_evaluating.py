@@ -19,10 +19,10 @@ from tinyvae.errors import MissingFileError, UserError
 from tinyvae.evaluation import clip_metrics, evaluate
 from tinyvae.evaluation import round_trip as round_trip_module
 from tinyvae.evaluation.cost import choose_devices
+from tinyvae.evaluation.evaluating import own_memory_bytes
 from tinyvae.evaluation.metrics import METRICS, PSNR_CAP_DB, ClipMeter
-from tinyvae.evaluation.open_model import open_model
 from tinyvae.evaluation.results import results_as_json
-from tinyvae.evaluation.round_trip import StreamedCodec, label_of, own_memory_bytes
+from tinyvae.evaluation.round_trip import StreamedCodec, open_model
 from tinyvae.models.codec import CodecState
 from tinyvae.video.decode import read_frames
 
@@ -312,9 +312,3 @@ def test_memory_of_a_model_on_a_gpu_leaves_other_models_out() -> None:
     cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
     assert own_memory_bytes(facts, cuda, idle=50_000, peak=80_000) == 30_000 + 2 * 1000
     assert own_memory_bytes(facts, cpu, idle=0, peak=80_000) == 80_000
-
-
-def test_checkpoints_are_named_with_their_run() -> None:
-    assert label_of(Path("out/my_run/checkpoint-500")) == "my_run/checkpoint-500"
-    assert label_of(Path("out/my_run/best_model")) == "my_run/best_model"
-    assert (label_of(Path("out/my_run")), label_of(Path("a/taehv.safetensors"))) == ("my_run", "taehv")

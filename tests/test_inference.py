@@ -1,4 +1,4 @@
-"""``inference.py`` at the root: numbers per sample and in total, videos, pictures, latents, a reference VAE."""
+"""``inference.py`` at the root: numbers per sample and in total, videos, pictures, latents, a teacher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tinyvae.data.sample_clips import write_sample_clips
 from tinyvae.evaluation import evaluate
 from tinyvae.video.decode import probe_video, read_frames
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -77,20 +77,16 @@ def test_samples_totals_and_files(
     left = read_frames(video, [8])[0, :, strip:, :48].float()
     source = read_frames(Path(measured.clips[0].path), [8])[0].float()
     assert (left - source).abs().mean() < 4
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["split"] == "all" and results["models"][0]["label"] == "student"
-    assert [(sample["name"], sample["video"]) for sample in results["samples"]] == [
-        (name, path.name) for (name, _, _), path in zip(said, sorted(tmp_path.glob("*.mp4")), strict=True)
-    ]
-    assert results["totals"][0]["psnr"] == pytest.approx(measured.summary.psnr.mean, abs=1e-4)
-    assert results["samples"][0]["scores"][0]["mse"] == pytest.approx(measured.clips[0].metrics.mse, rel=1e-4)
-    assert results["benchmark"][0]["encode_fps"] > 0 and results["skipped"] == []
+    content = json.loads((tmp_path / "results.json").read_text())
+    (results,) = content["evaluations"]
+    assert content["format"] == "tinyvae-results" and results["settings"]["split"] == "all"
+    assert results["model"]["label"] == "student" and results["skipped"] == [] and results["cost"]["encode_fps"] > 0
+    assert results["summary"]["psnr"]["mean"] == pytest.approx(measured.summary.psnr.mean, abs=1e-4)
+    assert results["clips"][0]["metrics"]["mse"] == pytest.approx(measured.clips[0].metrics.mse, rel=1e-4)
     assert load_file(sorted(tmp_path.glob("*_latents.safetensors"))[0])["latents"].shape == (1, 5, 16, 4, 6)
 
 
-def test_with_a_reference_vae(
-    script: ModuleType, setting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_a_teacher(script: ModuleType, setting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     diffusers = pytest.importorskip("diffusers")
     vae = diffusers.AutoencoderKLCogVideoX(
         block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4, latent_channels=16
@@ -98,17 +94,17 @@ def test_with_a_reference_vae(
     vae.save_pretrained(tmp_path / "CogVideoX-tiny" / "vae")
     model = ["--model_path", str(setting / "student.safetensors"), "--num_samples", "1", "--num_frames", "9"]
     options = [*model, "--data_root", str(setting / "clips"), "--output_dir", str(tmp_path / "out")]
-    assert (
-        script.main([*options, "--use_ref_vae", "--cogvideox_model_path", str(tmp_path / "CogVideoX-tiny" / "vae")])
-        == 0
-    )
+    teacher = ["--use_ref_vae", "--cogvideox_model_path", str(tmp_path / "CogVideoX-tiny" / "vae")]
+    assert script.main([*options, *teacher]) == 0
     assert re.search(r"total over 1 sample: student MSE .*; CogVideoX-tiny MSE .* dB", capsys.readouterr().out)
     (video,) = (tmp_path / "out").glob("*.mp4")
-    assert [total["model"] for total in json.loads((tmp_path / "out" / "results.json").read_text())["totals"]] == [
-        "student",
-        "CogVideoX-tiny",
-    ]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [e["model"]["label"] for e in results["evaluations"]] == ["student", "CogVideoX-tiny"]
+    assert results["comparison"]["baseline"] == "student"
     assert probe_video(video).width == 5 * 48 + 4 * 8
+    assert script.main([*options, *teacher, "--save_latents"]) == 0
+    shapes = [load_file(file)["latents"].shape for file in sorted((tmp_path / "out").glob("*_latents.safetensors"))]
+    assert shapes == [(1, 3, 16, 4, 6)] * 2, "the student's and the teacher's"
     assert script.main([*options, "--use_ref_vae"]) == 2
     assert script.main([*options, "--cogvideox_model_path", str(tmp_path / "CogVideoX-tiny" / "vae")]) == 2
 
@@ -129,7 +125,7 @@ def test_a_hub_name_without_a_network_is_one_sentence(
 
 
 @pytest.mark.slow
-def test_a_reference_vae_of_the_hub(setting: Path, tmp_path: Path) -> None:
+def test_a_teacher_of_the_hub(setting: Path, tmp_path: Path) -> None:
     """A name that is no folder is asked of the hub, as in training; here its cache has it."""
     diffusers = pytest.importorskip("diffusers")
     repository, revision = tmp_path / "hub" / "models--some--tiny-vae", "0" * 40
@@ -155,7 +151,8 @@ def test_of_annotations_with_splits_val_is_taken_and_said(
     assert script.main(options) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("note: the videos that ") and "sample 1 of 1  val/004" in printed
-    assert json.loads((tmp_path / "results.json").read_text())["split"] == "val"
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["evaluations"][0]["settings"]["split"] == "val"
     assert script.main([*options, "--split", "train"]) == 0
     printed = capsys.readouterr().out
     assert "note:" not in printed and "sample 4 of 4  train/" in printed and "val/" not in printed

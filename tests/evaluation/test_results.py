@@ -10,7 +10,7 @@ import pytest
 
 from tests.evaluation.copy_codec import CopyCodec
 from tinyvae.evaluation.compare import Comparison, compare, compare_results
-from tinyvae.evaluation.tables import comparison_text, evaluation_table, name_legend, short_names
+from tinyvae.evaluation.results import comparison_text, evaluation_table, short_names
 
 RUNS = [f"taehv_2026-11-{day:02d}_10-11-12_h100_perceptual/best_model" for day in range(10, 15)]
 
@@ -62,4 +62,4 @@ def test_short_names_are_distinct_and_fit() -> None:
     names = short_names(alike, 80)
     assert names["short"] == "short" and len(set(names.values())) == 3
     assert all(len(name) <= 24 for name in names.values())
-    assert name_legend(names) == [f"[1] {alike[0]}", f"[2] {alike[1]}"]
+    assert names[alike[0]].startswith("[1] x") and names[alike[1]].startswith("[2] x")
