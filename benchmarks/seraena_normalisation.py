@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.losses import Seraena
+from tinyvae.losses.seraena import Seraena
 from tinyvae.losses.seraena.discriminator import make_correction
 from tinyvae.models.variants import get_spec
 
@@ -83,7 +83,7 @@ def measure(frames: list[Tensor], fault: Callable[[Tensor], Tensor], steps: int,
         result = seraena.step(real, fault(real), latents_of(real))
         if step not in asked_at:
             continue
-        print(f"{fault.__name__}, {step} steps, discriminator loss {float(result.discriminator_loss):.2f}")
+        print(f"{fault.__name__}, {step} steps, discriminator loss {float(result.scalars['discriminator_loss']):.2f}")
         for size in SIZES:
             real = crops(frames, size, 1, torch.Generator().manual_seed(9))
             inputs = (seraena._groups(real), seraena._groups(fault(real)), latents_of(real)[:, 0])

@@ -14,8 +14,6 @@ import torch
 from tests.training.engine_runs import largest_difference, results, run_plan, same_weights
 from tests.training.faults import NanLoss, OutOfMemoryInZero
 from tests.training.tiny_runs import SERAENA, arguments_for, differences, launch, read_lines, state_of
-from tinyvae.config.schema import TrainConfig
-from tinyvae.errors import UserError
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed (pip install 'tinyvae[deepspeed]')")
 
@@ -27,15 +25,6 @@ ZERO: dict[str, dict[str, Any]] = {
     "zero2_offload": {"stage": 2, "offload_optimizer": CPU},
     "zero3_offload": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
 }
-
-
-def test_muon_is_refused_before_anything_is_started() -> None:
-    from tinyvae.training.deepspeed import DeepSpeedEngine, DeepSpeedSettings
-
-    with pytest.raises(UserError, match="muon works on whole weight matrices"):
-        DeepSpeedEngine(
-            TrainConfig(optimizer="muon"), DeepSpeedSettings.model_validate({"zero_optimization": {"stage": 2}})
-        )
 
 
 # the engine alone

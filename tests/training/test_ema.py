@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tinyvae.training.ema import WeightAverage
+from tinyvae.training.optim import WeightAverage
 
 
 def one_weight(value: float) -> torch.nn.Linear:

@@ -9,36 +9,36 @@ import torch
 
 from tinyvae import TAEHV
 from tinyvae.config.schema import TrainConfig
-from tinyvae.training.optim import Muon, inner_conv_weights, make_optimizers, orthogonalise, orthogonalise_all
+from tinyvae.training.optim import Muon, inner_conv_weights, make_optimizers, orthogonalize, orthogonalize_all
 
 
-def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
-    values = torch.linalg.svdvals(orthogonalise(torch.randn(3, 8, 20)))
+def test_orthogonalized_matrices_have_singular_values_near_one() -> None:
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(3, 8, 20)))
     assert values.min() > 0.5 and values.max() < 1.3
 
 
-def test_matrices_of_many_shapes_are_orthogonalised_as_if_alone() -> None:
+def test_matrices_of_many_shapes_are_orthogonalized_as_if_alone() -> None:
     """Wide, square and tall ones, channels-last too, share a batch by their shorter side."""
     torch.manual_seed(0)
     shapes = [(8, 2, 3, 3), (8, 8, 1, 1), (8, 5, 3, 3), (32, 8, 1, 1), (24, 2, 2, 2)]
     updates = [torch.randn(shape) for shape in shapes]
     updates[0] = updates[0].contiguous(memory_format=torch.channels_last)
-    for update, direction in zip(updates, orthogonalise_all(updates), strict=True):
+    for update, direction in zip(updates, orthogonalize_all(updates), strict=True):
         rows, columns = update.shape[0], update[0].numel()
         matrix = update.reshape(rows, columns)
-        alone = orthogonalise((matrix.T if rows > columns else matrix)[None])[0]
+        alone = orthogonalize((matrix.T if rows > columns else matrix)[None])[0]
         expected = alone.T * (rows / columns) ** 0.5 if rows > columns else alone
         torch.testing.assert_close(direction, expected.reshape(update.shape), atol=1e-5, rtol=1e-4)
 
 
-def test_update_is_the_orthogonalised_nesterov_momentum() -> None:
+def test_update_is_the_orthogonalized_nesterov_momentum() -> None:
     weight = torch.nn.Parameter(torch.randn(4, 2, 3, 3))
     before = weight.detach().clone()
     muon = Muon([weight], lr=0.1, momentum=0.5)
     weight.grad = torch.randn_like(weight)
     muon.step()
     # One step from zero: momentum is g/2, Nesterov's look-ahead 0.75 g; the direction is that of g.
-    direction = orthogonalise(weight.grad.reshape(1, 4, 18)).reshape(weight.shape)
+    direction = orthogonalize(weight.grad.reshape(1, 4, 18)).reshape(weight.shape)
     torch.testing.assert_close(weight.detach(), before - 0.1 * direction)
 
 

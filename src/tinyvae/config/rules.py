@@ -240,8 +240,7 @@ def _lpips_weights(config: TrainConfig, given: Mapping[str, GivenPath]) -> Itera
     ]
     if named is None and not needed:
         return
-    from tinyvae.losses.lpips_weights import find_lpips_weights
-    from tinyvae.losses.perceptual import LPIPS
+    from tinyvae.losses.perceptual import LPIPS, find_lpips_weights
 
     try:
         LPIPS.from_file(find_lpips_weights(named))

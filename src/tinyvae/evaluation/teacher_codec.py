@@ -25,8 +25,7 @@ from tinyvae.evaluation.round_trip import (
 )
 from tinyvae.models.codec import pad_to_multiple
 from tinyvae.models.variants import VariantSpec, get_spec
-from tinyvae.teachers import ReferenceVAE, load_teacher
-from tinyvae.teachers.diffusers_vae import find_teacher
+from tinyvae.teachers import Teacher, find_teacher, load_teacher
 
 
 def is_reference_vae(path: Path) -> bool:
@@ -82,7 +81,7 @@ def _label_of(path: Path) -> str:
 class ReferenceRoundTrip:
     """A `RoundTrip` around a teacher."""
 
-    def __init__(self, teacher: ReferenceVAE, spec: VariantSpec, facts: ModelFacts, path: Path) -> None:
+    def __init__(self, teacher: Teacher, spec: VariantSpec, facts: ModelFacts, path: Path) -> None:
         self._teacher, self._spec, self._path = teacher, spec, path
         self.facts = facts
 

@@ -1,4 +1,4 @@
-"""The conditional patch discriminator of Seraena: an image and its context in, six score maps out.
+"""Seraena's discriminator (an image and its context in, six score maps out) and the correction made from its gradient.
 
 Keys and shapes are those of the published Seraena. It always computes in fp32, under autocast too.
 """
@@ -6,7 +6,7 @@ Keys and shapes are those of the published Seraena. It always computes in fp32, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,11 @@ HALVES = (False, True, True, True, False, False)
 
 PATCH_PIXELS = 8
 """One score stands for a patch of 8 x 8 pixels."""
+
+STD_FLOOR = 1e-5
+"""Added to the gradient's deviation before it divides: a discriminator that sees no difference asks for nothing."""
+
+Normalization = Literal["golden", "size_independent"]
 
 
 class SeraenaDiscriminator(nn.Module):
@@ -64,30 +69,17 @@ class SeraenaDiscriminator(nn.Module):
                 maps.append(_pool(proj(x), patches))
             return torch.cat(maps, dim=1)
 
-    def running_statistics(self) -> list[Tensor]:
-        """The running means and variances of the batch norms (the tensors themselves, not copies)."""
-        norms = [module for module in self.modules() if isinstance(module, nn.BatchNorm2d)]
-        statistics = [value for norm in norms for value in (norm.running_mean, norm.running_var)]
-        return [value for value in statistics if value is not None]
-
 
 def _pool(scores_N1HW: Tensor, patches: tuple[int, int]) -> Tensor:
     """Average a score map down to one value per patch: [N, 1, H//8, W//8].
 
-    Training sizes are multiples of 8, where plain pooling does the same as adaptive pooling and, unlike it, gives the
-    same gradient bits on a GPU every time.
+    Training sizes are multiples of 8. There plain pooling equals adaptive pooling and, unlike it, gives the same
+    gradient bits on a GPU every time.
     """
     height, width = scores_N1HW.shape[-2:]
     if height % patches[0] or width % patches[1]:
         return F.adaptive_avg_pool2d(scores_N1HW, patches)
     return F.avg_pool2d(scores_N1HW, (height // patches[0], width // patches[1]))
-
-
-Normalisation = Literal["golden", "size_independent"]
-NORMALISATIONS: tuple[str, ...] = get_args(Normalisation)
-
-STD_FLOOR = 1e-5
-"""Added to the gradient's deviation before it divides: a discriminator that sees no difference asks for nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +97,9 @@ def make_correction(
     real_NCHW: Tensor,
     fake_NCHW: Tensor,
     contexts_NCHW: Tensor,
-    normalisation: Normalisation,
+    normalization: Normalization,
 ) -> Correction:
-    """The direction in which each fake's scores come nearer to its real image's; the discriminator in eval mode.
+    """The direction that brings each fake's scores nearer to those of its real image; the discriminator in eval mode.
 
     g = -gradient over the fakes of the sum over samples of mean (D(real) - D(fake))², divided by its own standard
     deviation over the whole batch + 1e-5. In ``golden`` mode that mean is over the score maps and all H/8 · W/8
@@ -123,7 +115,7 @@ def make_correction(
         distance = (real_scores - fake_scores).square().mean(dim=(1, 2, 3)).sum()
         (gradient,) = torch.autograd.grad(distance, fake)
     g = -gradient
-    if normalisation == "size_independent":
+    if normalization == "size_independent":
         height, width = g.shape[-2:]
         g = g * ((height // PATCH_PIXELS) * (width // PATCH_PIXELS))
     values = g / (g.std(correction=0) + STD_FLOOR)
