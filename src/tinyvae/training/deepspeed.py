@@ -130,10 +130,6 @@ class LaunchConfig:
     def disagreements(self, config: TrainConfig) -> list[str]:
         """Where the launch does not fit the run's settings; empty where it fits."""
         told = self.deepspeed
-        muon = (
-            "optimizer=muon works on whole weight matrices, and DeepSpeed cuts them into flat pieces; use --optimizer "
-        )
-        muon += "adamw, or launch with accelerate_configs/ddp_8gpu.yaml instead"
         pairs = [
             ("mixed_precision", self.mixed_precision, "mixed_precision"),
             ("gradient_accumulation_steps", told and told.gradient_accumulation_steps, "gradient_accumulation_steps"),
@@ -145,12 +141,16 @@ class LaunchConfig:
             for name, value, key in pairs
             if value not in (None, "no", getattr(config, key))  # "no" is also what accelerate passes by default
         ]
-        return clashes + ([muon] if told is not None and config.optimizer == "muon" else [])
+        if told is not None and config.optimizer == "muon":
+            clashes.append(
+                "optimizer=muon works on whole weight matrices, and DeepSpeed cuts them into flat pieces; use "
+                "--optimizer adamw, or launch with accelerate_configs/ddp_8gpu.yaml instead"
+            )
+        return clashes
 
     def check(self, config: TrainConfig) -> None:
         """Refuse a launch that does not fit the run's settings."""
-        problems = self.disagreements(config)
-        if problems:
+        if problems := self.disagreements(config):
             raise UserError(f"{'; '.join(problems)}.")
 
 

@@ -21,10 +21,7 @@ SETTLING_STEPS = 5
 
 
 class StepProfiler:
-    """Traces some of the next ``steps_left`` steps into ``file``, which is written right after the last of them.
-
-    ``file`` None: nothing is traced, and `step` and `close` do nothing.
-    """
+    """Traces some of the next ``steps_left`` steps into ``file`` (None: nothing), written right after the last one."""
 
     def __init__(self, file: Path | None, *, device: torch.device, steps_left: int) -> None:
         self._file = file

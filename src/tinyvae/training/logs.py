@@ -12,6 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,22 +123,12 @@ class RunLog:
             told = why_not_written(fault, self._folder)
             log.error("could not log step %d (%s); its line is written with the next one", step, told)
 
-        def add(writer: SummaryWriter) -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-
-        self._show(step, add)
+        self._show(step, partial(_add_scalars, values=values, step=step))
 
     def videos(self, step: int, shown: list[tuple[str, Tensor, Tensor]]) -> None:
         """Log a picture and a short animation of input | output | error for each (name, input, output) TCHW."""
-        for name, frames, decoded in shown if self._uses_tensorboard else []:
-            strip = side_by_side(frames, decoded)
-
-            def add(writer: SummaryWriter, name: str = name, strip: Tensor = strip) -> None:
-                writer.add_image(f"val_picture/{name}", strip[len(strip) // 2], step)
-                _add_animation(writer, f"val_video/{name}", strip, step)
-
-            self._show(step, add)
+        for name, frames, decoded in shown:
+            self._show(step, partial(_add_pictures, name=name, frames=frames, decoded=decoded, step=step))
 
     def note(self, text: str, *, level: int = logging.INFO) -> None:
         """Write a line to ``train.log`` alone."""
@@ -206,6 +197,11 @@ def _append_whole(file: Path, text: str) -> None:
         raise
 
 
+def _add_scalars(writer: SummaryWriter, *, values: Mapping[str, float], step: int) -> None:
+    for name, value in values.items():
+        writer.add_scalar(name, value, step)
+
+
 def side_by_side(frames_TCHW: Tensor, decoded_TCHW: Tensor) -> Tensor:
     """input | output | error, next to each other: TCH(3W) in [0, 1]; the error is magnified fourfold."""
     decoded = decoded_TCHW.clamp(0, 1)
@@ -213,19 +209,22 @@ def side_by_side(frames_TCHW: Tensor, decoded_TCHW: Tensor) -> Tensor:
     return torch.cat([frames_TCHW, decoded, error], dim=3)
 
 
-def _add_animation(writer: SummaryWriter, name: str, frames_TCHW: Tensor, step: int) -> None:
-    """TensorBoard plays GIF images; its own add_video would need a package that we do not depend on."""
+def _add_pictures(writer: SummaryWriter, *, name: str, frames: Tensor, decoded: Tensor, step: int) -> None:
+    """A picture and an animation. TensorBoard plays GIFs; its own add_video needs a package that we do not need."""
     from PIL import Image
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    pixels = (frames_TCHW * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    strip = side_by_side(frames, decoded)
+    writer.add_image(f"val_picture/{name}", strip[len(strip) // 2], step)
+    pixels = (strip * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
     first, *rest = [Image.fromarray(frame) for frame in pixels]
     buffer = io.BytesIO()
     first.save(buffer, format="GIF", save_all=True, append_images=rest, duration=1000 // VIDEO_FPS, loop=0)
     image: Any = Summary.Image(
         height=pixels.shape[1], width=pixels.shape[2], colorspace=3, encoded_image_string=buffer.getvalue()
     )
-    writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=image)]), step)
+    summary = Summary(value=[Summary.Value(tag=f"val_video/{name}", image=image)])
+    writer._get_file_writer().add_summary(summary, step)
 
 
 # the numbers between two lines

@@ -65,7 +65,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "the trainer computes the loss once"
+        assert closure is None, "the loop computes the loss once"
         if self._proposals is None:
             self.propose()
         for proposal in self._proposals or []:

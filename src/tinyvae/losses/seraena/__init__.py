@@ -1,14 +1,10 @@
 """Seraena for video: a discriminator that trains beside the student and gives it correction targets.
 
-The student never sees an adversarial loss: plain MSE trains it toward ``fake + correction``. `Seraena` owns the
-discriminator, its optimizer, its replay buffer and its random numbers. None of them belongs to the student's module,
-so none can get into a model file or under a distributed wrapper.
+The student never sees an adversarial loss: plain MSE trains it toward ``fake + correction``.
 
-**A step that runs out of memory is computed again, and nothing has to be undone.** The discriminator learns from a
-micro-batch all at once: until every process has averaged its gradients, nothing has changed. If memory runs out
-before that, the next attempt starts from the same state. If it runs out later (in the correction or in the student's
-backward pass), the discriminator has learned: it remembers the micro-batches of the training step (`begin_step`), and
-the next attempt only makes their corrections again.
+A training step that runs out of memory is computed again, and nothing has to be undone. Until all ranks have exchanged
+their gradients, the discriminator has not changed, so the next attempt teaches it as if for the first time. After that
+it has learned from the micro-batch and remembers so: the next attempt only makes the corrections again.
 """
 
 from __future__ import annotations
@@ -34,15 +30,15 @@ WEIGHT_DECAY = 0.01
 
 
 class HalfStepError(UserError):
-    """The discriminator's update failed in the middle: its state is lost and must not be saved."""
+    """The discriminator's update failed in the middle: its state must not be used or saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeraenaResult:
     """``target_NTCHW``: fake + correction, for `seraena_loss`. ``scalars``: for the log, fp32 on the frames' device.
 
-    ``finite`` is the same on every rank. Where it is False, some rank had values that are not finite: nothing of
-    Seraena's state changed on any rank, the target is the fake itself, and the trainer must skip its own step too.
+    ``finite``, the same on every rank, is False where some rank had values that are not finite. Then Seraena has not
+    changed on any rank, the target is the fake itself, and the trainer must skip its own step too.
     """
 
     target_NTCHW: Tensor
@@ -56,7 +52,7 @@ def seraena_loss(fake_NTCHW: Tensor, target_NTCHW: Tensor) -> Tensor:
 
 
 class Seraena:
-    """Discriminator, optimizer, replay buffer and random numbers of one rank.
+    """Discriminator, optimizer, replay buffer and random numbers of one rank; no part of the student's module.
 
     Example::
 
@@ -79,8 +75,8 @@ class Seraena:
         seed: int = 0,
         rank: int = 0,
     ) -> None:
-        """``n_frames``: the clip length before encoding. ``group_frames``: how many frames the discriminator sees at
-        once (n_seraena_frames). ``buffer_mb``: the bound of this rank's replay buffer in 2**20 bytes."""
+        """``n_frames``: the clip length before encoding. ``group_frames``: frames that the discriminator sees at once
+        (n_seraena_frames). ``buffer_mb``: the bound of this rank's replay buffer in 2**20 bytes."""
         spec.check_seraena_frames(n_frames, group_frames)
         self.group_frames = group_frames
         self.padded_frames = spec.padded_frames(n_frames)
@@ -97,8 +93,8 @@ class Seraena:
         self.buffer = ReplayBuffer(max_mb=buffer_mb, device=buffer_device)
         self.generator = rank_generator(seed, rank, self.steps)
         self._training_step: int | None = None
-        self._learned: list[Tensor | None] = []  # the losses of its micro-batches; None: one was not finite
-        self._position = 0  # the micro-batch that comes next
+        self._learned: list[Tensor | None] = []  # the loss of each of its micro-batches; None: not finite
+        self._position = 0  # which micro-batch comes next
 
     def check_batch(self, num_clips: int, height: int, width: int) -> None:
         """Refuse batches in which the discriminator's batch norm would see a single value."""
@@ -166,8 +162,7 @@ class Seraena:
     def _learn(self, real: Tensor, fake: Tensor, contexts: Tensor, average: AverageInPlace | None) -> Tensor | None:
         """One AdamW step; its loss, or None where any rank met a value that is not finite.
 
-        Everything is computed first and changed last. On None, and on an exception of any rank before the exchange is
-        over, no state has changed.
+        It computes first and changes last: on None, and where any rank fails before the exchange, nothing has changed.
         """
         norms = list(self.discriminator.buffers())
         norms_before, draws_before = [value.clone() for value in norms], self.generator.get_state()
@@ -176,8 +171,8 @@ class Seraena:
             plan = self.buffer.plan(fake, contexts, self.generator)
             loss, gradients = self._gradients(*self._draw_batch(real, fake, contexts, plan))
             statistics = [value for value in norms if value.is_floating_point()]
-            # What is not drawn is not in the loss, but it would enter the buffer: so the inputs are checked too. One
-            # flag travels with the gradients, so all ranks learn of it in the same exchange and decide alike.
+            # The inputs are checked too: what is not drawn is not in the loss, but it enters the buffer. The flag
+            # travels with the gradients, so all ranks decide alike.
             any_bad = torch.where(all_finite([real, fake, contexts, loss]), 0.0, 1.0)
             if average is not None:
                 average([*gradients, *statistics, any_bad, loss])
@@ -218,12 +213,10 @@ class Seraena:
     def _draw_batch(
         self, real: Tensor, fake: Tensor, contexts: Tensor, plan: WritePlan
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As many images as there are fakes, each real or fake by a fair coin; half of the fakes come from the buffer.
-
-        Of an odd number the middle one is drawn from either side by a coin, so a batch of 1 works too.
-        """
+        """As many images as there are fakes, each real or fake by a coin; half of the fakes come from the buffer."""
         num_rows = len(fake)
         order = torch.randperm(num_rows, generator=self.generator)
+        # Of an odd number the middle one comes from either side by a coin, so a batch of 1 works too.
         num_current = (num_rows + int(torch.randint(2, (1,), generator=self.generator))) // 2
         slots = torch.randint(plan.num_after, (num_rows - num_current,), generator=self.generator).tolist()
         takes_fake = torch.rand(num_rows, generator=self.generator) < 0.5
@@ -272,18 +265,14 @@ class Seraena:
     def rank_state_dict(self) -> dict[str, Any]:
         """What this rank has of its own: random numbers and replay buffer (copies, on the CPU)."""
         items = self.buffer.items()
-        return {
-            "generator": self.generator.get_state(),
-            "buffer": None if items is None else tuple(value.to("cpu", copy=True) for value in items),
-        }
+        copies = None if items is None else tuple(value.to("cpu", copy=True) for value in items)
+        return {"generator": self.generator.get_state(), "buffer": copies}
 
     def load_rank_state_dicts(self, states: Sequence[dict[str, Any]], *, num_ranks_saved: int, num_ranks: int) -> None:
-        """Take over this rank's own state, after `load_shared_state_dict`.
+        """Take over the states of the saved ranks that `saved_ranks_for` names, after `load_shared_state_dict`.
 
-        ``states``: those of the saved ranks that `saved_ranks_for` names, in that order. With the same number of ranks
-        it is this rank's own, and everything goes on bit by bit. Otherwise the buffers are dealt out (fewer ranks:
-        merged, more: split; the last items stay where not all fit), and the random numbers start again from seed,
-        rank and step.
+        With the same number of ranks everything goes on bit by bit. Otherwise the buffers are merged or split (the last
+        items stay where not all fit), and the random numbers start again from seed, rank and step.
         """
         assert len(states) == len(saved_ranks_for(self.rank, num_ranks_saved, num_ranks)), f"{len(states)} states"
         if num_ranks_saved == num_ranks:

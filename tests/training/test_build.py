@@ -1,4 +1,4 @@
-"""He initialisation keeps signals alive through every variant, and is drawn from its seed alone."""
+"""He initialization keeps signals alive through every variant, and is drawn from its seed alone."""
 
 from __future__ import annotations
 
