@@ -20,7 +20,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -300,7 +300,7 @@ class DeepSpeedEngine(Engine):
         bucket = max(2, weights + weights % 2)  # a bucket is a buffer: one that holds the network once is enough
         zero = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
         zero |= self._settings.zero_optimization.model_dump(exclude_defaults=True)
-        told: dict[str, Any] = {
+        return {
             "train_micro_batch_size_per_gpu": 1,  # it sees gradients, never clips
             "gradient_accumulation_steps": 1,
             "gradient_clipping": self._max_grad_norm,
@@ -308,10 +308,8 @@ class DeepSpeedEngine(Engine):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,  # the optimizer is the plain engine's: the same steps, bit for bit
             "steps_per_print": None,
+            "communication_data_type": self._settings.communication_data_type,
         }
-        if self._settings.communication_data_type is not None:
-            told["communication_data_type"] = self._settings.communication_data_type
-        return told
 
     # the step
 
@@ -362,14 +360,9 @@ class DeepSpeedEngine(Engine):
     def _take_weights(self) -> None:
         """Copy the weights that DeepSpeed holds into the model."""
         held = list(self._held.parameters())
-        with torch.no_grad(), self._whole(held):
+        whole = nullcontext() if self._stage < 3 else self._deepspeed.zero.GatheredParameters(held)
+        with torch.no_grad(), whole:
             torch._foreach_copy_(list[Tensor](self._parameters), [p.detach().to(self.device) for p in held])
-
-    def _whole(self, held: list[nn.Parameter]) -> AbstractContextManager[Any]:
-        """The held parameters in one piece: ZeRO-3 has to gather them."""
-        if self._stage < 3:
-            return nullcontext()
-        return self._deepspeed.zero.GatheredParameters(held)
 
     # state
 

@@ -56,7 +56,6 @@ class Engine:
         processes = join_processes(config)
         self.rank: int = processes.process_index
         self.world_size: int = processes.num_processes
-        self.local_rank: int = processes.local_process_index
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.is_main: bool = processes.is_main_process
         self.many = dist.is_initialized()  # also for one process that a launcher started
@@ -131,17 +130,13 @@ class Engine:
         except RuntimeError as fault:
             if is_out_of_memory(fault):  # for example inside DeepSpeed's step: no process is lost
                 raise
-            # gloo and NCCL report a dead or silent peer as a RuntimeError; so would a bug of ours: the cause stays
-            # attached.
-            waited = time.monotonic() - began
-            happened = (
-                f"another process of this run has not answered within {self.timeout_s} s (nccl_timeout): it hangs"
-                if waited > 0.9 * self.timeout_s
-                else "another process of this run has stopped"
-            )
+            # gloo and NCCL report a dead or silent peer as a RuntimeError. A bug of ours is one too: keep the cause.
+            happened = "has stopped"
+            if time.monotonic() - began > 0.9 * self.timeout_s:
+                happened = f"has not answered within {self.timeout_s} s (nccl_timeout): it hangs"
             raise PeerLostError(
-                f"process {self.rank} could not exchange {what} with the others: {happened}. Look for its own message "
-                "above, fix that, and go on with --resume latest. See docs/troubleshooting.md#a-lost-process"
+                f"process {self.rank} could not exchange {what} with the others: another process of this run {happened}. "
+                "Look for its own message above, fix that, and go on with --resume latest. See docs/troubleshooting.md#a-lost-process"
             ) from fault
 
     # the step
@@ -157,9 +152,7 @@ class Engine:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision the networks run in; losses leave it by themselves."""
-        if self._dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._dtype)
+        return torch.autocast(self.device.type, dtype=self._dtype) if self._dtype is not None else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of one (part of a) micro-batch; the caller has weighted the loss by its share."""
@@ -225,11 +218,7 @@ class Engine:
 
 
 def join_processes(config: TrainConfig) -> Any:
-    """Join the process group that the launcher describes; every collective gets the configured timeout.
-
-    accelerate only numbers the processes and names the devices; precision, accumulation and gradients are the engine's
-    own matter.
-    """
+    """Join the process group that the launcher describes. accelerate only numbers processes and names devices."""
     from accelerate import PartialState
 
     if config.deterministic:  # read by cuBLAS and torch.compile when they start
@@ -280,6 +269,4 @@ class PendingNumber:
 
 def as_number(norm: Tensor | float | None) -> float:
     """A gradient norm as a float, whatever an engine returned; None (not computed) is not a number."""
-    if norm is None:
-        return math.nan
-    return float(norm.item()) if isinstance(norm, Tensor) else float(norm)
+    return math.nan if norm is None else float(norm)
