@@ -88,10 +88,11 @@ def measure(frames: list[Tensor], fault: Callable[[Tensor], Tensor], steps: int,
             real = crops(frames, size, 1, torch.Generator().manual_seed(9))
             inputs = (seraena._groups(real), seraena._groups(fault(real)), latents_of(real)[:, 0])
             found = {
-                mode: make_correction(seraena.discriminator, *inputs, mode) for mode in ("golden", "size_independent")
+                mode: make_correction(seraena.discriminator, *inputs, mode)[1]
+                for mode in ("golden", "size_independent")
             }
-            stds = ", ".join(f"{mode} {float(correction.std):.4f}" for mode, correction in found.items())
-            scores = f"real {float(found['golden'].real_score):.2f}, fake {float(found['golden'].fake_score):.2f}"
+            stds = ", ".join(f"{mode} {float(scalars['correction_std']):.4f}" for mode, scalars in found.items())
+            scores = "real {real_score:.2f}, fake {fake_score:.2f}".format(**found["golden"])
             print(f"  {size[0]}x{size[1]}: std {stds}; scores {scores}", flush=True)
 
 

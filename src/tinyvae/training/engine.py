@@ -135,8 +135,9 @@ class Engine:
             if time.monotonic() - began > 0.9 * self.timeout_s:
                 happened = f"has not answered within {self.timeout_s} s (nccl_timeout): it hangs"
             raise PeerLostError(
-                f"process {self.rank} could not exchange {what} with the others: another process of this run {happened}. "
-                "Look for its own message above, fix that, and go on with --resume latest. See docs/troubleshooting.md#a-lost-process"
+                f"process {self.rank} could not exchange {what} with the others: another process of this run "
+                f"{happened}. Look for its own message above, fix that, and go on with --resume latest. See "
+                "docs/troubleshooting.md#a-lost-process"
             ) from fault
 
     # the step

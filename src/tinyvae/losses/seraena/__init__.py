@@ -140,20 +140,14 @@ class Seraena:
             return SeraenaResult(
                 target_NTCHW=target, finite=False, scalars=dict.fromkeys(names, fake.new_tensor(torch.nan))
             )
-        correction = make_correction(self.discriminator, real, fake, contexts, self.normalization)
+        correction, scalars = make_correction(self.discriminator, real, fake, contexts, self.normalization)
         change = ungroup_frames(
-            correction.values_NCHW,
+            correction,
             num_frames=fake_NTCHW.shape[1],
             padded_frames=self.padded_frames,
             group_frames=self.group_frames,
         )
-        scalars = {
-            "discriminator_loss": loss,
-            "correction_std": correction.std,
-            "real_score": correction.real_score,
-            "fake_score": correction.fake_score,
-        }
-        return SeraenaResult(target_NTCHW=target + change, finite=True, scalars=scalars)
+        return SeraenaResult(target_NTCHW=target + change, finite=True, scalars={"discriminator_loss": loss, **scalars})
 
     def _groups(self, frames_NTCHW: Tensor) -> Tensor:
         frames = frames_NTCHW.detach().float()

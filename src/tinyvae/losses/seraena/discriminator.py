@@ -5,7 +5,6 @@ Keys and shapes are those of the published Seraena. It always computes in fp32, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -45,17 +44,10 @@ class SeraenaDiscriminator(nn.Module):
 
     @classmethod
     def from_seed(cls, image_channels: int, context_channels: int, seed: int) -> SeraenaDiscriminator:
-        """Fresh weights that depend on the seed alone: equal on every rank, and no draw from torch's own stream."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.device("meta"):
-            discriminator = cls(image_channels, context_channels)
-        discriminator.to_empty(device="cpu")
-        for module in discriminator.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_uniform_(module.weight, a=5**0.5, generator=generator)  # torch's own default
-            elif isinstance(module, nn.BatchNorm2d):
-                module.reset_parameters()
-        return discriminator
+        """Fresh weights that depend on the seed alone: equal on every rank, and torch's own random stream does not move."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            return cls(image_channels, context_channels)
 
     def forward(self, images_NCHW: Tensor, contexts_NCHW: Tensor) -> Tensor:
         height, width = images_NCHW.shape[-2:]
@@ -82,24 +74,14 @@ def _pool(scores_N1HW: Tensor, patches: tuple[int, int]) -> Tensor:
     return F.avg_pool2d(scores_N1HW, (height // patches[0], width // patches[1]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Correction:
-    """``values_NCHW``: what to add to each fake, detached. The rest are scalars for the log, on the same device."""
-
-    values_NCHW: Tensor
-    std: Tensor
-    real_score: Tensor
-    fake_score: Tensor
-
-
 def make_correction(
     discriminator: SeraenaDiscriminator,
     real_NCHW: Tensor,
     fake_NCHW: Tensor,
     contexts_NCHW: Tensor,
     normalization: Normalization,
-) -> Correction:
-    """The direction that brings each fake's scores nearer to those of its real image; the discriminator in eval mode.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What to add to each fake so that its scores come nearer to those of its real image, and scalars for the log.
 
     g = -gradient over the fakes of the sum over samples of mean (D(real) - D(fake))², divided by its own standard
     deviation over the whole batch + 1e-5. In ``golden`` mode that mean is over the score maps and all H/8 · W/8
@@ -119,9 +101,8 @@ def make_correction(
         height, width = g.shape[-2:]
         g = g * ((height // PATCH_PIXELS) * (width // PATCH_PIXELS))
     values = g / (g.std(correction=0) + STD_FLOOR)
-    return Correction(
-        values_NCHW=values,
-        std=values.std(correction=0),
-        real_score=real_scores.mean(),
-        fake_score=fake_scores.detach().mean(),
-    )
+    return values, {
+        "correction_std": values.std(correction=0),
+        "real_score": real_scores.mean(),
+        "fake_score": fake_scores.detach().mean(),
+    }
