@@ -81,7 +81,6 @@ class Seraena:
         self.group_frames = group_frames
         self.padded_frames = spec.padded_frames(n_frames)
         self.normalization: Normalization = normalization
-        self.learning_rate = learning_rate
         self.seed = seed
         self.rank = rank
         self.steps = 0
@@ -237,18 +236,16 @@ class Seraena:
 
     def load_shared_state_dict(self, state: dict[str, Any]) -> None:
         """Take over discriminator, optimizer and step count; the learning rate stays the one of this run."""
-        wanted = {name: tuple(value.shape) for name, value in self.discriminator.state_dict().items()}
-        found = {name: tuple(value.shape) for name, value in state["discriminator"].items()}
-        if wanted != found:
+        try:
+            self.discriminator.load_state_dict(state["discriminator"])
+        except RuntimeError:
             raise UserError(
-                f"the checkpoint's Seraena discriminator has another shape (input weights "
-                f"{found.get('blocks.0.0.weight')}, here {wanted['blocks.0.0.weight']}); resume with the variant and "
-                "n_seraena_frames it was trained with."
-            )
-        self.discriminator.load_state_dict(state["discriminator"])
+                "the checkpoint's Seraena discriminator has another shape; resume with the variant and the "
+                "n_seraena_frames that it was trained with."
+            ) from None
         self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate
+            group["lr"] = self.optimizer.defaults["lr"]
         self.steps = int(state["steps"])
         self._training_step = state.get("training_step")  # older checkpoints are never of the middle of a step
         device = next(self.discriminator.parameters()).device

@@ -44,7 +44,7 @@ class SeraenaDiscriminator(nn.Module):
 
     @classmethod
     def from_seed(cls, image_channels: int, context_channels: int, seed: int) -> SeraenaDiscriminator:
-        """Fresh weights that depend on the seed alone: equal on every rank, and torch's own random stream does not move."""
+        """Fresh weights that depend on the seed alone: equal on every rank; torch's own random stream does not move."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             return cls(image_channels, context_channels)
