@@ -208,7 +208,7 @@ class Engine:
         """Collect what needs all processes at once (DeepSpeed's partitions); the plain engine has no such thing."""
 
     def close(self) -> None:
-        """Leave the process group, after everybody has finished."""
+        """Leave the process group after all processes have finished."""
         self.barrier()
         self.close_quietly()
 

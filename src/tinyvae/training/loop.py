@@ -88,11 +88,14 @@ class Trainer:
 
     def train(self) -> Progress:
         """Train to the last step, an early stop (both return) or a signal (raises `StopRequested`)."""
-        config, parts = self.config, self.parts
+        config, parts, begun_at = self.config, self.parts, self.progress.step
         parts.signals.hold()
         parts.notifier.is_at(self.progress)
-        with self._progress_bar() as bar:
-            if self._missed_validation():
+        with progress_bar(
+            total=config.max_train_steps, initial=begun_at, desc="train", unit="step", disable=not parts.engine.is_main
+        ) as bar:
+            if begun_at > 0 and self._is_due(config.validation_steps) and self.progress.validated_step != begun_at:
+                # The run resumes from a save that a signal asked for between a step and its validation.
                 self._validate(bar)
                 self._save_if_due()
             elif stops_early(self.progress, config):
@@ -240,23 +243,14 @@ class Trainer:
     def _report_skipped(self, clips: list[ClipBatch]) -> None:
         """Name the clips of the ranks whose own loss was not finite (of all ranks where only the gradient was not)."""
         own = (math.isfinite(self.step_log.own_loss()), [name for batch in clips for name in batch.names])
-        everybody = list(enumerate(self.parts.engine.gather(own)))
-        suspects = [item for item in everybody if not item[1][0]] or everybody
+        ranks = list(enumerate(self.parts.engine.gather(own)))
+        suspects = [(rank, names) for rank, (is_finite, names) in ranks if not is_finite]
+        suspects = suspects or [(rank, names) for rank, (_, names) in ranks]
         if self.parts.engine.is_main:
-            listed = "; ".join(f"process {rank}: {', '.join(names)}" for rank, (_, names) in suspects)
+            listed = "; ".join(f"process {rank}: {', '.join(names)}" for rank, names in suspects)
             log.warning("step %d skipped: a loss or gradient was not finite (%s)", self.progress.step, listed)
 
     # around the steps
-
-    def _progress_bar(self) -> tqdm:
-        """Steps done, time left, and the text that `_log` adds."""
-        return progress_bar(
-            total=self.config.max_train_steps,
-            initial=self.progress.step,
-            desc="train",
-            unit="step",
-            disable=not self.parts.engine.is_main,
-        )
 
     def _log(self, bar: tqdm) -> None:
         values = self.step_log.take(self.progress.step)  # an exchange: every rank comes here at the same steps
@@ -275,11 +269,6 @@ class Trainer:
         """Whether something is due after this step: it is done every ``every`` steps (0: never) and at the last one."""
         step = self.progress.step
         return every > 0 and (step % every == 0 or step == self.config.max_train_steps)
-
-    def _missed_validation(self) -> bool:
-        """Whether the run resumes from a save that a signal asked for between a step and its validation."""
-        step = self.progress.step
-        return step > 0 and self._is_due(self.config.validation_steps) and self.progress.validated_step != step
 
     def _validate(self, bar: tqdm) -> None:
         """Score the model. If a validation fails, all ranks save before they stop; a resumed run validates again."""

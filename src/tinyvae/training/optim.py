@@ -38,7 +38,7 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum whose update matrix is made orthogonal.
 
     `propose` does the work of a step without taking it: a GPU can compute it before the host knows whether the
-    gradients are finite. `step` takes the step (and proposes it first where nobody has); `zero_grad` forgets it.
+    gradients are finite. `step` takes the step (and proposes it first where that was not done); `zero_grad` forgets it.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], *, lr: float, momentum: float) -> None:
