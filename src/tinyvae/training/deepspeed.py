@@ -285,10 +285,7 @@ class DeepSpeedEngine(Engine):
         adamw.param_groups[0]["params"] = held  # the optimizer that the loop knows now steps what DeepSpeed holds
         self._adamw = adamw
         self._zero, *_ = self._deepspeed.initialize(
-            model=self._held,
-            optimizer=adamw,
-            config=self._configuration(),
-            dist_init_required=False,
+            model=self._held, optimizer=adamw, config=self._configuration(), dist_init_required=False
         )
         assert self._zero.zero_optimization_stage() == self._stage
         # The scaler takes the loss scale off the gradients of an optimizer; this one is there for that alone.
@@ -426,12 +423,10 @@ class DeepSpeedEngine(Engine):
 
     def _make_moments(self) -> None:
         """Let the optimizer make its (zero) moments: a step of rate 0 with gradients of 0 changes no weight."""
-        rates = [group["lr"] for group in self._adamw.param_groups]
-        for group in self._adamw.param_groups:
-            group["lr"] = 0.0
+        (group,) = self._adamw.param_groups
+        rate, group["lr"] = group["lr"], 0.0
         self._step_zero([p.new_zeros(p.shape) for p in self._parameters])
-        for group, rate in zip(self._adamw.param_groups, rates, strict=True):
-            group["lr"] = rate
+        group["lr"] = rate
 
     def _own_piece(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         """This process's piece of a whole value, as ZeRO-3 cuts them: equal pieces, the last one padded with zeros."""
