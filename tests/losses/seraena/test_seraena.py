@@ -177,7 +177,7 @@ class FailingOp(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         if self.at == self.count - 1:
-            raise torch.OutOfMemoryError("injected")
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
         return func(*args, **(kwargs or {}))
 
 

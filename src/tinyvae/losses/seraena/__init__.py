@@ -183,11 +183,13 @@ class Seraena:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.buffer.commit(plan, fake, contexts)
-        except (RuntimeError, MemoryError) as fault:  # nearly impossible: the memory of the gradients has just got free
+        except (RuntimeError, MemoryError) as fault:  # nearly impossible: the gradients' own memory is free again
+            if isinstance(fault, RuntimeError) and "memory" not in str(fault):
+                raise
             raise HalfStepError(
-                f"Seraena's update failed ({str(fault).splitlines()[0]}); use a smaller --train_batch_size, then "
+                "out of memory while Seraena's discriminator was updated; use a smaller --train_batch_size, then "
                 "--resume latest. See docs/troubleshooting.md#out-of-memory"
-            ) from fault
+            ) from None
         self.steps += 1
         return loss
 
