@@ -15,7 +15,7 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.losses.distances import reconstruction_loss
 from tinyvae.models.taehv import TAEHV
 from tinyvae.training import optim as optimizers
-from tinyvae.training.optim import Muon, OptimizerSet, inner_conv_weights, make_optimizers, orthogonalise
+from tinyvae.training.optim import Muon, OptimizerSet, inner_conv_weights, make_optimizers, orthogonalize
 
 IDEAS = {
     "loss": "mse, l1, charbonnier; of each frame log_mse, rmse, or its MSE to a power: power_0.75",
@@ -83,8 +83,8 @@ POLAR_EXPRESS = (
 )
 
 
-def orthogonalise_polar(wide_BRC: Tensor) -> Tensor:
-    """Stands in for `optimizers.orthogonalise`: singular values nearer to 1, small ones raised sooner."""
+def orthogonalize_polar(wide_BRC: Tensor) -> Tensor:
+    """Stands in for `optimizers.orthogonalize`: singular values nearer to 1, small ones raised sooner."""
     x = wide_BRC / (wide_BRC.norm(dim=(-2, -1), keepdim=True) * 1.01 + 1e-7)
     for a, b, c in POLAR_EXPRESS:
         square = x @ x.mT
@@ -166,7 +166,7 @@ def optimizers_of(model: TAEHV, config: TrainConfig, options: dict[str, Any]) ->
     inner = inner_conv_weights(model)
     if options.get("muon_at_edges"):
         inner = {name: p for name, p in model.named_parameters() if p.ndim == 4}
-    optimizers.orthogonalise = orthogonalise_polar if options.get("polar") else orthogonalise
+    optimizers.orthogonalize = orthogonalize_polar if options.get("polar") else orthogonalize
     chosen = make_optimizers(model, config)
     if not IDEAS.keys() - {"loss", "quiet", "bilinear", "orthogonal", "output_gain", "polar"} & options.keys():
         return chosen

@@ -28,10 +28,9 @@ from tinyvae.config import TrainConfig, load_preset
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import load_model
 from tinyvae.training import build as initialisation
-from tinyvae.training.build import QUIET_BRANCH, initialise_he
-from tinyvae.training.ema import WeightAverage
+from tinyvae.training.build import QUIET_BRANCH, initialize_he
 from tinyvae.training.engine import Engine
-from tinyvae.training.optim import learning_rate_factor
+from tinyvae.training.optim import WeightAverage, learning_rate_factor
 
 BASE = load_preset("scratch")
 
@@ -100,7 +99,7 @@ class Rig:
     def draw(self, seed: int, options: dict[str, Any]) -> TAEHV:
         initialisation.QUIET_BRANCH = options.get("quiet", QUIET_BRANCH)
         fresh = TAEHV(BASE.variant)
-        initialise_he(fresh, seed=seed)
+        initialize_he(fresh, seed=seed)
         if options.get("bilinear"):
             start_bilinear(fresh)
         if options.get("orthogonal"):

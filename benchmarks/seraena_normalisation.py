@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.losses import Seraena
+from tinyvae.losses.seraena import Seraena
 from tinyvae.losses.seraena.discriminator import make_correction
 from tinyvae.models.variants import get_spec
 
@@ -83,15 +83,16 @@ def measure(frames: list[Tensor], fault: Callable[[Tensor], Tensor], steps: int,
         result = seraena.step(real, fault(real), latents_of(real))
         if step not in asked_at:
             continue
-        print(f"{fault.__name__}, {step} steps, discriminator loss {float(result.discriminator_loss):.2f}")
+        print(f"{fault.__name__}, {step} steps, discriminator loss {float(result.scalars['discriminator_loss']):.2f}")
         for size in SIZES:
             real = crops(frames, size, 1, torch.Generator().manual_seed(9))
             inputs = (seraena._groups(real), seraena._groups(fault(real)), latents_of(real)[:, 0])
             found = {
-                mode: make_correction(seraena.discriminator, *inputs, mode) for mode in ("golden", "size_independent")
+                mode: make_correction(seraena.discriminator, *inputs, mode)[1]
+                for mode in ("golden", "size_independent")
             }
-            stds = ", ".join(f"{mode} {float(correction.std):.4f}" for mode, correction in found.items())
-            scores = f"real {float(found['golden'].real_score):.2f}, fake {float(found['golden'].fake_score):.2f}"
+            stds = ", ".join(f"{mode} {float(scalars['correction_std']):.4f}" for mode, scalars in found.items())
+            scores = "real {real_score:.2f}, fake {fake_score:.2f}".format(**found["golden"])
             print(f"  {size[0]}x{size[1]}: std {stds}; scores {scores}", flush=True)
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from tinyvae import TAEHV
 from tinyvae.convert.bench import peak_bytes, time_alternating_ms
-from tinyvae.training.build import initialise_he
+from tinyvae.training.build import initialize_he
 
 DEVICE = torch.device("cuda", 0)
 
@@ -30,7 +30,7 @@ DEVICE = torch.device("cuda", 0)
 def make_step(way: str, batches: list[Tensor], learning_rate: float) -> tuple[Callable[[], Tensor], TAEHV]:
     torch.manual_seed(0)
     model = TAEHV("taehv").to(DEVICE)
-    initialise_he(model, seed=0)
+    initialize_he(model, seed=0)
     fast = not way.startswith("plain")
     model.folded_training = "folded" in way
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=fast)

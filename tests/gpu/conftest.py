@@ -22,7 +22,7 @@ from tests.gpu.gpu_runs import EXACT, Runs, text_of
 from tinyvae import TAEHV, save_model
 from tinyvae.data.sample_clips import render_clip
 from tinyvae.losses.perceptual import LPIPS
-from tinyvae.training.build import initialise_he
+from tinyvae.training.build import initialize_he
 from tinyvae.video.write import VideoWriter
 
 HERE = Path(__file__).parent
@@ -76,7 +76,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Whole-width taecvx weights with a signal in every layer."""
     model = TAEHV("taecvx")
-    initialise_he(model, seed=0)
+    initialize_he(model, seed=0)
     file = tmp_path_factory.mktemp("student") / "student.safetensors"
     save_model(model, file)
     return file

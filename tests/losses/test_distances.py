@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tinyvae.errors import UserError
-from tinyvae.losses import check_loss_kind, check_temporal_frames, latent_loss, reconstruction_loss, temporal_loss
+from tinyvae.losses.distances import check_temporal_frames, latent_loss, reconstruction_loss, temporal_loss
 from tinyvae.models.variants import get_spec
 
 
@@ -59,9 +59,3 @@ def test_the_teacher_gets_no_gradient() -> None:
     student, teacher = (torch.rand(1, 2, 16, 4, 4, requires_grad=True) for _ in range(2))
     latent_loss(student, teacher).backward()
     assert student.grad is not None and teacher.grad is None
-
-
-def test_a_wrong_kind_names_the_nearest() -> None:
-    check_loss_kind("l1")
-    with pytest.raises(UserError, match="charbonnier"):
-        check_loss_kind("charbonier")

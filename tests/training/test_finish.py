@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tinyvae import TAEHV, load_model
 from tinyvae.config.schema import TrainConfig
-from tinyvae.training.ema import WeightAverage
 from tinyvae.training.finish import model_card, write_final_model
+from tinyvae.training.optim import WeightAverage
 from tinyvae.training.state import Progress
 
 CONFIG = TrainConfig(model_width=0.125, n_frames=8, height=64, width=48, temporal_loss_weight=0.5, ema_decay=0.9)

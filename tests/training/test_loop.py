@@ -14,8 +14,9 @@ from tests.training.faults import _around_losses
 from tests.training.tiny_runs import SERAENA, arguments_for, launch, read_lines, train_here
 from tinyvae.errors import UserError
 from tinyvae.teachers import TeacherError
-from tinyvae.training import best_model as validating
-from tinyvae.training.best_model import Validator
+from tinyvae.training import validation
+from tinyvae.training.clips import RunData
+from tinyvae.training.engine import Engine
 from tinyvae.training.task import StepLosses, TrainingTask
 from tinyvae.training.validation import ValidationResult
 
@@ -80,15 +81,14 @@ def test_validation_clips_that_go_away_end_the_run_saved(
     clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(clips, tmp_path / "clips")
-    build = Validator.__init__
+    build = RunData.validation_loader
 
-    def build_and_delete(self: Validator, *arguments: Any, **options: Any) -> None:
-        build(self, *arguments, **options)
-        side = options["data"].validation
-        for row in side.rows:
-            side.index.full_path(side.index.row(int(row))).unlink()
+    def build_and_delete(self: RunData, engine: Engine) -> Any:
+        for row in self.validation.rows:
+            self.validation.index.full_path(self.validation.index.row(int(row))).unlink()
+        return build(self, engine)
 
-    monkeypatch.setattr(Validator, "__init__", build_and_delete)
+    monkeypatch.setattr(RunData, "validation_loader", build_and_delete)
     with pytest.raises(UserError, match=r"not one validation clip could be read; the first was .*No such file"):
         train_here(arguments_for(tmp_path / "clips", tmp_path / "run", checkpointing_steps=100))
     assert (tmp_path / "run/emergency_checkpoint-2").is_dir()
@@ -99,7 +99,7 @@ def test_a_validation_without_a_score_ends_the_run_saved(
     clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = ValidationResult(metrics={"psnr": math.nan}, num_clips=1, shown=[])
-    monkeypatch.setattr(validating, "validate", lambda *arguments, **options: nothing)
+    monkeypatch.setattr(validation, "validate", lambda *arguments, **options: nothing)
     with pytest.raises(UserError, match="validation at step 2 gave no psnr"):
         train_here(arguments_for(clips, tmp_path / "run", checkpointing_steps=100))
     assert (tmp_path / "run/emergency_checkpoint-2").is_dir()
@@ -124,6 +124,6 @@ def test_the_steps_before_an_early_stop_are_logged_once(clips: Path, tmp_path: P
 
 def test_a_batch_too_small_for_seraena_is_refused_before_the_first_step(clips: Path, tmp_path: Path) -> None:
     small = {"height": 8, "width": 8, "train_batch_size": 1, "seraena_start": 3, "validation_steps": 0}
-    with pytest.raises(UserError, match="cannot normalise a batch of one 8x8 image"):
+    with pytest.raises(UserError, match="cannot normalize a batch of one 8x8 image"):
         train_here(arguments_for(clips, tmp_path / "run", **SERAENA, **small))
     assert list((tmp_path / "run").glob("*checkpoint-*")) == []

@@ -26,7 +26,7 @@ from tests.training.tiny_runs import (
 )
 from tinyvae.data.loader import TrainLoader, ValidationLoader
 from tinyvae.errors import UserError
-from tinyvae.training.best_model import Validator
+from tinyvae.training.clips import RunData
 from tinyvae.training.engine import Engine
 
 pytestmark = pytest.mark.slow
@@ -267,15 +267,14 @@ class GoneValidationClips:
         self.num_gone = num_gone
 
     def __call__(self, rank: int) -> None:
-        build = Validator.__init__
+        build = RunData.validation_loader
 
-        def build_and_delete(self_: Validator, *arguments: Any, **options: Any) -> None:
-            build(self_, *arguments, **options)
-            side = options["data"].validation
-            for row in side.rows[: self.num_gone]:
-                side.index.full_path(side.index.row(int(row))).unlink(missing_ok=True)
+        def build_and_delete(data: RunData, engine: Engine) -> Any:
+            for row in data.validation.rows[: self.num_gone]:
+                data.validation.index.full_path(data.validation.index.row(int(row))).unlink(missing_ok=True)
+            return build(data, engine)
 
-        Validator.__init__ = build_and_delete  # type: ignore[method-assign]
+        RunData.validation_loader = build_and_delete  # type: ignore[method-assign]
 
 
 def test_one_bad_validation_clip_is_left_out_on_any_number_of_ranks(clips: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tinyvae.files import check_output_file, writing_to
-    from tinyvae.losses.lpips_weights import cached_lpips_path, fetch_lpips_weights, holds_lpips_weights
+    from tinyvae.losses.perceptual import cached_lpips_path, fetch_lpips_weights, holds_lpips_weights
 
     path: Path = args.output or cached_lpips_path()
     if os.path.isfile(path) and not args.force:

@@ -434,8 +434,7 @@ def _check_lpips(config: TrainConfig) -> None:
     named, needs = config.lpips_weights, _lpips_needs(config)
     if named is None and not needs:
         return
-    from tinyvae.losses.lpips_weights import find_lpips_weights
-    from tinyvae.losses.perceptual import LPIPS
+    from tinyvae.losses.perceptual import LPIPS, find_lpips_weights
 
     try:
         LPIPS.from_file(find_lpips_weights(named))

@@ -187,8 +187,7 @@ def open_lpips(wanted: LPIPS | str | os.PathLike[str] | None) -> tuple[LPIPS | N
     """The LPIPS to measure with, and a note for the user where it is missing."""
     if wanted is None:
         return None, ()
-    from tinyvae.losses.lpips_weights import find_lpips_weights
-    from tinyvae.losses.perceptual import LPIPS
+    from tinyvae.losses.perceptual import LPIPS, find_lpips_weights
 
     if isinstance(wanted, LPIPS):
         return wanted, ()

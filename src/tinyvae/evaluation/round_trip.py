@@ -27,7 +27,7 @@ from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec, get_spec
 from tinyvae.models.weights import find_weights, load_model
-from tinyvae.teachers.diffusers_vae import find_teacher, load_teacher
+from tinyvae.teachers import find_teacher, load_teacher
 from tinyvae.video.opening import unreadable
 
 CHUNK_PIXELS = {"cpu": 1_400_000, "cuda": 12_000_000}

@@ -1,29 +1,22 @@
-"""How far the decoded frames are from the frames they should be.
+"""How far frames or latents are from what they should be: the reconstruction, encoder, decoder and temporal losses.
 
-The loss is computed in fp32 whatever the networks run in: a bf16 mean over a clip would keep three digits.
-Nothing is clamped: outside [0, 1] a clamp has no gradient and the pixel would never come back.
+All are computed in fp32, whatever the networks run in: a bf16 mean over a clip would keep three digits. Nothing is
+clamped: outside [0, 1] a clamp has no gradient, and the pixel would never come back.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 
-from tinyvae.errors import UserError, nearest_name
+from tinyvae.errors import UserError
 from tinyvae.models.variants import VariantSpec
 
 LossKind = Literal["mse", "l1", "charbonnier"]
-LOSS_KINDS: tuple[str, ...] = get_args(LossKind)
 
 CHARBONNIER_WIDTH = 1e-3
 """Below this difference (of a [0, 1] pixel) the Charbonnier loss is quadratic, above it linear."""
-
-
-def check_loss_kind(kind: str) -> None:
-    """Refuse a loss kind that does not exist, naming the nearest."""
-    if kind not in LOSS_KINDS:
-        raise UserError(f"there is no loss {kind!r}.{nearest_name(kind, LOSS_KINDS)} Use {', '.join(LOSS_KINDS)}.")
 
 
 def mean_distance(a: Tensor, b: Tensor, kind: LossKind) -> Tensor:
@@ -43,28 +36,22 @@ def mean_distance(a: Tensor, b: Tensor, kind: LossKind) -> Tensor:
 def reconstruction_loss(decoded_NTCHW: Tensor, target_NTCHW: Tensor, kind: LossKind = "mse") -> Tensor:
     """Distance of decoded frames (not clamped) from their targets in [0, 1]; a scalar in fp32.
 
-    ``target_NTCHW`` comes from `VideoCodec.target`: decoded frame j is input frame j. The same function serves the
-    student's own round trip and the decoding of a teacher's latents.
+    ``target_NTCHW`` is `VideoCodec.target` of the clip: decoded frame j is input frame j. The decoder loss is the same
+    distance, of frames decoded from the teacher's latents.
     """
     return mean_distance(decoded_NTCHW, target_NTCHW, kind)
 
 
-def latent_loss(student_NTCHW: Tensor, teacher_NTCHW: Tensor, kind: LossKind = "mse") -> Tensor:
-    """Distance of student latents from teacher latents, both in diffusion space; a scalar in fp32.
-
-    The teacher's latents are a target: no gradient flows into them.
-    """
-    return mean_distance(student_NTCHW, teacher_NTCHW.detach(), kind)
+def latent_loss(student_NTCHW: Tensor, teacher_NTCHW: Tensor) -> Tensor:
+    """MSE of student latents from teacher latents (they get no gradient), both in diffusion space; a scalar in fp32."""
+    return mean_distance(student_NTCHW, teacher_NTCHW.detach(), "mse")
 
 
-def temporal_loss(decoded_NTCHW: Tensor, target_NTCHW: Tensor, kind: LossKind = "mse") -> Tensor:
-    """Distance of ``decoded[t+1] - decoded[t]`` from ``target[t+1] - target[t]``; a scalar in fp32.
-
-    Needs two frames or more: `check_temporal_frames` says so at start-up.
-    """
+def temporal_loss(decoded_NTCHW: Tensor, target_NTCHW: Tensor) -> Tensor:
+    """MSE of ``decoded[t+1] - decoded[t]`` from ``target[t+1] - target[t]``, of 2 frames or more; a scalar in fp32."""
     decoded, target = decoded_NTCHW.float(), target_NTCHW.float()
     assert decoded.shape[1] >= 2, f"one decoded frame has no difference in time: {tuple(decoded.shape)}"
-    return mean_distance(decoded[:, 1:] - decoded[:, :-1], target[:, 1:] - target[:, :-1], kind)
+    return mean_distance(decoded[:, 1:] - decoded[:, :-1], target[:, 1:] - target[:, :-1], "mse")
 
 
 def check_temporal_frames(spec: VariantSpec, n_frames: int) -> None:

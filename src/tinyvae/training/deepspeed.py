@@ -1,14 +1,15 @@
-"""The engine under DeepSpeed, and the choice between the two engines.
+"""DeepSpeed: what a launch asks of it, and the engine that trains under it.
 
-Every process computes the gradients of its own clips on a whole copy of the weights, as the plain engine does, with
-nobody to wait for. When all are well the gradients are handed to DeepSpeed in one go: it averages them, clips them,
-steps its part of the optimiser and gathers the new weights. So a process that meets a NaN or runs out of memory in
-the middle of a step cannot leave the others hanging in a collective of a half-done backward pass, and a run gives the
-same numbers under every engine. What that costs is one whole copy of the weights on each device: 45 MB for the
-released networks, where the activations of one clip take gigabytes.
+The launch (accelerate's variables, or a launch file) decides between the two engines. Every value in it takes effect,
+must agree with the run's settings, or is refused.
 
-Checkpoints hold the optimiser's state whole, in the plain engine's form, so a run moves freely between engines, ZeRO
-stages and numbers of processes.
+Under DeepSpeed, too, every process computes the gradients of its own clips on a whole copy of the weights, without
+waiting for the others. When all are well, DeepSpeed gets the gradients in one go: it averages and clips them, steps its
+part of the optimizer and gathers the new weights. So no process can leave the others hanging in the middle of a
+backward pass, and a run gives the same numbers under every engine. The price is one whole copy of the weights on each
+device: 45 MB for the released networks, where the activations of one clip take gigabytes. Checkpoints hold the
+optimizer's state whole, in the plain engine's form: a run moves freely between engines, ZeRO stages and numbers of
+processes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +33,8 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError, require_package
 from tinyvae.training.engine import Engine, StepResult, as_number
 from tinyvae.training.optim import OptimizerSet
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 NAMES_OF_KEYS = "ACCELERATE_CONFIG_DS_FIELDS"
 PASSED = {
@@ -46,7 +49,7 @@ PASSED = {
 }
 """Key of ``deepspeed_config`` -> the variable that passes its value."""
 
-NOT_PASSED = ("mixed_precision", "deepspeed_multinode_launcher")  # keys that are the launcher's own matter
+NOT_PASSED = ("mixed_precision", "deepspeed_multinode_launcher")  # keys that only the launcher reads
 
 MUST_BE_OFF = {
     "ACCELERATE_USE_FSDP": "FSDP; tinyvae runs under DDP or DeepSpeed",
@@ -56,7 +59,7 @@ MUST_BE_OFF = {
     "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model; checkpoints always hold whole fp32 weights",
 }
 
-ONLY_AT = {  # the ZeRO stages in which a key has an effect, where that is not all of them
+ONLY_AT = {  # the ZeRO stages in which a key has an effect, if not in all of them
     "offload_param": (3,),
     "allgather_bucket_size": (1, 2),
     "reduce_scatter": (1, 2),
@@ -108,7 +111,7 @@ class Zero(_Section):
 
 
 class DeepSpeedSettings(_Section):
-    """What DeepSpeed may be told, in the form of its JSON. What is "auto" or left out, the run or DeepSpeed decides."""
+    """What may stand in DeepSpeed's JSON. The run or DeepSpeed decides what is "auto" or left out."""
 
     zero_optimization: Zero
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
@@ -125,24 +128,29 @@ class LaunchConfig:
     deepspeed: DeepSpeedSettings | None
 
     def disagreements(self, config: TrainConfig) -> list[str]:
-        """Where the launch says something else than the run's settings; empty where nothing clashes."""
+        """Where the launch does not fit the run's settings; empty where it fits."""
         told = self.deepspeed
         pairs = [
             ("mixed_precision", self.mixed_precision, "mixed_precision"),
             ("gradient_accumulation_steps", told and told.gradient_accumulation_steps, "gradient_accumulation_steps"),
             ("gradient_clipping", told and told.gradient_clipping, "max_grad_norm"),
         ]
-        return [
+        clashes = [
             f"{self.place} says {name}: {value}, and the run's {key} is {getattr(config, key)}; take the line out (the "
             "run decides), or make them agree"
             for name, value, key in pairs
             if value not in (None, "no", getattr(config, key))  # "no" is also what accelerate passes by default
         ]
+        if told is not None and config.optimizer == "muon":
+            clashes.append(
+                "optimizer=muon works on whole weight matrices, and DeepSpeed cuts them into flat pieces; use "
+                "--optimizer adamw, or launch with accelerate_configs/ddp_8gpu.yaml instead"
+            )
+        return clashes
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse a launch that says something else than the run's settings."""
-        problems = self.disagreements(config)
-        if problems:
+        """Refuse a launch that does not fit the run's settings."""
+        if problems := self.disagreements(config):
             raise UserError(f"{'; '.join(problems)}.")
 
 
@@ -166,7 +174,7 @@ def read_environment(environment: Mapping[str, str], *, place: str = "the launch
 
 
 def _deepspeed_content(environment: Mapping[str, str], place: str, problems: list[str]) -> tuple[str, Any]:
-    """(where it stands, what DeepSpeed is told in the form of its JSON)."""
+    """Where DeepSpeed's settings stand, and the settings in the form of its JSON."""
     inline = {key: environment[variable] for key, variable in PASSED.items() if variable in environment}
     lost = [key for key in environment.get(NAMES_OF_KEYS, "").split(",") if key and key not in (*inline, *NOT_PASSED)]
     if lost:
@@ -215,13 +223,11 @@ def read_launch_file(file: Path) -> LaunchConfig:
     return read_environment(environment, place=str(file))
 
 
-log = logging.getLogger(__name__)
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+# the engine
 
 
 class _Given(torch.autograd.Function):
-    """A zero whose gradient with respect to the parameters is one that is already known."""
+    """A zero whose gradients with respect to the parameters are already known."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
@@ -234,12 +240,12 @@ class _Given(torch.autograd.Function):
 
 
 class _Held(nn.Module):
-    """The parameters as DeepSpeed holds them. They sit on one module, so that ZeRO-3 gathers them in one exchange."""
+    """The parameters as DeepSpeed holds them: all on one module, so that ZeRO-3 gathers them in one exchange."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         for name, parameter in model.named_parameters():
-            # DeepSpeed sees flat memory, so a channels-last weight is held in the plain order.
+            # DeepSpeed sees flat memory, so it gets a channels-last weight in the plain order.
             plain = parameter.detach().clone(memory_format=torch.contiguous_format)
             self.register_parameter(name.replace(".", "_"), nn.Parameter(plain))
 
@@ -248,21 +254,17 @@ class _Held(nn.Module):
 
 
 class DeepSpeedEngine(Engine):
-    """One process of a run whose optimiser is DeepSpeed's ZeRO."""
+    """One process of a run whose optimizer is DeepSpeed's ZeRO."""
 
     kind = "deepspeed"
 
     def __init__(self, config: TrainConfig, settings: DeepSpeedSettings) -> None:
-        if config.optimizer == "muon":
-            raise UserError(
-                "optimizer=muon works on whole weight matrices, and DeepSpeed cuts them into flat pieces; use "
-                "--optimizer adamw, or launch with accelerate_configs/ddp_8gpu.yaml instead."
-            )
+        assert config.optimizer != "muon", "LaunchConfig.check refuses it"
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self._deepspeed = require_package("deepspeed", extra="deepspeed", needed_for="this launch configuration")
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        # DeepSpeed calls these at every step by names that torch wants to rename: nothing a user can fix.
+        # DeepSpeed calls these at every step by names that torch wants to rename; a user cannot fix that.
         for renamed in ("all_gather_into_tensor", "reduce_scatter_tensor"):
             warnings.filterwarnings("ignore", message=rf".*{renamed}. is deprecated", category=FutureWarning)
         super().__init__(config)
@@ -270,7 +272,7 @@ class DeepSpeedEngine(Engine):
         self._stage = settings.zero_optimization.stage
         self._max_grad_norm = config.max_grad_norm
         self._gathered: dict[str, Any] | None = None
-        # It joins the group that is there; with a single process there is none yet.
+        # It joins the process group; with a single process it makes one.
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         self._deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
@@ -280,16 +282,13 @@ class DeepSpeedEngine(Engine):
         self._held = _Held(model)
         held = list(self._held.parameters())
         assert [id(p) for group in adamw.param_groups for p in group["params"]] == [id(p) for p in self._parameters]
-        adamw.param_groups[0]["params"] = held  # the optimiser that the loop knows now steps what DeepSpeed holds
+        adamw.param_groups[0]["params"] = held  # the optimizer that the loop knows now steps what DeepSpeed holds
         self._adamw = adamw
         self._zero, *_ = self._deepspeed.initialize(
-            model=self._held,
-            optimizer=adamw,
-            config=self._configuration(),
-            dist_init_required=False,
+            model=self._held, optimizer=adamw, config=self._configuration(), dist_init_required=False
         )
         assert self._zero.zero_optimization_stage() == self._stage
-        # The loss scale is taken off gradients through an optimiser that holds them; this one does nothing else.
+        # The scaler takes the loss scale off the gradients of an optimizer; this one is there for that alone.
         self._scaled = torch.optim.SGD(self._parameters, lr=0.0)
 
     def _configuration(self) -> dict[str, Any]:
@@ -298,18 +297,16 @@ class DeepSpeedEngine(Engine):
         bucket = max(2, weights + weights % 2)  # a bucket is a buffer: one that holds the network once is enough
         zero = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
         zero |= self._settings.zero_optimization.model_dump(exclude_defaults=True)
-        told: dict[str, Any] = {
+        return {
             "train_micro_batch_size_per_gpu": 1,  # it sees gradients, never clips
             "gradient_accumulation_steps": 1,
             "gradient_clipping": self._max_grad_norm,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,  # the optimiser is the plain engine's: the same steps, bit for bit
+            "zero_force_ds_cpu_optimizer": False,  # the optimizer is the plain engine's: the same steps, bit for bit
             "steps_per_print": None,
+            "communication_data_type": self._settings.communication_data_type,
         }
-        if self._settings.communication_data_type is not None:
-            told["communication_data_type"] = self._settings.communication_data_type
-        return told
 
     # the step
 
@@ -318,7 +315,7 @@ class DeepSpeedEngine(Engine):
             parameter.grad = None
 
     def finish_step(self, *, max_grad_norm: float) -> StepResult:
-        """Hand the gradients of all processes to DeepSpeed; where they are not finite nothing changes anywhere."""
+        """Give the gradients of all processes to DeepSpeed; where they are not finite, nothing changes anywhere."""
         assert max_grad_norm == self._max_grad_norm, "DeepSpeed clips at the norm that it was started with"
         gradients = self._own_gradients()
         if gradients is None:
@@ -343,7 +340,7 @@ class DeepSpeedEngine(Engine):
         finite = torch.stack([torch.isfinite(gradient).all() for gradient in gradients]).all()
         (someone_is_bad,) = self.worst(0 if bool(finite) else 1)
         if self._scaler.is_enabled():
-            # All loss scales must move alike, so whoever was well behaves as if it had overflowed too.
+            # All loss scales must move alike, so a process that was well acts as if it had overflowed too.
             if someone_is_bad:
                 gradients[0].fill_(math.inf)
             self._scaler.unscale_(self._scaled)
@@ -358,21 +355,16 @@ class DeepSpeedEngine(Engine):
         self._zero.step()
 
     def _take_weights(self) -> None:
-        """Copy the weights that DeepSpeed holds into the model that everybody else knows."""
+        """Copy the weights that DeepSpeed holds into the model."""
         held = list(self._held.parameters())
-        with torch.no_grad(), self._whole(held):
+        whole = nullcontext() if self._stage < 3 else self._deepspeed.zero.GatheredParameters(held)
+        with torch.no_grad(), whole:
             torch._foreach_copy_(list[Tensor](self._parameters), [p.detach().to(self.device) for p in held])
-
-    def _whole(self, held: list[nn.Parameter]) -> AbstractContextManager[Any]:
-        """The held parameters in one piece: ZeRO-3 gathers them, the other stages have them so."""
-        if self._stage < 3:
-            return nullcontext()
-        return self._deepspeed.zero.GatheredParameters(held)
 
     # state
 
     def weights_were_loaded(self) -> None:
-        """Put the model's weights into what DeepSpeed holds: the compute copy and the optimiser's own."""
+        """Put the model's weights into what DeepSpeed holds: the compute copy and the optimizer's own."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         for parameter, value in zip(self._held.parameters(), self._parameters, strict=True):
@@ -386,13 +378,13 @@ class DeepSpeedEngine(Engine):
                 safe_set_local_fp32_param(parameter, piece)
 
     def save_collective(self, folder: Path) -> None:
-        """Gather the optimiser's state, all processes together; `state_dict` then hands it out on the main one."""
+        """Gather the optimizer's state, all processes together; `state_dict` then gives it on the main one."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         state: dict[int, dict[str, Tensor]] = {}
-        steps = self._steps_taken()
+        steps = next((int(own["step"]) for own in self._adamw.state.values() if "step" in own), 0)
         if steps:
-            with self._exchange("the optimiser's state"):
+            with self._exchange("the optimizer's state"):
                 for i, parameter in enumerate(self._held.parameters()):
                     whole = {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
                     if self.is_main:
@@ -409,7 +401,9 @@ class DeepSpeedEngine(Engine):
         return {"optimizers": gathered, "scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over an optimiser's state, of this engine or the plain one, from any number of processes."""
+        """Take over an optimizer's state, of this engine or the plain one, from any number of processes."""
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
         (saved,) = state["optimizers"]["optimizers"]
         for group, other in zip(self._adamw.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in other.items() if key not in ("params", "base_lr")})
@@ -417,31 +411,22 @@ class DeepSpeedEngine(Engine):
             self._make_moments()
             for i, parameter in enumerate(self._held.parameters()):
                 for name in MOMENTS:
-                    self._set_moment(parameter, name, saved["state"][i][name].to(self.device, torch.float32))
+                    value = saved["state"][i][name].to(self.device, torch.float32)
+                    if self._stage < 3:
+                        safe_set_full_optimizer_state(parameter, value, name)
+                    else:
+                        safe_set_local_optimizer_state(parameter, self._own_piece(parameter, value), name)
             for own in self._adamw.state.values():
                 own["step"].fill_(float(saved["state"][0]["step"]))
         if self._scaler.is_enabled() and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
 
-    def _steps_taken(self) -> int:
-        return next((int(own["step"]) for own in self._adamw.state.values() if "step" in own), 0)
-
     def _make_moments(self) -> None:
-        """Have the optimiser make its (zero) moments: a step of rate 0 with gradients of 0 changes no weight."""
-        rates = [group["lr"] for group in self._adamw.param_groups]
-        for group in self._adamw.param_groups:
-            group["lr"] = 0.0
+        """Let the optimizer make its (zero) moments: a step of rate 0 with gradients of 0 changes no weight."""
+        (group,) = self._adamw.param_groups
+        rate, group["lr"] = group["lr"], 0.0
         self._step_zero([p.new_zeros(p.shape) for p in self._parameters])
-        for group, rate in zip(self._adamw.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-    def _set_moment(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
-
-        if self._stage < 3:
-            safe_set_full_optimizer_state(parameter, value, name)
-        else:
-            safe_set_local_optimizer_state(parameter, self._own_piece(parameter, value), name)
+        group["lr"] = rate
 
     def _own_piece(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         """This process's piece of a whole value, as ZeRO-3 cuts them: equal pieces, the last one padded with zeros."""

@@ -1,7 +1,7 @@
-"""A torch profiler trace of a few steps, where the configuration asks for one.
+"""What the steps of a run look like inside: a profiler's trace of a few steps, and ``debug`` lines of the first.
 
-Not of the whole run: ten small steps already make a file of 150 MB, and the events of a long run would fill the memory
-of the machine before any of them is written.
+The trace is not of the whole run: ten small steps already make a file of 150 MB, and the events of a long run would
+fill the memory of the machine before any of them is written.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tinyvae.training.engine import StepResult
-
 log = logging.getLogger(__name__)
 
 TRACED_STEPS = 5
@@ -23,10 +21,7 @@ SETTLING_STEPS = 5
 
 
 class StepProfiler:
-    """Traces some of the next ``steps_left`` steps into ``file``, which is written right after the last of them.
-
-    ``file`` None: nothing is traced, and `step` and `close` do nothing.
-    """
+    """Traces some of the next ``steps_left`` steps into ``file`` (None: nothing), written right after the last one."""
 
     def __init__(self, file: Path | None, *, device: torch.device, steps_left: int) -> None:
         self._file = file
@@ -47,12 +42,12 @@ class StepProfiler:
         self._profile.start()
 
     def step(self) -> None:
-        """An optimiser step is over."""
+        """An optimizer step is over."""
         if self._profile is not None:
             self._profile.step()
 
     def close(self) -> None:
-        """No more steps; a trace that is under way is written as far as it goes."""
+        """No more steps; a trace that has begun is written as far as it goes."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
@@ -62,33 +57,14 @@ class StepProfiler:
         log.info("profile of some steps: %s", self._file)
 
 
-log = logging.getLogger(__name__)
+def log_tensors(named: Mapping[str, Tensor | None]) -> None:
+    for name, value in named.items():
+        log.info("debug: %s: %s", name, "none" if value is None else describe(value))
 
 
-class FirstStepLog:
-    """Tells of the first part of the first step that it hears of, and is silent from then on."""
-
-    def __init__(self) -> None:
-        self._has_tensors = False
-        self._has_losses = False
-
-    def tensors(self, named: Mapping[str, Tensor | None]) -> None:
-        if not self._has_tensors:
-            self._has_tensors = True
-            for name, value in named.items():
-                log.info("debug: %s: %s", name, "none" if value is None else describe(value))
-
-    def losses(self, named: Mapping[str, Tensor]) -> None:
-        if not self._has_losses:
-            self._has_losses = True
-            for name, value in named.items():
-                log.info("debug: %s: %.6g", name, float(value))
-
-    def step(self, result: StepResult, rates: Mapping[str, float]) -> None:
-        applied = "applied" if result.stepped else "NOT applied"
-        log.info("debug: gradient norm before clipping: %.6g, the step was %s", result.gradient_norm, applied)
-        for name, rate in rates.items():
-            log.info("debug: %s: %.6g", name, rate)
+def log_losses(named: Mapping[str, Tensor | float]) -> None:
+    for name, value in named.items():
+        log.info("debug: %s: %.6g", name, float(value))
 
 
 def describe(value: Tensor) -> str:

@@ -1,10 +1,10 @@
-"""How the processes of a run work together. The plain engine, which DeepSpeed's builds on.
+"""How the processes of a run work together: the plain engine, on which DeepSpeed's builds.
 
-The plain engine runs one process or many with the same rule: between two exchanges a process does only local work.
-Each one computes the gradients of its own clips; then all exchange one small status, and only when everybody is well
-are gradients averaged and the optimiser stepped. So a process that meets a NaN or runs out of memory can say so, and
-nobody waits for it in a collective that it will never join. (Gradients are averaged in one flat all-reduce after the
-backward pass rather than by DistributedDataParallel's hooks inside it: docs/decisions.md has the numbers.)
+One process or many follow the same rule: between two exchanges a process does only local work. Each one computes the
+gradients of its own clips; then all exchange one small status. Only if all are well, the gradients are averaged and
+the optimizer steps. So a process that meets a NaN or runs out of memory can say so, and no other process waits for it
+in a collective that it will never join. (One flat all-reduce after the backward pass averages the gradients, not
+DistributedDataParallel's hooks inside it: docs/decisions.md has the numbers.)
 """
 
 from __future__ import annotations
@@ -56,20 +56,18 @@ class Engine:
         processes = join_processes(config)
         self.rank: int = processes.process_index
         self.world_size: int = processes.num_processes
-        self.local_rank: int = processes.local_process_index
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.is_main: bool = processes.is_main_process
-        self.many = dist.is_initialized()  # also one process that a launcher started: it takes the same way
+        self.many = dist.is_initialized()  # also for one process that a launcher started
         self.device: torch.device = processes.device
         self.timeout_s = config.nccl_timeout
         self._dtype = AUTOCAST_DTYPES[config.mixed_precision]
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=config.mixed_precision == "fp16")
         self._replays_graphs = config.compile_model and config.compile_mode in ("reduce-overhead", "max-autotune")
-        # Small messages travel on a gloo group of their own: the GPU need not be waited for, and a process that died
+        # Small messages travel on a gloo group of their own: they do not wait for the GPU, and a process that died
         # closes its connection, which the others notice at once instead of at the timeout.
-        self._messages = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s)) if self.many else None
-        )
+        timeout = timedelta(seconds=self.timeout_s)
+        self._messages = dist.new_group(backend="gloo", timeout=timeout) if self.many else None
 
     # exchanges: every process calls them in the same order
 
@@ -105,7 +103,7 @@ class Engine:
         return items
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns on the main process, on every process; an error of the user's there is one here too."""
+        """What ``make`` returns on the main process, on every process; a ``UserError`` there is raised by all."""
         box: list[Any] = [None]
         if self.is_main:
             try:
@@ -130,25 +128,22 @@ class Engine:
         try:
             yield
         except RuntimeError as fault:
-            if is_out_of_memory(fault):  # inside DeepSpeed's step, say: nobody is lost
+            if is_out_of_memory(fault):  # for example inside DeepSpeed's step: no process is lost
                 raise
-            # gloo and NCCL report a dead or silent peer as a RuntimeError; a bug of ours would be one too, so the
-            # cause stays attached.
-            waited = time.monotonic() - began
-            happened = (
-                f"another process of this run has not answered within {self.timeout_s} s (nccl_timeout): it hangs"
-                if waited > 0.9 * self.timeout_s
-                else "another process of this run has stopped"
-            )
+            # gloo and NCCL report a dead or silent peer as a RuntimeError. A bug of ours is one too: keep the cause.
+            happened = "has stopped"
+            if time.monotonic() - began > 0.9 * self.timeout_s:
+                happened = f"has not answered within {self.timeout_s} s (nccl_timeout): it hangs"
             raise PeerLostError(
-                f"process {self.rank} could not exchange {what} with the others: {happened}. Look for its own message "
-                "above, fix that, and go on with --resume latest. See docs/troubleshooting.md#a-lost-process"
+                f"process {self.rank} could not exchange {what} with the others: another process of this run "
+                f"{happened}. Look for its own message above, fix that, and go on with --resume latest. See "
+                "docs/troubleshooting.md#a-lost-process"
             ) from fault
 
     # the step
 
     def prepare(self, model: nn.Module, optimizers: OptimizerSet) -> None:
-        """Take over a model (already on the device) and its optimisers; all processes start from rank 0's weights."""
+        """Take over a model (already on the device) and its optimizers; all processes start from rank 0's weights."""
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizers = optimizers
         if self.many:
@@ -158,15 +153,13 @@ class Engine:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision the networks run in; losses leave it by themselves."""
-        if self._dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._dtype)
+        return torch.autocast(self.device.type, dtype=self._dtype) if self._dtype is not None else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of one (part of a) micro-batch; the caller has weighted the loss by its share."""
         self._scaler.scale(loss).backward()
         if self._replays_graphs:
-            # Every replay of a CUDA graph writes into the same memory: these gradients get out of the next one's way.
+            # Every replay of a CUDA graph writes into the same memory: copy these gradients before the next one.
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
@@ -175,20 +168,20 @@ class Engine:
         self._optimizers.zero_grad()
 
     def finish_step(self, *, max_grad_norm: float) -> StepResult:
-        """Average, clip and apply the gradients. Where they are not finite nothing is applied, on any process."""
+        """Average, clip and apply the gradients. Where they are not finite, no process applies anything."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         assert gradients, "finish_step without a backward pass"
         self.average_(gradients)
         for optimizer in self._optimizers.optimizers:
             self._scaler.unscale_(optimizer)
         limit = max_grad_norm if max_grad_norm > 0 else math.inf
-        reading = NumberOnItsWay(nn.utils.clip_grad_norm_(self._parameters, limit))
+        reading = PendingNumber(nn.utils.clip_grad_norm_(self._parameters, limit))
         self._optimizers.propose()  # the GPU computes on while the host waits for the norm
         norm = reading.value()
         # Averaged gradients are the same numbers on every process, so all of them decide alike.
         stepped = math.isfinite(norm)
         if stepped:
-            # The scaler would let an optimiser step whose own gradients are finite while another one's are not.
+            # The scaler would let an optimizer step whose own gradients are finite while another one's are not.
             for optimizer in self._optimizers.optimizers:
                 self._scaler.step(optimizer)
         self._scaler.update()
@@ -198,10 +191,10 @@ class Engine:
     # state
 
     def weights_were_loaded(self) -> None:
-        """The model's weights were set from outside (on every process): an engine with a copy of them renews it."""
+        """The model's weights were set from outside (on every process): an engine with a copy updates it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the engine itself must remember: optimiser moments and the loss scale."""
+        """What the engine itself must remember: optimizer moments and the loss scale."""
         return {"optimizers": self._optimizers.state_dict(), "scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -212,25 +205,21 @@ class Engine:
             self._scaler.load_state_dict(state["scaler"])
 
     def save_collective(self, folder: Path) -> None:
-        """Write what needs all processes at once (DeepSpeed's partitions); the plain engine has nothing such."""
+        """Collect what needs all processes at once (DeepSpeed's partitions); the plain engine has no such thing."""
 
     def close(self) -> None:
-        """Leave the process group, after everybody has finished."""
+        """Leave the process group after all processes have finished."""
         self.barrier()
         self.close_quietly()
 
     def close_quietly(self) -> None:
-        """Leave the process group without waiting: after a failure the others may not come."""
+        """Leave the process group without waiting: after a failure the others may never answer."""
         if self.many and dist.is_initialized():
             dist.destroy_process_group()
 
 
 def join_processes(config: TrainConfig) -> Any:
-    """Join the process group that the launcher describes; every collective gets the configured timeout.
-
-    accelerate only names the processes and devices: precision, accumulation and gradients are the engine's own matter,
-    so of its classes the one without opinions on them is used.
-    """
+    """Join the process group that the launcher describes. accelerate only numbers processes and names devices."""
     from accelerate import PartialState
 
     if config.deterministic:  # read by cuBLAS and torch.compile when they start
@@ -238,14 +227,14 @@ def join_processes(config: TrainConfig) -> Any:
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     on_cpu = not torch.cuda.is_available()
     timeout = timedelta(seconds=config.nccl_timeout)
-    # A backend may be named only where there is a group to make: accelerate takes the naming for a launched job.
+    # accelerate takes a named backend for a sign of a launched job: name it only there.
     launched = int(os.environ.get("LOCAL_RANK", "-1")) >= 0
     group = {"backend": "gloo" if on_cpu else "nccl", "timeout": timeout} if launched else {}
     processes = PartialState(cpu=on_cpu, **group)
     if torch.cuda.is_available():
         torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
         torch.backends.cudnn.allow_tf32 = config.allow_tf32
-        # With trials cuDNN takes whichever kernel was faster in this process, and another one rounds otherwise.
+        # With trials cuDNN takes the kernel that was faster in this process, and another kernel rounds differently.
         torch.backends.cudnn.benchmark = not config.deterministic
         torch.backends.cudnn.deterministic = config.deterministic
         torch.use_deterministic_algorithms(config.deterministic)
@@ -255,15 +244,15 @@ def join_processes(config: TrainConfig) -> Any:
 
 
 def _lay_out_like_weights(optimizer: torch.optim.Optimizer) -> None:
-    """Give moments their weights' memory order, which fused steps insist on; another engine may have saved another."""
+    """Give moments the memory order of their weights: fused steps need it, and another engine may save another one."""
     for weight, moments in optimizer.state.items():
         for name, value in moments.items():
             if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
                 moments[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
 
 
-class NumberOnItsWay:
-    """A scalar that is being copied off its device: what is handed to the device after it need not be waited for."""
+class PendingNumber:
+    """A scalar on its way to the host: reading it does not wait for work that the device got later."""
 
     def __init__(self, scalar: Tensor) -> None:
         self._done = torch.cuda.Event() if scalar.is_cuda else None
@@ -281,6 +270,4 @@ class NumberOnItsWay:
 
 def as_number(norm: Tensor | float | None) -> float:
     """A gradient norm as a float, whatever an engine returned; None (not computed) is not a number."""
-    if norm is None:
-        return math.nan
-    return float(norm.item()) if isinstance(norm, Tensor) else float(norm)
+    return math.nan if norm is None else float(norm)

@@ -1,7 +1,7 @@
 """The training loop, and nothing else: read it from top to bottom.
 
-A batch's way, with no turning back: clips -> device -> task (losses) -> gradients -> guards -> optimiser -> average of
-weights -> log -> validate -> checkpoint.
+A batch goes one way: clips -> device -> task (losses) -> gradients -> guards -> optimizer -> average of weights -> log
+-> validate -> checkpoint.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from tqdm import tqdm
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip_reading import ClipBatch
 from tinyvae.errors import UserError
-from tinyvae.losses.seraena import SeraenaResult
+from tinyvae.losses.seraena import HalfStepError, SeraenaResult
 from tinyvae.terminal import progress_bar
-from tinyvae.training.diagnostics import FirstStepLog, StepProfiler
-from tinyvae.training.ema import WeightAverage
+from tinyvae.training.diagnostics import StepProfiler, log_losses
 from tinyvae.training.engine import Engine, PeerLostError, StepResult
 from tinyvae.training.guards import (
     AnotherRankInTrouble,
@@ -34,12 +33,12 @@ from tinyvae.training.guards import (
     is_out_of_memory,
     out_of_memory_error,
 )
-from tinyvae.training.logs import RunLog, StepLog, learning_rates
+from tinyvae.training.logs import RunLog, StepLog
 from tinyvae.training.notify import Notifier
-from tinyvae.training.optim import OptimizerSet, learning_rate_factor
+from tinyvae.training.optim import OptimizerSet, WeightAverage, learning_rate_factor, learning_rates
 from tinyvae.training.state import LoopState, Progress
 from tinyvae.training.task import TrainingTask
-from tinyvae.training.validation import ValidationCut
+from tinyvae.training.validation import ValidationCut, stops_early
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,11 @@ STOPPED_ELSEWHERE = (
 
 @dataclass(frozen=True, kw_only=True)
 class LoopParts:
-    """What the loop drives; `tinyvae.training.start` puts it together."""
+    """What the loop drives; `tinyvae.training.start` puts it together.
+
+    ``validate`` takes the progress and the newest training loss, and gives the new progress and the score. ``save``
+    writes a checkpoint (an emergency one where the flag says so) and tells whether it is on disk.
+    """
 
     config: TrainConfig
     engine: Engine
@@ -63,20 +66,12 @@ class LoopParts:
     profiler: StepProfiler
     signals: SignalWatch
     notifier: Notifier
-    validate: Callable[[Progress, float], ValidationOutcome]
+    validate: Callable[[Progress, float], tuple[Progress, float]]
     save: Callable[[LoopState, bool], bool]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValidationOutcome:
-    """What a validation changes: ``progress`` with best score and patience, and the ``score`` itself."""
-
-    progress: Progress
-    score: float
-
-
 class Trainer:
-    """Runs `LoopParts` from ``progress`` to the end of the configuration."""
+    """Runs `LoopParts` from ``state`` to the end of the configuration."""
 
     def __init__(self, parts: LoopParts, state: LoopState) -> None:
         self.parts = parts
@@ -89,24 +84,23 @@ class Trainer:
             self.step_log.load_state_dict(state.step_log)
         self.mistake: UserError | None = None  # why this rank has to stop
         self.is_saved = True  # whether the newest save that was tried is on disk
-        self.first_step = FirstStepLog() if parts.config.debug else None
-        if self.first_step is not None:
-            parts.task.on_tensors = self.first_step.tensors
-        if parts.task.seraena is not None:  # refused now rather than at Seraena's first step, hours later
-            parts.task.seraena.check_batch(self.config.train_batch_size, self.config.height, self.config.width)
+        self.tells_more = parts.config.debug  # about the first step
 
     def train(self) -> Progress:
         """Train to the last step, an early stop (both return) or a signal (raises `StopRequested`)."""
-        config, parts = self.config, self.parts
+        config, parts, begun_at = self.config, self.parts, self.progress.step
         parts.signals.hold()
         parts.notifier.is_at(self.progress)
-        with self._progress_bar() as bar:
-            if self._validation_was_missed():
+        with progress_bar(
+            total=config.max_train_steps, initial=begun_at, desc="train", unit="step", disable=not parts.engine.is_main
+        ) as bar:
+            if begun_at > 0 and self._is_due(config.validation_steps) and self.progress.validated_step != begun_at:
+                # The run resumes from a save that a signal asked for between a step and its validation.
                 self._validate(bar)
                 self._save_if_due()
-            elif self._stops_early():
+            elif stops_early(self.progress, config):
                 log.info("this run had stopped early; a larger --early_stopping_patience makes it go on")
-            while self.progress.step < config.max_train_steps and not self._stops_early():
+            while self.progress.step < config.max_train_steps and not stops_early(self.progress, config):
                 started = time.perf_counter()
                 clips = self._next_clips()
                 result = self.step(clips)
@@ -129,39 +123,39 @@ class Trainer:
             )
 
     def _next_clips(self) -> list[ClipBatch]:
-        """The step's clips. Where this rank has none, all ranks save before they stop."""
+        """The clips of a step. If this rank has none, all ranks save before they stop."""
         try:
             return [next(self.parts.batches) for _ in range(self.config.gradient_accumulation_steps)]
         except UserError:
-            self.parts.engine.worst(Status.HAS_TO_STOP)  # meets the others wherever they ask for the status next
+            self.parts.engine.worst(Status.HAS_TO_STOP)  # meets the others where they next ask for the status
             self._save(emergency=True)
             raise
 
+    # the step
+
     def step(self, clips: list[ClipBatch]) -> StepResult:
-        """One optimiser step over several micro-batches, all ranks together."""
+        """One optimizer step over several micro-batches, all ranks together."""
         parts, config = self.parts, self.config
         if self.seraena_start is not None:
             self.seraena_start = self.seraena_start.before_step(self.progress.step)
         parts.optimizers.set_rates(learning_rate_factor(self.progress.step, config))
-        if self._uses_seraena:
-            parts.task.remember()
         while (worst := self._compute_gradients(clips)) != Status.WELL:
-            self._undo_step()
+            parts.engine.discard_gradients()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
             if worst == Status.HAS_TO_STOP:
                 self._save(emergency=True)
                 raise self.mistake or PeerLostError(STOPPED_ELSEWHERE)
             self._use_smaller_slices()
         result = self._apply_gradients()
-        if self.first_step is not None:
-            self.first_step.step(result, learning_rates(self.progress.step, config))
-            self.first_step = parts.task.on_tensors = None
+        if self.tells_more:
+            applied = "applied" if result.stepped else "NOT applied"
+            log.info("debug: gradient norm before clipping: %.6g, the step was %s", result.gradient_norm, applied)
+            log_losses(learning_rates(self.progress.step, config))
+            self.tells_more = False
         if result.stepped and parts.average is not None:
             parts.average.update(parts.task.model)
         return result
-
-    @property
-    def _uses_seraena(self) -> bool:
-        return self.seraena_start is not None and self.seraena_start.has_started
 
     def _compute_gradients(self, clips: list[ClipBatch]) -> Status:
         """The local work of a step, and how it went on the worst of the ranks."""
@@ -173,9 +167,9 @@ class Trainer:
             status = Status.WELL
         except AnotherRankInTrouble as trouble:
             return trouble.status
-        except PeerLostError:
-            raise  # nobody is left to be told
-        except UserError as mistake:  # a teacher that fails, say
+        except (PeerLostError, HalfStepError):
+            raise  # no other rank can be told, or nothing can be saved
+        except UserError as mistake:  # for example a teacher that fails
             self.mistake = mistake
             status = Status.HAS_TO_STOP
         except (RuntimeError, MemoryError) as fault:
@@ -188,29 +182,21 @@ class Trainer:
     def _add_gradients(self, frames: Tensor, *, share: float) -> None:
         """Gradients of one micro-batch; ``share``: its part of the step's clips."""
         task, engine = self.parts.task, self.parts.engine
+        use_seraena = self.seraena_start is not None and self.seraena_start.has_started
         parts = frames.chunk(self.slices)
         corrections: list[SeraenaResult | None] = [None] * len(parts)
-        if self._uses_seraena and len(parts) > 1:
+        if use_seraena and len(parts) > 1:
             with engine.autocast():
                 corrections = list(task.correct_in_parts(parts))
         for part, corrected in zip(parts, corrections, strict=True):
             with engine.autocast():
-                losses = task.losses(part, use_seraena=self._uses_seraena, step=self.progress.step, corrected=corrected)
+                losses = task.losses(part, use_seraena=use_seraena, step=self.progress.step, corrected=corrected)
             weight = share * len(part) / len(frames)
-            # A loss that is not finite can have finite gradients. Not here: the guard looks at gradients alone.
+            # The guard looks at the gradients alone, and a loss that is not finite can have finite gradients: so make
+            # these gradients NaN.
             is_number = torch.isfinite(losses.total.detach())
             engine.backward(losses.total * torch.where(is_number, weight, torch.nan))
-            if self.first_step is not None:
-                self.first_step.losses(losses.logged)
             self.step_log.add(losses.logged, share=weight)
-
-    def _undo_step(self) -> None:
-        """Be as before the step, so that it can be computed again or the run saved."""
-        self.parts.engine.discard_gradients()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if self._uses_seraena:
-            self.parts.task.go_back()
 
     def _use_smaller_slices(self) -> None:
         """Some rank ran out of memory: all of them compute the same step again in smaller parts."""
@@ -234,8 +220,9 @@ class Trainer:
             ) from None
 
     def _count(self, clips: list[ClipBatch], result: StepResult, *, seconds: float) -> None:
-        engine, progress = self.parts.engine, self.progress
-        num_clips = sum(len(batch) for batch in clips) * engine.world_size
+        """Add a finished step to the progress; end the run after too many skipped steps in a row."""
+        config, progress = self.config, self.progress
+        num_clips = sum(len(batch) for batch in clips) * self.parts.engine.world_size
         self.step_log.end_step(result, num_clips=num_clips, seconds=seconds)
         skipped_in_a_row = 0 if result.stepped else progress.skipped_in_a_row + 1
         self.progress = replace(
@@ -249,31 +236,21 @@ class Trainer:
         self.parts.notifier.is_at(self.progress)
         if not result.stepped:
             self._report_skipped(clips)
-            if skipped_in_a_row >= self.config.max_skipped_steps:
+            if skipped_in_a_row >= config.max_skipped_steps:
                 self._save(emergency=True)
-            check_skipped(
-                skipped_in_a_row, limit=self.config.max_skipped_steps, mixed_precision=self.config.mixed_precision
-            )
+            check_skipped(skipped_in_a_row, limit=config.max_skipped_steps, mixed_precision=config.mixed_precision)
 
     def _report_skipped(self, clips: list[ClipBatch]) -> None:
-        """Name the clips of the ranks whose own loss was not finite (all of them where only the gradient was not)."""
+        """Name the clips of the ranks whose own loss was not finite (of all ranks where only the gradient was not)."""
         own = (math.isfinite(self.step_log.own_loss()), [name for batch in clips for name in batch.names])
-        everybody = self.parts.engine.gather(own)
-        suspects = [(rank, names) for rank, (finite, names) in enumerate(everybody) if not finite]
-        suspects = suspects or [(rank, names) for rank, (_, names) in enumerate(everybody)]
+        ranks = list(enumerate(self.parts.engine.gather(own)))
+        suspects = [(rank, names) for rank, (is_finite, names) in ranks if not is_finite]
+        suspects = suspects or [(rank, names) for rank, (_, names) in ranks]
         if self.parts.engine.is_main:
             listed = "; ".join(f"process {rank}: {', '.join(names)}" for rank, names in suspects)
             log.warning("step %d skipped: a loss or gradient was not finite (%s)", self.progress.step, listed)
 
-    def _progress_bar(self) -> tqdm:
-        """Steps done, time left, and what `_log` puts behind them."""
-        return progress_bar(
-            total=self.config.max_train_steps,
-            initial=self.progress.step,
-            desc="train",
-            unit="step",
-            disable=not self.parts.engine.is_main,
-        )
+    # around the steps
 
     def _log(self, bar: tqdm) -> None:
         values = self.step_log.take(self.progress.step)  # an exchange: every rank comes here at the same steps
@@ -289,43 +266,32 @@ class Trainer:
             raise StopRequested(signal_number)
 
     def _is_due(self, every: int) -> bool:
-        """Whether something done every so many steps (0: never), and at the last one, is due after this step."""
+        """Whether something is due after this step: it is done every ``every`` steps (0: never) and at the last one."""
         step = self.progress.step
         return every > 0 and (step % every == 0 or step == self.config.max_train_steps)
 
-    def _validation_was_missed(self) -> bool:
-        """Whether the run resumes from a save that a signal asked for between a step and its validation."""
-        step = self.progress.step
-        return step > 0 and self._is_due(self.config.validation_steps) and self.progress.validated_step != step
-
-    def _stops_early(self) -> bool:
-        """Whether the last validations were in vain; so it is too for a run that is resumed after its early stop."""
-        return 0 < self.config.early_stopping_patience <= self.progress.stale_validations
-
     def _validate(self, bar: tqdm) -> None:
-        """Where a validation fails, all ranks save without it before they stop; a resumed run makes up for it."""
+        """Score the model. If a validation fails, all ranks save before they stop; a resumed run validates again."""
         try:
-            outcome = self.parts.validate(self.progress, self.step_log.recent_loss)
+            self.progress, score = self.parts.validate(self.progress, self.step_log.recent_loss)
         except PeerLostError:
-            raise  # nobody is left to save with
+            raise  # no rank is left to save with
         except ValidationCut as cut:
             self._save(emergency=True)
             raise cut.reason or PeerLostError(STOPPED_ELSEWHERE) from None
-        except UserError:  # raised by all ranks alike
+        except UserError:  # all ranks raise the same
             self._save(emergency=True)
             raise
-        self.progress = outcome.progress
         self.parts.notifier.is_at(self.progress)
-        if self._stops_early() and not self.step_log.is_empty:
-            self._log(bar)  # these steps would be in no line: there is no later one
-        if self.seraena_start is not None:
-            was_started = self.seraena_start.has_started
-            self.seraena_start = self.seraena_start.after_validation(self.progress.step, outcome.score)
-            if self.seraena_start.has_started and not was_started:
+        if stops_early(self.progress, self.config) and not self.step_log.is_empty:
+            self._log(bar)  # no later line would hold these steps
+        if self.seraena_start is not None and not self.seraena_start.has_started:
+            self.seraena_start = self.seraena_start.after_validation(self.progress.step, score)
+            if self.seraena_start.has_started:
                 log.info("validation stopped improving: Seraena joins in at step %d", self.progress.step)
 
     def _save_if_due(self) -> None:
-        at_the_end = self.progress.step == self.config.max_train_steps or self._stops_early()
+        at_the_end = self.progress.step == self.config.max_train_steps or stops_early(self.progress, self.config)
         if self._is_due(self.config.checkpointing_steps) or at_the_end:
             self._save(emergency=False)
 

@@ -1,14 +1,15 @@
-"""AdamW, and Muon for the inner convolutions.
+"""How weights move: AdamW, Muon for the inner convolutions, the learning rate, and the average of the weights.
 
 Muon (momentum, then the update made orthogonal by five Newton-Schulz steps) trains the 4-D weights flattened to
-out x rest; biases, the first conv of the encoder and the last of the decoder stay with AdamW.
-`OptimizerSet` makes one or two torch optimisers look like one to the engine.
+out x rest; biases, the first conv of the encoder and the last of the decoder stay with AdamW. `OptimizerSet` makes one
+or two torch optimizers look like one to the engine. `WeightAverage` is what a run validates, exports and ships.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +35,10 @@ class _Proposal:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum whose update matrix is orthogonalised.
+    """Nesterov momentum whose update matrix is made orthogonal.
 
-    `propose` does the work of a step without taking it: it can be handed to a GPU before the host knows whether the
-    gradients are fit to be applied. `step` takes the step (and proposes it first, where nobody has); `zero_grad`
-    forgets it.
+    `propose` does the work of a step without taking it: a GPU can compute it before the host knows whether the
+    gradients are finite. `step` takes the step (and proposes it first where that was not done); `zero_grad` forgets it.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], *, lr: float, momentum: float) -> None:
@@ -61,11 +61,11 @@ class Muon(torch.optim.Optimizer):
         old = [self.state[p]["momentum"] if p in self.state else torch.zeros_like(p) for p in parameters]
         moments = list(torch._foreach_lerp(old, gradients, 1.0 - momentum))
         updates = list(torch._foreach_lerp(gradients, moments, momentum))
-        return _Proposal(parameters=parameters, moments=moments, directions=orthogonalise_all(updates), lr=lr)
+        return _Proposal(parameters=parameters, moments=moments, directions=orthogonalize_all(updates), lr=lr)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "the trainer computes the loss once"
+        assert closure is None, "the loop computes the loss once"
         if self._proposals is None:
             self.propose()
         for proposal in self._proposals or []:
@@ -79,12 +79,12 @@ class Muon(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
 
-def orthogonalise_all(updates: list[Tensor]) -> list[Tensor]:
+def orthogonalize_all(updates: list[Tensor]) -> list[Tensor]:
     """Each update as a semi-orthogonal matrix (out x rest), in its own shape; all have the same shorter side.
 
-    They lie on that side in one batch, filled up with columns of zeros, which stay zero and change nothing: a network
-    has a dozen shapes, and a dozen small batches cost a GPU more in launches than in arithmetic. On a GPU in bf16,
-    which is enough for a direction; on a CPU in fp32, where bf16 would be slower.
+    They share one batch, filled up with columns of zeros, which stay zero and change nothing: a network has a dozen
+    shapes, and a dozen small batches cost a GPU more in launches than in arithmetic. On a GPU in bf16, which is enough
+    for a direction; on a CPU in fp32, where bf16 would be slower.
     """
     shapes = [_matrix_shape(update) for update in updates]
     first = updates[0]
@@ -94,7 +94,7 @@ def orthogonalise_all(updates: list[Tensor]) -> list[Tensor]:
     for wide, update in zip(batch, updates, strict=True):
         _in_shape_of(update, wide).copy_(update)
     directions = []
-    for wide, update, (rows, columns) in zip(orthogonalise(batch).to(first.dtype), updates, shapes, strict=True):
+    for wide, update, (rows, columns) in zip(orthogonalize(batch).to(first.dtype), updates, shapes, strict=True):
         direction = _in_shape_of(update, wide)
         directions.append(direction * math.sqrt(rows / columns) if rows > columns else direction)
     return directions
@@ -112,7 +112,7 @@ def _in_shape_of(weight: Tensor, wide: Tensor) -> Tensor:
     return part.unflatten(1, weight.shape[1:])
 
 
-def orthogonalise(wide_BRC: Tensor) -> Tensor:
+def orthogonalize(wide_BRC: Tensor) -> Tensor:
     """The nearest semi-orthogonal matrices, roughly (singular values 0.7..1.2), of a batch of wide ones."""
     a, b, c = NEWTON_SCHULZ
     x = wide_BRC / (wide_BRC.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -123,7 +123,7 @@ def orthogonalise(wide_BRC: Tensor) -> Tensor:
 
 
 class OptimizerSet:
-    """The optimisers of one model, driven as one. Peak rates live in ``base_lr`` of each group."""
+    """The optimizers of one model, driven as one. Peak rates live in ``base_lr`` of each group."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
@@ -139,7 +139,7 @@ class OptimizerSet:
             group["lr"] = group["base_lr"] * factor
 
     def propose(self) -> None:
-        """Hand the device what can be computed of the step before anybody knows whether it is taken."""
+        """Let the device compute what it can of the step before anybody knows whether it is taken."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):
                 optimizer.propose()
@@ -159,7 +159,7 @@ class OptimizerSet:
         own = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
         if sizes != own:
             raise UserError(
-                f"the checkpoint's optimiser state holds groups of {sizes} weights, this run's {own}: it was made by "
+                f"the checkpoint's optimizer state holds groups of {sizes} weights, this run's {own}: it was made by "
                 "another version or with another optimizer setting; use it as --pretrained_model_path instead."
             )
         for optimizer, one in zip(self.optimizers, saved, strict=True):
@@ -170,7 +170,7 @@ class OptimizerSet:
 
 
 def make_optimizers(model: TAEHV, config: TrainConfig) -> OptimizerSet:
-    """The optimisers that a configuration asks for, over all parameters of a model."""
+    """The optimizers that a configuration asks for, over all parameters of a model."""
     inner = inner_conv_weights(model) if config.optimizer == "muon" else {}
     plain = [p for name, p in model.named_parameters() if name not in inner]
     adamw = torch.optim.AdamW(
@@ -188,7 +188,7 @@ def make_optimizers(model: TAEHV, config: TrainConfig) -> OptimizerSet:
 
 
 def inner_conv_weights(model: TAEHV) -> dict[str, nn.Parameter]:
-    """The 4-D weights but those of the first conv of the encoder, the last of the decoder, and depthwise ones.
+    """The 4-D weights except those of the first conv of the encoder, the last of the decoder, and depthwise ones.
 
     The two convs at the latents belong to Muon: moving them there from AdamW was worth about half a dB after 1,000
     steps (docs/results.md).
@@ -203,7 +203,7 @@ def inner_conv_weights(model: TAEHV) -> dict[str, nn.Parameter]:
 
 
 def learning_rate_factor(step: int, config: TrainConfig) -> float:
-    """Factor on every peak learning rate for optimiser step ``step`` (the first is 0); above 0 until the end."""
+    """Factor on every peak learning rate for optimizer step ``step`` (the first is 0); above 0 until the end."""
     warmup = config.lr_warmup_steps if config.lr_scheduler != "constant" else 0
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -219,3 +219,57 @@ def learning_rate_factor(step: int, config: TrainConfig) -> float:
         return 0.5 * (1.0 + math.cos(math.pi * done))
     assert config.lr_scheduler == "cosine_with_restarts", config.lr_scheduler
     return 0.5 * (1.0 + math.cos(math.pi * (done * config.lr_num_cycles % 1.0)))
+
+
+def learning_rates(step: int, config: TrainConfig) -> dict[str, float]:
+    """The rates at an optimizer step (counted from 0), by name."""
+    factor = learning_rate_factor(step, config)
+    rates = {"learning_rate": config.learning_rate * factor}
+    if config.optimizer == "muon":
+        rates["muon_learning_rate"] = config.muon_learning_rate * factor
+    return rates
+
+
+class WeightAverage:
+    """fp32 exponential moving average of a model's parameters.
+
+    The decay warms up as (1 + n) / (10 + n) after n updates, so that the mean of a short run is not the mean of its
+    random start.
+    """
+
+    def __init__(self, model: nn.Module, *, decay: float) -> None:
+        self.decay = decay
+        self.updates = 0
+        self.values = {name: p.detach().to(torch.float32, copy=True) for name, p in model.named_parameters()}
+
+    def update(self, model: nn.Module) -> None:
+        """Move toward the model's weights by one step."""
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        self.updates += 1
+        current = [p.detach().to(torch.float32) for p in model.parameters()]
+        torch._foreach_lerp_(list(self.values.values()), current, 1.0 - decay)
+
+    @contextmanager
+    def swapped_into(self, model: nn.Module) -> Iterator[None]:
+        """The model with the averaged weights inside the block, its own again after it."""
+        own = {name: p.detach().clone() for name, p in model.named_parameters()}
+        _copy_into(model, self.values)
+        try:
+            yield
+        finally:
+            _copy_into(model, own)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "values": dict(self.values)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert list(state["values"]) == list(self.values), "the average belongs to another network"
+        self.updates = state["updates"]
+        for name, value in state["values"].items():
+            self.values[name].copy_(value)
+
+
+def _copy_into(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])

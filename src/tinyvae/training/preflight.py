@@ -275,7 +275,7 @@ def _port(port: int | None) -> Iterator[Check]:
 
 
 def _weights(config: TrainConfig) -> Iterator[Check]:
-    from tinyvae.losses.lpips_weights import find_lpips_weights
+    from tinyvae.losses.perceptual import find_lpips_weights
     from tinyvae.teachers import check_teacher
 
     start = config.pretrained_model_path

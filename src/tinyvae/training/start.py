@@ -21,24 +21,23 @@ from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model
 from tinyvae.terminal import count_of
-from tinyvae.training.best_model import Validator
 from tinyvae.training.build import build_model, build_task, make_seraena_start
 from tinyvae.training.checkpoint import CheckpointWriter
 from tinyvae.training.clips import RunData, loading_processes, open_data
 from tinyvae.training.deepspeed import start_engine
 from tinyvae.training.diagnostics import StepProfiler
-from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine
 from tinyvae.training.finish import write_final_model, write_run_report
 from tinyvae.training.guards import SignalWatch, StopRequested
 from tinyvae.training.logs import RunLog
 from tinyvae.training.loop import LoopParts, Trainer
 from tinyvae.training.notify import Notifier
-from tinyvae.training.optim import make_optimizers
+from tinyvae.training.optim import WeightAverage, make_optimizers
 from tinyvae.training.preflight import checkpoint_bytes, checks_at_start, machine_complaints
 from tinyvae.training.resume import FoundCheckpoint, SavedRun, asked_checkpoint, check_same_data, open_checkpoint
 from tinyvae.training.run_folder import RunPlace, bring_past_along, cannot_write
 from tinyvae.training.state import LoopState, Progress, RunState, what_scores_mean, with_its_best_model
+from tinyvae.training.validation import Validator
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +201,7 @@ def _run(begin: Beginning, signals: SignalWatch, notifier: Notifier, command: st
         folder,
         model=model,
         average=average,
-        data=data,
+        loader=data.validation_loader(engine) if config.validation_steps > 0 else None,
         lpips=task.lpips,
         run_log=begin.run_log,
         stop_signal=lambda: signals.received,

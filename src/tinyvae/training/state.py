@@ -23,8 +23,8 @@ from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import load_model, plain_state
 from tinyvae.training.checkpoint import SHARED_STATE, WRITE_FAULTS, read_state, what_is_broken
 from tinyvae.training.clips import RunData
-from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine
+from tinyvae.training.optim import WeightAverage
 from tinyvae.training.resume import SavedRun
 from tinyvae.training.validation import write_best_model, write_json
 

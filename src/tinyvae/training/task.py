@@ -1,13 +1,13 @@
-"""What one training step computes: clips in, a dict of losses out.
+"""What one training step computes: clips in, losses out.
 
 The teacher, LPIPS and Seraena live here, outside the student's module: none of them is ever wrapped, trained by the
-student's optimiser, or saved into a model file.
+student's optimizer, or saved into a model file.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,8 @@ from tinyvae.losses.distances import latent_loss, reconstruction_loss, temporal_
 from tinyvae.losses.perceptual import LPIPS, perceptual_loss
 from tinyvae.losses.seraena import AverageInPlace, Seraena, SeraenaResult, seraena_loss
 from tinyvae.models.taehv import TAEHV
-from tinyvae.teachers import ReferenceVAE
+from tinyvae.teachers import Teacher
+from tinyvae.training.diagnostics import log_losses, log_tensors
 
 StudentForward = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]
 
@@ -32,14 +33,21 @@ class StepLosses:
 
 
 class TrainingTask:
-    """The student and everything that teaches it."""
+    """The student and everything that teaches it.
+
+    Example::
+
+        task = TrainingTask(config, TAEHV("taehv"))
+        losses = task.losses(frames_NTCHW, use_seraena=False)
+        losses.total.backward()
+    """
 
     def __init__(
         self,
         config: TrainConfig,
         model: TAEHV,
         *,
-        teacher: ReferenceVAE | None = None,
+        teacher: Teacher | None = None,
         lpips: LPIPS | None = None,
         seraena: Seraena | None = None,
         average: AverageInPlace | None = None,
@@ -50,43 +58,38 @@ class TrainingTask:
         self.lpips = lpips
         self.seraena = seraena
         self._average = average
-        self.on_tensors: Callable[[Mapping[str, Tensor | None]], None] | None = None  # shown what `losses` works with
+        self._tells_more = config.debug  # the first call of `losses` logs what it works with
         self._forward: StudentForward = self._student
         if config.compile_model:
             self._forward = torch.compile(self._student, mode=config.compile_mode)
 
     def begin_step(self, step: int) -> None:
-        """An optimiser step's computation starts, or starts again: what is drawn in it depends on the step alone."""
+        """The computation of an optimizer step starts, or starts again; what it draws depends on the step alone."""
         if self.teacher is not None:
             self.teacher.begin_step(step)
+        if self.seraena is not None:
+            self.seraena.begin_step(step)
 
     def losses(
         self, frames_NTCHW: Tensor, *, use_seraena: bool, step: int = 0, corrected: SeraenaResult | None = None
     ) -> StepLosses:
         """Losses of clips NTCHW in [0, 1]; each term is a mean over its elements, so slices of a batch average.
-        A term of weight 0 is not computed, but for the reconstruction, which every log shows.
+        A term of weight 0 is not computed, except the reconstruction, which every log shows.
 
-        ``step``: the optimiser step; with ``perceptual_frames`` it says whose turn it is to be looked at.
-        ``corrected``: Seraena's step for these clips where it has been taken already (by `correct_in_parts`). Where
-        some rank's Seraena met values that are not finite, the total is not finite either, on all ranks.
+        ``step``: the optimizer step; with ``perceptual_frames`` it decides which frames LPIPS sees. ``corrected``:
+        Seraena's result for these clips where `correct_in_parts` has made it already. Where some rank's Seraena met
+        values that are not finite, the total is not finite either, on all ranks.
         """
-        config, model = self.config, self.model
-        target = model.target(frames_NTCHW)
+        config = self.config
+        target = self.model.target(frames_NTCHW)
         teacher_latents = None if self.teacher is None else self.teacher.encode(target)
         decoded, latents, taught = self._forward(
             frames_NTCHW, teacher_latents if config.decoder_loss_weight > 0 else None
         )
-        if self.on_tensors is not None:
-            self.on_tensors(
-                {
-                    "frames": frames_NTCHW,
-                    "target frames": target,
-                    "teacher latents": teacher_latents,
-                    "student latents": latents,
-                    "decoded frames": decoded,
-                    "decoded teacher latents": taught,
-                }
-            )
+        if self._tells_more:
+            names = ("frames", "target frames", "teacher latents", "student latents", "decoded frames")
+            values = (frames_NTCHW, target, teacher_latents, latents, decoded)
+            log_tensors({**dict(zip(names, values, strict=True)), "decoded teacher latents": taught})
         kind = config.reconstruction_loss_type
         terms: dict[str, tuple[float, Tensor]] = {
             "reconstruction_loss": (config.reconstruction_loss_weight, reconstruction_loss(decoded, target, kind))
@@ -106,22 +109,15 @@ class TrainingTask:
             if corrected is None:
                 corrected = self.seraena.step(target, decoded, latents, average_gradients=self._average)
             terms["seraena_loss"] = (config.seraena_loss_weight, seraena_loss(decoded, corrected.target_NTCHW))
-            logged |= {f"seraena_{name}": value.detach() for name, value in corrected.scalars().items()}
+            logged |= {f"seraena_{name}": value for name, value in corrected.scalars.items()}
         total = torch.stack([weight * value for weight, value in terms.values()]).sum()
         logged |= {"loss": total.detach()} | {name: value.detach() for name, (_, value) in terms.items()}
+        if self._tells_more:
+            log_losses(logged)
+            self._tells_more = False
         if corrected is not None and not corrected.finite:
-            total = total * math.nan  # what is logged stays this rank's own, so that a report can name the culprit
+            total = total * math.nan  # `logged` stays this rank's own, so that a report can name the right clips
         return StepLosses(total=total, logged=logged)
-
-    def remember(self) -> None:
-        """Before a step that uses Seraena: its state, should the step have to be computed again."""
-        assert self.seraena is not None
-        self.seraena.remember()
-
-    def go_back(self) -> None:
-        """Undo what the step has changed since `remember`."""
-        assert self.seraena is not None
-        self.seraena.go_back()
 
     def correct_in_parts(self, parts: Sequence[Tensor]) -> list[SeraenaResult]:
         """Seraena's one step over clips that are too many for one pass of the student: its result for each part.

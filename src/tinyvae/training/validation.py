@@ -1,49 +1,214 @@
-"""How good the model is now: the metrics of `tinyvae eval` on the validation clips, shared among the ranks.
+"""How good the model is now: score raw and averaged weights, keep the best model, and say when to stop early.
 
-Each rank measures its own clips; all ranks then hold all results and so take the same decisions (best model, early
-stop, start of Seraena) from the same numbers.
+The metrics are those of ``tinyvae eval`` on the validation clips. Each rank measures its own clips; then all ranks hold
+all results, so they take the same decisions (best model, early stop, start of Seraena) from the same numbers.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import logging
+import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip_reading import ClipBatch
 from tinyvae.data.loader import ValidationLoader
 from tinyvae.errors import UserError
 from tinyvae.evaluation.cost import without_cudnn_trials
 from tinyvae.evaluation.metrics import ClipMetrics, clip_metrics
-from tinyvae.evaluation.statistics import Summary, summarise
+from tinyvae.evaluation.statistics import summarise
+from tinyvae.files import atomic_write
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.models.codec import VideoCodec
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model
-from tinyvae.training.checkpoint import WRITE_FAULTS
+from tinyvae.training.checkpoint import WRITE_FAULTS, why_not_written
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import Status, StopRequested, is_out_of_memory
+from tinyvae.training.logs import RunLog
+from tinyvae.training.optim import WeightAverage
+
+if TYPE_CHECKING:
+    from tinyvae.training.state import Progress
+
+log = logging.getLogger(__name__)
 
 SHOWN_CLIPS = 4
 RECORDED_METRICS = ("psnr", "ssim", "lpips", "mse", "mae", "flicker_error", "flicker_energy")
 
+Shown = list[tuple[str, Tensor, Tensor]]
+"""A few (name, input, output) of this rank's first clips, TCHW in [0, 1] on the CPU."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationResult:
-    """``metrics``: name -> mean over clips, and name_std -> spread over clips. ``shown``: a few (input, output) pairs
-    TCHW in [0, 1] on the CPU, of this rank's first clips."""
+    """``metrics``: name -> mean over clips, and name_std -> spread over clips."""
 
     metrics: dict[str, float]
     num_clips: int
-    shown: list[tuple[str, Tensor, Tensor]]
+    shown: Shown
+
+
+class ValidationCut(Exception):  # noqa: N818 (news for the loop)
+    """All ranks left a validation half-way. ``reason``: why, as far as this rank knows; None: another rank knows."""
+
+    def __init__(self, reason: Exception | None) -> None:
+        super().__init__(str(reason or "another rank cannot go on"))
+        self.reason = reason
+
+
+class Validator:
+    """The validations of one run. All ranks call `validate` at the same steps and get the same outcome."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        engine: Engine,
+        folder: Path,
+        *,
+        model: TAEHV,
+        average: WeightAverage | None,
+        loader: ValidationLoader | None,
+        lpips: LPIPS | None,
+        run_log: RunLog,
+        stop_signal: Callable[[], int],
+        from_step: int,
+    ) -> None:
+        """``loader``: None for a run without validation. ``stop_signal``: the number of a signal that this rank has
+        received, 0 for none. ``from_step``: where the run begins; what the history holds beyond it is dropped."""
+        self._config = config
+        self._engine = engine
+        self._folder = folder
+        self._model = model
+        self._average = average
+        self._loader = loader
+        self._lpips = lpips
+        self._run_log = run_log
+        self._stop_signal = stop_signal
+        self._history = ValidationHistory(folder / "validation_history.json", up_to_step=from_step)
+        if engine.is_main:
+            self._history.write_remaining()
+
+    def validate(self, progress: Progress, train_loss: float) -> tuple[Progress, float]:
+        """Score, log, keep the best; the averaged weights decide where there are any. The new progress and the score.
+
+        ``train_loss``: of the newest log line; NaN where there is none yet.
+        """
+        metric, average = self._config.metric_for_best_model, self._average
+        raw = None if average is None else self._score()
+        with nullcontext() if average is None else average.swapped_into(self._model):
+            result = self._score()
+            score = result.metrics.get(metric, math.nan)
+            if math.isnan(score):
+                raise UserError(
+                    f"validation at step {progress.step} gave no {metric}: the outputs are not finite or the metric "
+                    "could not be measured."
+                )
+            improved = progress.improved_by(score, metric)
+            known_loss = train_loss if math.isfinite(train_loss) else None
+            if improved:  # what fails on the main process for good is raised by all ranks
+                self._engine.from_main(lambda: self._keep_best(progress.step, result, known_loss))
+        progress = replace(
+            progress,
+            best_score=score if improved else progress.best_score,
+            best_step=progress.step if improved else progress.best_step,
+            stale_validations=0 if improved else progress.stale_validations + 1,
+            validated_step=progress.step,
+        )
+        if self._engine.is_main:
+            self._record(progress, result, raw, known_loss)
+            self._record_early_stop(progress)
+        self._engine.barrier()
+        return progress, score
+
+    def _score(self) -> ValidationResult:
+        assert self._loader is not None, "validation without a loader"
+        self._model.eval()
+        try:
+            return validate(self._model, self._loader, self._engine, lpips=self._lpips, stop_signal=self._stop_signal)
+        finally:
+            self._model.train()
+
+    def _keep_best(self, step: int, result: ValidationResult, train_loss: float | None) -> None:
+        """Write ``best_model/``. A full disk does not end the run here: three failed checkpoints do that."""
+        metrics = {name: result.metrics.get(name) for name in ("psnr", "ssim", "lpips")}
+        try:
+            write_best_model(self._folder, self._model, {"step": step, **metrics, "train_loss": train_loss})
+        except WRITE_FAULTS as fault:
+            two_files = 2 * sum(p.numel() * p.element_size() for p in self._model.parameters())
+            log.error(
+                "COULD NOT WRITE best_model/ of step %d (%s): it still holds the earlier best. This step's own "
+                "checkpoint, once written, is kept beside the newest ones.",
+                step,
+                why_not_written(fault, self._folder, needed_bytes=two_files),
+            )
+
+    def _record(
+        self, progress: Progress, result: ValidationResult, raw: ValidationResult | None, train_loss: float | None
+    ) -> None:
+        """Write the scores to the logs and to ``validation_history.json``."""
+        improved = progress.best_step == progress.step
+        values = {f"val/{name}": value for name, value in result.metrics.items()}
+        if raw is not None:
+            values |= {f"val_raw/{name}": value for name, value in raw.metrics.items()}
+        self._run_log.metrics(progress.step, values)
+        if self._config.save_validation_videos:
+            self._run_log.videos(progress.step, result.shown)
+        entry = {
+            "step": progress.step,
+            "timestamp": datetime.now(UTC).isoformat(),
+            "num_clips": result.num_clips,
+            "train_loss": train_loss,
+            "is_best": improved,
+            **result.metrics,
+            "raw": None if raw is None else raw.metrics,
+        }
+        try:
+            self._history.add(entry)
+        except OSError as fault:  # the entry is written with the next one
+            told = why_not_written(fault, self._folder)
+            log.error("could not write validation_history.json at step %d: %s", progress.step, told)
+        measured = [name for name in ("psnr", "ssim", "lpips") if name in result.metrics]
+        scores = ", ".join(f"{name} {score_in_words(name, result.metrics[name])}" for name in measured)
+        metric = self._config.metric_for_best_model
+        earlier = "" if improved else f" {score_in_words(metric, progress.best_score)} at step {progress.best_step}"
+        log.info("validation at step %d: %s (best %s%s)", progress.step, scores, metric, earlier)
+
+    def _record_early_stop(self, progress: Progress) -> None:
+        """``early_stop_info.json`` is there only while the run has stopped early; a larger patience removes it."""
+        file = self._folder / "early_stop_info.json"
+        if not stops_early(progress, self._config):
+            file.unlink(missing_ok=True)
+            return
+        info = {
+            "step": progress.step,
+            "metric": self._config.metric_for_best_model,
+            "best_score": progress.best_score,
+            "best_step": progress.best_step,
+            "validations_without_improvement": progress.stale_validations,
+            "patience": self._config.early_stopping_patience,
+            "timestamp": datetime.now(UTC).isoformat(),
+        }
+        try:
+            write_json(file, info)
+        except OSError as fault:
+            log.error("could not write %s: %s", file.name, why_not_written(fault, self._folder))
+        log.info("stopping early: no better %s in %d validations", info["metric"], progress.stale_validations)
+
+
+def stops_early(progress: Progress, config: TrainConfig) -> bool:
+    """Whether the last validations brought no improvement; also for a run that is resumed after its early stop."""
+    return 0 < config.early_stopping_patience <= progress.stale_validations
 
 
 def score_in_words(name: str, score: float | None) -> str:
@@ -53,31 +218,21 @@ def score_in_words(name: str, score: float | None) -> str:
     return f"{score:.2f} dB" if name == "psnr" else f"{score:.4f}"
 
 
-class ValidationCut(Exception):  # noqa: N818 (news for the loop)
-    """All ranks left a validation half-way. ``reason``: what this rank has to say of it; None: another rank knows."""
-
-    def __init__(self, reason: Exception | None) -> None:
-        super().__init__(str(reason or "another rank cannot go on"))
-        self.reason = reason
-
-
 def validate(
     model: VideoCodec,
     loader: ValidationLoader,
     engine: Engine,
     *,
     lpips: LPIPS | None,
-    num_shown: int = SHOWN_CLIPS,
     stop_signal: Callable[[], int] = lambda: 0,
 ) -> ValidationResult:
     """Score a codec on the validation clips of all ranks; a validation with no usable clip is an error.
 
-    Before each batch the ranks ask each other whether to go on: ``stop_signal`` is the number of a signal that this
-    rank has received, 0 for none. Whatever stops one of them raises `ValidationCut` on all; what is wrong with the
-    clips of all ranks together raises the same ``UserError`` on all.
+    Before each batch the ranks ask each other whether to go on. Whatever stops one of them raises `ValidationCut` on
+    all; what is wrong with the clips of all ranks together raises the same ``UserError`` on all.
     """
     own: dict[str, ClipMetrics] = {}
-    shown: list[tuple[str, Tensor, Tensor]] = []
+    shown: Shown = []
     batches = iter(loader)
     batch: ClipBatch | None = None
     status = Status.WELL
@@ -86,67 +241,52 @@ def validate(
         try:
             if batch is not None:
                 with without_cudnn_trials():
-                    own |= _measure(model, batch, engine, lpips, shown, num_shown)
+                    own |= _measure(model, batch, engine, lpips, shown)
             batch = next(batches, None)
-        except Exception as fault:  # noqa: BLE001 (all ranks hear of it, then the trainer raises it)
-            if is_out_of_memory(fault):  # which is not kept: its traceback would hold the tensors of that moment
+        except Exception as fault:  # noqa: BLE001 (all ranks hear of it, then the loop raises it)
+            if is_out_of_memory(fault):  # it is not kept: its traceback would hold the tensors of that moment
                 status = Status.OUT_OF_MEMORY
             else:
                 status, trouble = Status.HAS_TO_STOP, fault
         signal_number, worst, anybody_has_more = engine.worst(stop_signal(), status, batch is not None)
-        if signal_number or worst != Status.WELL:
-            raise ValidationCut(_reason_to_stop(signal_number, Status(worst), trouble)) from trouble
+        if signal_number:
+            raise ValidationCut(StopRequested(signal_number)) from trouble
+        if worst == Status.OUT_OF_MEMORY:
+            trouble = UserError(
+                "out of memory in validation; the run is saved. Use --validation_batch_size 1 or a smaller "
+                "--validation_height and --validation_width, then --resume latest."
+            )
+        if worst != Status.WELL:
+            raise ValidationCut(trouble) from trouble
         if not anybody_has_more:
             break
     everybody = engine.gather((own, loader.reads))
     loader.check([reads for _, reads in everybody])
-    clips: dict[str, ClipMetrics] = {}
-    for of_rank, _ in everybody:
-        clips |= of_rank
+    clips = {name: metrics for of_rank, _ in everybody for name, metrics in of_rank.items()}
     assert clips, "a validation without a clip that passed the loader's check"
     # Sorted by name, so that the sums do not depend on how the clips were shared out.
     summary = summarise([clips[name] for name in sorted(clips)])
-    return ValidationResult(metrics=_flat(summary), num_clips=len(clips), shown=shown)
-
-
-def _reason_to_stop(signal_number: int, worst: Status, trouble: Exception | None) -> Exception | None:
-    """What this rank has to say where all ranks stop; ``trouble``: its own, if it has any. None: others know."""
-    if signal_number:
-        return StopRequested(signal_number)
-    if worst == Status.OUT_OF_MEMORY:
-        return UserError(
-            "out of memory in validation; the run is saved. Use --validation_batch_size 1 or a smaller "
-            "--validation_height and --validation_width, then --resume latest."
-        )
-    return trouble
+    metrics: dict[str, float] = {}
+    for name in RECORDED_METRICS:
+        if (estimate := summary.value(name)) is not None:
+            metrics |= {name: estimate.mean, f"{name}_std": 0.0 if estimate.std is None else estimate.std}
+    return ValidationResult(metrics=metrics, num_clips=len(clips), shown=shown)
 
 
 @torch.no_grad()
 def _measure(
-    model: VideoCodec,
-    batch: ClipBatch,
-    engine: Engine,
-    lpips: LPIPS | None,
-    shown: list[tuple[str, Tensor, Tensor]],
-    num_shown: int,
+    model: VideoCodec, batch: ClipBatch, engine: Engine, lpips: LPIPS | None, shown: Shown
 ) -> dict[str, ClipMetrics]:
-    """Metrics of each clip of a batch, by name; adds to ``shown`` until it has ``num_shown``."""
+    """Metrics of each clip of a batch, by name; adds to ``shown`` until it is full."""
     frames = batch.model_input(engine.device)
     decoded = model.reconstruct(frames).float()
     target = model.target(frames)
-    for i in range(min(len(batch), num_shown - len(shown))):
+    for i in range(min(len(batch), SHOWN_CLIPS - len(shown))):
         shown.append((batch.names[i], target[i].cpu(), decoded[i].cpu()))
     return dict(zip(batch.names, clip_metrics(decoded, target, lpips=lpips), strict=True))
 
 
-def _flat(summary: Summary) -> dict[str, float]:
-    flat: dict[str, float] = {}
-    for name in RECORDED_METRICS:
-        estimate = summary.value(name)
-        if estimate is not None:
-            flat[name] = estimate.mean
-            flat[f"{name}_std"] = estimate.std if estimate.std is not None else 0.0
-    return flat
+# what is kept
 
 
 class ValidationHistory:
@@ -159,8 +299,8 @@ class ValidationHistory:
             # Entries beyond the step that the run resumes from belong to a future that did not happen.
             self.entries = [entry for entry in json.loads(file.read_text()) if entry["step"] <= up_to_step]
 
-    def write_what_is_left(self) -> None:
-        """Let the file forget that future too, though no validation may follow."""
+    def write_remaining(self) -> None:
+        """Remove that future from the file too: perhaps no validation follows."""
         if self._file.is_file() and json.loads(self._file.read_text()) != self.entries:
             write_json(self._file, self.entries)
 
@@ -188,7 +328,7 @@ def write_best_model(run_folder: Path, model: TAEHV, info: Mapping[str, Any]) ->
 
 
 def put_best_model_back(run_folder: Path) -> None:
-    """Where a kill fell between the two renames of `write_best_model`, the old best model has its name again."""
+    """After a kill between the two renames of `write_best_model`, the old best model gets its name again."""
     best, old = run_folder / "best_model", run_folder / ".best_model.old"
     if old.is_dir() and not best.exists():
         old.rename(best)
@@ -196,12 +336,5 @@ def put_best_model_back(run_folder: Path) -> None:
 
 def write_json(file: Path, content: object) -> None:
     """Write JSON so that a reader sees the old file or the new one, never a part."""
-    temporary = file.with_name(f".{file.name}.part")
-    try:
-        with temporary.open("w") as stream:
-            json.dump(content, stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic_write(file, "w") as stream:
+        json.dump(content, stream, indent=1)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from tinyvae.losses import Seraena
+from tinyvae.losses.seraena import Seraena
 from tinyvae.models.variants import get_spec
 
 

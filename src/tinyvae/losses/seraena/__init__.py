@@ -1,14 +1,14 @@
-"""Seraena for video: a discriminator that trains beside the student and hands it correction targets.
+"""Seraena for video: a discriminator that trains beside the student and gives it correction targets.
 
-The student never sees an adversarial loss: it is trained by plain MSE toward ``fake + correction``. This object owns
-the discriminator, its optimiser, its replay buffer and its random numbers; none of them belongs to the student's
-module, so none can slip into a model file or under a distributed wrapper. Its state goes into checkpoints in two
-parts: what is equal on all ranks, and what each rank has of its own.
+The student never sees an adversarial loss: plain MSE trains it toward ``fake + correction``.
+
+A training step that runs out of memory is computed again, and nothing has to be undone. Until all ranks have exchanged
+their gradients, the discriminator has not changed, so the next attempt teaches it as if for the first time. After that
+it has learned from the micro-batch and remembers so: the next attempt only makes the corrections again.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +18,267 @@ from torch import Tensor
 
 from tinyvae.errors import UserError
 from tinyvae.losses.distances import mean_distance
-from tinyvae.losses.seraena.discriminator import (
-    NORMALISATIONS,
-    PATCH_PIXELS,
-    Normalisation,
-    SeraenaDiscriminator,
-    make_correction,
-)
+from tinyvae.losses.seraena.discriminator import PATCH_PIXELS, Normalization, SeraenaDiscriminator, make_correction
 from tinyvae.losses.seraena.replay_buffer import ReplayBuffer, WritePlan
 from tinyvae.models.variants import VariantSpec
+
+AverageInPlace = Callable[[list[Tensor]], None]
+"""Replaces each tensor by its mean over all ranks; every rank calls it with the same shapes in the same order."""
+
+BETAS = (0.9, 0.99)
+WEIGHT_DECAY = 0.01
+
+
+class HalfStepError(UserError):
+    """The discriminator's update failed in the middle: its state must not be used or saved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeraenaResult:
+    """``target_NTCHW``: fake + correction, for `seraena_loss`. ``scalars``: for the log, fp32 on the frames' device.
+
+    ``finite``, the same on every rank, is False where some rank had values that are not finite. Then Seraena has not
+    changed on any rank, the target is the fake itself, and the trainer must skip its own step too.
+    """
+
+    target_NTCHW: Tensor
+    finite: bool
+    scalars: dict[str, Tensor]
+
+
+def seraena_loss(fake_NTCHW: Tensor, target_NTCHW: Tensor) -> Tensor:
+    """MSE of the decoded frames toward their correction targets; a scalar in fp32."""
+    return mean_distance(fake_NTCHW, target_NTCHW.detach(), "mse")
+
+
+class Seraena:
+    """Discriminator, optimizer, replay buffer and random numbers of one rank; no part of the student's module.
+
+    Example::
+
+        seraena = Seraena(get_spec("taehv"), n_frames=16, group_frames=4, buffer_mb=512)
+        result = seraena.step(target, decoded, latents)
+        loss = seraena_loss(decoded, result.target_NTCHW)
+    """
+
+    def __init__(
+        self,
+        spec: VariantSpec,
+        n_frames: int,
+        group_frames: int,
+        *,
+        buffer_mb: float,
+        buffer_device: torch.device | str = "cpu",
+        device: torch.device | str = "cpu",
+        learning_rate: float = 3e-4,
+        normalization: Normalization = "size_independent",
+        seed: int = 0,
+        rank: int = 0,
+    ) -> None:
+        """``n_frames``: the clip length before encoding. ``group_frames``: frames that the discriminator sees at once
+        (n_seraena_frames). ``buffer_mb``: the bound of this rank's replay buffer in 2**20 bytes."""
+        spec.check_seraena_frames(n_frames, group_frames)
+        self.group_frames = group_frames
+        self.padded_frames = spec.padded_frames(n_frames)
+        self.normalization: Normalization = normalization
+        self.seed = seed
+        self.rank = rank
+        self.steps = 0
+        self.discriminator = SeraenaDiscriminator.from_seed(3 * group_frames, spec.latent_channels, seed)
+        self.discriminator.to(device).eval()
+        self.optimizer = torch.optim.AdamW(
+            self.discriminator.parameters(), lr=learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY
+        )
+        self.buffer = ReplayBuffer(max_mb=buffer_mb, device=buffer_device)
+        self.generator = rank_generator(seed, rank, self.steps)
+        self._training_step: int | None = None
+        self._learned: list[Tensor | None] = []  # the loss of each of its micro-batches; None: not finite
+        self._position = 0  # which micro-batch comes next
+
+    def check_batch(self, num_clips: int, height: int, width: int) -> None:
+        """Refuse batches in which the discriminator's batch norm would see a single value."""
+        num_images = num_clips * self.padded_frames // self.group_frames
+        if num_images * (height // PATCH_PIXELS) * (width // PATCH_PIXELS) < 2:
+            raise UserError(
+                f"Seraena cannot normalize a batch of one {height}x{width} image; use larger frames or a larger batch."
+            )
+
+    # the step
+
+    def begin_step(self, training_step: int) -> None:
+        """A training step starts, or starts again after it ran out of memory; all ranks together."""
+        if training_step != self._training_step:
+            self._training_step, self._learned = training_step, []
+        self._position = 0
+
+    def step(
+        self,
+        real_NTCHW: Tensor,
+        fake_NTCHW: Tensor,
+        latents_NTCHW: Tensor,
+        *,
+        average_gradients: AverageInPlace | None = None,
+    ) -> SeraenaResult:
+        """Train the discriminator once on a micro-batch, then make the correction targets of its fakes.
+
+        ``fake_NTCHW``: decoded frames, not clamped; ``real_NTCHW``: their targets in [0, 1]; ``latents_NTCHW``: what
+        they were decoded from. Nothing here keeps or makes a gradient of the student. With several ranks, each must
+        call this at the same time and give ``average_gradients``; the discriminators then stay equal bit by bit.
+        """
+        assert real_NTCHW.shape == fake_NTCHW.shape, f"{tuple(real_NTCHW.shape)} and {tuple(fake_NTCHW.shape)}"
+        assert len(latents_NTCHW) == len(fake_NTCHW), f"{len(latents_NTCHW)} latents, {len(fake_NTCHW)} videos"
+        real, fake = self._groups(real_NTCHW), self._groups(fake_NTCHW)
+        contexts = group_contexts_of(latents_NTCHW.detach().float(), num_groups=self.padded_frames // self.group_frames)
+        if self._position == len(self._learned):
+            self._learned.append(self._learn(real, fake, contexts, average_gradients))
+        loss = self._learned[self._position]
+        self._position += 1
+        target = fake_NTCHW.detach().float()
+        if loss is None:
+            names = ("discriminator_loss", "correction_std", "real_score", "fake_score")
+            return SeraenaResult(
+                target_NTCHW=target, finite=False, scalars=dict.fromkeys(names, fake.new_tensor(torch.nan))
+            )
+        correction, scalars = make_correction(self.discriminator, real, fake, contexts, self.normalization)
+        change = ungroup_frames(
+            correction,
+            num_frames=fake_NTCHW.shape[1],
+            padded_frames=self.padded_frames,
+            group_frames=self.group_frames,
+        )
+        return SeraenaResult(target_NTCHW=target + change, finite=True, scalars={"discriminator_loss": loss, **scalars})
+
+    def _groups(self, frames_NTCHW: Tensor) -> Tensor:
+        frames = frames_NTCHW.detach().float()
+        return group_frames_of(frames, padded_frames=self.padded_frames, group_frames=self.group_frames)
+
+    def _learn(self, real: Tensor, fake: Tensor, contexts: Tensor, average: AverageInPlace | None) -> Tensor | None:
+        """One AdamW step; its loss, or None where any rank met a value that is not finite.
+
+        It computes first and changes last: on None, and where any rank fails before the exchange, nothing has changed.
+        """
+        norms = list(self.discriminator.buffers())
+        norms_before, draws_before = [value.clone() for value in norms], self.generator.get_state()
+        is_well = False
+        try:
+            plan = self.buffer.plan(fake, contexts, self.generator)
+            loss, gradients = self._gradients(*self._draw_batch(real, fake, contexts, plan))
+            statistics = [value for value in norms if value.is_floating_point()]
+            # The inputs are checked too: what is not drawn is not in the loss, but it enters the buffer. The flag
+            # travels with the gradients, so all ranks decide alike.
+            any_bad = torch.where(all_finite([real, fake, contexts, loss]), 0.0, 1.0)
+            if average is not None:
+                average([*gradients, *statistics, any_bad, loss])
+            is_well = bool((any_bad == 0) & all_finite(gradients) & all_finite(statistics))
+        finally:
+            if not is_well:
+                for value, before in zip(norms, norms_before, strict=True):
+                    value.copy_(before)
+                self.generator.set_state(draws_before)
+        if not is_well:
+            return None
+        try:
+            for parameter, gradient in zip(self.discriminator.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.buffer.commit(plan, fake, contexts)
+        except (RuntimeError, MemoryError) as fault:  # nearly impossible: the gradients' own memory is free again
+            if isinstance(fault, RuntimeError) and "memory" not in str(fault):
+                raise
+            raise HalfStepError(
+                "out of memory while Seraena's discriminator was updated; use a smaller --train_batch_size, then "
+                "--resume latest. See docs/troubleshooting.md#out-of-memory"
+            ) from None
+        self.steps += 1
+        return loss
+
+    def _gradients(self, images: Tensor, contexts: Tensor, labels: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The discriminator's loss and the gradients of its parameters; the batch norms have seen the images."""
+        with torch.enable_grad():
+            self.discriminator.train()
+            try:
+                scores = self.discriminator(images, contexts)
+            finally:
+                self.discriminator.eval()
+            loss = (scores - labels.view(-1, 1, 1, 1)).square().mean()
+            gradients = torch.autograd.grad(loss, list(self.discriminator.parameters()))
+        return loss.detach(), [gradient.detach().contiguous() for gradient in gradients]
+
+    def _draw_batch(
+        self, real: Tensor, fake: Tensor, contexts: Tensor, plan: WritePlan
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As many images as there are fakes, each real or fake by a coin; half of the fakes come from the buffer."""
+        num_rows = len(fake)
+        order = torch.randperm(num_rows, generator=self.generator)
+        # Of an odd number the middle one comes from either side by a coin, so a batch of 1 works too.
+        num_current = (num_rows + int(torch.randint(2, (1,), generator=self.generator))) // 2
+        slots = torch.randint(plan.num_after, (num_rows - num_current,), generator=self.generator).tolist()
+        takes_fake = torch.rand(num_rows, generator=self.generator) < 0.5
+        fakes, fake_contexts = fake.clone(), contexts.clone()
+        if slots:
+            past_rows = order[num_current:].to(fake.device)
+            fakes[past_rows], fake_contexts[past_rows] = self.buffer.read(slots, plan, fake, contexts)
+        is_fake = takes_fake.to(fake.device)
+        chosen = is_fake.view(-1, 1, 1, 1)
+        labels = torch.where(is_fake, 1.0, -1.0)
+        return torch.where(chosen, fakes, real), torch.where(chosen, fake_contexts, contexts), labels
+
+    # the state
+
+    def shared_state_dict(self) -> dict[str, Any]:
+        """What is equal on all ranks: one file in a checkpoint, written by one of them."""
+        return {
+            "discriminator": self.discriminator.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+            "training_step": self._training_step,
+            "learned": [None if loss is None else float(loss) for loss in self._learned],
+        }
+
+    def load_shared_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over discriminator, optimizer and step count; the learning rate stays the one of this run."""
+        try:
+            self.discriminator.load_state_dict(state["discriminator"])
+        except RuntimeError:
+            raise UserError(
+                "the checkpoint's Seraena discriminator has another shape; resume with the variant and the "
+                "n_seraena_frames that it was trained with."
+            ) from None
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.optimizer.defaults["lr"]
+        self.steps = int(state["steps"])
+        self._training_step = state.get("training_step")  # older checkpoints are never of the middle of a step
+        device = next(self.discriminator.parameters()).device
+        self._learned = [
+            None if loss is None else torch.tensor(loss, device=device) for loss in state.get("learned", [])
+        ]
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        """What this rank has of its own: random numbers and replay buffer (copies, on the CPU)."""
+        items = self.buffer.items()
+        copies = None if items is None else tuple(value.to("cpu", copy=True) for value in items)
+        return {"generator": self.generator.get_state(), "buffer": copies}
+
+    def load_rank_state_dicts(self, states: Sequence[dict[str, Any]], *, num_ranks_saved: int, num_ranks: int) -> None:
+        """Take over the states of the saved ranks that `saved_ranks_for` names, after `load_shared_state_dict`.
+
+        With the same number of ranks everything goes on bit by bit. Otherwise the buffers are merged or split (the last
+        items stay where not all fit), and the random numbers start again from seed, rank and step.
+        """
+        assert len(states) == len(saved_ranks_for(self.rank, num_ranks_saved, num_ranks)), f"{len(states)} states"
+        if num_ranks_saved == num_ranks:
+            self.generator.set_state(states[0]["generator"])
+        else:
+            self.generator = rank_generator(self.seed, self.rank, self.steps)
+        # Ranks that share one saved buffer take every k-th item of it, each from another place.
+        sharers = len(range(self.rank % num_ranks_saved, num_ranks, num_ranks_saved))
+        mine = slice(self.rank // num_ranks_saved, None, sharers)
+        buffers = [state["buffer"] for state in states if state["buffer"] is not None]
+        if buffers:
+            images, contexts = (torch.cat([values[mine] for values in column]) for column in zip(*buffers, strict=True))
+            self.buffer.replace(images, contexts)
 
 
 def group_frames_of(frames_NTCHW: Tensor, *, padded_frames: int, group_frames: int) -> Tensor:
@@ -51,292 +303,6 @@ def ungroup_frames(groups_NCHW: Tensor, *, num_frames: int, padded_frames: int, 
 def group_contexts_of(latents_NTCHW: Tensor, *, num_groups: int) -> Tensor:
     """Contexts [N·G, C, h, w]: the mean over *time* of each clip's latents, once for every group of the clip."""
     return latents_NTCHW.mean(dim=1).repeat_interleave(num_groups, dim=0)
-
-
-AverageInPlace = Callable[[list[Tensor]], None]
-"""Replaces each tensor by its mean over all ranks; every rank calls it with the same shapes in the same order."""
-
-BETAS = (0.9, 0.99)
-WEIGHT_DECAY = 0.01
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeraenaResult:
-    """One step's outcome; the scalars are detached fp32 tensors on the frames' device.
-
-    ``target_NTCHW``: fake + correction, for `seraena_loss`. ``finite``: the same on every rank; where False some
-    rank had values that are not finite, nothing of Seraena's state changed on any rank, the target is the fake itself,
-    and the trainer must skip its own step too.
-    """
-
-    target_NTCHW: Tensor
-    finite: bool
-    discriminator_loss: Tensor
-    correction_std: Tensor
-    real_score: Tensor
-    fake_score: Tensor
-
-    def scalars(self) -> dict[str, Tensor]:
-        """What a log shows, by name."""
-        return {
-            "discriminator_loss": self.discriminator_loss,
-            "correction_std": self.correction_std,
-            "real_score": self.real_score,
-            "fake_score": self.fake_score,
-        }
-
-
-def seraena_loss(fake_NTCHW: Tensor, target_NTCHW: Tensor) -> Tensor:
-    """MSE of the decoded frames toward their correction targets; a scalar in fp32."""
-    return mean_distance(fake_NTCHW, target_NTCHW.detach(), "mse")
-
-
-class Seraena:
-    """Discriminator, optimiser, replay buffer and random numbers of one rank."""
-
-    def __init__(
-        self,
-        spec: VariantSpec,
-        n_frames: int,
-        group_frames: int,
-        *,
-        buffer_mb: float,
-        buffer_device: torch.device | str = "cpu",
-        device: torch.device | str = "cpu",
-        learning_rate: float = 3e-4,
-        normalisation: Normalisation = "size_independent",
-        seed: int = 0,
-        rank: int = 0,
-    ) -> None:
-        """``n_frames`` is the clip length before encoding, ``group_frames`` how many frames the discriminator sees at
-        once (n_seraena_frames), ``buffer_mb`` the bound of this rank's replay buffer in 2**20 bytes."""
-        spec.check_seraena_frames(n_frames, group_frames)
-        if normalisation not in NORMALISATIONS:
-            raise UserError(f"there is no normalisation {normalisation!r}; use {' or '.join(NORMALISATIONS)}.")
-        self.group_frames = group_frames
-        self.padded_frames = spec.padded_frames(n_frames)
-        self.normalisation: Normalisation = normalisation
-        self.learning_rate = learning_rate
-        self.seed = seed
-        self.rank = rank
-        self.steps = 0
-        self.device = torch.device(device)
-        self.discriminator = SeraenaDiscriminator.from_seed(3 * group_frames, spec.latent_channels, seed)
-        self.discriminator.to(self.device).eval()
-        self.optimizer = torch.optim.AdamW(
-            self.discriminator.parameters(), lr=learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY
-        )
-        self.buffer = ReplayBuffer(max_mb=buffer_mb, device=buffer_device)
-        self.generator = rank_generator(seed, rank, self.steps)
-        self._memory: tuple[dict[str, Any], Tensor] | None = None
-
-    def check_batch(self, num_clips: int, height: int, width: int) -> None:
-        """Refuse batches in which the discriminator's batch norm would see a single value."""
-        num_images = num_clips * self.padded_frames // self.group_frames
-        if num_images * (height // PATCH_PIXELS) * (width // PATCH_PIXELS) < 2:
-            raise UserError(
-                f"Seraena cannot normalise a batch of one {height}x{width} image; use larger frames or a larger batch."
-            )
-
-    # the step
-
-    def step(
-        self,
-        real_NTCHW: Tensor,
-        fake_NTCHW: Tensor,
-        latents_NTCHW: Tensor,
-        *,
-        average_gradients: AverageInPlace | None = None,
-    ) -> SeraenaResult:
-        """Train the discriminator once, then make the correction targets of these fakes.
-
-        ``fake_NTCHW``: decoded frames, not clamped; ``real_NTCHW``: their targets in [0, 1]; ``latents_NTCHW``: what
-        they were decoded from. Nothing here keeps or makes a gradient of the student. With several ranks each must
-        call this at the same time and give ``average_gradients``; the discriminators then stay equal bit by bit.
-        """
-        assert real_NTCHW.shape == fake_NTCHW.shape, f"{tuple(real_NTCHW.shape)} and {tuple(fake_NTCHW.shape)}"
-        assert len(latents_NTCHW) == len(fake_NTCHW), f"{len(latents_NTCHW)} latents, {len(fake_NTCHW)} videos"
-        real, fake = self._groups(real_NTCHW), self._groups(fake_NTCHW)
-        contexts = group_contexts_of(latents_NTCHW.detach().float(), num_groups=self.padded_frames // self.group_frames)
-        self.check_batch(len(fake_NTCHW), *fake_NTCHW.shape[-2:])
-        loss = self._train_discriminator(real, fake, contexts, average_gradients)
-        if loss is None:
-            nothing = fake.new_full((), float("nan"))
-            return SeraenaResult(
-                target_NTCHW=fake_NTCHW.detach().float(),
-                finite=False,
-                discriminator_loss=nothing,
-                correction_std=nothing,
-                real_score=nothing,
-                fake_score=nothing,
-            )
-        correction = make_correction(self.discriminator, real, fake, contexts, self.normalisation)
-        asked = ungroup_frames(
-            correction.values_NCHW,
-            num_frames=fake_NTCHW.shape[1],
-            padded_frames=self.padded_frames,
-            group_frames=self.group_frames,
-        )
-        return SeraenaResult(
-            target_NTCHW=fake_NTCHW.detach().float() + asked,
-            finite=True,
-            discriminator_loss=loss,
-            correction_std=correction.std,
-            real_score=correction.real_score,
-            fake_score=correction.fake_score,
-        )
-
-    def _groups(self, frames_NTCHW: Tensor) -> Tensor:
-        frames = frames_NTCHW.detach().float()
-        return group_frames_of(frames, padded_frames=self.padded_frames, group_frames=self.group_frames)
-
-    def _train_discriminator(
-        self, real: Tensor, fake: Tensor, contexts: Tensor, average: AverageInPlace | None
-    ) -> Tensor | None:
-        """One AdamW step; its loss, or None (and no state changed) where any rank met a value that is not finite."""
-        statistics = self.discriminator.running_statistics()
-        statistics_before = [value.clone() for value in statistics]
-        generator_before = self.generator.get_state()
-        plan = self.buffer.plan(fake, contexts, self.generator)
-        images, image_contexts, labels = self._draw_batch(real, fake, contexts, plan)
-        with torch.enable_grad():
-            self.discriminator.train()
-            scores = self.discriminator(images, image_contexts)
-            self.discriminator.eval()
-            loss = (scores - labels.view(-1, 1, 1, 1)).square().mean()
-            parameters = list(self.discriminator.parameters())
-            gradients = [gradient.detach().contiguous() for gradient in torch.autograd.grad(loss, parameters)]
-        # What is not drawn is not in the loss, yet it would rest in the buffer: the inputs are asked too. One flag
-        # travels with the gradients, so all ranks learn of it in the same exchange and decide alike.
-        inputs_finite = all_finite([real, fake, contexts, loss.detach()])
-        any_bad = torch.where(inputs_finite, 0.0, 1.0).view(1)
-        if average is not None:
-            average([*gradients, *statistics, any_bad])
-        if not bool((any_bad == 0).all() & all_finite(gradients) & all_finite(statistics)):
-            for value, before in zip(statistics, statistics_before, strict=True):
-                value.copy_(before)
-            self._count_batches(-1)
-            self.generator.set_state(generator_before)
-            return None
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.buffer.commit(plan, fake, contexts)
-        self.steps += 1
-        return loss.detach()
-
-    def _count_batches(self, change: int) -> None:
-        for name, value in self.discriminator.named_buffers():
-            if name.endswith("num_batches_tracked"):
-                value += change
-
-    def _draw_batch(
-        self, real: Tensor, fake: Tensor, contexts: Tensor, plan: WritePlan
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As many images as there are fakes, each real or fake by a fair coin; half of the fakes come from the buffer.
-
-        Of an odd number the middle one is drawn from either side by a coin, so a batch of 1 works too.
-        """
-        num_rows = len(fake)
-        order = torch.randperm(num_rows, generator=self.generator)
-        num_current = (num_rows + int(torch.randint(2, (1,), generator=self.generator))) // 2
-        slots = torch.randint(plan.num_after, (num_rows - num_current,), generator=self.generator).tolist()
-        takes_fake = torch.rand(num_rows, generator=self.generator) < 0.5
-        fakes, fake_contexts = fake.clone(), contexts.clone()
-        if slots:
-            past_rows = order[num_current:].to(fake.device)
-            fakes[past_rows], fake_contexts[past_rows] = self.buffer.read(slots, plan, fake, contexts)
-        is_fake = takes_fake.to(fake.device)
-        chosen = is_fake.view(-1, 1, 1, 1)
-        labels = torch.where(is_fake, 1.0, -1.0)
-        return torch.where(chosen, fakes, real), torch.where(chosen, fake_contexts, contexts), labels
-
-    # going back
-
-    def remember(self) -> None:
-        """Keep the state as it is before a training step, for `go_back`. One copy of the discriminator and its
-        moments (about 110 MB); of the buffer only what the step will overwrite."""
-        self._memory = None  # the old copy goes before the new one is made
-        self._memory = (copy.deepcopy(self.shared_state_dict()), self.generator.get_state())
-        self.buffer.remember()
-
-    def go_back(self) -> None:
-        """Be as at `remember`: a step that failed half-way is computed again, or the run is saved as it was."""
-        assert self._memory is not None, "go_back without remember"
-        shared, generator = self._memory
-        self.discriminator.eval()
-        self.optimizer.zero_grad(set_to_none=True)
-        # A copy: the optimiser would go on in the remembered tensors themselves, and a step can fail twice.
-        self.load_shared_state_dict(copy.deepcopy(shared))
-        self.generator.set_state(generator)
-        self.buffer.go_back()
-
-    # the state
-
-    def shared_state_dict(self) -> dict[str, Any]:
-        """What is equal on all ranks: one file in a checkpoint, written by one of them."""
-        return {
-            "discriminator": self.discriminator.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "steps": self.steps,
-        }
-
-    def load_shared_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over discriminator, optimiser and step count; the learning rate stays the one of this run."""
-        wanted = {name: tuple(value.shape) for name, value in self.discriminator.state_dict().items()}
-        found = {name: tuple(value.shape) for name, value in state["discriminator"].items()}
-        if wanted != found:
-            raise UserError(
-                f"the checkpoint's Seraena discriminator has another shape (input weights "
-                f"{found.get('blocks.0.0.weight')}, here {wanted['blocks.0.0.weight']}); resume with the variant and "
-                "n_seraena_frames it was trained with."
-            )
-        self.discriminator.load_state_dict(state["discriminator"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate
-        self.steps = int(state["steps"])
-
-    def rank_state_dict(self) -> dict[str, Any]:
-        """What this rank has of its own: random numbers and replay buffer (copies, on the CPU)."""
-        items = self.buffer.items()
-        return {
-            "generator": self.generator.get_state(),
-            "buffer": None if items is None else tuple(value.to("cpu", copy=True) for value in items),
-        }
-
-    def load_rank_state_dicts(self, states: Sequence[dict[str, Any]], *, num_ranks_saved: int, num_ranks: int) -> None:
-        """Take over this rank's own state, after `load_shared_state_dict`.
-
-        ``states``: those of the saved ranks that `saved_ranks_for` names, in that order. With the number of ranks
-        unchanged it is this rank's own and everything goes on bit by bit. Otherwise the buffers are dealt out (fewer
-        ranks: merged, more: split; the last ones stay where not all fit) and the random numbers start anew from seed,
-        rank and step.
-        """
-        assert len(states) == len(saved_ranks_for(self.rank, num_ranks_saved, num_ranks)), f"{len(states)} states"
-        if num_ranks_saved == num_ranks:
-            self.generator.set_state(states[0]["generator"])
-        else:
-            self.generator = rank_generator(self.seed, self.rank, self.steps)
-        # Ranks that share one saved buffer take every k-th item of it, each from another place.
-        sharers = len(range(self.rank % num_ranks_saved, num_ranks, num_ranks_saved))
-        mine = slice(self.rank // num_ranks_saved, None, sharers)
-        buffers = [state["buffer"] for state in states if state["buffer"] is not None]
-        shapes = {(images.shape[1:], contexts.shape[1:]) for images, contexts in buffers}
-        assert len(shapes) <= 1, f"ranks saved different sizes: {shapes}"
-        if buffers:
-            images, contexts = (torch.cat([values[mine] for values in column]) for column in zip(*buffers, strict=True))
-            self.buffer.replace(images, contexts)
-
-    def state_dict(self) -> dict[str, Any]:
-        """All of it, for a run of one process."""
-        return {"shared": self.shared_state_dict(), "rank": self.rank_state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `state_dict` of a run of one process gave."""
-        self.load_shared_state_dict(state["shared"])
-        self.load_rank_state_dicts([state["rank"]], num_ranks_saved=1, num_ranks=1)
 
 
 def saved_ranks_for(rank: int, num_ranks_saved: int, num_ranks: int) -> list[int]:

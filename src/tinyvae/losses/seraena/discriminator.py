@@ -1,12 +1,11 @@
-"""The conditional patch discriminator of Seraena: an image and its context in, six score maps out.
+"""Seraena's discriminator (an image and its context in, six score maps out) and the correction made from its gradient.
 
 Keys and shapes are those of the published Seraena. It always computes in fp32, under autocast too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,11 @@ HALVES = (False, True, True, True, False, False)
 
 PATCH_PIXELS = 8
 """One score stands for a patch of 8 x 8 pixels."""
+
+STD_FLOOR = 1e-5
+"""Added to the gradient's deviation before it divides: a discriminator that sees no difference asks for nothing."""
+
+Normalization = Literal["golden", "size_independent"]
 
 
 class SeraenaDiscriminator(nn.Module):
@@ -40,17 +44,10 @@ class SeraenaDiscriminator(nn.Module):
 
     @classmethod
     def from_seed(cls, image_channels: int, context_channels: int, seed: int) -> SeraenaDiscriminator:
-        """Fresh weights that depend on the seed alone: equal on every rank, and no draw from torch's own stream."""
-        generator = torch.Generator().manual_seed(seed)
-        with torch.device("meta"):
-            discriminator = cls(image_channels, context_channels)
-        discriminator.to_empty(device="cpu")
-        for module in discriminator.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_uniform_(module.weight, a=5**0.5, generator=generator)  # torch's own default
-            elif isinstance(module, nn.BatchNorm2d):
-                module.reset_parameters()
-        return discriminator
+        """Fresh weights that depend on the seed alone: equal on every rank; torch's own random stream does not move."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            return cls(image_channels, context_channels)
 
     def forward(self, images_NCHW: Tensor, contexts_NCHW: Tensor) -> Tensor:
         height, width = images_NCHW.shape[-2:]
@@ -64,18 +61,12 @@ class SeraenaDiscriminator(nn.Module):
                 maps.append(_pool(proj(x), patches))
             return torch.cat(maps, dim=1)
 
-    def running_statistics(self) -> list[Tensor]:
-        """The running means and variances of the batch norms (the tensors themselves, not copies)."""
-        norms = [module for module in self.modules() if isinstance(module, nn.BatchNorm2d)]
-        statistics = [value for norm in norms for value in (norm.running_mean, norm.running_var)]
-        return [value for value in statistics if value is not None]
-
 
 def _pool(scores_N1HW: Tensor, patches: tuple[int, int]) -> Tensor:
     """Average a score map down to one value per patch: [N, 1, H//8, W//8].
 
-    Training sizes are multiples of 8, where plain pooling does the same as adaptive pooling and, unlike it, gives the
-    same gradient bits on a GPU every time.
+    Training sizes are multiples of 8. There plain pooling equals adaptive pooling and, unlike it, gives the same
+    gradient bits on a GPU every time.
     """
     height, width = scores_N1HW.shape[-2:]
     if height % patches[0] or width % patches[1]:
@@ -83,31 +74,14 @@ def _pool(scores_N1HW: Tensor, patches: tuple[int, int]) -> Tensor:
     return F.avg_pool2d(scores_N1HW, (height // patches[0], width // patches[1]))
 
 
-Normalisation = Literal["golden", "size_independent"]
-NORMALISATIONS: tuple[str, ...] = get_args(Normalisation)
-
-STD_FLOOR = 1e-5
-"""Added to the gradient's deviation before it divides: a discriminator that sees no difference asks for nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Correction:
-    """``values_NCHW``: what to add to each fake, detached. The rest are scalars for the log, on the same device."""
-
-    values_NCHW: Tensor
-    std: Tensor
-    real_score: Tensor
-    fake_score: Tensor
-
-
 def make_correction(
     discriminator: SeraenaDiscriminator,
     real_NCHW: Tensor,
     fake_NCHW: Tensor,
     contexts_NCHW: Tensor,
-    normalisation: Normalisation,
-) -> Correction:
-    """The direction in which each fake's scores come nearer to its real image's; the discriminator in eval mode.
+    normalization: Normalization,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What to add to each fake so that its scores come nearer to those of its real image, and scalars for the log.
 
     g = -gradient over the fakes of the sum over samples of mean (D(real) - D(fake))², divided by its own standard
     deviation over the whole batch + 1e-5. In ``golden`` mode that mean is over the score maps and all H/8 · W/8
@@ -123,13 +97,12 @@ def make_correction(
         distance = (real_scores - fake_scores).square().mean(dim=(1, 2, 3)).sum()
         (gradient,) = torch.autograd.grad(distance, fake)
     g = -gradient
-    if normalisation == "size_independent":
+    if normalization == "size_independent":
         height, width = g.shape[-2:]
         g = g * ((height // PATCH_PIXELS) * (width // PATCH_PIXELS))
     values = g / (g.std(correction=0) + STD_FLOOR)
-    return Correction(
-        values_NCHW=values,
-        std=values.std(correction=0),
-        real_score=real_scores.mean(),
-        fake_score=fake_scores.detach().mean(),
-    )
+    return values, {
+        "correction_std": values.std(correction=0),
+        "real_score": real_scores.mean(),
+        "fake_score": fake_scores.detach().mean(),
+    }

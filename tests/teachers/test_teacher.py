@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.models.variants import get_spec
-from tinyvae.teachers import ReferenceVAE, TeacherError, check_teacher, load_teacher
-from tinyvae.teachers.families import geometry_of
+from tinyvae.teachers import Teacher, TeacherError, check_teacher, load_teacher
+from tinyvae.teachers.families import FAMILIES, geometry_of
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -136,7 +136,7 @@ def folder_of(folders: dict[str, Path], variant: str) -> Path:
     return folders[variant]
 
 
-def load(folders: dict[str, Path], variant: str, **options: Any) -> ReferenceVAE:
+def load(folders: dict[str, Path], variant: str, **options: Any) -> Teacher:
     settings = {"dtype": torch.float32, "device": "cpu", "spec": get_spec(variant), **options}
     return load_teacher(TEACHERS[variant][0], folder_of(folders, variant), **settings)
 
@@ -182,13 +182,8 @@ def test_latents_are_diffusers_own_in_diffusion_space(folders: dict[str, Path], 
 @pytest.mark.parametrize("variant", TEACHERS)
 def test_what_it_says_of_itself(folders: dict[str, Path], variant: str) -> None:
     teacher = load(folders, variant)
-    spec = get_spec(variant)
-    assert variant in teacher.variant_candidates
-    assert (teacher.latent_channels, teacher.time_factor, teacher.space_factor) == (
-        spec.latent_channels,
-        spec.time_factor,
-        spec.space_factor,
-    )
+    assert teacher.geometry == geometry_of(get_spec(variant))
+    assert variant in FAMILIES[teacher.class_name].variant_candidates(teacher.geometry)
 
 
 @pytest.mark.parametrize(("variant", "n_frames"), [("taecvx", 16), ("taecvx", 17), ("taehv", 17), ("taehv", 20)])
@@ -200,7 +195,7 @@ def test_lengths_on_which_student_and_teacher_agree(folders: dict[str, Path], va
 
 def test_frozen_and_absent_from_whatever_holds_it(folders: dict[str, Path]) -> None:
     class Task(torch.nn.Module):
-        def __init__(self, teacher: ReferenceVAE) -> None:
+        def __init__(self, teacher: Teacher) -> None:
             super().__init__()
             self.student = torch.nn.Linear(2, 2)
             self.teacher = teacher
@@ -381,8 +376,6 @@ def test_a_hub_name_that_was_downloaded_before(
 
 
 def test_every_variant_with_a_teacher_names_it() -> None:
-    from tinyvae.teachers.families import FAMILIES
-
     for family in FAMILIES.values():
         for name in family.variants:
             assert family.variant_candidates(geometry_of(get_spec(name))), name

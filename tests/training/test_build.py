@@ -1,4 +1,4 @@
-"""He initialisation keeps signals alive through every variant, and is drawn from its seed alone."""
+"""He initialization keeps signals alive through every variant, and is drawn from its seed alone."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tinyvae import TAEHV, VARIANTS
-from tinyvae.training.build import QUIET_BRANCH, initialise_he
+from tinyvae.training.build import QUIET_BRANCH, initialize_he
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_signals_neither_die_nor_explode(variant: str) -> None:
     model = TAEHV(variant, width=0.5)
-    initialise_he(model, seed=0)
+    initialize_he(model, seed=0)
     size = model.spec.space_factor * 2
     with torch.no_grad():
         latents = model.encode(torch.rand(1, 17, 3, size, size))
@@ -27,7 +27,7 @@ def test_drawn_from_the_seed_and_nothing_else() -> None:
     for global_seed, seed in ((1, 7), (2, 7), (1, 8)):
         torch.manual_seed(global_seed)
         model = TAEHV("taehv", width=0.125)
-        initialise_he(model, seed=seed)
+        initialize_he(model, seed=seed)
         drawn.append(model.state_dict())
     same = [all(torch.equal(drawn[0][k], other[k]) for k in drawn[0]) for other in drawn[1:]]
     assert same == [True, False]
@@ -35,7 +35,7 @@ def test_drawn_from_the_seed_and_nothing_else() -> None:
 
 def test_output_starts_at_mid_grey_and_branches_are_quiet() -> None:
     model = TAEHV("taehv", width=0.25)
-    initialise_he(model, seed=0)
+    initialize_he(model, seed=0)
     state = model.state_dict()
     assert (state["decoder.22.bias"] == 0.5).all() and (state["encoder.0.bias"] == 0).all()
     inner, last = (state[f"decoder.3.conv.{i}.weight"].std().item() for i in (2, 4))

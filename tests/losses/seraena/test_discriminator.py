@@ -56,15 +56,17 @@ def test_golden_scores_and_correction(shared: Path) -> None:
     with torch.no_grad():
         scores = discriminator(real, contexts)
     torch.testing.assert_close(scores, golden["seraena.scores"], atol=2e-5, rtol=0)
-    correction = make_correction(discriminator, real, fake, contexts, "golden")
-    torch.testing.assert_close(correction.values_NCHW, golden["seraena.correction"], atol=2e-5, rtol=0)
-    torch.testing.assert_close(correction.std, golden["seraena.correction"].std(correction=0), atol=1e-6, rtol=0)
+    correction, scalars = make_correction(discriminator, real, fake, contexts, "golden")
+    torch.testing.assert_close(correction, golden["seraena.correction"], atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        scalars["correction_std"], golden["seraena.correction"].std(correction=0), atol=1e-6, rtol=0
+    )
 
 
 def test_the_golden_correction_fades_with_size_and_ours_does_not() -> None:
     discriminator = golden_discriminator()
     std = {
-        (mode, size): float(make_correction(discriminator, *golden_inputs(*size, rows=1), mode).std)
+        (mode, size): float(make_correction(discriminator, *golden_inputs(*size, rows=1), mode)[1]["correction_std"])
         for mode in ("golden", "size_independent")
         for size in ((32, 48), (128, 128))
     }
@@ -76,20 +78,20 @@ def test_the_golden_correction_fades_with_size_and_ours_does_not() -> None:
 @pytest.mark.parametrize("mode", ["golden", "size_independent"])
 def test_a_fake_that_is_the_real_image_gets_no_correction(mode: str) -> None:
     real, _, contexts = golden_inputs()
-    correction = make_correction(golden_discriminator(), real, real, contexts, mode)
-    assert torch.equal(correction.values_NCHW, torch.zeros_like(real))
+    correction, _ = make_correction(golden_discriminator(), real, real, contexts, mode)
+    assert torch.equal(correction, torch.zeros_like(real))
 
 
 def test_the_correction_brings_the_scores_together() -> None:
     discriminator = golden_discriminator()
     real, fake, contexts = golden_inputs()
-    correction = make_correction(discriminator, real, fake, contexts, "size_independent")
+    correction, _ = make_correction(discriminator, real, fake, contexts, "size_independent")
     with torch.no_grad():
         wanted = discriminator(real, contexts)
         before = (discriminator(fake, contexts) - wanted).square().mean()
-        after = (discriminator(fake + 0.01 * correction.values_NCHW, contexts) - wanted).square().mean()
+        after = (discriminator(fake + 0.01 * correction, contexts) - wanted).square().mean()
     assert after < 0.6 * before
-    assert not correction.values_NCHW.requires_grad
+    assert not correction.requires_grad
 
 
 def test_scores_do_not_depend_on_autocast() -> None:
