@@ -18,14 +18,14 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinyvae.cli.eval import add_split_argument, parse_size
-from tinyvae.cli.main import show_warning
+from tinyvae.cli.main import format_warning
+from tinyvae.cli.options import Parser, add_options
 from tinyvae.convert.sample_inference import InferenceOptions, run_inference
 from tinyvae.errors import UserError
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", type=Path, required=True, help="weights file, model, checkpoint or run folder")
     parser.add_argument("--num_samples", type=int, default=5, help="how many videos (default 5)")
     parser.add_argument("--num_frames", type=int, default=49, help="frames of each sample at most (default 49)")
@@ -34,8 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cogvideox_model_path", help="the reference VAE: a diffusers folder or a hub name")
     parser.add_argument("--data_root", type=Path, help="folder of videos; default: procedural sample clips")
     parser.add_argument("--annotation_file", type=Path, help="JSON or JSONL list of videos below data_root")
-    add_split_argument(parser)
-    parser.add_argument("--size", metavar="HxW", help="crop and scale to this size; default: as they are")
+    add_options(parser, "--split", "--size")
     parser.add_argument("--output_dir", type=Path, default=Path("output/inference"), help="folder for what is written")
     parser.add_argument("--save_latents", action="store_true", help="also write each sample's latents (safetensors)")
     parser.add_argument("--benchmark", action="store_true", help="also time encoder and decoder")
@@ -44,9 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
-    warnings.showwarning = show_warning
+    warnings.formatwarning = format_warning
     try:
+        arguments = build_parser().parse_args(argv)
         if arguments.use_ref_vae and arguments.cogvideox_model_path is None:
             raise UserError("--use_ref_vae needs --cogvideox_model_path, the folder or hub name of the reference VAE.")
         if arguments.cogvideox_model_path is not None and not arguments.use_ref_vae:
@@ -62,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 data_root=arguments.data_root,
                 annotation_file=arguments.annotation_file,
                 split=arguments.split,
-                size=parse_size(arguments.size),
+                size=arguments.size,
                 save_latents=arguments.save_latents,
                 benchmark=arguments.benchmark,
                 device=arguments.device,

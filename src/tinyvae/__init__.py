@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tinyvae.models import doors
-from tinyvae.version import __version__
 
 if TYPE_CHECKING:
     from tinyvae.engines.fused import FusedTAEHV
@@ -14,6 +13,8 @@ if TYPE_CHECKING:
     from tinyvae.models.taehv import TAEHV
     from tinyvae.models.variants import VARIANTS, VariantSpec, get_spec
     from tinyvae.models.weights import load_model, save_model
+
+__version__ = "0.1.0"
 
 __all__ = [
     "TAEHV",

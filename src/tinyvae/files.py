@@ -57,7 +57,7 @@ def lock_file(stream: IO[bytes], *, wait: bool) -> None:
         fcntl.flock(stream, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def make_output_folder(folder: Path, *, option: str = "--output_dir") -> None:
+def make_output_folder(folder: Path, *, option: str = "--output") -> None:
     """Create a folder and write into it once, so that hours of work do not end at a folder that cannot be written.
 
     ``option``: what the user gave the folder by, for the message.

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+from tinyvae import __version__
 from tinyvae.config.old_files import OLD_KEYS
 from tinyvae.config.schema import FIELDS, TrainConfig
 from tinyvae.config.values import convert
 from tinyvae.errors import UserError
-from tinyvae.version import __version__
 
 RUN_FORMAT = "tinyvae-run"
 """States that a ``config.json`` is a run's: `tinyvae.models.weights` takes ``variant`` and ``model_width`` from it."""

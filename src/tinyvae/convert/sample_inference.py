@@ -128,7 +128,7 @@ def run_inference(options: InferenceOptions, say: Say = print) -> int:
     """Do all samples; returns how many could not be read. ``say`` gets one line for each result."""
     if options.num_samples < 1 or options.num_frames < 1:
         raise UserError("--num_samples and --num_frames must be at least 1.")
-    make_output_folder(options.output_dir)
+    make_output_folder(options.output_dir, option="--output_dir")
     models = _open_models(options)
     source, split, clips = _clips(options, say)
     samples: list[Sample] = []

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from tinyvae import __version__
 from tinyvae.errors import UserError
 from tinyvae.heap import trim_heap
-from tinyvae.version import __version__
 
 
 def choose_devices(wanted: str | torch.device | Sequence[str | torch.device] | None) -> list[torch.device]:

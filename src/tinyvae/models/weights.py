@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tinyvae import __version__
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError, nearest_name
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variant_of_weights import tell_variant
 from tinyvae.models.variants import VARIANTS, Preview, VariantSpec
-from tinyvae.version import __version__
 
 MODEL_FORMAT = "tinyvae-model"
 RUN_FORMAT = "tinyvae-run"
