@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-h", "--help", action="store_true", help="show this text, or with a preset its settings")
     parser.usage = "tinyvae train PRESET_OR_FILE [--key value ...]"
     parser.epilog = f"presets:\n{preset_list()}\n\n{config_help_text()}"
-    parser.set_defaults(help_text=parser.format_help)
+    parser.set_defaults(parser=parser)
 
 
 def preset_list() -> str:
@@ -104,8 +104,11 @@ def note_end(exit_code: int, reason: str = "") -> bool:
 def run(arguments: argparse.Namespace) -> int:
     outlive_readers()
     preset, settings = split_words(arguments.words)
+    if arguments.help and preset is None:
+        arguments.parser.print_help()
+        arguments.parser.exit()
     if arguments.help:
-        print(arguments.help_text() if preset is None else help_of(preset, settings))
+        print(help_of(preset, settings))
         return 0
     try:
         return train(required_preset(preset, "train"), settings)
