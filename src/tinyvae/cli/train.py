@@ -104,12 +104,12 @@ def note_end(exit_code: int, reason: str = "") -> bool:
 def run(arguments: argparse.Namespace) -> int:
     outlive_readers()
     preset, settings = split_words(arguments.words)
-    if arguments.help and preset is None:
-        arguments.parser.print_help()
-        arguments.parser.exit()
-    if arguments.help:
+    if arguments.help and preset is not None:
         print(help_of(preset, settings))
         return 0
+    if arguments.help:
+        arguments.parser.print_help()
+        arguments.parser.exit()
     try:
         return train(required_preset(preset, "train"), settings)
     except UserError as mistake:

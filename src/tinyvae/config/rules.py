@@ -184,8 +184,7 @@ def _pretrained_weights(config: TrainConfig, given: Mapping[str, GivenPath]) -> 
     if not path.exists():
         yield _missing(config, "pretrained_model_path", given, f"; {WHERE_WEIGHTS_ARE}")
         return
-    from tinyvae.models.variant_of_weights import tell_variant
-    from tinyvae.models.weights import find_weights, read_weights
+    from tinyvae.models.weights import find_weights, read_weights, tell_variant
 
     try:
         file = find_weights(path)
