@@ -31,8 +31,7 @@ from tinyvae.engines.hopper import HopperStack, why_not_hopper
 from tinyvae.engines.stack import Stack, slice_bytes
 from tinyvae.errors import UserError
 from tinyvae.models.codec import CodecState, VideoCodec
-from tinyvae.models.pieces import joined_latents
-from tinyvae.models.streaming import Side
+from tinyvae.models.streaming import Side, joined_latents
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec
 

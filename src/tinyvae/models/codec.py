@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.errors import UserError
-from tinyvae.models.pieces import join, keep_frames
-from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder
+from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder, join, keep_frames
 from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_ZEROS, H3_DROPPED_LATENTS, VariantSpec
 from tinyvae.terminal import progress_bar
 
