@@ -57,6 +57,14 @@ def test_train_alone_says_what_is_missing_and_lists_the_presets(tmp_path: Path) 
     assert "\n  h100 " in done.stderr and "Traceback" not in done.stderr
 
 
+def test_the_preset_of_train_can_stand_anywhere(tmp_path: Path) -> None:
+    done = tinyvae("train", "--data_root", "x", "--random_flip", "quickstart", "--help", folder=tmp_path)
+    assert done.returncode == 0 and "See it work" in done.stdout
+    two = tinyvae("train", "--seed", "1", "quickstart", "scratch", folder=tmp_path)
+    assert two.returncode == 2 and "'quickstart' and 'scratch' were given: name one preset" in two.stderr
+    assert two.stderr.count("\n") == 1
+
+
 def test_version_matches_the_package_metadata() -> None:
     from importlib.metadata import version
 

@@ -23,8 +23,8 @@ State = list[Tensor | None]
 """One entry per layer; None before the first chunk, and where a layer carries nothing."""
 
 SLICE_BYTES, CPU_SLICE_BYTES = 96 * 2**20, 16 * 2**20
-"""How many bytes the widest frames of a slice may take. On a CPU small slices are also faster, because its cache can
-hold them: decoding gains 10 to 20 %, from 4 to 32 MiB alike."""
+"""How many bytes the widest frames of a slice may take. On a CPU small slices fit into its cache, and decoding is 10 to
+20 % faster (the same from 4 to 32 MiB)."""
 
 
 def slice_bytes(device: torch.device) -> int:
@@ -77,7 +77,7 @@ class Stack(ABC):
         return self.leave(x).unflatten(0, (num_videos, -1)), new
 
     def pools_whole(self, place: int, state: State, num_frames: int) -> bool:
-        """Whether layer ``place`` is a pooling layer that neither has frames waiting nor makes any wait."""
+        """Whether layer ``place`` is a pooling layer without waiting frames, now and after these frames."""
         layer = self.layers[place] if place < len(self.layers) else None
         return isinstance(layer, PoolLayer) and state[place] is None and num_frames % layer.stride == 0
 
@@ -128,7 +128,7 @@ class Stack(ABC):
 
     @abstractmethod
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
-        """A memory block: (result, what it carries). It may take ``state[place]`` away as soon as it can."""
+        """A memory block: (result, what it carries). It may remove ``state[place]`` to free its memory early."""
 
     @abstractmethod
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
