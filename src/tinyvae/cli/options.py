@@ -24,16 +24,19 @@ class Parser(argparse.ArgumentParser):
 
 
 class OldWord(argparse.Action):
-    """An old word for an option. It works, and one line on stderr says the new word."""
+    """An old word for an option. It works, and one line on stderr says the new word.
 
-    def __init__(self, option_strings: list[str], dest: str, *, option: argparse.Action) -> None:
-        how: dict[str, Any] = {"nargs": option.nargs, "type": option.type, "default": argparse.SUPPRESS}
-        super().__init__(option_strings, option.dest, help=argparse.SUPPRESS, **how)
-        self._option = option
+    Example: ``parser.add_argument("--height", action=OldWord, new="--size HxW", type=int)``.
+    """
+
+    def __init__(self, *, new: str, option: argparse.Action | None = None, **how: Any) -> None:
+        super().__init__(help=argparse.SUPPRESS, **how)
+        self._new, self._option = new, option
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, word: str | None = None) -> None:
-        print(f"{word} is called {self._option.option_strings[0]} now; both work", file=sys.stderr)
-        self._option.required = False  # it was given, under its old word
+        print(f"{word} is called {self._new} now; both work", file=sys.stderr)
+        if self._option is not None:
+            self._option.required = False  # it was given, under its old word
         setattr(namespace, self.dest, True if self.nargs == 0 else values)
 
 
@@ -113,5 +116,6 @@ def add_options(parser: argparse.ArgumentParser, *words: str, **changes: Any) ->
     """
     for word in words:
         option = parser.add_argument(word, **{**SHARED[word], **changes})
+        how: dict[str, Any] = {"dest": option.dest, "nargs": option.nargs, "type": option.type}
         for old in OLD_WORDS.get(word, []):
-            parser.add_argument(old, action=OldWord, option=option)
+            parser.add_argument(old, action=OldWord, new=word, option=option, default=argparse.SUPPRESS, **how)
