@@ -19,8 +19,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinyvae.cli.eval import add_split_argument, parse_size
-from tinyvae.cli.main import show_warning
+from tinyvae.cli.main import format_warning
+from tinyvae.cli.options import Parser, add_options
 from tinyvae.convert.reconstruct import Outputs, reconstruct_video
 from tinyvae.data.sample_clips import write_sample_clips
 from tinyvae.errors import UserError
@@ -34,7 +34,7 @@ from tinyvae.terminal import count_of
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model_path", type=Path, required=True, help="weights file, model, checkpoint or run folder")
     parser.add_argument("--num_samples", type=int, default=5, help="how many videos (default 5)")
     parser.add_argument("--num_frames", type=int, default=49, help="frames of each sample at most (default 49)")
@@ -43,8 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cogvideox_model_path", help="the teacher: a diffusers folder or a hub name")
     parser.add_argument("--data_root", type=Path, help="folder of videos; default: procedural sample clips")
     parser.add_argument("--annotation_file", type=Path, help="JSON or JSONL list of videos below data_root")
-    add_split_argument(parser)
-    parser.add_argument("--size", metavar="HxW", help="crop and scale to this size; default: as they are")
+    add_options(parser, "--split", "--size")
     parser.add_argument("--output_dir", type=Path, default=Path("output/inference"), help="folder for what is written")
     parser.add_argument("--save_latents", action="store_true", help="also write each sample's latents (safetensors)")
     parser.add_argument("--benchmark", action="store_true", help="also print the speed of encoder and decoder")
@@ -53,10 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
-    warnings.showwarning = show_warning
+    warnings.formatwarning = format_warning
     try:
-        return run(arguments)
+        return run(build_parser().parse_args(argv))
     except UserError as mistake:
         print(f"inference.py: error: {mistake}", file=sys.stderr)
         return 2
@@ -117,7 +115,7 @@ def measure(models: Sequence[RoundTrip], arguments: argparse.Namespace) -> Resul
         "lpips": None,
         "max_clips": arguments.num_samples,
         "max_frames": arguments.num_frames,
-        "size": parse_size(arguments.size),
+        "size": arguments.size,
         "split": arguments.split,
         "data_root": arguments.data_root if arguments.annotation_file is not None else None,
     }
@@ -126,7 +124,7 @@ def measure(models: Sequence[RoundTrip], arguments: argparse.Namespace) -> Resul
 
 def write_sample(models: Sequence[RoundTrip], source: Path, stem: Path, arguments: argparse.Namespace) -> None:
     """The files of one sample: film, picture of its middle frame, and latents of each model where they are wanted."""
-    limits = {"max_frames": arguments.num_frames, "size": parse_size(arguments.size)}
+    limits = {"max_frames": arguments.num_frames, "size": arguments.size}
     outputs = Outputs(
         side_by_side=stem.with_name(f"{stem.name}.mp4"),
         picture=stem.with_name(f"{stem.name}.png"),

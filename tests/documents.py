@@ -6,6 +6,8 @@ import argparse
 import re
 from pathlib import Path
 
+from tinyvae.cli.options import OldWord
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
@@ -31,9 +33,9 @@ def flags_in(words: str) -> set[str]:
 
 
 def flags_of_verb(parser: argparse.ArgumentParser) -> set[str]:
-    """The flags of a verb and of its actions (`tinyvae data index` and the like)."""
+    """The flags of a verb and of its actions (`tinyvae data index` and the like). Documents show no old word."""
     found: set[str] = set()
-    for action in parser._actions:
+    for action in (action for action in parser._actions if not isinstance(action, OldWord)):
         found |= {option.lstrip("-").replace("-", "_") for option in action.option_strings}
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():

@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "tinyvae"
 
 FLOORS = [
-    {"errors", "version", "heap"},
+    {"errors", "heap"},
     {"files", "terminal"},
     {"models"},
     {"engines", "video"},

@@ -110,5 +110,5 @@ def test_training_data_and_evaluation(tmp_path: Path, missing: str) -> None:
     assert (run / "checkpoint-4").is_dir() and (run / "report.html").is_file()
     small = ("--height", 32, "--width", 32, "--n_frames", 4, "--contact_sheet", tmp_path / "sheet.png")
     assert "6 good, 0 bad" in machine.python("-m", "tinyvae", "data", "check", clips, *small)
-    words = machine.python("-m", "tinyvae", "eval", run, "--data", clips, "--output_dir", tmp_path / "eval")
+    words = machine.python("-m", "tinyvae", "eval", run, "--data", clips, "--output", tmp_path / "eval")
     assert "PSNR" in words and (tmp_path / "eval" / "report.html").is_file()

@@ -6,29 +6,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tinyvae.models import doors
-from tinyvae.version import __version__
 
 if TYPE_CHECKING:
-    from tinyvae.engines.fused import FusedTAEHV
-    from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
-    from tinyvae.models.taehv import TAEHV
-    from tinyvae.models.variants import VARIANTS, VariantSpec, get_spec
-    from tinyvae.models.weights import load_model, save_model
+    from tinyvae.engines.fused import FusedTAEHV as FusedTAEHV
+    from tinyvae.errors import UserError as UserError
+    from tinyvae.models.streaming import StreamingDecoder as StreamingDecoder
+    from tinyvae.models.streaming import StreamingEncoder as StreamingEncoder
+    from tinyvae.models.taehv import TAEHV as TAEHV
+    from tinyvae.models.variants import VARIANTS as VARIANTS
+    from tinyvae.models.variants import VariantSpec as VariantSpec
+    from tinyvae.models.variants import get_spec as get_spec
+    from tinyvae.models.weights import load_model as load_model
+    from tinyvae.models.weights import save_model as save_model
 
-__all__ = [
-    "TAEHV",
-    "VARIANTS",
-    "FusedTAEHV",
-    "StreamingDecoder",
-    "StreamingEncoder",
-    "VariantSpec",
-    "__version__",
-    "get_spec",
-    "load_model",
-    "save_model",
-]
+__version__ = "0.1.0"
 
-# Names are fetched at first use, so that `tinyvae --help` and the data workers do not wait for torch.
+# A name is imported at first use, so that `tinyvae --help` and the data workers do not wait for torch.
 _HOME = {
     "TAEHV": "models.taehv",
     "FusedTAEHV": "engines.fused",
@@ -39,13 +32,19 @@ _HOME = {
     "StreamingEncoder": "models.streaming",
     "load_model": "models.weights",
     "save_model": "models.weights",
+    "UserError": "errors",
 }
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'tinyvae' has no attribute {name!r}")
     return getattr(importlib.import_module(f"tinyvae.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def _fuse(model: TAEHV) -> FusedTAEHV:
@@ -61,7 +60,3 @@ def _run_folded(*arguments: Any, **options: Any) -> Any:
 
 
 doors.fuse, doors.run_folded = _fuse, _run_folded
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -1,7 +1,7 @@
 """The errors a user can cause.
 
-Every one is a ``ValueError`` whose text is one sentence: what is wrong, where, and what to do. The command line
-prints that sentence and exits with 2; anything that is not a ``UserError`` is our own bug and keeps its traceback.
+Each is a ``ValueError`` whose text is one sentence: what is wrong, where, and what to do. The command line prints that
+sentence and exits with 2. Any other error is our own bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -12,27 +12,23 @@ from collections.abc import Iterable
 from types import ModuleType
 
 NEAR = 0.65
-"""Likeness above which a name is near enough to be meant: ``quick`` and ``quickstart`` are, ``use_amp`` and
-``use_sample_clips`` are not."""
+"""A name this near is suggested: ``quickstart`` for ``quick``, but not ``use_sample_clips`` for ``use_amp``."""
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave us; the message says how to mend it."""
+    """A mistake in what the user gave us; the message says how to fix it."""
 
 
 class MissingFileError(UserError, FileNotFoundError):
     """A file or folder that the user named and that is not there."""
 
-    # OSError.__str__ would print the errno form; a single argument keeps the sentence as it is.
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
+    __str__ = BaseException.__str__  # OSError would print the number of its error too
 
 
 class FileExistsAlreadyError(UserError, FileExistsError):
     """Something would be written over, and the user did not ask for that."""
 
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
+    __str__ = BaseException.__str__
 
 
 class UnreadableVideoError(UserError):
@@ -51,7 +47,7 @@ def require_package(module: str, *, extra: str, needed_for: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:
         if missing.name is not None and missing.name.split(".")[0] != module.split(".")[0]:
-            raise  # the package is there but one of its own imports is not: not ours to explain away
+            raise  # the package is there, and one of its own imports is missing
         raise UserError(
             f"{needed_for} needs the package {module!r}, which is not installed; "
             f"install it with: pip install 'tinyvae[{extra}]'"

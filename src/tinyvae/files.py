@@ -1,4 +1,4 @@
-"""Files on disk: written as a whole or not at all, hashed, locked, and proved writable before the work."""
+"""Files on disk: write them whole or not at all, hash them, lock them, find out early whether a place is writable."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def sha256_of(path: Path) -> str:
 
 
 def lock_file(stream: IO[bytes], *, wait: bool) -> None:
-    """Hold ``stream`` alone until it is closed; ``BlockingIOError`` where another process does and ``wait`` is False.
+    """Lock ``stream`` for this process until it is closed. A system without file locks locks nothing.
 
-    A system without file locks lets everybody in.
+    If another process holds the lock, this one waits, or raises ``BlockingIOError`` where ``wait`` is False.
     """
     if fcntl is not None:
         fcntl.flock(stream, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def make_output_folder(folder: Path, *, option: str = "--output_dir") -> None:
-    """Create a folder and write into it once, so that hours of work do not end at a folder that cannot be written.
+def make_output_folder(folder: Path, *, option: str = "--output") -> None:
+    """Create a folder and try to write into it, so that hours of work do not end at a folder that cannot be written.
 
-    ``option``: what the user gave the folder by, for the message.
+    ``option`` is the user's word for the folder, for the message.
     """
     try:
         if folder.is_file():
             raise UserError(f"{option} {folder} is a file; name a folder.")
-        _prove_writable(folder)
+        _try_writing(folder)
     except OSError as refused:
         raise UserError(
             f"{option} {folder} cannot be written ({refused.strerror or refused}); name another folder."
@@ -73,17 +73,14 @@ def make_output_folder(folder: Path, *, option: str = "--output_dir") -> None:
 
 
 def check_output_file(file: Path, *, option: str, suffix: str | None = None) -> None:
-    """The same for one file: its folder is made and written to, and the file itself can be one.
-
-    ``suffix``: what its name must end in, where the content is always of one kind.
-    """
+    """The same for one file: its folder can be written, and its place is no folder. Its name must end in ``suffix``."""
     if suffix is not None and file.suffix.lower() != suffix:
         kind = suffix.removeprefix(".").upper()
         raise UserError(f"{option} {file}: a {kind} file is written; give a name that ends in {suffix}.")
     try:
         if file.is_dir():
             raise UserError(f"{option} {file} is a folder; name a file in it.")
-        _prove_writable(file.parent)
+        _try_writing(file.parent)
         if file.exists():
             with file.open("ab"):  # nothing is changed
                 pass
@@ -93,7 +90,7 @@ def check_output_file(file: Path, *, option: str, suffix: str | None = None) -> 
         ) from None
 
 
-def _prove_writable(folder: Path) -> None:
+def _try_writing(folder: Path) -> None:
     if folder.is_file():  # mkdir would only say that something of that name exists
         raise NotADirectoryError(errno.ENOTDIR, f"{folder} is a file")
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +100,7 @@ def _prove_writable(folder: Path) -> None:
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Around the work on one file: a full disk or a folder that went away is the user's to fix, not a bug."""
+    """Around the work on one file: a full disk or a folder that went away becomes a `UserError`."""
     try:
         yield
     except UserError:

@@ -1,4 +1,4 @@
-"""Memory that was freed and that the C library keeps: how to give it back to the system."""
+"""Give freed memory, which the C library keeps, back to the system."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def trim_heap() -> None:
-    """Give freed memory of the heap back. Its pages cost time to get again, so not after every tensor."""
+    """Give freed memory of the heap back. To get its pages again costs time, so do not call it after every tensor."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
@@ -17,8 +17,5 @@ def trim_heap() -> None:
 
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's; other C libraries have none and need none."""
-    if sys.platform != "linux":
-        return None
-    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return found
+    """glibc's function; other C libraries have none and need none."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None

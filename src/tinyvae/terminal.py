@@ -1,4 +1,4 @@
-"""How long work shows how far it is: a moving bar on a terminal, a line now and then in a file or a pipe."""
+"""What commands write to a terminal, a file or a pipe: progress, numbers in words, output that outlives its reader."""
 
 from __future__ import annotations
 
@@ -10,8 +10,24 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+log = logging.getLogger(__name__)
+
 SECONDS_PER_LINE = 10.0
-"""How often a line is written where nobody watches a bar move."""
+"""How often a line of progress is written where stderr is no terminal."""
+MINUTE, HOUR, DAY, YEAR = 60.0, 3600.0, 86_400.0, 365.25 * 86_400.0
+
+
+def progress_bar(iterable: Iterable[Any] | None = None, *, leave: bool = True, **options: Any) -> tqdm[Any]:
+    """`tqdm` on stderr. Where that is no terminal: a line at the start, one each ten seconds, and one at the end.
+
+    A bar that disappears from a terminal at its end (``leave=False``) writes lines only if it takes longer than ten
+    seconds.
+    """
+    if sys.stderr.isatty():
+        return tqdm(iterable, leave=leave, **options)
+    lines: Any = _Lines(sys.stderr)
+    delay = 0.0 if leave else SECONDS_PER_LINE
+    return _LineBar(iterable, file=lines, mininterval=SECONDS_PER_LINE, miniters=1, delay=delay, **options)
 
 
 class _Lines:
@@ -22,9 +38,8 @@ class _Lines:
         self.encoding = stream.encoding
 
     def write(self, text: str) -> None:
-        line = text.strip()
-        if line:
-            self._stream.write(line + "\n")
+        if text.strip():
+            self._stream.write(text.strip() + "\n")
 
     def flush(self) -> None:
         self._stream.flush()
@@ -37,24 +52,8 @@ class _LineBar(tqdm):
         super().set_postfix_str(s, refresh=False)
 
 
-def progress_bar(iterable: Iterable[Any] | None = None, *, leave: bool = True, **options: Any) -> tqdm[Any]:
-    """`tqdm` on stderr. Where that is no terminal: the first state, one each ten seconds, and the last.
-
-    A bar that disappears from a terminal at its end (``leave=False``) writes lines there only where it takes longer
-    than ten seconds.
-    """
-    if sys.stderr.isatty():
-        return tqdm(iterable, leave=leave, **options)
-    lines: Any = _Lines(sys.stderr)
-    delay = 0.0 if leave else SECONDS_PER_LINE
-    return _LineBar(iterable, file=lines, mininterval=SECONDS_PER_LINE, miniters=1, delay=delay, **options)
-
-
-log = logging.getLogger(__name__)
-
-
 class LastingStream:
-    """A stream whose writes never fail. Once one has, everything for it goes nowhere, also what C libraries write."""
+    """A stream whose writes never fail. After a first failure all output is discarded, that of C libraries too."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -63,19 +62,19 @@ class LastingStream:
         try:
             return self._stream.write(text)
         except OSError as fault:
-            self._let_go(fault)
+            self._discard(fault)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except OSError as fault:
-            self._let_go(fault)
+            self._discard(fault)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _let_go(self, fault: OSError) -> None:
+    def _discard(self, fault: OSError) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -91,9 +90,6 @@ def outlive_readers() -> None:
             setattr(sys, name, LastingStream(stream))
 
 
-MINUTE, HOUR, DAY, YEAR = 60.0, 3600.0, 86_400.0, 365.25 * 86_400.0
-
-
 def bytes_in_words(count: float) -> str:
     """``0 bytes``, ``12.3 KiB``, ``1.50 GiB``: three digits and the unit that suits them."""
     if count < 1024:
@@ -107,15 +103,14 @@ def bytes_in_words(count: float) -> str:
 
 def duration_in_words(seconds: float) -> str:
     """``0.35 s``, ``12 s``, ``4 min``, ``2.7 hours``, ``11 days``, ``31 years``."""
+    if seconds < 2 * MINUTE:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     for limit, unit, name in ((2 * HOUR, MINUTE, "min"), (2 * DAY, HOUR, "hours"), (2 * YEAR, DAY, "days")):
-        if seconds < 2 * MINUTE:
-            return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
         if seconds < limit:
-            amount = seconds / unit
-            return f"{amount:.1f} {name}" if amount < 10 else f"{amount:.0f} {name}"
+            return f"{seconds / unit:.{1 if seconds < 10 * unit else 0}f} {name}"
     return f"{seconds / YEAR:,.0f} years"
 
 
 def count_of(number: int, noun: str) -> str:
-    """``1 clip``, ``3 clips``; of nouns that take an s."""
+    """``1 clip``, ``3 clips``, for nouns that take an s."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -39,7 +39,7 @@ def clips_of(setting: Path) -> list[Path]:
 
 def test_compare_names_the_winner(setting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models = [str(setting / "black.safetensors"), str(setting / "grey.safetensors")]
-    options = ["--data", str(setting / "clips"), "--output_dir", str(tmp_path), "--lpips", "off", "--films", "1"]
+    options = ["--data", str(setting / "clips"), "--output", str(tmp_path), "--lpips", "off", "--films", "1"]
     assert run(["compare", *models, *options]) == 0
     printed = capsys.readouterr().out
     assert "grey against black" in printed and "better   wins 5/5" in printed

@@ -34,7 +34,7 @@ def test_every_verb_has_help_with_an_example(verb: str) -> None:
     [
         (["inf"], "Did you mean 'info'"),
         (["info", "nothing.pth"], "there is no model at nothing.pth"),
-        (["info", "taehv", "--frames", "0"], "at least 1 frame"),
+        (["info", "taehv", "--frames", "0"], "at least 1"),
         (["info", "taehv15"], "Did you mean 'taehv1_5'"),
         (["info", "taehv", "--variant", "taecvx"], "leave one out"),
         (["info", "/dev/null"], "neither a file nor a folder"),
@@ -55,6 +55,14 @@ def test_train_alone_says_what_is_missing_and_lists_the_presets(tmp_path: Path) 
     done = tinyvae("train", folder=tmp_path)
     assert done.returncode == 2 and "say what to train" in done.stderr and "tinyvae train quickstart" in done.stderr
     assert "\n  h100 " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_preset_of_train_can_stand_anywhere(tmp_path: Path) -> None:
+    done = tinyvae("train", "--data_root", "x", "--random_flip", "quickstart", "--help", folder=tmp_path)
+    assert done.returncode == 0 and "See it work" in done.stdout
+    two = tinyvae("train", "--seed", "1", "quickstart", "scratch", folder=tmp_path)
+    assert two.returncode == 2 and "'quickstart' and 'scratch' were given: name one preset" in two.stderr
+    assert two.stderr.count("\n") == 1
 
 
 def test_version_matches_the_package_metadata() -> None:

@@ -33,9 +33,7 @@ def test_reconstruct_writes_what_was_asked_for(
     setting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, (first, second) = str(setting / "model.safetensors"), videos_of(setting)
-    code = run(
-        ["reconstruct", model, str(setting / "clips"), "--output_dir", str(tmp_path), "--side_by_side", "--latents"]
-    )
+    code = run(["reconstruct", model, str(setting / "clips"), "--output", str(tmp_path), "--side_by_side", "--latents"])
     assert code == 0
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{video.stem}_{word}"
@@ -46,25 +44,21 @@ def test_reconstruct_writes_what_was_asked_for(
     assert (info.frames, info.height, info.width, info.fps) == (10, 36, 50, 24)
     assert "10 frames, PSNR" in capsys.readouterr().out
     with pytest.raises(UserError, match="exists already"):
-        run(["reconstruct", model, str(first), "--output_dir", str(tmp_path)])
-    assert (
-        run(["reconstruct", model, str(first), "--output_dir", str(tmp_path), "--overwrite", "--max_frames", "5"]) == 0
-    )
+        run(["reconstruct", model, str(first), "--output", str(tmp_path)])
+    assert run(["reconstruct", model, str(first), "--output", str(tmp_path), "--overwrite", "--frames", "5"]) == 0
     assert probe_video(tmp_path / f"{first.stem}_reconstructed.mp4").frames == 5
 
 
 def test_encode_then_decode(setting: Path, tmp_path: Path) -> None:
     model, video = str(setting / "model.safetensors"), videos_of(setting)[0]
-    assert run(["encode", model, str(video), "--output_dir", str(tmp_path)]) == 0
+    assert run(["encode", model, str(video), "--output", str(tmp_path)]) == 0
     latents = tmp_path / f"{video.stem}_latents.safetensors"
     assert load_file(latents)["latents"].shape == (1, 4, 16, 5, 7)
-    assert run(["decode", model, str(latents), "--output_dir", str(tmp_path)]) == 0
+    assert run(["decode", model, str(latents), "--output", str(tmp_path)]) == 0
     info = probe_video(tmp_path / f"{video.stem}_decoded.mp4")
     assert (info.frames, info.height, info.width, info.fps) == (10, 36, 50, 24)
     save_file({"latents": torch.randn(1, 3, 16, 4, 6)}, tmp_path / "foreign.safetensors")
-    assert (
-        run(["decode", model, str(tmp_path / "foreign.safetensors"), "--output_dir", str(tmp_path), "--fps", "8"]) == 0
-    )
+    assert run(["decode", model, str(tmp_path / "foreign.safetensors"), "--output", str(tmp_path), "--fps", "8"]) == 0
     info = probe_video(tmp_path / "foreign_decoded.mp4")
     assert (info.frames, info.height, info.width, info.fps) == (9, 32, 48, 8)
 
@@ -75,23 +69,23 @@ def test_a_bad_video_among_others_gives_exit_code_1(
     model, video = str(setting / "model.safetensors"), videos_of(setting)[0]
     bad = tmp_path / "bad.mp4"
     bad.write_bytes(b"\0" * 100)
-    assert run(["reconstruct", model, str(bad), str(video), "--output_dir", str(tmp_path / "out")]) == 1
+    assert run(["reconstruct", model, str(bad), str(video), "--output", str(tmp_path / "out")]) == 1
     assert [path.name for path in (tmp_path / "out").iterdir()] == [f"{video.stem}_reconstructed.mp4"]
     errors = capsys.readouterr().err.replace("\r", "\n").splitlines()
     assert any(line.startswith("skipped: ") and "bad.mp4" in line for line in errors)  # on a line of its own
     with pytest.raises(UserError, match=r"bad\.mp4"):
-        run(["reconstruct", model, str(bad), "--output_dir", str(tmp_path / "out")])
+        run(["reconstruct", model, str(bad), "--output", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize("verb", ["encode", "decode", "reconstruct"])
 def test_a_bar_ends_at_its_end(setting: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     """7 frames are 2 latents, which would give 5 back: the frames repeated for that are no progress."""
     model, video = str(setting / "model.safetensors"), videos_of(setting)[0]
-    arguments = [str(video), "--output_dir", str(tmp_path), "--max_frames", "7"]
+    arguments = [str(video), "--output", str(tmp_path), "--frames", "7"]
     if verb == "decode":
         assert run(["encode", model, *arguments]) == 0
         capsys.readouterr()
-        arguments = [str(next(tmp_path.iterdir())), "--output_dir", str(tmp_path)]
+        arguments = [str(next(tmp_path.iterdir())), "--output", str(tmp_path)]
     assert run([verb, model, *arguments]) == 0
     drawn = [line for line in capsys.readouterr().err.split("\r") if "%" in line]
     assert "100%" in drawn[-1] and " 7/7 " in drawn[-1]
@@ -103,7 +97,7 @@ def test_files_of_the_same_name_do_not_meet(setting: Path, tmp_path: Path) -> No
     for copy in copies:
         copy.parent.mkdir()
         copy.write_bytes(video.read_bytes())
-    assert run(["encode", model, *map(str, copies), "--output_dir", str(tmp_path / "out")]) == 0
+    assert run(["encode", model, *map(str, copies), "--output", str(tmp_path / "out")]) == 0
     assert len(list((tmp_path / "out").iterdir())) == 2
 
 
@@ -112,10 +106,10 @@ def test_mistakes(setting: Path, tmp_path: Path) -> None:
     save_file({"latents": torch.randn(1, 3, 32, 4, 6)}, tmp_path / "wrong.safetensors")
     for arguments, words in (
         (["reconstruct", model, str(tmp_path / "none.mp4")], "there is no video at"),
-        (["reconstruct", model, video, "--max_frames", "0"], "--max_frames must be at least 1"),
-        (["reconstruct", model, video, "--crf", "99"], "--crf must be from 0"),
-        (["decode", model, video, "--crf", "nan"], "--crf must be from 0"),
-        (["decode", model, video, "--fps", "-1"], "--fps must be above 0"),
+        (["reconstruct", model, video, "--frames", "0"], "--frames: '0' is not a whole number, at least 1"),
+        (["reconstruct", model, video, "--crf", "99"], "--crf: .* is not a number from 0 to 51"),
+        (["decode", model, video, "--crf", "nan"], "--crf: .* is not a number from 0 to 51"),
+        (["decode", model, video, "--fps", "-1"], "--fps: .* is not a number from 0.001"),
         (["decode", model, video, "--audio_from", "none.mp4"], "no video at --audio_from none.mp4"),
         (["reconstruct", model, video, "--device", "tpu9"], "there is no device 'tpu9'"),
         (["decode", model, str(tmp_path / "none.safetensors")], "there is no latents file at"),
@@ -124,7 +118,7 @@ def test_mistakes(setting: Path, tmp_path: Path) -> None:
         (["decode", model, "a", "b", "--audio_from", video], "goes with one LATENTS file"),
     ):
         with pytest.raises(UserError, match=words):
-            run([*arguments, "--output_dir", str(tmp_path / "out")])
+            run([*arguments, "--output", str(tmp_path / "out")])
     assert list((tmp_path / "out").iterdir()) == [] if (tmp_path / "out").exists() else True
 
 
@@ -146,7 +140,7 @@ def test_an_output_folder_that_cannot_be_is_refused_before_the_work(setting: Pat
     (tmp_path / "file").touch()
     model, video = str(setting / "model.safetensors"), str(videos_of(setting)[0])
     with pytest.raises(UserError, match="cannot be written"):
-        run(["reconstruct", model, video, "--output_dir", str(tmp_path / "file" / "below")])
+        run(["reconstruct", model, video, "--output", str(tmp_path / "file" / "below")])
 
 
 @pytest.mark.filterwarnings("ignore:.*holds values that are not finite")
@@ -156,5 +150,5 @@ def test_nan_gives_exit_code_1_and_is_named(setting: Path, tmp_path: Path, capsy
         model.decoder[-1].bias.fill_(float("nan"))
     save_model(model, tmp_path / "nan.safetensors")
     video = str(videos_of(setting)[0])
-    assert run(["reconstruct", str(tmp_path / "nan.safetensors"), video, "--output_dir", str(tmp_path)]) == 1
+    assert run(["reconstruct", str(tmp_path / "nan.safetensors"), video, "--output", str(tmp_path)]) == 1
     assert "no numbers (NaN)" in capsys.readouterr().err

@@ -25,16 +25,16 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 COMMANDS = {
-    "data index -o": ["data", "index", "CLIPS", "-o", "PLACE/y.tvi"],
+    "data index --output": ["data", "index", "CLIPS", "--output", "PLACE/y.tvi"],
     "data check --contact_sheet": ["data", "check", "CLIPS", "--contact_sheet", "PLACE/y.png"],
     "data sample": ["data", "sample", "PLACE/clips"],
-    "lpips-weights -o": ["lpips-weights", "-o", "PLACE/x.safetensors"],
+    "lpips-weights --output": ["lpips-weights", "--output", "PLACE/x.safetensors"],
     "bench --output": ["bench", "taehv", "--device", "cpu", "--output", "PLACE/x.json"],
-    "eval --output_dir": ["eval", "MODEL", "--data", "CLIPS", "--output_dir", "PLACE/x"],
-    "compare --output_dir": ["compare", "MODEL", "MODEL", "--data", "CLIPS", "--output_dir", "PLACE/x"],
-    "reconstruct --output_dir": ["reconstruct", "MODEL", "CLIPS", "--output_dir", "PLACE/x"],
-    "encode --output_dir": ["encode", "MODEL", "CLIPS", "--output_dir", "PLACE/x"],
-    "decode --output_dir": ["decode", "MODEL", "x.safetensors", "--output_dir", "PLACE/x"],
+    "eval --output": ["eval", "MODEL", "--data", "CLIPS", "--output", "PLACE/x"],
+    "compare --output": ["compare", "MODEL", "MODEL", "--data", "CLIPS", "--output", "PLACE/x"],
+    "reconstruct --output": ["reconstruct", "MODEL", "CLIPS", "--output", "PLACE/x"],
+    "encode --output": ["encode", "MODEL", "CLIPS", "--output", "PLACE/x"],
+    "decode --output": ["decode", "MODEL", "x.safetensors", "--output", "PLACE/x"],
 }
 
 
@@ -63,6 +63,6 @@ def test_a_contact_sheet_is_a_png(setting: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_in_the_place_of_a_file(setting: Path, tmp_path: Path) -> None:
-    for words in (["data", "index", str(setting / "clips"), "-o"], ["lpips-weights", "-o"]):
+    for words in (["data", "index", str(setting / "clips"), "--output"], ["lpips-weights", "--output"]):
         with pytest.raises(UserError, match="is a folder; name a file in it"):
             run([*words, str(tmp_path)])

@@ -234,7 +234,7 @@ def test_the_verb_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_verb_leaves_other_files_alone(tmp_path: Path, shared: Path, capsys: pytest.CaptureFixture) -> None:
     precious = tmp_path / "precious.safetensors"
     precious.write_text("something else")
-    with pytest.raises(UserError, match="--force"):
+    with pytest.raises(UserError, match="--overwrite"):
         cli.run(["lpips-weights", "-o", str(precious)])
     assert precious.read_text() == "something else"
     assert cli.run(["lpips-weights", "-o", str(shared / "lpips" / "alex.safetensors")]) == 0

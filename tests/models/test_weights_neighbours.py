@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 
 from tinyvae import TAEHV, VARIANTS, get_spec, load_model, save_model
 from tinyvae.errors import UserError
-from tinyvae.models.variant_of_weights import variants_in_name
-from tinyvae.models.weights import describe
+from tinyvae.models.weights import describe, variants_in_name
 
 SHARED = (("taehv", "taecvx", "taew2_1", "taeos1_3"), ("taeltx_2", "taeltx2_3"))
 """Variants of one network each; a guess takes the first."""

@@ -17,7 +17,7 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinyvae.cli.eval import add_dtype_argument, parse_dtype, parse_size
+from tinyvae.cli.options import MODEL, add_options
 from tinyvae.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,56 +36,51 @@ The nearer compute or bandwidth is to 100 %, the less is left to gain on this de
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a weights file, a run folder, or the name of a variant")
-    parser.add_argument("--variant", help="the variant, where the file does not state it")
-    parser.add_argument("--size", default="480x720", help="HEIGHTxWIDTH (default: 480x720)")
-    parser.add_argument("--frames", type=int, default=49, help="frames of the video (default: 49)")
-    add_dtype_argument(parser, default="float16 on a GPU, float32 on a CPU")
-    parser.add_argument("--device", help="cuda, cuda:1, cpu (default: cuda where there is one)")
+    parser.add_argument("model", help=f"{MODEL}, or the name of a variant")
+    add_options(parser, "--variant", "--device")
+    add_options(parser, "--size", default=(480, 720), help="size of the frames (default: 480x720)")
+    add_options(parser, "--frames", default=49, help="frames of the video (default: 49)")
+    add_options(parser, "--dtype", help="float32, float16 or bfloat16; default: float16 on a GPU, float32 on a CPU")
+    add_options(parser, "--output", metavar="FILE", help="also write everything to this JSON file")
     parser.add_argument("--repeats", type=int, help="timed calls of each kind (default: 20 on a GPU, 5 on a CPU)")
-    parser.add_argument("--output", type=Path, help="also write everything to this JSON file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from tinyvae.convert.bench import BenchmarkCase, as_json, run_benchmark
-    from tinyvae.evaluation.cost import fitting_in_memory
-    from tinyvae.files import check_output_file, writing_to
+    from tinyvae.evaluation.cost import describe_device, fitting_in_memory
+    from tinyvae.files import atomic_write, check_output_file, writing_to
 
-    size, dtype = parse_size(arguments.size), parse_dtype(arguments.dtype)
-    assert size is not None, "--size has a default"
-    height, width = size
-    if arguments.frames < 1:
-        raise UserError(f"--frames must be at least 1, got {arguments.frames}.")
+    (height, width), num_frames = arguments.size, arguments.frames
     if arguments.output:
         check_output_file(arguments.output, option="--output", suffix=".json")
     device = choose_device(arguments.device)
-    dtype = dtype or (torch.float16 if device.type == "cuda" else torch.float32)
+    on_gpu = device.type == "cuda"
+    dtype = arguments.dtype or (torch.float16 if on_gpu else torch.float32)
     dtype_name = str(dtype).removeprefix("torch.")
     model = read_model(arguments.model, arguments.variant)
     model.spec.check_size(height, width)
-    repeats, warmups = (20, 3) if device.type == "cuda" else (5, 1)
     case = BenchmarkCase(
         height=height,
         width=width,
-        num_frames=arguments.frames,
-        repeats=repeats if arguments.repeats is None else arguments.repeats,
-        warmups=warmups,
+        num_frames=num_frames,
+        repeats=arguments.repeats if arguments.repeats is not None else 20 if on_gpu else 5,
+        warmups=3 if on_gpu else 1,
         show_progress_bar=True,
     )
-    with fitting_in_memory(f"a video of {arguments.frames} frames of {height}x{width}"):
+    with fitting_in_memory(f"a video of {num_frames} frames of {height}x{width}"):
         ceilings, timings, fused = run_benchmark(model.to(device, dtype).eval(), case)
-    machine = describe_machine(device)
-    print(f"{model.spec.name}, {height}x{width}, {arguments.frames} frames, {dtype_name}, on {machine['device']}")
+    machine = {"device": describe_device(device), "torch": torch.__version__, "python": platform.python_version()}
+    print(f"{model.spec.name}, {height}x{width}, {num_frames} frames, {dtype_name}, on {machine['device']}")
     print(f"torch {machine['torch']}; encoder {fused.engines['encoder']}; decoder {fused.engines['decoder']}")
     print(table(ceilings, timings))
     print("\n" + LEGEND.format(wider="float64" if dtype == torch.float32 else "float32"))
     if arguments.output:
-        described = {"variant": model.spec.name, "height": height, "width": width, "frames": arguments.frames}
+        described = {"variant": model.spec.name, "height": height, "width": width, "frames": num_frames}
         report = {**described, "dtype": dtype_name, "machine": machine, "engines": fused.engines}
-        with writing_to(arguments.output.parent):
-            arguments.output.write_text(json.dumps({**report, **as_json(ceilings, timings)}, indent=1) + "\n")
+        with writing_to(arguments.output.parent), atomic_write(arguments.output, "w") as stream:
+            stream.write(json.dumps({**report, **as_json(ceilings, timings)}, indent=1) + "\n")
         print(f"written to {arguments.output}")
     return 0
 
@@ -113,14 +108,6 @@ def read_model(name: str, variant: str | None) -> TAEHV:
         torch.manual_seed(0)
         return TAEHV(name)
     return load_model(name, variant=variant)
-
-
-def describe_machine(device: torch.device) -> dict[str, str]:
-    import torch
-
-    from tinyvae.evaluation.cost import describe_device
-
-    return {"device": describe_device(device), "torch": torch.__version__, "python": platform.python_version()}
 
 
 def table(ceilings: Ceilings, timings: list[Timing]) -> str:

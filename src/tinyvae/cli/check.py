@@ -1,14 +1,7 @@
 """Try everything out before a long run: GPUs, packages, data, weights, rules, disk, port, and one real step.
 
 Prints a table with a tick or the fix for each line. The exit code is 0 only if all is well. The settings are those of
-`tinyvae train`: a preset or a settings file, then --key value.
-
-options of its own:
-  --gpus N       processes on this machine (default: all visible GPUs, or 1)
-  --launch FILE  the launch configuration (accelerate_configs/*.yaml) that the run will use
-  --port N       where the processes meet (default: MASTER_PORT or 29500, where there are several)
-  --no_step      leave out the real step
-  --quick        only what the run itself would refuse at its start, without a table
+`tinyvae train`: a preset or a settings file, and --key value, in any order.
 
 example:
   tinyvae check quickstart
@@ -22,61 +15,63 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinyvae.cli.options import number
+from tinyvae.cli.train import required_preset, split_words
+from tinyvae.errors import UserError
+
 if TYPE_CHECKING:
     from tinyvae.config.schema import TrainConfig
     from tinyvae.training.preflight import Check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("preset", metavar="PRESET_OR_FILE", help="what `tinyvae train` would be given")
+    parser.usage = "tinyvae check PRESET_OR_FILE [options] [--key value ...]"
+    parser.add_argument("-h", "--help", action="help", help="show this text")
     parser.add_argument(
-        "settings", nargs=argparse.REMAINDER, metavar="--key value", help="settings and options"
-    ).required = False  # else the preset's absence is told as that of the settings too
+        "--gpus", type=number(int, 1), metavar="N", help="processes on this machine (default: all visible GPUs, or 1)"
+    )
+    parser.add_argument(
+        "--launch",
+        type=Path,
+        metavar="FILE",
+        help="the launch configuration (accelerate_configs/*.yaml) that the run will use",
+    )
+    parser.add_argument(
+        "--port",
+        type=number(int, 0, 65535),
+        metavar="N",
+        help="where the processes meet (default: MASTER_PORT or 29500, where there are several); 0 is any",
+    )
+    parser.add_argument("--no_step", "--no-step", action="store_true", help="leave out the real step")
+    parser.add_argument(
+        "--quick", action="store_true", help="only what the run itself would refuse at its start, without a table"
+    )
 
 
-def own_options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(the options of `check`, the settings of the run)."""
-    parser = argparse.ArgumentParser(prog="tinyvae check", add_help=False, allow_abbrev=False)
-    parser.add_argument("--gpus", type=int)
-    parser.add_argument("--launch", type=Path)
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--no_step", "--no-step", action="store_true")
-    parser.add_argument("--quick", action="store_true")
-    options, settings = parser.parse_known_args(words)
-    if options.gpus is not None and options.gpus < 1:
-        parser.error(f"--gpus must be at least 1, not {options.gpus}")
-    if options.port is not None and not 0 <= options.port < 65536:
-        parser.error(f"--port must be from 0 (any) to 65535, not {options.port}")
-    return options, settings
-
-
-def meeting_port(options: argparse.Namespace, processes: int) -> int | None:
+def meeting_port(named: int | None, processes: int) -> int | None:
     """Where the processes meet; None where there is only one."""
-    from tinyvae.errors import UserError
-
-    if options.port is not None or processes == 1:
-        return options.port
+    if named is not None or processes == 1:
+        return named
     stated = os.environ.get("MASTER_PORT", "29500")
     if not stated.isdigit() or not 0 < int(stated) < 65536:
         raise UserError(f"MASTER_PORT must be a number from 1 to 65535, not {stated!r}.")
     return int(stated)
 
 
-def wanted_gpus(options: argparse.Namespace) -> list[Check]:
-    """A line where several GPUs are asked for and there is none: the table itself would be content with the CPU."""
+def wanted_gpus(num_gpus: int | None) -> list[Check]:
+    """A line where several GPUs are asked for and there is none: `preflight` itself accepts the CPU."""
     import torch
 
     from tinyvae.training.preflight import Check
 
-    if options.gpus in (None, 1) or torch.cuda.is_available() or os.environ.get("USE_CPU"):
-        return []  # one process is at home on a CPU
-    fix = f"{options.gpus} wanted: try it on the machine that has them, or set USE_CPU=1 to train on the CPU"
+    if num_gpus in (None, 1) or torch.cuda.is_available() or os.environ.get("USE_CPU"):
+        return []  # one process can run on a CPU
+    fix = f"{num_gpus} wanted: try it on the machine that has them, or set USE_CPU=1 to train on the CPU"
     return [Check(name="GPUs", found="none is visible here", fix=fix)]
 
 
 def checkpoint_to_resume(config: TrainConfig) -> list[Check]:
     """A line for the checkpoint that ``--resume`` asks for."""
-    from tinyvae.errors import UserError
     from tinyvae.training.preflight import Check
     from tinyvae.training.resume import asked_checkpoint
 
@@ -92,16 +87,13 @@ def checkpoint_to_resume(config: TrainConfig) -> list[Check]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if "-h" in arguments.settings or "--help" in arguments.settings:
-        print(__doc__)
-        return 0
     from tinyvae.config.load import load_config
     from tinyvae.training.deepspeed import read_launch_file
 
-    options, settings = own_options(arguments.settings)
-    loaded = load_config(arguments.preset, settings)
-    launch = read_launch_file(options.launch) if options.launch else None
-    if options.quick:
+    preset, settings = split_words(arguments.words)
+    loaded = load_config(required_preset(preset, "check"), settings)
+    launch = read_launch_file(arguments.launch) if arguments.launch else None
+    if arguments.quick:
         from tinyvae.training.resume import asked_checkpoint
         from tinyvae.training.start import check_before_start
 
@@ -116,15 +108,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     from tinyvae.training.preflight import preflight, print_table
 
-    processes = options.gpus or torch.cuda.device_count() or 1
-    checks = wanted_gpus(options) + checkpoint_to_resume(loaded.config)
+    processes = arguments.gpus or torch.cuda.device_count() or 1
+    checks = wanted_gpus(arguments.gpus) + checkpoint_to_resume(loaded.config)
     checks += preflight(
         loaded.config,
         loaded.given_paths,
         processes=processes,
-        port=meeting_port(options, processes),
+        port=meeting_port(arguments.port, processes),
         launch=launch,
-        with_step=not options.no_step,
+        with_step=not arguments.no_step,
     )
     for notice in loaded.notices:
         print(f"note: {notice}")

@@ -4,7 +4,7 @@ Any length in constant memory. The file also states variant, frame count, size a
 gives the whole video back; for that the last frame is repeated where the frame rule would lose some at the end.
 
 example:
-  tinyvae encode output/my_run film.mp4 --output_dir latents
+  tinyvae encode output/my_run film.mp4 --output latents
   tinyvae decode output/my_run latents/film_latents.safetensors --audio_from film.mp4
 
 exit code: 0 all videos encoded; 1 some could not be read (they are named); 2 a mistake in the command.
@@ -13,18 +13,19 @@ exit code: 0 all videos encoded; 1 some could not be read (they are named); 2 a 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinyvae.cli.options import MODEL
 from tinyvae.cli.reconstruct import (
     Done,
     add_stream_arguments,
-    check_numbers,
+    add_videos,
     distinct_names,
     find_videos,
     for_each,
     open_stream,
-    refuse_existing,
 )
 from tinyvae.errors import UserError
 
@@ -33,42 +34,38 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="weights file, model, checkpoint or run folder")
-    parser.add_argument("videos", nargs="+", type=Path, metavar="VIDEO", help="video files or folders of them")
+    parser.add_argument("model", help=MODEL)
+    add_videos(parser)
     add_stream_arguments(parser)
-    parser.add_argument("--max_frames", type=int, help="only the first frames of each video")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.convert.reconstruct import encode_to_file
 
-    check_numbers(arguments)
     videos = find_videos(arguments.videos)
     names = distinct_names([video.stem for video in videos])
-    targets = [arguments.output_dir / f"{name}_latents.safetensors" for name in names]
-    if not arguments.overwrite:
-        refuse_existing(targets)
-    round_trip = open_family_model(arguments)
+    targets = [arguments.output / f"{name}_latents.safetensors" for name in names]
+    round_trip = open_family_model(arguments, targets)
 
-    def one(number: int, on_frames: OnFrames) -> Done:
+    def encode(video: Path, target: Path, on_frames: OnFrames) -> Done:
         num_latents = encode_to_file(
             round_trip,
-            videos[number],
-            targets[number],
+            video,
+            target,
             overwrite=arguments.overwrite,
-            max_frames=arguments.max_frames,
+            max_frames=arguments.frames,
             on_frames=on_frames,
         )
-        return Done(line=f"{videos[number]}: {num_latents} latents -> {targets[number]}")
+        return Done(line=f"{video}: {num_latents} latents -> {target}")
 
-    return for_each(videos, one, arguments.output_dir)
+    return for_each(videos, targets, encode, arguments.output)
 
 
-def open_family_model(arguments: argparse.Namespace) -> Any:
+def open_family_model(arguments: argparse.Namespace, targets: Iterable[Path]) -> Any:
     """A network of the family; a reference VAE has no stream."""
     from tinyvae.evaluation.round_trip import StreamedCodec
 
-    round_trip = open_stream(arguments)
+    round_trip = open_stream(arguments, targets)
     if not isinstance(round_trip, StreamedCodec):
         raise UserError(
             f"{arguments.model} is a reference VAE, which works on whole clips; "

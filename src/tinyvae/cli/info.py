@@ -14,6 +14,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinyvae.cli.options import MODEL, add_options
 from tinyvae.errors import UserError
 from tinyvae.models.variants import VARIANTS, VariantSpec, get_spec
 
@@ -24,11 +25,9 @@ LAST_LENGTH = 52  # three chunks of taeh3; a line's worth for the others
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", help="a weights file, a model, checkpoint or run folder, or the name of a variant"
-    )
-    parser.add_argument("--variant", help="the variant, where the file does not state it")
-    parser.add_argument("--frames", type=int, default=17, help="clip length for the frame example (default: 17)")
+    parser.add_argument("model", nargs="?", help=f"{MODEL}, or the name of a variant")
+    add_options(parser, "--variant")
+    add_options(parser, "--frames", default=17, help="clip length for the frame example (default: 17)")
 
 
 def run(arguments: argparse.Namespace) -> int:

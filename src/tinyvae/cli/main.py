@@ -1,7 +1,7 @@
 """The command line: ``tinyvae VERB ...``.
 
-One verb, one file: each module in ``tinyvae.cli`` has ``add_arguments(parser)`` and ``run(args) -> exit code``.
-A verb's module is imported only when it is called, so ``tinyvae --help`` does not wait for torch.
+Each verb has a file in ``tinyvae.cli`` with ``add_arguments(parser)`` and ``run(arguments) -> exit code``.
+A verb's module is imported only when it is called, and torch only when the verb works: help texts come at once.
 Exit codes: 0 success, 1 the work was done and something in it failed, 2 a mistake in what the user gave.
 """
 
@@ -14,8 +14,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
+from tinyvae import __version__
+from tinyvae.cli.options import Parser
 from tinyvae.errors import UserError, nearest_name
 
 VERBS: dict[str, str] = {
@@ -33,6 +35,11 @@ VERBS: dict[str, str] = {
 }
 """Verb -> the line that ``tinyvae --help`` shows. The module is ``tinyvae.cli.<verb>``, with _ for -."""
 
+TAKE_SETTINGS = ("train", "check")
+"""Verbs that also take the settings of a run, in any order; ``arguments.words`` holds what is no option of the verb."""
+
+FORMAT_OF_LIBRARIES = warnings.formatwarning
+
 
 def usage() -> str:
     width = max(map(len, VERBS))
@@ -48,10 +55,12 @@ def usage() -> str:
 def build_parser(verb: str) -> argparse.ArgumentParser:
     """The parser of one verb; the module's docstring is its help text."""
     module = importlib.import_module(f"tinyvae.cli.{verb.replace('-', '_')}")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"tinyvae {verb}",
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=verb not in TAKE_SETTINGS,
+        allow_abbrev=verb not in TAKE_SETTINGS,
     )
     module.add_arguments(parser)
     parser.set_defaults(run_verb=module.run)
@@ -64,23 +73,25 @@ def run(argv: Sequence[str]) -> int:
         print(usage())
         return 0 if argv else 2
     if argv[0] in ("--version", "-V"):
-        from tinyvae.version import __version__
-
         print(f"tinyvae {__version__}")
         return 0
     verb = argv[0]
     if verb not in VERBS:
         raise UserError(f"there is no verb {verb!r}.{nearest_name(verb, VERBS)} `tinyvae --help` lists them.")
-    arguments = build_parser(verb).parse_args(argv[1:])
+    parser = build_parser(verb)
+    arguments, words = parser.parse_known_args(argv[1:])
+    if words and verb not in TAKE_SETTINGS:
+        parser.error(f"unknown words: {' '.join(words)}")
+    arguments.words = words
     return int(arguments.run_verb(arguments))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the ``tinyvae`` command."""
-    # Before torch is loaded: its threads otherwise spin while they wait for each other, and on a machine whose cores
-    # are not all free a training step took 3 to 6 s instead of 0.8 (two cores, quickstart's step).
+    # Before torch is loaded: its threads otherwise spin while they wait for each other. On a machine whose cores are
+    # not all free, a training step took 3 to 6 s instead of 0.8 s (two cores, quickstart).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    warnings.showwarning = show_warning
+    warnings.formatwarning = format_warning
     try:
         leave(run(sys.argv[1:] if argv is None else argv))
     except UserError as mistake:
@@ -90,34 +101,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("tinyvae: stopped", file=sys.stderr)
         sys.exit(130)  # 128 + SIGINT
     except BrokenPipeError:
-        # `tinyvae ... | head` closed our output; point stdout elsewhere so that the interpreter's own
-        # flush at exit does not complain a second time.
+        # `tinyvae ... | head` closed our output. stdout goes elsewhere now, so that the interpreter's own flush at
+        # exit does not complain a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
 
 
-def show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def format_warning(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
     """Our own warnings as one sentence; those of libraries with the place they come from."""
-    own = Path(filename).is_relative_to(Path(__file__).parents[1])
-    text = (
-        f"tinyvae: warning: {message}\n" if own else warnings.formatwarning(message, category, filename, lineno, line)
-    )
-    print(text, end="", file=file or sys.stderr)
+    if Path(filename).is_relative_to(Path(__file__).parents[1]):
+        return f"tinyvae: warning: {message}\n"
+    return FORMAT_OF_LIBRARIES(message, category, filename, lineno, line)
 
 
 def leave(exit_code: int) -> None:
-    """End the process; as one of several that a launcher started, without the interpreter's tidying up.
+    """End the process. As one of several that a launcher started, it skips the interpreter's own clean-up.
 
-    There a library's background thread, met half-way through its end, now and then aborts a process whose work is
-    done and saved (seen once: "terminate called without an active exception", exit code -6), and the launcher then
-    calls the whole job failed.
+    In that clean-up a library's background thread sometimes aborts a process whose work is done and saved (seen once:
+    "terminate called without an active exception", exit code -6). The launcher then calls the whole job failed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()

@@ -421,8 +421,7 @@ class _Merging:
                 self._complain(("pretrained_model_path", "variant"), f"pretrained_model_path: {mistake}")
 
     def _settle_variant_by(self, weights: Path, presumed: str | None) -> None:
-        from tinyvae.models.variant_of_weights import fitting_variants, tell_variant
-        from tinyvae.models.weights import find_weights, read_weights
+        from tinyvae.models.weights import find_weights, fitting_variants, read_weights, tell_variant
 
         file = find_weights(weights)
         state, stated = read_weights(file)

@@ -411,8 +411,7 @@ def _check_start_weights(config: TrainConfig) -> None:
     """The weights to start from can be read and are of the network that is to be trained."""
     if config.pretrained_model_path is None:
         return
-    from tinyvae.models.variant_of_weights import tell_variant
-    from tinyvae.models.weights import find_weights, read_weights
+    from tinyvae.models.weights import find_weights, read_weights, tell_variant
 
     file = find_weights(config.pretrained_model_path)
     state, stated = read_weights(file)

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from tinyvae import __version__
 from tinyvae.models.variants import VariantSpec, get_spec
-from tinyvae.version import __version__
 
 LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 """Limit of an `option`, as pydantic names it -> its words."""

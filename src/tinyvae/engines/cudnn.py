@@ -24,11 +24,11 @@ from tinyvae.engines.eager import (
     CUDA_CHANNEL_MULTIPLE,
     as_bchw,
     as_bhwc,
+    compute_layer,
     copy_pixels,
     dense,
     interleave_phases,
     spread_frames,
-    stack_frames,
     stacked_first,
 )
 from tinyvae.engines.fold import (
@@ -57,7 +57,7 @@ def why_not_cudnn(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def try_convolutions(dtype: torch.dtype, device: torch.device) -> str | None:
-    """What cuDNN says to one small convolution of each kind; None if it runs them."""
+    """None if cuDNN runs one small convolution of each kind, else the reason in words."""
     x = torch.ones(2, 64, 4, 4, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
     weight = torch.ones(64, 64, 3, 3, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
     bias = torch.ones(64, dtype=dtype, device=device)
@@ -68,7 +68,7 @@ def try_convolutions(dtype: torch.dtype, device: torch.device) -> str | None:
         two_frame_conv_relu(x, over_time, bias, past_N1CHW=None, num_videos=1)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # cuDNN says so when it has no kernel for this card and dtype
+    except RuntimeError as error:  # cuDNN has no kernel for this card and dtype
         return f"cuDNN's fused convolutions do not run in {dtype} on this card ({str(error).splitlines()[0]})"
     return None
 
@@ -90,7 +90,7 @@ def two_frame_conv_relu(
     """
     video = x_BCHW.unflatten(0, (num_videos, -1))
     num_frames = video.shape[1]
-    # cuDNN's own padding gives one fresh video its zeros. It also makes one frame too many at the end.
+    # For one video at its start the padding of cuDNN makes the zeros. It also makes one frame too many at the end.
     by_padding = past_N1CHW is None and num_videos == 1
     if not by_padding:
         before = torch.zeros_like(video[:, :1]) if past_N1CHW is None else past_N1CHW
@@ -107,7 +107,7 @@ class PatchConv:
     """The first convolution of an encoder with its ReLU, from image frames; inputs filled up to a multiple of 8.
 
     ``stacked`` frames side by side go through block-diagonal weights and come out side by side, as the pooling layer
-    behind wants them. That costs little here; a copy of the largest tensor there is would cost a lot.
+    behind needs them. That costs little; to copy its result, the largest tensor of the network, would cost a lot.
     """
 
     weight: Tensor  # (stacked · out, filled inputs, 3, 3), channels_last
@@ -127,13 +127,13 @@ class PatchConv:
     def __call__(self, image_BCHW: Tensor) -> Tensor:
         """Images (B·stacked)3HW, contiguous, to B(stacked·out)(H/patch)(W/patch)."""
         patch, stacked = self.patch_size, self.stacked
-        frames, colours, height, width = image_BCHW.shape
-        used, filled = stacked * colours * patch**2, self.weight.shape[1]
+        frames, colors, height, width = image_BCHW.shape
+        used, filled = stacked * colors * patch**2, self.weight.shape[1]
         laid_out = image_BCHW.new_empty(frames // stacked, height // patch, width // patch, filled)
         laid_out[..., used:] = 0
-        # Channels are (frame, color, row in the patch, column in the patch), as pixel_unshuffle orders them.
-        split = image_BCHW.reshape(-1, stacked, colours, height // patch, patch, width // patch, patch)
-        laid_out[..., :used].unflatten(3, (stacked, colours, patch, patch)).copy_(split.permute(0, 3, 5, 1, 2, 4, 6))
+        # Channels are (frame, color, row in the patch, column in the patch), in the order of pixel_unshuffle.
+        split = image_BCHW.reshape(-1, stacked, colors, height // patch, patch, width // patch, patch)
+        laid_out[..., :used].unflatten(3, (stacked, colors, patch, patch)).copy_(split.permute(0, 3, 5, 1, 2, 4, 6))
         return conv_relu(laid_out.permute(0, 3, 1, 2), self.weight, self.bias)
 
 
@@ -146,7 +146,7 @@ class CudnnStack(Stack):
         assert isinstance(at_image, ConvLayer) and at_image.bias is not None
         self._dtype = at_image.weight.dtype
         most = max(layer.weight.shape[0] for layer in self.layers if isinstance(layer, ConvLayer | GrowLayer))
-        self._zeros = at_image.weight.new_zeros(most)  # for cuDNN, which wants a bias
+        self._zeros = at_image.weight.new_zeros(most)  # a bias for cuDNN where a layer has none
         self._over_time = {
             place: _two_frame_weight(layer) for place, layer in enumerate(self.layers) if isinstance(layer, MemLayer)
         }
@@ -200,12 +200,12 @@ class CudnnStack(Stack):
         hidden = two_frame_conv_relu(x, self._over_time[place], bias, past_N1CHW=past, num_videos=num_videos)
         del past
         deeper = conv_relu(hidden, layer.second, layer.second_bias)
-        del hidden  # its memory is what the result takes
+        del hidden  # the result takes its memory
         return conv_relu(deeper, layer.third, layer.third_bias, residual=x), last
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         if self.is_encoder and start == 0:
-            # The pooling layer behind wants its frames side by side.
+            # The pooling layer behind needs its frames side by side.
             stacked = cast(PoolLayer, self.layers[1]).stride if stop > 1 else 1
             x, start = self._first[stacked](x.to(self._dtype)), 1
         for layer in self.layers[start:stop]:
@@ -214,10 +214,8 @@ class CudnnStack(Stack):
 
     def _layer(self, layer: Layer, x: Tensor) -> Tensor:
         """A layer without a state: (N·T)CHW -> (N·T')C'H'W'."""
-        if isinstance(layer, ClampLayer):
-            return torch.tanh(x / 3) * 3
-        if isinstance(layer, PoolLayer):
-            return F.conv2d(stack_frames(x, layer), layer.weight, stride=2, padding=1)
+        if isinstance(layer, ClampLayer | PoolLayer):
+            return compute_layer(layer, x)
         if isinstance(layer, GrowLayer):
             phases = self._conv(x, layer.weight, None, relu=layer.relu)
             return interleave_phases(phases, layer.frames, x.shape[2], x.shape[3])
@@ -255,7 +253,7 @@ def _super_mem_block(layer: SuperMemLayer, x: Tensor, past: Tensor | None, num_v
     both = then.new_empty(*then.shape[:-1], 2 * channels)
     copy_pixels(both[:, 1:, ..., channels:], then[:, :-1])
     both[:, :1, ..., channels:] = 0 if past is None else past
-    del then  # its memory is what the next results take
+    del then  # the next results take its memory
     both = both.flatten(0, 1)
     copy_pixels(both[..., :channels], as_bhwc(_depthwise(x, layer.depth)))
     wide = conv_relu(both.permute(0, 3, 1, 2), layer.widen, layer.widen_bias)
@@ -266,7 +264,7 @@ def _super_mem_block(layer: SuperMemLayer, x: Tensor, past: Tensor | None, num_v
 
 
 def _depthwise(x: Tensor, weight: Tensor) -> Tensor:
-    """cuDNN's fast kernel is for eight frames and more: with seven each takes three times as long (H200, cuDNN 9)."""
+    """cuDNN has a fast kernel for eight frames and more; with seven each takes three times as long (H200, cuDNN 9)."""
     frames, fast = x.shape[0], 8
     filled = F.pad(x, (0, 0, 0, 0, 0, 0, 0, fast - frames)) if 3 <= frames < fast else x
     return F.conv2d(filled, weight, padding=3, groups=x.shape[1])[:frames]
@@ -279,7 +277,7 @@ def _two_frame_weight(layer: MemLayer) -> Tensor:
 
 
 def _order_patches(layer: Layer) -> Layer:
-    """A layer that shuffles pixels, with its outputs as (row, column, channel): its copies then move whole pixels."""
+    """A layer that shuffles pixels, with its outputs as (row, column, channel), so that copies move whole pixels."""
     if not (isinstance(layer, ConvLayer) and layer.shuffle):
         return layer
     assert layer.bias is not None

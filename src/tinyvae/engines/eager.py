@@ -1,8 +1,8 @@
 """The engine of torch's own operators, for CPUs, for cards without cuDNN's fused convolutions, and for training.
 
-Frames travel as (N·T)CHW in channels_last memory. The state is smaller than that of the plain network: a memory block
-carries its *convolved* last frame N1HWC (the part of its sum that the next frame needs), a pooling layer the frames
-NTCHW that wait for partners. The same code serves inference and training, with or without torch.compile.
+Frames travel as (N·T)CHW in channels_last memory. A memory block carries its *convolved* last frame N1HWC, the part of
+its sum that the next frame needs; a pooling layer carries the frames NTCHW that wait for partners. The same code runs
+inference and training, with or without torch.compile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tinyvae.engines.fold import (
 from tinyvae.engines.stack import Stack, State, slice_bytes
 
 CUDA_CHANNEL_MULTIPLE = 8
-"""Tensor cores want channels in multiples of this; otherwise cuDNN takes kernels that are several times slower."""
+"""Tensor cores need channels in multiples of this; otherwise cuDNN takes kernels that are several times slower."""
 
 WORD = torch.complex128
 """The widest type there is; nothing is computed in it."""
@@ -40,22 +40,21 @@ def run_folded(
 ) -> tuple[Tensor, State]:
     """`blocks.run_layers` in folded form, for training: the weights are folded inside the training step.
 
-    Parameters, their names and the saved file stay what they are. A state made here belongs here; the plain layers
-    carry other things.
+    Parameters, their names and the saved file do not change. The states of the two functions differ.
     """
-    # The folded weights are sums of products of parameters. They are computed in the parameters' own precision;
-    # autocast then casts them once, like any other weight.
+    # The folded weights are sums of products of parameters, computed in the precision of the parameters. autocast then
+    # casts them once, like any other weight.
     with autocast(frames_NTCHW.device.type, enabled=False):
         layers = fold_layers(network)
     stack = EagerStack(layers, patch_size=None, checkpointing=checkpointing)
-    # A copy of the list, because a stack uses its state up and the plain layers do not.
+    # A copy of the list, because a stack empties its state.
     return stack.run(frames_NTCHW, None if state is None else list(state))
 
 
 class EagerStack(Stack):
-    """An encoder or decoder by torch's operators. With ``patch_size=None`` patches come and go as they are.
+    """An encoder or decoder by torch's operators. With ``patch_size=None`` it takes and gives patches, not images.
 
-    ``checkpointing`` recomputes the activations in the backward pass instead of keeping them.
+    With ``checkpointing`` the backward pass computes activations again instead of keeping them.
     """
 
     writes_image = False
@@ -91,7 +90,10 @@ class EagerStack(Stack):
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         for layer in self.layers[start:stop]:
-            x = checkpoint(_compute, layer, x, use_reentrant=False) if self._recomputes() else _compute(layer, x)
+            if self._recomputes():
+                x = checkpoint(compute_layer, layer, x, use_reentrant=False)
+            else:
+                x = compute_layer(layer, x)
         return x
 
     def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
@@ -108,10 +110,9 @@ class EagerStack(Stack):
 
 
 def stacking_of_first(layers: Sequence[Layer], frames_NTCHW: Tensor, state: State) -> int:
-    """How many frames the first convolution can take side by side on CUDA, so that the pooling layer need not copy.
+    """How many frames the first convolution takes side by side on CUDA, so that the pooling layer need not copy them.
 
-    Only for RGB, where the copy is of the largest tensor there is and the convolution costs nothing; only for whole
-    groups.
+    Only for whole groups of RGB frames: there the copy is large and the convolution cheap.
     """
     if len(layers) < 2 or not isinstance(layers[1], PoolLayer) or not frames_NTCHW.is_cuda:
         return 1
@@ -127,7 +128,7 @@ def stacked_first(layer: Layer, frames: int) -> ConvLayer:
     return replace(layer, weight=torch.cat(rows), bias=layer.bias.repeat(frames))
 
 
-def _compute(layer: Layer, x: Tensor) -> Tensor:
+def compute_layer(layer: Layer, x: Tensor) -> Tensor:
     """A layer without a state: (N·T)CHW -> (N·T')C'H'W'."""
     if isinstance(layer, ClampLayer):
         return torch.tanh(x / 3) * 3
@@ -136,7 +137,9 @@ def _compute(layer: Layer, x: Tensor) -> Tensor:
     if isinstance(layer, PoolLayer):
         return F.conv2d(stack_frames(x, layer), layer.weight, stride=2, padding=1)
     assert isinstance(layer, GrowLayer)
-    grown = _grow_in_place(layer, x) if may_work_in_place() else _grow(layer, x)
+    phases = F.conv2d(x, layer.weight, padding=1)
+    grow = interleave_phases if may_work_in_place() else _stack_phases
+    grown = grow(phases, layer.frames, *x.shape[2:])
     return _relu(grown) if layer.relu else grown
 
 
@@ -156,11 +159,7 @@ def _conv(layer: ConvLayer, x: Tensor) -> Tensor:
 
 
 def aligned_conv(x: Tensor, weight: Tensor, bias: Tensor | None, *, multiple: int) -> Tensor:
-    """A convolution that keeps the grid, its channels filled up to multiples of ``multiple``.
-
-    Tensor cores want that of NHWC convolutions. For the 3-channel image cuDNN would otherwise take a kernel that is
-    several times slower, forward and backward.
-    """
+    """A convolution that keeps the grid, with channels filled up to multiples of ``multiple``."""
     outputs, inputs = weight.shape[:2]
     padding = weight.shape[-1] // 2
     more_out, more_in = -outputs % multiple, -inputs % multiple
@@ -174,17 +173,12 @@ def aligned_conv(x: Tensor, weight: Tensor, bias: Tensor | None, *, multiple: in
     return as_bhwc(F.conv2d(x, weight, bias, padding=padding))[..., :outputs].permute(0, 3, 1, 2)
 
 
-def _grow(layer: GrowLayer, x: Tensor) -> Tensor:
-    _, _, h, w = x.shape
-    phases = as_bhwc(F.conv2d(x, layer.weight, padding=1)).unflatten(3, (2, 2, layer.frames, -1))
-    rows = [torch.stack([phases[:, i : i + h, j : j + w, i, j] for j in (0, 1)], dim=3) for i in (0, 1)]
+def _stack_phases(phases_BCHW: Tensor, frames: int, height: int, width: int) -> Tensor:
+    """`interleave_phases` without writing in place, for training and compilers."""
+    phases = as_bhwc(phases_BCHW).unflatten(3, (2, 2, frames, -1))
+    rows = [torch.stack([phases[:, i : i + height, j : j + width, i, j] for j in (0, 1)], dim=3) for i in (0, 1)]
     grown = torch.stack(rows, dim=2)  # B H i W j frame C
     return as_bchw(grown.movedim(5, 1).flatten(4, 5).flatten(2, 3).flatten(0, 1))
-
-
-def _grow_in_place(layer: GrowLayer, x: Tensor) -> Tensor:
-    """`_grow` that writes each phase straight to its pixels."""
-    return interleave_phases(F.conv2d(x, layer.weight, padding=1), layer.frames, x.shape[2], x.shape[3])
 
 
 def _block(layer: Layer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
@@ -214,7 +208,7 @@ def _mem_block_in_place(layer: MemLayer, x: Tensor, past: Tensor | None, num_vid
     if past is not None:
         video[:, :1] += past
     last = then[:, -1:].clone()
-    del then, video  # their memory is what the next results take
+    del then, video  # the next results take their memory
     hidden = F.conv2d(hidden.relu_(), layer.second, layer.second_bias, padding=1).relu_()
     out = F.conv2d(hidden, layer.third, layer.third_bias, padding=1)
     return out.add_(x).relu_(), last
@@ -230,7 +224,7 @@ def _super_mem_block(layer: SuperMemLayer, x: Tensor, past: Tensor | None, num_v
 
 
 def _shift(x_BHWC: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
-    """(each frame's predecessor BHWC, the last frame N1HWC to carry)."""
+    """(the frame before each frame, BHWC; the last frame N1HWC to carry)."""
     video = x_BHWC.unflatten(0, (num_videos, -1))
     first = torch.zeros_like(video[:, :1]) if past is None else past
     shifted = torch.cat([first, video[:, :-1]], dim=1).flatten(0, 1)
@@ -241,16 +235,15 @@ def _shift(x_BHWC: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor
 
 
 def may_work_in_place() -> bool:
-    """Whether this is inference without a compiler: nobody needs old values, and no compiler fuses passes for us."""
+    """Whether this is inference without a compiler: no backward pass needs old values, no compiler joins passes."""
     return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
 def as_bhwc(x: Tensor) -> Tensor:
-    """Take slices of channels, frames and rows from this view, not from BCHW.
+    """The view to take slices of channels, frames and rows from.
 
-    The backward pass of a slice makes a tensor in the plain order of its dimensions. For BCHW that is not
-    channels_last, and every convolution behind it would first copy its gradient (9 of 50 ms of a training step on an
-    H200).
+    The backward pass of a slice makes a tensor in the order of the dimensions. For BCHW that is not channels_last, and
+    every convolution then copies its gradient first (9 of 50 ms of a training step on an H200).
     """
     return x.permute(0, 2, 3, 1)
 
@@ -303,7 +296,7 @@ def copy_pixels(target: Tensor, source: Tensor) -> None:
 def in_words(*tensors: Tensor) -> list[Tensor]:
     """Tensors whose last dimension is the channels, as words of 16 bytes where all of them allow it.
 
-    A GPU moves strided data value by value; in words it is three times as fast.
+    A GPU copies strided data three times as fast in words as value by value.
     """
     return [x.view(WORD) for x in tensors] if all(_fits_words(x) for x in tensors) else list(tensors)
 

@@ -5,14 +5,14 @@ them, so they are one 2x2 convolution per output phase on the small grid. The 1x
 behind it are one 3x3 over stacked frames. The first convolution of a `MemBlock` over [x_t, x_{t-1}] is a sum of two
 convolutions, each over one frame. In the super decoders the last `TGrow` and the last 3x3 are one 3x3.
 
-Every function here is differentiable: training folds the live parameters inside the training step, `FusedTAEHV` folds
-once. Convolution weights are OIHW. Where the channels hold several frames, the frame is the outer index.
+Every function here is differentiable: training folds the parameters in every step, `FusedTAEHV` folds once. Convolution
+weights are OIHW. Where the channels hold several frames, the frame is the outer index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +69,7 @@ class MemLayer(Layer):
     """`MemBlock`: relu(third(relu(second(relu(now(x_t) + then(x_{t-1}))))) + x_t), [now, then] = first."""
 
     first: Tensor  # (2C, C, 3, 3): the half for x_t, then the half for x_{t-1}
-    first_bias: Tensor  # (2C,): zero in the half for x_{t-1}, so that nothing comes from before the video
+    first_bias: Tensor  # (2C,): zero in the half for x_{t-1}, so that the frame before a video adds nothing
     second: Tensor
     second_bias: Tensor
     third: Tensor
@@ -135,9 +135,8 @@ def _fold_at(modules: list[nn.Module], place: int) -> tuple[Layer, int]:
     if isinstance(module, SuperMemBlock):
         return fold_super_mem_block(module), 1
     if isinstance(module, TPool):
-        return PoolLayer(
-            weight=pool_into_conv(module.conv.weight, _conv(modules, place + 1).weight), stride=module.stride
-        ), 2
+        folded = pool_into_conv(module.conv.weight, _conv(modules, place + 1).weight)
+        return PoolLayer(weight=folded, stride=module.stride), 2
     if isinstance(module, Upsample):
         grow = modules[place + 1]
         assert isinstance(grow, TGrow)
@@ -235,20 +234,16 @@ def split_phases(weight_FOIHW: Tensor) -> Tensor:
     """
     top, middle, bottom = weight_FOIHW.unbind(3)
     rows = torch.stack([torch.stack([top, middle + bottom], 3), torch.stack([top + middle, bottom], 3)])
-    left, centre, right = rows.unbind(5)  # rows: phase row, frames, out, in, tap row, taps 0..2
-    taps = torch.stack([torch.stack([left, centre + right], 5), torch.stack([left + centre, right], 5)], 1)
+    left, center, right = rows.unbind(5)  # rows: phase row, frames, out, in, tap row, taps 0..2
+    taps = torch.stack([torch.stack([left, center + right], 5), torch.stack([left + center, right], 5)], 1)
     return taps.flatten(0, 3)
 
 
 def map_weights(layers: Sequence[Layer], change: Callable[[Tensor], Tensor]) -> list[Layer]:
     """The same layers with every weight and bias replaced by ``change(it)``."""
-
-    def changed(layer: Layer) -> Layer:
-        values: dict[str, Any] = {field.name: getattr(layer, field.name) for field in fields(layer)}
-        changes: dict[str, Any] = {name: change(one) for name, one in values.items() if isinstance(one, Tensor)}
-        return replace(layer, **changes)
-
-    return [changed(layer) for layer in layers]
+    weights = [{name: one for name, one in vars(layer).items() if isinstance(one, Tensor)} for layer in layers]
+    changes: list[dict[str, Any]] = [{name: change(one) for name, one in few.items()} for few in weights]
+    return [replace(layer, **few) for layer, few in zip(layers, changes, strict=True)]
 
 
 def channels_last(weight: Tensor) -> Tensor:

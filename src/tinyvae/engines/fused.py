@@ -9,8 +9,8 @@
   Nothing is compiled, sizes and lengths may change freely.
 - ``eager``: torch's own operators, on CPUs and wherever the other two cannot run.
 
-`FusedTAEHV.engines` says what was chosen and why. The object follows the model's device and dtype at construction;
-for another one, move the model and call `fused()` again.
+`FusedTAEHV.engines` says what was chosen and why. The object keeps the device and dtype that the model has now; for
+others, move the model and call `fused()` again. A stream runs a chunk of latents at a time that fits into STREAM_BYTES.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from tinyvae.engines.hopper import HopperStack, why_not_hopper
 from tinyvae.engines.stack import Stack, slice_bytes
 from tinyvae.errors import UserError
 from tinyvae.models.codec import CodecState, VideoCodec
-from tinyvae.models.pieces import joined_latents
-from tinyvae.models.streaming import Side
+from tinyvae.models.streaming import Side, joined_latents
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec
 
@@ -42,8 +41,8 @@ STREAM_BYTES = 608 * 2**20
 """What a chunk may take beside its input."""
 MOST_LATENTS = 4096
 FEW_LATENTS = 4
-"""On an H200 each chunk costs 0.2 to 0.7 ms in itself. To have this many latents, a chunk of large frames may take
-twice the memory."""
+"""On an H200 each chunk costs 0.2 to 0.7 ms. To have this many latents, a chunk of large frames may take twice the
+memory."""
 SUPER_COPIES: dict[Engine, int] = {"cudnn": 7, "eager": 10}
 """A super block holds its input, two tensors side by side and four widened ones; in the eager engine also both
 depthwise results and one of them shifted. Other blocks hold three tensors."""
@@ -118,7 +117,7 @@ def _block_channels(spec: VariantSpec, side: Side) -> int:
 
 
 class FusedTAEHV(VideoCodec):
-    """A folded copy of ``model``, for inference. ``engine`` forces one of the three (see the module).
+    """A folded copy of ``model``, for inference. ``engine`` names one of the three (see the module).
 
     Example: ``FusedTAEHV(model, engine="eager").decode_video(latents)``.
     """
@@ -148,7 +147,7 @@ class FusedTAEHV(VideoCodec):
         with torch.no_grad():
             made = stack.run(x_NTCHW, state)
         if state is not None:
-            state.clear()  # so that nobody takes what is left of it for a fresh start
+            state.clear()  # so that a used state is not taken for that of a new video
         return made
 
     @property
@@ -160,7 +159,7 @@ class FusedTAEHV(VideoCodec):
         return self._device
 
     def stream_chunk_latents(self, side: Side, latent_height: int, latent_width: int, *, num_videos: int = 1) -> int:
-        """As many as take about 600 MiB (see `chunks`); computed once per size."""
+        """As many as take about 600 MiB; computed once per size."""
         case = side, latent_height * latent_width * num_videos
         if case not in self._chunks:
             engine = self._chosen[side]

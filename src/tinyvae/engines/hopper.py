@@ -1,8 +1,8 @@
 """The engine of the Hopper kernels: one launch per convolution, nothing between the launches.
 
 Frames travel as BHWC (B = N·T, contiguous), fp16 or bf16; an encoder's images are B3HW until its first convolution. A
-memory block carries its last input frame NHWC, as in the plain network. The layers at the image go slice by slice,
-because their 64-channel frames at full resolution are what fills the memory of the plain network.
+memory block carries its last input frame NHWC, as in the plain network. The layers at the image run slice by slice,
+because their 64-channel frames at full resolution need the most memory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from tinyvae.engines import nvrtc
 from tinyvae.engines.cudnn import PatchConv, conv_relu
+from tinyvae.engines.eager import compute_layer
 from tinyvae.engines.fold import (
     ClampLayer,
     ConvLayer,
@@ -42,11 +43,11 @@ from tinyvae.engines.hopper_kernels import (
 from tinyvae.engines.stack import Stack, State
 
 SLICE_BYTES = 192 * 2**20
-"""How much the 64-channel frames at full resolution may take at once; always at least one input frame's worth."""
+"""How many bytes the 64-channel frames at full resolution may take at once; a slice has at least one input frame."""
 
 CUDNN_CHANNELS: frozenset[int] = frozenset({64, 128})
-"""Channel counts of memory blocks whose second and third convolution cuDNN does, with its own fused bias, residual and
-ReLU: there cuDNN wins 0.3 ms of 11.4 (64 channels) and 0.3 more (128), nothing at 256 (480x720x49 on an H200;
+"""In memory blocks with these channel counts cuDNN does the second and third convolution with bias, residual and ReLU.
+It saves 0.3 ms of 11.4 (64 channels) and 0.3 more (128), nothing at 256 (480x720x49 on an H200;
 `benchmarks/speed_codec.py --cudnn_channels` compares)."""
 
 
@@ -150,9 +151,9 @@ class HopperStack(Stack):
         else:
             deeper = conv_tiles(hidden, weights.second, frames_per_video=frames, relu=True)
         if isinstance(weights.third, _CudnnWeights):
-            del hidden  # its memory is what the result takes
+            del hidden  # the result takes its memory
             return _cudnn_conv_relu(deeper, weights.third, residual_BHWC=x), last
-        # The pooling layer behind wants its frames side by side.
+        # The pooling layer behind needs its frames side by side.
         stacked = cast(PoolLayer, self.layers[place + 1]).stride if self.pools_whole(place + 1, state, frames) else 1
         # The first hidden frames are no longer needed: the result takes their place.
         out = hidden.view(-1, height, width, channels * stacked)
@@ -184,7 +185,7 @@ class HopperStack(Stack):
                 x = x.unflatten(0, (-1, layer.stride)).permute(0, 2, 3, 1, 4).flatten(3)
             return _cudnn_conv(x, layer.weight, None, stride=2)
         if isinstance(layer, ClampLayer):
-            return torch.tanh(x / 3) * 3
+            return compute_layer(layer, x)
         assert isinstance(layer, ConvLayer) and layer.frames == 1 and not layer.shuffle
         made = _cudnn_conv(x, layer.weight, layer.bias)
         return torch.relu_(made) if layer.relu else made
@@ -214,7 +215,7 @@ class HopperStack(Stack):
         channels = layer.second.shape[0]
         first = torch.cat([layer.first[:channels], layer.first[channels:]], dim=1)
         by_cudnn = channels in CUDNN_CHANNELS
-        # What a pooling layer follows must come out with frames side by side, which cuDNN cannot do.
+        # Before a pooling layer the result has its frames side by side, which cuDNN cannot do.
         before_pool = place + 1 < len(self.layers) and isinstance(self.layers[place + 1], PoolLayer)
         return _MemWeights(
             first=pack_tile_weights(first, layer.first_bias[:channels], sources=2),

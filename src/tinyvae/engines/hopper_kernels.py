@@ -80,17 +80,12 @@ def conv_tiles(
     """Convolution, bias, residual and ReLU in one pass. Phases (2x2 weights) make a doubled grid.
 
     ``past_NHWC`` stands before the first frame of each video (None: zeros). ``stacked`` puts that many consecutive
-    output frames side by side into a pixel's channels, as a pooling layer wants them.
+    output frames side by side into a pixel's channels, as a pooling layer needs them.
     """
     frames, height, width, channels = x_BHWC.shape
     assert channels == weights.channels_in and x_BHWC.is_contiguous() and x_BHWC.dtype == weights.packed.dtype
     scale = 2 if weights.taps == 4 else 1
-    shape = (
-        frames * weights.grown // stacked,
-        height * scale,
-        width * scale,
-        weights.channels_out * stacked,
-    )
+    shape = (frames * weights.grown // stacked, height * scale, width * scale, weights.channels_out * stacked)
     if out is None:
         out = torch.empty(shape, dtype=x_BHWC.dtype, device=x_BHWC.device)
     assert out.shape == shape and out.is_contiguous()
@@ -137,9 +132,8 @@ def _tiles_launch(
         int(split_pixels), stages, tiles_x, tiles_y, tiles, int(relu),
     )  # fmt: skip
     kernel = _tiles_kernel(tile_h, bfloat, device_index)
-    return kernel.prepare(
-        6, [shape], blocks=min(jobs, _processors(device_index)), shared_bytes=fixed + stages * stage_bytes
-    )
+    blocks_run, shared_bytes = min(jobs, _processors(device_index)), fixed + stages * stage_bytes
+    return Launch(kernel, 6, [shape], blocks=blocks_run, shared_bytes=shared_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,12 +172,9 @@ def _image_launch(
     channels_out: int, patch: int, bfloat: bool, device_index: int, frames: int, height: int, width: int
 ) -> Launch:
     tiles_x, tiles_y = -(-width // 16), -(-height // 16)
-    return _image_kernel(channels_out, patch, bfloat, device_index).prepare(
-        4,
-        [height, width, tiles_x, tiles_y],
-        blocks=tiles_x * tiles_y * frames,
-        shared_bytes=_image_shared_bytes(channels_out),
-    )
+    kernel, shared_bytes = _image_kernel(channels_out, patch, bfloat, device_index), _image_shared_bytes(channels_out)
+    values, blocks = [height, width, tiles_x, tiles_y], tiles_x * tiles_y * frames
+    return Launch(kernel, 4, values, blocks=blocks, shared_bytes=shared_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +184,7 @@ class FirstWeights:
 
 
 def pack_first_weights(weight: Tensor, bias: Tensor) -> FirstWeights:
-    """``weight`` is (64, 3, 3, 3). A thread's matrix columns are made neighbours, so that it writes 16 bytes."""
+    """``weight`` is (64, 3, 3, 3). The matrix columns of a thread become neighbors, so that it writes 16 bytes."""
     columns = torch.arange(64)
     tile, column = columns // 8, columns % 8
     channel = tile // 4 * 32 + column // 2 * 8 + tile % 4 * 2 + column % 2
@@ -217,7 +208,7 @@ def _first_launch(bfloat: bool, device_index: int, frames: int, height: int, wid
     tiles_x, tiles_y = -(-width // 32), -(-height // 16)
     blocks = min(tiles_x * tiles_y * frames, 2 * _processors(device_index))
     values = [height, width, tiles_x, tiles_y, stacked, frames]
-    return _first_kernel(bfloat, device_index).prepare(4, values, blocks=blocks, shared_bytes=0)
+    return Launch(_first_kernel(bfloat, device_index), 4, values, blocks=blocks, shared_bytes=0)
 
 
 def _fragments(weight_KN: Tensor) -> Tensor:
@@ -228,7 +219,7 @@ def _fragments(weight_KN: Tensor) -> Tensor:
 
 
 def best_tile_height(height: int) -> int:
-    """The tile height that computes the fewest rows in vain; the larger of equals."""
+    """The tile height that computes the fewest rows outside the image; the larger of equals."""
     return min(TILE_HEIGHTS, key=lambda tile_h: -(-height // tile_h) * tile_h)
 
 

@@ -1,7 +1,7 @@
-"""Compiles CUDA source at run time and launches it: NVRTC and the driver, through ctypes.
+"""Compile CUDA source at run time and launch it: NVRTC and the driver, through ctypes.
 
-NVRTC comes with every CUDA build of torch, so kernels need neither nvcc nor a host compiler on the user's machine.
-A compiled kernel is kept for the life of the process, per device.
+NVRTC comes with every CUDA build of torch, so the user needs neither nvcc nor a host compiler. The process keeps each
+compiled kernel, per device.
 """
 
 from __future__ import annotations
@@ -32,24 +32,15 @@ class Kernel:
         self._module = module  # unloaded with the process
         self._launch = _driver().cuLaunchKernel
 
-    def prepare(
-        self, pointers: int, values: Sequence[ctypes.Structure | int], *, blocks: int, shared_bytes: int
-    ) -> Launch:
-        """A launch whose first ``pointers`` arguments are tensors, given later, followed by ``values``."""
-        return Launch(self, pointers, values, blocks=blocks, shared_bytes=shared_bytes)
-
 
 class Launch:
-    """A kernel with everything but its tensors. It never changes, so any number of threads may share it."""
+    """A kernel with ``values``, all arguments except its tensors; each call gives those, the first ``pointers`` ones.
+
+    It never changes, so any number of threads may share it.
+    """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        pointers: int,
-        values: Sequence[ctypes.Structure | int],
-        *,
-        blocks: int,
-        shared_bytes: int,
+        self, kernel: Kernel, pointers: int, values: Sequence[ctypes.Structure | int], *, blocks: int, shared_bytes: int
     ) -> None:
         self._values = [ctypes.c_int(value) if isinstance(value, int) else value for value in values]
         self._value_addresses = [ctypes.addressof(value) for value in self._values]
@@ -60,8 +51,8 @@ class Launch:
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on torch's current stream; None is a null pointer."""
-        # Made for this call alone: the driver is called without Python's lock, so that another thread may launch the
-        # same kernel on its own tensors at the same moment.
+        # Made for this call only: Python's lock is free during the driver's call, so another thread may launch the same
+        # kernel on its own tensors at the same time.
         pointers = self._pointer_array(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
         start = ctypes.addressof(pointers)
         addresses = self._address_array(*(start + offset for offset in self._offsets), *self._value_addresses)
@@ -148,7 +139,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def _nvrtc_candidates() -> list[str]:
-    """Where the library may lie: beside torch's other CUDA packages, in a CUDA toolkit, on the loader's path."""
+    """Where the library may be: beside torch's other CUDA packages, in a CUDA toolkit, on the loader's path."""
     major = (torch.version.cuda or "12").split(".")[0]
     found: list[str] = []
     package = importlib.util.find_spec("nvidia")

@@ -23,8 +23,8 @@ State = list[Tensor | None]
 """One entry per layer; None before the first chunk, and where a layer carries nothing."""
 
 SLICE_BYTES, CPU_SLICE_BYTES = 96 * 2**20, 16 * 2**20
-"""How many bytes the widest frames of a slice may take. On a CPU small slices are also faster, because its cache can
-hold them: decoding gains 10 to 20 %, from 4 to 32 MiB alike."""
+"""How many bytes the widest frames of a slice may take. On a CPU small slices fit into its cache, and decoding is 10 to
+20 % faster (the same from 4 to 32 MiB)."""
 
 
 def slice_bytes(device: torch.device) -> int:
@@ -43,6 +43,7 @@ class Stack(ABC):
         self.patch_size = patch_size
         self.is_encoder = any(isinstance(layer, PoolLayer) for layer in layers)
         self._runs = cut_runs(layers)
+        self._widest: dict[tuple[int, int], tuple[float, int]] = {}  # results of `widest_values`, by start and stop
 
     def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
         """One chunk of a video: (frames NTCHW, the state for the next chunk). ``state`` is used up.
@@ -54,17 +55,16 @@ class Stack(ABC):
         new: State = [None] * len(self.layers)
         x = self.enter(frames_NTCHW, old)
         del frames_NTCHW  # where nobody else holds it, its memory is free now
-        for start, stop, grown, pooled in self._runs:
-            layer = self.layers[stop - 1]
-            if isinstance(layer, MemLayer | SuperMemLayer):
+        for start, stop, is_block, grown, pooled in self._runs:
+            if is_block:
                 x, new[start] = self.block(start, x, old, num_videos)
                 old[start] = None
                 continue
-            if isinstance(layer, PoolLayer) and not self.pools_whole(stop - 1, old, num_frames):
-                pool = stop - 1
+            pool = stop - 1
+            if pooled and (old[pool] is not None or num_frames % pooled):
                 if start < pool:
                     x = self._run_layers(start, pool, x, num_videos * num_frames)
-                video, new[pool] = whole_groups(x.unflatten(0, (num_videos, -1)), old[pool], layer.stride)
+                video, new[pool] = whole_groups(x.unflatten(0, (num_videos, -1)), old[pool], pooled)
                 old[pool], num_frames = None, video.shape[1]
                 if num_frames == 0:
                     new[stop:] = old[stop:]
@@ -73,11 +73,11 @@ class Stack(ABC):
                 del video
             else:
                 x = self._run_layers(start, stop, x, num_videos * num_frames)
-            num_frames = num_frames * grown // pooled
+            num_frames = num_frames * grown // (pooled or 1)
         return self.leave(x).unflatten(0, (num_videos, -1)), new
 
     def pools_whole(self, place: int, state: State, num_frames: int) -> bool:
-        """Whether layer ``place`` is a pooling layer that neither has frames waiting nor makes any wait."""
+        """Whether layer ``place`` is a pooling layer without waiting frames, now and after these frames."""
         layer = self.layers[place] if place < len(self.layers) else None
         return isinstance(layer, PoolLayer) and state[place] is None and num_frames % layer.stride == 0
 
@@ -86,11 +86,21 @@ class Stack(ABC):
         room = self.slice_room(start, stop, x)
         if room is None:
             return self.compute(start, stop, x)
-        size = Size(num_frames, *self.grid(start, x))
-        group = slice_frames(self.layers[start:stop], size, room)
-        if group >= num_frames and not self.ends_in_image(stop):
+        channels, height, width = self.grid(start, x)
+        if (start, stop) not in self._widest:
+            self._widest[start, stop] = widest_values(self.layers[start:stop], channels)
+        widest, unit = self._widest[start, stop]
+        group = max(1, int(room / (widest * height * width))) * unit
+        is_whole, is_image = group >= num_frames, self.ends_in_image(stop)
+        if is_whole and not is_image:
             return self.compute(start, stop, x)
-        out = self.empty(stop, output_size(self.layers[start:stop], size), x)
+        size = Size(num_frames, channels, height, width)
+        for layer in self.layers[start:stop]:
+            size = layer.output(size)
+        out = self.empty(stop, size, x)
+        if is_whole:
+            self.write(start, stop, x, out)
+            return out
         done = 0
         for part in x.split(group * x.shape[0] // num_frames):  # x may hold several frames in its channels
             count = part.shape[0] * out.shape[0] // x.shape[0]
@@ -118,7 +128,7 @@ class Stack(ABC):
 
     @abstractmethod
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
-        """A memory block: (result, what it carries). It may take ``state[place]`` away as soon as it can."""
+        """A memory block: (result, what it carries). It may remove ``state[place]`` to free its memory early."""
 
     @abstractmethod
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
@@ -137,39 +147,36 @@ class Stack(ABC):
         """Room for a result of this size, with the dtype and device of ``x``."""
 
 
-def cut_runs(layers: Sequence[Layer]) -> list[tuple[int, int, int, int]]:
-    """Runs as (start, stop, frames made of one, frames merged into one). A memory block is alone, a pooling layer is
-    the last of its run. These are plain loops because torch.compile reads them too.
+def cut_runs(layers: Sequence[Layer]) -> list[tuple[int, int, bool, int, int]]:
+    """Runs as (start, stop, whether it is a memory block, frames made of one, frames pooled into one or 0).
+
+    A memory block is alone, a pooling layer is the last of its run. These are plain loops because torch.compile reads
+    them too.
     """
     runs = []
     start, grown = 0, 1
     for place, layer in enumerate(layers):
         is_block = isinstance(layer, MemLayer | SuperMemLayer)
         if is_block and start < place:
-            runs.append((start, place, grown, 1))
+            runs.append((start, place, False, grown, 0))
             start, grown = place, 1
         if isinstance(layer, ConvLayer | GrowLayer):
             grown *= layer.frames
         if is_block or isinstance(layer, PoolLayer) or place == len(layers) - 1:
-            runs.append((start, place + 1, grown, layer.stride if isinstance(layer, PoolLayer) else 1))
+            runs.append((start, place + 1, is_block, grown, layer.stride if isinstance(layer, PoolLayer) else 0))
             start, grown = place + 1, 1
     return runs
 
 
-def output_size(layers: Sequence[Layer], size: Size) -> Size:
-    for layer in layers:
-        size = layer.output(size)
-    return size
+def widest_values(layers: Sequence[Layer], channels: int) -> tuple[float, int]:
+    """(values that one pixel of the smallest slice has at the widest place of these layers, frames of that slice).
 
-
-def slice_frames(layers: Sequence[Layer], size: Size, room: float) -> int:
-    """How many input frames may go through these layers at once: as many as have ``room`` values at their widest place,
-    in whole groups of what is pooled.
+    The smallest slice is one frame, or the frames that the last layer pools.
     """
-    last = layers[-1]
+    last, side = layers[-1], 64
     unit = last.stride if isinstance(last, PoolLayer) else 1
-    size, widest = size._replace(frames=unit), 0
+    size, widest = Size(unit, channels, side, side), 0
     for layer in layers:
         size = layer.output(size)
         widest = max(widest, size.values)
-    return max(1, int(room // widest)) * unit
+    return widest / side**2, unit

@@ -18,10 +18,10 @@ from typing import Literal
 
 import torch
 
+from tinyvae import __version__
 from tinyvae.errors import UserError
 from tinyvae.heap import trim_heap
 from tinyvae.terminal import count_of
-from tinyvae.version import __version__
 
 
 def choose_devices(wanted: str | torch.device | Sequence[str | torch.device] | None) -> list[torch.device]:

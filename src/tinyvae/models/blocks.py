@@ -1,10 +1,9 @@
 """The layers of the family, and one way to run a stack of them over time.
 
-Frames travel through the layers as (N·T)CHW, time inside batch. Three layers look along time:
-`MemBlock` and `SuperMemBlock` see the frame before theirs, `TPool` merges s consecutive frames, `TGrow` makes s
-frames of one. What such a layer carries from one chunk of a video to the next is its *state*: the last frame it saw,
-or the frames that still wait for their partners. `run_layers` carries it, so that a video run whole and the same video
-run in chunks go through the same code.
+Frames travel through the layers as (N·T)CHW, time inside batch. `MemBlock` and `SuperMemBlock` see each frame and the
+one before, `TPool` merges s consecutive frames, `TGrow` makes s frames of one. What a layer carries from one chunk of a
+video to the next is its *state*: the last frame it saw, or the frames that wait for their partners. `run_layers`
+carries it, so that whole videos and chunks go through the same code.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def conv3x3(channels_in: int, channels_out: int, *, stride: int = 1, bias: bool 
 
 
 class Clamp(nn.Module):
-    """Soft limit to (-3, 3): diffusion models hand over latents far outside the range seen in training."""
+    """Soft limit to (-3, 3): latents of diffusion models can lie far outside the range seen in training."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x / 3) * 3
@@ -97,7 +96,7 @@ class TGrow(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Nearest-neighbour upsampling by 2 in space, or nothing (spatial previews)."""
+    """Nearest-neighbor upsampling by 2 in space, or nothing (spatial previews)."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         super().__init__()
@@ -113,8 +112,8 @@ def run_layers(
     """Run one chunk of a video through a stack; returns (output NTCHW, state for the next chunk).
 
     ``state=None`` starts a video (the frame before the first is zero). The output may hold no frame (T = 0) while a
-    `TPool` waits for partners; then the layers behind it have not been touched. With ``checkpointing`` the blocks'
-    activations are recomputed in the backward pass instead of kept.
+    `TPool` waits for partners; the layers behind it do not run then. With ``checkpointing`` the backward pass computes
+    the activations again instead of keeping them.
     """
     num_videos = frames_NTCHW.shape[0]
     old: State = [None] * len(layers) if state is None else state
@@ -146,10 +145,10 @@ def _segments(layers: nn.Sequential) -> list[tuple[int, int]]:
 
 
 def _recomputed(segment: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Run a segment keeping only its inputs for the backward pass, a slice of the frames at a time.
+    """Run a segment and keep only its inputs for the backward pass, a slice of the frames at a time.
 
-    The layers at full resolution hold most of the activations, so recomputing one of them whole would bring the peak
-    back; frames are independent inside a segment, so slices give the same gradients.
+    The layers at full resolution hold most of the activations, so to compute one of them whole again would need as much
+    memory as before. Frames are independent inside a segment, so slices give the same gradients.
     """
     slices = 1 if isinstance(segment, TPool) else RECOMPUTED_SLICES
     parts = zip(*(x.chunk(slices) for x in inputs), strict=True)
@@ -157,7 +156,7 @@ def _recomputed(segment: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
 
 
 def _frame_before(video_NTCHW: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
-    """((N·T)CHW holding each frame's predecessor, the last frame N1CHW to carry)."""
+    """(the frame before each frame, (N·T)CHW; the last frame N1CHW to carry)."""
     first = torch.zeros_like(video_NTCHW[:, :1]) if last is None else last
     past = torch.cat([first, video_NTCHW[:, :-1]], dim=1).flatten(0, 1)
     # A slice would keep the whole chunk's storage alive for as long as the stream lives.
@@ -165,7 +164,7 @@ def _frame_before(video_NTCHW: Tensor, last: Tensor | None) -> tuple[Tensor, Ten
 
 
 def whole_groups(video_NTCHW: Tensor, waiting: Tensor | None, stride: int) -> tuple[Tensor, Tensor | None]:
-    """(the frames that form whole groups of ``stride``, the rest to wait for the next chunk)."""
+    """(the frames that form whole groups of ``stride``, the remaining ones, which wait for the next chunk)."""
     if waiting is not None:
         video_NTCHW = torch.cat([waiting, video_NTCHW], dim=1)
     whole = video_NTCHW.shape[1] // stride * stride

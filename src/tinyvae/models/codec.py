@@ -1,8 +1,7 @@
 """What every network of the family does with a video: checks, padding, frame rule, clamp, alignment.
 
-`VideoCodec` holds no weights. A network (plain or fused) gives it two methods that run one chunk of a video with
-carried state; this class turns them into `encode_video` / `decode_video`, the training path without the clamp, and
-the alignment of output with input. The counting itself lives in `variants`.
+`VideoCodec` holds no weights. A network (plain or fused) adds two methods that run one chunk of a video with the state
+of the chunk before. This class makes `encode_video`, `decode_video` and the training path of them. `variants` counts.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.errors import UserError
-from tinyvae.models.pieces import join, keep_frames
-from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder
+from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder, join, keep_frames
 from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_ZEROS, H3_DROPPED_LATENTS, VariantSpec
 from tinyvae.terminal import progress_bar
 
@@ -26,27 +24,32 @@ CodecState = object
 
 
 class VideoCodec:
-    """Encode and decode whole videos. Frames are NTCHW RGB in [0, 1]; latents NTCHW in diffusion space."""
+    """Encode and decode whole videos. Frames are NTCHW RGB in [0, 1]; latents NTCHW in diffusion space.
+
+    Example::
+
+        model = load_model("output/my_run")
+        latents = model.encode_video(frames)  # frames: float, (1, 17, 3, 480, 720)
+        decoded = model.decode_video(latents)
+    """
 
     spec: VariantSpec
     records_gradients = True
     """Whether `encode` and `decode` do; `encode_video` and `decode_video` never do."""
-    _values_were_seen = _range_was_told = False
+    _values_were_seen = _range_was_said = False
 
     # a network provides these four
 
     def encode_chunk(self, frames_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
         """Raw latents of the next frames of a video, and the state for the chunk after; no padding, no drop.
 
-        Frames of any floating precision. A run may use up its ``state``, so that a long stream does not hold two of
-        them; to continue twice from one state, pass a copy of the list.
+        Frames of any floating precision. A run may use up its ``state``, so that a long stream never holds two; to
+        continue twice from one state, pass a copy of the list.
         """
         raise AssertionError("a network must implement encode_chunk")
 
     def decode_chunk(self, latents_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
-        """S raw frames for each of the next latents of a video (in the model's dtype), and the state; no drop, no
-        clamp. About ``state`` see `encode_chunk`.
-        """
+        """S raw frames for each of the next latents (in the model's dtype), and the state; no drop, no clamp."""
         raise AssertionError("a network must implement decode_chunk")
 
     @property
@@ -76,9 +79,9 @@ class VideoCodec:
             with torch.no_grad():
                 return self.encode(frames_NTCHW)
         stream = StreamingEncoder(self, num_frames=frames_NTCHW.shape[1])
-        size = (frames_NTCHW.shape[-2] // self.spec.space_factor, frames_NTCHW.shape[-1] // self.spec.space_factor)
+        size = (side // self.spec.space_factor for side in frames_NTCHW.shape[-2:])
         chunk = self.stream_chunk_latents("encoder", *size, num_videos=frames_NTCHW.shape[0])
-        step = (chunk or 0) * self.spec.time_factor or 1
+        step = self.spec.time_factor * chunk if chunk else 1
         steps = progress_bar(frames_NTCHW.split(step, dim=1), desc="encode", unit="step", disable=not show_progress_bar)
         return torch.cat([stream.push(part) for part in steps], dim=1)
 
@@ -93,13 +96,10 @@ class VideoCodec:
         if parallel:
             with torch.no_grad():
                 return self.decode(latents_NTCHW).clamp_(0, 1)
-        num_latents = latents_NTCHW.shape[1]
+        num_videos, num_latents, _, *size = latents_NTCHW.shape
         stream = StreamingDecoder(self, num_latents=num_latents)
-        size = latents_NTCHW.shape[-2:]
-        step = self.stream_chunk_latents("decoder", *size, num_videos=latents_NTCHW.shape[0]) or 1
-        steps = progress_bar(
-            latents_NTCHW.split(step, dim=1), desc="decode", unit="step", disable=not show_progress_bar
-        )
+        parts = latents_NTCHW.split(self.stream_chunk_latents("decoder", *size, num_videos=num_videos) or 1, dim=1)
+        steps = progress_bar(parts, desc="decode", unit="step", disable=not show_progress_bar)
         return join((stream.push(part) for part in steps), self.spec.frames_from_latents(num_latents))
 
     def reconstruct(self, frames_NTCHW: Tensor) -> Tensor:
@@ -113,13 +113,12 @@ class VideoCodec:
         decoded = self.decode_video(self.encode_video(padded))
         return decoded[:, : self.spec.aligned_frames(frames_NTCHW.shape[1]), :, :height, :width]
 
-    # the training path: the same maths with gradients, no range check, and no clamp, which would stop gradients
+    # the training path: with gradients, without range check, and without the clamp, which would stop gradients
 
     def encode(self, frames_NTCHW: Tensor) -> Tensor:
         """`encode_video` for training: with gradients, no range check."""
-        num_frames = frames_NTCHW.shape[1]
+        frames, num_frames = frames_NTCHW, frames_NTCHW.shape[1]
         padding = self.spec.padded_frames(num_frames) - num_frames
-        frames = frames_NTCHW
         if padding:
             frames = torch.cat([frames, frames[:, -1:].expand(-1, padding, -1, -1, -1)], dim=1)
         if self.spec.frame_rule != "chunked":
@@ -137,7 +136,7 @@ class VideoCodec:
         return keep_frames(raw, first_index=0, num_latents=num_latents, spec=self.spec)
 
     def target(self, frames_NTCHW: Tensor) -> Tensor:
-        """The input frames that the decoded frames are to be compared with: decoded frame j is input frame j."""
+        """The input frames to compare the decoded frames with: decoded frame j is input frame j."""
         return frames_NTCHW[:, : self.spec.aligned_frames(frames_NTCHW.shape[1])]
 
     # checks
@@ -145,7 +144,7 @@ class VideoCodec:
     def check_frames(self, frames_NTCHW: Tensor, *, may_be_none: bool = False) -> None:
         """Refuse what cannot be a video (``may_be_none``: T = 0 is one); warn once about values far outside [0, 1].
 
-        On a GPU the values of the first call alone are looked at: reading them back would stall every other one.
+        On a GPU only the first call looks at the values: to read them back, the host must wait for the GPU.
         """
         self._check_tensor(frames_NTCHW, "a video", channels=3, channel_word="RGB", may_be_none=may_be_none)
         self.spec.check_size(*frames_NTCHW.shape[-2:])
@@ -155,9 +154,9 @@ class VideoCodec:
         low, high = (value.item() for value in torch.aminmax(frames_NTCHW.detach()))
         if not (math.isfinite(low) and math.isfinite(high)):
             _refuse_not_finite(frames_NTCHW)
-        if (high > 2 or low < -0.5) and not self._range_was_told:
-            self._range_was_told = True
-            warnings.warn(_told_range(low, high), stacklevel=3)
+        if (high > 2 or low < -0.5) and not self._range_was_said:
+            self._range_was_said = True
+            warnings.warn(_range_warning(low, high), stacklevel=3)
 
     def check_latents(self, latents_NTCHW: Tensor, *, may_be_none: bool = False) -> None:
         """Refuse what cannot be this variant's latents (``may_be_none``: T = 0 can)."""
@@ -195,8 +194,8 @@ def _refuse_not_finite(frames_NTCHW: Tensor) -> NoReturn:
     )
 
 
-def _told_range(low: float, high: float) -> str:
-    """What values outside [0, 1] get to hear: the range that was found, and what it looks like where that is clear."""
+def _range_warning(low: float, high: float) -> str:
+    """The range that was found, and what it looks like where that is clear."""
     found = f"video values should be in [0, 1] but span {low:.3g}..{high:.3g}"
     if low >= 0 and high <= 255:
         return f"{found} (looks like 0..255; divide by 255)."
@@ -206,7 +205,7 @@ def _told_range(low: float, high: float) -> str:
 
 
 def pad_to_multiple(frames_NTCHW: Tensor, factor: int) -> Tensor:
-    """Repeat the right and bottom edge pixels until height and width are multiples of ``factor``."""
+    """Repeat the right and bottom edge pixels until height and width are multiples of ``factor``; NTCHW in and out."""
     height, width = frames_NTCHW.shape[-2:]
     below, right = -height % factor, -width % factor
     if not (below or right):

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from tinyvae.errors import UserError
-from tinyvae.models.pieces import chunk_lengths, cut_out, join, keep_frames
-from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_LATENTS, H3_CHUNK_ZEROS, H3_DROPPED_LATENTS
+from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_LATENTS, H3_CHUNK_ZEROS, H3_DROPPED_LATENTS, VariantSpec
 
 if TYPE_CHECKING:
     from tinyvae.models.codec import CodecState, VideoCodec
@@ -36,15 +35,24 @@ WARM_UPS = 3
 
 
 class _Stream:
-    """What both directions share: the shape that the first push fixes, and the end."""
+    """What both directions share: what was pushed so far, the state, and the end.
 
-    def __init__(self, codec: VideoCodec, *, track_gradients: bool, chunk_latents: int | None) -> None:
+    ``length`` is the number of frames or latents in the whole stream, or None if it is not known.
+    """
+
+    unit: str
+
+    def __init__(
+        self, codec: VideoCodec, *, length: int | None, track_gradients: bool, chunk_latents: int | None
+    ) -> None:
         if not hasattr(codec, "decode_chunk"):
             raise UserError(f"a stream needs a model (TAEHV(...), load_model(...), model.fused()), got {codec!r}.")
-        check_count("chunk_latents", chunk_latents)
+        for name, value in (("chunk_latents", chunk_latents), (f"num_{self.unit}s", length)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
         if track_gradients and not codec.records_gradients:
             raise UserError("a fused codec is for inference and records no gradients; stream through the model itself.")
-        self._codec = codec
+        self._codec, self._length = codec, length
         self._chunk_latents = chunk_latents
         self._track_gradients = track_gradients
         self._state: CodecState | None = None
@@ -70,19 +78,31 @@ class _Stream:
         if self._closed:
             raise UserError("this stream has been flushed; make a new object for the next video.")
 
-    def _accept(self, x_NTCHW: Tensor, *, unit: str) -> None:
+    def _accept(self, x_NTCHW: Tensor) -> None:
+        """Refuse a push that does not belong to this stream."""
         self._check_open()
         shape = (x_NTCHW.shape[0], *x_NTCHW.shape[2:])
         if self._shape is not None and self._shape != shape:
             raise UserError(
-                f"this stream began with {unit} of shape (N, C, H, W) = {self._shape} and was now given {shape}; "
+                f"this stream began with {self.unit}s of shape (N, C, H, W) = {self._shape} and was now given {shape}; "
                 "use one object per stream."
             )
+        if self._length is not None and self._count + x_NTCHW.shape[1] > self._length:
+            raise UserError(
+                f"num_{self.unit}s={self._length} was stated and more {self.unit}s were pushed; state all or leave it "
+                "out."
+            )
+        self._shape = shape
 
-    def _may_close(self, *, unit: str) -> None:
+    def _close(self) -> None:
         self._check_open()
         if self._count == 0:
-            raise UserError(f"the stream is empty; push at least one {unit} before flush().")
+            raise UserError(f"the stream is empty; push at least one {self.unit} before flush().")
+        if self._length is not None and self._count != self._length:
+            raise UserError(
+                f"num_{self.unit}s={self._length} was stated and only {self._count} were pushed; push the others first."
+            )
+        self._closed = True
 
     def _chunk(self, side: Side, latent_height: int, latent_width: int) -> int | None:
         """Latents to run at once; None: all that a push brings."""
@@ -91,22 +111,15 @@ class _Stream:
         return self._chunk_latents or choice(side, latent_height, latent_width, num_videos=self._shape[0])
 
 
-def check_count(name: str, value: int | None) -> None:
-    """Refuse what is neither None nor a whole number from 1 on."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
-
-
 class DecodeGraph:
     """`codec.decode_chunk` for one latent at a time, recorded once as a CUDA graph and replayed.
 
-    At one latent a time the host takes longer to launch the kernels than the device to run them. A graph launches them
-    all at once. It is for one frame size and owns the state of its stream: one object per stream.
+    For one latent the host needs more time to launch the kernels than the device to run them. A graph launches them all
+    at once. It is for one frame size and owns the state of its stream: one object per stream.
     """
 
     def __init__(self, codec: VideoCodec, latent_N1CHW: Tensor) -> None:
-        """``latent_N1CHW`` shows shape, dtype and device; its values are not used."""
-        assert latent_N1CHW.shape[1] == 1
+        """``latent_N1CHW`` gives shape, dtype and device; its values are not used."""
         with torch.no_grad(), torch.cuda.device(codec.device):
             self._latent = torch.zeros_like(latent_N1CHW, memory_format=torch.contiguous_format)
             # Recording forbids what first calls do: choosing algorithms, compiling, loading kernels.
@@ -136,13 +149,18 @@ class DecodeGraph:
 
 
 class StreamingDecoder(_Stream):
-    """Latents in, frames out, as they come.
+    """Latents in, frames out, as they come. The module shows an example.
 
-    ``num_latents`` is the length of the whole stream; taecvx refuses to start without it (see the module), for the
-    others it is a check. Gradients are not recorded unless ``track_gradients``: a graph would grow with the stream.
-    A long push runs in chunks of ``chunk_latents`` (default: the codec's own choice), so the memory a push needs
-    beside its result does not grow with its length. ``low_latency`` runs one latent at a time from a CUDA graph.
+    Args:
+        num_latents: the length of the whole stream. taecvx refuses to start without it (see the module); for the
+            others it is a check.
+        track_gradients: record gradients. They need memory that grows with the stream.
+        chunk_latents: how many latents of a long push run at once (default: the codec's choice). The memory that a
+            push needs beside its result does not grow with its length.
+        low_latency: run one latent at a time from a CUDA graph.
     """
+
+    unit = "latent"
 
     def __init__(
         self,
@@ -153,7 +171,7 @@ class StreamingDecoder(_Stream):
         chunk_latents: int | None = None,
         low_latency: bool = False,
     ) -> None:
-        super().__init__(codec, track_gradients=track_gradients, chunk_latents=chunk_latents)
+        super().__init__(codec, length=num_latents, track_gradients=track_gradients, chunk_latents=chunk_latents)
         if low_latency and track_gradients:
             raise UserError("low_latency=True replays a recorded graph and cannot track gradients; choose one.")
         if low_latency and codec.device.type != "cuda":
@@ -166,32 +184,20 @@ class StreamingDecoder(_Stream):
                 f"a {spec.name} stream must know whether its total latent count is even, because that decides if the "
                 "first frames are kept; pass StreamingDecoder(model, num_latents=L)."
             )
-        check_count("num_latents", num_latents)
-        self._num_latents = num_latents
 
     def push(self, latents_NTCHW: Tensor) -> Tensor:
         """Frames NTCHW in [0, 1] that these latents complete; T may be 0 at the start of a video."""
         self._codec.check_latents(latents_NTCHW, may_be_none=True)
-        count = latents_NTCHW.shape[1]
-        self._accept(latents_NTCHW, unit="latents")
-        if self._num_latents is not None and self._count + count > self._num_latents:
-            raise UserError(
-                f"num_latents={self._num_latents} was stated and more latents were pushed; state all or leave it out."
-            )
-        self._shape = (latents_NTCHW.shape[0], *latents_NTCHW.shape[2:])
+        self._accept(latents_NTCHW)
+        count, spec = latents_NTCHW.shape[1], self._codec.spec
         if count == 0:
-            return self._no_frames(latents_NTCHW)
+            return self._no_frames()
         step = 1 if self._low_latency else self._chunk("decoder", *latents_NTCHW.shape[-2:])
-        total = self._frames_of(count)
-        with self._working():
-            return join((self._decode(part) for part in latents_NTCHW.split(step or count, dim=1)), total)
-
-    def _frames_of(self, count: int) -> int:
-        """How many frames the next ``count`` latents make."""
-        spec = self._codec.spec
         each = 1 if spec.previews_time else spec.time_factor
         places = range(self._count * each, (self._count + count) * each)
-        return sum(spec.frame_is_kept(place, self._num_latents or 1) for place in places)
+        total = sum(spec.frame_is_kept(place, self._length or 1) for place in places)
+        with self._working():
+            return join((self._decode(part) for part in latents_NTCHW.split(step or count, dim=1)), total)
 
     def _decode(self, latents_NTCHW: Tensor) -> Tensor:
         codec, count = self._codec, latents_NTCHW.shape[1]
@@ -202,38 +208,42 @@ class StreamingDecoder(_Stream):
         else:
             raw = self._run(codec.decode_chunk, latents_NTCHW)
         first_index = self._count * (raw.shape[1] // count)
-        kept = keep_frames(raw, first_index=first_index, num_latents=self._num_latents or 1, spec=codec.spec)
+        kept = keep_frames(raw, first_index=first_index, num_latents=self._length or 1, spec=codec.spec)
         self._count += count
         return kept.clamp(0, 1)
 
     def flush(self) -> Tensor:
         """End the stream. A decoder holds no frame back, so this returns T = 0 frames; it checks ``num_latents``."""
-        self._may_close(unit="latent")
-        if self._num_latents is not None and self._count != self._num_latents:
-            raise UserError(
-                f"num_latents={self._num_latents} was stated and only {self._count} were pushed; push the others first."
-            )
-        self._closed = True
+        self._close()
         self._state = self._graph = None
-        assert self._shape is not None
-        n, c, h, w = self._shape
-        return self._no_frames(torch.empty(n, 0, c, h, w, dtype=self._codec.dtype, device=self._codec.device))
+        return self._no_frames()
 
-    def _no_frames(self, latents_NTCHW: Tensor) -> Tensor:
-        n, _, _, h, w = latents_NTCHW.shape
-        scale = self._codec.spec.patch_size if self._codec.spec.previews_space else self._codec.spec.space_factor
-        return latents_NTCHW.new_empty(n, 0, 3, h * scale, w * scale, dtype=self._codec.dtype)
+    def _no_frames(self) -> Tensor:
+        assert self._shape is not None
+        codec, (n, _, h, w) = self._codec, self._shape
+        scale = codec.spec.patch_size if codec.spec.previews_space else codec.spec.space_factor
+        return torch.empty(n, 0, 3, h * scale, w * scale, dtype=codec.dtype, device=codec.device)
 
 
 class StreamingEncoder(_Stream):
     """Frames in, latents out, as they come; at the end the last frame is repeated to fill the last latent.
 
-    ``num_frames`` is the length of the whole stream, where it is known: the push that brings the last frame then fills
-    the last latent itself, which can save a run; otherwise `flush` does.
-    Gradients are not recorded unless ``track_gradients``: a graph would grow with the stream. A long push runs in
-    chunks of ``chunk_latents`` latents' worth of frames (default: the codec's own choice); the frames of a latent that
-    is not complete then wait for the others, because whole latents run fastest. A plain network runs what it is given.
+    Args:
+        num_frames: the length of the whole stream, if it is known. The push that brings the last frame then also fills
+            the last latent, which can save a run; otherwise `flush` does.
+        track_gradients: record gradients. They need memory that grows with the stream.
+        chunk_latents: for how many latents the frames of a long push run at once (default: the codec's choice). The
+            frames of an incomplete latent then wait for the others, because whole latents run fastest. A plain
+            network by default runs all frames that it is given.
+
+    Example::
+
+        stream = StreamingEncoder(model)
+        latents = [stream.push(part) for part in frames.split(8, dim=1)]
+        latents.append(stream.flush())
     """
+
+    unit = "frame"
 
     def __init__(
         self,
@@ -243,10 +253,7 @@ class StreamingEncoder(_Stream):
         track_gradients: bool = False,
         chunk_latents: int | None = None,
     ) -> None:
-        super().__init__(codec, track_gradients=track_gradients, chunk_latents=chunk_latents)
-        check_count("num_frames", num_frames)
-        self._num_frames = num_frames
-        self._is_filled = False  # the last latent has its repeated frames
+        super().__init__(codec, length=num_frames, track_gradients=track_gradients, chunk_latents=chunk_latents)
         self._last_frame: Tensor | None = None
         self._waiting: Tensor | None = None  # frames of a latent that is not complete
         self._held: list[Tensor] = []  # taeh3: latents that may turn out to be the last three
@@ -255,34 +262,22 @@ class StreamingEncoder(_Stream):
     def push(self, frames_NTCHW: Tensor) -> Tensor:
         """Latents NTCHW that these frames complete; T may be 0 while a latent waits for its frames."""
         self._codec.check_frames(frames_NTCHW, may_be_none=True)
+        self._accept(frames_NTCHW)
         count = frames_NTCHW.shape[1]
-        self._accept(frames_NTCHW, unit="frames")
-        if self._num_frames is not None and self._count + count > self._num_frames:
-            raise UserError(
-                f"num_frames={self._num_frames} was stated and more frames were pushed; state all or leave it out."
-            )
-        self._shape = (frames_NTCHW.shape[0], *frames_NTCHW.shape[2:])
         if count == 0:
             return self._join([])
         with self._working():
-            if self._count + count == self._num_frames:
-                self._is_filled = True
-                return self._encode(frames_NTCHW, self._filling(frames_NTCHW[:, -1:], self._num_frames))
-            if self._num_frames is None:
+            if self._count + count == self._length:
+                return self._encode(frames_NTCHW, self._filling(frames_NTCHW[:, -1:], self._length))
+            if self._length is None:
                 self._last_frame = frames_NTCHW[:, -1:].clone()
             return self._encode(frames_NTCHW, None)
 
     def flush(self) -> Tensor:
         """End the stream: the latents NTCHW that were still waiting for frames; checks ``num_frames``."""
-        self._may_close(unit="frame")
-        if self._num_frames is not None and not self._is_filled:
-            raise UserError(
-                f"num_frames={self._num_frames} was stated and only {self._count} were pushed; push the others first."
-            )
-        self._closed = True
+        self._close()
         latents = self._join([])
-        if not self._is_filled:
-            assert self._last_frame is not None
+        if self._last_frame is not None:  # the length was not stated: nothing is filled yet
             filling = self._filling(self._last_frame, self._count)
             with self._working():
                 latents = latents if filling is None else self._encode(filling, None)
@@ -295,22 +290,20 @@ class StreamingEncoder(_Stream):
         return last_N1CHW.expand(-1, missing, -1, -1, -1) if missing else None
 
     def _encode(self, frames_NTCHW: Tensor, filling_NTCHW: Tensor | None) -> Tensor:
-        ready: list[Tensor] = []
         self._count += frames_NTCHW.shape[1]
         if self._codec.spec.frame_rule == "chunked":
             return self._join(self._encode_by_chunks(self._of_whole_latents(frames_NTCHW, filling_NTCHW)))
-        for part in self._parts_to_run(frames_NTCHW, filling_NTCHW):
-            ready.append(self._run(self._codec.encode_chunk, part))
-        return self._join(ready)
+        parts = self._parts_to_run(frames_NTCHW, filling_NTCHW)
+        return self._join([self._run(self._codec.encode_chunk, part) for part in parts])
 
     def _parts_to_run(self, frames_NTCHW: Tensor, filling_NTCHW: Tensor | None) -> Iterator[Tensor]:
-        """The frames that wait and these in chunks of whole latents; what is left waits, or is filled up."""
+        """The frames that wait and these, in chunks of whole latents. The remaining ones wait, or are filled up."""
         unit, chunk, dtype = self._codec.spec.time_factor, self._chunk_of(frames_NTCHW), self._codec.dtype
         pieces = [piece for piece in (self._waiting, frames_NTCHW, filling_NTCHW) if piece is not None]
-        if chunk is None:
-            yield cut_out(pieces, 0, sum(piece.shape[1] for piece in pieces), dtype)
-            return
         total, start = sum(piece.shape[1] for piece in pieces), 0
+        if chunk is None:
+            yield cut_out(pieces, 0, total, dtype)
+            return
         has_waiting, has_filling = self._waiting is not None, filling_NTCHW is not None
         for latents in chunk_lengths(total // unit, chunk, joined_first=has_waiting, joined_last=has_filling):
             yield cut_out(pieces, start, start + latents * unit, dtype)
@@ -318,7 +311,7 @@ class StreamingEncoder(_Stream):
         self._waiting = cut_out(pieces, start, total, dtype).to(dtype, copy=True) if start < total else None
 
     def _of_whole_latents(self, frames_NTCHW: Tensor, filling_NTCHW: Tensor | None) -> Tensor:
-        """taeh3: the frames that wait and these, without those of a latent that is not complete, which wait."""
+        """taeh3: the frames that wait and these. The frames of an incomplete latent are kept back and wait."""
         pieces = [piece for piece in (self._waiting, frames_NTCHW, filling_NTCHW) if piece is not None]
         total, dtype = sum(piece.shape[1] for piece in pieces), self._codec.dtype
         place = (self._num_run + total) % H3_CHUNK_FRAMES
@@ -377,3 +370,70 @@ class StreamingEncoder(_Stream):
         factor = spec.space_factor
         shape = (n, 0, spec.latent_channels, h // factor, w // factor)
         return torch.empty(shape, dtype=self._codec.dtype, device=self._codec.device)
+
+
+# pieces of a video
+
+
+def join(parts: Iterator[Tensor], num_frames: int) -> Tensor:
+    """Parts NTCHW of a video as one tensor of ``num_frames`` frames.
+
+    Each part is copied as soon as it comes, and then freed. `torch.cat` would need all parts and the whole at once.
+    """
+    first = next(parts)
+    if first.requires_grad:
+        return torch.cat([first, *parts], dim=1)
+    whole, place = first, first.shape[1]
+    if place < num_frames:
+        whole = first.new_empty(first.shape[0], num_frames, *first.shape[2:])
+        whole[:, :place] = first
+    del first
+    for part in parts:
+        whole[:, place : place + part.shape[1]] = part
+        place += part.shape[1]
+        del part  # before the next one is made
+    assert place == num_frames, f"{place} of {num_frames} frames came"
+    return whole
+
+
+def joined_latents(chunk_latents: int) -> int:
+    """How many latents of a chunk may be joined from several pushes; their frames are copied for it."""
+    return max(1, 2 * chunk_latents // 3)
+
+
+def chunk_lengths(num_latents: int, chunk: int, *, joined_first: bool, joined_last: bool) -> list[int]:
+    """How many latents to run at a time: a chunk, or fewer where frames must be joined from several tensors."""
+    most = joined_latents(chunk)
+    first = min(most, num_latents) if joined_first else 0
+    last = min(most, num_latents - first) if joined_last else 0
+    between = num_latents - first - last
+    lengths = [first, *[chunk] * (between // chunk), between % chunk, last]
+    return [length for length in lengths if length]
+
+
+def cut_out(pieces: list[Tensor], start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """Frames ``start`` to ``stop`` of pieces NTCHW that follow each other; copied only if they lie in several."""
+    parts, place = [], 0
+    for piece in pieces:
+        part = piece[:, max(0, start - place) : max(0, stop - place)]
+        place += piece.shape[1]
+        parts += [part] if part.shape[1] else []
+    if len(parts) == 1:
+        return parts[0]
+    if any(part.requires_grad for part in parts):
+        return torch.cat([part.to(dtype) for part in parts], dim=1)
+    whole, place = parts[0].new_empty(parts[0].shape[0], stop - start, *parts[0].shape[2:], dtype=dtype), 0
+    for part in parts:
+        whole[:, place : place + part.shape[1]] = part
+        place += part.shape[1]
+    return whole
+
+
+def keep_frames(raw_NTCHW: Tensor, *, first_index: int, num_latents: int, spec: VariantSpec) -> Tensor:
+    """Drop the raw decoded frames that the frame rule drops; ``first_index`` is the place of frame 0 in the video."""
+    kept = [t for t in range(raw_NTCHW.shape[1]) if spec.frame_is_kept(first_index + t, num_latents)]
+    if not kept:
+        return raw_NTCHW[:, :0]
+    if kept[-1] - kept[0] + 1 == len(kept):
+        return raw_NTCHW[:, kept[0] : kept[-1] + 1]
+    return raw_NTCHW[:, kept]

@@ -1,7 +1,7 @@
 """The network: encoder and decoder of every variant, with the keys that other programs know.
 
 The two stacks are flat Sequentials because their indices *are* the file format (``encoder.{i}.*``,
-``decoder.{i}.*``): ComfyUI, stable-diffusion.cpp and others recognise the models by these keys and shapes.
+``decoder.{i}.*``): ComfyUI, stable-diffusion.cpp and others recognize the models by these keys and shapes.
 """
 
 from __future__ import annotations
@@ -13,17 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tinyvae.models import doors
-from tinyvae.models.blocks import (
-    Clamp,
-    MemBlock,
-    State,
-    SuperMemBlock,
-    TGrow,
-    TPool,
-    Upsample,
-    conv3x3,
-    run_layers,
-)
+from tinyvae.models.blocks import Clamp, MemBlock, State, SuperMemBlock, TGrow, TPool, Upsample, conv3x3, run_layers
 from tinyvae.models.codec import CodecState, VideoCodec
 from tinyvae.models.variants import Preview, VariantSpec, get_spec
 
@@ -32,12 +22,14 @@ if TYPE_CHECKING:
 
 
 class TAEHV(VideoCodec, nn.Module):
-    """A tiny video autoencoder with fresh weights (torch's default initialisation); `load_model` reads a file.
+    """A tiny video autoencoder with random weights (torch's default initialization); `load_model` reads a file.
 
-    ``width`` scales every hidden channel count (1.0 = the released networks; multiples of 0.125).
-    ``preview`` makes a cheaper decoder of the same weights: without upsampling in "time", in "space", or "both".
-    Set ``gradient_checkpointing`` to recompute activations in the backward pass instead of keeping them, and
-    ``folded_training`` to run the faster folded form of the same function on the live parameters.
+    ``width`` scales every hidden channel count (1.0 = the released networks; multiples of 0.125). ``preview`` makes a
+    cheaper decoder of the same weights, without upsampling in "time", in "space" or in "both". With the attribute
+    ``gradient_checkpointing`` the backward pass computes activations again instead of keeping them; with
+    ``folded_training`` training runs the folded form of the network, which gives the same result faster.
+
+    Example: ``decoded, latents = TAEHV("taew2_2")(frames)``.
     """
 
     def __init__(self, variant: str = "taehv", *, width: float = 1.0, preview: Preview | None = None) -> None:
@@ -87,13 +79,7 @@ def build_encoder(spec: VariantSpec) -> nn.Sequential:
     n = spec.hidden(64)
     layers: list[nn.Module] = [conv3x3(spec.image_channels, n), nn.ReLU(inplace=True)]
     for stride in spec.encoder_strides:
-        layers += [
-            TPool(n, stride),
-            conv3x3(n, n, stride=2, bias=False),
-            MemBlock(n),
-            MemBlock(n),
-            MemBlock(n),
-        ]
+        layers += [TPool(n, stride), conv3x3(n, n, stride=2, bias=False), MemBlock(n), MemBlock(n), MemBlock(n)]
     return nn.Sequential(*layers, conv3x3(n, spec.latent_channels))
 
 

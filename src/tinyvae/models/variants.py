@@ -1,7 +1,7 @@
 """The family as one table: what each variant is, and how it counts frames.
 
-Everything else in tinyvae that needs a frame count, a latent count, a size rule or the alignment between input and
-output asks a `VariantSpec`; nobody computes it again. T is a number of input frames, L of latents, S the time factor.
+All code that needs a frame count, a latent count, a size rule or the alignment between input and output asks a
+`VariantSpec`. T is a number of input frames, L of latents, S the time factor.
 
 The one fact to remember: **decoded frame j is input frame j**, so the target of a reconstruction is
 ``frames[:, :spec.aligned_frames(T)]``: the tail is dropped, never the head.
@@ -26,7 +26,7 @@ H3_DROPPED_LATENTS = 3  # the last ones of the whole video are dropped.
 
 @dataclass(frozen=True, kw_only=True)
 class VariantSpec:
-    """One network of the family and its frame rule.
+    """One network of the family and its frame rule. Example: ``get_spec("taecvx").latents(17)`` is 5.
 
     ``frame_rule``: ``causal`` drops the first S-1 decoded frames; ``even_keeps_all`` (CogVideoX) does so only when
     the latent count is odd; ``chunked`` (MiniMax H3) encodes chunks of 17 frames on their own.
@@ -85,7 +85,8 @@ class VariantSpec:
 
     def padded_frames(self, num_frames: int) -> int:
         """Frames the encoder works on: T with the last frame repeated to whole latents (taeh3: whole chunks)."""
-        self._need_frames(num_frames)
+        if num_frames < 1:
+            raise UserError(f"a video needs at least 1 frame, got {num_frames}; the clip is empty.")
         unit = H3_CHUNK_FRAMES if self.frame_rule == "chunked" else self.time_factor
         return math.ceil(num_frames / unit) * unit
 
@@ -104,23 +105,16 @@ class VariantSpec:
 
     def frame_is_kept(self, raw_index: int, num_latents: int) -> bool:
         """Whether raw decoded frame ``raw_index`` (0 .. S·L-1, before any drop) belongs to the output."""
-        if self.previews_time:
-            return True
         if self.frame_rule == "chunked":
-            return raw_index % (H3_CHUNK_LATENTS * self.time_factor) >= H3_CHUNK_ZEROS
+            raw_index %= H3_CHUNK_LATENTS * self.time_factor
         return raw_index >= self.first_frames_dropped(num_latents)
 
     def frames_from_latents(self, num_latents: int) -> int:
         """Frames that `decode_video` returns for L latents."""
         if num_latents < 1:
             raise UserError(f"a video needs at least 1 latent, got {num_latents}; pass a longer latent sequence.")
-        if self.previews_time:
-            return num_latents
-        raw = self.time_factor * num_latents
-        if self.frame_rule == "chunked":
-            period = H3_CHUNK_LATENTS * self.time_factor
-            return raw - H3_CHUNK_ZEROS * (raw // period) - min(H3_CHUNK_ZEROS, raw % period)
-        return raw - self.first_frames_dropped(num_latents)
+        num_raw = num_latents if self.previews_time else self.time_factor * num_latents
+        return sum(self.frame_is_kept(index, num_latents) for index in range(num_raw))
 
     def frames_out(self, num_frames: int) -> int:
         """Frames that decoding the latents of T input frames returns; can be more than T (taecvx 5 -> 8)."""
@@ -151,7 +145,7 @@ class VariantSpec:
         )
 
     def is_training_length(self, num_frames: int) -> bool:
-        """Whether student and teacher agree on what T frames are (DESIGN: lengths that agree with the teacher)."""
+        """Whether student and teacher count T frames alike."""
         if num_frames < 1:
             return False
         if self.frame_rule == "chunked":
@@ -167,12 +161,9 @@ class VariantSpec:
         below = next((t for t in range(num_frames - 1, 0, -1) if self.is_training_length(t)), None)
         above = next(t for t in range(max(num_frames, 0) + 1, num_frames + 64) if self.is_training_length(t))
         if self.frame_rule == "chunked":
-            form, why = "17c", "the encoder starts anew every 17 frames"
+            form, why = "17c", "the encoder starts again every 17 frames"
         elif self.frame_rule == "even_keeps_all":
-            form, why = (
-                "8k or 8k+1",
-                "at other lengths the CogVideoX VAE encodes in one mode and decodes in the other",
-            )
+            form, why = "8k or 8k+1", "at other lengths the CogVideoX VAE encodes in one mode and decodes in the other"
         else:
             s = self.time_factor
             form, why = f"{s}k+1 or {s}k", f"the last latent would hold fewer than {s} real frames"
@@ -191,17 +182,9 @@ class VariantSpec:
         divisors = self.seraena_divisors(num_frames)
         if group_frames not in divisors:
             raise UserError(
-                f"n_seraena_frames={group_frames} does not divide the {self.padded_frames(num_frames)} padded frames "
-                f"that {self.name} makes of n_frames={num_frames}; use one of {', '.join(map(str, divisors))}."
+                f"n_seraena_frames={group_frames} does not divide the {divisors[-1]} padded frames that {self.name} "
+                f"makes of n_frames={num_frames}; use one of {', '.join(map(str, divisors))}."
             )
-
-    def _need_frames(self, num_frames: int) -> None:
-        if num_frames < 1:
-            raise UserError(f"a video needs at least 1 frame, got {num_frames}; the clip is empty.")
-
-
-def _table(*specs: VariantSpec) -> dict[str, VariantSpec]:
-    return {spec.name: spec for spec in specs}
 
 
 _HUNYUAN_15, _WAN_22 = "Hunyuan Video 1.5", "Wan 2.2-5B"
@@ -214,7 +197,7 @@ _LTX_2 = VariantSpec(
     decoder_strides=(2, 2, 2),
 )
 
-VARIANTS: dict[str, VariantSpec] = _table(
+_SPECS = (
     VariantSpec(name="taehv", teacher="Hunyuan Video", patch_size=1, latent_channels=16),
     VariantSpec(name="taehv1_5", teacher=_HUNYUAN_15, patch_size=2, latent_channels=32),
     VariantSpec(name="taehv1_5_super", teacher=_HUNYUAN_15, patch_size=2, latent_channels=32, decoder="super"),
@@ -227,10 +210,14 @@ VARIANTS: dict[str, VariantSpec] = _table(
     replace(_LTX_2, name="taeltx2_3", teacher="LTX-2.3"),
     VariantSpec(name="taeh3", teacher="MiniMax H3", patch_size=2, latent_channels=24, frame_rule="chunked"),
 )
+VARIANTS: dict[str, VariantSpec] = {spec.name: spec for spec in _SPECS}
 
 
 def get_spec(variant: str, *, width: float = 1.0, preview: Preview | None = None) -> VariantSpec:
-    """The spec of a variant by name, with its width factor and preview mode; mistakes name the nearest right value."""
+    """The spec of a variant, with its width factor and preview mode. A mistake is told with the nearest right value.
+
+    Example: ``get_spec("taew2_2", width=0.5).latent_channels`` is 48.
+    """
     if variant not in VARIANTS:
         raise UserError(
             f"there is no variant {variant!r}.{nearest_name(variant, VARIANTS)} The variants are {', '.join(VARIANTS)}."

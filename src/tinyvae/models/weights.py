@@ -1,10 +1,13 @@
-"""Weight files: which formats are read and written, and how a file says which variant it is.
+"""Weight files: which formats are read and written, and how to tell which variant a file holds.
 
-Read: ``.safetensors``, ``.pth`` (tensors only), a model or checkpoint folder, a run folder. Written: one file, or a
-folder with ``model.safetensors``, ``model.pth`` and ``config.json``. What a file *is* is told by its content, never by
-its name: renaming a file must not change the model. The variant comes from, in this order: the ``variant`` argument,
-what the file itself states, the folder's ``config.json`` (for the names that we write there and no other), and last
-the keys and shapes (`variant_of_weights`).
+Read: ``.safetensors``, ``.pth`` (tensors only), a model, checkpoint or run folder. Written: one file, or a folder with
+``model.safetensors``, ``model.pth`` and ``config.json``. The variant comes from, in this order: the ``variant``
+argument; what the file itself states; the folder's ``config.json`` (only for names that we write there); last the keys
+and shapes.
+
+Four variants share one network, and so do the two for LTX. There the shapes cannot tell, and where nothing states the
+variant it is a guess. A file's name never chooses, because names are changed. But a guess that the name contradicts
+(``taecvx.pth`` taken for taehv) is refused: nobody would see the wrong frame rule and the wrong latent space.
 """
 
 from __future__ import annotations
@@ -16,20 +19,21 @@ import re
 import struct
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
+from tinyvae import __version__
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError, nearest_name
+from tinyvae.files import atomic_write
 from tinyvae.models.taehv import TAEHV
-from tinyvae.models.variant_of_weights import tell_variant
-from tinyvae.models.variants import VARIANTS, Preview, VariantSpec
-from tinyvae.version import __version__
+from tinyvae.models.variants import VARIANTS, WIDTH_STEP, Preview, VariantSpec, get_spec
 
 MODEL_FORMAT = "tinyvae-model"
 RUN_FORMAT = "tinyvae-run"
@@ -44,21 +48,12 @@ DESCRIBED_NAMES = tuple(f"{stem}{suffix}" for stem in ("model", "final_model") f
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 CHECKPOINT_NAME = re.compile(r"(?:emergency_)?checkpoint-(\d+)")
-SHOWN_FILES = 8
+SHOWN_FILES, SHOWN_KEYS = 8, 4
 OTHER_FORMATS = (".pt", ".bin", ".ckpt", ".onnx", ".gguf")
 """Ends of names that mean a file, and one that we do not write."""
 
-DAMAGE = (
-    RuntimeError,
-    EOFError,
-    OSError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    TypeError,
-    AssertionError,
-    struct.error,
-)
+DAMAGE: tuple[type[Exception], ...] = (RuntimeError, EOFError, OSError, ValueError, LookupError, AttributeError)
+DAMAGE += (TypeError, AssertionError, struct.error)
 """What torch.load raises for a file with changed bytes: a pickle is a program, and it can fail at each operation."""
 
 
@@ -74,6 +69,8 @@ def load_model(
 
     A run folder gives its best model, else its final one, else its newest checkpoint. ``variant`` overrules what the
     file states; it is needed only where neither the file nor its shapes can tell. ``dtype`` defaults to the file's.
+
+    Example: ``model = load_model("output/my_run", device="cuda", dtype=torch.float16)``.
     """
     weights_file = find_weights(Path(path))
     state, stated = read_weights(weights_file)
@@ -101,6 +98,8 @@ def save_model(
     A path that ends in ``.safetensors`` or ``.pth`` is one file, and nothing is written beside it. Any other path is a
     folder that gets ``model.safetensors`` and ``model.pth`` (or the one of ``formats``) and ``config.json``. Existing
     files are refused unless ``overwrite``. Each file appears whole or not at all.
+
+    Example: ``save_model(model, "my_model.safetensors")``.
     """
     target = Path(path)
     single = target.suffix in FORMATS
@@ -119,12 +118,15 @@ def save_model(
     except (FileExistsError, NotADirectoryError):
         raise FileExistsAlreadyError(f"{folder} is to be a folder, and a file is in its way; save elsewhere.") from None
     for file in weights_files:
-        with _appears_whole(file) as temporary:
-            _write_state(state, temporary, suffix=file.suffix, config=config)
+        with atomic_write(file) as stream:
+            if file.suffix == ".pth":
+                torch.save(_with_statement(state, config), stream)
+            else:
+                stream.write(safetensors.torch.save(state, {"format": "pt", METADATA_KEY: json.dumps(config)}))
     if config_file is None:
         return weights_files
-    with _appears_whole(config_file) as temporary:
-        temporary.write_text(json.dumps(config, indent=1) + "\n")
+    with atomic_write(config_file, "w") as stream:
+        stream.write(json.dumps(config, indent=1) + "\n")
     return [*weights_files, config_file]
 
 
@@ -183,32 +185,22 @@ def find_weights(path: Path) -> Path:
         inside = sorted(path.iterdir())
     except OSError as fault:
         raise UserError(f"{path} cannot be looked into ({fault.strerror}); check its permissions.") from None
-    # Not the folders of saves that are under way or were cut short.
+    # A folder of a save that is under way or was cut short has another name.
     named = ((CHECKPOINT_NAME.fullmatch(entry.name), entry.name) for entry in inside)
-    checkpoints = sorted((int(match[1]), name) for match, name in named if match)
-    for folder in (path, path / "best_model"):
-        for name in ("model.safetensors", "model.pth"):
-            if (folder / name).is_file():
-                return folder / name
-    for name in (
-        "final_model.safetensors",
-        "final_model.pth",
-        *(f"{name}/model.safetensors" for _, name in reversed(checkpoints)),
-    ):
+    checkpoints = sorted(((int(match[1]), name) for match, name in named if match), reverse=True)
+    models = [f"{stem}{suffix}" for stem in ("model", "best_model/model", "final_model") for suffix in FORMATS]
+    for name in (*models, *(f"{name}/model.safetensors" for _, name in checkpoints)):
         if (path / name).is_file():
             return path / name
     loose = [entry for entry in inside if entry.suffix in FORMATS]
     if len(loose) == 1:
         return loose[0]
-    raise UserError(f"{path} is not a model, checkpoint or run folder: {_what_it_holds(loose)}.")
-
-
-def _what_it_holds(loose: list[Path]) -> str:
-    if not loose:
-        return "it holds no weights; name a weights file or a run's folder"
-    names = ", ".join(file.name for file in loose[:SHOWN_FILES])
-    more = f" and {len(loose) - SHOWN_FILES} more" if len(loose) > SHOWN_FILES else ""
-    return f"it holds {len(loose)} weight files ({names}{more}); name one of them"
+    holds = "it holds no weights; name a weights file or a run's folder"
+    if loose:
+        names = ", ".join(file.name for file in loose[:SHOWN_FILES])
+        more = f" and {len(loose) - SHOWN_FILES} more" if len(loose) > SHOWN_FILES else ""
+        holds = f"it holds {len(loose)} weight files ({names}{more}); name one of them"
+    raise UserError(f"{path} is not a model, checkpoint or run folder: {holds}.")
 
 
 def read_weights(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -236,13 +228,11 @@ def read_weights(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(file, framework="pt") as opened:
+        with safetensors.safe_open(file, framework="pt") as opened:
             state = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
             text = (opened.metadata() or {}).get(METADATA_KEY, "{}")
-    except SafetensorError as fault:
+    except safetensors.SafetensorError as fault:
         raise UserError(f"{file} is not a whole safetensors file ({fault}); download or save it again.") from None
     return state, _parse_stated(text, origin=file)
 
@@ -342,42 +332,130 @@ def _refuse_existing(weights_files: list[Path], config_file: Path | None, config
 
 
 def _holds_run_config(config_file: Path) -> bool:
-    if not config_file.is_file():
-        return False
     try:
-        config = json.loads(config_file.read_bytes())
+        config = json.loads(config_file.read_bytes()) if config_file.is_file() else None
     except (ValueError, RecursionError):
         return False
     return isinstance(config, dict) and config.get("format") == RUN_FORMAT
 
 
-def _write_state(state: dict[str, Tensor], file: Path, *, suffix: str, config: Mapping[str, Any]) -> None:
-    if suffix == ".pth":
-        torch.save(_with_statement(state, config), file)
-        return
-    from safetensors.torch import save
-
-    # Not save_file: it makes files that only their owner can read, whatever the umask says.
-    file.write_bytes(save(state, metadata={"format": "pt", METADATA_KEY: json.dumps(config)}))
-
-
 def _with_statement(state: dict[str, Tensor], config: Mapping[str, Any]) -> OrderedDict[str, Tensor]:
-    """A state dict that says what it is where torch's own ones keep their version numbers: beside the keys, which stay
-    flat. Only what the variant hangs on: other programs read pickles with small buffers."""
+    """A state dict that states its variant beside its keys, where torch's own ones keep version numbers.
+
+    Only few facts: other programs read pickles with small buffers.
+    """
     stating = OrderedDict(state)
     few = {key: config[key] for key in ("format", "variant", "width", "training_step", "tinyvae_version")}
     stating._metadata = {"": {"version": 1, METADATA_KEY: json.dumps(few)}}  # type: ignore[attr-defined]
     return stating
 
 
-@contextmanager
-def _appears_whole(file: Path) -> Iterator[Path]:
-    """A temporary path beside ``file`` that becomes it in one rename, after its bytes have reached the disk."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
-        yield temporary
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+# which variant it is
+
+
+def tell_variant(
+    state: Mapping[str, Tensor],
+    *,
+    stated: Mapping[str, Any],
+    variant: str | None,
+    origin: Path,
+    presumed: str | None = None,
+) -> VariantSpec:
+    """The variant and width of a state dict.
+
+    ``variant`` is what the caller says of these weights; it wins. ``presumed`` is taken where the weights themselves
+    state nothing; it is the variant of a preset, for example.
+    """
+    width = _width_of(state)
+    if width is None:
+        first_keys = f"it begins with {', '.join(list(state)[:SHOWN_KEYS])}" if state else "it holds no tensor"
+        raise UserError(
+            f"{origin} is no model of this family: {first_keys}; expected encoder.0.weight, decoder.22.weight."
+        )
+    if variant is None and stated.get("width") not in (None, width):
+        raise UserError(
+            f"{origin} has width {width:g} and is stated to have {stated['width']:g}: the description "
+            "(config.json, or the file's metadata) is that of another model; remove it, or pass variant."
+        )
+    fitting = fitting_variants(state)
+    wanted = variant or stated.get("variant")
+    if wanted is not None:
+        spec = get_spec(wanted, width=width)
+        if wanted not in fitting:
+            likely = f"it looks like {' or '.join(fitting)}" if fitting else "it fits no variant"
+            said = "was asked for" if variant else "is stated for it"
+            raise UserError(f"{origin} is not a {wanted} model, which {said}; {likely}. {_difference(state, spec)}")
+        return spec
+    if not fitting:
+        shapes = {(key, value.shape) for key, value in state.items()}
+        specs = [get_spec(name, width=width) for name in VARIANTS]
+        closest = max(specs, key=lambda spec: len(shapes & _expected_shapes(spec).items()))
+        raise UserError(f"{origin} fits no variant; the closest is {closest.name}. {_difference(state, closest)}")
+    taken = presumed if presumed in fitting else fitting[0]
+    if len(fitting) > 1:
+        _object_by_name(origin, taken, fitting)
+        if taken != presumed:
+            warnings.warn(
+                f"{origin.name} could be {', '.join(fitting)}: they share one network and nothing states which; "
+                f"taking {taken}. Say which with variant= (in a command: --variant).",
+                stacklevel=3,
+            )
+    return get_spec(taken, width=width)
+
+
+def fitting_variants(state: Mapping[str, Tensor]) -> list[str]:
+    """The variants whose keys and shapes these are, in the order of the table."""
+    width = _width_of(state)
+    shapes = {key: value.shape for key, value in state.items()}
+    return [name for name in VARIANTS if width and shapes == _expected_shapes(get_spec(name, width=width))]
+
+
+def variants_in_name(file: Path) -> list[str]:
+    """The variants that a file's name speaks of: ``my-taew2.1.pth`` of taew2_1, not of taew2_2."""
+    longest_first = sorted(VARIANTS, key=len, reverse=True)
+    # A separator may be another one or left out, and a number must end: taehv10 is not taehv1 and a zero.
+    patterns = {name: re.compile(name.replace("_", "[._-]?") + r"(?!\d)") for name in longest_first}
+    left, found = file.name.lower(), []
+    for name, pattern in patterns.items():
+        left, count = pattern.subn(" ", left)  # so that taehv is not found inside taehv1_5
+        found += [name] if count else []
+    return found
+
+
+def _object_by_name(origin: Path, taken: str, fitting: list[str]) -> None:
+    named = variants_in_name(origin)
+    if named and taken not in named:
+        likely = next((name for name in named if name in fitting), "NAME")
+        raise UserError(
+            f"{origin} could be {', '.join(fitting)}: they share one network and nothing in the file states which. "
+            f"It would be taken for {taken}, but its name speaks of {' and '.join(named)}; say which it is with "
+            f"--variant {likely} (in Python: variant={likely!r})."
+        )
+
+
+def _width_of(state: Mapping[str, Tensor]) -> float | None:
+    first = state.get("encoder.0.weight")
+    if first is None or first.ndim != 4 or "decoder.22.weight" not in state:
+        return None
+    width = first.shape[0] / 64
+    return width if width % WIDTH_STEP == 0 and width > 0 else None
+
+
+@cache
+def _expected_shapes(spec: VariantSpec) -> Mapping[str, torch.Size]:
+    with torch.device("meta"):
+        return {key: value.shape for key, value in TAEHV(spec.name, width=spec.width).state_dict().items()}
+
+
+def _difference(state: Mapping[str, Tensor], spec: VariantSpec) -> str:
+    """The first few keys in which a state dict differs from a variant."""
+    expected = _expected_shapes(spec)
+    lines = [f"{key} is missing" for key in expected if key not in state]
+    lines += [f"{key} is not known" for key in state if key not in expected]
+    lines += [
+        f"{key} is {list(state[key].shape)} instead of {list(shape)}"
+        for key, shape in expected.items()
+        if key in state and state[key].shape != shape
+    ]
+    more = f" and {len(lines) - SHOWN_KEYS} more" if len(lines) > SHOWN_KEYS else ""
+    return f"Against {spec.name}: {'; '.join(lines[:SHOWN_KEYS])}{more}."

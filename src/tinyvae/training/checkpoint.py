@@ -28,10 +28,10 @@ from typing import IO, Any, TypeVar, cast
 import torch
 from safetensors import SafetensorError
 
+from tinyvae import __version__
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.terminal import bytes_in_words
 from tinyvae.training.engine import Engine
-from tinyvae.version import __version__
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

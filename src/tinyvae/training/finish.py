@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tinyvae import __version__
 from tinyvae.config.schema import FIELDS, TrainConfig, to_json
 from tinyvae.errors import UserError
 from tinyvae.evaluation.clip_sources import ClipSource, Middle
@@ -28,7 +29,6 @@ from tinyvae.training.optim import WeightAverage
 from tinyvae.training.state import Progress
 from tinyvae.training.trial_step import state_bytes
 from tinyvae.training.validation import score_in_words
-from tinyvae.version import __version__
 
 log = logging.getLogger(__name__)
 
