@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.num_samples < 1 or arguments.num_frames < 1:
         raise UserError("--num_samples and --num_frames must be at least 1.")
     folder: Path = arguments.output_dir
-    make_output_folder(folder)
+    make_output_folder(folder, option="--output_dir")
     models = open_models(arguments)
     result = measure(models, arguments)
     for note in result.evaluations[0].notes:
