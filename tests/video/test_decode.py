@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.video.numbered_video import frame_number, numbered_frames, write_video
+from tests.video.small_videos import write_video as small_video
 from tinyvae.errors import UnreadableVideoError
 from tinyvae.video import frame_stream
 from tinyvae.video.decode import VideoInfo, iterate_frames, probe_video, read_frames
@@ -85,7 +86,7 @@ def test_hostile_sound(shared: Path, name: str) -> None:
     path = shared / "data" / "hostile" / name
     frames, first_number, width, height = SOUND[name]
     info, quick = probe_video(path), probe_video(path, thorough=False)
-    assert (info.frames, info.width, info.height, info.interlaced) == (frames, width, height, False)
+    assert (info.frames, info.width, info.height) == (frames, width, height)
     assert info == quick
     whole = check_random_ranges(path, [None, info])
     assert whole.shape == (frames, 3, height, width) and whole.dtype == torch.uint8
@@ -360,3 +361,40 @@ def test_frames_are_those_of_a_bare_decode(tmp_path: Path, source: torch.Tensor)
         bare = np.stack([f.to_ndarray(format="rgb24") for f in container.decode(video=0)])
     ours = torch.stack(list(iterate_frames(path))).permute(0, 2, 3, 1).numpy()
     assert np.abs(ours.astype(int) - bare.astype(int)).mean() < 2.5
+
+
+FORMATS = [
+    "frame_index.mp4", "hevc_10bit.mp4", "gray.mp4", "odd_dims_yuv444.mp4", "odd_dims_vp9.webm", "rotated_90.mp4",
+    "range_full.mp4", "range_limited.mp4", "mjpeg_fullrange.avi", "av1.mp4",
+]  # fmt: skip
+
+
+def assert_windows_are_exact(path: Path) -> None:
+    info = probe_video(path, thorough=False)
+    numbers = (3, 5, 8)
+    whole = read_frames(path, numbers, info=info)
+    draw = random.Random(0)
+    for _ in range(12):
+        height, width = draw.randint(1, info.height), draw.randint(1, info.width)
+        top, left = draw.randint(0, info.height - height), draw.randint(0, info.width - width)
+        part = read_frames(path, numbers, info=info, window=(top, left, height, width))
+        assert torch.equal(part, whole[..., top : top + height, left : left + width])
+
+
+def test_a_window_is_exactly_that_part_of_the_picture(tmp_path: Path) -> None:
+    assert_windows_are_exact(small_video(tmp_path / "a.mp4", frames=10, width=322, height=182))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_windows_of_every_format(shared: Path, name: str) -> None:
+    assert_windows_are_exact(shared / "data" / "hostile" / name)
+
+
+def test_frames_are_written_where_the_caller_wants_them(tmp_path: Path) -> None:
+    path = small_video(tmp_path / "a.mp4", frames=10)
+    batch = torch.zeros((2, 3, 3, 32, 48), dtype=torch.uint8)
+    frames = read_frames(path, (1, 2, 3), window=(8, 16, 32, 48), out=batch[1])
+    assert frames.data_ptr() == batch[1].data_ptr() and batch[0].sum() == 0
+    assert torch.equal(batch[1], read_frames(path, (1, 2, 3))[..., 8:40, 16:64])
+    with pytest.raises(AssertionError, match="out does not fit"):
+        read_frames(path, (1, 2), window=(8, 16, 32, 48), out=batch[1])

@@ -162,10 +162,8 @@ def measure_clip(
     ``max_frames`` frames, else they are the first.
     """
     if clip.known_bad:
-        raise UnreadableVideoError(f"{clip.path}: {clip.known_bad} (as its index says)")
+        raise UnreadableVideoError(clip.path, f"{clip.known_bad} (as its index says)")
     info = probe_video(clip.path, thorough=False, timeout_s=PROBE_TIMEOUT_S)
-    if info.interlaced:
-        raise UnreadableVideoError(f"{clip.path}: interlaced; deinterlace it first, e.g. ffmpeg -vf bwdif")
     height, width = size if size is not None else (info.height, info.width)
     step = 1 if middle is None else middle.frame_step
     there = (info.frames - 1) // step + 1

@@ -358,8 +358,9 @@ def check_length(part: ClipPart, round_trip: RoundTrip) -> None:
     needed = round_trip.frames_per_latent()
     if part.num_frames < needed:
         raise UnreadableVideoError(
-            f"{part.path}: it has {part.num_frames} of the {needed} frames that one {round_trip.facts.variant} latent "
-            "needs; use a longer video"
+            part.path,
+            f"it has {part.num_frames} of the {needed} frames that one {round_trip.facts.variant} latent needs; "
+            "use a longer video",
         )
 
 

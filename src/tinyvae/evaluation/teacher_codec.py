@@ -135,7 +135,7 @@ class ReferenceRoundTrip:
         times.pixels += wanted * height * width
         if decoded.shape[1] < wanted:
             raise UnreadableVideoError(
-                f"{self._path}: {self.facts.variant} gave back {decoded.shape[1]} of {wanted} frames"
+                self._path, f"{self.facts.variant} gave back {decoded.shape[1]} of {wanted} frames"
             )
         yield Piece(decoded=decoded[0, :wanted, :, :height, :width].float(), target=target_TCHW)
 
