@@ -73,7 +73,7 @@ def test_buffers_come_back(folder: Path, expected: list[torch.Tensor]) -> None:
     places = set()
     for read, _ in zip(one._loader, range(BATCHES), strict=False):
         assert read.batch is not None and read.loan is not None
-        one._clips.board.give_back(read.loan)  # type: ignore[union-attr]
+        workers.give_back(one._clips.board, read.loan)
         places.add(read.loan.buffer)
     assert len(places) <= workers.BUFFERS
 
@@ -86,20 +86,20 @@ def test_large_batches_are_kept_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: OfWorker)
     monkeypatch.setattr(workers, "MAX_KEPT_BYTES", 100)
     for size, kept in ((20, 3), (49, 2), (60, 1), (101, 0)):
-        buffers = workers.WorkerBuffers(workers.LoanBoard(1))
+        buffers = workers.WorkerBuffers(workers.make_board(1))
         loans = [buffers.take((size,))[1] for _ in range(5)]
         assert sum(loan is not None for loan in loans) == kept
 
 
 def test_a_returned_buffer_is_the_next_one_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: OfWorker)
-    board = workers.LoanBoard(1)
+    board = workers.make_board(1)
     buffers = workers.WorkerBuffers(board)
     first, loan = buffers.take((4, 5))
     assert loan is not None
-    board.give_back(workers.Loan(worker=0, buffer=0, token=loan.token + 1))  # of another process
+    workers.give_back(board, workers.Loan(worker=0, buffer=0, token=loan.token + 1))  # of another process
     second, _ = buffers.take((4, 5))
-    board.give_back(loan)
+    workers.give_back(board, loan)
     third, _ = buffers.take((3, 5))
     assert first.data_ptr() == third.data_ptr() != second.data_ptr() and third.shape == (3, 5)
 

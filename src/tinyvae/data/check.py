@@ -23,6 +23,7 @@ from tinyvae.data.index import SPLITS, IndexRow, VideoIndex, is_bad
 from tinyvae.data.splits import ClipSet, SplitBy, refuse_bad_index, split
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.models.variants import VARIANTS, get_spec
+from tinyvae.terminal import bytes_in_words, duration_in_words
 from tinyvae.video.decode import read_frames
 
 SHOWN = 8
@@ -100,9 +101,9 @@ def summary_lines(index: VideoIndex) -> Iterator[str]:
         seconds.append((timed["frames"] / timed["fps"]).astype(np.float32))
     all_frames, all_seconds = np.concatenate(frames), np.concatenate(seconds)
     num_good, num_frames = len(all_frames), int(all_frames.sum(dtype=np.int64))
-    duration = _duration(float(all_seconds.sum(dtype=np.float64)))
+    duration = duration_in_words(float(all_seconds.sum(dtype=np.float64)))
     yield heading("files")
-    yield f"  {num_good} good, {index.num_bad} bad; {num_frames:,} frames, {duration}, {_bytes(num_bytes)}"
+    yield f"  {num_good} good, {index.num_bad} bad; {num_frames:,} frames, {duration}, {bytes_in_words(num_bytes)}"
     if num_not_square:
         yield f"  {num_not_square} with pixels that are not square (used as stored)"
     if num_good == 0:
@@ -151,17 +152,6 @@ def _spread(values: npt.NDArray[Any]) -> list[float]:
         return [0.0] * 5
     spread: list[float] = np.quantile(values, (0.0, 0.05, 0.5, 0.95, 1.0), method="nearest").tolist()
     return spread
-
-
-def _duration(seconds: float) -> str:
-    if seconds >= 3600:
-        return f"{seconds / 3600:,.1f} hours"
-    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.1f} seconds"
-
-
-def _bytes(count: float) -> str:
-    power = min(4, int(math.log10(max(1.0, count))) // 3)
-    return f"{count:,.0f} bytes" if power == 0 else f"{count / 1000**power:,.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
 
 
 def use_lines(use: PlannedUse, train: ClipSet, val: ClipSet) -> Iterator[str]:
@@ -335,27 +325,19 @@ def _draw_card(
     x, y, scale = _paste(sheet, sample.file_frame, left, top, THUMB_WIDTH)
     if sample.window is not None:
         window = sample.window
-        box = np.array(
-            [
-                x + window.left * scale,
-                y + window.top * scale,
-                x + (window.left + window.width) * scale - 1,
-                y + (window.top + window.height) * scale - 1,
-            ]
-        )
+        left_top = np.array([window.left, window.top]) * scale + (x, y)
+        right_bottom = left_top + np.array([window.width, window.height]) * scale - 1
         # A dark line on both sides of the bright one, so that it shows on any picture.
         for grow, color in ((1, PAPER), (-1, PAPER), (0, ACCENT)):
-            pen.rectangle((box + np.array([-grow, -grow, grow, grow])).tolist(), outline=color)
+            pen.rectangle((*(left_top - grow), *(right_bottom + grow)), outline=color)
     if sample.model_frame is not None:
         seen = sample.model_frame.mul(255).round().clamp(0, 255).byte()
         _paste(sheet, seen, left + THUMB_WIDTH + GAP, top, MODEL_WIDTH)
     row, below = sample.row, top + THUMB_HEIGHT
     rate = f"{row.fps:.4g} fps" if row.fps > 0 else "unknown rate"
-    facts = f"{row.width}x{row.height}   {rate}   {row.frames} frames   {row.codec}"
+    facts = f"{row.width}x{row.height}   {rate}   {row.frames} frames   {row.codec}" + "   mirrored" * sample.flip
     pen.text((left, below + 6), fitting_text(row.path, font, room, keep_end=True), fill=INK, font=font)
     pen.text((left, below + 23), fitting_text(facts, font, room), fill=QUIET, font=font)
-    if sample.flip:
-        pen.text((left + room - font.getlength("mirrored"), below + 23), "mirrored", fill=QUIET, font=font)
 
 
 def _paste(sheet: Image.Image, frame_CHW: Tensor, left: int, top: int, width: int) -> tuple[int, int, float]:

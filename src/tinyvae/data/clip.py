@@ -9,7 +9,6 @@ run only needs to know how far it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 FEISTEL_ROUNDS = 6
-SIZE_STEP = 8
 
 # What a draw is for: the last part of its key, so that two draws of one position are independent.
 SHUFFLE, SUBSTITUTE, STEP, START, CROP, FLIP, COLOR = range(7)
@@ -33,8 +31,11 @@ SCALE, TOP, LEFT = range(3)
 BRIGHTNESS, CONTRAST, SATURATION, HUE, BLUR_OR_NOT, BLUR_SIGMA = range(6)
 
 
-def mix(value: int) -> int:
-    """The output function of splitmix64: a bijection of 64-bit integers in which every bit depends on every bit."""
+def mix(value: Any) -> Any:
+    """The output function of splitmix64: a bijection of 64-bit integers in which every bit depends on every bit.
+
+    Takes a Python int or a uint64 array.
+    """
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & MASK
     return value ^ (value >> 31)
@@ -79,11 +80,8 @@ def shuffled(place: int, size: int, *key: int) -> int:
 
 def fractions_of_hashes(hashes: npt.NDArray[np.uint64], salt: int) -> npt.NDArray[Any]:
     """Each hash with a salt, mixed, as a float in [0, 1): ``uniform`` for whole columns."""
-    value = hashes + np.uint64(hash_key(salt))
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    value ^= value >> np.uint64(31)
-    return (value >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    mixed: npt.NDArray[np.uint64] = mix(hashes + np.uint64(hash_key(salt)))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,34 +137,25 @@ class ClipSettings:
             from tinyvae.models.variants import get_spec
 
             get_spec(self.variant).check_size(self.height, self.width)
-        for mistake in self._mistakes():
-            raise UserError(mistake)
-
-    def _mistakes(self) -> Iterator[str]:
-        for name, value in (("height", self.height), ("width", self.width)):
-            if value < SIZE_STEP or value % SIZE_STEP:
-                lower = max(SIZE_STEP, value // SIZE_STEP * SIZE_STEP)
-                yield f"{name} is {value}; it must be a multiple of {SIZE_STEP}, such as {lower} or {lower + SIZE_STEP}"
-        if self.n_frames < 1:
-            yield f"n_frames is {self.n_frames}; a clip has at least 1 frame"
-        if not 1 <= self.min_frame_delta <= self.max_frame_delta:
-            yield (
-                f"min_frame_delta is {self.min_frame_delta} and max_frame_delta is {self.max_frame_delta}; "
-                "they must be at least 1, the first not above the second"
-            )
-        if self.decode_timeout_s <= 0:
-            yield f"decode_timeout_s is {self.decode_timeout_s}; it must be above 0"
-        jitter = self.color_jitter_params
-        if len(jitter) != 4 or not all(0 <= factor < 1 for factor in jitter[:3]) or not 0 <= jitter[3] <= 0.5:
-            yield (
-                f"color_jitter_params is {tuple(jitter)}; it takes 4 numbers: brightness, contrast and saturation from "
-                "0 to below 1, hue from 0 to 0.5"
-            )
-        low, high = self.gaussian_blur_sigma
-        if not 0 < low <= high:
-            yield f"gaussian_blur_sigma is {low}, {high}; it must be a range above 0, low before high"
-        if not 0 <= self.gaussian_blur_probability <= 1:
-            yield f"gaussian_blur_probability is {self.gaussian_blur_probability}; it must be from 0 to 1"
+        jitter, (low, high) = self.color_jitter_params, self.gaussian_blur_sigma
+        rules = (
+            ("height", self.height >= 8 and self.height % 8 == 0, "a multiple of 8, such as 96 or 480"),
+            ("width", self.width >= 8 and self.width % 8 == 0, "a multiple of 8, such as 96 or 720"),
+            ("n_frames", self.n_frames >= 1, "at least 1"),
+            ("min_frame_delta", self.min_frame_delta >= 1, "at least 1"),
+            ("max_frame_delta", self.max_frame_delta >= self.min_frame_delta, "at least min_frame_delta"),
+            ("decode_timeout_s", self.decode_timeout_s > 0, "above 0"),
+            (
+                "color_jitter_params",
+                len(jitter) == 4 and all(0 <= factor < 1 for factor in jitter[:3]) and 0 <= jitter[3] <= 0.5,
+                "4 numbers: brightness, contrast and saturation from 0 to below 1, hue from 0 to 0.5",
+            ),
+            ("gaussian_blur_sigma", 0 < low <= high, "a range above 0, low before high"),
+            ("gaussian_blur_probability", 0 <= self.gaussian_blur_probability <= 1, "from 0 to 1"),
+        )
+        for name, is_kept, rule in rules:
+            if not is_kept:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be {rule}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from tinyvae.data.clip import ClipChoice, ClipSettings, choose_clip, choose_vali
 from tinyvae.data.decoded_cache import CacheEvent, DecodedCache, default_cache_dir
 from tinyvae.data.index import IndexRow, VideoIndex
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
-from tinyvae.data.workers import Loan, LoanBoard, SharedMemoryError, WorkerBuffers, free_clip_memory
+from tinyvae.data.workers import Loan, SharedMemoryError, WorkerBuffers, free_clip_memory
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.files import lock_file
 from tinyvae.video.decode import read_frames
@@ -184,7 +184,7 @@ class _Clips(torch.utils.data.Dataset[ReadBatch]):
 
     must_fill: bool
 
-    def __init__(self, clips: ClipSet, settings: ClipSettings, board: LoanBoard | None = None) -> None:
+    def __init__(self, clips: ClipSet, settings: ClipSettings, board: Tensor | None = None) -> None:
         self.clips = clips
         self.settings = settings
         self.cache: DecodedCache | None = None

@@ -118,35 +118,25 @@ class DecodedCache:
 
     def _make_room(self, size: int) -> bool:
         """Delete copies, the least recently used first, until one of ``size`` fits; False where it cannot."""
-        held = sorted(_copies_in(self.folder))
-        surplus = sum(copy_size for _, copy_size, _ in held) + size - self.max_bytes
-        may_go = [copy for copy in held if self._may_go(*copy)]
-        if surplus > sum(copy_size for _, copy_size, _ in may_go):
+        surplus = size - self.max_bytes
+        deletable: list[tuple[float, int, str]] = []
+        for entry in os.scandir(self.folder):
+            if entry.name.endswith((".rgb", ".part")):
+                with suppress(FileNotFoundError):  # it was deleted meanwhile
+                    found = entry.stat()
+                    surplus += found.st_size
+                    is_part = entry.name.endswith(".part")
+                    if found.st_mtime < (time.time() - ABANDONED_S if is_part else self.keep_used_since):
+                        deletable.append((found.st_mtime, found.st_size, entry.path))
+        if surplus > sum(copy_size for _, copy_size, _ in deletable):
             return False  # and nothing was deleted for it
-        for _, copy_size, file in may_go:
-            if surplus <= 0:
-                break
-            with suppress(PermissionError):  # not ours, or (on Windows) open: delete the next one
-                file.unlink(missing_ok=True)
-                surplus -= copy_size
-                self.event = self.event or "evicts"
+        for _, copy_size, file in sorted(deletable):
+            if surplus > 0:
+                with suppress(PermissionError):  # not ours, or (on Windows) open: delete the next one
+                    Path(file).unlink(missing_ok=True)
+                    surplus -= copy_size
+                    self.event = self.event or "evicts"
         return surplus <= 0
-
-    def _may_go(self, last_use: float, _size: int, file: Path) -> bool:
-        if file.suffix == ".part":
-            return last_use < time.time() - ABANDONED_S
-        return last_use < self.keep_used_since
-
-
-def _copies_in(folder: Path) -> list[tuple[float, int, Path]]:
-    """(time of last use, bytes, file) of each copy, finished or not."""
-    found = []
-    for entry in os.scandir(folder):
-        if entry.name.endswith((".rgb", ".part")):
-            with suppress(FileNotFoundError):  # it was deleted meanwhile
-                stat = entry.stat()
-                found.append((stat.st_mtime, stat.st_size, Path(entry.path)))
-    return found
 
 
 def _open_whole(file: Path, size: int) -> FileIO | None:

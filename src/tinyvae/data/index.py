@@ -93,6 +93,13 @@ class VideoIndex:
         self.file = Path(os.path.abspath(file))
         self.header = _read_header(self.file)
         self.data_root = Path(data_root if data_root is not None else self.header["data_root"])
+        self.source = str(self.header["source"] or self.file)
+        """What the index was made from: the name to use in messages."""
+        self.num_bad: int = self.header["num_bad"]
+        self.has_splits: bool = self.header["has_splits"]
+        """Whether the source gave the split of at least one file."""
+        self.fingerprint: str = self.header["fingerprint"]
+        """Changes when a file is added, removed, replaced or changes its split; not when the data root moves."""
         self._root_given = data_root
         with open(self.file, "rb") as stream:
             self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
@@ -107,25 +114,6 @@ class VideoIndex:
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @property
-    def source(self) -> str:
-        """What the index was made from: the name to use in messages."""
-        return str(self.header["source"] or self.file)
-
-    @property
-    def num_bad(self) -> int:
-        return int(self.header["num_bad"])
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when a file is added, removed, replaced or changes its split; not when the data root moves."""
-        return str(self.header["fingerprint"])
-
-    @property
-    def has_splits(self) -> bool:
-        """Whether the source gave the split of at least one file."""
-        return bool(self.header["has_splits"])
 
     def row(self, number: int) -> IndexRow:
         if not 0 <= number < len(self._rows):

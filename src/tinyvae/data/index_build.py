@@ -23,6 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tinyvae.data.annotations import VideoEntry, default_data_root, iterate_entries
 from tinyvae.data.index import IndexJournal, IndexRow, VideoIndex, hash_of_path, is_index, open_index
@@ -130,25 +131,23 @@ def open_or_build_index(
     cache_dir: Path,
     is_main: bool = True,
     barrier: Callable[[], None] = lambda: None,
-    num_workers: int | None = None,
-    timeout_s: float = 30.0,
-    show_progress_bar: bool = True,
+    **options: Any,
 ) -> VideoIndex:
     """The index of ``source``: itself when it is an index, else ``cache_dir/data_index.tvi``, built where needed.
 
     >>> index = open_or_build_index(Path("videos/"), cache_dir=Path("output"))  # doctest: +SKIP
 
     The main rank alone lists and probes; all ranks then meet at ``barrier`` and open the file. For large data run
-    ``tinyvae data index`` first: ranks wait at the barrier no longer than the process group's timeout.
+    ``tinyvae data index`` first: ranks wait at the barrier no longer than the process group's timeout. ``options`` are
+    those of `build_index`.
     """
     source = Path(source)
     if is_index(source):
         return open_index(source, data_root)
     output = Path(cache_dir) / CACHED_INDEX
-    options = {"num_workers": num_workers, "timeout_s": timeout_s, "show_progress_bar": show_progress_bar}
     try:
         if is_main:
-            bring_up_to_date(source, output, data_root=data_root, **options)  # type: ignore[arg-type]
+            bring_up_to_date(source, output, data_root=data_root, **options)
     finally:
         barrier()  # also after a failure: the others wait there
     if not is_main and not _is_current(source, output, data_root):
@@ -159,27 +158,11 @@ def open_or_build_index(
     return open_index(output)
 
 
-def bring_up_to_date(
-    source: Path,
-    output: Path,
-    *,
-    data_root: Path | None = None,
-    num_workers: int | None = None,
-    timeout_s: float = 30.0,
-    show_progress_bar: bool = True,
-) -> None:
-    """Make the index ``output`` of ``source``, unless it is there and lists the same files."""
-    if _is_current(source, output, data_root):
-        return
-    report = build_index(
-        source,
-        output,
-        data_root=data_root,
-        num_workers=num_workers,
-        timeout_s=timeout_s,
-        show_progress_bar=show_progress_bar,
-    )
-    log.info("indexed %s: %s", source, report.sentence())
+def bring_up_to_date(source: Path, output: Path, *, data_root: Path | None = None, **options: Any) -> None:
+    """Make the index ``output`` of ``source`` (options as in `build_index`), unless it lists the same files already."""
+    if not _is_current(source, output, data_root):
+        report = build_index(source, output, data_root=data_root, **options)
+        log.info("indexed %s: %s", source, report.sentence())
 
 
 def _survey(source: Path, data_root: Path | None) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from tinyvae.data.clip_reading import (
 )
 from tinyvae.data.decoded_cache import GIB, CacheEvent
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
-from tinyvae.data.workers import BorrowedBatches, LoanBoard, no_child_handler, signals_held_back, start_worker
+from tinyvae.data.workers import BorrowedBatches, make_board, no_child_handler, signals_held_back, start_worker
 from tinyvae.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -235,7 +235,7 @@ def make_train_loader(
         first = start_sample + (batch * world_size + rank) * batch_size
         return range(first, first + batch_size)
 
-    dataset = TrainClips(clips, settings, LoanBoard(num_workers) if num_workers else None)
+    dataset = TrainClips(clips, settings, make_board(num_workers))
     make_loader = partial(_make_loader, dataset, num_workers, prefetch_factor, pin_memory)
     watch = BadFileWatch(limit=bad_file_limit, written_to=bad_file_log)
     return TrainLoader(dataset, BatchPositions(positions_of, None), make_loader, watch)
@@ -271,7 +271,7 @@ def make_validation_loader(
     positions = BatchPositions(
         lambda batch: own[batch * batch_size : (batch + 1) * batch_size], math.ceil(len(own) / batch_size)
     )
-    dataset = ValidationClips(clips, settings, LoanBoard(num_workers) if num_workers else None)
+    dataset = ValidationClips(clips, settings, make_board(num_workers))
     return ValidationLoader(
         dataset,
         positions,

@@ -45,29 +45,23 @@ class Loan:
     """Of this one loan by this one process."""
 
 
-class LoanBoard:
+def make_board(num_workers: int) -> Tensor | None:
     """Which loans are over: int64 (workers, buffers) in shared memory, the token of the last one given back.
 
     Only the main process writes. A worker uses a buffer again when it finds the token of its own loan there. Whatever
     else is written (for example by a second iterator over the same loader) costs a buffer but never a batch.
     """
+    return torch.zeros((num_workers, BUFFERS), dtype=torch.int64).share_memory_() if num_workers else None
 
-    def __init__(self, num_workers: int) -> None:
-        self._tokens = torch.zeros((num_workers, BUFFERS), dtype=torch.int64).share_memory_()
 
-    def give_back(self, loan: Loan) -> None:
-        self._tokens[loan.worker, loan.buffer] = loan.token
-
-    def given_back(self, worker: int) -> list[int]:
-        """The last token given back of each of the worker's buffers."""
-        tokens: list[int] = self._tokens[worker].tolist()
-        return tokens
+def give_back(board: Tensor, loan: Loan) -> None:
+    board[loan.worker, loan.buffer] = loan.token
 
 
 class WorkerBuffers:
     """The buffers of one worker process. Outside of one (no workers) batches lie in ordinary memory."""
 
-    def __init__(self, board: LoanBoard | None) -> None:
+    def __init__(self, board: Tensor | None) -> None:
         self._board = board
         self._buffers: list[torch.UntypedStorage | None] = [None] * BUFFERS
         self._tokens = [0] * BUFFERS
@@ -79,7 +73,7 @@ class WorkerBuffers:
         if worker is None:
             return torch.empty(shape, dtype=torch.uint8), None
         num_bytes = math.prod(shape)
-        number = None if self._board is None else self._free_buffer(self._board.given_back(worker.id), num_bytes)
+        number = None if self._board is None else self._free_buffer(self._board[worker.id].tolist(), num_bytes)
         if number is None:
             return _tensor(_shared_memory(num_bytes), shape), None
         buffer = self._buffers[number]
@@ -100,7 +94,7 @@ class WorkerBuffers:
 class BorrowedBatches:
     """In the main process: gives buffers back when nothing there refers to them."""
 
-    def __init__(self, board: LoanBoard | None) -> None:
+    def __init__(self, board: Tensor | None) -> None:
         self._board = board
         self._borrowed: list[tuple[StorageWeakRef, Loan]] = []
 
@@ -109,18 +103,18 @@ class BorrowedBatches:
         if loan is None or self._board is None:
             return
         if frames.is_pinned():
-            self._board.give_back(loan)
+            give_back(self._board, loan)
         else:
             self._borrowed.append((StorageWeakRef(frames.untyped_storage()), loan))
 
     def give_back(self) -> None:
-        still = []
-        for storage, loan in self._borrowed:
-            if not storage.expired():
-                still.append((storage, loan))
-            elif self._board is not None:
-                self._board.give_back(loan)
-        self._borrowed = still
+        """Give back the buffers of all batches that are gone."""
+        borrowed, self._borrowed = self._borrowed, []
+        for storage, loan in borrowed:
+            if self._board is not None and storage.expired():
+                give_back(self._board, loan)
+            else:
+                self._borrowed.append((storage, loan))
 
 
 def _tensor(storage: torch.UntypedStorage, shape: tuple[int, ...]) -> Tensor:
