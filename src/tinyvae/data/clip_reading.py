@@ -106,7 +106,7 @@ class BadFileWatch:
     num_tries: int = 0
     num_bad_tries: int = 0
     named: dict[str, str] = field(default_factory=dict)
-    """Path -> reason of every bad file met so far."""
+    """Path -> reason of every bad file so far."""
 
     def see(self, bad_files: tuple[BadFile, ...], num_tries: int) -> None:
         self.num_tries += num_tries
@@ -222,21 +222,19 @@ class _Clips(torch.utils.data.Dataset[ReadBatch]):
                 if self.must_fill:
                     failure = _storage_failure(position, bad[-1])
                     return ReadBatch(bad_files=tuple(bad), num_tries=len(taken) + len(bad), failure=failure)
-        return ReadBatch(
-            batch=self._batch(frames, taken, positions[0]) if taken else None,
-            bad_files=tuple(bad),
-            num_tries=len(taken) + len(bad),
-            loan=loan,
-            cache_event="" if self.cache is None else self.cache.event,
-        )
-
-    def _batch(self, frames: Tensor, taken: list[tuple[int, IndexRow, ClipChoice]], first: int) -> ClipBatch:
-        return ClipBatch(
+        batch = ClipBatch(
             frames=frames[: len(taken)],
             color_and_blur=torch.tensor([choice.color_and_blur for _, _, choice in taken]),
             names=[row.path for _, row, _ in taken],
             positions=[position for position, _, _ in taken],
-            epoch=first // len(self.clips),
+            epoch=positions[0] // len(self.clips),
+        )
+        return ReadBatch(
+            batch=batch if taken else None,
+            bad_files=tuple(bad),
+            num_tries=len(taken) + len(bad),
+            loan=loan,
+            cache_event="" if self.cache is None else self.cache.event,
         )
 
 

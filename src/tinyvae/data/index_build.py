@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -100,25 +101,22 @@ def build_index(
         for entry in iterate_entries(source, data_root)
     )
     look = functools.partial(_row_of, probe=probe, timeout_s=timeout_s, thorough=thorough)
-    num_workers = usable_cores() if num_workers is None else num_workers
-    num_probed = 0
-    try:
-        with progress_bar(
-            total=num_entries, unit="file", desc="indexing", disable=not show_progress_bar, smoothing=0.05
-        ) as bar:
-            for row, is_new in _probe_all(tasks, look, num_workers=num_workers, timeout_s=timeout_s):
-                journal.append(row)
-                num_probed += is_new
-                bar.update()
-    except BaseException:
-        journal.close()
-        raise
+    rows = _probe_all(tasks, look, usable_cores() if num_workers is None else num_workers, timeout_s)
+    counts: Counter[bool] = Counter()
     header = {"data_root": root, "source": os.path.abspath(source), "source_state": _state_of(source)}
-    num_duplicates = journal.finish(header | {"num_entries": num_entries, "paths_sum": paths_sum})
+    bar = progress_bar(rows, total=num_entries, unit="file", desc="indexing", disable=not show_progress_bar)
+    try:
+        for row, is_new in bar:
+            journal.append(row)
+            counts[is_new] += 1
+        num_duplicates = journal.finish(header | {"num_entries": num_entries, "paths_sum": paths_sum})
+    finally:
+        bar.close()
+        journal.close()
     return BuildReport(
         index=open_index(output),
-        num_probed=num_probed,
-        num_reused=num_entries - num_probed,
+        num_probed=counts[True],
+        num_reused=counts[False],
         num_duplicates=num_duplicates,
         seconds=time.monotonic() - started,
     )
@@ -199,8 +197,7 @@ def _open_usable(file: Path) -> VideoIndex | None:
         return None
     try:
         return open_index(file)
-    except UserError as refused:
-        log.warning("the index %s cannot be used and is made again: %s", file, refused)
+    except UserError:
         return None
 
 
@@ -211,6 +208,8 @@ def _check_output(source: Path, output: Path) -> None:
         raise UserError(f"{output} exists and is not an index; it is not overwritten: give another name with -o")
     if source.exists() and output.exists() and source.samefile(output):
         raise UserError(f"{source} is itself an index; give the folder or annotation file it was made from")
+    if output.exists() and _open_usable(output) is None:
+        log.warning("the index %s is broken or of another version of tinyvae; it is made again", output)
 
 
 def _known_row(path: str, known: list[VideoIndex], thorough: bool) -> IndexRow | None:
@@ -259,7 +258,7 @@ Look = Callable[[ProbeTask], tuple[IndexRow, bool]]
 
 
 def _probe_all(
-    tasks: Iterable[ProbeTask], look: Look, *, num_workers: int, timeout_s: float
+    tasks: Iterable[ProbeTask], look: Look, num_workers: int, timeout_s: float
 ) -> Iterator[tuple[IndexRow, bool]]:
     """What ``look`` finds for every task, in whatever order. A process that is far behind its deadline is killed."""
     if num_workers == 0:

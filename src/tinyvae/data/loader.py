@@ -59,12 +59,26 @@ class _Loader:
         self,
         clips: TrainClips | ValidationClips,
         positions: BatchPositions,
-        make_loader: Callable[[BatchPositions], DataLoader[ReadBatch]],
         watch: BadFileWatch,
+        *,
+        num_workers: int,
+        prefetch_factor: int,
+        pin_memory: bool,
     ) -> None:
-        self._clips, self._positions, self._make_loader = clips, positions, make_loader
-        self._loader = make_loader(positions)
-        self.bad_files = watch
+        self._clips, self._positions, self.bad_files = clips, positions, watch
+        self._make_loader = partial(
+            DataLoader,
+            clips,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            prefetch_factor=prefetch_factor if num_workers else None,
+            pin_memory=pin_memory and torch.cuda.is_available(),
+            worker_init_fn=start_worker,
+            # A generator of its own: else every start of the loader would draw from torch's global one, and a resumed
+            # run would not continue with the random state that it had saved.
+            generator=torch.Generator().manual_seed(0),
+        )
+        self._loader = self._make_loader(batch_sampler=positions)
 
     def _reads(self) -> Iterator[ReadBatch]:
         """Every batch. A clip depends on its position alone, so new workers continue exactly where lost ones were."""
@@ -80,7 +94,9 @@ class _Loader:
                 reason = str(fault).splitlines()[0]
                 if not reason.startswith(("DataLoader worker (pid", "Pin memory thread exited")):
                     raise
-            loader = self._loader = self._make_loader(self._positions)  # the other workers of the broken one end
+            loader = self._loader = self._make_loader(
+                batch_sampler=self._positions
+            )  # the other workers of the broken one end
             num_lost += 1
             if num_lost == MAX_LOST_IN_A_ROW:
                 raise UserError(
@@ -94,7 +110,7 @@ class _Loader:
                 reason,
             )
             remaining = BatchPositions(self._positions.positions_of, self._positions.num_batches, num_done)
-            loader = self._make_loader(remaining)
+            loader = self._make_loader(batch_sampler=remaining)
 
     def _reads_of(self, loader: DataLoader[ReadBatch]) -> Iterator[ReadBatch]:
         borrowed = BorrowedBatches(self._clips.board)
@@ -117,7 +133,7 @@ class TrainLoader(_Loader):
         told: set[CacheEvent] = {""}
         for read in self._reads():
             assert read.batch is not None, "a training batch without failure is whole"
-            if read.cache_event not in told:  # said once, whichever worker met it first
+            if read.cache_event not in told:  # said once, whichever worker is first
                 told.add(read.cache_event)
                 self._tell_of_cache(read.cache_event)
             yield read.batch
@@ -138,7 +154,7 @@ class TrainLoader(_Loader):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationReads:
-    """What one rank met when it read the validation clips.
+    """What happened when one rank read the validation clips.
 
     ``num_clips`` and ``first_bad`` are those of the newest iteration, the tries those of all iterations so far.
     """
@@ -156,8 +172,10 @@ class ValidationLoader(_Loader):
     share: they exchange their ``reads`` after an iteration, and each gives all of them to `check`.
     """
 
-    def __init__(self, *parts: Any, num_samples_all_ranks: int, is_alone: bool, bad_file_limit: float) -> None:
-        super().__init__(*parts)
+    def __init__(
+        self, *parts: Any, num_samples_all_ranks: int, is_alone: bool, bad_file_limit: float, **options: Any
+    ) -> None:
+        super().__init__(*parts, **options)
         self.num_samples_all_ranks = num_samples_all_ranks
         self.reads = ValidationReads()
         self._is_alone, self._bad_file_limit = is_alone, bad_file_limit
@@ -236,9 +254,14 @@ def make_train_loader(
         return range(first, first + batch_size)
 
     dataset = TrainClips(clips, settings, make_board(num_workers))
-    make_loader = partial(_make_loader, dataset, num_workers, prefetch_factor, pin_memory)
-    watch = BadFileWatch(limit=bad_file_limit, written_to=bad_file_log)
-    return TrainLoader(dataset, BatchPositions(positions_of, None), make_loader, watch)
+    return TrainLoader(
+        dataset,
+        BatchPositions(positions_of, None),
+        BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        pin_memory=pin_memory,
+    )
 
 
 def make_validation_loader(
@@ -275,32 +298,13 @@ def make_validation_loader(
     return ValidationLoader(
         dataset,
         positions,
-        partial(_make_loader, dataset, num_workers, prefetch_factor, pin_memory),
         BadFileWatch(limit=1.0, written_to=bad_file_log),  # it names and counts; `check` judges
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        pin_memory=pin_memory,
         num_samples_all_ranks=total,
         is_alone=world_size == 1,
         bad_file_limit=bad_file_limit,
-    )
-
-
-def _make_loader(
-    clips: TrainClips | ValidationClips,
-    num_workers: int,
-    prefetch_factor: int,
-    pin_memory: bool,
-    positions: BatchPositions,
-) -> DataLoader[ReadBatch]:
-    return DataLoader(
-        clips,
-        batch_sampler=positions,
-        num_workers=num_workers,
-        collate_fn=_as_it_is,
-        prefetch_factor=prefetch_factor if num_workers else None,
-        pin_memory=pin_memory and torch.cuda.is_available(),
-        worker_init_fn=start_worker,
-        # A generator of its own: else every start of the loader would draw from torch's global one, and a resumed run
-        # would not continue with the random state that it had saved.
-        generator=torch.Generator().manual_seed(0),
     )
 
 

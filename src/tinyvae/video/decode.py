@@ -25,7 +25,6 @@ from tinyvae.video.pixels import Orientation, RgbConverter, frame_orientation
 from tinyvae.video.timeline import (
     EvenTimeline,
     Timeline,
-    Timing,
     VariableTimeline,
     even_step,
     reorder_depth,
@@ -52,17 +51,13 @@ class VideoInfo:
     first_pts: int = 0
     """Presentation time of frame 0, in the stream's time base."""
     pts_step: float = 0.0
-    """Time per frame in the stream's time base; 0: uneven times; negative: frames must be counted."""
+    """Above 0: times lie on an even grid with this step (stream's time base), and a seek needs no scan. 0: times are
+    uneven, and a reader scans the packets once. Below 0: times are missing, repeated or not one per frame, and a reader
+    decodes from the start and counts."""
     pixel_aspect: float = 1.0
     """Sample aspect ratio: width / height of one pixel as it should be shown."""
     ends_crc: int | None = None
     """Checksum of both ends of the file when it was probed. A reader refuses a file with another one."""
-
-    @property
-    def timing(self) -> Timing:
-        if self.pts_step > 0:
-            return Timing.EVEN
-        return Timing.VARIABLE if self.pts_step == 0 else Timing.COUNTED
 
 
 def probe_video(path: Path, *, timeout_s: float = 30.0, thorough: bool = True) -> VideoInfo:
@@ -178,8 +173,8 @@ def iterate_frames(
 
 
 def uneven_times_s(path: Path, info: VideoInfo, *, timeout_s: float = 30.0) -> npt.NDArray[np.float64] | None:
-    """When each frame is shown, in seconds after the first; None where times are even or cannot be told."""
-    if info.timing is not Timing.VARIABLE:
+    """When each frame is shown, in seconds after the first; None where times are even or unknown."""
+    if info.pts_step != 0:
         return None
     deadline = Deadline(path, timeout_s)
     times = _remembered_times(path, deadline)
@@ -259,9 +254,9 @@ def _describe(video: OpenVideo, frame: av.VideoFrame, orientation: Orientation, 
 
 def _find_timeline(path: Path, first: int, info: VideoInfo | None, deadline: Deadline) -> Timeline | None:
     """How to find frame ``first`` by its time; None where frames must be counted. Scans packets only if it must."""
-    if info is not None and info.timing is Timing.EVEN:
+    if info is not None and info.pts_step > 0:
         return EvenTimeline(first_pts=info.first_pts, pts_step=info.pts_step)
-    if info is not None and info.timing is Timing.COUNTED:
+    if info is not None and info.pts_step < 0:
         return None
     times = _remembered_times(path, deadline)
     return VariableTimeline(pts=times) if times is not None and first < len(times) else None

@@ -119,7 +119,7 @@ class _Run:
             if self._drop_uncertain:
                 return False
         if frame.is_corrupt:
-            raise DamageError("the decoder met errors in it")
+            raise DamageError("the decoder found errors in it")
         if self.count == 0:
             self._proof.skip(self._uncertain_times - {frame.pts})
         if not self._proof.is_next(frame):

@@ -7,7 +7,6 @@ its number. So a reader can prove which frame it holds.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,17 +22,6 @@ EVEN_TOLERANCE = 0.3
 # A longer wait than this many usual steps means that a frame between is missing. The coarse times of Matroska (1 ms)
 # and the jitter of telephones stay below it.
 MAX_STEP = 1.5
-
-
-class Timing(enum.Enum):
-    """How a reader finds frame numbers in a file."""
-
-    EVEN = "even"
-    """Times lie on an even grid (``first_pts``, ``pts_step``): a seek needs no scan."""
-    VARIABLE = "variable"
-    """Times are known but uneven: a reader scans the packets (without decoding) once."""
-    COUNTED = "counted"
-    """Times are missing, repeated, or not one per frame: a reader decodes from the start and counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
