@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import re
 from dataclasses import replace
@@ -319,6 +320,14 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     for name, reason in reasons.items():
         with pytest.raises(UnreadableVideoError, match=reason):
             probe_video(tmp_path / name)
+
+
+def test_an_error_carries_its_path_and_reason_also_between_processes(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableVideoError) as caught:
+        probe_video(tmp_path / "missing.mp4")
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert (error.path, error.reason) == (tmp_path / "missing.mp4", "no such file or directory")
+        assert str(error) == f"{error.path}: {error.reason}"
 
 
 def test_deadline(tmp_path: Path, source: torch.Tensor) -> None:
