@@ -31,8 +31,7 @@ def opening_script() -> str:
         "from pathlib import Path\n"
         "from tinyvae.data.index import open_index\n"
         "from tinyvae.data.splits import split\n"
-        "from tinyvae.data.clip import ClipSettings\n"
-        "from tinyvae.data.clip import shuffled\n"
+        "from tinyvae.data.clip import ClipSettings, shuffled\n"
         "assert 'torch' not in sys.modules\n"
         "me = psutil.Process(); mb = lambda: me.memory_info().rss / 1e6\n"
         "before = mb(); started = time.perf_counter()\n"
@@ -43,7 +42,7 @@ def opening_script() -> str:
         "print(f'  open and split: {done - started:.2f} s, {mb():.0f} MB resident; {len(train):,} train, '\n"
         "      f'{len(val):,} validate')\n"
         "started = time.perf_counter()\n"
-        "for position in range(20000): index.row(int(train.rows[shuffled(position, len(train), 1, 0)]))\n"
+        "for position in range(20000): train.row(shuffled(position, len(train), 1, 0))\n"
         "each = (time.perf_counter() - started) / 20000\n"
         "print(f'  after 20,000 random rows: {mb():.0f} MB resident, {1e6 * each:.0f} us for each')\n"
     )
@@ -76,8 +75,7 @@ def measure_stream(file: Path, rows: int) -> None:
 
 
 def write_index_of(rows: int, output: Path) -> None:
-    from tinyvae.data.index import STATUS_BAD, STATUS_OK
-    from tinyvae.data.index_writer import IndexJournal, IndexRecord
+    from tinyvae.data.index import IndexJournal, IndexRow
 
     rng = np.random.default_rng(0)
     frames = rng.integers(8, 400, rows)
@@ -86,9 +84,8 @@ def write_index_of(rows: int, output: Path) -> None:
     for number in range(rows):
         bad = number % 100 == 0
         journal.append(
-            IndexRecord(
+            IndexRow(
                 path=path_of(number),
-                status=STATUS_BAD if bad else STATUS_OK,
                 reason="not a readable video file" if bad else "",
                 frames=int(frames[number]),
                 fps=24.0,
@@ -118,7 +115,7 @@ def measure_in_loader_worker(output: Path) -> None:
         "    def __init__(self, train): self.train = train\n"
         "    def __len__(self): return 4000\n"
         "    def __getitem__(self, place):\n"
-        "        if self.train is not None: self.train.index.row(int(self.train.rows[place * 997 % len(self.train)]))\n"
+        "        if self.train is not None: self.train.row(place * 997 % len(self.train))\n"
         "        return psutil.Process().memory_info().rss / 1e6\n"
         "settings = ClipSettings(height=480, width=720, n_frames=16)\n"
         "def resident(train):\n"

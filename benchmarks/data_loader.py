@@ -29,8 +29,8 @@ import psutil
 import torch
 
 from tinyvae.data import ClipSet, ClipSettings, build_index, make_train_loader, split
-from tinyvae.data.augment import ColorAndBlur, to_model_input
-from tinyvae.data.clip_choice import choose_clip, file_of
+from tinyvae.data.augment import to_model_input
+from tinyvae.data.clip import ColorAndBlur, choose_clip, file_of
 from tinyvae.data.clip_reading import ClipBatch
 
 WIDTH, HEIGHT, GOP, FILE_FRAMES = 854, 480, 48, 192
@@ -84,7 +84,7 @@ def bare_clip(path: Path, start: int, convert: bool) -> None:
 def clips_of(train: ClipSet, first: int, count: int) -> Iterator[tuple[Path, int]]:
     """File and first frame of each training position: the same clips as the loader reads."""
     for position in range(first, first + count):
-        row = train.index.row(int(train.rows[file_of(position, len(train), SETTINGS.seed)]))
+        row = train.row(file_of(position, len(train), SETTINGS.seed))
         yield train.index.full_path(row), choose_clip(row, SETTINGS, position, len(train)).frame_indices[0]
 
 
@@ -180,7 +180,7 @@ def measure_augmentation(rounds: int) -> None:
         ("jitter", ColorAndBlur(brightness=1.1, contrast=0.9, saturation=1.1, hue=0.05)),
         ("blur, sigma 1", ColorAndBlur(blur_sigma=1.0)),
     ):
-        numbers = torch.tensor([change.as_tuple()])
+        numbers = torch.tensor([change])
         times = []
         for _ in range(rounds):
             started = time.perf_counter()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 
 NEAR = 0.65
@@ -32,7 +33,14 @@ class FileExistsAlreadyError(UserError, FileExistsError):
 
 
 class UnreadableVideoError(UserError):
-    """A video that cannot give the frames asked for; the message names the file and the reason."""
+    """A video that cannot give the frames asked for. Its text is ``path: reason``."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(path, reason)  # both as arguments: the error can then travel between processes
+        self.path, self.reason = path, reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
 
 
 def nearest_name(wrong: str, known: Iterable[str]) -> str:

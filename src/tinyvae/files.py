@@ -20,10 +20,11 @@ except ImportError:  # Windows
 
 
 @contextmanager
-def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
+def atomic_write(path: Path, mode: str = "wb", *, sync: bool = True) -> Iterator[IO[Any]]:
     """Open a file for writing that gets its name only when it is complete and on the disk.
 
     Until then it is hidden beside its place as ``.NAME.PID.part``. A failure removes it; a kill leaves at most that.
+    ``sync=False`` is for what can be made again: faster, and a power cut may leave it empty.
 
     Example::
 
@@ -34,8 +35,9 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     try:
         with part.open(mode, encoding=None if "b" in mode else "utf-8") as stream:
             yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
+            if sync:
+                stream.flush()
+                os.fsync(stream.fileno())
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)

@@ -43,7 +43,7 @@ def run(*words: object) -> int:
 
 
 def test_index_then_check_an_index(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("index", folder, "-o", tmp_path / "v.tvi", "--num_workers", 0) == 0
+    assert run("index", folder, "-o", tmp_path / "v.tvi", "--workers", 0) == 0
     assert "7 files" in capsys.readouterr().out
     assert len(open_index(tmp_path / "v.tvi")) == 7
     sheet = tmp_path / "sheet.png"
@@ -61,8 +61,8 @@ def test_index_then_check_an_index(folder: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_check_a_folder_with_a_preset(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("check", folder, "--preset", "test", "--contact_sheet", tmp_path / "s.png", "--num_workers", 0)
-    assert run(*words, "--n_frames", 9, "--train_split", 0.5) == 0
+    words = ("check", folder, "--preset", "test", "--contact_sheet", tmp_path / "s.png", "--workers", 0)
+    assert run(*words, "--frames", 9, "--train_split", 0.5) == 0
     printed = capsys.readouterr().out
     assert "USE BY PRESET TEST" in printed and "clips of 9 frames" in printed and "128x128" in printed
 
@@ -71,14 +71,14 @@ def test_data_that_cannot_be_used_ends_with_1_and_says_why(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sheet = tmp_path / "sheet.png"
-    assert run("check", folder, "--height", 480, "--width", 720, "--contact_sheet", sheet, "--num_workers", 0) == 1
+    assert run("check", folder, "--size", "480x720", "--contact_sheet", sheet, "--workers", 0) == 1
     printed = capsys.readouterr().out
     assert "NOT USABLE" in printed and "smaller than the clip size" in printed and sheet.exists()
     (tmp_path / "bad").mkdir()
     write_video(tmp_path / "bad" / "good.mp4")
     write_video(tmp_path / "bad" / "fine.mp4")
     (tmp_path / "bad" / "empty.mp4").touch()
-    assert run("check", tmp_path / "bad", "--contact_sheet", sheet, "--num_workers", 0) == 1
+    assert run("check", tmp_path / "bad", "--contact_sheet", sheet, "--workers", 0) == 1
     printed = capsys.readouterr().out
     assert "empty.mp4: the file is empty" in printed and "above the limit of 5.0%" in printed
     assert str(tmp_path / "bad") in printed.splitlines()[-1], "the message names the data, not a temporary index"
@@ -89,20 +89,22 @@ def test_index_names_bad_files_and_fails_when_all_are_bad(tmp_path: Path, capsys
     data.mkdir()
     (data / "empty.mp4").touch()
     output = tmp_path / "i.tvi"
-    assert run("index", data, "-o", output, "--num_workers", 0) == 1
+    assert run("index", data, "-o", output, "--workers", 0) == 1
     assert "empty.mp4: the file is empty" in capsys.readouterr().out
     bad_list = tmp_path / "i.tvi.bad_files.jsonl"
     assert json.loads(bad_list.read_text()) == {"path": "empty.mp4", "reason": "the file is empty"}
     write_video(data / "empty.mp4")
-    assert run("index", data, "-o", output, "--num_workers", 0) == 0
-    assert not bad_list.exists(), "a mended data set leaves no old list behind"
+    assert run("index", data, "-o", output, "--workers", 0) == 0
+    assert not bad_list.exists(), "a fixed data set leaves no old list behind"
 
 
 def test_mistakes_are_one_sentence(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="does not exist"):
         run("check", tmp_path / "none")
-    with pytest.raises(UserError, match="--num_workers is -1"):
-        run("index", folder, "-o", tmp_path / "i", "--num_workers", -1)
+    with pytest.raises(UserError, match="--workers is -1"):
+        run("index", folder, "-o", tmp_path / "i", "--workers", -1)
+    with pytest.raises(UserError, match=r"--size is '480'; write height x width"):
+        run("check", folder, "--size", 480)
     with pytest.raises(UserError, match="--samples is 0"):
         run("check", folder, "--samples", 0)
     with pytest.raises(MissingFileError, match="data_root"):
@@ -121,23 +123,42 @@ def test_mistakes_are_one_sentence(folder: Path, tmp_path: Path) -> None:
 
 def test_sample_clips_can_be_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clips = tmp_path / "clips"
-    assert run("sample", clips, "--count", 6, "--frames", 9, "--height", 64, "--width", 96) == 0
+    assert run("sample", clips, "--count", 6, "--frames", 9, "--size", "64x96") == 0
     assert "wrote 6 clips" in capsys.readouterr().out
-    words = ("--height", 64, "--width", 96, "--n_frames", 9, "--num_workers", 0)
+    words = ("--size", "64x96", "--frames", 9, "--workers", 0)
     assert run("check", clips / "annotations.json", *words, "--contact_sheet", tmp_path / "s.png") == 0
     assert "6 good, 0 bad" in capsys.readouterr().out
+
+
+def test_old_names_of_options_work_and_say_the_new_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("sample", tmp_path, "--count", 2, "--frames", 9, "--height", 64, "--width", 96) == 0
+    words = ("check", tmp_path, "--size", "64x96", "--n_frames", 9, "--num_workers", 0, "--train_split", 0.5)
+    assert run(*words, "--contact_sheet", tmp_path / "s.png") == 0
+    printed = capsys.readouterr()
+    assert "clips of 9 frames" in printed.out and "96x64 (width x height)" in printed.out
+    said = [line.split(";")[0] for line in printed.err.splitlines() if "is called" in line]
+    assert said == [
+        "tinyvae: --height is called --size HxW now",
+        "tinyvae: --width is called --size HxW now",
+        "tinyvae: --n_frames is called --frames now",
+        "tinyvae: --num_workers is called --workers now",
+    ]
 
 
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run("--help")
     assert ended.value.code == 0 and "tinyvae data index videos/ -o" in capsys.readouterr().out
+    code = (
+        "import sys; from tinyvae.cli import data, main; main.build_parser('data'); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_clip_length_is_held_against_the_frame_rule(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("check", folder, "--contact_sheet", tmp_path / "s.png", "--num_workers", 0, "--n_frames")
+    words = ("check", folder, "--contact_sheet", tmp_path / "s.png", "--workers", 0, "--frames")
     assert run(*words, 19) == 1
     assert "NOT USABLE as asked: n_frames=19 suits no variant" in capsys.readouterr().out
     assert run(*words, 19, "--variant", "taehv") == 1

@@ -7,13 +7,14 @@ import math
 import pytest
 import torch
 
-from tinyvae.data.augment import ColorAndBlur, blur, color_matrices, jitter_color, to_model_input
+from tinyvae.data.augment import blur, color_matrices, jitter_color, to_model_input
+from tinyvae.data.clip import ColorAndBlur
 
 GREY = torch.tensor([0.299, 0.587, 0.114])
 
 
 def rows(*changes: ColorAndBlur) -> torch.Tensor:
-    return torch.tensor([change.as_tuple() for change in changes])
+    return torch.tensor(changes)
 
 
 def clips(n: int = 2) -> torch.Tensor:

@@ -1,72 +1,197 @@
-"""Windows have the clip's shape and place; cutting gives exactly the clip's size from the right pixels."""
+"""The clip of a position is a pure function of (seed, epoch, position), and always a clip that the file can give.
+
+Draws have no state: keys matter, values are uniform, shuffles are shuffles.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
 import pytest
-import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
-from tinyvae.data.clip import ClipSettings, CropWindow, centre_window, cut_clip, random_window
+from tinyvae.data.clip import (
+    ClipSettings,
+    CropWindow,
+    below,
+    center_window,
+    choose_clip,
+    choose_validation_clip,
+    file_of,
+    fractions_of_hashes,
+    hash_key,
+    mix,
+    random_window,
+    shuffled,
+    uniform,
+)
+from tinyvae.data.index import IndexRow
+from tinyvae.errors import UserError
 
-SETTINGS = ClipSettings(height=64, width=96, n_frames=1)
+PLAIN = ClipSettings(height=64, width=96, n_frames=1)
 NATIVE = ClipSettings(height=64, width=96, n_frames=1, random_resize=False)
+SETTINGS = ClipSettings(
+    height=64, width=96, n_frames=5, min_frame_delta=1, max_frame_delta=3, color_jitter=True, gaussian_blur=True
+)
 
 
-def coordinates(height: int, width: int) -> torch.Tensor:
-    """Two frames whose red is the row and whose green is the column, as bytes."""
-    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    return torch.stack([y, x, torch.zeros_like(y)]).to(torch.uint8).expand(2, 3, height, width)
+def row(frames: int = 60, width: int = 320, height: int = 240) -> IndexRow:
+    return IndexRow(path="a.mp4", frames=frames, width=width, height=height)
 
 
-def test_a_native_crop_is_exactly_the_pixels_of_its_window() -> None:
-    frames = coordinates(200, 250)
-    window = random_window(200, 250, NATIVE, (1, 2, 3))
-    assert (window.height, window.width) == (64, 96)
-    clip = cut_clip(frames, window, 64, 96, flip=False)
-    assert torch.equal(clip, frames[..., window.top : window.top + 64, window.left : window.left + 96])
-    assert torch.equal(cut_clip(frames, window, 64, 96, flip=True), clip.flip(-1))
+@given(
+    position=st.integers(0, 10**12),
+    n_frames=st.integers(1, 20),
+    low=st.integers(1, 4),
+    more=st.integers(0, 4),
+    spare=st.integers(0, 50),
+    height=st.integers(64, 500),
+    width=st.integers(96, 500),
+    resize=st.booleans(),
+)
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_a_clip_always_lies_inside_its_file(
+    position: int, n_frames: int, low: int, more: int, spare: int, height: int, width: int, resize: bool
+) -> None:
+    settings = ClipSettings(
+        height=64, width=96, n_frames=n_frames, min_frame_delta=low, max_frame_delta=low + more, random_resize=resize
+    )
+    file = row(frames=(n_frames - 1) * low + 1 + spare, width=width, height=height)
+    for choice in (choose_clip(file, settings, position, 1000), choose_validation_clip(file, settings)):
+        indices = choice.frame_indices
+        assert len(indices) == n_frames and indices[0] >= 0 and indices[-1] < file.frames
+        steps = {b - a for a, b in itertools.pairwise(indices)}
+        assert len(steps) <= 1 and all(low <= step <= low + more for step in steps)
+        window = choice.window
+        assert window.top >= 0 and window.top + window.height <= height
+        assert window.left >= 0 and window.left + window.width <= width
+        assert window.height >= 64 and window.width >= 96, "no upscaling"
+
+
+def test_the_same_key_gives_the_same_clip_and_every_part_of_the_key_counts() -> None:
+    base = choose_clip(row(), SETTINGS, 123, 100)
+    assert base == choose_clip(row(), SETTINGS, 123, 100)
+    others = [
+        choose_clip(row(), SETTINGS, 124, 100),
+        choose_clip(row(), SETTINGS, 223, 100),  # the same place in the next epoch
+        choose_clip(row(), SETTINGS, 123, 100, attempt=1),
+        choose_clip(row(), replace(SETTINGS, seed=43), 123, 100),
+    ]
+    assert all(base != other for other in others)
+
+
+def test_all_starts_steps_flips_and_corners_occur() -> None:
+    choices = [choose_clip(row(frames=20, width=100, height=66), SETTINGS, position, 5000) for position in range(5000)]
+    assert {choice.frame_indices[0] for choice in choices} == set(range(16))
+    assert {choice.frame_indices[1] - choice.frame_indices[0] for choice in choices} == {1, 2, 3}
+    assert abs(sum(choice.flip for choice in choices) / 5000 - 0.5) < 0.04
+    assert {(c.window.top, c.window.left) for c in choices} >= {(0, 0), (2, 4), (0, 4), (2, 0)}
+    blurred = [choice.color_and_blur.blur_sigma for choice in choices if choice.color_and_blur.blur_sigma > 0]
+    assert abs(len(blurred) / 5000 - 0.5) < 0.04 and min(blurred) < 0.15 and 1.95 < max(blurred) <= 2.0
+
+
+def test_each_file_comes_once_per_epoch_and_epochs_differ() -> None:
+    epochs = [[file_of(epoch * 37 + place, 37, 42) for place in range(37)] for epoch in range(4)]
+    assert all(sorted(epoch) == list(range(37)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_substitutes_are_drawn_from_all_files() -> None:
+    assert {file_of(position, 10, 42, attempt=1) for position in range(300)} == set(range(10))
+    assert file_of(5, 10, 42, attempt=1) == file_of(5, 10, 42, attempt=1)
+
+
+def test_augmentation_that_is_off_changes_nothing() -> None:
+    off = replace(SETTINGS, random_crop=False, random_flip=False, color_jitter=False, gaussian_blur=False)
+    plain = choose_validation_clip(row(), off)
+    for position in range(50):
+        choice = choose_clip(row(), off, position, 50)
+        assert (choice.window, choice.flip, choice.color_and_blur) == (plain.window, False, plain.color_and_blur)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"height": 100}, "height is 100.*multiple of 8"),
+        ({"height": 0}, "height is 0"),
+        ({"variant": "taew2_2", "height": 72}, "multiples of 16"),
+        ({"n_frames": 0}, "n_frames is 0"),
+        ({"min_frame_delta": 0}, "min_frame_delta is 0"),
+        ({"min_frame_delta": 4}, "max_frame_delta is 3; it must be at least min_frame_delta"),
+        ({"color_jitter_params": (0.1, 0.1, 1.0, 0.1)}, "color_jitter_params"),
+        ({"color_jitter_params": (0.1, 0.1)}, "4 numbers"),
+        ({"gaussian_blur_sigma": (2.0, 1.0)}, "gaussian_blur_sigma"),
+        ({"gaussian_blur_probability": 1.5}, "gaussian_blur_probability"),
+        ({"decode_timeout_s": 0.0}, "decode_timeout_s"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        replace(SETTINGS, **change)  # type: ignore[arg-type]
 
 
 def test_random_resized_windows_span_all_scales_and_keep_the_shape() -> None:
-    windows = [random_window(256, 256, SETTINGS, (key,)) for key in range(400)]
+    windows = [random_window(256, 256, PLAIN, (key,)) for key in range(400)]
     widths = [window.width for window in windows]
     assert min(widths) < 100 and max(widths) > 250
     assert all(abs(window.height / window.width - 64 / 96) < 0.01 for window in windows)
 
 
-def test_centre_windows() -> None:
-    assert centre_window(240, 320, SETTINGS) == CropWindow(top=13, left=0, height=213, width=320)
-    assert centre_window(240, 320, NATIVE) == CropWindow(top=88, left=112, height=64, width=96)
-    assert centre_window(64, 96, SETTINGS) == CropWindow(top=0, left=0, height=64, width=96)
-
-
-def test_scaling_down_averages_and_keeps_position() -> None:
-    frames = coordinates(192, 240)
-    clip = cut_clip(frames, CropWindow(top=20, left=30, height=128, width=192), 64, 96, flip=False)
-    assert clip.shape == (2, 3, 64, 96) and clip.dtype == torch.uint8
-    inner = clip[0, :, 2:-2, 2:-2].float()
-    expected_rows = 20 + 2 * torch.arange(2, 62) + 0.5
-    assert (inner[0] - expected_rows[:, None]).abs().max() <= 1.0
-    expected_columns = 30 + 2 * torch.arange(2, 94) + 0.5
-    assert (inner[1] - expected_columns[None]).abs().max() <= 1.0
-
-
-def test_scaling_is_antialiased() -> None:
-    stripes = (torch.arange(512) % 2 * 255).to(torch.uint8).expand(1, 3, 512, 512)
-    clip = cut_clip(stripes, CropWindow(top=0, left=0, height=512, width=512), 64, 64, flip=False)
-    assert (clip.float() - 127.5).abs().max() < 6, "one-pixel stripes become grey, not moire"
-
-
-def test_all_frames_of_a_clip_are_cut_alike() -> None:
-    frame = torch.randint(0, 256, (1, 3, 150, 200), dtype=torch.uint8)
-    clip = cut_clip(frame.expand(4, -1, -1, -1), CropWindow(top=3, left=5, height=100, width=150), 64, 96, flip=True)
-    assert all(torch.equal(clip[0], other) for other in clip)
+def test_center_windows() -> None:
+    assert center_window(240, 320, PLAIN) == CropWindow(top=13, left=0, height=213, width=320)
+    assert center_window(240, 320, NATIVE) == CropWindow(top=88, left=112, height=64, width=96)
+    assert center_window(64, 96, PLAIN) == CropWindow(top=0, left=0, height=64, width=96)
 
 
 def test_upscaling_needs_to_be_asked_for() -> None:
     with pytest.raises(AssertionError, match="smaller than the clip"):
-        centre_window(63, 96, SETTINGS)
-    upscaling = ClipSettings(height=64, width=96, n_frames=1, allow_upscale=True)
-    window = random_window(32, 60, upscaling, (0,))
+        center_window(63, 96, PLAIN)
+    window = random_window(32, 60, replace(PLAIN, allow_upscale=True), (0,))
     assert (window.height, window.width) == (32, 48)
-    clip = cut_clip(coordinates(32, 60), window, 64, 96, flip=False)
-    assert clip.shape == (2, 3, 64, 96)
+
+
+def test_mix_is_splitmix64() -> None:
+    # The first outputs of splitmix64 with seed 0, which are public reference values.
+    golden = 0x9E3779B97F4A7C15
+    assert mix(golden) == 0xE220A8397B1DCDAF
+    assert mix(2 * golden & (1 << 64) - 1) == 0x6E789E6AA1B965F4
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 100, 1000])
+def test_shuffled_is_a_bijection(size: int) -> None:
+    assert sorted(shuffled(place, size, 1, 2) for place in range(size)) == list(range(size))
+
+
+def test_shuffles_of_other_epochs_and_seeds_are_other_shuffles() -> None:
+    orders = {tuple(shuffled(place, 50, seed, epoch) for place in range(50)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
+def test_a_shuffle_of_five_million_needs_no_table() -> None:
+    seen = {shuffled(place, 5_000_000, 42, 0) for place in range(2000)}
+    assert len(seen) == 2000 and max(seen) > 4_900_000 and min(seen) < 100_000
+
+
+def test_every_place_of_a_small_shuffle_is_equally_likely() -> None:
+    counts = Counter(shuffled(0, 5, seed) for seed in range(5000))
+    assert all(abs(counts[value] - 1000) < 150 for value in range(5))  # five standard deviations
+
+
+def test_draws_are_uniform_and_depend_on_every_part_of_the_key() -> None:
+    draws = np.array([uniform(3, position, 1) for position in range(20_000)])
+    assert abs(draws.mean() - 0.5) < 0.01 and np.histogram(draws, 10, (0, 1))[0].min() > 1800
+    other = np.array([uniform(3, position, 2) for position in range(20_000)])
+    assert abs(np.corrcoef(draws, other)[0, 1]) < 0.03
+    assert hash_key(1, 2) != hash_key(2, 1) and hash_key(1) != hash_key(1, 0) and hash_key(-1) != hash_key(1)
+    assert {below(3, key) for key in range(100)} == {0, 1, 2}
+
+
+def test_whole_columns_are_mixed_like_single_values() -> None:
+    hashes = np.array([0, 1, 2**63, 2**64 - 1], dtype=np.uint64)
+    expected = [(mix((int(value) + hash_key(7)) % 2**64) >> 11) * 2.0**-53 for value in hashes]
+    assert fractions_of_hashes(hashes, 7).tolist() == expected

@@ -126,7 +126,7 @@ def test_a_full_disk_is_a_full_cache_and_no_bad_video(tmp_path: Path) -> None:
     video = write_video(tmp_path / "a.mp4")
     cache = DecodedCache(tmp_path / "cache", max_gb=1)
     cache.folder.mkdir()
-    unfinished = (cache.folder / cache._name(video)).with_suffix(f".{os.getpid()}.part")
+    unfinished = cache.folder / f".{cache._name(video)}.{os.getpid()}.part"
     unfinished.symlink_to("/dev/full")
     assert whole(cache, video) is None and cache.event == "full"
     assert copies(cache) == set()

@@ -31,7 +31,7 @@ from tinyvae.data import (
     workers,
 )
 from tinyvae.data import loader as loader_module
-from tinyvae.data.clip_choice import choose_clip, file_of
+from tinyvae.data.clip import choose_clip, file_of
 from tinyvae.data.loader import ValidationReads
 from tinyvae.errors import UserError
 from tinyvae.video.decode import read_frames
@@ -68,10 +68,10 @@ def test_a_batch_holds_what_the_pure_function_says(sides: tuple[ClipSet, ClipSet
     batch = take(train, 2, batch_size=3)[1]
     assert batch.frames.shape == (3, 5, 3, 32, 48) and batch.frames.dtype == torch.uint8
     assert batch.positions == [3, 4, 5] and len(batch) == 3
-    row = train.index.row(int(train.rows[file_of(4, len(train), 7)]))
+    row = train.row(file_of(4, len(train), 7))
     choice = choose_clip(row, SETTINGS, 4, len(train))
     assert batch.names[1] == row.path
-    assert batch.color_and_blur[1].tolist() == pytest.approx(choice.color_and_blur.as_tuple())
+    assert batch.color_and_blur[1].tolist() == pytest.approx(choice.color_and_blur)
     frames = read_frames(train.index.full_path(row), choice.frame_indices)
     window = choice.window
     cut = frames[..., window.top : window.top + window.height, window.left : window.left + window.width]

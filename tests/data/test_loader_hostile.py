@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tinyvae.data import ClipSettings, build_index, make_train_loader, split
-from tinyvae.data.clip_choice import choose_clip, file_of
+from tinyvae.data.clip import choose_clip, file_of
 
 SETTINGS = ClipSettings(height=240, width=320, n_frames=5, max_frame_delta=3, random_flip=False, seed=3)
 FIRST_CODE = {"edit_list_trim.mp4": 21}

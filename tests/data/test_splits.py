@@ -7,20 +7,19 @@ from pathlib import Path
 import pytest
 
 from tinyvae.data.clip import ClipSettings
-from tinyvae.data.index import STATUS_BAD, STATUS_OK, VideoIndex, open_index
-from tinyvae.data.index_writer import IndexJournal, IndexRecord
+from tinyvae.data.index import IndexJournal, IndexRow, VideoIndex, open_index
 from tinyvae.data.splits import ClipSet, split
 from tinyvae.errors import UserError
 
 SETTINGS = ClipSettings(height=64, width=96, n_frames=9, min_frame_delta=2, max_frame_delta=3)
 
 
-def record(path: str, **fields: object) -> IndexRecord:
-    values = {"status": STATUS_OK, "frames": 100, "width": 320, "height": 240, "fps": 25.0, "codec": "h264", **fields}
-    return IndexRecord(path=path, **values)  # type: ignore[arg-type]
+def record(path: str, **fields: object) -> IndexRow:
+    values = {"frames": 100, "width": 320, "height": 240, "fps": 25.0, "codec": "h264", **fields}
+    return IndexRow(path=path, **values)  # type: ignore[arg-type]
 
 
-def index_of(folder: Path, *records: IndexRecord) -> VideoIndex:
+def index_of(folder: Path, *records: IndexRow) -> VideoIndex:
     journal = IndexJournal(folder / "i.tvi")
     for one in records:
         journal.append(one)
@@ -71,7 +70,7 @@ def test_short_small_and_bad_files_are_left_out_and_counted(tmp_path: Path) -> N
         record("flat.mp4", height=63),
         record("narrow.mp4", width=95),
         record("exact.mp4", height=64, width=96),
-        record("bad.mp4", status=STATUS_BAD, reason="broken"),
+        record("bad.mp4", reason="broken"),
     )
     train, val = split(index, SETTINGS)
     used = paths_of(train) | paths_of(val)
@@ -94,7 +93,7 @@ def test_small_sets_have_both_sides(tmp_path: Path, count: int) -> None:
 
 
 def test_too_many_bad_files_stop_the_run_at_its_start(tmp_path: Path) -> None:
-    bad = [record(f"bad{n}.mp4", status=STATUS_BAD, reason="cut off") for n in range(6)]
+    bad = [record(f"bad{n}.mp4", reason="cut off") for n in range(6)]
     index = index_of(tmp_path, *bad, *(record(f"{n}.mp4") for n in range(94)))
     with pytest.raises(UserError, match=r"6 of 100 files \(6\.0%\).*limit of 5\.0%.*cut off.*bad_file_limit"):
         split(index, SETTINGS)

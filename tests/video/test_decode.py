@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import re
 from dataclasses import replace
@@ -16,10 +17,10 @@ import pytest
 import torch
 
 from tests.video.numbered_video import frame_number, numbered_frames, write_video
+from tests.video.small_videos import write_video as small_video
 from tinyvae.errors import UnreadableVideoError
 from tinyvae.video import frame_stream
 from tinyvae.video.decode import VideoInfo, iterate_frames, probe_video, read_frames
-from tinyvae.video.timeline import Timing
 
 # name: (frames, number in the first picture or None where there is no code, width, height)
 SOUND = {
@@ -85,7 +86,7 @@ def test_hostile_sound(shared: Path, name: str) -> None:
     path = shared / "data" / "hostile" / name
     frames, first_number, width, height = SOUND[name]
     info, quick = probe_video(path), probe_video(path, thorough=False)
-    assert (info.frames, info.width, info.height, info.interlaced) == (frames, width, height, False)
+    assert (info.frames, info.width, info.height) == (frames, width, height)
     assert info == quick
     whole = check_random_ranges(path, [None, info])
     assert whole.shape == (frames, 3, height, width) and whole.dtype == torch.uint8
@@ -147,7 +148,7 @@ def test_real_clips_are_as_annotated(shared: Path) -> None:
         info = probe_video(folder / clip["path"])
         assert (info.frames, info.width, info.height) == (clip["frames"], clip["width"], clip["height"])
         assert info.fps == pytest.approx(clip["fps"], abs=0.01)
-        assert info.timing is Timing.EVEN
+        assert info.pts_step > 0
 
 
 MADE = {
@@ -187,15 +188,12 @@ def test_made_files_give_their_numbers(tmp_path: Path, source: torch.Tensor, nam
 
 
 def test_kinds_of_timing(tmp_path: Path, source: torch.Tensor) -> None:
-    timings = {
-        name: probe_video(write_video(tmp_path / name, source, **MADE[name])).timing
+    steps = {
+        name: probe_video(write_video(tmp_path / name, source, **MADE[name])).pts_step
         for name in ("closed_gop.mp4", "ntsc.mkv", "uneven.mp4")
     }
-    assert timings == {
-        "closed_gop.mp4": Timing.EVEN,
-        "ntsc.mkv": Timing.EVEN,  # 33, 67, 100 ms: a grid that milliseconds cannot hold
-        "uneven.mp4": Timing.VARIABLE,
-    }
+    assert steps["closed_gop.mp4"] > 0 and steps["uneven.mp4"] == 0
+    assert steps["ntsc.mkv"] == pytest.approx(1001 / 30, abs=0.05)  # a grid that milliseconds cannot hold
 
 
 def test_reading_forward_seeks_only_once(tmp_path: Path, source: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,6 +322,14 @@ def test_what_is_no_file(tmp_path: Path) -> None:
             probe_video(tmp_path / name)
 
 
+def test_an_error_carries_its_path_and_reason_also_between_processes(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableVideoError) as caught:
+        probe_video(tmp_path / "missing.mp4")
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert (error.path, error.reason) == (tmp_path / "missing.mp4", "no such file or directory")
+        assert str(error) == f"{error.path}: {error.reason}"
+
+
 def test_deadline(tmp_path: Path, source: torch.Tensor) -> None:
     path = write_video(tmp_path / "a.mp4", source)
     for call in (
@@ -360,3 +366,40 @@ def test_frames_are_those_of_a_bare_decode(tmp_path: Path, source: torch.Tensor)
         bare = np.stack([f.to_ndarray(format="rgb24") for f in container.decode(video=0)])
     ours = torch.stack(list(iterate_frames(path))).permute(0, 2, 3, 1).numpy()
     assert np.abs(ours.astype(int) - bare.astype(int)).mean() < 2.5
+
+
+FORMATS = [
+    "frame_index.mp4", "hevc_10bit.mp4", "gray.mp4", "odd_dims_yuv444.mp4", "odd_dims_vp9.webm", "rotated_90.mp4",
+    "range_full.mp4", "range_limited.mp4", "mjpeg_fullrange.avi", "av1.mp4",
+]  # fmt: skip
+
+
+def assert_windows_are_exact(path: Path) -> None:
+    info = probe_video(path, thorough=False)
+    numbers = (3, 5, 8)
+    whole = read_frames(path, numbers, info=info)
+    draw = random.Random(0)
+    for _ in range(12):
+        height, width = draw.randint(1, info.height), draw.randint(1, info.width)
+        top, left = draw.randint(0, info.height - height), draw.randint(0, info.width - width)
+        part = read_frames(path, numbers, info=info, window=(top, left, height, width))
+        assert torch.equal(part, whole[..., top : top + height, left : left + width])
+
+
+def test_a_window_is_exactly_that_part_of_the_picture(tmp_path: Path) -> None:
+    assert_windows_are_exact(small_video(tmp_path / "a.mp4", frames=10, width=322, height=182))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_windows_of_every_format(shared: Path, name: str) -> None:
+    assert_windows_are_exact(shared / "data" / "hostile" / name)
+
+
+def test_frames_are_written_where_the_caller_wants_them(tmp_path: Path) -> None:
+    path = small_video(tmp_path / "a.mp4", frames=10)
+    batch = torch.zeros((2, 3, 3, 32, 48), dtype=torch.uint8)
+    frames = read_frames(path, (1, 2, 3), window=(8, 16, 32, 48), out=batch[1])
+    assert frames.data_ptr() == batch[1].data_ptr() and batch[0].sum() == 0
+    assert torch.equal(batch[1], read_frames(path, (1, 2, 3))[..., 8:40, 16:64])
+    with pytest.raises(AssertionError, match="out does not fit"):
+        read_frames(path, (1, 2), window=(8, 16, 32, 48), out=batch[1])

@@ -5,7 +5,7 @@
   sample   write a set of procedural clips to try things with
 
 example:
-  tinyvae data index videos/ -o videos.tvi
+  tinyvae data index videos/ --output videos.tvi
   tinyvae data check videos.tvi --preset h100 --contact_sheet sheet.png
   tinyvae data sample sample_clips/
 """
@@ -15,17 +15,21 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tinyvae.errors import MissingFileError, UserError
+from tinyvae.cli.options import OldWord, add_options, number
+from tinyvae.errors import MissingFileError
 
-CLIP_FLAGS = ("height", "width", "n_frames", "min_frame_delta", "max_frame_delta")
+if TYPE_CHECKING:
+    from tinyvae.data.check import PlannedUse
+    from tinyvae.data.index_build import BuildReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="index|check|sample")
     index = actions.add_parser("index", help="probe the videos of a data set and write an index")
     index.add_argument("source", type=Path, help="a folder tree, a .jsonl file, or an annotation .json")
-    index.add_argument("-o", "--output", type=Path, required=True, metavar="INDEX", help="the index file to write")
+    add_options(index, "--output", required=True, metavar="INDEX", help="the index file to write")
     _add_probe_arguments(index)
 
     check = actions.add_parser("check", help="say what is in a data set and draw a contact sheet")
@@ -39,10 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where to draw the contact sheet (default: contact_sheet.png)",
     )
     check.add_argument(
-        "--samples", type=int, default=18, help="clips on the sheet and in the value ranges (default: 18)"
+        "--samples", type=number(int, 1), default=18, help="clips on the sheet and in the value ranges (default: 18)"
     )
-    check.add_argument("--variant", metavar="NAME", help="hold the clip length against this variant's frame rule")
-    for flag in CLIP_FLAGS:
+    add_options(check, "--variant", help="compare the clip length with this variant's frame rule")
+    _add_clip_size(check, help="clip size, instead of the preset's")
+    add_options(check, "--frames", help="frames of a clip, instead of the preset's")
+    for flag in ("min_frame_delta", "max_frame_delta"):
         check.add_argument(f"--{flag}", type=int, metavar="N", help="instead of the preset's value")
     check.add_argument("--train_split", type=float, metavar="SHARE", help="instead of the preset's value")
     _add_probe_arguments(check)
@@ -50,19 +56,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sample = actions.add_parser("sample", help="write a deterministic set of procedural clips")
     sample.add_argument("folder", type=Path, help="where to write the clips and their annotations.json")
     sample.add_argument("--count", type=int, default=40, help="number of clips (default: 40)")
-    sample.add_argument("--height", type=int, default=128, help="height in pixels (default: 128)")
-    sample.add_argument("--width", type=int, default=192, help="width in pixels (default: 192)")
-    sample.add_argument("--frames", type=int, default=33, help="frames of each clip (default: 33)")
+    _add_clip_size(sample, help="size of each clip (default: 128x192)")
+    add_options(sample, "--frames", default=33, help="frames of each clip (default: 33)")
     sample.add_argument("--seed", type=int, default=0, help="another seed, other clips (default: 0)")
-    sample.add_argument("--overwrite", action="store_true", help="write over clips that are already there")
+    add_options(sample, "--overwrite")
+
+
+def _add_clip_size(parser: argparse.ArgumentParser, *, help: str) -> None:
+    add_options(parser, "--size", help=help)
+    for side in ("height", "width"):
+        parser.add_argument(f"--{side}", type=int, action=OldWord, new="--size HxW")
+
+
+def _clip_size(arguments: argparse.Namespace) -> dict[str, int]:
+    """Height and width as far as they are given."""
+    sides = dict(zip(("height", "width"), arguments.size or (None, None), strict=True))
+    given = {side: getattr(arguments, side) or value for side, value in sides.items()}
+    return {side: value for side, value in given.items() if value is not None}
 
 
 def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, "--data_root", "--workers")
     parser.add_argument(
-        "--data_root", type=Path, help="folder that relative paths start from (default: beside the file)"
+        "--timeout_s", type=number(float, 0.001), default=30.0, help="deadline for each file (default: 30)"
     )
-    parser.add_argument("--num_workers", type=int, metavar="N", help="probing processes (default: one per core)")
-    parser.add_argument("--timeout_s", type=float, default=30.0, help="deadline for each file (default: 30)")
     parser.add_argument(
         "--thorough", action="store_true", help="decode every frame, to find damage in the middle of files too"
     )
@@ -75,59 +92,44 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_index(arguments: argparse.Namespace) -> int:
     """Build or update an index; 1 when not a single file is good."""
-    from tinyvae.data.check import bad_file_lines, summarise
+    from tinyvae.data.check import bad_file_lines
     from tinyvae.data.clip_reading import BadFileLog
-    from tinyvae.data.index_build import build_index
     from tinyvae.files import check_output_file
 
-    _check_probe_arguments(arguments)
+    _check_data_root(arguments)
     check_output_file(arguments.output, option="--output")
-    report = build_index(
-        arguments.source,
-        arguments.output,
-        data_root=arguments.data_root,
-        num_workers=arguments.num_workers,
-        timeout_s=arguments.timeout_s,
-        thorough=arguments.thorough,
-    )
+    report = _build(arguments, arguments.output)
     print(report.sentence())
     index = report.index
     bad_list = arguments.output.with_name(arguments.output.name + ".bad_files.jsonl")
     bad_list.unlink(missing_ok=True)
     if index.num_bad:
         BadFileLog(bad_list).add_index(index)
-        bad = ((row.path, row.reason) for row in index.bad_rows())
-        print("\n".join(bad_file_lines(bad, summarise(index).bad_kinds)))
+        print("\n".join(bad_file_lines(index)))
         print(f"all of them are in {bad_list}")
     return 1 if index.num_bad == len(index) else 0
 
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Print the tables and draw the sheet; 1 when the data cannot be trained on as asked."""
-    from tinyvae.cli.data_check import planned_use, print_check
+    from tinyvae.data.check import print_check
     from tinyvae.data.index import is_index, open_index
-    from tinyvae.data.index_build import build_index
     from tinyvae.files import check_output_file
 
-    _check_probe_arguments(arguments)
-    if arguments.samples < 1:
-        raise UserError(f"--samples is {arguments.samples}; the sheet needs at least 1 clip")
+    _check_data_root(arguments)
     if not arguments.source.exists():
         raise MissingFileError(f"the data source {arguments.source} does not exist; give an index, a folder or a list")
     check_output_file(arguments.contact_sheet, option="--contact_sheet", suffix=".png")
-    use = planned_use(arguments)
-    if is_index(arguments.source):
-        return print_check(open_index(arguments.source, arguments.data_root), use, arguments)
+    use = _planned_use(arguments)
     with tempfile.TemporaryDirectory(prefix="tinyvae_check_") as folder:
-        report = build_index(
-            arguments.source,
-            Path(folder) / "check.tvi",
-            data_root=arguments.data_root,
-            num_workers=arguments.num_workers,
-            timeout_s=arguments.timeout_s,
-            thorough=arguments.thorough,
+        if is_index(arguments.source):
+            index = open_index(arguments.source, arguments.data_root)
+        else:
+            index = _build(arguments, Path(folder) / "check.tvi").index
+        is_usable = print_check(
+            index, use, title=str(arguments.source), num_samples=arguments.samples, sheet=arguments.contact_sheet
         )
-        return print_check(report.index, use, arguments)
+    return 0 if is_usable else 1
 
 
 def run_sample(arguments: argparse.Namespace) -> int:
@@ -139,20 +141,59 @@ def run_sample(arguments: argparse.Namespace) -> int:
         write_sample_clips(
             arguments.folder,
             count=arguments.count,
-            height=arguments.height,
-            width=arguments.width,
             frames=arguments.frames,
             seed=arguments.seed,
             overwrite=arguments.overwrite,
+            **_clip_size(arguments),
         )
     print(f"wrote {arguments.count} clips and annotations.json to {arguments.folder}")
     return 0
 
 
-def _check_probe_arguments(arguments: argparse.Namespace) -> None:
-    if arguments.num_workers is not None and arguments.num_workers < 0:
-        raise UserError(f"--num_workers is {arguments.num_workers}; it must be at least 0")
-    if arguments.timeout_s <= 0:
-        raise UserError(f"--timeout_s is {arguments.timeout_s}; it must be above 0")
+def _build(arguments: argparse.Namespace, output: Path) -> BuildReport:
+    from tinyvae.data.index_build import build_index
+
+    return build_index(
+        arguments.source,
+        output,
+        data_root=arguments.data_root,
+        num_workers=arguments.workers,
+        timeout_s=arguments.timeout_s,
+        thorough=arguments.thorough,
+    )
+
+
+def _planned_use(arguments: argparse.Namespace) -> PlannedUse:
+    """The preset (or the defaults of training), with the flags put over it."""
+    from tinyvae.config import load_config
+    from tinyvae.config.schema import TrainConfig
+    from tinyvae.data.check import PlannedUse
+    from tinyvae.data.clip import ClipSettings
+
+    names = ("min_frame_delta", "max_frame_delta", "train_split", "variant")
+    given = {"n_frames": arguments.frames} | {name: getattr(arguments, name) for name in names}
+    changes = _clip_size(arguments) | {name: value for name, value in given.items() if value is not None}
+    if "min_frame_delta" in changes and "max_frame_delta" not in changes:
+        default = TrainConfig() if arguments.preset is None else load_config(arguments.preset).config
+        changes["max_frame_delta"] = max(changes["min_frame_delta"], default.max_frame_delta)
+    if arguments.preset is None:
+        # Not a run: only the clip matters, so rules between the other settings of a run do not apply.
+        config: Any = TrainConfig(**changes)
+        name = "the default settings" if not changes else "the flags given"
+    else:
+        config = load_config(arguments.preset, changes).config
+        name = f"preset {arguments.preset}"
+    return PlannedUse(
+        name=name,
+        settings=ClipSettings.from_config(config),
+        train_split=config.train_split,
+        split_by=config.split_by,
+        bad_file_limit=config.bad_file_limit,
+        samples_per_step=config.train_batch_size * config.gradient_accumulation_steps,
+        variant=config.variant if arguments.preset is not None else arguments.variant,
+    )
+
+
+def _check_data_root(arguments: argparse.Namespace) -> None:
     if arguments.data_root is not None and not arguments.data_root.is_dir():
         raise MissingFileError(f"--data_root {arguments.data_root} is not a folder")

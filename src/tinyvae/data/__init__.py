@@ -2,7 +2,6 @@
 
 ::
 
-
     index = open_or_build_index("videos/", cache_dir="output")
     settings = ClipSettings(height=128, width=128, n_frames=13)
     train, val = split(index, settings, train_split=0.95)
@@ -16,48 +15,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tinyvae.data.clip import ClipSettings
-    from tinyvae.data.clip_reading import BadFile, BadFileLog, ClipBatch
-    from tinyvae.data.index import VideoIndex, is_index, open_index
-    from tinyvae.data.index_build import build_index, open_or_build_index
-    from tinyvae.data.loader import TrainLoader, ValidationLoader, make_train_loader, make_validation_loader
-    from tinyvae.data.splits import ClipSet, split
+    from tinyvae.data.clip import ClipSettings as ClipSettings
+    from tinyvae.data.clip_reading import BadFile as BadFile
+    from tinyvae.data.clip_reading import BadFileLog as BadFileLog
+    from tinyvae.data.clip_reading import ClipBatch as ClipBatch
+    from tinyvae.data.index import VideoIndex as VideoIndex
+    from tinyvae.data.index import is_index as is_index
+    from tinyvae.data.index import open_index as open_index
+    from tinyvae.data.index_build import build_index as build_index
+    from tinyvae.data.index_build import open_or_build_index as open_or_build_index
+    from tinyvae.data.loader import TrainLoader as TrainLoader
+    from tinyvae.data.loader import ValidationLoader as ValidationLoader
+    from tinyvae.data.loader import make_train_loader as make_train_loader
+    from tinyvae.data.loader import make_validation_loader as make_validation_loader
+    from tinyvae.data.splits import ClipSet as ClipSet
+    from tinyvae.data.splits import split as split
 
-_HOME = {
-    "BadFile": "clip_reading",
-    "BadFileLog": "clip_reading",
-    "ClipBatch": "clip_reading",
-    "ClipSet": "splits",
-    "ClipSettings": "clip",
-    "TrainLoader": "loader",
-    "ValidationLoader": "loader",
-    "VideoIndex": "index",
-    "build_index": "index_build",
-    "is_index": "index",
-    "make_train_loader": "loader",
-    "make_validation_loader": "loader",
-    "open_index": "index",
-    "open_or_build_index": "index_build",
-    "split": "splits",
+_NAMES = {
+    "clip": ("ClipSettings",),
+    "clip_reading": ("BadFile", "BadFileLog", "ClipBatch"),
+    "index": ("VideoIndex", "is_index", "open_index"),
+    "index_build": ("build_index", "open_or_build_index"),
+    "loader": ("TrainLoader", "ValidationLoader", "make_train_loader", "make_validation_loader"),
+    "splits": ("ClipSet", "split"),
 }
-
-__all__ = [
-    "BadFile",
-    "BadFileLog",
-    "ClipBatch",
-    "ClipSet",
-    "ClipSettings",
-    "TrainLoader",
-    "ValidationLoader",
-    "VideoIndex",
-    "build_index",
-    "is_index",
-    "make_train_loader",
-    "make_validation_loader",
-    "open_index",
-    "open_or_build_index",
-    "split",
-]
+_HOME = {name: home for home, names in _NAMES.items() for name in names}
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

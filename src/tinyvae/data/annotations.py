@@ -1,9 +1,8 @@
 """Which video files are in a data set: a folder tree, a JSONL file or an annotation JSON, read as a stream.
 
-The annotation format is ``{"total": N, "list": [{"path": ..., "split": ...}, ...]}``; a bare top-level list is taken
-too. An entry names its file by ``path``, or by ``full_path`` where there is no ``path``; other keys are ignored. Paths
-are relative to the data root (or absolute and inside it). Nothing here holds more than one entry and one read buffer
-in memory, so five million entries cost as much as five.
+The annotation format is ``{"total": N, "list": [{"path": ..., "split": ...}, ...]}``; a bare list works too. An entry
+names its file by ``path``, or by ``full_path`` where there is no ``path``. Other keys are ignored. Paths are relative
+to the data root (or absolute and inside it). Only one entry and one read buffer are in memory at a time.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from tinyvae.errors import MissingFileError, UserError
 VIDEO_SUFFIXES = (
     ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".mts", ".m2ts", ".mpg", ".mpeg", ".flv", ".wmv", ".ogv",
 )  # fmt: skip
-"""What a folder tree takes for a video; annotation files may name files with any suffix."""
+"""What counts as a video in a folder tree; annotation files may name files with any suffix."""
 
 SPLIT_NAMES = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 """Spellings of an annotation's ``split`` -> its meaning. ``test`` files are kept out of training and validation."""
 
 READ_CHARS = 1 << 20
 MAX_VALUE_CHARS = 64 << 20
-"""A single JSON value longer than this is taken for a broken file, so that a broken file is not read whole."""
+"""A file with a longer JSON value than this counts as broken, so that a broken file is not read whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,56 +48,56 @@ def default_data_root(source: Path) -> Path:
 def iterate_entries(source: Path, data_root: Path | None = None) -> Iterator[VideoEntry]:
     """Every entry of ``source`` in its own order (folder trees: sorted by name inside each folder).
 
+    >>> [entry.path for entry in iterate_entries(Path("videos/"))]  # doctest: +SKIP
+    ['a.mp4', 'sub/b.mp4']
+
     Raises:
         MissingFileError: when ``source`` is not there.
         UserError: for an entry without a path, a path that leaves the data root, or a broken file; it names the entry.
     """
     if not source.exists():
         raise MissingFileError(f"the data source {source} does not exist; give a folder, a .jsonl or a .json file")
-    root = RootGuard(data_root if data_root is not None else default_data_root(source))
+    root = _Root(data_root if data_root is not None else default_data_root(source))
+    suffix = source.suffix.lower()
     if source.is_dir():
         yield from _entries_of_folder(source, root)
-    elif source.suffix.lower() in (".jsonl", ".ndjson"):
-        yield from _entries_of_jsonl(source, root)
-    elif source.suffix.lower() == ".json":
-        yield from _entries_of_json(source, root)
+    elif suffix in (".jsonl", ".ndjson"):
+        for number, record in _records_of_jsonl(source):
+            yield _entry_of_record(record, f"{source}, line {number}", root)
+    elif suffix == ".json":
+        for number, record in _records_of_json(source):
+            yield _entry_of_record(record, f"{source}, entry {number}", root)
     else:
         raise UserError(
             f"cannot tell what the data source {source} is; give a folder, a .jsonl file or a .json annotation file"
         )
 
 
-class RootGuard:
-    """Turns an annotation's path into one relative to the data root, and refuses those that lead out of it.
+class _Root:
+    """The data root. It makes paths relative, and refuses those that lead out of it.
 
-    The check is on the words of the path, not on what links point to: a link inside the root was put there by its
-    owner, while ``..`` in an annotation file was not.
+    The check is on the words of the path, not on what links point to: the owner of the root put a link there, but not
+    the ``..`` in an annotation file.
     """
 
     def __init__(self, data_root: Path) -> None:
-        self.root = os.path.abspath(data_root)
-        self._roots = {self.root, os.path.realpath(self.root)}
+        self.real = os.path.realpath(data_root)
+        self._root = os.path.abspath(data_root)
+        self._prefixes = {root.rstrip(os.sep) + os.sep for root in (self._root, self.real)}
 
     def relative(self, path: str, where: str) -> str:
-        try:
-            os.fsencode(path)
-        except UnicodeEncodeError:
-            raise UserError(f"{where}: the path {path!r} cannot be a file name; mend or remove this entry") from None
-        if "\0" in path:
-            raise UserError(f"{where}: the path {path!r} holds a zero byte; mend or remove this entry")
-        whole = os.path.normpath(os.path.join(self.root, path))
-        for root in self._roots:
-            prefix = root if root.endswith(os.sep) else root + os.sep
+        whole = os.path.normpath(os.path.join(self._root, path))
+        for prefix in self._prefixes:
             if whole.startswith(prefix):
                 return whole[len(prefix) :].replace(os.sep, "/")
         raise UserError(
-            f"{where}: the path {path!r} leaves the data root {self.root}; "
-            "mend the entry, or give the folder that holds all files as the data root (--data_root)"
+            f"{where}: the path {path!r} leaves the data root {self._root}; "
+            "fix the entry, or give the folder that holds all files as the data root (--data_root)"
         )
 
 
-def _entries_of_folder(folder: Path, root: RootGuard) -> Iterator[VideoEntry]:
-    # A stack of folders, not recursion: deep trees cannot overflow, and links that form a loop end it.
+def _entries_of_folder(folder: Path, root: _Root) -> Iterator[VideoEntry]:
+    # A stack of folders, not recursion: deep trees cannot overflow it.
     waiting = [os.path.abspath(folder)]
     linked: set[str] = set()
     while waiting:
@@ -107,55 +106,53 @@ def _entries_of_folder(folder: Path, root: RootGuard) -> Iterator[VideoEntry]:
             with os.scandir(current) as listing:
                 entries = sorted(listing, key=lambda entry: entry.name)
         except PermissionError:
-            raise UserError(f"the folder {current} cannot be read (permission denied); mend it or move it") from None
+            raise UserError(f"the folder {current} cannot be read (permission denied); fix it or move it") from None
         folders = []
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir(follow_symlinks=False) or _is_fresh_linked_folder(entry, root, linked):
+            if entry.is_dir(follow_symlinks=False) or _is_new_linked_folder(entry, root, linked):
                 folders.append(entry.path)
             elif entry.name.lower().endswith(VIDEO_SUFFIXES):
                 yield VideoEntry(path=root.relative(entry.path, current))
         waiting.extend(reversed(folders))
 
 
-def _is_fresh_linked_folder(entry: os.DirEntry[str], root: RootGuard, linked: set[str]) -> bool:
-    """Whether a link leads to a folder that the walk will not reach by another way (so that no file comes twice)."""
+def _is_new_linked_folder(entry: os.DirEntry[str], root: _Root, linked: set[str]) -> bool:
+    """Whether a link leads to a folder that is reached in no other way. So loops end, and no file comes twice."""
     if not entry.is_symlink() or not entry.is_dir():
         return False
     target = os.path.realpath(entry.path)
-    real_root = os.path.realpath(root.root)
-    inside = target == real_root or target.startswith(real_root + os.sep)
-    holds_root = real_root.startswith(target.rstrip(os.sep) + os.sep)
+    inside = target == root.real or target.startswith(root.real + os.sep)
+    holds_root = root.real.startswith(target.rstrip(os.sep) + os.sep)
     if inside or holds_root or target in linked:
         return False
     linked.add(target)
     return True
 
 
-def _entries_of_jsonl(file: Path, root: RootGuard) -> Iterator[VideoEntry]:
+def _records_of_jsonl(file: Path) -> Iterator[tuple[int, object]]:
     with open(file, "rb") as stream:
         for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            where = f"{file}, line {number}"
-            try:
-                record = json.loads(line)
-            except ValueError as broken:
-                raise UserError(f"{where}: this is not JSON ({broken}); mend or remove the line") from None
-            yield _entry_of_record(record, where, root)
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except ValueError as broken:
+                    raise UserError(
+                        f"{file}, line {number}: this is not JSON ({broken}); fix or remove the line"
+                    ) from None
 
 
-def _entries_of_json(file: Path, root: RootGuard) -> Iterator[VideoEntry]:
+def _records_of_json(file: Path) -> Iterator[tuple[int, object]]:
     with open(file, encoding="utf-8-sig") as stream:
-        scanner = JsonStream(stream, str(file))
+        reader = _JsonReader(stream, file)
         number = 0
         try:
-            for number, record in enumerate(scanner.items_of_list("list"), start=1):
-                yield _entry_of_record(record, f"{file}, entry {number}", root)
+            for number, record in enumerate(reader.items_of("list"), start=1):
+                yield number, record
         except UnicodeDecodeError as broken:
             raise UserError(f"{file} is not UTF-8 text ({broken}); it must be a JSON file") from None
-    total = scanner.beside_the_list.get("total", number)
+    total = reader.numbers.get("total", number)
     if total != number:  # Python shows the same warning once, however often the file is read
         warnings.warn(
             f"{file} says 'total': {total}, and its list has {number} entries; is it whole? The list is used as it is.",
@@ -163,12 +160,18 @@ def _entries_of_json(file: Path, root: RootGuard) -> Iterator[VideoEntry]:
         )
 
 
-def _entry_of_record(record: object, where: str, root: RootGuard) -> VideoEntry:
+def _entry_of_record(record: object, where: str, root: _Root) -> VideoEntry:
     if not isinstance(record, dict):
         raise UserError(f"{where}: an entry must be an object with a 'path', not {type(record).__name__}")
     path = record.get("path") or record.get("full_path")
     if not isinstance(path, str) or not path:
         raise UserError(f"{where}: the entry has no 'path' (or 'full_path') that names a file")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: the path {path!r} cannot be a file name; fix or remove this entry") from None
+    if "\0" in path:
+        raise UserError(f"{where}: the path {path!r} holds a zero byte; fix or remove this entry")
     split = record.get("split")
     if split is None or split == "":
         return VideoEntry(path=root.relative(path, where))
@@ -178,75 +181,61 @@ def _entry_of_record(record: object, where: str, root: RootGuard) -> VideoEntry:
     return VideoEntry(path=root.relative(path, where), split=meaning)
 
 
-class JsonStream:
-    """Reads the items of one list in a JSON document one after the other, holding one item at a time."""
+class _JsonReader:
+    """Reads the items of one list in a JSON document one after the other, and holds one item at a time."""
 
-    def __init__(self, stream: IO[str], name: str) -> None:
-        self._stream = stream
-        self._name = name
+    def __init__(self, stream: IO[str], file: Path) -> None:
+        self._stream, self._file = stream, file
         self._decoder = json.JSONDecoder()
         self._buffer = ""
         self._at = 0
         self._dropped = 0
         self._ended = False
-        self.beside_the_list: dict[str, float] = {}
+        self.numbers: dict[str, float] = {}
         """Key -> number of the top-level object, as far as it has been read."""
 
-    def items_of_list(self, key: str) -> Iterator[object]:
+    def items_of(self, key: str) -> Iterator[object]:
         """Items of the top-level list, or of the list under ``key`` of the top-level object."""
-        first = self._peek()
-        if first == "[":
-            yield from self._items()
-        elif first == "{":
-            yield from self._items_under(key)
+        if self._peek() == "[":
+            yield from self._list()
+        elif self._peek() == "{":
+            yield from self._list_under(key)
         else:
             raise self._broken("must start with '{' or '['")
         if self._peek() != "":
             raise self._broken("has more text after its end")
 
-    def _items_under(self, key: str) -> Iterator[object]:
-        self._expect("{")
+    def _list(self) -> Iterator[object]:
+        for _ in self._members("[", "]"):
+            yield self._value()
+
+    def _list_under(self, key: str) -> Iterator[object]:
         found = False
-        while self._peek() != "}":
+        for _ in self._members("{", "}"):
             name = self._value()
             if not isinstance(name, str):
                 raise self._broken("has a key that is not text")
-            self._expect(":")
+            self._take(":")
             if name == key:
                 found = True
                 if self._peek() != "[":
                     raise self._broken(f"must hold a list under {key!r}")
-                yield from self._items()
-            else:
-                value = self._value()
-                if isinstance(value, int | float):
-                    self.beside_the_list[name] = value
-            if self._peek() == ",":
-                self._expect(",")
-            elif self._peek() != "}":
-                raise self._broken("lacks a comma or a closing brace")
-        self._expect("}")
+                yield from self._list()
+            elif isinstance(value := self._value(), int | float):
+                self.numbers[name] = value
         if not found:
-            raise UserError(f"{self._name} has no {key!r}; the format is {{'total': N, {key!r}: [{{'path': ...}}]}}")
+            raise UserError(f"{self._file} has no {key!r}; the format is {{'total': N, {key!r}: [{{'path': ...}}]}}")
 
-    def _items(self) -> Iterator[object]:
-        self._expect("[")
-        while self._peek() != "]":
-            yield self._value()
+    def _members(self, opening: str, closing: str) -> Iterator[None]:
+        """One turn for each member of a list or object; the caller reads the member in its turn."""
+        self._take(opening)
+        while self._peek() != closing:
+            yield
             if self._peek() == ",":
-                self._expect(",")
-            elif self._peek() != "]":
-                raise self._broken("lacks a comma or a closing bracket")
-        self._expect("]")
-
-    def _fill(self) -> bool:
-        """Read on; drop what is already used. False at the end of the file."""
-        more = self._stream.read(max(READ_CHARS, len(self._buffer) - self._at))
-        self._dropped += self._at
-        self._buffer = self._buffer[self._at :] + more
-        self._at = 0
-        self._ended = not more
-        return bool(more)
+                self._take(",")
+            elif self._peek() != closing:
+                raise self._broken(f"lacks a comma or a closing {closing!r}")
+        self._take(closing)
 
     def _peek(self) -> str:
         """The next character that is not white space; empty at the end of the file."""
@@ -255,10 +244,11 @@ class JsonStream:
                 if not self._buffer[self._at].isspace():
                     return self._buffer[self._at]
                 self._at += 1
-            if not self._fill():
+            if self._ended:
                 return ""
+            self._fill()
 
-    def _expect(self, char: str) -> None:
+    def _take(self, char: str) -> None:
         if self._peek() != char:
             raise self._broken(f"should have {char!r} here")
         self._at += 1
@@ -268,7 +258,7 @@ class JsonStream:
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._buffer, self._at)
-                # A number near the buffer's end may go on in the next read ("1" of "1.5", "1" of "1e+3").
+                # A number near the buffer's end may continue in the next read ("1" of "1.5", "1" of "1e+3").
                 if end + 3 < len(self._buffer) or self._ended:
                     self._at = end
                     return value
@@ -277,5 +267,13 @@ class JsonStream:
                     raise self._broken("is not valid JSON, or is cut off") from None
             self._fill()
 
+    def _fill(self) -> None:
+        """Read on, and drop what is already used."""
+        more = self._stream.read(max(READ_CHARS, len(self._buffer) - self._at))
+        self._dropped += self._at
+        self._buffer = self._buffer[self._at :] + more
+        self._at = 0
+        self._ended = not more
+
     def _broken(self, what: str) -> UserError:
-        return UserError(f"{self._name} {what} (character {self._dropped + self._at}); mend the file or make it anew")
+        return UserError(f"{self._file} {what} (character {self._dropped + self._at}); fix the file or make it again")

@@ -1,77 +1,39 @@
-"""Colour jitter and blur: drawn on the CPU as five numbers for each sample, applied on the device.
+"""Color jitter and blur, applied on the device as the bytes of a batch become floats.
 
-All frames of a clip get the same five numbers. They are applied where the frames become floats: on a GPU that costs
-next to nothing, while a data worker would spend longer on them than on decoding the clip, and rounding back to bytes
-would be paid twice (benchmarks/data_loader.py has the numbers).
+``clip`` draws five numbers for each sample; all frames of a clip get the same. They are applied here and not in a data
+worker: on a GPU they cost next to nothing, while a worker would spend longer on them than on decoding the clip, and
+would round to bytes a second time (benchmarks/data_loader.py has the numbers).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.data.clip import ClipSettings, uniform
+from tinyvae.data.clip import UNCHANGED
 
-BRIGHTNESS, CONTRAST, SATURATION, HUE, BLUR_OR_NOT, BLUR_SIGMA = range(6)
 GREY_WEIGHTS = (0.299, 0.587, 0.114)
 BLUR_REACH = 3.0
-"""The kernel ends this many standard deviations from its middle, where 0.3 % of its weight is left."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ColorAndBlur:
-    """The default values change nothing. ``hue`` is a share of a full turn, ``blur_sigma`` is in pixels."""
-
-    brightness: float = 1.0
-    contrast: float = 1.0
-    saturation: float = 1.0
-    hue: float = 0.0
-    blur_sigma: float = 0.0
-
-    def as_tuple(self) -> tuple[float, float, float, float, float]:
-        return (self.brightness, self.contrast, self.saturation, self.hue, self.blur_sigma)
-
-
-def choose_color_and_blur(settings: ClipSettings, key: tuple[int, ...]) -> ColorAndBlur:
-    """A pure function of the settings and the key."""
-
-    def around(middle: float, reach: float, purpose: int) -> float:
-        return middle + reach * (2.0 * uniform(*key, purpose) - 1.0)
-
-    sigma = 0.0
-    if settings.gaussian_blur and uniform(*key, BLUR_OR_NOT) < settings.gaussian_blur_probability:
-        low, high = settings.gaussian_blur_sigma
-        sigma = low + (high - low) * uniform(*key, BLUR_SIGMA)
-    if not settings.color_jitter:
-        return ColorAndBlur(blur_sigma=sigma)
-    brightness, contrast, saturation, hue = settings.color_jitter_params
-    return ColorAndBlur(
-        brightness=around(1.0, brightness, BRIGHTNESS),
-        contrast=around(1.0, contrast, CONTRAST),
-        saturation=around(1.0, saturation, SATURATION),
-        hue=around(0.0, hue, HUE),
-        blur_sigma=sigma,
-    )
+"""The kernel ends this many standard deviations from its middle, where 0.3 % of its weight remains."""
 
 
 def to_model_input(frames_NTCHW: Tensor, color_and_blur: Tensor) -> Tensor:
-    """What the model is fed: float32 NTCHW in [0, 1], with each sample's colour jitter and blur applied.
+    """The model's input: float32 NTCHW in [0, 1], with the color jitter and blur of each sample.
 
-    This is the one place where bytes are divided by 255.
+    The bytes of all training and validation batches are divided by 255 here. (Evaluation reads whole videos and does
+    that itself.)
 
     Args:
-        frames_NTCHW: uint8, on the device that shall do the work.
+        frames_NTCHW: uint8, on the device that does the work.
         color_and_blur: float32 (N, 5): brightness, contrast, saturation, hue, blur sigma of each sample, on the CPU
-            (so that deciding what there is to do does not wait for the device).
+            (so that the decision what to do does not wait for the device).
     """
     assert frames_NTCHW.dtype == torch.uint8, "frames are bytes until here, so that nothing divides by 255 twice"
     frames = frames_NTCHW.to(torch.float32).div_(255.0)
-    unchanged = torch.tensor(ColorAndBlur().as_tuple())
-    if not torch.equal(color_and_blur[:, :4], unchanged[:4].expand(len(color_and_blur), 4)):
+    if bool((color_and_blur[:, :4] != torch.tensor(UNCHANGED[:4])).any()):
         frames = jitter_color(frames, color_and_blur[:, :4])
     if bool((color_and_blur[:, 4] > 0).any()):
         frames = blur(frames, color_and_blur[:, 4])
@@ -82,7 +44,7 @@ def jitter_color(frames_NTCHW: Tensor, factors: Tensor) -> Tensor:
     """Brightness, contrast (around the clip's mean grey), saturation and hue, in this order, then clamped to [0, 1].
 
     Nothing is clamped between the four, so together they are one 3x3 matrix and one offset for each sample. Hue turns
-    the chroma plane of YIQ, which keeps the luma; it is close to, not equal to, a turn in HSV.
+    the chroma plane of YIQ and keeps the luma; this is close to a turn in HSV, not equal to it.
 
     Args:
         frames_NTCHW: float in [0, 1].

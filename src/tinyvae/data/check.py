@@ -1,11 +1,11 @@
-"""What is in a data set, as numbers and as a table to read."""
+"""What ``tinyvae data check`` shows: what is in a data set, what training would use of it, and a contact sheet."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,179 +17,181 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from tinyvae.data.augment import to_model_input
-from tinyvae.data.clip import ClipSettings, CropWindow, cut_clip
-from tinyvae.data.clip_choice import ClipChoice, choose_clip, file_of
-from tinyvae.data.clip_reading import BadFile
-from tinyvae.data.index import SPLIT_OF_CODE, STATUS_OK, IndexRow, VideoIndex
-from tinyvae.data.splits import ClipSet
-from tinyvae.errors import UnreadableVideoError
+from tinyvae.data.clip import ClipSettings, CropWindow, choose_clip, file_of, frames_needed
+from tinyvae.data.clip_reading import BadFile, read_clip
+from tinyvae.data.index import SPLITS, IndexRow, VideoIndex, is_bad
+from tinyvae.data.splits import ClipSet, SplitBy, refuse_bad_index, split
+from tinyvae.errors import UnreadableVideoError, UserError
+from tinyvae.models.variants import VARIANTS, get_spec
+from tinyvae.terminal import bytes_in_words, duration_in_words
 from tinyvae.video.decode import read_frames
 
 SHOWN = 8
 """Rows of a table before the rest is added up."""
+BAD_FILES_SHOWN = 12
 BAR_CELLS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSummary:
-    """Counts over the good files, and the bad files' reasons."""
+class PlannedUse:
+    """What a preset asks of the data."""
 
-    num_files: int
-    num_bad: int
-    num_frames: int
-    num_bytes: int
-    hours: float
-    """Of all good files whose frame rate is known."""
-    sizes: Counter[tuple[int, int]]
-    """(width, height) -> files."""
-    rates: Counter[str]
-    codecs: Counter[str]
-    splits: Counter[str]
-    lengths: tuple[int, int, int, int, int]
-    """Frames of the shortest, 5 %, middle, 95 % and longest file."""
-    seconds: tuple[float, float, float, float, float]
-    not_square: int
-    """Files whose pixels are not square; they are used as stored."""
-    bad_kinds: Counter[str]
-    """Reason with its numbers taken out -> files."""
-
-    @property
-    def num_good(self) -> int:
-        return self.num_files - self.num_bad
+    name: str
+    settings: ClipSettings
+    train_split: float
+    split_by: SplitBy
+    bad_file_limit: float
+    samples_per_step: int
+    variant: str | None
+    """The variant whose frame rule holds; None where neither a preset nor a flag names it."""
 
 
-def summarise(index: VideoIndex) -> DataSummary:
-    """One pass over the index, in chunks; no video is opened."""
+def print_check(index: VideoIndex, use: PlannedUse, *, title: str, num_samples: int, sheet: Path) -> bool:
+    """Print the tables and draw the sheet. False when the data cannot be trained on as planned; the reason is last."""
+    print(f"data set {title}, {index.data_root} as its root\n")
+    print("\n".join(summary_lines(index)))
+    if index.num_bad:
+        print("\n" + "\n".join(bad_file_lines(index)))
+    train: ClipSet | None = None
+    failure = ""
+    try:
+        # The limit is judged after the table, so that data above it still shows what it would give.
+        train, val = split(index, use.settings, train_split=use.train_split, split_by=use.split_by, bad_file_limit=1.0)
+        print("\n" + "\n".join(use_lines(use, train, val)))
+        stages = stage_training_samples(train, use.settings, num_samples)
+        print(length_line(use))
+        refuse_bad_index(index, use.bad_file_limit)
+    except UserError as refused:
+        failure = str(refused)
+        if train is None:
+            stages = stage_files(index, num_samples)
+    print("\n" + "\n".join(stages.lines()))
+    if stages.samples:
+        shows = "; no clip can be cut as asked."
+        if train is not None:
+            shows = f", with the window of its first training clip. Right: what the model sees ({use.name})."
+        counts = f"{len(index) - index.num_bad} good files, {index.num_bad} bad. Left: a frame as stored"
+        sheet.parent.mkdir(parents=True, exist_ok=True)
+        draw_contact_sheet(stages.samples, title=title, subtitle=counts + shows).save(sheet, "PNG", optimize=True)
+        print(f"\ncontact sheet: {sheet}")
+    if failure:
+        print(f"\nNOT USABLE as asked: {failure}")
+    return not failure and bool(stages.samples)
+
+
+def summary_lines(index: VideoIndex) -> Iterator[str]:
+    """Counts over the good files, in one pass over the index; no video is opened."""
     sizes: Counter[tuple[int, int]] = Counter()
-    rates: Counter[str] = Counter()
-    codecs: Counter[str] = Counter()
-    splits: Counter[str] = Counter()
+    rates: Counter[float] = Counter()
+    codecs: Counter[bytes] = Counter()
+    splits: Counter[int] = Counter()
     frames: list[npt.NDArray[Any]] = [np.zeros(0, np.int32)]
     seconds: list[npt.NDArray[Any]] = [np.zeros(0, np.float32)]
-    num_bytes = not_square = 0
+    num_bytes = num_not_square = 0
     for _, rows in index.chunks():
-        good = rows[rows["status"] == STATUS_OK]
-        pairs, counts = np.unique(np.stack([good["width"], good["height"]], 1), axis=0, return_counts=True)
-        sizes.update({(int(w), int(h)): int(n) for (w, h), n in zip(pairs, counts, strict=True)})
-        rates.update(_counted(np.round(good["fps"], 2), lambda fps: f"{fps:g} fps" if fps > 0 else "unknown"))
-        codecs.update(_counted(good["codec"], index.codec_name))
-        splits.update(_counted(good["split"], lambda code: SPLIT_OF_CODE[code] or "not told"))
+        good = rows[~is_bad(rows)]
+        sizes.update(zip(good["width"].tolist(), good["height"].tolist(), strict=True))
+        rates.update(np.round(good["fps"], 2).tolist())
+        codecs.update(good["codec"].tolist())
+        splits.update(good["split"].tolist())
         num_bytes += int(good["file_bytes"].sum())
-        not_square += int((np.abs(good["pixel_aspect"] - 1.0) > 0.005).sum())
+        num_not_square += int((np.abs(good["pixel_aspect"] - 1.0) > 0.005).sum())
         frames.append(good["frames"].astype(np.int32))
         timed = good[good["fps"] > 0]
         seconds.append((timed["frames"] / timed["fps"]).astype(np.float32))
     all_frames, all_seconds = np.concatenate(frames), np.concatenate(seconds)
-    lengths = [int(value) for value in _spread(all_frames)]
-    return DataSummary(
-        num_files=len(index),
-        num_bad=index.num_bad,
-        num_frames=int(all_frames.sum(dtype=np.int64)),
-        num_bytes=num_bytes,
-        hours=float(all_seconds.sum(dtype=np.float64)) / 3600,
-        sizes=sizes,
-        rates=rates,
-        codecs=codecs,
-        splits=splits,
-        lengths=(lengths[0], lengths[1], lengths[2], lengths[3], lengths[4]),
-        seconds=_spread(all_seconds),
-        not_square=not_square,
-        bad_kinds=Counter(kind_of_reason(row.reason) for row in index.bad_rows()),
-    )
+    num_good, num_frames = len(all_frames), int(all_frames.sum(dtype=np.int64))
+    duration = duration_in_words(float(all_seconds.sum(dtype=np.float64)))
+    yield heading("files")
+    yield f"  {num_good} good, {index.num_bad} bad; {num_frames:,} frames, {duration}, {bytes_in_words(num_bytes)}"
+    if num_not_square:
+        yield f"  {num_not_square} with pixels that are not square (used as stored)"
+    if num_good == 0:
+        return
+    yield "\n" + heading("lengths", "shortest", "5 %", "middle", "95 %", "longest")
+    yield "  frames".ljust(20) + "".join(f"{value:>10,.0f}" for value in _spread(all_frames))
+    yield "  seconds".ljust(20) + "".join(f"{value:>10,.1f}" for value in _spread(all_seconds))
+    yield from count_lines("sizes", sizes, lambda size: f"{size[0]}x{size[1]}")
+    yield from count_lines("frame rates", rates, lambda fps: f"{fps:g} fps" if fps > 0 else "unknown")
+    yield from count_lines("codecs", codecs, bytes.decode)
+    yield from count_lines("splits", splits, lambda code: SPLITS[code] or "not told")
 
 
-def kind_of_reason(reason: str) -> str:
-    """``damaged at frame 15`` and ``damaged at frame 7`` are one kind."""
-    return re.sub(r"\d+", "N", reason)
+def heading(name: str, *columns: str) -> str:
+    return name.upper().ljust(20) + "".join(f"{column:>10}" for column in columns)
 
 
-def summary_lines(summary: DataSummary) -> list[str]:
-    """The table, without bad files' names."""
-    lines = [
-        *heading("files"),
-        f"  {summary.num_good} good, {summary.num_bad} bad; {summary.num_frames:,} frames, "
-        f"{_duration(summary.hours)}, {_bytes(summary.num_bytes)}",
-    ]
-    if summary.not_square:
-        lines.append(f"  {summary.not_square} with pixels that are not square (used as stored)")
-    if summary.num_good:
-        lines += ["", *heading("lengths", "shortest", "5 %", "middle", "95 %", "longest")]
-        lines.append("  frames".ljust(20) + "".join(f"{value:>10,}" for value in summary.lengths))
-        lines.append("  seconds".ljust(20) + "".join(f"{value:>10,.1f}" for value in summary.seconds))
-        sizes = Counter({f"{width}x{height}": count for (width, height), count in summary.sizes.items()})
-        for name, counts in (
-            ("sizes", sizes),
-            ("frame rates", summary.rates),
-            ("codecs", summary.codecs),
-            ("splits", summary.splits),
-        ):
-            lines += ["", *heading(name, "files"), *count_lines(counts, summary.num_good)]
-    return lines
-
-
-def heading(name: str, *columns: str) -> list[str]:
-    return [name.upper().ljust(20) + "".join(f"{column:>10}" for column in columns)]
-
-
-def count_lines(counts: Counter[str], total: int) -> list[str]:
+def count_lines(title: str, counts: Counter[Any], name_of: Callable[[Any], str]) -> Iterator[str]:
     """Most frequent first, with a bar; what does not fit is added up."""
-    most = counts.most_common(SHOWN)
-    rest = sum(counts.values()) - sum(count for _, count in most)
-    if rest:
-        most.append((f"{len(counts) - SHOWN} others", rest))
-    return [
-        f"  {name}".ljust(20) + f"{count:>10,}  " + "█" * max(1, round(BAR_CELLS * count / total))
-        for name, count in most
-    ]
+    ordered = [(name_of(value), count) for value, count in sorted(counts.items(), key=lambda one: (-one[1], one[0]))]
+    if len(ordered) > SHOWN:
+        rest = sum(count for _, count in ordered[SHOWN:])
+        ordered[SHOWN:] = [(f"{len(ordered) - SHOWN} others", rest)]
+    yield "\n" + heading(title, "files")
+    for name, count in ordered:
+        yield f"  {name}".ljust(20) + f"{count:>10,}  " + "█" * max(1, round(BAR_CELLS * count / counts.total()))
 
 
-def bad_file_lines(bad: Iterable[tuple[str, str]], kinds: Counter[str], shown: int = 12) -> list[str]:
+def bad_file_lines(index: VideoIndex) -> Iterator[str]:
     """Counts of each kind of fault, then the first few files with their reason."""
-    lines = [*heading("bad files")]
-    lines += [f"  {count:>8,} x {kind[:100]}" for kind, count in kinds.most_common(SHOWN)]
-    examples = [f"    {path}: {reason}" for path, reason in _first(bad, shown)]
-    left = sum(kinds.values()) - len(examples)
-    return lines + examples + ([f"    ... and {left} more"] if left > 0 else [])
+    kinds: Counter[str] = Counter()
+    examples: list[str] = []
+    for row in index.bad_rows():
+        kinds[re.sub(r"\d+", "N", row.reason)] += 1  # "damaged at frame 15" and "damaged at frame 7" are one kind
+        if len(examples) < BAD_FILES_SHOWN:
+            examples.append(f"    {row.path}: {row.reason}")
+    yield heading("bad files")
+    yield from (f"  {count:>8,} x {kind[:100]}" for kind, count in kinds.most_common(SHOWN))
+    yield from examples
+    if index.num_bad > len(examples):
+        yield f"    ... and {index.num_bad - len(examples)} more"
 
 
-def _first(pairs: Iterable[tuple[str, str]], count: int) -> list[tuple[str, str]]:
-    return [pair for _, pair in zip(range(count), pairs, strict=False)]
-
-
-def _counted(values: npt.NDArray[Any], name: Any) -> Counter[str]:
-    found, counts = np.unique(values, return_counts=True)
-    total: Counter[str] = Counter()
-    for value, count in zip(found.tolist(), counts.tolist(), strict=True):
-        total[name(value)] += count
-    return total
-
-
-def _spread(values: Sequence[float] | npt.NDArray[Any]) -> tuple[float, float, float, float, float]:
+def _spread(values: npt.NDArray[Any]) -> list[float]:
     if len(values) == 0:
-        return (0.0, 0.0, 0.0, 0.0, 0.0)
-    low, five, middle, ninety_five, high = np.quantile(values, (0.0, 0.05, 0.5, 0.95, 1.0), method="nearest")
-    return (float(low), float(five), float(middle), float(ninety_five), float(high))
+        return [0.0] * 5
+    spread: list[float] = np.quantile(values, (0.0, 0.05, 0.5, 0.95, 1.0), method="nearest").tolist()
+    return spread
 
 
-def _duration(hours: float) -> str:
-    if hours >= 1:
-        return f"{hours:,.1f} hours"
-    return f"{hours * 60:.1f} minutes" if hours * 60 >= 1 else f"{hours * 3600:.1f} seconds"
+def use_lines(use: PlannedUse, train: ClipSet, val: ClipSet) -> Iterator[str]:
+    settings = use.settings
+    delta = f"{settings.min_frame_delta}"
+    if settings.max_frame_delta != settings.min_frame_delta:
+        delta += f" to {settings.max_frame_delta}"
+    yield heading(f"use by {use.name}")
+    yield (
+        f"  clips of {settings.n_frames} frames, step {delta}, {settings.width}x{settings.height} (width x height); "
+        f"files need {frames_needed(settings.n_frames, settings.min_frame_delta)} frames"
+    )
+    yield f"  {len(train):,} files train (one epoch), {len(val):,} validate, {train.excluded.total:,} are left out"
+    if train.excluded.total:
+        yield f"  left out: {train.excluded.sentence()}"
+    steps = len(train) / use.samples_per_step
+    yield f"  with one process: {use.samples_per_step} clips in a step, {steps:,.1f} steps in an epoch"
 
 
-def _bytes(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
-        count /= 1000
-    raise AssertionError("the loop ends at the last unit")
+def length_line(use: PlannedUse) -> str:
+    """Which variants train at this clip length; `UserError`, as in training, where the one named does not."""
+    n_frames = use.settings.n_frames
+    if use.variant is not None:
+        get_spec(use.variant).check_training_length(n_frames)
+        return f"  {n_frames} frames suit {use.variant}"
+    others = [name for name, spec in VARIANTS.items() if not spec.is_training_length(n_frames)]
+    if len(others) == len(VARIANTS):
+        raise UserError(
+            f"n_frames={n_frames} suits no variant; with --variant NAME the nearest lengths of that variant are said."
+        )
+    if len(others) <= len(VARIANTS) // 2:
+        return f"  {n_frames} frames suit every variant" + (f" but {', '.join(others)}" if others else "")
+    return f"  {n_frames} frames suit only {', '.join(name for name in VARIANTS if name not in others)}"
 
 
 @dataclass(kw_only=True)
 class ValueRange:
-    """Smallest, largest and mean value met so far."""
+    """Smallest, largest and mean value so far."""
 
-    dtype: str = "none"
+    dtype: str = ""
     low: float = float("inf")
     high: float = float("-inf")
     total: float = 0.0
@@ -202,9 +204,11 @@ class ValueRange:
         self.total += float(values.sum(dtype=torch.float64))
         self.count += values.numel()
 
-    @property
-    def mean(self) -> float:
-        return self.total / max(1, self.count)
+    def cells(self, places: int) -> str:
+        if self.count == 0:
+            return f"{'nothing to read':>20}"
+        mean = f"{self.total / self.count:>10.{max(1, places)}f}"
+        return f"{self.dtype:>10}{self.low:>10.{places}f}{self.high:>10.{places}f}{mean}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +225,7 @@ class StagedSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """The samples, and the values of all their frames at each stage."""
+    """Samples on their way from the file to the model, and the values of all their frames at each stage."""
 
     samples: list[StagedSample] = field(default_factory=list)
     bad_files: list[BadFile] = field(default_factory=list)
@@ -229,86 +233,77 @@ class Stages:
     batch: ValueRange = field(default_factory=ValueRange)
     model_input: ValueRange = field(default_factory=ValueRange)
 
+    def lines(self) -> Iterator[str]:
+        yield heading("values", "type", "lowest", "highest", "mean")
+        yield "  file (RGB)".ljust(20) + self.file.cells(0)
+        yield "  batch".ljust(20) + self.batch.cells(0)
+        yield "  model input".ljust(20) + self.model_input.cells(3)
+        yield from (f"  could not be read now: {bad.path}: {bad.reason}" for bad in self.bad_files)
+
 
 def stage_training_samples(clips: ClipSet, settings: ClipSettings, count: int) -> Stages:
-    """The first ``count`` samples of training, read as the loader would read them."""
+    """The first ``count`` samples of training, read by the loader's own ``read_clip``."""
     stages = Stages()
     for position in range(min(count, len(clips))):
-        row = clips.index.row(int(clips.rows[file_of(position, len(clips), settings.seed)]))
+        row = clips.row(file_of(position, len(clips), settings.seed))
         choice = choose_clip(row, settings, position, len(clips))
-        frames = _frames(clips.index, row, choice.frame_indices, settings.decode_timeout_s, stages)
-        if frames is not None:
-            stages.samples.append(_staged(row, frames, choice, settings, stages))
+        try:
+            clip = read_clip(clips.index, row, choice, settings)
+            frames = _whole_frames(clips.index, row, choice.frame_indices, settings.decode_timeout_s)
+        except (UnreadableVideoError, OSError) as fault:
+            stages.bad_files.append(BadFile.of(row, fault))
+            continue
+        model_input = to_model_input(clip[None], torch.tensor([choice.color_and_blur]))[0]
+        for values, stage in ((frames, stages.file), (clip, stages.batch), (model_input, stages.model_input)):
+            stage.add(values)
+        middle = len(frames) // 2
+        stages.samples.append(
+            StagedSample(
+                row=row,
+                file_frame=frames[middle],
+                window=choice.window,
+                flip=choice.flip,
+                model_frame=model_input[middle],
+            )
+        )
     return stages
 
 
 def stage_files(index: VideoIndex, count: int, timeout_s: float = 30.0) -> Stages:
     """The middle frame of the first ``count`` good files, where no clip can be cut from them."""
     stages = Stages()
-    for start, rows in index.chunks():
-        for offset in (rows["status"] == STATUS_OK).nonzero()[0][:count]:
-            row = index.row(start + int(offset))
-            frames = _frames(index, row, (row.frames // 2,), timeout_s, stages)
-            if frames is not None:
-                stages.samples.append(StagedSample(row=row, file_frame=frames[0]))
-            if len(stages.samples) + len(stages.bad_files) >= count:
-                return stages
+    good = (start + int(offset) for start, rows in index.chunks() for offset in np.flatnonzero(~is_bad(rows)))
+    for _, number in zip(range(count), good, strict=False):
+        row = index.row(number)
+        try:
+            frames = _whole_frames(index, row, (row.frames // 2,), timeout_s)
+        except (UnreadableVideoError, OSError) as fault:
+            stages.bad_files.append(BadFile.of(row, fault))
+            continue
+        stages.file.add(frames)
+        stages.samples.append(StagedSample(row=row, file_frame=frames[0]))
     return stages
 
 
-def _staged(row: IndexRow, frames: Tensor, choice: ClipChoice, settings: ClipSettings, stages: Stages) -> StagedSample:
-    clip = cut_clip(frames, choice.window, settings.height, settings.width, choice.flip)
-    stages.batch.add(clip)
-    model_input = to_model_input(clip[None], torch.tensor([choice.color_and_blur.as_tuple()]))[0]
-    stages.model_input.add(model_input)
-    middle = len(frames) // 2
-    return StagedSample(
-        row=row,
-        file_frame=frames[middle],
-        window=choice.window,
-        flip=choice.flip,
-        model_frame=model_input[middle],
-    )
-
-
-def _frames(
-    index: VideoIndex, row: IndexRow, numbers: tuple[int, ...], timeout_s: float, stages: Stages
-) -> Tensor | None:
-    try:
-        frames = read_frames(index.full_path(row), numbers, info=index.info(row), timeout_s=timeout_s)
-    except UnreadableVideoError as refused:
-        reason = str(refused).removeprefix(f"{index.full_path(row)}: ")
-        stages.bad_files.append(BadFile(path=row.path, reason=reason))
-        return None
-    except OSError as failed:
-        stages.bad_files.append(BadFile(path=row.path, reason=f"cannot be read: {failed.strerror or failed}"))
-        return None
-    stages.file.add(frames)
-    return frames
+def _whole_frames(index: VideoIndex, row: IndexRow, numbers: Sequence[int], timeout_s: float) -> Tensor:
+    return read_frames(index.full_path(row), numbers, info=index.info(row), timeout_s=timeout_s)
 
 
 COLUMNS, COLUMNS_WITHOUT_MODEL = 3, 5
-THUMB_WIDTH, THUMB_HEIGHT = 288, 162
-MODEL_WIDTH = 216
+THUMB_WIDTH, THUMB_HEIGHT, MODEL_WIDTH = 288, 162, 216
 GAP, PADDING, CAPTION_HEIGHT, HEADER_HEIGHT = 8, 20, 40, 76
-
-PAPER = (24, 26, 30)
-CARD = (36, 39, 45)
-INK = (236, 238, 242)
-QUIET = (152, 158, 170)
-ACCENT = (255, 196, 61)
+PAPER, CARD, INK, QUIET, ACCENT = (24, 26, 30), (36, 39, 45), (236, 238, 242), (152, 158, 170), (255, 196, 61)
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def draw_contact_sheet(samples: Sequence[StagedSample], *, title: str, subtitle: str) -> Image.Image:
-    """A sheet of cards; each card says which file it shows. Where no sample reached the model, cards are narrower."""
+    """A sheet of cards; each card names its file. Where no sample reached the model, cards are narrower."""
     with_model = any(sample.model_frame is not None for sample in samples)
     room = THUMB_WIDTH + (GAP + MODEL_WIDTH if with_model else 0)
-    card_width = room + 2 * GAP
-    card_height = THUMB_HEIGHT + CAPTION_HEIGHT + 2 * GAP
-    columns = max(1, min(COLUMNS if with_model else COLUMNS_WITHOUT_MODEL, len(samples)))
-    rows = max(1, math.ceil(len(samples) / columns))
+    card_width, card_height = room + 2 * GAP, THUMB_HEIGHT + CAPTION_HEIGHT + 2 * GAP
+    columns = min(COLUMNS if with_model else COLUMNS_WITHOUT_MODEL, len(samples))
+    rows = math.ceil(len(samples) / columns)
     width = 2 * PADDING + columns * card_width + (columns - 1) * GAP
     height = HEADER_HEIGHT + PADDING + rows * card_height + (rows - 1) * GAP
     sheet = Image.new("RGB", (width, height), PAPER)
@@ -324,55 +319,36 @@ def draw_contact_sheet(samples: Sequence[StagedSample], *, title: str, subtitle:
     return sheet
 
 
-def save_contact_sheet(sheet: Image.Image, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(file, format="PNG", optimize=True)
-
-
 def _draw_card(
     sheet: Image.Image, pen: ImageDraw.ImageDraw, sample: StagedSample, left: int, top: int, room: int, font: Font
 ) -> None:
-    frame = _picture(sample.file_frame)
-    thumb, scale = _fit(frame, THUMB_WIDTH, THUMB_HEIGHT)
-    thumb_left = left + (THUMB_WIDTH - thumb.width) // 2
-    thumb_top = top + (THUMB_HEIGHT - thumb.height) // 2
-    sheet.paste(thumb, (thumb_left, thumb_top))
+    x, y, scale = _paste(sheet, sample.file_frame, left, top, THUMB_WIDTH)
     if sample.window is not None:
         window = sample.window
-        box = (
-            thumb_left + window.left * scale,
-            thumb_top + window.top * scale,
-            thumb_left + (window.left + window.width) * scale - 1,
-            thumb_top + (window.top + window.height) * scale - 1,
-        )
+        left_top = np.array([window.left, window.top]) * scale + (x, y)
+        right_bottom = left_top + np.array([window.width, window.height]) * scale - 1
         # A dark line on both sides of the bright one, so that it shows on any picture.
-        pen.rectangle((box[0] - 1, box[1] - 1, box[2] + 1, box[3] + 1), outline=PAPER)
-        pen.rectangle((box[0] + 1, box[1] + 1, box[2] - 1, box[3] - 1), outline=PAPER)
-        pen.rectangle(box, outline=ACCENT)
+        for grow, color in ((1, PAPER), (-1, PAPER), (0, ACCENT)):
+            pen.rectangle((*(left_top - grow), *(right_bottom + grow)), outline=color)
     if sample.model_frame is not None:
-        right = left + THUMB_WIDTH + GAP
-        seen, _ = _fit(_picture(sample.model_frame.mul(255).round().clamp(0, 255).byte()), MODEL_WIDTH, THUMB_HEIGHT)
-        sheet.paste(seen, (right + (MODEL_WIDTH - seen.width) // 2, top + (THUMB_HEIGHT - seen.height) // 2))
-    row = sample.row
+        seen = sample.model_frame.mul(255).round().clamp(0, 255).byte()
+        _paste(sheet, seen, left + THUMB_WIDTH + GAP, top, MODEL_WIDTH)
+    row, below = sample.row, top + THUMB_HEIGHT
     rate = f"{row.fps:.4g} fps" if row.fps > 0 else "unknown rate"
-    facts = f"{row.width}x{row.height}   {rate}   {row.frames} frames   {row.codec}"
-    pen.text((left, top + THUMB_HEIGHT + 6), fitting_text(row.path, font, room, keep_end=True), fill=INK, font=font)
-    pen.text((left, top + THUMB_HEIGHT + 23), fitting_text(facts, font, room), fill=QUIET, font=font)
-    if sample.flip:
-        note = "mirrored"
-        pen.text((left + room - font.getlength(note), top + THUMB_HEIGHT + 23), note, fill=QUIET, font=font)
+    facts = f"{row.width}x{row.height}   {rate}   {row.frames} frames   {row.codec}" + "   mirrored" * sample.flip
+    pen.text((left, below + 6), fitting_text(row.path, font, room, keep_end=True), fill=INK, font=font)
+    pen.text((left, below + 23), fitting_text(facts, font, room), fill=QUIET, font=font)
 
 
-def _picture(frame_CHW: Tensor) -> Image.Image:
-    return Image.fromarray(frame_CHW.permute(1, 2, 0).contiguous().numpy())
-
-
-def _fit(picture: Image.Image, width: int, height: int) -> tuple[Image.Image, float]:
-    """The picture scaled into the box, small ones by whole pixels so that they stay sharp; and the scale."""
-    scale = min(width / picture.width, height / picture.height)
+def _paste(sheet: Image.Image, frame_CHW: Tensor, left: int, top: int, width: int) -> tuple[int, int, float]:
+    """Put a picture into a box, small ones enlarged without smoothing. Returns its place (x, y) and scale."""
+    picture = Image.fromarray(frame_CHW.permute(1, 2, 0).contiguous().numpy())
+    scale = min(width / picture.width, THUMB_HEIGHT / picture.height)
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
-    sampling = Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST
-    return picture.resize(size, sampling), scale
+    picture = picture.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)
+    x, y = left + (width - picture.width) // 2, top + (THUMB_HEIGHT - picture.height) // 2
+    sheet.paste(picture, (x, y))
+    return x, y, scale
 
 
 def fitting_text(text: str, font: Font, room: float, keep_end: bool = False) -> str:

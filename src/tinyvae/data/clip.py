@@ -1,27 +1,41 @@
-"""What a clip is: its size, its frames and its augmentation."""
+"""Which clip a global position gets: a pure function of the settings and (seed, epoch, position).
+
+Positions count samples over the whole run, 0, 1, 2, ...; epoch = position // files. Inside an epoch a shuffle gives
+each file exactly one position. When a file turns out to be bad, attempts 1, 2, ... draw another file from the same key.
+There is no random generator: a draw hashes its key, so it is the same in every process and in any order, and a resumed
+run only needs to know how far it was.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from tinyvae.errors import UserError
+
+if TYPE_CHECKING:
+    from tinyvae.data.index import IndexRow
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 FEISTEL_ROUNDS = 6
 
+# What a draw is for: the last part of its key, so that two draws of one position are independent.
+SHUFFLE, SUBSTITUTE, STEP, START, CROP, FLIP, COLOR = range(7)
+SCALE, TOP, LEFT = range(3)
+BRIGHTNESS, CONTRAST, SATURATION, HUE, BLUR_OR_NOT, BLUR_SIGMA = range(6)
 
-def mix(value: int) -> int:
-    """splitmix64's output function: a bijection of 64-bit integers in which every bit depends on every bit."""
+
+def mix(value: Any) -> Any:
+    """The output function of splitmix64: a bijection of 64-bit integers in which every bit depends on every bit.
+
+    Takes a Python int or a uint64 array.
+    """
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & MASK
     return value ^ (value >> 31)
@@ -58,29 +72,25 @@ def shuffled(place: int, size: int, *key: int) -> int:
         for round_key in round_keys:
             left, right = right, left ^ (mix((right + round_key) & MASK) & half_mask)
         value = (left << half_bits) | right
-        # At most four times as many values as places, so this ends after under four turns on average; it always
-        # ends, because a bijection's cycle through ``place`` must come back inside.
+        # There are at most four times as many values as places, so this takes under four turns on average. It always
+        # ends: the cycle of a bijection through ``place`` comes back inside.
         if value < size:
             return value
 
 
 def fractions_of_hashes(hashes: npt.NDArray[np.uint64], salt: int) -> npt.NDArray[Any]:
     """Each hash with a salt, mixed, as a float in [0, 1): ``uniform`` for whole columns."""
-    value = hashes + np.uint64(hash_key(salt))
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    value ^= value >> np.uint64(31)
-    return (value >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-SMALLEST_SPACE_FACTOR = 8
+    mixed: npt.NDArray[np.uint64] = mix(hashes + np.uint64(hash_key(salt)))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipSettings:
     """Size in pixels, time in frames. Names and defaults are those of ``TrainConfig``.
 
-    Raises ``UserError`` for values that cannot be meant, such as a size the variant cannot encode.
+    >>> settings = ClipSettings(height=480, width=720, n_frames=16, variant="taehv")
+
+    Raises ``UserError`` for values that cannot be meant, such as a size that the variant cannot encode.
     """
 
     height: int
@@ -122,52 +132,30 @@ class ClipSettings:
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
     def __post_init__(self) -> None:
-        self._check_size()
-        self._check_frames()
-        self._check_augmentation()
-
-    def _check_size(self) -> None:
         if self.variant is not None:
             # Here, not above: a process that only reads an index need not load the models.
             from tinyvae.models.variants import get_spec
 
             get_spec(self.variant).check_size(self.height, self.width)
-        for name, value in (("height", self.height), ("width", self.width)):
-            if value < SMALLEST_SPACE_FACTOR or value % SMALLEST_SPACE_FACTOR:
-                lower = max(SMALLEST_SPACE_FACTOR, value // SMALLEST_SPACE_FACTOR * SMALLEST_SPACE_FACTOR)
-                raise UserError(
-                    f"{name} is {value}; it must be a multiple of {SMALLEST_SPACE_FACTOR}, "
-                    f"such as {lower} or {lower + SMALLEST_SPACE_FACTOR}"
-                )
-
-    def _check_frames(self) -> None:
-        if self.n_frames < 1:
-            raise UserError(f"n_frames is {self.n_frames}; a clip has at least 1 frame")
-        if not 1 <= self.min_frame_delta <= self.max_frame_delta:
-            raise UserError(
-                f"min_frame_delta is {self.min_frame_delta} and max_frame_delta is {self.max_frame_delta}; "
-                "they must be at least 1, the first not above the second"
-            )
-        if self.decode_timeout_s <= 0:
-            raise UserError(f"decode_timeout_s is {self.decode_timeout_s}; it must be above 0")
-
-    def _check_augmentation(self) -> None:
-        if len(self.color_jitter_params) != 4:
-            raise UserError("color_jitter_params takes 4 numbers: brightness, contrast, saturation, hue")
-        *factors, hue = self.color_jitter_params
-        if not all(0 <= factor < 1 for factor in factors) or not 0 <= hue <= 0.5:
-            raise UserError(
-                f"color_jitter_params is {tuple(self.color_jitter_params)}; brightness, contrast and saturation "
-                "must be from 0 to below 1, hue from 0 to 0.5"
-            )
-        low, high = self.gaussian_blur_sigma
-        if not 0 < low <= high:
-            raise UserError(f"gaussian_blur_sigma is {low}, {high}; it must be a range above 0, low before high")
-        if not 0 <= self.gaussian_blur_probability <= 1:
-            raise UserError(f"gaussian_blur_probability is {self.gaussian_blur_probability}; it must be from 0 to 1")
-
-
-SCALE, TOP, LEFT = range(3)
+        jitter, (low, high) = self.color_jitter_params, self.gaussian_blur_sigma
+        rules = (
+            ("height", self.height >= 8 and self.height % 8 == 0, "a multiple of 8, such as 96 or 480"),
+            ("width", self.width >= 8 and self.width % 8 == 0, "a multiple of 8, such as 96 or 720"),
+            ("n_frames", self.n_frames >= 1, "at least 1"),
+            ("min_frame_delta", self.min_frame_delta >= 1, "at least 1"),
+            ("max_frame_delta", self.max_frame_delta >= self.min_frame_delta, "at least min_frame_delta"),
+            ("decode_timeout_s", self.decode_timeout_s > 0, "above 0"),
+            (
+                "color_jitter_params",
+                len(jitter) == 4 and all(0 <= factor < 1 for factor in jitter[:3]) and 0 <= jitter[3] <= 0.5,
+                "4 numbers: brightness, contrast and saturation from 0 to below 1, hue from 0 to 0.5",
+            ),
+            ("gaussian_blur_sigma", 0 < low <= high, "a range above 0, low before high"),
+            ("gaussian_blur_probability", 0 <= self.gaussian_blur_probability <= 1, "from 0 to 1"),
+        )
+        for name, is_kept, rule in rules:
+            if not is_kept:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be {rule}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,61 +168,122 @@ class CropWindow:
     width: int
 
 
-def random_window(frame_height: int, frame_width: int, settings: ClipSettings, key: tuple[int, ...]) -> CropWindow:
-    """A window at a random place, and with ``random_resize`` of a random scale (log-uniform)."""
-    largest = largest_scale(frame_height, frame_width, settings)
-    scale = 1.0 if largest >= 1.0 else largest
-    if settings.random_resize and largest > 1.0:
-        scale = math.exp(uniform(*key, SCALE) * math.log(largest))
-    height, width = window_size(frame_height, frame_width, settings, scale)
-    return CropWindow(
-        top=below(frame_height - height + 1, *key, TOP),
-        left=below(frame_width - width + 1, *key, LEFT),
-        height=height,
-        width=width,
+class ColorAndBlur(NamedTuple):
+    """The default values change nothing. ``hue`` is a share of a full turn, ``blur_sigma`` is in pixels."""
+
+    brightness: float = 1.0
+    contrast: float = 1.0
+    saturation: float = 1.0
+    hue: float = 0.0
+    blur_sigma: float = 0.0
+
+
+UNCHANGED = ColorAndBlur()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipChoice:
+    """Everything that is random about one sample."""
+
+    frame_indices: tuple[int, ...]
+    window: CropWindow
+    flip: bool = False
+    color_and_blur: ColorAndBlur = UNCHANGED
+
+
+def frames_needed(n_frames: int, frame_delta: int) -> int:
+    """Length of the shortest file that can give ``n_frames`` frames, each ``frame_delta`` after the one before."""
+    return (n_frames - 1) * frame_delta + 1
+
+
+def file_of(position: int, num_files: int, seed: int, attempt: int = 0) -> int:
+    """Which of ``num_files`` files the position gets; ``attempt`` counts the bad files drawn before it."""
+    epoch, place = divmod(position, num_files)
+    if attempt == 0:
+        return shuffled(place, num_files, seed, epoch, SHUFFLE)
+    return below(num_files, seed, epoch, place, SUBSTITUTE, attempt)
+
+
+def choose_clip(row: IndexRow, settings: ClipSettings, position: int, num_files: int, attempt: int = 0) -> ClipChoice:
+    """Frames, crop, flip and color of a training sample."""
+    n_frames, min_delta, longest = settings.n_frames, settings.min_frame_delta, settings.max_frame_delta
+    assert row.frames >= frames_needed(n_frames, min_delta), "split() leaves out shorter files"
+    epoch, place = divmod(position, num_files)
+    key = (settings.seed, epoch, place, attempt)
+    if n_frames > 1:
+        longest = min(longest, (row.frames - 1) // (n_frames - 1))
+    delta = min_delta + below(longest - min_delta + 1, *key, STEP)
+    start = below(row.frames - frames_needed(n_frames, delta) + 1, *key, START)
+    if settings.random_crop:
+        window = random_window(row.height, row.width, settings, (*key, CROP))
+    else:
+        window = center_window(row.height, row.width, settings)
+    return ClipChoice(
+        frame_indices=tuple(start + delta * frame for frame in range(n_frames)),
+        window=window,
+        flip=settings.random_flip and uniform(*key, FLIP) < 0.5,
+        color_and_blur=choose_color_and_blur(settings, (*key, COLOR)),
     )
 
 
-def centre_window(frame_height: int, frame_width: int, settings: ClipSettings) -> CropWindow:
+def choose_validation_clip(row: IndexRow, settings: ClipSettings) -> ClipChoice:
+    """The middle of the file at the smallest step, the middle of the picture, nothing random."""
+    delta = settings.min_frame_delta
+    start = (row.frames - frames_needed(settings.n_frames, delta)) // 2
+    indices = tuple(start + delta * frame for frame in range(settings.n_frames))
+    return ClipChoice(frame_indices=indices, window=center_window(row.height, row.width, settings))
+
+
+def random_window(frame_height: int, frame_width: int, settings: ClipSettings, key: tuple[int, ...]) -> CropWindow:
+    """A window at a random place, and with ``random_resize`` of a random scale (log-uniform)."""
+    largest = _largest_scale(frame_height, frame_width, settings)
+    scale = min(1.0, largest)
+    if settings.random_resize and largest > 1.0:
+        scale = math.exp(uniform(*key, SCALE) * math.log(largest))
+    height, width = _window_size(frame_height, frame_width, settings, scale)
+    top, left = below(frame_height - height + 1, *key, TOP), below(frame_width - width + 1, *key, LEFT)
+    return CropWindow(top=top, left=left, height=height, width=width)
+
+
+def center_window(frame_height: int, frame_width: int, settings: ClipSettings) -> CropWindow:
     """The middle of the picture: as much as fits where clips are resized, else exactly clip size."""
-    largest = largest_scale(frame_height, frame_width, settings)
+    largest = _largest_scale(frame_height, frame_width, settings)
     scale = largest if settings.random_resize else min(1.0, largest)
-    height, width = window_size(frame_height, frame_width, settings, scale)
+    height, width = _window_size(frame_height, frame_width, settings, scale)
     return CropWindow(top=(frame_height - height) // 2, left=(frame_width - width) // 2, height=height, width=width)
 
 
-def largest_scale(frame_height: int, frame_width: int, settings: ClipSettings) -> float:
-    """Side of the largest window of the clip's shape, as a multiple of the clip's own size."""
+def _largest_scale(frame_height: int, frame_width: int, settings: ClipSettings) -> float:
+    """The size of the largest window of the clip's shape, as a multiple of the clip's own size."""
     scale = min(frame_height / settings.height, frame_width / settings.width)
     assert scale >= 1.0 or settings.allow_upscale, "split() leaves out files smaller than the clip"
     return scale
 
 
-def window_size(frame_height: int, frame_width: int, settings: ClipSettings, scale: float) -> tuple[int, int]:
+def _window_size(frame_height: int, frame_width: int, settings: ClipSettings, scale: float) -> tuple[int, int]:
     """Height and width of the window at ``scale``, in whole pixels of the picture."""
     height = min(frame_height, max(1, round(settings.height * scale)))
     width = min(frame_width, max(1, round(settings.width * scale)))
     return height, width
 
 
-def cut_clip(frames_TCHW: Tensor, window: CropWindow, height: int, width: int, flip: bool) -> Tensor:
-    """The window of every frame at exactly ``height`` x ``width``. uint8 TCHW in, uint8 TCHW out."""
-    bottom, right = window.top + window.height, window.left + window.width
-    assert bottom <= frames_TCHW.shape[-2] and right <= frames_TCHW.shape[-1], "the window leaves the picture"
-    clip = frames_TCHW[..., window.top : bottom, window.left : right]
-    return finish_clip(clip, torch.empty((*clip.shape[:2], height, width), dtype=torch.uint8), flip)
+def choose_color_and_blur(settings: ClipSettings, key: tuple[int, ...]) -> ColorAndBlur:
+    """The five numbers of one sample, the same for all of its frames."""
 
+    def around(middle: float, reach: float, purpose: int) -> float:
+        return middle + reach * (2.0 * uniform(*key, purpose) - 1.0)
 
-def finish_clip(window_TCHW: Tensor, out_TCHW: Tensor, flip: bool) -> Tensor:
-    """Scale the pixels of a window to the size of ``out_TCHW`` and mirror them; both uint8, may be the same tensor."""
-    assert window_TCHW.dtype == out_TCHW.dtype == torch.uint8, "frames stay bytes until they are on the device"
-    size = out_TCHW.shape[-2:]
-    # Frame by frame: what is made in between then fits into the processor's cache.
-    for frame, out in zip(window_TCHW, out_TCHW, strict=True):
-        if frame.shape[-2:] != size:
-            frame = F.interpolate(frame[None].contiguous(), size=size, mode="bilinear", antialias=True)[0]
-        if flip:
-            frame = frame.flip(-1)
-        if frame.data_ptr() != out.data_ptr():
-            out.copy_(frame)
-    return out_TCHW
+    sigma = 0.0
+    if settings.gaussian_blur and uniform(*key, BLUR_OR_NOT) < settings.gaussian_blur_probability:
+        low, high = settings.gaussian_blur_sigma
+        sigma = low + (high - low) * uniform(*key, BLUR_SIGMA)
+    if not settings.color_jitter:
+        return ColorAndBlur(blur_sigma=sigma)
+    brightness, contrast, saturation, hue = settings.color_jitter_params
+    return ColorAndBlur(
+        brightness=around(1.0, brightness, BRIGHTNESS),
+        contrast=around(1.0, contrast, CONTRAST),
+        saturation=around(1.0, saturation, SATURATION),
+        hue=around(0.0, hue, HUE),
+        blur_sigma=sigma,
+    )

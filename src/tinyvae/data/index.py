@@ -1,11 +1,13 @@
-"""The index of a data set: one file, opened by memory map, with one row for each video.
+"""The index of a data set: one file with one row for each video, read by memory map and written through a journal.
 
-Layout of the file: 16 bytes (magic, header length), the header as JSON, then at a page border the rows (``ROW``,
-sorted by the hash of the path) and after them the text (paths and, for bad files, reasons). Sorting by hash makes the
-index the same whatever order the files were listed in, and finds a path by binary search without reading the rest.
+The file holds 64 KiB of header (magic bytes, then JSON), the rows (``ROW``, sorted by the hash of the path), and the
+text (paths and, for bad files, reasons). The order by hash makes the index the same whatever order the files were
+listed in, and finds a path by binary search. Mapped pages count as memory of each process that touches them. So
+readers go through the rows in chunks and give the pages back as they go.
 
-Five million rows are about 450 MB of rows and 300 MB of text on disk. Mapped pages count as resident memory of each
-process that touches them, so readers go through the rows in chunks and give the pages back as they go.
+A build appends each row to two files beside the index, ``INDEX.new-rows`` and ``INDEX.new-text``. A killed build
+leaves them behind. The next one makes ``INDEX.resume`` from them (an index too) and looks there before it probes a file
+again. The finished index gets its name at once, so a reader sees the old one or the new one.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import hashlib
 import json
 import mmap
 import os
-import struct
+import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,80 +26,64 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyvae.errors import MissingFileError, UserError
+from tinyvae.files import atomic_write, lock_file
 
 if TYPE_CHECKING:
     from tinyvae.video.decode import VideoInfo
 
-MAGIC = b"TVINDEX1"
-PAGE = 4096
+ANY_MAGIC = b"TVINDEX"
+MAGIC = ANY_MAGIC + b"2"
+HEADER_BYTES = 1 << 16
 CHUNK_ROWS = 1 << 17
+ROWS_PER_FLUSH = 256
+MAX_REASON_BYTES = 600
 LOOKUPS_BEFORE_RELEASE = 8
 """With large folios one touch of the page cache maps 2 MB: this many lookups hold about 16 MB."""
-
-STATUS_OK = 1
-STATUS_BAD = 2
-SPLIT_CODES = {"": 0, "train": 1, "val": 2, "test": 3}
-SPLIT_OF_CODE = {code: name for name, code in SPLIT_CODES.items()}
-
-ROW = np.dtype(
-    [
-        ("path_hash", "<u8"),
-        ("text_start", "<u8"),
-        ("path_bytes", "<u4"),
-        ("reason_bytes", "<u4"),
-        ("file_bytes", "<i8"),
-        ("ends_crc", "<u4"),
-        ("mtime_ns", "<i8"),
-        ("frames", "<i4"),
-        ("width", "<i4"),
-        ("height", "<i4"),
-        ("fps", "<f8"),
-        ("first_pts", "<i8"),
-        ("pts_step", "<f8"),
-        ("codec", "<u2"),
-        ("status", "u1"),
-        ("split", "u1"),
-        ("interlaced", "u1"),
-        ("pixel_aspect", "<f4"),
-        ("thorough", "u1"),
-    ]
-)
+SPLITS = ("", "train", "val", "test")
+"""A row stores the place of its split in this list."""
 
 
-def hash_of_path(path: str) -> int:
-    """64 bits of the path relative to the data root; order of rows, splits and lookups all stand on it."""
-    return int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little")
+def _column(dtype: str, default: Any) -> Any:
+    return field(default=default, metadata={"dtype": dtype})
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexRow:
-    """What the index knows of one file."""
+    """What the index knows of one file. All but the two texts are columns of ``ROW``, with the dtype given here."""
 
-    number: int
     path: str
     """Relative to the data root."""
-    status: int
-    reason: str
+    reason: str = ""
     """Why a bad file is bad; empty for a good one."""
-    split: str
-    frames: int
-    fps: float
-    width: int
-    height: int
-    codec: str
-    interlaced: bool
-    file_bytes: int
-    ends_crc: int
-    mtime_ns: int
-    first_pts: int
-    pts_step: float
-    pixel_aspect: float
-    thorough: bool
+    split: str = _column("u1", "")
+    file_bytes: int = _column("<i8", -1)
+    mtime_ns: int = _column("<i8", -1)
+    frames: int = _column("<i4", 0)
+    fps: float = _column("<f8", 0.0)
+    width: int = _column("<i4", 0)
+    height: int = _column("<i4", 0)
+    codec: str = _column("S16", "")
+    first_pts: int = _column("<i8", 0)
+    pts_step: float = _column("<f8", 0.0)
+    pixel_aspect: float = _column("<f4", 1.0)
+    ends_crc: int = _column("<u4", 0)
+    thorough: bool = _column("?", False)
     """Whether every frame was decoded when the file was probed."""
 
     @property
     def ok(self) -> bool:
-        return self.status == STATUS_OK
+        return not self.reason
+
+
+COLUMNS = {column.name: column.metadata["dtype"] for column in fields(IndexRow) if column.metadata}
+ROW = np.dtype(
+    [("path_hash", "<u8"), ("text_start", "<u8"), ("path_bytes", "<u4"), ("reason_bytes", "<u4"), *COLUMNS.items()]
+)
+
+
+def hash_of_path(path: str) -> int:
+    """64 bits of the path relative to the data root. The order of rows, splits and lookups all use it."""
+    return int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little")
 
 
 class VideoIndex:
@@ -107,13 +93,20 @@ class VideoIndex:
         self.file = Path(os.path.abspath(file))
         self.header = _read_header(self.file)
         self.data_root = Path(data_root if data_root is not None else self.header["data_root"])
+        self.source = str(self.header["source"] or self.file)
+        """What the index was made from: the name to use in messages."""
+        self.num_bad: int = self.header["num_bad"]
+        self.has_splits: bool = self.header["has_splits"]
+        """Whether the source gave the split of at least one file."""
+        self.fingerprint: str = self.header["fingerprint"]
+        """Changes when a file is added, removed, replaced or changes its split; not when the data root moves."""
         self._root_given = data_root
-        self._codecs: list[str] = self.header["codecs"]
         with open(self.file, "rb") as stream:
             self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         self._rows: npt.NDArray[Any] = np.frombuffer(
-            self._map, dtype=ROW, count=self.header["num_rows"], offset=self.header["rows_start"]
+            self._map, dtype=ROW, count=self.header["num_rows"], offset=HEADER_BYTES
         )
+        self._text_start = HEADER_BYTES + self._rows.nbytes
         self._lookups = 0
 
     def __reduce__(self) -> tuple[Callable[..., VideoIndex], tuple[Path, Path | None]]:
@@ -122,53 +115,17 @@ class VideoIndex:
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
-    def source(self) -> str:
-        """What the index was made from: the name to use in messages."""
-        return str(self.header["source"] or self.file)
-
-    @property
-    def num_bad(self) -> int:
-        return int(self.header["num_bad"])
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes when a file is added, removed, replaced or changes its split; not when the data root moves."""
-        return str(self.header["fingerprint"])
-
-    @property
-    def has_splits(self) -> bool:
-        """Whether the source told the split of at least one file."""
-        return bool(self.header["has_splits"])
-
     def row(self, number: int) -> IndexRow:
         if not 0 <= number < len(self._rows):
             raise IndexError(f"row {number} of an index with {len(self._rows)} rows")
         raw = self._rows[number]
         path, reason = self._texts(raw)
+        values = dict(zip(COLUMNS, raw.item()[-len(COLUMNS) :], strict=True))
+        values |= {"split": SPLITS[values["split"]], "codec": values["codec"].decode()}
         self._lookups += 1
         if self._lookups % LOOKUPS_BEFORE_RELEASE == 0:
             self.release_pages()
-        return IndexRow(
-            number=number,
-            path=path,
-            status=int(raw["status"]),
-            reason=reason,
-            split=SPLIT_OF_CODE[int(raw["split"])],
-            frames=int(raw["frames"]),
-            fps=float(raw["fps"]),
-            width=int(raw["width"]),
-            height=int(raw["height"]),
-            codec=self._codecs[int(raw["codec"])],
-            interlaced=bool(raw["interlaced"]),
-            file_bytes=int(raw["file_bytes"]),
-            ends_crc=int(raw["ends_crc"]),
-            mtime_ns=int(raw["mtime_ns"]),
-            first_pts=int(raw["first_pts"]),
-            pts_step=float(raw["pts_step"]),
-            pixel_aspect=float(raw["pixel_aspect"]),
-            thorough=bool(raw["thorough"]),
-        )
+        return IndexRow(path=path, reason=reason, **values)
 
     def full_path(self, row: IndexRow) -> Path:
         return self.data_root / row.path
@@ -177,19 +134,8 @@ class VideoIndex:
         """The probe's result as the decoder wants it, without touching the file."""
         from tinyvae.video.decode import VideoInfo
 
-        return VideoInfo(
-            path=self.full_path(row),
-            frames=row.frames,
-            fps=row.fps,
-            width=row.width,
-            height=row.height,
-            codec=row.codec,
-            interlaced=row.interlaced,
-            first_pts=row.first_pts,
-            pts_step=row.pts_step,
-            pixel_aspect=row.pixel_aspect,
-            ends_crc=row.ends_crc,
-        )
+        known = {name: getattr(row, name) for name in VideoInfo.__dataclass_fields__ if name != "path"}
+        return VideoInfo(path=self.full_path(row), **known)
 
     def find(self, path: str) -> int | None:
         """Number of the row with this relative path, or None."""
@@ -209,11 +155,8 @@ class VideoIndex:
 
     def bad_rows(self) -> Iterator[IndexRow]:
         for start, rows in self.chunks():
-            for offset in np.flatnonzero(rows["status"] == STATUS_BAD):
+            for offset in np.flatnonzero(is_bad(rows)):
                 yield self.row(start + int(offset))
-
-    def codec_name(self, code: int) -> str:
-        return self._codecs[code]
 
     def release_pages(self) -> None:
         """Drop the mapped pages from this process's resident memory; the next access maps them again."""
@@ -221,60 +164,207 @@ class VideoIndex:
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def _texts(self, raw: Any) -> tuple[str, str]:
-        start = self.header["text_start"] + int(raw["text_start"])
+        start = self._text_start + int(raw["text_start"])
         middle = start + int(raw["path_bytes"])
         end = middle + int(raw["reason_bytes"])
         return os.fsdecode(self._map[start:middle]), self._map[middle:end].decode("utf-8", "replace")
 
 
+def is_bad(rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which rows are of bad files: those with a reason."""
+    bad: npt.NDArray[np.bool_] = rows["reason_bytes"] > 0
+    return bad
+
+
 def open_index(file: Path, data_root: Path | None = None) -> VideoIndex:
     """Open an index made by ``tinyvae data index``.
 
+    >>> index = open_index(Path("videos.tvi"))  # doctest: +SKIP
+    >>> index.row(0).path  # doctest: +SKIP
+    'holiday/sea.mp4'
+
     Args:
-        file: the index.
         data_root: where the videos are now, when the data set has moved since it was indexed.
     """
     return VideoIndex(Path(file), data_root)
 
 
 def is_index(file: Path) -> bool:
-    """Whether a file is an index (by its first bytes, not by its name)."""
+    """Whether a file is an index of any version (by its first bytes, not by its name)."""
     if not file.is_file():
         return False
     with open(file, "rb") as stream:
-        return stream.read(len(MAGIC)) == MAGIC
+        return stream.read(len(ANY_MAGIC)) == ANY_MAGIC
 
 
 def _read_header(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise MissingFileError(f"there is no index at {file}; make it with: tinyvae data index DATA -o {file}")
     with open(file, "rb") as stream:
-        start = stream.read(16)
-        if len(start) < 16 or start[:8] != MAGIC:
-            raise UserError(f"{file} is not an index of tinyvae; make one with: tinyvae data index DATA -o INDEX")
-        (length,) = struct.unpack("<Q", start[8:])
-        try:
-            header: dict[str, Any] = json.loads(stream.read(min(length, 1 << 24)))
-        except ValueError:
-            raise UserError(f"the header of the index {file} is broken; delete the file and index again") from None
-    if header.get("row_bytes") != ROW.itemsize:
-        raise UserError(f"the index {file} was written by another version of tinyvae; delete it and index again")
-    if file.stat().st_size != header["text_start"] + header["text_bytes"]:
+        start = stream.read(HEADER_BYTES)
+    if not start.startswith(ANY_MAGIC):
+        raise UserError(f"{file} is not an index of tinyvae; make one with: tinyvae data index DATA -o INDEX")
+    if not start.startswith(MAGIC):
+        raise UserError(
+            f"the index {file} was written by another version of tinyvae; "
+            f"make it again with: tinyvae data index DATA -o {file}"
+        )
+    try:
+        header: dict[str, Any] = json.loads(start[len(MAGIC) :])
+    except ValueError:
+        raise UserError(f"the header of the index {file} is broken; delete the file and index again") from None
+    if file.stat().st_size != HEADER_BYTES + header["num_rows"] * ROW.itemsize + header["text_bytes"]:
         raise UserError(f"the index {file} is cut off; delete it and index again")
     return header
 
 
-def pack_header(fields: dict[str, Any], num_rows: int, text_bytes: int) -> bytes:
-    """The bytes before the rows. Where rows and text start is part of the header, so its length is fixed first."""
-    room = PAGE * (1 + len(json.dumps(fields)) // PAGE)
-    rows_start = room + PAGE
-    layout = {
-        "row_bytes": ROW.itemsize,
-        "num_rows": num_rows,
-        "rows_start": rows_start,
-        "text_start": rows_start + num_rows * ROW.itemsize,
-        "text_bytes": text_bytes,
-    }
-    body = json.dumps({**fields, **layout}).encode()
-    assert 16 + len(body) <= rows_start, "the header outgrew its room"
-    return (MAGIC + struct.pack("<Q", len(body)) + body).ljust(rows_start, b"\0")
+class IndexJournal:
+    """The rows of one build, as they come. Only one process may hold it."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self._rows_file, self._text_file = _beside(output, "new-rows"), _beside(output, "new-text")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        # The lock is a file of its own: the journal files come and go, the lock must not.
+        self._lock = open(_beside(output, "lock"), "wb")  # noqa: SIM115 - held for the life of the journal
+        try:
+            lock_file(self._lock, wait=False)
+        except BlockingIOError:
+            self._lock.close()
+            raise UserError(f"another process is building the index {output} now; wait for it or stop it") from None
+        self._rows = open(self._rows_file, "ab")  # noqa: SIM115
+        self._text = open(self._text_file, "ab")  # noqa: SIM115
+        self._waiting: list[tuple[Any, ...]] = []
+        self._first_text = self._text_bytes = self._text.tell()
+        self._first_row = self._drop_torn_rows()
+        self.resumed: VideoIndex | None = None
+        """What earlier builds left behind."""
+        if self._first_row:
+            resume = _beside(output, "resume")
+            _write_index(resume, self._journal_rows(0), self._text_file, 0, {"data_root": "", "source": ""})
+            self.resumed = open_index(resume)
+
+    def append(self, row: IndexRow) -> None:
+        path = os.fsencode(row.path)
+        reason = row.reason.encode("utf-8", "replace")[:MAX_REASON_BYTES]
+        values = {name: getattr(row, name) for name in COLUMNS}
+        values |= {"split": SPLITS.index(row.split), "codec": row.codec.encode()}
+        texts = (hash_of_path(row.path), self._text_bytes, len(path), len(reason))
+        self._waiting.append((*texts, *values.values()))
+        self._text.write(path + reason)
+        self._text_bytes += len(path) + len(reason)
+        if len(self._waiting) >= ROWS_PER_FLUSH:
+            self.flush()
+
+    def flush(self) -> None:
+        """Text first: a row in the journal always has its text, whenever the process dies."""
+        self._text.flush()
+        self._rows.write(np.array(self._waiting, dtype=ROW).tobytes())
+        self._rows.flush()
+        self._waiting.clear()
+
+    def finish(self, header: dict[str, Any]) -> int:
+        """Write the index in place of the old one and remove the journal. Returns how many rows were repeats."""
+        self.flush()
+        rows = self._journal_rows(self._first_row)
+        num_repeats = _write_index(
+            self.output, rows, self._text_file, self._first_text, header, refuse_split_conflicts=True
+        )
+        self.close()
+        for name in ("new-rows", "new-text", "resume", "lock"):
+            _beside(self.output, name).unlink(missing_ok=True)
+        return num_repeats
+
+    def close(self) -> None:
+        """Close the files; what was flushed stays for the next build."""
+        if not self._rows.closed:
+            self.flush()
+        self._rows.close()
+        self._text.close()
+        self._lock.close()
+
+    def _journal_rows(self, first: int) -> npt.NDArray[Any]:
+        count = self._rows_file.stat().st_size // ROW.itemsize - first
+        if count == 0:
+            return np.zeros(0, ROW)
+        return np.memmap(self._rows_file, dtype=ROW, mode="r", offset=first * ROW.itemsize, shape=(count,))
+
+    def _drop_torn_rows(self) -> int:
+        """Cut what a kill or a crash left: half a row at the end, or rows without their text. Returns how many stay."""
+        rows = self._journal_rows(0)
+        ends = rows["text_start"] + rows["path_bytes"] + rows["reason_bytes"]
+        sound = (ends <= self._text_bytes) & (rows["path_bytes"] > 0)
+        count = len(rows) if sound.all() else int(np.argmin(sound))
+        del rows
+        os.truncate(self._rows_file, count * ROW.itemsize)
+        return count
+
+
+def _write_index(
+    output: Path,
+    rows: npt.NDArray[Any],
+    text_file: Path,
+    first_text: int,
+    header: dict[str, Any],
+    *,
+    refuse_split_conflicts: bool = False,
+) -> int:
+    """Sort the journal's rows by path hash and write them without repeats. Returns how many repeats there were.
+
+    ``first_text``: where the text of these rows starts in ``text_file``.
+    """
+    order = np.argsort(np.array(rows["path_hash"]), kind="stable")
+    order = _without_repeats(rows, order, text_file, refuse_split_conflicts)
+    digest = hashlib.blake2b(digest_size=16)
+    num_bad, has_splits = 0, False
+    with atomic_write(output) as out, open(text_file, "rb") as text:
+        out.seek(HEADER_BYTES)
+        for start in range(0, len(order), CHUNK_ROWS):
+            chunk = rows[order[start : start + CHUNK_ROWS]]
+            bad = is_bad(chunk)
+            num_bad += int(bad.sum())
+            has_splits = has_splits or bool(chunk["split"].any())
+            for name in ("path_hash", "file_bytes", "frames", "width", "height"):
+                digest.update(chunk[name].tobytes())
+            digest.update(np.where(bad, 2, 1).astype("u1").tobytes())  # codes that older runs have in their checkpoints
+            digest.update(chunk["split"].tobytes())
+            chunk["text_start"] -= np.uint64(first_text)
+            out.write(chunk.tobytes())
+        text.seek(first_text)
+        shutil.copyfileobj(text, out, 1 << 20)
+        sizes = {"num_rows": len(order), "text_bytes": text.tell() - first_text, "num_bad": num_bad}
+        facts = {"has_splits": has_splits, "fingerprint": digest.hexdigest()}
+        packed = MAGIC + json.dumps({**header, **sizes, **facts}).encode()
+        assert len(packed) <= HEADER_BYTES, "two paths of 4096 bytes fit"
+        out.seek(0)
+        out.write(packed.ljust(HEADER_BYTES))
+    return len(rows) - len(order)
+
+
+def _without_repeats(
+    rows: npt.NDArray[Any], order: npt.NDArray[np.int64], text_file: Path, refuse_split_conflicts: bool
+) -> npt.NDArray[np.int64]:
+    """``order`` without repeated paths; of these the last one stays."""
+    hashes = rows["path_hash"][order]
+    keep = np.ones(len(order), dtype=bool)
+    with open(text_file, "rb") as text:
+
+        def path_at(place: int) -> str:
+            raw = rows[order[place]]
+            text.seek(int(raw["text_start"]))
+            return os.fsdecode(text.read(int(raw["path_bytes"])))
+
+        for place in map(int, np.flatnonzero(hashes[:-1] == hashes[1:])):
+            if path_at(place) != path_at(place + 1):
+                continue  # two paths with one 64-bit hash: nobody will see this, but both stay
+            keep[place] = False
+            if refuse_split_conflicts and rows[order[place]]["split"] != rows[order[place + 1]]["split"]:
+                raise UserError(
+                    f"the file {path_at(place)!r} is listed twice with different splits; "
+                    "training and validation must not share a file: remove one of the two entries"
+                )
+    return order[keep]
+
+
+def _beside(output: Path, name: str) -> Path:
+    return output.with_name(f"{output.name}.{name}")

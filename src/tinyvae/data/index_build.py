@@ -1,41 +1,47 @@
 """Building or updating an index: list the source, probe what is new, and keep what is known.
 
-The source is read twice: once to check every entry and to count (so that a wrong path ends the build in seconds, and
-the progress bar knows its end), once to probe. A second build over the same output probes only files that are new,
-have another size or time, or were bad before. A killed build goes on where it was.
+The source is read twice: once to check every entry and to count (a wrong path ends the build in seconds, and the
+progress bar knows its end), once to probe. A second build over the same output probes only files that are new, have
+another size or time, or were bad before. A killed build continues where it was.
+
+Files are probed in parallel processes, and no file can stop or hang the rest. When a process dies or never answers,
+each file of its batch is probed again in a process of its own, and the one at fault becomes a bad file.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import gc
 import logging
+import multiprocessing
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tinyvae.data.annotations import RootGuard, VideoEntry, default_data_root, iterate_entries
-from tinyvae.data.index import STATUS_BAD, STATUS_OK, IndexRow, VideoIndex, hash_of_path, is_index, open_index
-from tinyvae.data.index_writer import IndexJournal, IndexRecord
-from tinyvae.data.probe_pool import Probe, ProbeOutcome, ProbeTask, probe_all, usable_cores
-from tinyvae.errors import MissingFileError, UserError
+from tinyvae.data.annotations import VideoEntry, default_data_root, iterate_entries
+from tinyvae.data.index import IndexJournal, IndexRow, VideoIndex, hash_of_path, is_index, open_index
+from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.terminal import progress_bar
-from tinyvae.video.decode import probe_video
+from tinyvae.video.decode import VideoInfo, probe_video
 
 log = logging.getLogger(__name__)
 
-HASH_SPACE = 1 << 64
 CACHED_INDEX = "data_index.tvi"
+BATCH = 8
+BATCHES_AHEAD = 4
+GRACE_S = 30.0
+"""How much longer than the deadlines of its files together a batch may take before its process is killed."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class SourceSurvey:
-    """What tells whether a source still lists the same files: how many, and the sum of their path hashes."""
-
-    num_entries: int
-    paths_sum: int
+Probe = Callable[..., VideoInfo]
+"""Called with a path and the options ``timeout_s`` and ``thorough``; it keeps the deadline itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +62,6 @@ class BuildReport:
         )
 
 
-def survey_source(source: Path, data_root: Path | None) -> SourceSurvey:
-    """Read the whole source once, in constant memory; a wrong entry raises here."""
-    count = 0
-    paths_sum = 0
-    for entry in iterate_entries(source, data_root):
-        count += 1
-        paths_sum = (paths_sum + hash_of_path(entry.path)) % HASH_SPACE
-    return SourceSurvey(num_entries=count, paths_sum=paths_sum)
-
-
 def build_index(
     source: Path,
     output: Path,
@@ -79,49 +75,49 @@ def build_index(
 ) -> BuildReport:
     """Make or update the index ``output`` of the videos that ``source`` lists.
 
+    >>> print(build_index(Path("videos/"), Path("videos.tvi")).sentence())  # doctest: +SKIP
+
     Args:
         source: folder tree, JSONL file or annotation JSON.
         output: the index file; an index already there is updated and replaced at once at the end.
         data_root: folder that relative paths start from; default: the tree itself, or the annotation file's folder.
         num_workers: probing processes; default: one per CPU core, 0 probes in this process.
         timeout_s: deadline for each file.
-        thorough: decode every frame of every file, so that damage is found now; else packets are read and one frame
-            is decoded, and damage in the middle of a file is found (and counted) when it is read.
+        thorough: decode every frame of every file, so that damage is found now. Otherwise packets are read and one
+            frame is decoded, and damage in the middle of a file is found (and counted) when it is read.
         probe: what looks at one file.
     """
     started = time.monotonic()
     source, output = Path(source), Path(output)
-    _refuse_useless_output(source, output)
-    survey = survey_source(source, data_root)
-    if survey.num_entries == 0:
+    _check_output(source, output)
+    num_entries, paths_sum = _survey(source, data_root)
+    if num_entries == 0:
         raise UserError(f"{source} lists no video file; give a folder or an annotation file with at least one")
-    root = RootGuard(data_root if data_root is not None else default_data_root(source)).root
+    root = os.path.abspath(data_root if data_root is not None else default_data_root(source))
     journal = IndexJournal(output)
-    known = [index for index in (journal.resumed, open_index(output) if is_index(output) else None) if index]
-    workers = usable_cores() if num_workers is None else num_workers
-    counts = {"probed": 0, "reused": 0}
+    known = [index for index in (journal.resumed, _open_usable(output)) if index is not None]
+    tasks = (
+        ProbeTask(entry=entry, full_path=os.path.join(root, entry.path), known=_known_row(entry.path, known, thorough))
+        for entry in iterate_entries(source, data_root)
+    )
+    look = functools.partial(_row_of, probe=probe, timeout_s=timeout_s, thorough=thorough)
+    rows = _probe_all(tasks, look, usable_cores() if num_workers is None else num_workers, timeout_s)
+    counts: Counter[bool] = Counter()
+    header = {"data_root": root, "source": os.path.abspath(source), "source_state": _state_of(source)}
+    bar = progress_bar(rows, total=num_entries, unit="file", desc="indexing", disable=not show_progress_bar)
     try:
-        waiting: dict[int, tuple[VideoEntry, IndexRow | None]] = {}
-        tasks = _tasks(iterate_entries(source, data_root), root, known, thorough, waiting)
-        look = functools.partial(probe, timeout_s=timeout_s, thorough=thorough)
-        outcomes = probe_all(tasks, num_workers=workers, timeout_s=timeout_s, probe=look)
-        with progress_bar(
-            total=survey.num_entries, unit="file", desc="indexing", disable=not show_progress_bar, smoothing=0.05
-        ) as bar:
-            for outcome in outcomes:
-                entry, row = waiting.pop(outcome.number)
-                journal.append(_record(entry, row, outcome, thorough))
-                counts["reused" if outcome.unchanged else "probed"] += 1
-                bar.update()
-    except BaseException:
+        for row, is_new in bar:
+            journal.append(row)
+            counts[is_new] += 1
+        num_duplicates = journal.finish(header | {"num_entries": num_entries, "paths_sum": paths_sum})
+    finally:
+        bar.close()
         journal.close()
-        raise
-    written = journal.finish(_header(source, root, survey))
     return BuildReport(
         index=open_index(output),
-        num_probed=counts["probed"],
-        num_reused=counts["reused"],
-        num_duplicates=written.num_duplicates,
+        num_probed=counts[True],
+        num_reused=counts[False],
+        num_duplicates=num_duplicates,
         seconds=time.monotonic() - started,
     )
 
@@ -133,89 +129,87 @@ def open_or_build_index(
     cache_dir: Path,
     is_main: bool = True,
     barrier: Callable[[], None] = lambda: None,
-    num_workers: int | None = None,
-    timeout_s: float = 30.0,
-    show_progress_bar: bool = True,
+    **options: Any,
 ) -> VideoIndex:
     """The index of ``source``: itself when it is an index, else ``cache_dir/data_index.tvi``, built where needed.
 
-    The main rank alone lists and probes; all ranks then meet at ``barrier`` and open the file. The index is built
-    again when the source lists other files than before (an annotation file that has not changed is not read again).
-    For large data run ``tinyvae data index`` first: ranks wait at the barrier no longer than the process group's
-    timeout.
+    >>> index = open_or_build_index(Path("videos/"), cache_dir=Path("output"))  # doctest: +SKIP
+
+    The main rank alone lists and probes; all ranks then meet at ``barrier`` and open the file. For large data run
+    ``tinyvae data index`` first: ranks wait at the barrier no longer than the process group's timeout. ``options`` are
+    those of `build_index`.
     """
     source = Path(source)
     if is_index(source):
         return open_index(source, data_root)
     output = Path(cache_dir) / CACHED_INDEX
-    if is_main:
-        try:
-            bring_up_to_date(
-                source,
-                output,
-                data_root=data_root,
-                num_workers=num_workers,
-                timeout_s=timeout_s,
-                show_progress_bar=show_progress_bar,
-            )
-        except BaseException:
-            # The others wait at the barrier; without this call they would wait until the group's timeout.
-            # They must not go on with an index that is not the one asked for.
-            _mark_failed(output)
-            barrier()
-            raise
-        _failed_mark(output).unlink(missing_ok=True)
-    barrier()
-    if _failed_mark(output).exists():
-        raise UserError(f"the main process could not index {source}; its own message says why")
     try:
-        return open_index(output)
-    except MissingFileError:
+        if is_main:
+            bring_up_to_date(source, output, data_root=data_root, **options)
+    finally:
+        barrier()  # also after a failure: the others wait there
+    if not is_main and not _is_current(source, output, data_root):
         raise UserError(
-            f"the index {output} that the main process wrote is not visible here; "
-            "the folder for it must be on storage that all machines share"
-        ) from None
-
-
-def bring_up_to_date(
-    source: Path,
-    output: Path,
-    *,
-    data_root: Path | None = None,
-    num_workers: int | None = None,
-    timeout_s: float = 30.0,
-    show_progress_bar: bool = True,
-) -> None:
-    """Make the index ``output`` of ``source``, where it is not there or lists other files."""
-    if _is_current(source, output, data_root):
-        return
-    report = build_index(
-        source,
-        output,
-        data_root=data_root,
-        num_workers=num_workers,
-        timeout_s=timeout_s,
-        show_progress_bar=show_progress_bar,
-    )
-    log.info("indexed %s: %s", source, report.sentence())
-
-
-def _tasks(
-    entries: Iterator[VideoEntry],
-    root: str,
-    known: list[VideoIndex],
-    thorough: bool,
-    waiting: dict[int, tuple[VideoEntry, IndexRow | None]],
-) -> Iterator[ProbeTask]:
-    for number, entry in enumerate(entries):
-        row = _known_row(entry.path, known, thorough)
-        waiting[number] = (entry, row)
-        yield ProbeTask(
-            number=number,
-            full_path=os.path.join(root, entry.path),
-            known_bytes=-1 if row is None else row.file_bytes,
-            known_mtime_ns=-1 if row is None else row.mtime_ns,
+            f"the index {output} of {source} is not here: the main process could not index it (its own message says "
+            "why), or the folder is not on storage that all machines share"
         )
+    return open_index(output)
+
+
+def bring_up_to_date(source: Path, output: Path, *, data_root: Path | None = None, **options: Any) -> None:
+    """Make the index ``output`` of ``source`` (options as in `build_index`), unless it lists the same files already."""
+    if not _is_current(source, output, data_root):
+        report = build_index(source, output, data_root=data_root, **options)
+        log.info("indexed %s: %s", source, report.sentence())
+
+
+def _survey(source: Path, data_root: Path | None) -> tuple[int, int]:
+    """(number of entries, sum of their path hashes): equal where a source lists the same files. Constant memory."""
+    count = paths_sum = 0
+    for entry in iterate_entries(source, data_root):
+        count += 1
+        paths_sum = (paths_sum + hash_of_path(entry.path)) % (1 << 64)
+    return count, paths_sum
+
+
+def _is_current(source: Path, output: Path, data_root: Path | None) -> bool:
+    """Whether the index ``output`` still lists the files of ``source``. No video and no unchanged list is read."""
+    index = _open_usable(output)
+    if index is None or not source.exists():
+        return False
+    root = os.path.abspath(data_root if data_root is not None else default_data_root(source))
+    header = index.header
+    if header["source"] != os.path.abspath(source) or header["data_root"] != root:
+        return False
+    if not source.is_dir():
+        return bool(header["source_state"] == _state_of(source))
+    return (header["num_entries"], header["paths_sum"]) == _survey(source, data_root)
+
+
+def _state_of(source: Path) -> list[int]:
+    found = source.stat()
+    return [] if source.is_dir() else [found.st_size, found.st_mtime_ns]
+
+
+def _open_usable(file: Path) -> VideoIndex | None:
+    """The index at ``file``; None where there is none, or one that this version cannot read."""
+    if not is_index(file):
+        return None
+    try:
+        return open_index(file)
+    except UserError:
+        return None
+
+
+def _check_output(source: Path, output: Path) -> None:
+    if output.is_dir():
+        raise UserError(f"the output {output} is a folder; give the name of the index file to write")
+    if output.exists() and not is_index(output):
+        raise UserError(f"{output} exists and is not an index; it is not overwritten: give another name with -o")
+    if source.exists() and output.exists() and source.samefile(output):
+        raise UserError(f"{source} is itself an index; give the folder or annotation file it was made from")
+    if output.exists() and _open_usable(output) is None:
+        log.warning("the index %s is broken or of another version of tinyvae; it is made again", output)
 
 
 def _known_row(path: str, known: list[VideoIndex], thorough: bool) -> IndexRow | None:
@@ -227,79 +221,123 @@ def _known_row(path: str, known: list[VideoIndex], thorough: bool) -> IndexRow |
     return None
 
 
-def _record(entry: VideoEntry, row: IndexRow | None, outcome: ProbeOutcome, thorough: bool) -> IndexRecord:
-    if outcome.unchanged:
-        assert row is not None, "only a known file can be unchanged"
-        fields = {name: getattr(row, name) for name in IndexRecord.__dataclass_fields__}
-        return replace(IndexRecord(**fields), split=entry.split)
-    bad = IndexRecord(
-        path=entry.path,
-        split=entry.split,
-        status=STATUS_BAD,
-        reason=outcome.reason,
-        file_bytes=outcome.file_bytes,
-        mtime_ns=outcome.mtime_ns,
-    )
-    if outcome.info is None:
-        return bad
-    info = outcome.info
-    return replace(
-        bad,
-        status=STATUS_OK,
-        frames=info.frames,
-        fps=info.fps,
-        width=info.width,
-        height=info.height,
-        codec=info.codec,
-        interlaced=info.interlaced,
-        ends_crc=info.ends_crc or 0,
-        first_pts=info.first_pts,
-        pts_step=info.pts_step,
-        pixel_aspect=info.pixel_aspect,
-        thorough=thorough,
-    )
+@dataclass(frozen=True, kw_only=True)
+class ProbeTask:
+    """One file to look at, and what an earlier index says of it if it was good then."""
+
+    entry: VideoEntry
+    full_path: str
+    known: IndexRow | None
 
 
-def _header(source: Path, root: str, survey: SourceSurvey) -> dict[str, Any]:
-    found = source.stat()
-    return {
-        "data_root": root,
-        "source": os.path.abspath(source),
-        "source_bytes": -1 if source.is_dir() else found.st_size,
-        "source_mtime_ns": -1 if source.is_dir() else found.st_mtime_ns,
-        "num_entries": survey.num_entries,
-        "paths_sum": survey.paths_sum,
-    }
+def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) -> tuple[IndexRow, bool]:
+    """The row of one file, and whether it was probed. A file as it was when it was last found good is not opened.
+
+    Only errors of the file become a reason; our own bugs pass through.
+    """
+    row = IndexRow(path=task.entry.path, split=task.entry.split)
+    try:
+        found = os.stat(task.full_path)
+        row = replace(row, file_bytes=found.st_size, mtime_ns=found.st_mtime_ns)
+        known = task.known
+        if known is not None and (known.file_bytes, known.mtime_ns) == (row.file_bytes, row.mtime_ns):
+            return replace(known, split=row.split), False
+        info = vars(probe(Path(task.full_path), timeout_s=timeout_s, thorough=thorough)).copy()
+        info |= {"path": row.path, "ends_crc": info["ends_crc"] or 0}
+        return replace(row, thorough=thorough, **info), True
+    except FileNotFoundError:
+        reason = "the file is not there"
+    except UnreadableVideoError as refused:
+        reason = refused.reason
+    except OSError as failed:
+        reason = f"cannot be read: {failed.strerror or failed}"
+    return replace(row, reason=reason), True
 
 
-def _is_current(source: Path, output: Path, data_root: Path | None) -> bool:
-    """Whether the index at ``output`` still stands for ``source``, without looking at any video."""
-    if not is_index(output):
-        return False
-    header = open_index(output).header
-    root = RootGuard(data_root if data_root is not None else default_data_root(source)).root
-    if not source.exists() or header["source"] != os.path.abspath(source) or header["data_root"] != root:
-        return False
-    if not source.is_dir():
-        found = source.stat()
-        return bool((header["source_bytes"], header["source_mtime_ns"]) == (found.st_size, found.st_mtime_ns))
-    survey = survey_source(source, data_root)
-    return bool((header["num_entries"], header["paths_sum"]) == (survey.num_entries, survey.paths_sum))
+Look = Callable[[ProbeTask], tuple[IndexRow, bool]]
 
 
-def _refuse_useless_output(source: Path, output: Path) -> None:
-    if output.is_dir():
-        raise UserError(f"the output {output} is a folder; give the name of the index file to write")
-    if output.exists() and not is_index(output):
-        raise UserError(f"{output} exists and is not an index; it is not overwritten: give another name with -o")
-    if source.exists() and output.exists() and source.samefile(output):
-        raise UserError(f"{source} is itself an index; give the folder or annotation file it was made from")
+def _probe_all(
+    tasks: Iterable[ProbeTask], look: Look, num_workers: int, timeout_s: float
+) -> Iterator[tuple[IndexRow, bool]]:
+    """What ``look`` finds for every task, in whatever order. A process that is far behind its deadline is killed."""
+    if num_workers == 0:
+        yield from map(look, tasks)
+        return
+    stream = iter(tasks)
+    pool = _new_pool(num_workers)
+    pending: dict[concurrent.futures.Future[list[tuple[IndexRow, bool]]], list[ProbeTask]] = {}
+    try:
+        while True:
+            while len(pending) < num_workers * BATCHES_AHEAD and (batch := list(islice(stream, BATCH))):
+                pending[pool.submit(_look_at_batch, look, batch)] = batch
+            if not pending:
+                return
+            done, _ = concurrent.futures.wait(
+                pending, timeout=BATCH * timeout_s + GRACE_S, return_when=concurrent.futures.FIRST_COMPLETED
+            )
+            broken = not done
+            for future in done:
+                try:
+                    yield from future.result()
+                    del pending[future]
+                except BrokenProcessPool:
+                    broken = True
+            if broken:
+                _kill(pool)
+                for batch in pending.values():
+                    yield from (_probe_alone(task, look, timeout_s + GRACE_S) for task in batch)
+                pending.clear()
+                pool = _new_pool(num_workers)
+    finally:
+        _kill(pool)
 
 
-def _failed_mark(output: Path) -> Path:
-    return output.with_name(output.name + ".failed")
+def _look_at_batch(look: Look, batch: Sequence[ProbeTask]) -> list[tuple[IndexRow, bool]]:
+    return [look(task) for task in batch]
 
 
-def _mark_failed(output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    _failed_mark(output).touch()
+def _probe_alone(task: ProbeTask, look: Look, limit_s: float) -> tuple[IndexRow, bool]:
+    """In a process of its own, so that the file at fault is known."""
+    pool = _new_pool(1)
+    try:
+        return pool.submit(look, task).result(timeout=limit_s)
+    except BrokenProcessPool:
+        reason = "the decoder crashed on this file"
+    except concurrent.futures.TimeoutError:
+        reason = f"probing did not end within {limit_s:.0f} s"
+    finally:
+        _kill(pool)
+    return IndexRow(path=task.entry.path, split=task.entry.split, reason=reason), True
+
+
+def _new_pool(num_workers: int) -> concurrent.futures.ProcessPoolExecutor:
+    """Fork is quick and needs no importable main module; it is not allowed once CUDA is in use."""
+    torch = sys.modules.get("torch")
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    if torch is not None and torch.cuda.is_initialized():
+        method = "forkserver"
+    context = multiprocessing.get_context(method)
+    return concurrent.futures.ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_prober)
+
+
+def _start_prober() -> None:
+    gc.freeze()  # a fork frees nothing that it inherited: see `workers.start_worker`
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _kill(pool: concurrent.futures.ProcessPoolExecutor) -> None:
+    """Stop the pool without waiting for a process that may never answer."""
+    processes = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on; all of the machine's where the system does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
 """Endless training batches that any number of workers and ranks agree on, and validation batches that never change.
 
 Batch b of rank r, with B samples per rank and N ranks, takes the global positions
-``start_sample + b·N·B + r·B .. + B - 1``. So N ranks together see what one rank with N·B sees, and a run that goes on
+``start_sample + b·N·B + r·B .. + B - 1``. So N ranks together see what one rank with N·B sees, and a run that continues
 after k samples passes ``start_sample=k``, whatever its batch size, ranks or workers are now. Epochs follow each other
 without a gap: the last batch of an epoch runs on into the next, and nothing is dropped or seen twice.
 """
@@ -12,10 +12,12 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import (
@@ -27,15 +29,26 @@ from tinyvae.data.clip_reading import (
     TrainClips,
     ValidationClips,
 )
-from tinyvae.data.decoded_cache import GIB, CacheEvent, DecodedCache
+from tinyvae.data.decoded_cache import GIB, CacheEvent
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
-from tinyvae.data.workers import BorrowedBatches, LoanBoard, deaths_found_at_the_fetch, signals_held_back, start_worker
+from tinyvae.data.workers import BorrowedBatches, make_board, no_child_handler, signals_held_back, start_worker
 from tinyvae.errors import UserError
 
 log = logging.getLogger(__name__)
 
 MAX_LOST_IN_A_ROW = 3
-"""Times that workers are lost with no batch between them before it is given up."""
+"""How often workers may be lost without a batch between before the loader gives up."""
+
+
+class BatchPositions(Sampler[list[int]]):
+    """The positions of each batch of one rank, from batch ``first`` on. ``num_batches`` None: without end."""
+
+    def __init__(self, positions_of: Callable[[int], range], num_batches: int | None, first: int = 0) -> None:
+        self.positions_of, self.num_batches, self.first = positions_of, num_batches, first
+
+    def __iter__(self) -> Iterator[list[int]]:
+        numbers = count(self.first) if self.num_batches is None else range(self.first, self.num_batches)
+        return (list(self.positions_of(number)) for number in numbers)
 
 
 class _Loader:
@@ -44,19 +57,31 @@ class _Loader:
 
     def __init__(
         self,
-        make_loader: Callable[[Positions], DataLoader[ReadBatch]],
-        positions: Positions,
-        board: LoanBoard | None,
+        clips: TrainClips | ValidationClips,
+        positions: BatchPositions,
         watch: BadFileWatch,
+        *,
+        num_workers: int,
+        prefetch_factor: int,
+        pin_memory: bool,
     ) -> None:
-        self._make_loader = make_loader
-        self._positions = positions
-        self._loader = make_loader(positions)
-        self._board = board
-        self.bad_files = watch
+        self._clips, self._positions, self.bad_files = clips, positions, watch
+        self._make_loader = partial(
+            DataLoader,
+            clips,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            prefetch_factor=prefetch_factor if num_workers else None,
+            pin_memory=pin_memory and torch.cuda.is_available(),
+            worker_init_fn=start_worker,
+            # A generator of its own: else every start of the loader would draw from torch's global one, and a resumed
+            # run would not continue with the random state that it had saved.
+            generator=torch.Generator().manual_seed(0),
+        )
+        self._loader = self._make_loader(batch_sampler=positions)
 
     def _reads(self) -> Iterator[ReadBatch]:
-        """Every batch. A clip depends on its position alone, so fresh workers go on exactly where lost ones were."""
+        """Every batch. A clip depends on its position alone, so new workers continue exactly where lost ones were."""
         loader, num_done, num_lost = self._loader, 0, 0
         while True:
             try:
@@ -69,7 +94,9 @@ class _Loader:
                 reason = str(fault).splitlines()[0]
                 if not reason.startswith(("DataLoader worker (pid", "Pin memory thread exited")):
                     raise
-            loader = self._loader = self._make_loader(self._positions)  # the broken one's other workers end
+            loader = self._loader = self._make_loader(
+                batch_sampler=self._positions
+            )  # the other workers of the broken one end
             num_lost += 1
             if num_lost == MAX_LOST_IN_A_ROW:
                 raise UserError(
@@ -82,11 +109,12 @@ class _Loader:
                 "going on with fresh ones. Where it comes again and again, use fewer --dataloader_num_workers.",
                 reason,
             )
-            loader = self._make_loader(self._positions.after(num_done))
+            remaining = BatchPositions(self._positions.positions_of, self._positions.num_batches, num_done)
+            loader = self._make_loader(batch_sampler=remaining)
 
     def _reads_of(self, loader: DataLoader[ReadBatch]) -> Iterator[ReadBatch]:
-        borrowed = BorrowedBatches(self._board)
-        with signals_held_back(), deaths_found_at_the_fetch():
+        borrowed = BorrowedBatches(self._clips.board)
+        with signals_held_back(), no_child_handler():
             reads = iter(loader)
         for read in reads:
             self.bad_files.see(read.bad_files, read.num_tries)
@@ -101,48 +129,34 @@ class _Loader:
 class TrainLoader(_Loader):
     """Iterate for batches without end. Each iteration starts at ``start_sample``."""
 
-    def __init__(
-        self,
-        make_loader: Callable[[Positions], DataLoader[ReadBatch]],
-        positions: Positions,
-        board: LoanBoard | None,
-        watch: BadFileWatch,
-        samples_per_epoch: int,
-        cache: DecodedCache | None,
-    ) -> None:
-        super().__init__(make_loader, positions, board, watch)
-        self.samples_per_epoch = samples_per_epoch
-        self._cache = cache
-        self._told_of_cache: set[CacheEvent] = {""}
-
     def __iter__(self) -> Iterator[ClipBatch]:
+        told: set[CacheEvent] = {""}
         for read in self._reads():
             assert read.batch is not None, "a training batch without failure is whole"
-            self._tell_of_cache(read.cache_event)
+            if read.cache_event not in told:  # said once, whichever worker is first
+                told.add(read.cache_event)
+                self._tell_of_cache(read.cache_event)
             yield read.batch
 
     def _tell_of_cache(self, event: CacheEvent) -> None:
-        """Say once what the decoded cache met, whichever worker met it first."""
-        if self._cache is None or event in self._told_of_cache:
-            return
-        self._told_of_cache.add(event)
+        cache = self._clips.cache
+        assert cache is not None, "no event without a cache"
         if event == "evicts":
-            log.info("the decoded cache in %s makes room: files of earlier runs go", self._cache.folder)
-        else:
-            log.warning(
-                "the decoded cache in %s is full: decoded_cache_gb (%.3g) or the disk does not hold all files of this "
-                "run, and clips of the others are decoded each time; raise decoded_cache_gb, or name another "
-                "decoded_cache_dir",
-                self._cache.folder,
-                self._cache.max_bytes / GIB,
-            )
+            log.info("the decoded cache in %s makes room: files of earlier runs are deleted", cache.folder)
+            return
+        log.warning(
+            "the decoded cache in %s is full: decoded_cache_gb (%.3g) or the disk does not hold all files of this run, "
+            "and clips of the others are decoded each time; raise decoded_cache_gb, or name another decoded_cache_dir",
+            cache.folder,
+            cache.max_bytes / GIB,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationReads:
-    """What one rank met on its way through the validation clips.
+    """What happened when one rank read the validation clips.
 
-    ``num_clips`` and ``first_bad`` are those of the newest time through, the tries those of all times so far.
+    ``num_clips`` and ``first_bad`` are those of the newest iteration, the tries those of all iterations so far.
     """
 
     num_clips: int = 0
@@ -154,40 +168,29 @@ class ValidationReads:
 class ValidationLoader(_Loader):
     """Iterate for this rank's share of the validation clips: the same tensors every time.
 
-    A process that is alone judges the bad files itself at the end of each iteration. Several must not, each by its own
+    A single process judges the bad files itself at the end of each iteration. Several ranks must not, each by its own
     share: they exchange their ``reads`` after an iteration, and each gives all of them to `check`.
     """
 
     def __init__(
-        self,
-        make_loader: Callable[[Positions], DataLoader[ReadBatch]],
-        positions: Positions,
-        board: LoanBoard | None,
-        *,
-        num_samples: int,
-        num_samples_all_ranks: int,
-        is_alone: bool,
-        bad_file_limit: float,
-        bad_file_log: BadFileLog | None,
+        self, *parts: Any, num_samples_all_ranks: int, is_alone: bool, bad_file_limit: float, **options: Any
     ) -> None:
-        # The watch of this rank names bad files and counts them; no share is above its limit of 1.
-        super().__init__(make_loader, positions, board, BadFileWatch(limit=1.0, written_to=bad_file_log))
-        self.num_samples = num_samples
+        super().__init__(*parts, **options)
         self.num_samples_all_ranks = num_samples_all_ranks
         self.reads = ValidationReads()
-        self._is_alone = is_alone
-        self._bad_file_limit = bad_file_limit
+        self._is_alone, self._bad_file_limit = is_alone, bad_file_limit
 
     def __len__(self) -> int:
         """Batches of this rank, when no file is bad."""
-        return len(self._loader)
+        assert self._positions.num_batches is not None, "validation has an end"
+        return self._positions.num_batches
 
     def __iter__(self) -> Iterator[ClipBatch]:
         num_clips, first_bad = 0, None
         for read in self._reads():
             first_bad = first_bad or next(iter(read.bad_files), None)
-            num_clips += 0 if read.batch is None else len(read.batch)
             if read.batch is not None:
+                num_clips += len(read.batch)
                 yield read.batch
         self.reads = ValidationReads(
             num_clips=num_clips,
@@ -211,7 +214,7 @@ class ValidationLoader(_Loader):
             num_tries=sum(of_rank.num_tries for of_rank in reads),
             num_bad_tries=sum(of_rank.num_bad_tries for of_rank in reads),
             named={first.path: first.reason},
-        ).see((), 0)  # nothing new: it judges these counts
+        ).judge()
 
 
 def make_train_loader(
@@ -230,24 +233,35 @@ def make_train_loader(
 ) -> TrainLoader:
     """Training batches of this rank.
 
+    >>> for batch in make_train_loader(train, settings, batch_size=4, num_workers=2):  # doctest: +SKIP
+    ...     frames_NTCHW = batch.model_input("cuda")
+
     Args:
         clips: the training side of ``split``.
         batch_size: samples of one batch of this rank.
         start_sample: samples that all ranks together have consumed before.
         bad_file_limit: share of bad reads above which iterating raises ``UserError``.
-        bad_file_log: where bad files are written down.
+        bad_file_log: where bad files are named.
     """
     _check_counts(batch_size, rank, world_size, num_workers)
     if len(clips) == 0:
         raise UserError(f"the {clips.name} set of {clips.index.source} is empty; there is nothing to load")
     if start_sample < 0:
         raise UserError(f"start_sample is {start_sample}; it counts samples and must be at least 0")
-    positions = EndlessPositions(batch_size, rank, world_size, start_sample)
-    board = LoanBoard(num_workers) if num_workers else None
-    dataset = TrainClips(clips, settings, board)
-    make_loader = _loader_maker(dataset, num_workers, prefetch_factor, pin_memory)
-    watch = BadFileWatch(limit=bad_file_limit, written_to=bad_file_log)
-    return TrainLoader(make_loader, positions, board, watch, len(clips), dataset.cache)
+
+    def positions_of(batch: int) -> range:
+        first = start_sample + (batch * world_size + rank) * batch_size
+        return range(first, first + batch_size)
+
+    dataset = TrainClips(clips, settings, make_board(num_workers))
+    return TrainLoader(
+        dataset,
+        BatchPositions(positions_of, None),
+        BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        pin_memory=pin_memory,
+    )
 
 
 def make_validation_loader(
@@ -264,11 +278,11 @@ def make_validation_loader(
     bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
     bad_file_log: BadFileLog | None = None,
 ) -> ValidationLoader:
-    """Validation batches of this rank: one clip from the middle of each file, centre crop, nothing random.
+    """Validation batches of this rank: one clip from the middle of each file, center crop, nothing random.
 
-    The first ``num_samples`` files of the set (all, when None or more than there are), in the index's own order,
-    which is that of a hash and so a fair sample. Rank r takes samples r, r + N, r + 2N, ...: no sample comes twice,
-    and a rank may have one batch fewer than another. A bad file is left out, and named.
+    The first ``num_samples`` files of the set (all, when None or more than there are), in the order of the index, which
+    is that of a hash and so a fair sample. Rank r takes samples r, r + N, r + 2N, ...: no sample comes twice, and a
+    rank may have one batch fewer than another. A bad file is left out, and named.
     """
     _check_counts(batch_size, rank, world_size, num_workers)
     if num_samples is not None and num_samples < 1:
@@ -276,80 +290,21 @@ def make_validation_loader(
     total = len(clips) if num_samples is None else min(num_samples, len(clips))
     if total == 0:
         raise UserError(f"the {clips.name} set of {clips.index.source} is empty; there is nothing to validate on")
-    positions = SharedPositions(range(rank, total, world_size), batch_size)
-    board = LoanBoard(num_workers) if num_workers else None
-    dataset = ValidationClips(clips, settings, board)
-    make_loader = _loader_maker(dataset, num_workers, prefetch_factor, pin_memory)
+    own = range(rank, total, world_size)
+    positions = BatchPositions(
+        lambda batch: own[batch * batch_size : (batch + 1) * batch_size], math.ceil(len(own) / batch_size)
+    )
+    dataset = ValidationClips(clips, settings, make_board(num_workers))
     return ValidationLoader(
-        make_loader,
+        dataset,
         positions,
-        board,
-        num_samples=len(positions.mine),
+        BadFileWatch(limit=1.0, written_to=bad_file_log),  # it names and counts; `check` judges
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        pin_memory=pin_memory,
         num_samples_all_ranks=total,
         is_alone=world_size == 1,
         bad_file_limit=bad_file_limit,
-        bad_file_log=bad_file_log,
-    )
-
-
-class Positions(Sampler[list[int]]):
-    """The positions of each batch of one rank."""
-
-    def after(self, num_batches: int) -> Positions:
-        """Those that come behind the first ``num_batches``."""
-        raise AssertionError("positions must implement after")
-
-
-class EndlessPositions(Positions):
-    """The global positions of each training batch of one rank."""
-
-    def __init__(self, batch_size: int, rank: int, world_size: int, start_sample: int) -> None:
-        self.batch_size, self.rank, self.world_size, self.start_sample = batch_size, rank, world_size, start_sample
-
-    def __iter__(self) -> Iterator[list[int]]:
-        first = self.start_sample + self.rank * self.batch_size
-        while True:
-            yield list(range(first, first + self.batch_size))
-            first += self.world_size * self.batch_size
-
-    def after(self, num_batches: int) -> EndlessPositions:
-        start_sample = self.start_sample + num_batches * self.world_size * self.batch_size
-        return EndlessPositions(self.batch_size, self.rank, self.world_size, start_sample)
-
-
-class SharedPositions(Positions):
-    """The validation positions of one rank, batch by batch."""
-
-    def __init__(self, mine: range, batch_size: int) -> None:
-        self.mine = mine
-        self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        return math.ceil(len(self.mine) / self.batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, len(self.mine), self.batch_size):
-            yield list(self.mine[start : start + self.batch_size])
-
-    def after(self, num_batches: int) -> SharedPositions:
-        return SharedPositions(self.mine[num_batches * self.batch_size :], self.batch_size)
-
-
-def _loader_maker(
-    dataset: Dataset[ReadBatch], num_workers: int, prefetch_factor: int, pin_memory: bool
-) -> Callable[[Positions], DataLoader[ReadBatch]]:
-    """Makes the loader of the batches at some positions."""
-    return lambda positions: DataLoader(
-        dataset,
-        batch_sampler=positions,
-        num_workers=num_workers,
-        collate_fn=_as_it_is,
-        prefetch_factor=prefetch_factor if num_workers else None,
-        pin_memory=pin_memory and torch.cuda.is_available(),
-        worker_init_fn=start_worker,
-        # A generator of its own: else every start of the loader would draw from torch's global one, and a resumed
-        # run would not go on with the random state that it had saved.
-        generator=torch.Generator().manual_seed(0),
     )
 
 

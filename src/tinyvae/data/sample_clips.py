@@ -1,9 +1,8 @@
-"""The sample set: procedural clips as real H.264 files, the same on every run, for trying things without any data."""
+"""The sample set: procedural clips as real H.264 files, the same on every run, to try things without any data."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 
 from tinyvae.data.sample_scenes import SCENES, Shot
 from tinyvae.errors import FileExistsAlreadyError, UserError
+from tinyvae.files import atomic_write
 from tinyvae.video.write import VideoWriter
 
 FPS = 24
@@ -32,6 +32,8 @@ def write_sample_clips(
     overwrite: bool = False,
 ) -> None:
     """Write ``count`` clips and ``annotations.json`` into ``folder`` (made if needed).
+
+    >>> write_sample_clips(Path("sample_clips"), count=10)  # doctest: +SKIP
 
     Clip ``i`` depends on (seed, i, size, length) alone, so a smaller set is the beginning of a larger one. Clips
     already there are an error unless ``overwrite``; other files in the folder are left alone.
@@ -69,14 +71,13 @@ def write_sample_clips(
         {"path": name, "split": name.split("/")[0], "frames": frames, "fps": FPS, "width": width, "height": height}
         for name in names
     ]
-    part = folder / f".annotations.json.{os.getpid()}.part"
-    part.write_text(json.dumps({"total": count, "list": entries}, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, folder / "annotations.json")
+    with atomic_write(folder / "annotations.json", "w") as stream:
+        stream.write(json.dumps({"total": count, "list": entries}, indent=1) + "\n")
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The pictures are so small that threads only wait for each other: on two busy cores 25 times as long."""
+    """The pictures are so small that threads only wait for each other: on two busy cores it takes 25 times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -88,7 +89,7 @@ def _one_thread() -> Iterator[None]:
 def clip_name(number: int) -> str:
     """Path of clip ``number`` inside the folder: its split, its number, its kind of scene."""
     kinds = list(SCENES)
-    # Shifted by one in each round through the kinds, so that validation sees different kinds.
+    # One further in each round through the kinds, so that validation sees different kinds.
     is_validation = (number + number // len(kinds)) % VALIDATION_EVERY == VALIDATION_EVERY - 1
     return f"{'val' if is_validation else 'train'}/{number:03d}_{kinds[number % len(kinds)]}.mp4"
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
-# Colours from low to high ground, as hexadecimal RGB.
+# Colors from low to high ground, as hexadecimal RGB.
 PALETTES = {
     "meadow": "26401f 4f7a33 86a84a c2c06b e6dca0",
     "coast": "123a5a 1f6f8f 58b0b0 e2d2a0 8a9a55",
@@ -72,9 +72,9 @@ def clouds(shot: Shot, height: int, width: int, steepness: float) -> torch.Tenso
     return (0.5 + field / 4.5).clamp(0, 1)
 
 
-def ramp(field: torch.Tensor, colours: str) -> torch.Tensor:
-    """Colour a field (..., 0..1) with the stops of ``colours``: RGB as a new first dimension (3, ...)."""
-    stops = torch.tensor([[int(c[i : i + 2], 16) / 255 for i in (0, 2, 4)] for c in colours.split()])
+def ramp(field: torch.Tensor, colors: str) -> torch.Tensor:
+    """Color a field (..., 0..1) with the stops of ``colors``: RGB as a new first dimension (3, ...)."""
+    stops = torch.tensor([[int(c[i : i + 2], 16) / 255 for i in (0, 2, 4)] for c in colors.split()])
     position = field.clamp(0, 1) * (len(stops) - 1)
     low = position.floor().long().clamp(max=len(stops) - 2)
     share = (position - low)[..., None]
@@ -84,16 +84,16 @@ def ramp(field: torch.Tensor, colours: str) -> torch.Tensor:
 def terrain(shot: Shot, height: int, width: int) -> torch.Tensor:
     """A lit landscape from above (3HW)."""
     ground = clouds(shot, height, width, 1.9)
-    colour = ramp(ground, PALETTES[shot.pick(tuple(PALETTES))])
+    color = ramp(ground, PALETTES[shot.pick(tuple(PALETTES))])
     slope_x = ground - ground.roll(2, dims=1)
     slope_y = ground - ground.roll(2, dims=0)
     angle = shot.uniform(0, 2 * math.pi)
     light = 1 + 7 * (math.cos(angle) * slope_x + math.sin(angle) * slope_y)
-    return (colour * light.clamp(0.55, 1.45)).clamp(0, 1)
+    return (color * light.clamp(0.55, 1.45)).clamp(0, 1)
 
 
 def pixel_grid(height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, x) of pixel centres, H1 and 1W."""
+    """(y, x) of pixel centers, H1 and 1W."""
     return torch.arange(height)[:, None] + 0.5, torch.arange(width)[None] + 0.5
 
 
@@ -102,9 +102,9 @@ def cover(distance: torch.Tensor) -> torch.Tensor:
     return (0.5 - distance).clamp(0, 1)
 
 
-def paint(picture_CHW: torch.Tensor, colour: torch.Tensor, mask_HW: torch.Tensor) -> torch.Tensor:
-    """``colour`` (3HW or 311) laid over the picture where the mask is 1."""
-    return picture_CHW * (1 - mask_HW) + colour * mask_HW
+def paint(picture_CHW: torch.Tensor, color: torch.Tensor, mask_HW: torch.Tensor) -> torch.Tensor:
+    """``color`` (3HW or 311) laid over the picture where the mask is 1."""
+    return picture_CHW * (1 - mask_HW) + color * mask_HW
 
 
 def _around(picture: torch.Tensor, y: float, x: float, reach: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -115,29 +115,29 @@ def _around(picture: torch.Tensor, y: float, x: float, reach: float) -> tuple[to
     return part, grid_y + top - y, grid_x + left - x
 
 
-def paint_ball(picture: torch.Tensor, y: float, x: float, radius: float, colour: torch.Tensor) -> None:
+def paint_ball(picture: torch.Tensor, y: float, x: float, radius: float, color: torch.Tensor) -> None:
     """Draw a lit ball with a soft shadow into ``picture``."""
     part, grid_y, grid_x = _around(picture, y, x, 2 * radius)
     reach = torch.hypot(grid_y - radius * 0.35, grid_x - radius * 0.35) - radius
     shadow = 0.45 * (1 - (reach / (0.5 * radius)).clamp(0, 1))
     from_light = torch.hypot(grid_y + radius * 0.4, grid_x + radius * 0.4) / radius
-    lit = colour[:, None, None] * (1.15 - 0.5 * from_light) + 0.5 * (1 - from_light * 2.2).clamp(min=0) ** 2
+    lit = color[:, None, None] * (1.15 - 0.5 * from_light) + 0.5 * (1 - from_light * 2.2).clamp(min=0) ** 2
     part.copy_(paint(part * (1 - shadow), lit.clamp(0, 1), cover(torch.hypot(grid_y, grid_x) - radius)))
 
 
 def paint_box(
-    picture: torch.Tensor, y: float, x: float, half: tuple[float, float], angle: float, colour: torch.Tensor
+    picture: torch.Tensor, y: float, x: float, half: tuple[float, float], angle: float, color: torch.Tensor
 ) -> None:
     """Draw a turned rectangle with a darker rim into ``picture``."""
     part, grid_y, grid_x = _around(picture, y, x, math.hypot(*half) + 2)
     across = math.cos(angle) * grid_x + math.sin(angle) * grid_y
     along = math.cos(angle) * grid_y - math.sin(angle) * grid_x
     distance = torch.maximum(along.abs() - half[0], across.abs() - half[1])
-    rimmed = paint(part, colour[:, None, None] * 0.55, cover(distance))
-    part.copy_(paint(rimmed, colour[:, None, None], cover(distance + 2)))
+    rimmed = paint(part, color[:, None, None] * 0.55, cover(distance))
+    part.copy_(paint(rimmed, color[:, None, None], cover(distance + 2)))
 
 
-def bright_colour(shot: Shot) -> torch.Tensor:
+def bright_color(shot: Shot) -> torch.Tensor:
     return 0.15 + 0.8 * torch.rand(3, generator=shot.generator)
 
 
@@ -149,10 +149,10 @@ def world(shot: Shot, scale: float = 2.0, things: int = 14) -> torch.Tensor:
         y, x = shot.uniform(0, height), shot.uniform(0, width)
         size = shot.uniform(0.04, 0.13) * shot.height
         if shot.uniform(0, 1) < 0.5:
-            paint_ball(picture, y, x, size, bright_colour(shot))
+            paint_ball(picture, y, x, size, bright_color(shot))
         else:
             half = (size * shot.uniform(0.6, 1.4), size * shot.uniform(0.6, 1.4))
-            paint_box(picture, y, x, half, shot.uniform(0, math.pi), bright_colour(shot))
+            paint_box(picture, y, x, half, shot.uniform(0, math.pi), bright_color(shot))
     return picture
 
 
@@ -161,7 +161,7 @@ def camera(
 ) -> torch.Tensor:
     """The world seen by a camera: TCHW.
 
-    Per frame (all of length T): the centre in world pixels from the middle, world pixels per frame pixel, radians.
+    Per frame (all of length T): the center in world pixels from the middle, world pixels per frame pixel, radians.
     """
     grid_y, grid_x = pixel_grid(shot.height, shot.width)
     grid_y, grid_x = grid_y - shot.height / 2, grid_x - shot.width / 2
@@ -208,17 +208,17 @@ def moving_objects(shot: Shot) -> torch.Tensor:
         start = (shot.uniform(0, 1), shot.uniform(0, 1))
         speed = (shot.uniform(-1.4, 1.4), shot.uniform(-1.4, 1.4))
         size = shot.uniform(0.08, 0.2) * shot.height
-        things.append((number, start, speed, size, shot.uniform(-2, 2), bright_colour(shot)))
+        things.append((number, start, speed, size, shot.uniform(-2, 2), bright_color(shot)))
     frames = []
     for t in torch.linspace(0, 1, shot.frames).tolist():
         picture = background.clone()
-        for number, start, speed, size, spin, colour in things:
+        for number, start, speed, size, spin, color in things:
             y, x = (_bounce(s + v * t) for s, v in zip(start, speed, strict=True))
             y, x = size + y * (shot.height - 2 * size), size + x * (shot.width - 2 * size)
             if number % 2:
-                paint_box(picture, y, x, (size * 0.7, size * 0.9), spin * t + number, colour)
+                paint_box(picture, y, x, (size * 0.7, size * 0.9), spin * t + number, color)
             else:
-                paint_ball(picture, y, x, size, colour)
+                paint_ball(picture, y, x, size, color)
         frames.append(picture)
     return torch.stack(frames)
 
@@ -244,7 +244,7 @@ def text(shot: Shot) -> torch.Tensor:
         draw.text(place, shot.pick(LINES), fill=255, font=ImageFont.load_default(size))
         y += round(size * 1.5)
     mask = torch.from_numpy(np.asarray(sheet, dtype=np.float32) / 255)
-    ink = bright_colour(shot)[:, None, None]
+    ink = bright_color(shot)[:, None, None]
     page = paint(soft, 0.6 + 0.4 * ink if dark else 0.4 * ink, mask)
     t, zero = shot.progress - 0.5, torch.zeros(shot.frames)
     if shot.either() > 0:
@@ -253,7 +253,7 @@ def text(shot: Shot) -> torch.Tensor:
 
 
 def gradients(shot: Shot) -> torch.Tensor:
-    """A sky: colours change slowly, a sun moves, clouds drift."""
+    """A sky: colors change slowly, a sun moves, clouds drift."""
     grid_y, grid_x = pixel_grid(shot.height, shot.width)
     down = grid_y / shot.height
     first, second = (ramp(down, shot.pick(SKIES)) for _ in range(2))
@@ -283,16 +283,16 @@ def parallax(shot: Shot) -> torch.Tensor:
         tint = ramp(torch.tensor(depth / 3), PALETTES[shot.pick(("forest", "rock", "meadow", "autumn"))])
         grass = 0.75 + 0.5 * clouds(shot, shot.height, long, 1.3)
         haze = torch.tensor([0.7, 0.78, 0.86])
-        colour = (tint * (0.4 + 0.2 * depth) + haze * (0.6 - 0.2 * depth))[:, None, None] * grass
-        layers.append((ridge, colour, (0.1 + 0.22 * depth) * shot.width))
+        color = (tint * (0.4 + 0.2 * depth) + haze * (0.6 - 0.2 * depth))[:, None, None] * grass
+        layers.append((ridge, color, (0.1 + 0.22 * depth) * shot.width))
     direction = shot.either()
     frames = []
     for t in shot.progress.tolist():
         picture = sky
-        for ridge, colour, speed in layers:
+        for ridge, color, speed in layers:
             shift = round(direction * speed * t + shot.width)
             visible = ridge[shift : shift + shot.width]
-            part = colour[:, :, shift : shift + shot.width].clamp(0, 1)
+            part = color[:, :, shift : shift + shot.width].clamp(0, 1)
             picture = paint(picture, part, cover(visible[None] - grid_y))
         frames.append(picture)
     return torch.stack(frames)
@@ -324,7 +324,7 @@ def water(shot: Shot) -> torch.Tensor:
 
 
 def film_grain(shot: Shot) -> torch.Tensor:
-    """An old film: hardly any colour, a vignette, unsteady light, and grain that is new in every frame."""
+    """An old film: almost no color, a vignette, unsteady light, and grain that is new in every frame."""
     frames = pan(shot) if shot.either() > 0 else zoom(shot)
     grey = (frames * torch.tensor([0.3, 0.59, 0.11])[:, None, None]).sum(1, keepdim=True)
     frames = 0.15 * frames + 0.85 * grey * torch.tensor([1.05, 0.98, 0.86])[:, None, None]

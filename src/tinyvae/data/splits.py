@@ -1,7 +1,7 @@
 """Which files train and which validate, and which of them can give a clip at all.
 
-A file belongs to exactly one side: by the annotation's ``split`` where the source gives one, else by a hash of its
-path, which does not move when other files come or go. Bad, too short and too small files are left out and counted.
+A file belongs to exactly one side: the annotation's ``split`` says which, or else a hash of its path, which does not
+change when other files come or go. Bad, too short and too small files are left out and counted.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ import hashlib
 import logging
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from tinyvae.data.clip import fractions_of_hashes
-from tinyvae.data.index import SPLIT_CODES, STATUS_OK, VideoIndex
+from tinyvae.data.clip import ClipSettings, fractions_of_hashes, frames_needed
+from tinyvae.data.index import SPLITS, IndexRow, VideoIndex, is_bad
 from tinyvae.errors import UserError
-
-if TYPE_CHECKING:
-    from tinyvae.data.clip import ClipSettings
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +42,11 @@ class Exclusions:
 
     @property
     def unusable(self) -> int:
-        """Files that cannot give a clip; those of a test split can, and are not meant to."""
+        """Files that cannot give a clip. Those of a test split can, but must not."""
         return self.bad + self.too_short + self.too_small
 
     def is_most_of(self, num_files: int) -> bool:
-        """Whether more than half of so many files cannot be used."""
+        """Whether more than half of this many files cannot be used."""
         return 2 * self.unusable > num_files - self.test
 
     def sentence(self) -> str:
@@ -73,17 +70,16 @@ class ClipSet:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def row(self, number: int) -> IndexRow:
+        """The index row of file ``number`` of this side."""
+        return self.index.row(int(self.rows[number]))
+
     @property
     def fingerprint(self) -> str:
         """Equal for two sets that give the same clips for the same positions; a resumed run can compare it."""
         digest = hashlib.blake2b(self.index.fingerprint.encode(), digest_size=16)
         digest.update(np.ascontiguousarray(self.rows).tobytes())
         return digest.hexdigest()
-
-
-def frames_needed(n_frames: int, frame_delta: int) -> int:
-    """Length of the shortest file that can give ``n_frames`` frames, each ``frame_delta`` after the one before."""
-    return (n_frames - 1) * frame_delta + 1
 
 
 def split(
@@ -95,6 +91,8 @@ def split(
     bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
 ) -> tuple[ClipSet, ClipSet]:
     """Training and validation files of an index; no file is in both.
+
+    >>> train, val = split(index, settings, train_split=0.95)  # doctest: +SKIP
 
     Args:
         settings: files too short for ``n_frames`` at ``min_frame_delta`` are left out, and files smaller than
@@ -113,20 +111,17 @@ def split(
         raise UserError(f"the index {index.source} holds no annotated split; use split_by=hash, or annotate the files")
     use_annotation = split_by != "hash" and index.has_splits
     sides: dict[str, list[npt.NDArray[Any]]] = {"train": [], "val": []}
-    border = _Border()
     left_out = Counter({"bad": 0, "too_short": 0, "too_small": 0, "test": 0})
     for start, rows in index.chunks():
         usable, unusable = _usable_rows(rows, settings, without_test=use_annotation)
         left_out.update(unusable)
-        fraction = fractions_of_hashes(rows["path_hash"][usable], SPLIT_SALT)
-        trains = fraction < train_split
+        trains = fractions_of_hashes(rows["path_hash"][usable], SPLIT_SALT) < train_split
         if use_annotation:
             told = rows["split"][usable]
-            trains = np.where(told == 0, trains, told == SPLIT_CODES["train"])
+            trains = np.where(told == 0, trains, told == SPLITS.index("train"))
         numbers = (start + usable).astype(np.uint32)
         sides["train"].append(numbers[trains])
         sides["val"].append(numbers[~trains])
-        border.add(numbers, fraction)
     train, val = (np.concatenate([np.zeros(0, np.uint32), *sides[name]]) for name in ("train", "val"))
     excluded = Exclusions(**left_out)
     if len(train) + len(val) == 0:
@@ -136,7 +131,7 @@ def split(
             "ask for a smaller or shorter clip, or add files"
         )
     if not use_annotation and train_split < 1.0:
-        train, val = border.fill_empty_side(train, val)
+        train, val = _fill_empty_side(index, train, val)
     _refuse_empty_side(index, train, val, train_split, use_annotation)
     return (
         ClipSet(name="train", index=index, rows=train, excluded=excluded),
@@ -148,8 +143,8 @@ def _usable_rows(
     rows: npt.NDArray[Any], settings: ClipSettings, *, without_test: bool
 ) -> tuple[npt.NDArray[Any], dict[str, int]]:
     """(numbers of the rows that can give a clip, how many cannot and why)."""
-    good = rows["status"] == STATUS_OK
-    test = good & (rows["split"] == SPLIT_CODES["test"]) & without_test
+    good = ~is_bad(rows)
+    test = good & (rows["split"] == SPLITS.index("test")) & without_test
     candidate = good & ~test
     long_enough = rows["frames"] >= frames_needed(settings.n_frames, settings.min_frame_delta)
     large_enough = (rows["width"] >= settings.width) & (rows["height"] >= settings.height)
@@ -165,14 +160,14 @@ def _usable_rows(
 
 
 def refuse_bad_index(index: VideoIndex, bad_file_limit: float) -> None:
-    """Stop before training on what a broken download or a wrong mount left over."""
+    """Stop before training on what remains of a broken download or a wrong mount."""
     if len(index) == 0 or index.num_bad == len(index):
         raise UserError(f"all {len(index)} files of {index.source} are bad{_first_reason(index)}")
     share = index.num_bad / len(index)
     if share > bad_file_limit:
         raise UserError(
             f"{index.num_bad} of {len(index)} files ({share:.1%}) of {index.source} are bad, above the limit of "
-            f"{bad_file_limit:.1%}{_first_reason(index)}; mend or remove them, or raise bad_file_limit"
+            f"{bad_file_limit:.1%}{_first_reason(index)}; fix or remove them, or raise bad_file_limit"
         )
 
 
@@ -181,35 +176,20 @@ def _first_reason(index: VideoIndex) -> str:
     return "" if first is None else f"; the first is {first.path!r}: {first.reason}"
 
 
-class _Border:
-    """Remembers the files nearest to the border between the sides, for sets so small that one side is empty."""
-
-    def __init__(self) -> None:
-        self._lowest: tuple[float, int] | None = None
-        self._highest: tuple[float, int] | None = None
-
-    def add(self, numbers: npt.NDArray[Any], fractions: npt.NDArray[Any]) -> None:
-        if len(numbers) == 0:
-            return
-        low, high = int(np.argmin(fractions)), int(np.argmax(fractions))
-        lowest, highest = (float(fractions[low]), int(numbers[low])), (float(fractions[high]), int(numbers[high]))
-        self._lowest = lowest if self._lowest is None else min(self._lowest, lowest)
-        self._highest = highest if self._highest is None else max(self._highest, highest)
-
-    def fill_empty_side(
-        self, train: npt.NDArray[Any], val: npt.NDArray[Any]
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Where the hash put all files on one side, the one nearest to the border changes sides."""
-        if len(train) + len(val) < 2 or (len(train) and len(val)):
-            return train, val
-        assert self._lowest is not None and self._highest is not None, "there are files on one side"
-        if len(val) == 0:
-            moved = self._highest[1]
-            log.info("the hash put all %d files into training; row %d validates instead", len(train), moved)
-            return train[train != moved], np.array([moved], dtype=np.uint32)
-        moved = self._lowest[1]
-        log.info("the hash put all %d files into validation; row %d trains instead", len(val), moved)
-        return np.array([moved], dtype=np.uint32), val[val != moved]
+def _fill_empty_side(
+    index: VideoIndex, train: npt.NDArray[Any], val: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Where the hash put all files on one side, the one nearest to the border changes sides."""
+    if len(train) + len(val) < 2 or (len(train) and len(val)):
+        return train, val
+    numbers = train if len(train) else val
+    hashes = np.concatenate([rows["path_hash"] for _, rows in index.chunks()])[numbers]
+    fractions = fractions_of_hashes(hashes, SPLIT_SALT)
+    place = int(np.argmax(fractions) if len(train) else np.argmin(fractions))
+    moved, others = numbers[place : place + 1], np.delete(numbers, place)
+    sides = ("training", "validates") if len(train) else ("validation", "trains")
+    log.info("the hash put all %d files into %s; row %d %s instead", len(numbers), sides[0], moved[0], sides[1])
+    return (others, moved) if len(train) else (moved, others)
 
 
 def _refuse_empty_side(

@@ -1,9 +1,9 @@
-"""Batches in shared memory that is used again and again.
+"""The worker processes of a loader: how they start, which signals they hear, and which memory their batches use.
 
-A worker writes its clips into shared memory, so that handing a batch over copies nothing. Fresh memory is not free,
-though: the kernel clears every page as it is first touched, which took a worker 7 ms for a 16-frame clip of 720x480, a
-sixth of its decoding. So each worker keeps a few buffers. One that the main process has let go of comes back by a note
-on a board that all of them share; where none is back yet, the batch gets fresh memory, once.
+A worker writes its clips into shared memory, so that no copy is made when it hands a batch over. New memory has a cost:
+the kernel clears every page when it is first touched, which took a worker 7 ms for a 16-frame clip of 720x480, a sixth
+of its decoding. So each worker keeps a few buffers. When the main process has discarded a batch, it notes this on a
+board that all of them share, and the worker uses the buffer again. Where no buffer is free, the batch gets new memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tinyvae.heap import trim_heap
 
 BUFFERS = 3
-"""Of each worker at most: one being filled, one in the trainer's hands, one that it has just let go of."""
+"""Of each worker at most: one that is being filled, one that the trainer uses, one that it has just discarded."""
 
 MAX_KEPT_BYTES = 128 * 10**6
 """Of all buffers of a worker; larger batches have fewer, so that many workers stay small."""
@@ -45,29 +45,23 @@ class Loan:
     """Of this one loan by this one process."""
 
 
-class LoanBoard:
+def make_board(num_workers: int) -> Tensor | None:
     """Which loans are over: int64 (workers, buffers) in shared memory, the token of the last one given back.
 
-    Only the main process writes. A worker uses a buffer again when it finds there the very token it lent it under, so
-    whatever else may be written (by a second iterator over the same loader, say) costs a buffer but never a batch.
+    Only the main process writes. A worker uses a buffer again when it finds the token of its own loan there. Whatever
+    else is written (for example by a second iterator over the same loader) costs a buffer but never a batch.
     """
+    return torch.zeros((num_workers, BUFFERS), dtype=torch.int64).share_memory_() if num_workers else None
 
-    def __init__(self, num_workers: int) -> None:
-        self._tokens = torch.zeros((num_workers, BUFFERS), dtype=torch.int64).share_memory_()
 
-    def give_back(self, loan: Loan) -> None:
-        self._tokens[loan.worker, loan.buffer] = loan.token
-
-    def given_back(self, worker: int) -> list[int]:
-        """The last token given back of each of the worker's buffers."""
-        tokens: list[int] = self._tokens[worker].tolist()
-        return tokens
+def give_back(board: Tensor, loan: Loan) -> None:
+    board[loan.worker, loan.buffer] = loan.token
 
 
 class WorkerBuffers:
     """The buffers of one worker process. Outside of one (no workers) batches lie in ordinary memory."""
 
-    def __init__(self, board: LoanBoard | None) -> None:
+    def __init__(self, board: Tensor | None) -> None:
         self._board = board
         self._buffers: list[torch.UntypedStorage | None] = [None] * BUFFERS
         self._tokens = [0] * BUFFERS
@@ -79,7 +73,7 @@ class WorkerBuffers:
         if worker is None:
             return torch.empty(shape, dtype=torch.uint8), None
         num_bytes = math.prod(shape)
-        number = None if self._board is None else self._free_buffer(self._board.given_back(worker.id), num_bytes)
+        number = None if self._board is None else self._free_buffer(self._board[worker.id].tolist(), num_bytes)
         if number is None:
             return _tensor(_shared_memory(num_bytes), shape), None
         buffer = self._buffers[number]
@@ -90,7 +84,7 @@ class WorkerBuffers:
         return _tensor(buffer, shape), Loan(worker=worker.id, buffer=number, token=self._tokens[number])
 
     def _free_buffer(self, given_back: list[int], num_bytes: int) -> int | None:
-        """One that is back, before one that does not exist yet: so few are made as are needed."""
+        """One that is back, else one that does not exist yet: so no more are made than needed."""
         usable = range(min(BUFFERS, MAX_KEPT_BYTES // num_bytes))
         back = [i for i in usable if self._tokens[i] and self._tokens[i] == given_back[i]]
         unmade = [i for i in usable if not self._tokens[i]]
@@ -98,9 +92,9 @@ class WorkerBuffers:
 
 
 class BorrowedBatches:
-    """In the main process: gives buffers back when nothing there refers to them any more."""
+    """In the main process: gives buffers back when nothing there refers to them."""
 
-    def __init__(self, board: LoanBoard | None) -> None:
+    def __init__(self, board: Tensor | None) -> None:
         self._board = board
         self._borrowed: list[tuple[StorageWeakRef, Loan]] = []
 
@@ -109,18 +103,18 @@ class BorrowedBatches:
         if loan is None or self._board is None:
             return
         if frames.is_pinned():
-            self._board.give_back(loan)
+            give_back(self._board, loan)
         else:
             self._borrowed.append((StorageWeakRef(frames.untyped_storage()), loan))
 
     def give_back(self) -> None:
-        still = []
-        for storage, loan in self._borrowed:
-            if not storage.expired():
-                still.append((storage, loan))
-            elif self._board is not None:
-                self._board.give_back(loan)
-        self._borrowed = still
+        """Give back the buffers of all batches that are gone."""
+        borrowed, self._borrowed = self._borrowed, []
+        for storage, loan in borrowed:
+            if self._board is not None and storage.expired():
+                give_back(self._board, loan)
+            else:
+                self._borrowed.append((storage, loan))
 
 
 def _tensor(storage: torch.UntypedStorage, shape: tuple[int, ...]) -> Tensor:
@@ -131,7 +125,7 @@ def _shared_memory(num_bytes: int) -> torch.UntypedStorage:
     try:
         storage = torch.UntypedStorage._new_shared(num_bytes, device="cpu")
         if hasattr(os, "posix_fallocate") and get_sharing_strategy() == "file_descriptor":
-            # torch 2.8 and older promise memory that is not there, and whoever writes to it dies of SIGBUS.
+            # torch 2.8 and older promise memory that does not exist; a process that writes to it dies of SIGBUS.
             os.posix_fallocate(storage._share_fd_cpu_()[0], 0, num_bytes)
         return storage
     except (RuntimeError, OSError) as error:
@@ -147,13 +141,13 @@ def _shared_memory(num_bytes: int) -> torch.UntypedStorage:
 CLIPS_PER_TRIM = 8
 
 JOB_SIGNALS = {signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)}
-"""Sent to every process of a job by schedulers and terminals; the main process decides what they mean."""
+"""Schedulers and terminals send these to every process of a job; the main process decides what they mean."""
 
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """While workers are started: they inherit the block, so that a signal to the whole job cannot end one before
-    `start_worker` has made it deaf. The main process gets what came in between afterwards."""
+    """While workers start: they inherit the block, so that a signal to the whole job cannot end one before
+    `start_worker` makes it ignore signals. The main process gets its signals afterwards."""
     gc.collect()  # here and not in the workers: see `start_worker`
     if not hasattr(signal, "pthread_sigmask"):  # Windows, where nobody signals a whole job
         yield
@@ -166,11 +160,11 @@ def signals_held_back() -> Iterator[None]:
 
 
 @contextmanager
-def deaths_found_at_the_fetch() -> Iterator[None]:
-    """While workers are started: keep torch from raising the death of one in the middle of a step or a save.
+def no_child_handler() -> Iterator[None]:
+    """While workers start: keep torch from raising in the middle of a step or a save when a worker dies.
 
     With the first workers of a process torch sets a SIGCHLD handler that raises in whatever line the main process is
-    at. The handler from before is put back: the loader itself looks after its workers when a batch does not come.
+    at. This puts back the handler from before: the loader itself checks its workers when a batch does not come.
     """
     number = getattr(signal, "SIGCHLD", None)
     before = None if number is None else signal.getsignal(number)
@@ -184,22 +178,22 @@ def deaths_found_at_the_fetch() -> Iterator[None]:
 def start_worker(worker: int) -> None:
     """Called once in each worker before its first batch."""
     torch.set_num_threads(1)
-    # What was imported stays for good. Set apart, it makes a collection cost a tenth of a millisecond and not fifty;
-    # `WorkerMemory` collects after every clip. What the main process left to be collected stays as well: it may hold an
-    # FFmpeg object that waits for its threads when it is freed, and a fork has none of them.
+    # Imported modules stay for ever. Without them a collection takes 0.1 ms and not 50, and there is one after every
+    # clip. What the main process left to be collected stays too: it may hold an FFmpeg object that waits for its
+    # threads when it is freed, and a fork has none of them.
     gc.freeze()
     for number in JOB_SIGNALS - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
-    _end_only_when_the_parent_says_so()
+    _ignore_foreign_sigterm()
 
 
-def _end_only_when_the_parent_says_so() -> None:
-    """Let SIGTERM pass unless our own main process sent it.
+def _ignore_foreign_sigterm() -> None:
+    """Ignore SIGTERM unless our own main process sent it.
 
-    A scheduler sends SIGTERM to every process of a job. Workers that died of it would break the loader under the
-    trainer, which has one more step to finish and an emergency checkpoint to write. The main process ends its workers
-    itself, by message or by SIGTERM, and a worker whose main process is gone ends by itself (torch's watchdog).
-    Where nobody tells who sent a signal (macOS, Windows), SIGTERM ends a worker: a main process must be able to.
+    A scheduler sends SIGTERM to every process of a job. Workers that died of it would break the loader while the
+    trainer finishes its step and writes an emergency checkpoint. The main process ends its workers itself, by message
+    or by SIGTERM, and a worker whose main process is gone ends by itself (torch's watchdog). Where the system does not
+    say who sent a signal (macOS, Windows), SIGTERM ends a worker.
     """
     if not hasattr(signal, "sigwaitinfo"):
         if hasattr(signal, "pthread_sigmask"):
@@ -216,21 +210,15 @@ def _end_only_when_the_parent_says_so() -> None:
     threading.Thread(target=wait, name="sigterm", daemon=True).start()
 
 
-class WorkerMemory:
-    """Gives back what a clip leaves behind.
+def free_clip_memory(num_clips: int) -> None:
+    """Free what reading a clip leaves behind in a worker; ``num_clips``: how many it has read.
 
-    A closed decoder is a cycle of Python objects with its frames still in it, which only a collection frees; and the
-    freed frames leave holes in the heap that grow by megabytes a clip until it is trimmed. Outside a worker (no
-    worker processes, a notebook) Python's own collections must do: a full one there would cost too much.
+    A closed decoder is a cycle of Python objects that still holds its frames, and only a collection frees it. The freed
+    frames leave holes in the heap, which grow by megabytes a clip until it is trimmed. Outside a worker (no worker
+    processes, a notebook) Python's own collections must do: a full one there would cost too much.
     """
-
-    def __init__(self) -> None:
-        self._clips = 0
-
-    def after_clip(self) -> None:
-        if torch.utils.data.get_worker_info() is None:
-            return
-        gc.collect()
-        self._clips += 1
-        if self._clips % CLIPS_PER_TRIM == 0:
-            trim_heap()
+    if torch.utils.data.get_worker_info() is None:
+        return
+    gc.collect()
+    if num_clips % CLIPS_PER_TRIM == 0:
+        trim_heap()

@@ -20,9 +20,8 @@ from torch.nn import functional as F
 
 from tinyvae.data.annotations import SPLIT_NAMES, VIDEO_SUFFIXES, default_data_root, iterate_entries
 from tinyvae.data.index import is_index, open_index
-from tinyvae.errors import MissingFileError, UserError
+from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
 from tinyvae.video.decode import iterate_frames, probe_video, uneven_times_s
-from tinyvae.video.opening import unreadable
 
 PROBE_TIMEOUT_S = 600.0
 """Probing a file reads all its packets: minutes for a film of hours on a slow disk."""
@@ -165,10 +164,8 @@ def measure_clip(
     ``max_frames`` frames, else they are the first.
     """
     if clip.known_bad:
-        raise unreadable(clip.path, f"{clip.known_bad} (as its index says)")
+        raise UnreadableVideoError(clip.path, f"{clip.known_bad} (as its index says)")
     info = probe_video(clip.path, thorough=False, timeout_s=PROBE_TIMEOUT_S)
-    if info.interlaced:
-        raise unreadable(clip.path, "interlaced; deinterlace it first, e.g. ffmpeg -vf bwdif")
     height, width = size if size is not None else (info.height, info.width)
     step = middle.frame_step if middle is not None else 1
     available = (info.frames - 1) // step + 1

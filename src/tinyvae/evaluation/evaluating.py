@@ -33,7 +33,6 @@ from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics, open_lpips
 from tinyvae.evaluation.round_trip import TEACHER_KIND, Model, ModelFacts, RoundTrip, in_chunks_that_fit, open_model
 from tinyvae.evaluation.statistics import Summary, summarise
 from tinyvae.terminal import count_of, progress_bar
-from tinyvae.video.opening import unreadable
 
 if TYPE_CHECKING:
     from tinyvae.losses.perceptual import LPIPS
@@ -328,7 +327,7 @@ class _Worker:
                 needed = self.round_trip.spec.time_factor
                 if part.num_frames < needed:  # almost nothing of it could be compared
                     short = f"it has {part.num_frames} of the {needed} frames that one {self.round_trip.facts.variant}"
-                    raise unreadable(part.path, f"{short} latent needs; use a longer video")
+                    raise UnreadableVideoError(part.path, f"{short} latent needs; use a longer video")
                 metrics, times = in_chunks_that_fit(
                     self.round_trip, part, lambda chunks: self._measure_chunks(chunks, part.num_frames)
                 )

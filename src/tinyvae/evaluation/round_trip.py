@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from tinyvae.errors import UserError
+from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.evaluation.clip_sources import ClipPart, frame_chunks
 from tinyvae.evaluation.cost import StageTimes, fitting_in_memory
 from tinyvae.files import sha256_of
@@ -28,7 +28,6 @@ from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec, get_spec
 from tinyvae.models.weights import find_weights, load_model
 from tinyvae.teachers import find_teacher, load_teacher
-from tinyvae.video.opening import unreadable
 
 CHUNK_PIXELS = {"cpu": 1_400_000, "cuda": 12_000_000}
 """Pixels that go through the network at once: four frames of 480x720 on a CPU, 35 on a GPU. Larger chunks cost memory
@@ -236,7 +235,9 @@ class TeacherRoundTrip(RoundTrip):
         with times.stage("decode", self.device):
             decoded_NTCHW = self._teacher.decode(latents_NTCHW)
         if decoded_NTCHW.shape[1] < wanted:
-            raise unreadable(self._path, f"{self.facts.variant} gave back {decoded_NTCHW.shape[1]} of {wanted} frames")
+            raise UnreadableVideoError(
+                self._path, f"{self.facts.variant} gave back {decoded_NTCHW.shape[1]} of {wanted} frames"
+            )
         yield Piece(decoded=decoded_NTCHW[0, :wanted, :, :height, :width].float(), target=target_TCHW)
 
 

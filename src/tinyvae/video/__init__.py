@@ -1,1 +1,1 @@
-"""Video files: open them safely, read exact frames, write files that every player shows right."""
+"""Video files: open them safely, read exact frames, write files that every player shows correctly."""

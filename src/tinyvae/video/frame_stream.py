@@ -1,75 +1,37 @@
-"""Decoding in order, with proof: every frame that leaves here is whole, has its number, and none is left out.
+"""Decoding in order, with proof: every frame that leaves here is whole, has its number, and none is missing.
 
-The proof of order needs no index: each packet that goes into the decoder leaves its presentation time in a heap, and
-each frame that comes out must carry the smallest time of that heap. A lost, repeated or reordered frame breaks this
-at once. The number of a frame then follows from counting, or after a seek from the timeline.
+The proof of order needs no index. Each packet that goes into the decoder leaves its presentation time in a heap. Each
+frame that comes out must carry the smallest time of that heap. A lost, repeated or reordered frame breaks this rule at
+once. The number of a frame then follows from counting, or after a seek from the timeline.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any
 
 import av
 import av.error
 
-from tinyvae.video.opening import TABLE_FORMATS, OpenVideo, PacketError, unreadable
+from tinyvae.errors import UnreadableVideoError
+from tinyvae.video.opening import TABLE_FORMATS, DamageError, OpenVideo
 from tinyvae.video.timeline import EndProof, Timeline
-
-_SLICE_TYPES = frozenset({1, 2, 3, 4, 5})
-
-
-def nal_length_size(stream: Any) -> int:
-    """Bytes of the length in front of each NAL unit; 0 where packets are not H.264 in MP4 or Matroska form."""
-    if stream.codec_context.name != "h264":
-        return 0
-    extradata = stream.codec_context.extradata
-    # An avcC record starts with version 1; start-code streams (MPEG-TS) start with 0.
-    return (extradata[4] & 3) + 1 if extradata and len(extradata) > 6 and extradata[0] == 1 else 0
-
-
-def is_disposable(packet: av.Packet, length_size: int) -> bool:
-    """Whether all pictures in ``packet`` say of themselves that nothing refers to them (nal_ref_idc 0)."""
-    data = memoryview(packet)
-    position, slices = 0, 0
-    while position + length_size < len(data):
-        length = int.from_bytes(data[position : position + length_size], "big")
-        header = data[position + length_size]
-        if header & 31 in _SLICE_TYPES:
-            if header >> 5 & 3:
-                return False
-            slices += 1
-        position += length_size + length
-    return slices > 0 and position == len(data)
-
 
 # Codecs where every packet of a sound file gives exactly one frame. Others may hold pictures that are never shown
 # (VP8) or packets without a picture (MPEG-4 in AVI), so their packets prove nothing.
 ONE_FRAME_PER_PACKET = frozenset(
     {"h264", "hevc", "vvc", "vp9", "libvpx-vp9", "av1", "libdav1d", "libaom-av1", "mjpeg", "prores", "dnxhd", "ffv1"}
 )
-
-# Containers that may begin anywhere, since they are cut from a running broadcast.
-RECORDING_FORMATS = frozenset({"mpegts", "mpeg"})
-
+RECORDING_FORMATS = frozenset({"mpegts", "mpeg"})  # cut from a running broadcast, so they may begin anywhere
 CUT_OFF = "it is cut off: frames before its last one are missing"
-
 _SEEKS = 6  # the wanted time, then 1, 2, 4, 8, 16 s before it; after that the start of the file
 _KEYS_TRIED = 2
-
-
-class DamageError(Exception):
-    """Decoding from the chosen key frame met damage; ``frames_before`` sound frames came out first."""
-
-    def __init__(self, frames_before: int, reason: str) -> None:
-        super().__init__(reason)
-        self.frames_before = frames_before
+_H264_SLICES = frozenset({1, 2, 3, 4, 5})
 
 
 class _OrderProof:
-    """Packets in, frames out: says whether they can belong together."""
+    """Compares the frames that come out of a decoder with the packets that went in."""
 
     def __init__(self, codec: str) -> None:
         self._strict = codec in ONE_FRAME_PER_PACKET
@@ -84,7 +46,7 @@ class _OrderProof:
         elif self._with_times:
             heapq.heappush(self._waiting, packet.pts)
 
-    def give_up(self, times: set[int]) -> None:
+    def skip(self, times: set[int]) -> None:
         """Do not wait for frames at these times if they are the next ones."""
         while self._waiting and self._waiting[0] in times:
             heapq.heappop(self._waiting)
@@ -103,11 +65,11 @@ class _OrderProof:
 class _Run:
     """One pass of the decoder.
 
-    Pictures stored after the first key frame but shown before it (the leading pictures of an open GOP) may lack
-    their references, as may those before the first key frame of a broadcast recording: they are "uncertain". After a
-    seek they are dropped. At the start of a file they are frames like all others if they come out sound; if already
-    the first of them does not, as where a recording was cut, all are dropped and frame 0 is the key frame. Other
-    containers start with a key frame: where the first picture is none there, it is damaged.
+    Some pictures may lack the pictures that they refer to: those stored after the first key frame but shown before it
+    (an open GOP), and those before the first key frame of a broadcast recording. They are "uncertain". After a seek
+    they are dropped. At the start of a file they count like all others if they come out sound. If the first of them
+    does not (a recording that was cut), all are dropped and frame 0 is the key frame. Other containers start with a
+    key frame; a first picture that is none is damaged.
     """
 
     def __init__(self, video: OpenVideo, *, after_seek: bool) -> None:
@@ -134,21 +96,21 @@ class _Run:
             decoded = self._context.decode(packet)
         except av.error.FFmpegError as error:
             if not uncertain or self.count:
-                raise DamageError(self.count, error.strerror or "decoder error") from None
+                raise DamageError(error.strerror or "decoder error") from None
             self._drop_uncertain = True
             return
         for frame in decoded:
             if self._is_kept(frame):
                 if self._end_proof and not self._end_proof.follows(frame.pts, at_end=packet is None):
-                    raise DamageError(self.count, CUT_OFF)
+                    raise DamageError(CUT_OFF)
                 self.count += 1
                 yield frame
 
     def end(self) -> None:
         if self.count == 0:
-            self._proof.give_up(self._uncertain_times)
+            self._proof.skip(self._uncertain_times)
         if not self._proof.is_complete():
-            raise DamageError(self.count, "not all frames can be decoded")
+            raise DamageError("not all frames can be decoded")
 
     def _is_kept(self, frame: av.VideoFrame) -> bool:
         if self._is_uncertain(frame.pts):
@@ -157,11 +119,11 @@ class _Run:
             if self._drop_uncertain:
                 return False
         if frame.is_corrupt:
-            raise DamageError(self.count, "the decoder met errors in it")
+            raise DamageError("the decoder found errors in it")
         if self.count == 0:
-            self._proof.give_up(self._uncertain_times - {frame.pts})
+            self._proof.skip(self._uncertain_times - {frame.pts})
         if not self._proof.is_next(frame):
-            raise DamageError(self.count, "a frame is missing or its time is out of order")
+            raise DamageError("a frame is missing or its time is out of order")
         return True
 
     def _is_uncertain(self, pts: int | None) -> bool:
@@ -171,30 +133,15 @@ class _Run:
 
 
 def end_proof(video: OpenVideo) -> EndProof | None:
-    """The proof that the film's end is whole; None where the container itself tells."""
+    """The proof that the end of the film is whole; None where the container itself tells."""
     if video.container.format.name in TABLE_FORMATS:
         return None
     return EndProof(rate=float(video.stream.average_rate or 0), time_base=float(video.stream.time_base or 0))
 
 
-def frames_in_order(video: OpenVideo, packets: Iterator[av.Packet], *, after_seek: bool) -> Iterator[av.VideoFrame]:
-    """Decode ``packets``; ``DamageError`` at the first damage."""
-    run = _Run(video, after_seek=after_seek)
-    try:
-        for packet in chain(packets, (None,)):
-            yield from run.decode(packet)
-            video.deadline.check()
-    except PacketError as broken:
-        raise DamageError(run.count, str(broken)) from None
-    run.end()
-
-
 def count_frames(video: OpenVideo) -> Iterator[tuple[int, av.VideoFrame]]:
     """(number, frame) for all frames of a file just opened, from its start."""
-    try:
-        yield from enumerate(frames_in_order(video, video.packets(), after_seek=False))
-    except DamageError as damage:
-        raise unreadable(video.path, f"damaged at frame {damage.frames_before} ({damage})") from None
+    return _without_gaps(video, 0, enumerate(_decode_in_order(video, video.packets(), after_seek=False)))
 
 
 def seek_frames(video: OpenVideo, timeline: Timeline, first: int) -> Iterator[tuple[int, av.VideoFrame]] | None:
@@ -204,8 +151,8 @@ def seek_frames(video: OpenVideo, timeline: Timeline, first: int) -> Iterator[tu
     """
     for key in _keys_before(video, timeline, first):
         packets = chain((key,), _needed(video, timeline.earliest_pts(first)))
-        frames = frames_in_order(video, packets, after_seek=True)
-        numbered = ((_number(timeline, frame), frame) for frame in frames)
+        frames = _decode_in_order(video, packets, after_seek=True)
+        numbered = ((None if frame.pts is None else timeline.index_of(frame.pts), frame) for frame in frames)
         try:
             opening = next((nf for nf in numbered if nf[0] is None or nf[0] >= first), None)
         except DamageError:
@@ -215,39 +162,65 @@ def seek_frames(video: OpenVideo, timeline: Timeline, first: int) -> Iterator[tu
     return None
 
 
+def _decode_in_order(video: OpenVideo, packets: Iterator[av.Packet], *, after_seek: bool) -> Iterator[av.VideoFrame]:
+    """The frames of ``packets``; ``DamageError`` at the first damage."""
+    run = _Run(video, after_seek=after_seek)
+    for packet in chain(packets, (None,)):
+        yield from run.decode(packet)
+        video.deadline.check()
+    run.end()
+
+
 def _needed(video: OpenVideo, wanted_pts: int) -> Iterator[av.Packet]:
-    """The packets that follow, without pictures before ``wanted_pts`` that nothing refers to."""
-    length_size = nal_length_size(video.stream)
+    """The packets that follow, without pictures before ``wanted_pts`` that no other picture refers to.
+
+    Only H.264 in MP4 or Matroska says so in a way that is quick to read: an avcC record (version 1) in its extradata
+    tells how many bytes the length in front of each NAL unit has.
+    """
+    context = video.stream.codec_context
+    extradata = context.extradata if context.name == "h264" else None
+    length_size = (extradata[4] & 3) + 1 if extradata and len(extradata) > 6 and extradata[0] == 1 else 0
     for packet in video.packets():
         on_the_way = length_size > 0 and packet.pts is not None and packet.pts < wanted_pts
         if not (on_the_way and is_disposable(packet, length_size)):
             yield packet
 
 
-def _number(timeline: Timeline, frame: av.VideoFrame) -> int | None:
-    return None if frame.pts is None else timeline.index_of(frame.pts)
+def is_disposable(packet: av.Packet, length_size: int) -> bool:
+    """Whether all H.264 pictures in ``packet`` say that nothing refers to them (nal_ref_idc 0)."""
+    data = memoryview(packet)
+    position, slices = 0, 0
+    while position + length_size < len(data):
+        length = int.from_bytes(data[position : position + length_size], "big")
+        header = data[position + length_size]
+        if header & 31 in _H264_SLICES:
+            if header >> 5 & 3:
+                return False
+            slices += 1
+        position += length_size + length
+    return slices > 0 and position == len(data)
 
 
 def _without_gaps(
-    video: OpenVideo, first: int, numbered: Iterator[tuple[int | None, av.VideoFrame]]
+    video: OpenVideo, first: int, numbered: Iterable[tuple[int | None, av.VideoFrame]]
 ) -> Iterator[tuple[int, av.VideoFrame]]:
-    """``numbered``, proven to count up from ``first``; damage is final here."""
+    """``numbered``, proven to count up from ``first``. Damage is an error here."""
     expected = first
     try:
         for found, frame in numbered:
             if found != expected:
-                raise unreadable(video.path, f"frame {expected} is not at its time")
+                raise UnreadableVideoError(video.path, f"frame {expected} is not at its time")
             yield expected, frame
             expected += 1
     except DamageError as damage:
-        raise unreadable(video.path, f"damaged at frame {expected} ({damage})") from None
+        raise UnreadableVideoError(video.path, f"damaged at frame {expected} ({damage})") from None
 
 
 def _keys_before(video: OpenVideo, timeline: Timeline, first: int) -> Iterator[av.Packet]:
     """Key packets at or before frame ``first``, nearest first; the container stands right behind each.
 
-    Containers without an index land anywhere, and some on a key frame that is shown only after the wanted time, so
-    the first guess is checked and the next goes further back.
+    Containers without an index land anywhere, some on a key frame that is shown after the wanted time. So the first
+    guess is checked, and the next one goes further back.
     """
     stream = video.stream
     wanted = target = timeline.seek_pts(first)
@@ -257,9 +230,9 @@ def _keys_before(video: OpenVideo, timeline: Timeline, first: int) -> Iterator[a
         try:
             video.container.seek(wanted, stream=stream)
             key = next((p for p in video.packets() if p.is_keyframe), None)
-        except (av.error.FFmpegError, PacketError):
+        except (av.error.FFmpegError, DamageError):
             return  # no way to seek in this container: the caller starts at the beginning
-        if key is None or key.pts is None or timeline.is_after(key.pts, first):
+        if key is None or key.pts is None or key.pts > target:
             wanted = target - ticks_per_s * 2**attempt
             continue
         yield key

@@ -1,6 +1,6 @@
 """Opening a video file so that it can do no harm: which stream, which limits, and every failure with a name.
 
-All of FFmpeg's own errors end here as :class:`tinyvae.errors.UnreadableVideoError`, whose text is ``file: reason``.
+All of FFmpeg's errors end here as :class:`tinyvae.errors.UnreadableVideoError`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from tinyvae.errors import UnreadableVideoError
 # A frame above this (more than 16384 x 8192) is a broken header, not a film; FFmpeg would ask for gigabytes.
 MAX_PIXELS = 16384 * 8192
 
-# With "explode" a decoder reports a broken slice instead of painting something plausible over it.
+# With "explode" a decoder reports a broken slice instead of painting something likely over it.
 ERROR_DETECTION = "explode+crccheck+bitstream+buffer"
 
 # Where containers keep what tells frames apart (sizes, times, edit lists): at the front, at the back, or both.
 _END_BYTES = 1 << 16
 
-# Containers with a table of all frames, or of all in a fragment: their order is known before anything is decoded, and
-# what is missing shows as a packet that is not there.
+# Containers with a table of all frames, or of all in a fragment. The order of frames is known before decoding, and a
+# missing frame shows as a packet that is not there.
 TABLE_FORMATS = frozenset({"mov,mp4,m4a,3gp,3g2,mj2"})
 
-# For the decoder that FFmpeg tries a file with while opening it; ours is another one.
+# Without FFmpeg's trial decoding while it opens a file.
 _NO_TRIAL = {"probesize": "4096", "fpsprobesize": "0", "skip_frame": "all"}
 
-# Tags that are not UTF-8 must not keep a film from opening. PyAV 19 reads them as they are and has no such setting.
+# A file with tags that are not UTF-8 must still open. PyAV 19 reads them as they are and has no such setting.
 _ANY_TAGS: dict[str, Any] = {"metadata_errors": "replace"} if Version(av.__version__) < Version("19") else {}
 
 _NOT_THE_FILM = (
@@ -48,15 +48,15 @@ _NOT_THE_FILM = (
 )
 
 
-class PacketError(Exception):
-    """The file cannot give its next packet whole; the text is the reason."""
+class DamageError(Exception):
+    """The file cannot give its next packet or frame whole; the text is the reason."""
 
 
 class Deadline:
-    """A moment after which reading a file counts as failed.
+    """The time after which reading a file counts as failed.
 
-    FFmpeg's reads are told about it through their interrupt callback, our own loops ask after each packet. A
-    system call that never returns (a dead network mount) cannot be interrupted from inside the process.
+    FFmpeg asks for it in its interrupt callback, our own loops ask after each packet. A system call that never
+    returns (a dead network mount) cannot be interrupted from inside the process.
     """
 
     def __init__(self, path: Path, timeout_s: float) -> None:
@@ -65,7 +65,7 @@ class Deadline:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew: a stream of any length has ``timeout_s`` per frame."""
+        """Start again: a stream of any length has ``timeout_s`` per frame."""
         self._end = time.monotonic() + self.timeout_s
 
     def remaining_s(self) -> float:
@@ -73,7 +73,7 @@ class Deadline:
 
     def check(self) -> None:
         if time.monotonic() > self._end:
-            raise unreadable(self.path, f"reading took longer than {self.timeout_s:g} s")
+            raise UnreadableVideoError(self.path, f"reading took longer than {self.timeout_s:g} s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +86,12 @@ class OpenVideo:
     deadline: Deadline
 
     def packets(self) -> Iterator[av.Packet]:
-        """Whole coded packets from the current position; ``PacketError`` where one is not whole.
+        """Whole coded packets from the current position; ``DamageError`` where one is not whole.
 
-        Empty packets (a "repeat the last picture" mark in AVI) are left out: they would tell the decoder that the
-        file is over. FFmpeg also marks a packet as incomplete at the joint of two MPEG-TS recordings, where nothing
-        is lost. A joint goes on with a key frame, so the mark is believed unless a key frame follows at once (the
-        parser holds one packet back); there the decoder has the last word.
+        Empty packets ("repeat the last picture" in AVI) are left out: they would tell the decoder that the file is
+        over. FFmpeg also marks a packet as incomplete where two MPEG-TS recordings are joined, though nothing is lost
+        there. A joint continues with a key frame. So the mark counts unless a key frame follows at once (the parser
+        holds one packet back); in that case the decoder decides.
         """
         held: list[av.Packet] = []
         try:
@@ -110,22 +110,17 @@ class OpenVideo:
                     yield packet
         except av.error.FFmpegError as error:
             self.deadline.check()
-            raise PacketError(ffmpeg_words(error)) from None
+            raise DamageError(ffmpeg_words(error)) from None
         if held:
-            raise PacketError("its data is incomplete")
-
-
-def unreadable(path: Path, reason: str) -> UnreadableVideoError:
-    """The error for ``path``: one sentence, the file and the reason."""
-    return UnreadableVideoError(f"{path}: {reason}")
+            raise DamageError("its data is incomplete")
 
 
 @contextmanager
 def open_video(path: Path, deadline: Deadline) -> Iterator[OpenVideo]:
     """Open ``path`` by its content (never by its suffix), ready to decode its film.
 
-    One decoder thread. Loader workers are many processes already; and with more, a decoder thread that reports
-    damage waits for Python's lock while closing the file waits for that thread: damaged files hang.
+    One decoder thread. Loader workers are many processes already. And with more threads damaged files hang: a thread
+    that reports damage waits for Python's lock, while the code that closes the file waits for that thread.
     """
     check_regular_file(path)
     with _open_container(path, deadline) as container:
@@ -140,78 +135,74 @@ def open_video(path: Path, deadline: Deadline) -> Iterator[OpenVideo]:
 
 
 def _open_container(path: Path, deadline: Deadline) -> av.container.InputContainer:
-    """Open by content, without FFmpeg's trial decoding where nothing is learnt from it.
+    """Open by content, without FFmpeg's trial decoding where it teaches nothing.
 
-    FFmpeg decodes some twenty frames of H.264 on opening, to find out how far they are reordered: a seventh of the
-    work of a 16-frame clip. The tables of MP4 files tell, so for these it is left out.
+    While opening H.264, FFmpeg decodes some twenty frames to learn how far they are reordered: a seventh of the work
+    of a 16-frame clip. The tables of MP4 files already say that.
     """
     try:
-        container = _av_open(path, deadline, trial_decoding=False)
+        container = open_container(path, timeout_s=deadline.remaining_s(), options=_NO_TRIAL)
         if container.format.name in TABLE_FORMATS:
             return container
         container.close()
     except av.error.FFmpegError:
-        pass  # too little was read to tell what it is: once more, with all that FFmpeg does
+        pass  # it read too little to tell what this is: try again with all that FFmpeg does
     try:
-        return _av_open(path, deadline, trial_decoding=True)
+        return open_container(path, timeout_s=deadline.remaining_s())
     except av.error.FFmpegError as error:
         deadline.check()
-        raise unreadable(path, f"not a readable video file ({ffmpeg_words(error)})") from None
+        raise UnreadableVideoError(path, f"not a readable video file ({ffmpeg_words(error)})") from None
 
 
-def _av_open(path: Path, deadline: Deadline, *, trial_decoding: bool) -> av.container.InputContainer:
-    limit_s = max(0.001, deadline.remaining_s())
-    return open_container(path, options={} if trial_decoding else _NO_TRIAL, timeout=(limit_s, limit_s))
-
-
-def open_container(path: Path, **settings: Any) -> av.container.InputContainer:
-    """PyAV's ``open`` for a file of unknown origin, whichever PyAV is installed."""
+def open_container(
+    path: Path, *, timeout_s: float | None = None, options: dict[str, str] | None = None
+) -> av.container.InputContainer:
+    """PyAV's ``open`` for a file of unknown origin."""
     return av.open(
         os.path.abspath(path),  # absolute: a name such as "http:x.mp4" is a file, not an address
         mode="r",
+        options=options or {},
         # A playlist named .mp4 must not make us reach for the network.
         container_options={"protocol_whitelist": "file"},
+        timeout=None if timeout_s is None else (max(0.001, timeout_s),) * 2,
         **_ANY_TAGS,
-        **settings,
     )
 
 
-def check_regular_file(path: Path) -> None:
-    """Refuse what is no plain file: opening a pipe nobody writes to would wait for ever."""
+def check_regular_file(path: Path) -> os.stat_result:
+    """Refuse what is no plain file: to open a pipe that nobody writes to would wait for ever."""
     try:
-        mode = os.stat(path).st_mode
+        found = os.stat(path)
     except OSError as error:
-        raise unreadable(path, (error.strerror or str(error)).lower()) from None
-    if not stat.S_ISREG(mode):
-        raise unreadable(path, "not a regular file")
-    if os.path.getsize(path) == 0:
-        raise unreadable(path, "the file is empty")
+        raise UnreadableVideoError(path, (error.strerror or str(error)).lower()) from None
+    if not stat.S_ISREG(found.st_mode):
+        raise UnreadableVideoError(path, "not a regular file")
+    if found.st_size == 0:
+        raise UnreadableVideoError(path, "the file is empty")
+    return found
 
 
 def ends_crc(path: Path) -> int:
-    """CRC-32 of the first and the last 64 KiB: tells whether a file's tables are those that were indexed.
+    """CRC-32 of the first and the last 64 KiB: tells whether the tables of a file are those that were indexed.
 
-    A size alone does not. Where the edit list of an indexed file is lost, or another cut of the same film takes its
-    place, every frame has another number, and only the tables know.
+    The size alone does not. When a file loses its edit list, or another cut of the same film takes its place, every
+    frame gets another number, and only the tables show it.
     """
-    check_regular_file(path)
-    try:
-        with open(path, "rb", buffering=0) as stream:
-            crc = zlib.crc32(stream.read(_END_BYTES))
-            stream.seek(max(stream.tell(), os.fstat(stream.fileno()).st_size - _END_BYTES))
-            return zlib.crc32(stream.read(_END_BYTES), crc)
-    except OSError as error:
-        raise unreadable(path, (error.strerror or str(error)).lower()) from None
+    size = check_regular_file(path).st_size
+    with open(path, "rb", buffering=0) as stream:
+        crc = zlib.crc32(stream.read(_END_BYTES))
+        stream.seek(max(stream.tell(), size - _END_BYTES))
+        return zlib.crc32(stream.read(_END_BYTES), crc)
 
 
 def _choose_stream(path: Path, container: av.container.InputContainer) -> av.video.stream.VideoStream:
     """The film: not a cover picture; the default stream before others, then the larger one, then the first."""
     films = [s for s in container.streams.video if not s.disposition & _NOT_THE_FILM]
     if not films:
-        raise unreadable(path, "no video stream")
+        raise UnreadableVideoError(path, "no video stream")
     decodable = [s for s in films if s.codec_context is not None]
     if not decodable:
-        raise unreadable(path, "no decoder for its video codec in this build of FFmpeg")
+        raise UnreadableVideoError(path, "no decoder for its video codec in this build of FFmpeg")
 
     def rank(stream: av.video.stream.VideoStream) -> tuple[bool, int, int]:
         is_default = bool(stream.disposition & av.stream.Disposition.default)

@@ -1,12 +1,12 @@
-"""From a decoded frame to RGB bytes: colour matrix, colour range, bit depth, grey, rotation.
+"""From a decoded frame to RGB bytes: color matrix, color range, bit depth, grey, rotation.
 
 The rules, the same for every file:
 
-- The matrix of the file's tags is used. Untagged files count as bt601 up to 576 lines and bt709 above, as players do.
+- The file's tags choose the matrix. Untagged files count as bt601 up to 576 lines and bt709 above, as in players.
 - Limited and full range both end as black 0, white 255. Untagged YUV counts as limited.
 - More than 8 bits are rounded to 8, not cut. There is no tone mapping: HDR transfer curves stay as they are.
 - A display matrix of quarter turns and mirrorings is applied; other angles are refused.
-- The sample aspect ratio is ignored: pixels are those stored (``VideoInfo.pixel_aspect`` tells it).
+- The sample aspect ratio is ignored: pixels are those stored (``VideoInfo.pixel_aspect`` has the ratio).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from av.sidedata.sidedata import Type as SideDataType
 from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoReformatter
 
-from tinyvae.video.opening import unreadable
+from tinyvae.errors import UnreadableVideoError
 
 # Planar output with these flags is exactly rounded (at most 0.5 of 255 from the formula). swscale's default path
 # to packed RGB is 1 to 2 levels too dark on average, and no faster.
@@ -30,9 +30,9 @@ _EXACT = int(Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation
 _MATRIX_UNTAGGED = 2  # AVCOL_SPC_UNSPECIFIED
 _SD_LINES = 576
 
-# Of a window's cut: whole chroma samples of every format, and none that the window's edge is interpolated from.
+# A cut holds whole chroma samples of every format, and all samples that the edge of the window is interpolated from.
 _CROP_STEP, _CROP_MARGIN = 16, 8
-_CROP_WORTH = 0.95  # above this share of the picture the cut saves nothing
+_CROP_WORTH = 0.95  # above this share of the picture a cut saves nothing
 
 # swscale leaves limited-range grey as it is; this table stretches 16..235 to 0..255.
 _GREY_STRETCH = np.clip(np.round((np.arange(256) - 16) * 255 / 219), 0, 255).astype(np.uint8)
@@ -71,7 +71,7 @@ def frame_orientation(frame: av.VideoFrame, path: Path) -> Orientation:
         return Orientation(mirror_x=a < 0, mirror_y=d < 0)
     if turned and b and c:
         return Orientation(transpose=True, mirror_x=c < 0, mirror_y=b < 0)
-    raise unreadable(path, f"its display matrix turns by {frame.rotation} degrees, which is no quarter turn")
+    raise UnreadableVideoError(path, f"its display matrix turns by {frame.rotation} degrees, which is no quarter turn")
 
 
 class RgbConverter:
@@ -109,14 +109,12 @@ class RgbConverter:
     ) -> tuple[av.VideoFrame, int, int]:
         """The frame cut (without copying) to little more than the window, and where the window starts in it.
 
-        The margin keeps the colour of the window's edge pixels what it is in the whole picture; the alignment keeps
-        chroma samples where they belong. (A picture of odd size has half a chroma sample at its edge, which swscale
-        spreads over the whole picture: such a one is never cut.)
+        The margin keeps the color of the edge pixels as it is in the whole picture; the alignment keeps chroma
+        samples in place. A picture of odd size is never cut: it has half a chroma sample at its edge, which swscale
+        spreads over the whole picture.
         """
-        y0, x0 = (
-            max(0, top - _CROP_MARGIN) // _CROP_STEP * _CROP_STEP,
-            max(0, left - _CROP_MARGIN) // _CROP_STEP * _CROP_STEP,
-        )
+        y0 = max(0, top - _CROP_MARGIN) // _CROP_STEP * _CROP_STEP
+        x0 = max(0, left - _CROP_MARGIN) // _CROP_STEP * _CROP_STEP
         y1 = min(frame.height, -(-(top + height + _CROP_MARGIN) // _CROP_STEP) * _CROP_STEP)
         x1 = min(frame.width, -(-(left + width + _CROP_MARGIN) // _CROP_STEP) * _CROP_STEP)
         odd = frame.height % 2 or frame.width % 2
@@ -125,7 +123,7 @@ class RgbConverter:
         key = (frame.format.name, frame.width, frame.height, y0, x0, y1, x1)
         if self._cropper is None or self._cropper[0] != key:
             graph = av.filter.Graph()
-            graph.threads = 1  # a cut has no work for more; and threads do not survive a fork (worker_process)
+            graph.threads = 1  # a cut has no work for more, and threads do not survive a fork (see data/workers.py)
             source = graph.add_buffer(
                 width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1, 1000)
             )

@@ -1,13 +1,12 @@
 """Which presentation time belongs to which frame number.
 
-Frame numbers count the frames of a full decode in the order they are shown, with the edit list honoured: packets
-that the container marks as discarded have no number. A timeline turns a number into a time to seek to, and the
-time of a decoded frame back into its number, so that a reader can prove which frame it holds.
+Frame numbers count the frames of a full decode in the order in which they are shown. Packets that the edit list
+discards have no number. A timeline turns a number into a time to seek to, and the time of a decoded frame back into
+its number. So a reader can prove which frame it holds.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,25 +15,13 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-# How far (in frame steps) a time may lie from an even grid. Below 0.5 the nearest grid point is unambiguous; the
-# grid of a 1/1000 s time base at 60 fps is off by 0.03.
+# How far (in frame steps) a time may lie from an even grid. Below 0.5 the nearest grid point is unambiguous. With a
+# time base of 1/1000 s, frames at 60 fps lie at most 0.03 steps from their grid.
 EVEN_TOLERANCE = 0.3
 
-
-# Of the pace of a film: a longer wait for the next frame means that one between is missing. Half a step is what even
-# the coarse times of Matroska (1 ms) and the jitter of telephones never reach.
+# A longer wait than this many usual steps means that a frame between is missing. The coarse times of Matroska (1 ms)
+# and the jitter of telephones stay below it.
 MAX_STEP = 1.5
-
-
-class Timing(enum.IntEnum):
-    """How frame numbers are found in a file. The values are stored in indexes: do not renumber."""
-
-    EVEN = 0
-    """Times lie on an even grid (``first_pts``, ``pts_step``): no scan is needed before a seek."""
-    VARIABLE = 1
-    """Times are known but uneven: a reader scans the packets (without decoding) once."""
-    COUNTED = 2
-    """Times are missing, repeated, or not one per frame: a reader decodes from the start and counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +30,6 @@ class EvenTimeline:
 
     first_pts: int
     pts_step: float
-
-    def may_hold(self, index: int) -> bool:
-        """Whether there can be a frame ``index``; an even grid goes on for ever."""
-        return True
 
     def seek_pts(self, index: int) -> int:
         """A time at or after frame ``index`` and before frame ``index + 1``."""
@@ -57,14 +40,10 @@ class EvenTimeline:
         return math.ceil(self.first_pts + (index - EVEN_TOLERANCE) * self.pts_step)
 
     def index_of(self, pts: int) -> int | None:
-        """The number of the frame shown at ``pts``; None when no frame is."""
+        """The number of the frame shown at ``pts``, or None."""
         position = (pts - self.first_pts) / self.pts_step
         index = round(position)
         return index if index >= 0 and abs(position - index) <= EVEN_TOLERANCE else None
-
-    def is_after(self, pts: int, index: int) -> bool:
-        """Whether ``pts`` lies after frame ``index``."""
-        return pts > self.seek_pts(index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +51,6 @@ class VariableTimeline:
     """Frame i is shown at ``pts[i]`` (strictly rising, stream time base)."""
 
     pts: npt.NDArray[np.int64]
-
-    def may_hold(self, index: int) -> bool:
-        return index < len(self.pts)
 
     def seek_pts(self, index: int) -> int:
         return int(self.pts[index])
@@ -86,28 +62,23 @@ class VariableTimeline:
         index = int(np.searchsorted(self.pts, pts))
         return index if index < len(self.pts) and self.pts[index] == pts else None
 
-    def is_after(self, pts: int, index: int) -> bool:
-        return bool(pts > self.pts[index])
-
 
 Timeline = EvenTimeline | VariableTimeline
 
 
 class EndProof:
-    """Says whether the last pictures of a file can be all that there were.
+    """Says whether the last pictures of a file are all that there were.
 
-    Pictures are stored before those that are shown earlier and refer to them, so a file cut off behind one of them
-    still gives it, without the ones between. A decoder hands it out like any other, at the end, when it is emptied.
-    Where all frames so far came at one pace, the gap in time tells. Where they did not, nothing can: there a gap
-    may be what was filmed.
+    A picture is stored before the pictures that are shown earlier and refer to it. A file that is cut off right after
+    it still gives this picture, without those between. Where all frames so far came at one pace, the gap in time
+    shows that. Where they did not, a gap may be part of the film, and nothing can tell.
     """
 
     def __init__(self, *, rate: float, time_base: float) -> None:
-        """``rate``: frames per second; ``time_base``: seconds per unit of time; 0 where the file does not tell."""
-        # The pace until two frames have shown one.
-        self._first_step = 1 / (rate * time_base) if rate and time_base else None
+        """``rate``: frames per second; ``time_base``: seconds per unit of time; 0 where the file does not say."""
+        self._nominal_step = 1 / (rate * time_base) if rate and time_base else None
         self._first: int | None = None
-        self._last: int | None = None
+        self._last = 0
         self._steps = 0
         self._longest = 0
 
@@ -116,20 +87,16 @@ class EndProof:
         if pts is None:
             return True
         previous, self._last = self._last, pts
-        if self._first is None or previous is None:
+        if self._first is None:
             self._first = pts
             return True
-        step, pace = pts - previous, self._pace(previous)
+        step = pts - previous
+        pace = (previous - self._first) / self._steps if self._steps >= 2 else self._nominal_step
         if at_end and pace is not None and self._longest <= MAX_STEP * pace < step:
             return False
         self._steps += 1
         self._longest = max(self._longest, step)
         return True
-
-    def _pace(self, last: int) -> float | None:
-        """Time per frame so far."""
-        assert self._first is not None
-        return (last - self._first) / self._steps if self._steps >= 2 else self._first_step
 
 
 def even_step(pts: Sequence[int]) -> float | None:
@@ -145,7 +112,7 @@ def even_step(pts: Sequence[int]) -> float | None:
     times = np.asarray(pts, dtype=np.float64)
     step = float(times[-1] - times[0]) / (len(pts) - 1)
     offsets = (times - times[0]) / step - np.arange(len(pts))
-    # Half of the tolerance: what is stored as a grid must still be recognised after rounding.
+    # Half of the tolerance: what is stored as a grid must still be recognized after rounding.
     return step if float(np.abs(offsets).max()) <= EVEN_TOLERANCE / 2 else None
 
 

@@ -1,12 +1,12 @@
-"""Writing videos that every player shows right: H.264, 4:2:0, bt709, limited range, all of it tagged.
+"""Writing videos that every player shows correctly: H.264, 4:2:0, bt709, limited range, all tagged, with sound.
 
-A file appears under its name only when it is complete: a killed write leaves at most a hidden ``.part`` file beside it.
+A file appears under its name only when it is complete. A killed write leaves at most a hidden ``.part`` file beside it.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -20,115 +20,25 @@ import numpy.typing as npt
 import torch
 from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoReformatter
 
-from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError
-from tinyvae.video.opening import check_regular_file, ffmpeg_words, open_container, unreadable
-
-# What MP4, MOV and Matroska can all hold and players expect there. Everything else becomes AAC.
-COPIED_CODECS = frozenset({"aac", "mp3", "ac3", "eac3", "alac"})
-_AAC_FRAME_SAMPLES = 1024
-
-
-class AudioTrack:
-    """The first sound track of ``source``, as a stream of ``output`` that is muxed alongside the frames.
-
-    Times count from the first frame of the source's film. A source without sound makes all calls do nothing.
-    """
-
-    def __init__(self, source: Path, output: Any) -> None:
-        self.path = Path(source)
-        check_regular_file(self.path)
-        self._output = output
-        try:
-            self._input: Any = open_container(self.path)
-        except av.error.FFmpegError as error:
-            raise unreadable(self.path, f"its sound cannot be read ({ffmpeg_words(error)})") from None
-        self._packets: Iterator[tuple[Fraction, Any]] = iter(())
-        self._waiting: tuple[Fraction, Any] | None = None
-        sound = [s for s in self._input.streams.audio if s.codec_context is not None]
-        if sound:
-            self._packets = self._copied(sound[0]) if sound[0].name in COPIED_CODECS else self._encoded(sound[0])
-            self._waiting = next(self._packets, None)
-
-    def mux_until(self, end_s: Fraction) -> None:
-        """Write all packets that begin before ``end_s``."""
-        while self._waiting is not None and self._waiting[0] < end_s:
-            self._output.mux(self._waiting[1])
-            self._waiting = next(self._packets, None)
-
-    def finish(self, end_s: Fraction) -> None:
-        """Write what is left before ``end_s``; the rest of the sound is longer than the frames and is left out."""
-        self.mux_until(end_s)
-        self._waiting = None
-
-    def close(self) -> None:
-        self._input.close()
-
-    def _film_start_s(self) -> Fraction:
-        """When the film's first frame is shown, on the source's clock."""
-        starts = [s.start_time * s.time_base for s in self._input.streams.video if s.start_time is not None]
-        return starts[0] if starts else Fraction(0)
-
-    def _copied(self, sound: Any) -> Iterator[tuple[Fraction, Any]]:
-        """(start in seconds, packet) of the track as it is stored."""
-        stream = self._output.add_stream_from_template(sound)
-        return self._shifted_packets(sound, stream, round(self._film_start_s() / sound.time_base))
-
-    def _shifted_packets(self, sound: Any, stream: Any, shift: int) -> Iterator[tuple[Fraction, Any]]:
-        try:
-            for packet in self._input.demux(sound):
-                if not packet.size or packet.pts is None or packet.is_discard:
-                    continue
-                packet.pts -= shift
-                packet.dts = packet.pts  # sound has no reordering
-                if packet.pts < 0:
-                    continue  # before the film begins
-                packet.stream = stream
-                yield packet.pts * sound.time_base, packet
-        except av.error.FFmpegError as error:
-            raise unreadable(self.path, f"its sound is damaged ({ffmpeg_words(error)})") from None
-
-    def _encoded(self, sound: Any) -> Iterator[tuple[Fraction, Any]]:
-        """(start in seconds, packet) of the track as AAC."""
-        rate = sound.codec_context.sample_rate
-        layout = "mono" if sound.codec_context.layout.nb_channels == 1 else "stereo"
-        stream = self._output.add_stream("aac", rate=rate, layout=layout)
-        return self._encoded_packets(sound, stream, layout, rate, self._film_start_s())
-
-    def _encoded_packets(
-        self, sound: Any, stream: Any, layout: str, rate: int, film_start_s: Fraction
-    ) -> Iterator[tuple[Fraction, Any]]:
-        resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate, frame_size=_AAC_FRAME_SAMPLES)
-        samples: int | None = None
-        try:
-            for decoded in chain(self._input.decode(sound), (None,)):
-                if decoded is not None and decoded.time is not None and decoded.time < film_start_s:
-                    continue
-                if samples is None:  # sound that sets in after the film's first frame stays that late
-                    late_s = Fraction(decoded.time) - film_start_s if decoded is not None and decoded.time else 0
-                    samples = max(0, round(late_s * rate))
-                for frame in resampler.resample(decoded):
-                    frame.pts, frame.time_base = samples, Fraction(1, rate)
-                    samples += frame.samples
-                    for packet in stream.encode(frame):
-                        yield packet.pts * packet.time_base, packet
-            for packet in stream.encode(None):
-                yield packet.pts * packet.time_base, packet
-        except av.error.FFmpegError as error:
-            raise unreadable(self.path, f"its sound is damaged ({ffmpeg_words(error)})") from None
-
+from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UnreadableVideoError, UserError
+from tinyvae.files import atomic_write
+from tinyvae.video.opening import check_regular_file, ffmpeg_words, open_container
 
 FORMATS = {".mp4": "mp4", ".mov": "mov", ".mkv": "matroska"}
+COPIED_CODECS = frozenset({"aac", "mp3", "ac3", "eac3", "alac"})
+"""Sound that all three formats can hold and players expect there. Other sound becomes AAC."""
+_AAC_FRAME_SAMPLES = 1024
 
-# Exactly rounded, with the chroma of all pixels averaged rather than every second one taken.
+# Exactly rounded, with the chroma of all pixels averaged; by default swscale takes every second one.
 _EXACT = int(
     Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INP | Interpolation.FULL_CHR_H_INT
 )
-_FINE_TIME_BASE = Fraction(1, 90_000)  # of videos whose frames do not follow each other evenly
+_FINE_TIME_BASE = Fraction(1, 90_000)  # of videos with uneven frame times
 _BT709 = 1  # the value of the matrix, of the primaries and of the transfer curve
 
 
 def frame_rate(fps: Fraction | float) -> Fraction:
-    """``fps`` as the fraction a container stores; 23.976 and its kin become the NTSC rates they stand for.
+    """``fps`` as the fraction a container stores; 23.976, 29.97 and 59.94 become the NTSC rates that they stand for.
 
     >>> frame_rate(25.0), frame_rate(29.97), frame_rate(12.5)
     (Fraction(25, 1), Fraction(30000, 1001), Fraction(25, 2))
@@ -143,21 +53,92 @@ def frame_rate(fps: Fraction | float) -> Fraction:
     return Fraction(fps).limit_denominator(1001)
 
 
+class AudioTrack:
+    """The first sound track of ``source``, as a stream of ``output`` that is muxed alongside the frames.
+
+    Times count from the first frame of the source's film. A source without sound makes all calls do nothing.
+    """
+
+    def __init__(self, source: Path, output: Any) -> None:
+        self._path = Path(source)
+        check_regular_file(self._path)
+        self._output = output
+        try:
+            self._input: Any = open_container(self._path)
+        except av.error.FFmpegError as error:
+            raise UnreadableVideoError(self._path, f"its sound cannot be read ({ffmpeg_words(error)})") from None
+        films: Any = (film for film in self._input.streams.video if film.start_time is not None)
+        self._film_start_s: Fraction = next((film.start_time * film.time_base for film in films), Fraction(0))
+        self._packets: Iterator[tuple[Fraction, Any]] = iter(())
+        sound: Any = next((s for s in self._input.streams.audio if s.codec_context is not None), None)
+        # The stream is made now: a container takes no new ones once packets are written.
+        if sound is not None and sound.name in COPIED_CODECS:
+            self._packets = self._copied(sound, output.add_stream_from_template(sound))
+        elif sound is not None:
+            layout = "mono" if sound.codec_context.layout.nb_channels == 1 else "stereo"
+            stream = output.add_stream("aac", rate=sound.codec_context.sample_rate, layout=layout)
+            self._packets = self._encoded(sound, stream, layout)
+        self._waiting = self._next()
+
+    def mux_until(self, end_s: Fraction) -> None:
+        """Write all packets that begin before ``end_s``."""
+        while self._waiting is not None and self._waiting[0] < end_s:
+            self._output.mux(self._waiting[1])
+            self._waiting = self._next()
+
+    def close(self) -> None:
+        self._input.close()
+
+    def _next(self) -> tuple[Fraction, Any] | None:
+        """(start in seconds, packet), or None at the end of the sound."""
+        try:
+            return next(self._packets, None)
+        except av.error.FFmpegError as error:
+            raise UnreadableVideoError(self._path, f"its sound is damaged ({ffmpeg_words(error)})") from None
+
+    def _copied(self, sound: Any, stream: Any) -> Iterator[tuple[Fraction, Any]]:
+        shift = round(self._film_start_s / sound.time_base)
+        for packet in self._input.demux(sound):
+            if not packet.size or packet.pts is None or packet.is_discard:
+                continue
+            packet.pts -= shift
+            packet.dts = packet.pts  # sound has no reordering
+            if packet.pts >= 0:  # else it is from before the film begins
+                packet.stream = stream
+                yield packet.pts * sound.time_base, packet
+
+    def _encoded(self, sound: Any, stream: Any, layout: str) -> Iterator[tuple[Fraction, Any]]:
+        rate = sound.codec_context.sample_rate
+        resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate, frame_size=_AAC_FRAME_SAMPLES)
+        samples: int | None = None
+        for decoded in chain(self._input.decode(sound), (None,)):
+            if decoded is not None and decoded.time is not None and decoded.time < self._film_start_s:
+                continue
+            if samples is None:  # sound that begins after the first frame of the film stays that late
+                late_s = Fraction(decoded.time) - self._film_start_s if decoded is not None and decoded.time else 0
+                samples = max(0, round(late_s * rate))
+            for frame in resampler.resample(decoded):
+                frame.pts, frame.time_base = samples, Fraction(1, rate)
+                samples += frame.samples
+                yield from ((packet.pts * packet.time_base, packet) for packet in stream.encode(frame))
+        yield from ((packet.pts * packet.time_base, packet) for packet in stream.encode(None))
+
+
 class VideoWriter:
     """Write RGB frames as H.264; use it as a context manager.
 
     >>> with VideoWriter(Path("out.mp4"), fps=25, width=320, height=240) as writer:  # doctest: +SKIP
     ...     writer.write(frames_TCHW)
 
-    4:2:0 video has even sizes only: with an odd ``width`` or ``height`` the last column or row is written twice,
-    and the file is one pixel larger; ``pixel_format="yuv444p"`` keeps the exact size, which fewer players show.
+    4:2:0 video has even sizes only. With an odd ``width`` or ``height`` the last column or row is written twice, and
+    the file is one pixel larger; ``pixel_format="yuv444p"`` keeps the exact size, which fewer players show.
 
-    ``audio_from`` names a video whose first sound track is carried over from its
-    start, cut to the length of the frames: copied as it is where the container can hold it, else as AAC; a source
-    without sound gives a file without sound. ``pixel_aspect`` is the source's ``VideoInfo.pixel_aspect``.
-
-    ``times_s`` (one for each frame, rising from 0) makes a video of variable frame rate; ``fps`` is then its average,
-    which the encoder plans with. None: frames follow each other evenly.
+    Args:
+        audio_from: a video whose first sound track is carried over from its start, cut to the length of the frames:
+            copied where the container can hold it, else as AAC. A source without sound gives a file without sound.
+        pixel_aspect: the source's ``VideoInfo.pixel_aspect``.
+        times_s: one for each frame, rising from 0, for a video of variable frame rate; ``fps`` is then its average,
+            which the encoder plans with. None: frames follow each other evenly.
     """
 
     def __init__(
@@ -178,36 +159,39 @@ class VideoWriter:
     ) -> None:
         self.path = Path(path)
         self.width, self.height = width, height
-        self._pixel_format = pixel_format
-        even = pixel_format == "yuv420p"
-        self._extra_width, self._extra_height = (width % 2, height % 2) if even else (0, 0)
         self.rate = frame_rate(fps)
+        self.frames_written = 0
+        self._pixel_format = pixel_format
+        self._extra_width, self._extra_height = (width % 2, height % 2) if pixel_format == "yuv420p" else (0, 0)
         self._times_s = times_s
         self._time_base = 1 / self.rate if times_s is None else _FINE_TIME_BASE
-        self.frames_written = 0
         self._overwrite = overwrite
+        self._reformatter = VideoReformatter()
+        self._audio: AudioTrack | None = None
+        self._check_path()
+        if width < 1 or height < 1:
+            raise UserError(f"a video cannot be {width}x{height}")
+        with ExitStack() as opened:
+            part = opened.enter_context(atomic_write(self.path))
+            suffix = self.path.suffix.lower()
+            # The index in front lets a browser start before the file is loaded. (It needs a path, not a stream.)
+            options = {} if suffix == ".mkv" else {"movflags": "+faststart"}
+            container = av.open(part.name, "w", format=FORMATS[suffix], container_options=options)
+            self._container: Any = opened.enter_context(container)
+            self._stream = self._add_video(crf=crf, preset=preset, key_interval=key_interval, pixel_aspect=pixel_aspect)
+            if audio_from is not None:
+                self._audio = AudioTrack(audio_from, self._container)
+                opened.callback(self._audio.close)
+            self._opened = opened.pop_all()
+
+    def _check_path(self) -> None:
         if self.path.suffix.lower() not in FORMATS:
             known = ", ".join(FORMATS)
             raise UserError(f"cannot write a video as {self.path.name!r}: use one of the endings {known}")
         if not self.path.parent.is_dir():
             raise MissingFileError(f"the folder {self.path.parent} does not exist; make it first")
-        if not overwrite and self.path.exists():
+        if not self._overwrite and self.path.exists():
             raise FileExistsAlreadyError(f"{self.path} exists already; remove it or ask for it to be overwritten")
-        if width < 1 or height < 1:
-            raise UserError(f"a video cannot be {width}x{height}")
-        self._part = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
-        self._reformatter = VideoReformatter()
-        self._container: Any = av.open(
-            str(self._part), "w", format=FORMATS[self.path.suffix.lower()], container_options=_container_options(path)
-        )
-        self._audio: AudioTrack | None = None
-        try:
-            self._stream = self._add_video(crf=crf, preset=preset, key_interval=key_interval, pixel_aspect=pixel_aspect)
-            if audio_from is not None:
-                self._audio = AudioTrack(audio_from, self._container)
-        except UserError:
-            self.discard()
-            raise
 
     def _add_video(self, *, crf: float, preset: str, key_interval: int, pixel_aspect: float) -> Any:
         # The same frames give the same file: x264's output depends on the number of threads, and its macroblock
@@ -247,9 +231,6 @@ class VideoWriter:
             return Fraction(float(self._times_s[number]))
         return Fraction(float(self._times_s[-1])) + 1 / self.rate
 
-    def _pts(self, number: int) -> int:
-        return round(self._start_s(number) / self._time_base)
-
     def _to_yuv(self, frame_CHW: np.ndarray) -> av.VideoFrame:
         padded = np.pad(frame_CHW, ((0, 0), (0, self._extra_height), (0, self._extra_width)), mode="edge")
         rgb = av.VideoFrame.from_ndarray(np.ascontiguousarray(padded.transpose(1, 2, 0)), format="rgb24")
@@ -261,8 +242,8 @@ class VideoWriter:
             interpolation=_EXACT,
             threads=1,
         )
-        frame.pts = self._pts(self.frames_written)
-        frame.duration = self._pts(self.frames_written + 1) - frame.pts
+        start, end = (round(self._start_s(self.frames_written + n) / self._time_base) for n in (0, 1))
+        frame.pts, frame.duration = start, end - start
         frame.time_base = self._time_base
         frame.colorspace = frame.color_primaries = frame.color_trc = _BT709
         frame.color_range = ColorRange.MPEG
@@ -270,39 +251,16 @@ class VideoWriter:
 
     def close(self) -> None:
         """Finish the file and give it its name. Called at the end of a ``with`` block."""
-        if self._container is None:
-            return
-        if self.frames_written == 0:
-            self.discard()
-            raise UserError(f"{self.path} was not written: no frame was given")
-        for packet in self._stream.encode(None):
-            self._container.mux(packet)
-        if self._audio is not None:
-            self._audio.finish(self._start_s(self.frames_written))
-        self._release()
-        if self._overwrite:
-            os.replace(self._part, self.path)
-            return
-        try:
-            os.link(self._part, self.path)  # unlike a rename, a link never writes over a file made meanwhile
-        except FileExistsError:
-            raise FileExistsAlreadyError(f"{self.path} appeared while it was being written; kept as it is") from None
-        except OSError:  # a file system without links
-            os.replace(self._part, self.path)
-        finally:
-            self._part.unlink(missing_ok=True)
-
-    def discard(self) -> None:
-        """Drop what was written so far; no file appears."""
-        if self._container is not None:
-            self._release()
-        self._part.unlink(missing_ok=True)
-
-    def _release(self) -> None:
-        container, self._container = self._container, None
-        if self._audio is not None:
-            self._audio.close()
-        container.close()
+        with self._opened:  # it removes the file on an error
+            if self.frames_written == 0:
+                raise UserError(f"{self.path} was not written: no frame was given")
+            for packet in self._stream.encode(None):
+                self._container.mux(packet)
+            if self._audio is not None:
+                self._audio.mux_until(self._start_s(self.frames_written))
+            self._container.close()
+            if not self._overwrite and self.path.exists():
+                raise FileExistsAlreadyError(f"{self.path} appeared while it was being written; kept as it is")
 
     def __enter__(self) -> Self:
         return self
@@ -313,9 +271,4 @@ class VideoWriter:
         if kind is None:
             self.close()
         else:
-            self.discard()
-
-
-def _container_options(path: Path) -> dict[str, str]:
-    # The index in front lets a browser start before the file is loaded.
-    return {} if Path(path).suffix.lower() == ".mkv" else {"movflags": "+faststart"}
+            self._opened.__exit__(kind, error, trace)

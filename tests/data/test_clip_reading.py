@@ -1,4 +1,4 @@
-"""Bad files are named once, written down once, and too many stop the run."""
+"""Clips have exactly the right pixels; bad files are named once, written once, and too many stop the run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
-from tinyvae.data.clip_reading import BadFile, BadFileLog, BadFileWatch
-from tinyvae.data.index import STATUS_BAD, STATUS_OK, open_index
-from tinyvae.data.index_writer import IndexJournal, IndexRecord
+from tinyvae.data.clip_reading import BadFile, BadFileLog, BadFileWatch, finish_clip
+from tinyvae.data.index import IndexJournal, IndexRow, open_index
 from tinyvae.errors import UserError
 
 BROKEN = BadFile(path="a ü.mp4", reason='cut "off"')
@@ -43,8 +43,7 @@ def test_a_line_cut_by_a_kill_is_survived(tmp_path: Path) -> None:
 def test_the_bad_files_of_an_index_are_written(tmp_path: Path) -> None:
     journal = IndexJournal(tmp_path / "i.tvi")
     for number in range(5):
-        status = STATUS_BAD if number < 2 else STATUS_OK
-        journal.append(IndexRecord(path=f"{number}.mp4", status=status, reason="empty" * (number < 2)))
+        journal.append(IndexRow(path=f"{number}.mp4", reason="empty" * (number < 2)))
     journal.finish({"data_root": str(tmp_path), "source": ""})
     file = tmp_path / "bad_files.jsonl"
     assert BadFileLog(file).add_index(open_index(tmp_path / "i.tvi")) == 2
@@ -68,3 +67,54 @@ def test_the_watch_stops_a_run_above_the_limit_and_only_then() -> None:
     watch.see((BROKEN, OTHER, BROKEN), 3)  # 5 of 103: 4.9 %
     with pytest.raises(UserError, match=r"6 of 104 clips .*5\.8%.*limit of 5\.0%.*'a ü\.mp4'.*bad_file_limit"):
         watch.see((OTHER,), 1)
+
+
+def coordinates(height: int, width: int) -> torch.Tensor:
+    """Two frames whose red is the row and whose green is the column, as bytes."""
+    y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    return torch.stack([y, x, torch.zeros_like(y)]).to(torch.uint8).expand(2, 3, height, width)
+
+
+def cut_clip(
+    frames_TCHW: torch.Tensor,
+    top: int,
+    left: int,
+    height: int,
+    width: int,
+    *,
+    size: tuple[int, int] = (64, 96),
+    flip: bool = False,
+) -> torch.Tensor:
+    window = frames_TCHW[..., top : top + height, left : left + width]
+    return finish_clip(window, torch.empty((*window.shape[:2], *size), dtype=torch.uint8), flip)
+
+
+def test_a_native_crop_is_exactly_the_pixels_of_its_window() -> None:
+    frames = coordinates(200, 250)
+    part = frames[..., 20:84, 30:126]
+    clip = cut_clip(frames, 20, 30, 64, 96)
+    assert torch.equal(clip, part)
+    assert torch.equal(cut_clip(frames, 20, 30, 64, 96, flip=True), part.flip(-1))
+
+
+def test_scaling_down_averages_and_keeps_position() -> None:
+    frames = coordinates(192, 240)
+    clip = cut_clip(frames, 20, 30, 128, 192)
+    assert clip.shape == (2, 3, 64, 96) and clip.dtype == torch.uint8
+    inner = clip[0, :, 2:-2, 2:-2].float()
+    expected_rows = 20 + 2 * torch.arange(2, 62) + 0.5
+    assert (inner[0] - expected_rows[:, None]).abs().max() <= 1.0
+    expected_columns = 30 + 2 * torch.arange(2, 94) + 0.5
+    assert (inner[1] - expected_columns[None]).abs().max() <= 1.0
+
+
+def test_scaling_is_antialiased() -> None:
+    stripes = (torch.arange(512) % 2 * 255).to(torch.uint8).expand(1, 3, 512, 512)
+    clip = cut_clip(stripes, 0, 0, 512, 512, size=(64, 64))
+    assert (clip.float() - 127.5).abs().max() < 6, "one-pixel stripes become grey, not moire"
+
+
+def test_all_frames_of_a_clip_are_cut_alike() -> None:
+    frame = torch.randint(0, 256, (1, 3, 150, 200), dtype=torch.uint8)
+    clip = cut_clip(frame.expand(4, -1, -1, -1), 3, 5, 100, 150, flip=True)
+    assert all(torch.equal(clip[0], other) for other in clip)

@@ -1,27 +1,22 @@
-"""The index: what is stored, how it grows, what survives a kill, and what is refused."""
+"""Building an index: how it grows, what is probed again, and files that kill their process."""
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
-import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.video.small_videos import write_video
-from tinyvae.data.index import STATUS_BAD, STATUS_OK, VideoIndex, is_index, open_index
+from tinyvae.data import index_build
+from tinyvae.data.index import ANY_MAGIC, VideoIndex, is_index, open_index
 from tinyvae.data.index_build import build_index, open_or_build_index
-from tinyvae.data.index_writer import IndexJournal, IndexRecord
-from tinyvae.errors import MissingFileError, UserError
-from tinyvae.video.decode import VideoInfo, probe_video
+from tinyvae.errors import UserError
+from tinyvae.video.decode import VideoInfo
 
 
 def build(source: Path, output: Path, **options: object) -> object:
@@ -30,17 +25,6 @@ def build(source: Path, output: Path, **options: object) -> object:
 
 def paths_of(index: VideoIndex) -> set[str]:
     return {index.row(number).path for number in range(len(index))}
-
-
-def test_rows_hold_what_the_probe_found(video_folder: Path, tmp_path: Path) -> None:
-    index = build(video_folder, tmp_path / "i.tvi").index
-    assert len(index) == 12 and index.num_bad == 0 and not index.has_splits
-    row = index.row(index.find("sub/small.mp4"))
-    assert (row.frames, row.width, row.height, row.codec, row.status) == (30, 48, 32, "h264", STATUS_OK)
-    assert row.fps == pytest.approx(24.0)
-    assert row.file_bytes == (video_folder / row.path).stat().st_size
-    assert index.info(row) == probe_video(video_folder / row.path, thorough=False)
-    assert index.find("sub/none.mp4") is None
 
 
 def test_two_processes_give_the_same_index_as_none(video_folder: Path, tmp_path: Path) -> None:
@@ -84,7 +68,7 @@ def test_bad_files_keep_their_reason(tmp_path: Path) -> None:
     assert set(reasons) == {"data/empty.mp4", "data/gone.mp4", "data/pipe.mp4"}
     assert "empty" in reasons["data/empty.mp4"] and str(tmp_path) not in reasons["data/empty.mp4"]
     assert reasons["data/gone.mp4"] == "the file is not there"
-    assert reasons["data/pipe.mp4"] == "not a file"
+    assert reasons["data/pipe.mp4"] == "not a regular file"
 
 
 def interrupted_probe(path: Path, *, timeout_s: float, thorough: bool) -> VideoInfo:
@@ -119,33 +103,6 @@ def test_an_interrupted_build_goes_on_where_it_was(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "i.tvi", "twice"], "nothing is left behind"
 
 
-def test_a_killed_build_keeps_its_rows_and_a_torn_row_is_dropped(tmp_path: Path) -> None:
-    output = tmp_path / "i.tvi"
-    script = (
-        "import os, sys\n"
-        "from pathlib import Path\n"
-        "from tinyvae.data.index_writer import IndexJournal, IndexRecord\n"
-        "journal = IndexJournal(Path(sys.argv[1]))\n"
-        "for n in range(600): journal.append(IndexRecord(path=f'{n}.mp4', status=1, frames=n, codec='h264'))\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    subprocess.run([sys.executable, "-c", script, str(output)], check=False)
-    with open(output.with_name("i.tvi.journal-rows"), "ab") as rows:
-        rows.write(b"half a row")
-    journal = IndexJournal(output)
-    assert journal.resumed is not None and len(journal.resumed) == 512  # the last full flush
-    assert journal.resumed.row(journal.resumed.find("511.mp4")).frames == 511
-    journal.close()
-
-
-def test_only_one_process_builds_an_index(tmp_path: Path) -> None:
-    journal = IndexJournal(tmp_path / "i.tvi")
-    with pytest.raises(UserError, match="another process is building"):
-        IndexJournal(tmp_path / "i.tvi")
-    journal.close()
-    IndexJournal(tmp_path / "i.tvi").close()
-
-
 def test_repeated_paths_become_one_row_and_conflicting_splits_are_refused(video_folder: Path, tmp_path: Path) -> None:
     def source(*splits: str) -> Path:
         records = [{"path": "clip_00.mp4", "split": name} for name in splits] + [{"path": "./clip_01.mp4"}]
@@ -168,7 +125,7 @@ def crashing_probe(path: Path, *, timeout_s: float, thorough: bool) -> VideoInfo
 
 
 def test_a_file_that_kills_or_hangs_its_process_is_a_bad_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinyvae.data.probe_pool.probe_all.__kwdefaults__", {"grace_s": 1.0})
+    monkeypatch.setattr(index_build, "GRACE_S", 1.0)
     data = tmp_path / "data"
     data.mkdir()
     for number in range(12):
@@ -222,7 +179,7 @@ def test_when_the_main_rank_fails_no_rank_waits_for_ever(tmp_path: Path) -> None
         thread.start()
     for thread in threads:
         thread.join()
-    assert "does not exist" in str(errors[0]) and "main process could not index" in str(errors[1])
+    assert "does not exist" in str(errors[0]) and "main process could not index it" in str(errors[1])
 
 
 def test_the_cached_index_is_used_until_the_source_lists_other_files(
@@ -248,49 +205,15 @@ def test_the_cached_index_is_used_until_the_source_lists_other_files(
     assert len(open_or_build_index(index_file, cache_dir=tmp_path)) == 2, "an index is its own source"
 
 
-def test_an_index_travels_by_pickle_and_to_another_root(video_folder: Path, tmp_path: Path) -> None:
-    index = build(video_folder, tmp_path / "i.tvi").index
-    moved = tmp_path / "moved"
-    shutil.copytree(video_folder, moved)
-    there = pickle.loads(pickle.dumps(open_index(tmp_path / "i.tvi", moved)))
-    assert there.full_path(there.row(0)).is_relative_to(moved) and there.fingerprint == index.fingerprint
-
-
-def test_what_is_no_index_is_refused(video_folder: Path, tmp_path: Path) -> None:
-    output = tmp_path / "i.tvi"
-    build(video_folder, output)
-    with pytest.raises(MissingFileError, match="tinyvae data index"):
-        open_index(tmp_path / "none.tvi")
-    with open(output, "r+b") as stream:
-        stream.truncate(output.stat().st_size - 1)
-    with pytest.raises(UserError, match="cut off"):
-        open_index(output)
-    other = tmp_path / "mine.txt"
-    other.write_text("my notes")
-    assert not is_index(other)
-    with pytest.raises(UserError, match="not an index"):
-        open_index(other)
-    with pytest.raises(UserError, match="not overwritten"):
-        build(video_folder, other)
-    assert other.read_text() == "my notes"
-    with pytest.raises(UserError, match="is a folder"):
-        build(video_folder, tmp_path)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="lists no video"):
-        build(tmp_path / "empty", tmp_path / "e.tvi")
-
-
-def test_columns_are_read_in_chunks_and_row_numbers_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinyvae.data.index.CHUNK_ROWS", 64)
-    journal = IndexJournal(tmp_path / "i.tvi")
-    for number in range(500):
-        status = STATUS_BAD if number % 7 == 0 else STATUS_OK
-        journal.append(
-            IndexRecord(path=f"d/{number}.mp4", status=status, reason="r" * (number % 7 == 0), frames=number)
-        )
-    journal.finish({"data_root": str(tmp_path), "source": ""})
-    index = open_index(tmp_path / "i.tvi")
-    frames = np.concatenate([rows["frames"] for _, rows in index.chunks()])
-    assert [index.row(number).frames for number in range(500)] == frames.tolist()
-    assert {row.frames for row in index.bad_rows()} == set(range(0, 500, 7)) and index.num_bad == 72
-    assert all(index.row(index.find(f"d/{number}.mp4")).frames == number for number in range(500))
+def test_an_index_of_the_older_form_is_refused_by_readers_and_made_again_by_builds(
+    video_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    index = build(video_folder, tmp_path / "data_index.tvi").index
+    content = index.file.read_bytes()
+    index.file.write_bytes(ANY_MAGIC + b"1" + content[8:])
+    assert is_index(index.file)
+    with pytest.raises(UserError, match=r"another version of tinyvae; make it again with: tinyvae data index DATA -o"):
+        open_index(index.file)
+    again = open_or_build_index(video_folder, cache_dir=tmp_path, num_workers=0, show_progress_bar=False)
+    assert index.file.read_bytes()[:8] == content[:8] and again.fingerprint == index.fingerprint
+    assert caplog.text.count("of another version of tinyvae; it is made again") == 1
