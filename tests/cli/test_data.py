@@ -43,7 +43,7 @@ def run(*words: object) -> int:
 
 
 def test_index_then_check_an_index(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("index", folder, "-o", tmp_path / "v.tvi", "--workers", 0) == 0
+    assert run("index", folder, "--output", tmp_path / "v.tvi", "--workers", 0) == 0
     assert "7 files" in capsys.readouterr().out
     assert len(open_index(tmp_path / "v.tvi")) == 7
     sheet = tmp_path / "sheet.png"
@@ -89,30 +89,30 @@ def test_index_names_bad_files_and_fails_when_all_are_bad(tmp_path: Path, capsys
     data.mkdir()
     (data / "empty.mp4").touch()
     output = tmp_path / "i.tvi"
-    assert run("index", data, "-o", output, "--workers", 0) == 1
+    assert run("index", data, "--output", output, "--workers", 0) == 1
     assert "empty.mp4: the file is empty" in capsys.readouterr().out
     bad_list = tmp_path / "i.tvi.bad_files.jsonl"
     assert json.loads(bad_list.read_text()) == {"path": "empty.mp4", "reason": "the file is empty"}
     write_video(data / "empty.mp4")
-    assert run("index", data, "-o", output, "--workers", 0) == 0
+    assert run("index", data, "--output", output, "--workers", 0) == 0
     assert not bad_list.exists(), "a fixed data set leaves no old list behind"
 
 
 def test_mistakes_are_one_sentence(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="does not exist"):
         run("check", tmp_path / "none")
-    with pytest.raises(UserError, match="--workers is -1"):
-        run("index", folder, "-o", tmp_path / "i", "--workers", -1)
-    with pytest.raises(UserError, match=r"--size is '480'; write height x width"):
+    with pytest.raises(UserError, match="--workers: '-1' is not a whole number, at least 0"):
+        run("index", folder, "--output", tmp_path / "i", "--workers", -1)
+    with pytest.raises(UserError, match="'480' is not a size: write HEIGHTxWIDTH"):
         run("check", folder, "--size", 480)
-    with pytest.raises(UserError, match="--samples is 0"):
+    with pytest.raises(UserError, match="--samples: '0' is not a whole number, at least 1"):
         run("check", folder, "--samples", 0)
     with pytest.raises(MissingFileError, match="data_root"):
-        run("index", folder, "-o", tmp_path / "i", "--data_root", tmp_path / "none")
+        run("index", folder, "--output", tmp_path / "i", "--data_root", tmp_path / "none")
     escape = tmp_path / "list.json"
     escape.write_text(json.dumps({"total": 1, "list": [{"path": "../v0.mp4"}]}))
     done = subprocess.run(
-        [sys.executable, "-m", "tinyvae", "data", "index", str(escape), "-o", str(tmp_path / "i")],
+        [sys.executable, "-m", "tinyvae", "data", "index", str(escape), "--output", str(tmp_path / "i")],
         capture_output=True,
         text=True,
         check=False,
@@ -138,17 +138,17 @@ def test_old_names_of_options_work_and_say_the_new_ones(tmp_path: Path, capsys: 
     assert "clips of 9 frames" in printed.out and "96x64 (width x height)" in printed.out
     said = [line.split(";")[0] for line in printed.err.splitlines() if "is called" in line]
     assert said == [
-        "tinyvae: --height is called --size HxW now",
-        "tinyvae: --width is called --size HxW now",
-        "tinyvae: --n_frames is called --frames now",
-        "tinyvae: --num_workers is called --workers now",
+        "--height is called --size HxW now",
+        "--width is called --size HxW now",
+        "--n_frames is called --frames now",
+        "--num_workers is called --workers now",
     ]
 
 
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run("--help")
-    assert ended.value.code == 0 and "tinyvae data index videos/ -o" in capsys.readouterr().out
+    assert ended.value.code == 0 and "tinyvae data index videos/ --output" in capsys.readouterr().out
     code = (
         "import sys; from tinyvae.cli import data, main; main.build_parser('data'); assert 'torch' not in sys.modules"
     )
