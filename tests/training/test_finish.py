@@ -10,7 +10,7 @@ from tinyvae import TAEHV, load_model
 from tinyvae.config.schema import TrainConfig
 from tinyvae.training.ema import WeightAverage
 from tinyvae.training.finish import model_card, write_final_model
-from tinyvae.training.state import Progress
+from tinyvae.training.resume import Progress
 
 CONFIG = TrainConfig(model_width=0.125, n_frames=8, height=64, width=48, temporal_loss_weight=0.5, ema_decay=0.9)
 PROGRESS = Progress(step=40, samples_seen=160, training_s=1800)

@@ -21,7 +21,7 @@ from tinyvae.models.weights import load_model
 from tinyvae.teachers import load_teacher
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import average_when_all_are_well
-from tinyvae.training.state import HIGHER_IS_BETTER
+from tinyvae.training.resume import HIGHER_IS_BETTER
 from tinyvae.training.task import TrainingTask
 
 QUIET_BRANCH = 0.03  # a tenth of a dB better after 1,000 steps than 0.1; 0.01 is as good (docs/results.md)

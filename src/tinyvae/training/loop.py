@@ -37,7 +37,7 @@ from tinyvae.training.guards import (
 from tinyvae.training.logs import RunLog, StepLog, learning_rates
 from tinyvae.training.notify import Notifier
 from tinyvae.training.optim import OptimizerSet, learning_rate_factor
-from tinyvae.training.state import LoopState, Progress
+from tinyvae.training.resume import LoopState, Progress
 from tinyvae.training.task import TrainingTask
 from tinyvae.training.validation import ValidationCut
 

@@ -27,7 +27,7 @@ import psutil
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.training.guards import StopRequested
-from tinyvae.training.state import Progress
+from tinyvae.training.resume import Progress
 
 log = logging.getLogger(__name__)
 
