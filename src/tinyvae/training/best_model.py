@@ -21,8 +21,8 @@ from tinyvae.training.ema import WeightAverage
 from tinyvae.training.engine import Engine
 from tinyvae.training.logs import RunLog
 from tinyvae.training.loop import ValidationOutcome
+from tinyvae.training.preflight import state_bytes
 from tinyvae.training.resume import Progress
-from tinyvae.training.trial_step import state_bytes
 from tinyvae.training.validation import (
     ValidationHistory,
     ValidationResult,

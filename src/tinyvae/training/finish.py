@@ -26,8 +26,8 @@ from tinyvae.terminal import count_of
 from tinyvae.training.checkpoint import WRITE_FAULTS, why_not_written
 from tinyvae.training.clips import RunData
 from tinyvae.training.ema import WeightAverage
+from tinyvae.training.preflight import state_bytes
 from tinyvae.training.resume import Progress
-from tinyvae.training.trial_step import state_bytes
 from tinyvae.training.validation import score_in_words
 from tinyvae.version import __version__
 
