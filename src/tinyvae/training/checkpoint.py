@@ -118,7 +118,12 @@ class CheckpointWriter:
         engine = self._engine
         name = f"{'emergency_' if emergency else ''}checkpoint-{step}"
         folder, unfinished = self.run_folder / name, self.run_folder / f"{UNFINISHED}{name}"
-        fault, _ = self._attempt(lambda: _make_empty(unfinished) if engine.is_main else None)
+
+        def begin() -> None:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+
+        fault, _ = self._attempt(lambda: begin() if engine.is_main else None)
         if fault is None:
             fault, of_ranks = self._attempt(lambda: _write_state(unfinished / rank_file(engine.rank), rank_state))
         if fault is None:
@@ -173,12 +178,6 @@ class CheckpointWriter:
                 f"{MAX_FAILED_SAVES} saves in a row failed, the last because of: {fault}. The run stops rather than "
                 f"compute what cannot be kept; free space in {self.run_folder} and go on with --resume latest."
             )
-
-
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
 
 
 class _HashingStream:
@@ -265,9 +264,6 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# reading
-
-
 def list_checkpoints(*run_folders: Path) -> list[CheckpointInfo]:
     """The checkpoints of run folders, oldest first. Their files are not checked."""
     found = []
@@ -322,9 +318,6 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 def read_state(file: Path) -> dict[str, Any]:
     """The contents of a state file, on the CPU. Only tensors and plain values are read: no code can run."""
     return torch.load(file, map_location="cpu", weights_only=True)
-
-
-# retention
 
 
 def remove_old(run_folder: Path, *, keep: int | None, best_step: int | None) -> None:

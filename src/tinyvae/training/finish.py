@@ -7,9 +7,10 @@ import logging
 import shlex
 from contextlib import ExitStack
 from datetime import timedelta
+from importlib import resources
 from pathlib import Path
-from typing import Any
 
+import jinja2
 import torch
 
 from tinyvae.config.save import to_json
@@ -32,46 +33,6 @@ from tinyvae.training.validation import score_in_words
 from tinyvae.version import __version__
 
 log = logging.getLogger(__name__)
-
-NO_TEACHER = "no teacher: nothing tied its latents to those of a diffusion model"
-CARD = """\
----
-library_name: tinyvae
-tags: [video, autoencoder, taehv]
----
-
-# {variant}, {parameters:.1f} M parameters
-
-A tiny video autoencoder of the TAEHV family (stand-in for the VAE of {teacher_family}), trained with \
-tinyvae {tinyvae} and torch {torch}.
-
-- latents: {channels} channels, one for {time_factor} frames of {space_factor}x{space_factor} pixels; width factor \
-{width:g}
-- trained {start}, with {teacher}
-- {steps} of {max_steps} steps, {samples} clips of {clip}, {duration} (h:mm:ss) in training steps
-- losses (weight): {losses}
-- weights: {weights}
-- command: `{command}`
-
-## Validation
-
-{validation}
-
-## Use
-
-```python
-from tinyvae import load_model
-model = load_model("final_model.safetensors")
-latents = model.encode_video(frames_NTCHW)  # frames in [0, 1]
-frames = model.decode_video(latents)
-```
-
-## Settings
-
-```json
-{settings}
-```
-"""
 
 
 def write_final_model(
@@ -104,55 +65,32 @@ def write_final_model(
 
 def model_card(config: TrainConfig, folder: Path, model: TAEHV, progress: Progress, *, command: str) -> str:
     """A model card in Markdown: what the weights are, how they were made, how good they are, how to use them."""
-    spec = model.spec
     history = folder / "validation_history.json"
-    suffix = "_loss_weight"
-    losses = {key.removesuffix(suffix): getattr(config, key) for key in FIELDS if key.endswith(suffix)}
-    teacher, ema_decay = config.teacher_path, config.ema_decay
-    return CARD.format(
-        variant=spec.name,
+    entries = json.loads(history.read_text()) if history.is_file() else []
+    n_frames, height, width = config.validation_size
+    weights = {key.removesuffix("_loss_weight"): getattr(config, key) for key in FIELDS if key.endswith("_loss_weight")}
+    template = resources.files("tinyvae.training").joinpath("model_card.md").read_text(encoding="utf-8")
+    return jinja2.Template(template, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).render(
+        config=config,
+        spec=model.spec,
+        progress=progress,
+        command=command,
         parameters=sum(p.numel() for p in model.parameters()) / 1e6,
-        teacher_family=spec.teacher,
         tinyvae=__version__,
         torch=torch.__version__,
-        channels=spec.latent_channels,
-        time_factor=spec.time_factor,
-        space_factor=spec.space_factor,
-        width=spec.width,
-        start=f"from {config.pretrained_model_path}" if config.pretrained_model_path else "from fresh weights",
-        teacher=f"the teacher {teacher}" if teacher else NO_TEACHER,
-        steps=progress.step,
-        max_steps=config.max_train_steps,
-        samples=progress.samples_seen,
-        clip=f"{config.n_frames} frames of {config.height}x{config.width}",
         duration=timedelta(seconds=round(progress.training_s)),
-        losses=", ".join(f"{name} ({weight:g})" for name, weight in losses.items() if weight > 0),
-        weights=f"running mean over the steps, decay {ema_decay:g}" if ema_decay > 0 else "of the last step",
-        command=command,
-        validation=_validation_table(config, json.loads(history.read_text()) if history.is_file() else []),
+        losses=", ".join(f"{name} ({weight:g})" for name, weight in weights.items() if weight > 0),
+        entries=entries,
+        # A run that is resumed with LPIPS weights has the score from there on.
+        metrics=[name for name in ("psnr", "ssim", "lpips") if any(name in entry for entry in entries)],
+        best_step=next((entry["step"] for entry in reversed(entries) if entry["is_best"]), None),
+        validation_frames=n_frames,
+        validation_height=height,
+        validation_width=width,
+        count_of=count_of,
+        score_in_words=score_in_words,
         settings=to_json(config),
     )
-
-
-def _validation_table(config: TrainConfig, entries: list[dict[str, Any]]) -> str:
-    if not entries:
-        return "The run had no validation."
-    n_frames, height, width = config.validation_size
-    # A run that is resumed with LPIPS weights has the score from there on.
-    names = [name for name in ("psnr", "ssim", "lpips") if any(name in entry for entry in entries)]
-    rows = [
-        f"Means over {count_of(entries[-1]['num_clips'], 'clip')}: the middle {n_frames} frames, at {height}x{width}, "
-        "of files that were not trained on. The row of the best is that of `best_model/` and `report.html`, the last "
-        "one that of these weights. (`tinyvae eval` takes whole files, so its numbers are others.)",
-        "",
-        f"| step | {' | '.join(names)} |",
-        f"|---|{'---|' * len(names)}",
-    ]
-    best = [entry for entry in entries if entry["is_best"]][-1:]
-    for entry in entries:
-        step = f"{entry['step']}, best" if entry in best else entry["step"]
-        rows.append(f"| {step} | {' | '.join(score_in_words(name, entry.get(name)) for name in names)} |")
-    return "\n".join(rows)
 
 
 def write_run_report(

@@ -395,11 +395,12 @@ class TrialStep(NamedTuple):
 
 class StepCost(NamedTuple):
     """``micro_batch_s``: forward and backward of one micro-batch. ``optimizer_s``: once per step. ``kept_bytes``: what
-    autograd keeps of a micro-batch for its backward pass, whatever the allocator does."""
+    autograd keeps of a micro-batch for its backward pass. ``gpu_bytes``: what torch reserved (0 on a CPU)."""
 
     micro_batch_s: float
     optimizer_s: float
     kept_bytes: int
+    gpu_bytes: int = 0
 
     def step_s(self, *, micro_batches: int, scale: float = 1.0) -> float:
         """Seconds of an optimizer step whose micro-batches are ``scale`` times as large."""
@@ -440,35 +441,34 @@ def _trial_step(config: TrainConfig) -> Iterator[Check]:
 
 def try_step(config: TrainConfig) -> TrialStep:
     """Take a step on this machine's first device; raises `UserError` if it cannot be taken."""
-    return _full_size_step(config) if torch.cuda.is_available() else _scaled_step(config)
-
-
-def _full_size_step(config: TrainConfig) -> TrialStep:
-    device = torch.device("cuda", 0)
-    free, total = torch.cuda.mem_get_info(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    on_gpu = torch.cuda.is_available()
+    tried = config if on_gpu else _small(config)
+    scale = _pixels(config) / _pixels(tried)
+    clips = count_of(tried.train_batch_size, "clip")
+    place = "measured" if on_gpu else "on the CPU" + (", scaled by pixels" if scale > 1 else "")
+    place += ", without the teacher" if config.use_ref_vae and not tried.use_ref_vae else ""
+    free, total = torch.cuda.mem_get_info(0) if on_gpu else (0, 0)
     try:
-        cost = _take_steps(config, device)
+        cost = _take_steps(tried, torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
     except (RuntimeError, MemoryError) as fault:
         if not is_out_of_memory(fault):
             raise
         raise UserError(f"out of memory: {SAVE_MEMORY}") from None
-    finally:
-        torch.cuda.empty_cache()
+    state = state_bytes(config)
+    # weights, gradients, two moments, the average; Seraena has no average
+    fixed = 5 * state.weights + 4 * state.discriminator
     return TrialStep(
-        measured_at=f"measured, {config.train_batch_size} clips of {config.n_frames} frames of "
-        f"{config.height}x{config.width}",
-        memory_bytes=torch.cuda.max_memory_reserved(device) + (total - free),
-        available_bytes=total,
-        seconds=cost.step_s(micro_batches=config.gradient_accumulation_steps),
+        measured_at=f"{clips} of {tried.n_frames} frames of {tried.height}x{tried.width} {place}",
+        memory_bytes=cost.gpu_bytes + total - free if on_gpu else int(fixed + cost.kept_bytes * scale),
+        available_bytes=total if on_gpu else psutil.virtual_memory().available,
+        seconds=cost.step_s(micro_batches=config.gradient_accumulation_steps, scale=scale),
     )
 
 
-def _scaled_step(config: TrainConfig) -> TrialStep:
-    """A step with small clips and no teacher (its pass on a CPU would take minutes), scaled to the real size."""
-    factor = config.spec.space_factor
-    side = max(SMALL_SIDE // factor, 2) * factor
-    small = replace(
+def _small(config: TrainConfig) -> TrainConfig:
+    """The same run with small clips and no teacher, whose pass on a CPU would take minutes."""
+    side = max(SMALL_SIDE // config.spec.space_factor, 2) * config.spec.space_factor
+    return replace(
         config,
         height=min(config.height, side),
         width=min(config.width, side),
@@ -478,19 +478,10 @@ def _scaled_step(config: TrainConfig) -> TrialStep:
         decoder_loss_weight=0.0,
         compile_model=False,
     )
-    pixels, small_pixels = (c.train_batch_size * c.height * c.width for c in (config, small))
-    scale = pixels / small_pixels
-    clips = f"{count_of(small.train_batch_size, 'clip')} of {small.n_frames} frames of {small.height}x{small.width}"
-    notes = [", scaled by pixels" if scale > 1 else "", ", without the teacher" if config.use_ref_vae else ""]
-    cost, state = _take_steps(small, torch.device("cpu")), state_bytes(config)
-    # weights, gradients, two moments, the average; Seraena has no average
-    fixed = 5 * state.weights + 4 * state.discriminator
-    return TrialStep(
-        measured_at=f"{clips} on the CPU{''.join(notes)}",
-        memory_bytes=int(fixed + cost.kept_bytes * scale),
-        available_bytes=psutil.virtual_memory().available,
-        seconds=cost.step_s(micro_batches=config.gradient_accumulation_steps, scale=scale),
-    )
+
+
+def _pixels(config: TrainConfig) -> int:
+    return config.train_batch_size * config.height * config.width
 
 
 def _take_steps(config: TrainConfig, device: torch.device) -> StepCost:
@@ -499,6 +490,9 @@ def _take_steps(config: TrainConfig, device: torch.device) -> StepCost:
     from tinyvae.training.engine import Engine
     from tinyvae.training.optim import make_optimizers
 
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
     engine = Engine(config)
     model = build_model(config).to(device)
     engine.prepare(model, make_optimizers(model, config))
@@ -522,10 +516,11 @@ def _take_steps(config: TrainConfig, device: torch.device) -> StepCost:
     def seconds_of(work: Callable[[], None]) -> float:
         started = time.perf_counter()
         work()
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(device)
         return time.perf_counter() - started
 
     micro_batch(torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor))
     optimizer()
-    return StepCost(seconds_of(micro_batch), seconds_of(optimizer), sum(kept.values()))
+    seconds = seconds_of(micro_batch), seconds_of(optimizer)
+    return StepCost(*seconds, sum(kept.values()), torch.cuda.max_memory_reserved(device) if on_gpu else 0)

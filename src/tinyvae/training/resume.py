@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,6 @@ from tinyvae.losses.seraena.start import SeraenaStart
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import load_model, plain_state, save_model
 from tinyvae.training.checkpoint import (
-    REPLACED,
     SHARED_STATE,
     WRITE_FAULTS,
     CheckpointWriter,
@@ -103,16 +102,14 @@ class LoopState:
 # the checkpoint to go on from
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundCheckpoint:
+class FoundCheckpoint(NamedTuple):
     """A checkpoint whose every file was checked. ``passed_over``: what is wrong with newer ones."""
 
     folder: Path
     passed_over: list[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedRun:
+class SavedRun(NamedTuple):
     """An intact checkpoint, opened."""
 
     folder: Path
@@ -122,12 +119,6 @@ class SavedRun:
     @property
     def world_size(self) -> int:
         return int(self.manifest["world_size"])
-
-    def tidied(self) -> SavedRun:
-        """The same checkpoint, after `remove_unfinished` gave it back the name that a killed save took from it."""
-        if self.folder.exists():
-            return self
-        return replace(self, folder=self.folder.with_name(self.folder.name.removesuffix(REPLACED)))
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         return read_state(self.folder / rank_file(rank))
@@ -155,7 +146,7 @@ def open_checkpoint(folder: Path) -> SavedRun:
     """Read a checkpoint that `asked_checkpoint` has found."""
     manifest = read_manifest(folder)
     assert manifest is not None, "an intact checkpoint has a manifest"
-    return SavedRun(folder=folder, manifest=manifest, shared=read_state(folder / SHARED_STATE))
+    return SavedRun(folder, manifest, read_state(folder / SHARED_STATE))
 
 
 def _find(asked: str, config: TrainConfig) -> FoundCheckpoint:
@@ -172,7 +163,7 @@ def _find(asked: str, config: TrainConfig) -> FoundCheckpoint:
         fault = broken_reason(folder)
         if fault is not None:
             raise UserError(f"cannot resume from {folder}: {fault}; use --resume latest for the newest intact one.")
-        return FoundCheckpoint(folder=folder, passed_over=[])
+        return FoundCheckpoint(folder, [])
     newest = _first_few([str(info.folder) for info in reversed(list_checkpoints(*runs))]) or "none"
     raise MissingFileError(
         f"resume_from_checkpoint is {asked!r}, but there is no such folder (looked at {path.absolute()} and in "
@@ -188,7 +179,7 @@ def _newest_of(runs: list[Path], asked: str, places: str) -> FoundCheckpoint:
             f"resume_from_checkpoint is {asked!r}, but there is no intact checkpoint in {places}{damaged}; start "
             "without --resume, or name a checkpoint."
         )
-    return FoundCheckpoint(folder=folder, passed_over=faults)
+    return FoundCheckpoint(folder, faults)
 
 
 def _first_few(names: list[str]) -> str:
@@ -382,7 +373,7 @@ class RunState:
     def _scores_compare(self, saved: SavedRun) -> bool:
         """Whether the checkpoint's scores can be compared with those to come; a warning says it if not."""
         old, new = saved.shared.get("scored_with"), self._meaning_of_scores()
-        if old is None or old == new:  # an older version did not write it
+        if old in (None, new):  # None: an older version did not write it
             return True
         if self.engine.is_main and saved.shared["progress"]["best_score"] is not None:
             log.warning(
@@ -399,22 +390,22 @@ def restore_best_model(progress: Progress, saved: SavedRun, folder: Path) -> Pro
     A checkpoint of an older version names none: then the ``best_model/`` beside it counts if its step is right. If the
     model is nowhere to be found, the scores start again and the next validation writes it.
     """
-    run = saved.folder.parent
-    best = saved.manifest.get("best_model") or _read_info(run / "best_model")
     if progress.best_step is None:
+        return progress
+    run = saved.folder.parent
+    best = saved.manifest.get("best_model") or _read_info(run / "best_model") or {}
+    is_known = best.get("step") == progress.best_step
+    if is_known and best == _read_info(folder / "best_model"):
         return progress
     fault = f"no checkpoint of step {progress.best_step} is left in {run}"
     try:
-        if best is not None and best["step"] == progress.best_step:
-            if best == _read_info(folder / "best_model"):
-                return progress
-            source = _find_best(best, saved)
-            if source is not None:
-                write_best_model(folder, load_model(source / "model.safetensors"), best)
-                with atomic_write(folder / "best_model" / "model_info.json", "w") as stream:
-                    json.dump(best, stream, indent=1)  # with the time of its validation, not of now
-                log.info("best_model/ is that of step %d again, from %s", progress.best_step, source)
-                return progress
+        source = _find_best(best, saved) if is_known else None
+        if source is not None:
+            write_best_model(folder, load_model(source / "model.safetensors"), best)
+            with atomic_write(folder / "best_model" / "model_info.json", "w") as stream:
+                json.dump(best, stream, indent=1)  # with the time of its validation, not of now
+            log.info("best_model/ is that of step %d again, from %s", progress.best_step, source)
+            return progress
     except (*WRITE_FAULTS, UserError) as reason:
         fault = str(reason).splitlines()[0]
     log.warning(

@@ -34,11 +34,9 @@ from tinyvae.training.notify import Notifier
 from tinyvae.training.optim import make_optimizers
 from tinyvae.training.preflight import checkpoint_bytes, checks_at_start, machine_complaints
 from tinyvae.training.resume import (
-    FoundCheckpoint,
     LoopState,
     Progress,
     RunState,
-    SavedRun,
     asked_checkpoint,
     check_same_data,
     open_checkpoint,
@@ -58,25 +56,6 @@ class FinishedRun:
     is_main: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartedRun:
-    """What exists before the parts are built.
-
-    ``place``: on the main process only. ``index_folder``: where the index is made. ``saved``: for a resumed run.
-    """
-
-    config: TrainConfig
-    engine: Engine
-    signals: SignalWatch
-    folder: Path
-    index_folder: Path
-    place: RunPlace | None
-    run_log: RunLog
-    notifier: Notifier
-    saved: SavedRun | None
-    command: str
-
-
 def check_before_start(loaded: LoadedConfig) -> None:
     """Refuse what can be refused before any process group or GPU is touched; `tinyvae check --quick` does it too."""
     here = machine_complaints(loaded.config)
@@ -90,164 +69,144 @@ def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
 
         run_training(load_config("quickstart", []), command="tinyvae train quickstart")
     """
-    config = loaded.config
     check_before_start(loaded)
-    engine = start_engine(config)
     with ExitStack() as at_end:
+        run = _Run(loaded, at_end)
+        try:
+            progress = run.build_and_train(command)
+        except (UserError, StopRequested) as reason:
+            run.run_log.note(f"the run ends: {reason}", level=logging.WARNING)  # the command line tells the terminal
+            raise
+        run.engine.close()
+    return FinishedRun(folder=run.folder, progress=progress, is_main=run.engine.is_main)
+
+
+class _Run:
+    """A run from its first process group to its last file."""
+
+    def __init__(self, loaded: LoadedConfig, at_end: ExitStack) -> None:
+        """Join the processes, find the checkpoint and take the folder. ``at_end`` gets what has to be closed."""
+        self.config = config = loaded.config
+        self.engine = engine = start_engine(config)
         at_end.callback(engine.close_quietly)
-        signals = SignalWatch()
-        at_end.callback(signals.close)
-        # The main process decides: only it reads every file of a checkpoint to check it.
+        self.signals = SignalWatch()
+        at_end.callback(self.signals.close)
+        # The main process decides: only it reads every file of a checkpoint to check it, and the clocks of the others
+        # would give other folders.
         asked = config.resume_from_checkpoint
         found = None if asked is None else engine.from_main(lambda: asked_checkpoint(asked, config))
-        place, folder, index_folder = _take_place(config, engine, None if found is None else found.folder, at_end)
-        run_log = RunLog(folder, config, is_main=engine.is_main)
-        at_end.callback(run_log.close)
-        run = StartedRun(
+        self.place: RunPlace | None = None  # on the main process
+
+        def take_place() -> tuple[Path, Path]:
+            self.place = RunPlace(config, None if found is None else found.folder)
+            at_end.callback(self.place.leave)
+            return self.place.folder, self.place.index_folder()
+
+        self.folder, self.index_folder = engine.from_main(take_place)
+        self.saved = None if found is None else open_checkpoint(found.folder)
+        self.run_log = RunLog(self.folder, config, is_main=engine.is_main)
+        at_end.callback(self.run_log.close)
+        self.notifier = at_end.enter_context(Notifier(config, self.folder, is_main=engine.is_main))
+        if self.place is not None:
+            self._log_notices(loaded, [] if found is None else found.passed_over)
+            log.info("run folder: %s%s", self.folder, f" ({self.place.note})" if self.place.note else "")
+
+    def _log_notices(self, loaded: LoadedConfig, passed_over: list[str]) -> None:
+        """Log what was decided for the user, and what does not stop the run but may trouble it."""
+        for fault in passed_over:
+            log.warning("passing over a damaged checkpoint: %s", fault)
+        for notice in loaded.notices:
+            log.info("note: %s", notice)
+        for check in checks_at_start(self.config, processes=self.engine.local_world_size):
+            if check.fix:
+                log.warning("%s: %s; fix: %s", check.name, check.found, check.fix)
+
+    def build_and_train(self, command: str) -> Progress:
+        """Build what the loop drives, restore a checkpoint, train, and write what a finished run leaves."""
+        config, engine, folder = self.config, self.engine, self.folder
+        torch.manual_seed(config.seed)
+        data = open_data(config, engine, folder, index_folder=self.index_folder)
+        if self.saved is not None:
+            check_same_data(self.saved, config, data_fingerprint=data.fingerprint)
+        model = build_model(config).to(engine.device)
+        optimizers = make_optimizers(model, config)
+        engine.prepare(model, optimizers)
+        task = build_task(config, engine, model)
+        average = WeightAverage(model, decay=config.ema_decay) if config.ema_decay > 0 else None
+        state = RunState(
+            config=config, engine=engine, folder=folder, data=data, model=model, average=average, seraena=task.seraena
+        )
+        loop, data = self._settle(self._first_loop_state(state), data)
+        validator = Validator(
+            config,
+            engine,
+            folder,
+            model=model,
+            average=average,
+            data=data,
+            lpips=task.lpips,
+            run_log=self.run_log,
+            stop_signal=lambda: self.signals.received,
+            from_step=loop.progress.step,
+        )
+        needed_bytes = checkpoint_bytes(config, engine.world_size)
+        writer = CheckpointWriter(folder, engine, keep=config.checkpoints_total_limit, needed_bytes=needed_bytes)
+        profile = folder / "profile.json" if config.enable_profiler and engine.is_main else None
+        profiler = StepProfiler(profile, device=engine.device, steps_left=config.max_train_steps - loop.progress.step)
+        parts = LoopParts(
             config=config,
             engine=engine,
-            signals=signals,
-            folder=folder,
-            index_folder=index_folder,
-            place=place,
-            run_log=run_log,
-            notifier=at_end.enter_context(Notifier(config, folder, is_main=engine.is_main)),
-            saved=None if found is None else open_checkpoint(found.folder),
-            command=command,
+            task=task,
+            optimizers=optimizers,
+            average=average,
+            batches=data.training_batches(engine, start_sample=loop.progress.samples_seen),
+            run_log=self.run_log,
+            profiler=profiler,
+            signals=self.signals,
+            notifier=self.notifier,
+            validate=validator.validate,
+            save=lambda loop, emergency: state.save(writer, loop, emergency=emergency),
         )
-        if place is not None:
-            _log_notices(loaded, engine, found)
-            log.info("run folder: %s%s", folder, f" ({place.note})" if place.note else "")
+        if engine.is_main:
+            _log_size(config, engine, data, model)
+        trainer = Trainer(parts, loop)
+        with closing(profiler), closing(parts.batches):  # else each worker is waited for 5 s at the exit
+            progress = trainer.train()
+        if engine.is_main:
+            write_final_model(config, folder, model, average, progress, command=command)
+            if config.report:
+                write_run_report(config, folder, data, task.lpips, device=engine.device, command=command)
+        engine.barrier()
+        trainer.check_saved(folder)
+        return progress
+
+    def _first_loop_state(self, state: RunState) -> LoopState:
+        """Where the loop starts: at step 0, or where the checkpoint was. Nothing is written."""
+        loop = LoopState(progress=Progress(), seraena_start=make_seraena_start(self.config))
+        if self.saved is not None:
+            loop = state.restore(self.saved, loop)
+            log.info("resumed from %s at step %d", self.saved.folder, loop.progress.step)
+        return loop
+
+    def _settle(self, loop: LoopState, data: RunData) -> tuple[LoopState, RunData]:
+        """Nothing can refuse the run any more: write its first files and make ``best_model/`` the right one."""
+        self.engine.from_main(lambda: self._write_first_files(loop.progress, data))
+        if (saved := self.saved) is not None:
+            progress = self.engine.from_main(lambda: restore_best_model(loop.progress, saved, self.folder))
+            loop = replace(loop, progress=progress)
+        return loop, data.settled(self.index_folder, self.folder)
+
+    def _write_first_files(self, progress: Progress, data: RunData) -> None:
+        assert self.place is not None, "only the main process writes"
         try:
-            progress = _build_and_train(run)
-        except (UserError, StopRequested) as reason:
-            run_log.note(f"the run ends: {reason}", level=logging.WARNING)  # the command line tells the terminal
-            raise
-        engine.close()
-    return FinishedRun(folder=folder, progress=progress, is_main=engine.is_main)
-
-
-def _take_place(
-    config: TrainConfig, engine: Engine, checkpoint: Path | None, at_end: ExitStack
-) -> tuple[RunPlace | None, Path, Path]:
-    """The run's folder and the folder of its index. The main process decides, because each would have another time, and
-    only it holds the `RunPlace`."""
-    held: list[RunPlace] = []
-
-    def take() -> tuple[Path, Path]:
-        held.append(RunPlace(config, checkpoint))
-        at_end.callback(held[0].leave)
-        return held[0].folder, held[0].index_folder()
-
-    folder, index_folder = engine.from_main(take)
-    return (held[0] if held else None), folder, index_folder
-
-
-def _log_notices(loaded: LoadedConfig, engine: Engine, found: FoundCheckpoint | None) -> None:
-    """Log what was decided for the user, and what does not stop the run but may trouble it."""
-    for fault in found.passed_over if found is not None else ():
-        log.warning("passing over a damaged checkpoint: %s", fault)
-    for notice in loaded.notices:
-        log.info("note: %s", notice)
-    for check in checks_at_start(loaded.config, processes=engine.local_world_size):
-        if check.fix:
-            log.warning("%s: %s; fix: %s", check.name, check.found, check.fix)
-
-
-def _build_and_train(run: StartedRun) -> Progress:
-    """Build what the loop drives, restore a checkpoint, train, and write what a finished run leaves."""
-    config, engine, folder = run.config, run.engine, run.folder
-    torch.manual_seed(config.seed)
-    data = open_data(config, engine, folder, index_folder=run.index_folder)
-    if run.saved is not None:
-        check_same_data(run.saved, config, data_fingerprint=data.fingerprint)
-    model = build_model(config).to(engine.device)
-    optimizers = make_optimizers(model, config)
-    engine.prepare(model, optimizers)
-    task = build_task(config, engine, model)
-    average = WeightAverage(model, decay=config.ema_decay) if config.ema_decay > 0 else None
-    state = RunState(
-        config=config, engine=engine, folder=folder, data=data, model=model, average=average, seraena=task.seraena
-    )
-    loop, data = _settle(run, _first_loop_state(run, state), data)
-    validator = Validator(
-        config,
-        engine,
-        folder,
-        model=model,
-        average=average,
-        data=data,
-        lpips=task.lpips,
-        run_log=run.run_log,
-        stop_signal=lambda: run.signals.received,
-        from_step=loop.progress.step,
-    )
-    writer = CheckpointWriter(
-        folder,
-        engine,
-        keep=config.checkpoints_total_limit,
-        needed_bytes=checkpoint_bytes(config, engine.world_size),
-    )
-    profile = folder / "profile.json" if config.enable_profiler and engine.is_main else None
-    profiler = StepProfiler(profile, device=engine.device, steps_left=config.max_train_steps - loop.progress.step)
-    parts = LoopParts(
-        config=config,
-        engine=engine,
-        task=task,
-        optimizers=optimizers,
-        average=average,
-        batches=data.training_batches(engine, start_sample=loop.progress.samples_seen),
-        run_log=run.run_log,
-        profiler=profiler,
-        signals=run.signals,
-        notifier=run.notifier,
-        validate=validator.validate,
-        save=lambda loop, emergency: state.save(writer, loop, emergency=emergency),
-    )
-    if engine.is_main:
-        _log_size(config, engine, data, model)
-    trainer = Trainer(parts, loop)
-    with closing(profiler), closing(parts.batches):  # else each worker is waited for 5 s at the exit
-        progress = trainer.train()
-    if engine.is_main:
-        write_final_model(config, folder, model, average, progress, command=run.command)
-        if config.report:
-            write_run_report(config, folder, data, task.lpips, device=engine.device, command=run.command)
-    engine.barrier()
-    trainer.check_saved(folder)
-    return progress
-
-
-def _first_loop_state(run: StartedRun, state: RunState) -> LoopState:
-    """Where the loop starts: at step 0, or where the checkpoint was. Nothing is written."""
-    loop = LoopState(progress=Progress(), seraena_start=make_seraena_start(run.config))
-    if run.saved is not None:
-        loop = state.restore(run.saved, loop)
-        log.info("resumed from %s at step %d", run.saved.folder, loop.progress.step)
-    return loop
-
-
-def _settle(run: StartedRun, loop: LoopState, data: RunData) -> tuple[LoopState, RunData]:
-    """Nothing can refuse the run any more: write its first files and make ``best_model/`` the right one."""
-    progress = loop.progress
-
-    def write_first_files() -> None:
-        assert run.place is not None, "only the main process writes"
-        try:
-            run.place.settle()
-            if run.saved is not None:
-                copy_past(run.saved.folder.parent, run.folder)
-            run.run_log.begin(from_step=progress.step, with_validation=progress.validated_step == progress.step)
+            self.place.settle()
+            if self.saved is not None:
+                copy_past(self.saved.folder.parent, self.folder)
+            self.run_log.begin(from_step=progress.step, with_validation=progress.validated_step == progress.step)
             data.name_bad_files()
-            run.place.sign(run.config)
+            self.place.sign(self.config)
         except OSError as fault:
-            raise write_error(run.folder, fault) from None
-
-    run.engine.from_main(write_first_files)
-    if run.saved is not None:
-        saved = run.saved.tidied()
-        progress = run.engine.from_main(lambda: restore_best_model(progress, saved, run.folder))
-    return replace(loop, progress=progress), data.settled(run.index_folder, run.folder)
+            raise write_error(self.folder, fault) from None
 
 
 def _log_size(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) -> None:
