@@ -162,18 +162,13 @@ class CheckpointWriter:
 
     def _failed(self, name: str, unfinished: Path, fault: str) -> None:
         self._failed_in_a_row += 1
+        is_last = self._failed_in_a_row == MAX_FAILED_SAVES
         if self._engine.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)
-            is_last = self._failed_in_a_row >= MAX_FAILED_SAVES
-            log.error(
-                "COULD NOT SAVE %s (%s). Earlier checkpoints are untouched; the %s (%d of %d).",
-                name,
-                fault,
-                "run stops" if is_last else "next save will try again",
-                self._failed_in_a_row,
-                MAX_FAILED_SAVES,
-            )
-        if self._failed_in_a_row >= MAX_FAILED_SAVES:
+            then = "run stops" if is_last else "next save will try again"
+            then += f" ({self._failed_in_a_row} of {MAX_FAILED_SAVES})"
+            log.error("COULD NOT SAVE %s (%s). Earlier checkpoints are untouched; the %s.", name, fault, then)
+        if is_last:
             raise UserError(
                 f"{MAX_FAILED_SAVES} saves in a row failed, the last because of: {fault}. The run stops rather than "
                 f"compute what cannot be kept; free space in {self.run_folder} and go on with --resume latest."

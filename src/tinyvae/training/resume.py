@@ -356,12 +356,11 @@ class RunState:
         """Take over the random states; return this rank's unfinished log line."""
         if saved.world_size != self.engine.world_size:
             if self.engine.is_main:
+                counts = f"{saved.world_size} process(es) and the run goes on with {self.engine.world_size}"
                 log.warning(
-                    "the checkpoint was written with %d process(es) and the run goes on with %d: weights, optimizer, "
-                    "schedule, data position and scores carry over; torch's random states, Seraena's draws and the "
-                    "averages of the next log line start again",
-                    saved.world_size,
-                    self.engine.world_size,
+                    f"the checkpoint was written with {counts}: weights, optimizer, schedule, data position and scores "
+                    "carry over; torch's random states, Seraena's draws and the averages of the next log line start "
+                    "again"
                 )
             return None
         own = saved.rank_state(self.engine.rank)
@@ -376,10 +375,10 @@ class RunState:
         if old in (None, new):  # None: an older version did not write it
             return True
         if self.engine.is_main and saved.shared["progress"]["best_score"] is not None:
+            changes = "; ".join(f"{key}: {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key])
             log.warning(
-                "the scores so far cannot be compared with those to come (%s): best score, early stopping and the "
-                "automatic start of Seraena start again with the next validation",
-                "; ".join(f"{key}: {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key]),
+                f"the scores so far cannot be compared with those to come ({changes}): best score, early stopping and "
+                "the automatic start of Seraena start again with the next validation"
             )
         return False
 
@@ -409,10 +408,8 @@ def restore_best_model(progress: Progress, saved: SavedRun, folder: Path) -> Pro
     except (*WRITE_FAULTS, UserError) as reason:
         fault = str(reason).splitlines()[0]
     log.warning(
-        "best_model/ cannot be made that of step %d (%s): best score and early stopping start again with the next "
-        "validation, which writes it",
-        progress.best_step,
-        fault,
+        f"best_model/ cannot be made that of step {progress.best_step} ({fault}): best score and early stopping start "
+        "again with the next validation, which writes it"
     )
     return progress.without_scores()
 

@@ -16,7 +16,8 @@ import socket
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -251,10 +252,8 @@ class RunPlace:
         self._is_settled = False
         self._is_timed = has_time(config.output_dir)
         self.folder = self._choose(config, checkpoint)
-        try:
+        with writing_to_run(self.folder):
             self._claim = RunClaim(self.folder)
-        except OSError as fault:
-            raise write_error(self.folder, fault) from None
         try:
             self._refuse_other_run(checkpoint)
         except UserError:
@@ -271,18 +270,17 @@ class RunPlace:
             self.note = f"{home} is no run's folder (it has no config.json of a run), so this run gets a new one"
         for _ in range(TRIES_FOR_A_TIME):
             folder = new_run_folder(config.output_dir, datetime.now()).absolute()
-            try:
+            with writing_to_run(folder):
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                folder.mkdir()
-                self._is_new = True
-                return folder
-            except FileExistsError as taken:
-                if not folder.is_dir():
-                    raise write_error(folder, taken) from None
-                if "%S" not in str(config.output_dir):
+                try:
+                    folder.mkdir()
+                    self._is_new = True
                     return folder
-            except OSError as fault:
-                raise write_error(folder, fault) from None
+                except FileExistsError:
+                    if not folder.is_dir():
+                        raise
+                    if "%S" not in str(config.output_dir):
+                        return folder
             time.sleep(1.0 - time.time() % 1.0)  # another run started in this second and has the folder
         raise UserError(f"{folder} and those of the minute before are taken; choose another --output_dir.")
 
@@ -300,15 +298,13 @@ class RunPlace:
         if not is_run_folder(self.folder):
             return self.folder
         staged, old = self.folder / STAGED, self.folder / CACHED_INDEX
-        try:
+        with writing_to_run(self.folder):
             staged.mkdir(exist_ok=True)  # one that a kill left may hold half of the work
             if old.exists() and not (staged / CACHED_INDEX).exists():
                 try:
                     os.link(old, staged / CACHED_INDEX)
                 except OSError:  # a file system without links
                     shutil.copy2(old, staged / CACHED_INDEX)
-        except OSError as fault:
-            raise write_error(self.folder, fault) from None
         return staged
 
     def settle(self) -> None:
@@ -349,11 +345,19 @@ def is_run_folder(folder: Path) -> bool:
     return isinstance(content, dict) and content.get("format") == RUN_FORMAT
 
 
-def write_error(folder: Path, fault: OSError) -> UserError:
-    """The error for a run folder that cannot be written."""
-    place = next((there for there in (folder, *folder.parents) if there.is_dir()), folder)
-    reason = why_not_written(fault, place)
-    return UserError(f"cannot write to the run folder {folder} ({reason}); make room, or choose another --output_dir.")
+@contextmanager
+def writing_to_run(folder: Path) -> Iterator[None]:
+    """Around writes to a run folder: one that cannot be written is a ``UserError`` with the reason."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as fault:
+        place = next((there for there in (folder, *folder.parents) if there.is_dir()), folder)
+        reason = why_not_written(fault, place)
+        raise UserError(
+            f"cannot write to the run folder {folder} ({reason}); make room, or choose another --output_dir."
+        ) from None
 
 
 def copy_past(old_run: Path, folder: Path) -> None:

@@ -42,7 +42,7 @@ from tinyvae.training.resume import (
     open_checkpoint,
     restore_best_model,
 )
-from tinyvae.training.run_folder import RunPlace, copy_past, write_error
+from tinyvae.training.run_folder import RunPlace, copy_past, writing_to_run
 
 log = logging.getLogger(__name__)
 
@@ -198,31 +198,20 @@ class _Run:
 
     def _write_first_files(self, progress: Progress, data: RunData) -> None:
         assert self.place is not None, "only the main process writes"
-        try:
+        with writing_to_run(self.folder):
             self.place.settle()
             if self.saved is not None:
                 copy_past(self.saved.folder.parent, self.folder)
             self.run_log.begin(from_step=progress.step, with_validation=progress.validated_step == progress.step)
             data.name_bad_files()
             self.place.sign(self.config)
-        except OSError as fault:
-            raise write_error(self.folder, fault) from None
 
 
 def _log_size(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) -> None:
-    clips = config.train_batch_size * config.gradient_accumulation_steps * engine.world_size
     if (workers := loading_processes(config)) < config.dataloader_num_workers:
         log.info("clips are loaded by %d processes, not %d: as many as cores", workers, config.dataloader_num_workers)
-    log.info(
-        "%s (%.2f M parameters) on %d x %s; %s of %d x %d x %d a step; %d files train, %d validate",
-        config.variant,
-        sum(p.numel() for p in model.parameters()) / 1e6,
-        engine.world_size,
-        engine.device.type,
-        count_of(clips, "clip"),
-        config.n_frames,
-        config.height,
-        config.width,
-        len(data.train),
-        len(data.validation),
-    )
+    parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    network = f"{config.variant} ({parameters:.2f} M parameters) on {engine.world_size} x {engine.device.type}"
+    clips = count_of(config.train_batch_size * config.gradient_accumulation_steps * engine.world_size, "clip")
+    clips += f" of {config.n_frames} x {config.height} x {config.width} a step"
+    log.info("%s; %s; %d files train, %d validate", network, clips, len(data.train), len(data.validation))
