@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import distributions, requires
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TextIO
 import psutil
 import torch
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from torch import Tensor
 
 from tinyvae.config.rules import Complaint, GivenPath, path_complaints, value_complaints
@@ -84,7 +85,7 @@ def preflight(
         *_settings(config),
         *_launch(config, launch),
         *_gpus(config, processes),
-        *_packages(config, launch),
+        _packages(config, launch),
         *_files(missing),
     ]
     if not missing:
@@ -206,31 +207,25 @@ def parse_driver_version(text: str) -> tuple[int, ...]:
     return tuple(map(int, found.group().split("."))) if found else ()
 
 
-def _packages(config: TrainConfig, launch: LaunchConfig | None) -> Iterator[Check]:
-    """Whether the installed packages are those that tinyvae asks for."""
+def _packages(config: TrainConfig, launch: LaunchConfig | None) -> Check:
+    """Whether the installed packages are those that tinyvae asks for, with the extras that this run needs."""
     extras = ["deepspeed"] if launch is not None and launch.deepspeed is not None else []
     extras += ["teachers"] if config.teacher_path is not None else []
-    installed: dict[str, str] = {}
-    fixes: dict[str, str] = {}
-    try:
-        requirements = [Requirement(line) for line in requires("tinyvae") or []]
-    except PackageNotFoundError:
+    versions = {canonicalize_name(package.name): package.version for package in distributions()}
+    if "tinyvae" not in versions:
         found = "tinyvae is not installed, only on the path"
-        yield Check(name="packages", found=found, fix="pip install -e .", only_warns=True)
-        return
-    for package in requirements:
-        if package.marker is None or any(package.marker.evaluate({"extra": extra}) for extra in extras):
-            fix = f"pip install '{package.name}{package.specifier}'"
-            try:
-                installed[package.name] = version(package.name)
-            except PackageNotFoundError:
-                fixes[package.name] = fix
-                continue
-            if not package.specifier.contains(installed[package.name], prereleases=True):
-                fixes[package.name] = f"{fix} (here: {installed[package.name]})"
+        return Check(name="packages", found=found, fix="pip install -e .", only_warns=True)
+    wanted = [Requirement(line) for line in requires("tinyvae") or []]
+    wanted = [p for p in wanted if not p.marker or any(p.marker.evaluate({"extra": extra}) for extra in extras)]
+    installed = {p.name: versions[canonicalize_name(p.name)] for p in wanted if canonicalize_name(p.name) in versions}
+    fixes = [
+        f"pip install '{p.name}{p.specifier}'" + (f" (here: {installed[p.name]})" if p.name in installed else "")
+        for p in wanted
+        if p.name not in installed or not p.specifier.contains(installed[p.name], prereleases=True)
+    ]
     shown = [f"{name} {installed[name]}" for name in SHOWN_PACKAGES if name in installed]
-    found = f"{', '.join(shown)} and {len(installed) - len(shown)} more"
-    yield Check(name="packages", found=found, fix="; ".join(fixes.values()))
+    more = f" and {len(installed) - len(shown)} more"
+    return Check(name="packages", found=", ".join(shown) + more, fix="; ".join(fixes))
 
 
 class StateBytes(NamedTuple):
