@@ -162,7 +162,7 @@ class CheckpointWriter:
 
     def _failed(self, name: str, unfinished: Path, fault: str) -> None:
         self._failed_in_a_row += 1
-        is_last = self._failed_in_a_row == MAX_FAILED_SAVES
+        is_last = self._failed_in_a_row >= MAX_FAILED_SAVES
         if self._engine.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)
             then = "run stops" if is_last else "next save will try again"
