@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Keep a training run going: start it, and after a failure start it again from its newest intact checkpoint.
 set -uo pipefail
-set -m # the run gets a process group of its own, so a signal to ours reaches it once, through us
+set -m # the run gets its own process group, so a signal to our group reaches it once, through us
 
 usage() {
     cat <<'TEXT'
 usage: ./auto_recovery_train.sh GPUS CONFIG [FILE] [options of train_taehv_h100.sh]
 
-Starts ./train_taehv_h100.sh with the same words. When it fails it is started again from the newest intact checkpoint
-of its own run folder, after a pause that doubles each time. It is not started again after success, after a mistake in
-what was asked for (exit code 2), or when this script itself is told to stop (SIGTERM, SIGINT, SIGUSR1, and SIGHUP of a
-terminal that closes unless nohup started it: handed on, so that the run can save).
+Starts ./train_taehv_h100.sh with the same words. When the run fails, this script starts it again from the newest intact
+checkpoint of its own run folder, after a pause that doubles each time. It does not start it again after success, after a
+mistake in the settings (exit code 2), or when this script itself gets a signal (SIGTERM, SIGINT, SIGUSR1, and SIGHUP of
+a terminal that closes unless nohup started it). It passes the signal on, so that the run can save.
 
-The run folder is RUN_DIR, or --output_dir, or output/recovery_CONFIG_TIME. A folder that already holds checkpoints is
-gone on with, so a job that a scheduler starts again under the same RUN_DIR continues by itself. On several machines give
+The run folder is RUN_DIR, or --output_dir, or output/recovery_CONFIG_TIME. If it already holds checkpoints, the run goes
+on from them, so a job that a scheduler starts again with the same RUN_DIR continues by itself. On several machines give
 all of them the same RUN_DIR on a shared disk.
 
 environment: MAX_RESTARTS (10) restarts without any progress between them, PAUSE_S (15) before the first restart,
@@ -32,7 +32,7 @@ for word in "$@"; do
     if [[ "$word" == --help || "$word" == -h ]]; then usage; exit 0; fi
 done
 [[ $# -ge 2 ]] || { usage >&2; exit 2; }
-trap '' PIPE # a reader of our output that ends (tee, head) must not end us: the run would be an orphan
+trap '' PIPE # a reader of our output that ends (tee, head) must not end us: the run would go on without us
 
 max_restarts="${MAX_RESTARTS:-10}" pause="${PAUSE_S:-15}" max_pause="${MAX_PAUSE_S:-600}"
 for name in MAX_RESTARTS PAUSE_S MAX_PAUSE_S; do
@@ -66,9 +66,10 @@ print(found if found is not None else "")
 PYTHON
 }
 
+# Pass a signal on; the run itself tells a first signal from a second one.
 child='' stopping=''
-hand_on() { stopping="$1"; [[ -z "$child" ]] || kill -s "$1" "$child" 2>/dev/null; }
-trap 'hand_on TERM' TERM; trap 'hand_on INT' INT; trap 'hand_on USR1' USR1; trap 'hand_on HUP' HUP
+pass_on() { stopping="$1"; [[ -z "$child" ]] || kill -s "$1" "$child" 2>/dev/null; }
+for name in TERM INT USR1 HUP; do trap "pass_on $name" "$name"; done
 
 restarts=0 last_checkpoint=''
 checkpoint="$(newest)" || { say "the checkpoints of $base cannot be looked at; is tinyvae installed?"; exit 2; }
@@ -97,7 +98,7 @@ while :; do
     if [[ "$code" -eq 2 ]]; then say "the message above needs an answer: starting again would not help"; exit 2; fi
 
     checkpoint="$(newest)" || { say "the checkpoints of $base cannot be looked at"; exit "$code"; }
-    if [[ "$checkpoint" != "$last_checkpoint" ]]; then # it got further than before: patience begins again
+    if [[ "$checkpoint" != "$last_checkpoint" ]]; then # it got further than before: the count starts again
         restarts=0 pause="${PAUSE_S:-15}" last_checkpoint="$checkpoint"
     fi
     restarts=$((restarts + 1))

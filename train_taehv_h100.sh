@@ -44,7 +44,7 @@ for word in "$@"; do
     if [[ "$word" == --help || "$word" == -h ]]; then usage; exit 0; fi
 done
 [[ $# -ge 2 ]] || { usage >&2; exit 2; }
-trap '' PIPE # a reader of our output that ends (tee, head) must not end us: the run would be an orphan
+trap '' PIPE # a reader of our output that ends (tee, head) must not end the run
 
 gpus="$1" config="$2"; shift 2
 [[ "$gpus" =~ ^[1-9][0-9]*$ ]] || refuse "GPUS must be a whole number of at least 1, not '$gpus'."
@@ -132,8 +132,9 @@ if [[ "$total" -eq 1 && -z "${LAUNCH_CONFIG:-}" && "${ENGINE:-ddp}" == ddp ]]; t
     command=("${PYTHON:-python}" "${train[@]}") # one process needs no launcher
 else
     launch_config="$(cd "$(dirname "$launch_config")" && pwd)/$(basename "$launch_config")"
-    command=(accelerate launch --config_file "$launch_config" --num_processes "$total" --num_machines "$nodes"
-        --machine_rank "$node" --main_process_port "${MASTER_PORT:-29500}")
+    command=("${PYTHON:-python}" -m tinyvae.training.launch accelerate launch --config_file "$launch_config"
+        --num_processes "$total" --num_machines "$nodes" --machine_rank "$node"
+        --main_process_port "${MASTER_PORT:-29500}")
     if [[ "$nodes" -gt 1 ]]; then command+=(--main_process_ip "$MASTER_ADDR"); fi
     command+=("${train[@]}")
 fi
@@ -144,39 +145,4 @@ unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR # the launcher's to set
 say "$total process$([[ "$total" -eq 1 ]] || echo es) on $nodes machine$([[ "$nodes" -eq 1 ]] || echo s), preset $preset"
 say "${command[*]}"
 
-# The launcher of many processes answers every end with exit code 1, so the ends are told apart here: a mistake, or a
-# signal to a single process, leaves a note; a signal is handed on once, and a second one ends every process at once.
-# (A scheduler that tells every process of the job is heard twice in a moment: that is still the first signal. So is a
-# terminal that closes, however often kernel and shell tell of it.)
-note="$(mktemp -u)" stopping='' stopped_at=0 child=''
-export TINYVAE_EXIT_NOTE="$note"
-now_ms() { local now="${EPOCHREALTIME:-$SECONDS.000000}"; echo "$((10#${now/[.,]/} / 1000))"; }
-workers() { if command -v pgrep >/dev/null; then pgrep -P "$child"; else cat /proc/"$child"/task/*/children; fi 2>/dev/null; }
-hand_on() {
-    [[ -n "$child" ]] || exit $((128 + $(kill -l "$1")))
-    if [[ -n "$stopping" ]]; then
-        if [[ "$1" == HUP || ("$1" == "$stopping" && $(($(now_ms) - stopped_at)) -lt 300) ]]; then return; fi
-        local group
-        for group in $(workers || true) "$child"; do kill -s KILL -- "-$group" 2>/dev/null || true; done
-        return
-    fi
-    stopping="$1" stopped_at="$(now_ms)"
-    kill -s "$1" "$child" 2>/dev/null || true
-}
-trap 'hand_on TERM' TERM; trap 'hand_on INT' INT; trap 'hand_on USR1' USR1; trap 'hand_on HUP' HUP
-set +e -m # a process group of its own: a signal from the keyboard must not arrive twice
-"${command[@]}" </dev/null &
-child=$!
-wait "$child"; code=$?
-while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done # a signal ends `wait` before the child ends
-noted='' reason=''; if [[ -e "$note" ]]; then { read -r noted; read -r reason; } <"$note"; rm -f "$note"; fi
-if [[ "$noted" == 2 ]]; then
-    if [[ "$total" -gt 1 ]]; then refuse "$reason"; fi # once more, below what torchrun has to say about it
-    exit 2
-fi
-if [[ -z "$stopping" && "${noted:-0}" -gt 128 ]]; then stopping="$(kill -l "$noted")"; fi # told to one process alone
-if [[ -n "$stopping" && "$code" -ne 0 ]]; then
-    say "stopped by SIG$stopping; go on with --resume latest"
-    exit $((128 + $(kill -l "$stopping")))
-fi
-exit "$code"
+exec "${command[@]}" </dev/null # it answers signals and sets the exit code itself

@@ -23,12 +23,12 @@ from tinyvae.errors import UserError
 from tinyvae.training import checkpoint
 from tinyvae.training.checkpoint import (
     CheckpointWriter,
+    broken_reason,
     list_checkpoints,
     newest_intact,
     read_state,
     remove_old,
     remove_unfinished,
-    what_is_broken,
 )
 from tinyvae.training.engine import Engine
 
@@ -50,7 +50,7 @@ def save(writer: CheckpointWriter, step: int, *, emergency: bool = False, best_s
         shared_state=lambda: {"step": step, "weights": torch.full((4000,), float(step))},
         rank_state={"own": torch.full((50,), float(step))},
         write_model=write_model,
-        facts={"step": step, "world_size": 1},
+        facts=lambda: {"step": step, "world_size": 1},
         best_step=best_step,
     )
 
@@ -69,7 +69,7 @@ def step_of(folder: Path | None) -> int:
 def test_a_save_is_whole_and_listed(tmp_path: Path, engine: Engine) -> None:
     writer = CheckpointWriter(tmp_path, engine, keep=None)
     folder = save(writer, 3)
-    assert folder == tmp_path / "checkpoint-3" and what_is_broken(folder) is None
+    assert folder == tmp_path / "checkpoint-3" and broken_reason(folder) is None
     assert names(folder) == {"training_state.pt", "rank_00000.pt", "model.safetensors", "manifest.json"}
     manifest = json.loads((folder / "manifest.json").read_text())
     assert set(manifest["files"]) == names(folder) - {"manifest.json"}
@@ -163,7 +163,7 @@ def test_a_failed_save_is_survived_twice(
         monkeypatch.setattr(checkpoint, "_write_manifest", full)
         assert save(writer, 2) is None and save(writer, 3) is None
         monkeypatch.undo()
-        assert save(writer, 4) is not None, "it tries again, and the count starts anew"
+        assert save(writer, 4) is not None, "it tries again, and the count starts again"
         monkeypatch.setattr(checkpoint, "_write_manifest", full)
         assert save(writer, 5) is None and save(writer, 6) is None
         with pytest.raises(UserError, match=r"3 saves in a row failed, .*No space left on device.*--resume latest"):

@@ -1,4 +1,4 @@
-"""The model card says what the weights are, how they were made and how good they are, from what really happened."""
+"""What a finished run leaves: a card that says what really happened, and a report that cannot end the run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from tests.training.tiny_runs import arguments_for, write_clips
 from tinyvae import TAEHV, load_model
+from tinyvae.cli.main import run as run_verb
 from tinyvae.config.schema import TrainConfig
+from tinyvae.errors import UserError
+from tinyvae.training import finish
 from tinyvae.training.finish import model_card, write_final_model
 from tinyvae.training.optim import WeightAverage
-from tinyvae.training.state import Progress
+from tinyvae.training.resume import Progress
 
 CONFIG = TrainConfig(model_width=0.125, n_frames=8, height=64, width=48, temporal_loss_weight=0.5, ema_decay=0.9)
 PROGRESS = Progress(step=40, samples_seen=160, training_s=1800)
@@ -75,3 +81,22 @@ def test_the_final_model_is_the_average_and_the_card_can_be_left_out(tmp_path: P
         saved = load_model(tmp_path / name).state_dict()
         assert all(saved[key].equal(value) for key, value in before.items()), "the raw weights were written"
     assert not model.state_dict()["encoder.0.weight"].equal(before["encoder.0.weight"]), "the run's own are back"
+
+
+@pytest.mark.parametrize("fault", [RuntimeError('"upsample" not implemented for Byte'), UserError("no room for it")])
+def test_a_report_that_fails_is_a_warning_with_the_command(
+    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(finish, "publish", broken)
+    clips = write_clips(tmp_path / "clips", num_clips=4)
+    words = arguments_for(clips, tmp_path / "run", report=True, max_train_steps=2)
+    assert run_verb(["train", *words]) == 0
+    said = capfd.readouterr().err
+    assert "the run is complete, but its report could not be made" in said and str(fault) in said
+    again = said.split("make it again with: ")[1].splitlines()[0]
+    monkeypatch.undo()
+    assert run_verb(again.split()[1:]) == 0, again
+    assert (tmp_path / "run" / "report.html").is_file()

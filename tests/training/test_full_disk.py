@@ -18,7 +18,7 @@ from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 from tinyvae.training.checkpoint import CheckpointWriter, why_not_written
 from tinyvae.training.finish import write_final_model
-from tinyvae.training.state import Progress
+from tinyvae.training.resume import Progress
 from tinyvae.training.validation import write_best_model
 
 ROOM = 12 << 20

@@ -14,9 +14,19 @@ import torch
 from tinyvae.config import load_config, load_preset
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.splits import Exclusions
+from tinyvae.errors import UserError
 from tinyvae.training import preflight
-from tinyvae.training.preflight import Check, checkpoint_bytes, checks_at_start, parse_driver_version, print_table
-from tinyvae.training.trial_step import StepCost, TrialStep, state_bytes, try_step
+from tinyvae.training.preflight import (
+    Check,
+    StepCost,
+    TrialStep,
+    checkpoint_bytes,
+    checks_at_start,
+    parse_driver_version,
+    print_table,
+    state_bytes,
+    try_step,
+)
 from tinyvae.video.write import VideoWriter
 
 
@@ -167,8 +177,8 @@ def test_a_port_in_use_is_found() -> None:
 def test_driver_versions_are_read_and_compared() -> None:
     text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27 21:21:55 UTC 2021\nGCC version: 9.4.0"
     assert parse_driver_version(text) == (470, 82, 1) < preflight.OLDEST_DRIVER
-    assert (parse_driver_version("Kernel Module for x86_64  580.95.05  Release") or ()) > preflight.OLDEST_DRIVER
-    assert parse_driver_version("nothing here") is None
+    assert parse_driver_version("Kernel Module for x86_64  580.95.05  Release") > preflight.OLDEST_DRIVER
+    assert parse_driver_version("nothing here") == ()
 
 
 def test_memory_that_is_not_there_is_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +186,11 @@ def test_memory_that_is_not_there_is_a_fix(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(preflight, "try_step", lambda config: trial)
     memory, _ = preflight._trial_step(TrainConfig(max_train_steps=10))
     assert "--gradient_checkpointing" in memory.fix
-    monkeypatch.setattr(preflight, "try_step", lambda config: TrialStep(measured_at="here", fault="out of memory"))
+
+    def too_large(config: TrainConfig) -> TrialStep:
+        raise UserError("out of memory")
+
+    monkeypatch.setattr(preflight, "try_step", too_large)
     (failed,) = preflight._trial_step(TrainConfig())
     assert failed.fix == "out of memory"
 
@@ -190,7 +204,7 @@ def test_the_estimate_grows_with_the_clip_and_shrinks_with_checkpointing(clips: 
 
 
 def test_the_optimisers_time_is_not_scaled_with_the_clips() -> None:
-    cost = StepCost(micro_batch_s=2.0, optimiser_s=1.0, kept_bytes=0)
+    cost = StepCost(micro_batch_s=2.0, optimizer_s=1.0, kept_bytes=0)
     assert cost.step_s(micro_batches=1) == 3.0
     assert cost.step_s(micro_batches=4, scale=10.0) == 81.0
 

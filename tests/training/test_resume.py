@@ -26,7 +26,7 @@ from tinyvae.cli.main import main, run
 from tinyvae.data.index_build import build_index
 from tinyvae.errors import UserError
 from tinyvae.training.checkpoint import _write_manifest, _write_state, read_manifest
-from tinyvae.training.state import Progress
+from tinyvae.training.resume import Progress
 
 KEEP_ALL = {"checkpoints_total_limit": 99}
 
@@ -188,10 +188,10 @@ def test_a_refused_resume_touches_nothing_of_the_run(clips: Path, tmp_path: Path
     assert tree_of(run)["data_index.tvi"] != left["data_index.tvi"]
 
 
-def test_another_optimiser_starts_its_moments_anew(finished: Path, clips: Path) -> None:
+def test_another_optimiser_starts_its_moments_from_zero(finished: Path, clips: Path) -> None:
     assert resumed(finished, clips, "latest", optimizer="muon", allow_changed_settings=True).endswith("step 3")
     log = (finished / "run_2026-11-15_13-00-00/train.log").read_text()
-    assert "the moments of muon start anew" in log
+    assert "the moments of muon start from zero" in log
 
 
 def test_a_changed_learning_rate_is_used_and_said(finished: Path, clips: Path) -> None:
@@ -288,11 +288,11 @@ def state_file(checkpoint: Path) -> dict[str, Any]:
     return torch.load(checkpoint / "training_state.pt", weights_only=True)
 
 
-def rewrite_state(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a checkpoint's shared state and make its manifest whole again."""
+def rewrite_state(checkpoint: Path, change: Callable[[dict[str, Any]], None], **facts: object) -> None:
+    """Change a checkpoint's shared state and its facts, and make its manifest whole again."""
     state = state_file(checkpoint)
     change(state)
-    manifest = read_manifest(checkpoint)
+    manifest = {**(read_manifest(checkpoint) or {}), **facts}
     (checkpoint / "manifest.json").unlink()
     facts = {key: value for key, value in manifest.items() if key not in ("files", "written_at", "tinyvae_version")}
     _write_manifest(checkpoint, facts, {"training_state.pt": _write_state(checkpoint / "training_state.pt", state)})
@@ -339,12 +339,13 @@ def test_scores_that_mean_the_same_go_on(clips: Path, tmp_path: Path, is_old: bo
         if is_old:
             del state["scored_with"]
 
-    rewrite_state(tmp_path / "run/checkpoint-1", unbeatable)
-    (tmp_path / "run/best_model/model_info.json").write_text(json.dumps({"step": 1, "psnr": 99.0}))
+    info = {"step": 1, "psnr": 99.0}
+    rewrite_state(tmp_path / "run/checkpoint-1", unbeatable, best_model=None if is_old else info)
+    (tmp_path / "run/best_model/model_info.json").write_text(json.dumps(info))
     changes = {**BEST, "max_train_steps": 2, "validation_batch_size": 2, "num_validation_samples": 2 if is_old else 77}
     run = train_here(arguments_for(clips, tmp_path / "run", resume_from_checkpoint="latest", **changes))
     text = (run.folder / "train.log").read_text()
-    assert "cannot be compared" not in text and "begin anew" not in text
+    assert "cannot be compared" not in text and "start again" not in text
     assert (run.progress.best_step, run.progress.best_score, run.progress.stale_validations) == (1, 99.0, 2)
 
 
@@ -374,11 +375,23 @@ def test_the_best_model_is_of_the_past_that_is_resumed(
     resume = {"resume_from_checkpoint": run / "checkpoint-2", "max_train_steps": 3}
     later = train_here(arguments_for(clips, tmp_path / folder, **{**worse, **resume}))
     info, best = best_of(later.folder)
-    assert info == {key: then.get(key) for key in ("step", "psnr", "ssim", "lpips", "train_loss", "timestamp")}
+    assert info == (read_manifest(run / "checkpoint-2") or {})["best_model"], "what it said when it was written"
+    assert all(info[key] == then.get(key) for key in ("step", "psnr", "ssim", "lpips", "train_loss"))
     assert differences(best, weights) == []
     assert {file.name for file in (later.folder / "best_model").iterdir()} >= {"config.json", "model.safetensors"}
     assert later.progress.best_step == 2 and later.progress.best_score == then["psnr"]
     assert "best_model/ is that of step 2 again" in (later.folder / "train.log").read_text()
+
+
+def test_a_checkpoint_of_an_older_version_names_no_best_model(clips: Path, tmp_path: Path) -> None:
+    """The ``best_model/`` beside it counts if it is of the best step; else the scores start again."""
+    run = with_best_at_each_step(clips, tmp_path / "run")
+    for number in (3, 2):
+        rewrite_state(run / f"checkpoint-{number}", lambda state: None, best_model=None)
+        resume = {"resume_from_checkpoint": run / f"checkpoint-{number}", "validation_steps": 0}
+        later = train_here(arguments_for(clips, tmp_path / f"new_{number}", **{**BEST, **resume}))
+        assert later.progress.best_step == (3 if number == 3 else None)
+        assert (later.folder / "best_model").exists() == (number == 3)
 
 
 def test_a_new_folder_has_the_past_of_the_run(clips: Path, tmp_path: Path) -> None:
@@ -403,27 +416,28 @@ def test_a_best_model_without_its_checkpoint_is_copied_from_the_run(clips: Path,
     def best_was_later(state: dict[str, Any]) -> None:
         state["progress"] |= {"best_step": 3, "best_score": best_of(run)[0]["psnr"]}
 
-    rewrite_state(run / "checkpoint-2", best_was_later)
+    rewrite_state(run / "checkpoint-2", best_was_later, best_model=best_of(run)[0])
     resume = {"resume_from_checkpoint": run / "checkpoint-2", "validation_steps": 0}
     later = train_here(arguments_for(clips, tmp_path / "new", **{**BEST, **resume}))
     assert differences(best_of(later.folder), best_of(run)) == []
 
 
-def test_where_the_best_model_is_gone_scores_start_anew(clips: Path, tmp_path: Path) -> None:
+def test_where_the_best_model_is_gone_scores_start_again(clips: Path, tmp_path: Path) -> None:
     run = with_best_at_each_step(clips, tmp_path / "run")
 
     def best_was_1(state: dict[str, Any]) -> None:
         (first, *_) = json.loads((run / "validation_history.json").read_text())
         state["progress"] |= {"best_step": 1, "best_score": first["psnr"], "stale_validations": 1}
 
-    rewrite_state(run / "checkpoint-2", best_was_1)
+    first = (read_manifest(run / "checkpoint-1") or {})["best_model"]
+    rewrite_state(run / "checkpoint-2", best_was_1, best_model=first)
     for fate in ("of another past", "gone"):
         if fate == "gone":
             shutil.rmtree(run / "checkpoint-1")
         else:
-            rewrite_state(run / "checkpoint-1", lambda state: state["progress"].update(best_score=1.0))
+            rewrite_state(run / "checkpoint-1", lambda state: None, best_model={**first, "psnr": 1.0})
         resume = {"resume_from_checkpoint": run / "checkpoint-2", "learning_rate": 1e-9, "early_stopping_patience": 2}
         later = train_here(arguments_for(clips, tmp_path / fate, **{**BEST, **resume}))
         assert later.progress.best_step == 3 and best_of(later.folder)[0]["step"] == 3
         text = (later.folder / "train.log").read_text()
-        assert text.count("best score and early stopping begin anew") == 1
+        assert text.count("best score and early stopping start again") == 1

@@ -68,7 +68,7 @@ def test_from_one_rank_to_many_and_back(clips: Path, tmp_path: Path, ranks: int)
     assert many.wait(240) == [0] * ranks, many.both_logs()
     weights = [torch.load(tmp_path / f"weights_of_rank_{rank}.pt", weights_only=True) for rank in range(ranks)]
     assert all(differences(weights[0], other) == [] for other in weights[1:])
-    assert f"with 1 process(es) and the run goes on with {ranks}: weights, optimiser, schedule, data" in many.log()
+    assert f"with 1 process(es) and the run goes on with {ranks}: weights, optimizer, schedule, data" in many.log()
     last = train_here(arguments_for(clips, run, **one, resume_from_checkpoint="latest"))
     assert last.progress.step == 6 and last.progress.samples_seen == 2 * 2 + 2 * ranks + 2 * 2
     assert [state_of(run / f"checkpoint-{step}")["training_state.pt"]["seraena"]["steps"] for step in (4, 6)] == [4, 6]

@@ -22,7 +22,7 @@ from tinyvae.models.weights import load_model
 from tinyvae.teachers import load_teacher
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import average_when_all_are_well
-from tinyvae.training.state import HIGHER_IS_BETTER
+from tinyvae.training.resume import HIGHER_IS_BETTER
 from tinyvae.training.task import TrainingTask
 
 log = logging.getLogger(__name__)

@@ -1,11 +1,10 @@
-"""Checkpoints that nobody can half-write.
+"""Checkpoints that are complete or not there.
 
-A checkpoint is a folder. It is written under another name, every file is synced, a manifest with sizes and hashes is
-written last, and one rename makes it appear. Whoever reads one checks it against its manifest first; a folder that
-fails is never chosen.
+A checkpoint is a folder. The run writes it under another name and syncs every file. The manifest with sizes and hashes
+comes last, then one rename gives the folder its name. Readers check every file against the manifest first.
 
   checkpoint-STEP/  model.safetensors, config.json  the model to use (averaged weights where there are any)
-                    training_state.pt               what all ranks share: weights, optimiser, progress, ...
+                    training_state.pt               what all ranks share: weights, optimizer, progress, ...
                     rank_00000.pt ...               what each rank has of its own: random numbers, replay buffer
                     manifest.json                   sizes and hashes of all of it
 """
@@ -20,16 +19,16 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
 
 from tinyvae import __version__
-from tinyvae.errors import MissingFileError, UserError
+from tinyvae.errors import UserError
+from tinyvae.files import atomic_write, sha256_of
 from tinyvae.terminal import bytes_in_words
 from tinyvae.training.engine import Engine
 
@@ -44,36 +43,27 @@ UNFINISHED = ".unfinished-"
 MAX_FAILED_SAVES = 3
 
 WRITE_FAULTS = (OSError, RuntimeError, SafetensorError)
-"""How a full or read-only disk shows: torch.save and safetensors report it in ways of their own."""
+"""What a full or read-only disk raises; torch.save and safetensors have errors of their own."""
 
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 LITTLE_ROOM = 1 << 20
-"""Bytes of free space below which a write that failed for no stated reason failed for want of space."""
-
-FileFacts = dict[str, Any]
-"""``bytes`` and ``sha256`` of one file."""
+"""Bytes. A write that failed without a reason, with less than this free, failed because the disk is full."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointInfo:
-    """One folder that looks like a checkpoint."""
+class CheckpointInfo(NamedTuple):
+    """One folder that looks like a checkpoint; sorts from oldest to newest."""
 
-    folder: Path
+    written_at: str  # ISO time of the manifest; of the folder if the manifest is damaged
     step: int
     is_emergency: bool
-    written_at: str  # ISO time from the manifest; the folder's own where that is damaged
-
-    @property
-    def age_key(self) -> tuple[str, int, bool]:
-        """Sorts from oldest to newest."""
-        return (self.written_at, self.step, self.is_emergency)
+    folder: Path
 
 
 def why_not_written(fault: BaseException, folder: Path, *, needed_bytes: int | None = None) -> str:
-    """Why a write into ``folder`` failed, in the system's words. Of a full disk: how much is free, and needed.
+    """Why a write into ``folder`` failed, in the system's words; for a full disk also how much is free and needed.
 
-    Ask at once, while what was written so far is still there: torch.save says of a full disk only that it is at an
-    "unexpected pos", and then the free space tells.
+    Call it before the partial file is removed: torch.save reports a full disk only as an "unexpected pos", and then
+    the free space tells the reason.
     """
     found: BaseException | None = fault
     while found is not None and not (isinstance(found, OSError) and found.errno):
@@ -97,10 +87,13 @@ def rank_file(rank: int) -> str:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run; a failed save is survived, three in a row are not."""
+    """Writes the checkpoints of one run. The run survives failed saves, except three in a row.
+
+    ``keep``: how many ordinary checkpoints stay; None keeps all. ``needed_bytes``: about the size of one checkpoint,
+    for the message about a full disk.
+    """
 
     def __init__(self, run_folder: Path, engine: Engine, *, keep: int | None, needed_bytes: int | None = None) -> None:
-        """``needed_bytes``: about how large one checkpoint is, for the words about a full disk."""
         self.run_folder = run_folder
         self._engine = engine
         self._keep = keep
@@ -115,28 +108,33 @@ class CheckpointWriter:
         shared_state: Callable[[], Mapping[str, Any]],
         rank_state: Mapping[str, Any],
         write_model: Callable[[Path], None],
-        facts: Mapping[str, Any],
+        facts: Callable[[], Mapping[str, Any]],
         best_step: int | None,
     ) -> Path | None:
-        """Write one checkpoint, all ranks together; its folder, or None where the save failed.
+        """Write one checkpoint, all ranks together; return its folder, or None if the save failed.
 
-        ``shared_state`` and ``write_model`` are called on the main process only.
+        Only the main process calls ``shared_state``, ``write_model`` and ``facts`` (what the manifest says of the run).
         """
         engine = self._engine
         name = f"{'emergency_' if emergency else ''}checkpoint-{step}"
         folder, unfinished = self.run_folder / name, self.run_folder / f"{UNFINISHED}{name}"
-        fault, _ = self._attempt(lambda: _make_empty(unfinished) if engine.is_main else None)
+
+        def begin() -> None:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+
+        fault, _ = self._attempt(lambda: begin() if engine.is_main else None)
         if fault is None:
-            fault, written = self._attempt(lambda: _write_state(unfinished / rank_file(engine.rank), rank_state))
+            fault, of_ranks = self._attempt(lambda: _write_state(unfinished / rank_file(engine.rank), rank_state))
         if fault is None:
             engine.save_collective(unfinished)
-            hashed = {rank_file(rank): facts for rank, facts in enumerate(written) if facts is not None}
 
             def finish() -> None:
+                hashed = {rank_file(rank): entry for rank, entry in enumerate(of_ranks) if entry is not None}
                 hashed[SHARED_STATE] = _write_state(unfinished / SHARED_STATE, shared_state())
                 write_model(unfinished)
-                _write_manifest(unfinished, facts, hashed)
-                _appear(unfinished, folder)
+                _write_manifest(unfinished, facts(), hashed)
+                _publish(unfinished, folder)
 
             fault, _ = self._attempt(lambda: finish() if engine.is_main else None)
         if fault is not None:
@@ -152,10 +150,7 @@ class CheckpointWriter:
         return folder
 
     def _attempt(self, write: Callable[[], T]) -> tuple[str | None, list[T | None]]:
-        """Run a local write: the first reason that any rank gives for failing, and what each rank's write returned.
-
-        The same on all ranks.
-        """
+        """Run a local write on every rank; return the first reason for a failure and what each write returned."""
         fault, result = None, None
         try:
             result = write()
@@ -167,32 +162,21 @@ class CheckpointWriter:
 
     def _failed(self, name: str, unfinished: Path, fault: str) -> None:
         self._failed_in_a_row += 1
+        is_last = self._failed_in_a_row >= MAX_FAILED_SAVES
         if self._engine.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)
-            is_last = self._failed_in_a_row >= MAX_FAILED_SAVES
-            log.error(
-                "COULD NOT SAVE %s (%s). Earlier checkpoints are untouched; the %s (%d of %d).",
-                name,
-                fault,
-                "run stops" if is_last else "next save will try again",
-                self._failed_in_a_row,
-                MAX_FAILED_SAVES,
-            )
-        if self._failed_in_a_row >= MAX_FAILED_SAVES:
+            then = "run stops" if is_last else "next save will try again"
+            then += f" ({self._failed_in_a_row} of {MAX_FAILED_SAVES})"
+            log.error("COULD NOT SAVE %s (%s). Earlier checkpoints are untouched; the %s.", name, fault, then)
+        if is_last:
             raise UserError(
                 f"{MAX_FAILED_SAVES} saves in a row failed, the last because of: {fault}. The run stops rather than "
                 f"compute what cannot be kept; free space in {self.run_folder} and go on with --resume latest."
             )
 
 
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-
-
 class _HashingStream:
-    """A file open for writing that hashes what goes through: the hash is of what was meant, not of what arrived."""
+    """Hashes what is written through it, so that a file need not be read again and a bad write is seen."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -206,7 +190,8 @@ class _HashingStream:
         self._stream.flush()
 
 
-def _write_state(file: Path, state: Mapping[str, Any]) -> FileFacts:
+def _write_state(file: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a state file; return its manifest entry (``bytes`` and ``sha256``)."""
     file.parent.mkdir(exist_ok=True)  # on another machine the main process's folder may not show yet
     with file.open("wb") as stream:
         hashing = _HashingStream(stream)
@@ -216,32 +201,30 @@ def _write_state(file: Path, state: Mapping[str, Any]) -> FileFacts:
         return {"bytes": stream.tell(), "sha256": hashing.sha256.hexdigest()}
 
 
-def _write_manifest(folder: Path, facts: Mapping[str, Any], hashed: Mapping[str, FileFacts]) -> None:
-    """``hashed``: files whose facts their writers know. All others in the folder are synced and hashed here."""
-    listed = dict(hashed)
-    for name, known in hashed.items():
+def _write_manifest(folder: Path, facts: Mapping[str, Any], hashed: Mapping[str, dict[str, Any]]) -> None:
+    """``hashed``: the entries that the writers of these files know. All other files are synced and hashed here."""
+    files = dict(hashed)
+    for name, entry in hashed.items():
         file = folder / name
-        if not file.is_file() or file.stat().st_size != known["bytes"]:
+        if not file.is_file() or file.stat().st_size != entry["bytes"]:
             raise OSError(
                 f"{file} is not as its process wrote it; the folder must be on storage that all machines share"
             )
-    for file in sorted(f for f in folder.rglob("*") if f.is_file()):
+    for file in (file for file in folder.rglob("*") if file.is_file()):
         name = str(file.relative_to(folder))
-        if name not in listed:
-            with file.open("rb") as stream:  # what a library wrote may still be in the page cache only
+        if name not in files:
+            with file.open("rb") as stream:  # the library that wrote it may not have synced it
                 os.fsync(stream.fileno())
-            listed[name] = {"bytes": file.stat().st_size, "sha256": _hash(file)}
+            files[name] = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
     written = {"tinyvae_version": __version__, "written_at": _next_time(folder.parent)}
-    manifest = {**facts, **written, "files": dict(sorted(listed.items()))}
-    with (folder / MANIFEST).open("w") as stream:
+    manifest = {**facts, **written, "files": dict(sorted(files.items()))}
+    with atomic_write(folder / MANIFEST, "w") as stream:
         json.dump({**manifest, "own_sha256": _hash_of_json(manifest)}, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
     _sync_folder(folder)
 
 
 def _next_time(run_folder: Path) -> str:
-    """Now, or just after the newest checkpoint where this machine's clock is behind the one that wrote it."""
+    """Now; or just after the newest checkpoint, if another machine with a faster clock wrote that."""
     now = datetime.now(UTC)
     newest = max((info.written_at for info in list_checkpoints(run_folder)), default="")
     if newest:
@@ -249,8 +232,8 @@ def _next_time(run_folder: Path) -> str:
     return now.isoformat(timespec="microseconds")
 
 
-def _appear(unfinished: Path, folder: Path) -> None:
-    """Give a whole checkpoint its name. One of the same step (a signal after a resume) stays until this is there."""
+def _publish(unfinished: Path, folder: Path) -> None:
+    """Give a complete checkpoint its name. An older one of the same step stays until the new one is there."""
     replaced = folder.with_name(folder.name + REPLACED)
     if folder.exists():
         if replaced.exists():
@@ -262,17 +245,12 @@ def _appear(unfinished: Path, folder: Path) -> None:
         _remove(replaced)
 
 
-def _hash(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _hash_of_json(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:
-    if not hasattr(os, "O_DIRECTORY"):  # Windows opens no folder
+    if not hasattr(os, "O_DIRECTORY"):  # Windows cannot open a folder
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -281,32 +259,21 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# reading
-
-
-def list_checkpoints(run_folder: Path) -> list[CheckpointInfo]:
-    """The checkpoints of a run folder, oldest first; whether they are intact is not looked at."""
-    if not run_folder.is_dir():
-        return []
+def list_checkpoints(*run_folders: Path) -> list[CheckpointInfo]:
+    """The checkpoints of run folders, oldest first. Their files are not checked."""
     found = []
-    for folder in run_folder.iterdir():
-        match = NAME.fullmatch(folder.name)
-        if match and folder.is_dir():
-            manifest = _manifest_or_none(folder)
+    for folder in (entry for run in run_folders if run.is_dir() for entry in run.iterdir() if entry.is_dir()):
+        if match := NAME.fullmatch(folder.name):
+            manifest = read_manifest(folder)
             changed = datetime.fromtimestamp(folder.stat().st_mtime, UTC).isoformat(timespec="microseconds")
-            info = CheckpointInfo(
-                folder=folder,
-                step=int(match.group(2)),
-                is_emergency=match.group(1) is not None,
-                written_at=changed if manifest is None else manifest["written_at"],
-            )
-            found.append(info)
-    return sorted(found, key=lambda info: info.age_key)
+            written_at = changed if manifest is None else manifest["written_at"]
+            found.append(CheckpointInfo(written_at, int(match[2]), match[1] is not None, folder))
+    return sorted(found)
 
 
-def what_is_broken(folder: Path) -> str | None:
-    """None for an intact checkpoint, else what is wrong with it. Reads and hashes every file."""
-    manifest = _manifest_or_none(folder)
+def broken_reason(folder: Path) -> str | None:
+    """What is wrong with a checkpoint; None if it is intact. Reads and hashes every file."""
+    manifest = read_manifest(folder)
     if manifest is None:
         return f"{folder} has no readable {MANIFEST}"
     for name, facts in manifest["files"].items():
@@ -315,31 +282,24 @@ def what_is_broken(folder: Path) -> str | None:
             return f"{file} is missing"
         if file.stat().st_size != facts["bytes"]:
             return f"{file} has {file.stat().st_size} bytes instead of {facts['bytes']}"
-        if _hash(file) != facts["sha256"]:
+        if sha256_of(file) != facts["sha256"]:
             return f"{file} has other contents than were saved"
     return None
 
 
 def newest_intact(run_folders: Iterable[Path]) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint of several run folders, and what is wrong with each newer one."""
-    infos = sorted((info for run in run_folders for info in list_checkpoints(run)), key=lambda info: info.age_key)
+    """The newest intact checkpoint of several run folders, and what is wrong with each newer one."""
     faults: list[str] = []
-    for info in reversed(infos):
-        fault = what_is_broken(info.folder)
+    for info in reversed(list_checkpoints(*run_folders)):
+        fault = broken_reason(info.folder)
         if fault is None:
             return info.folder, faults
         faults.append(fault)
     return None, faults
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    manifest = _manifest_or_none(folder)
-    if manifest is None:
-        raise MissingFileError(f"{folder} is not a checkpoint: it has no readable {MANIFEST}.")
-    return manifest
-
-
-def _manifest_or_none(folder: Path) -> dict[str, Any] | None:
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """A checkpoint's manifest; None if it is missing or damaged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -351,11 +311,8 @@ def _manifest_or_none(folder: Path) -> dict[str, Any] | None:
 
 
 def read_state(file: Path) -> dict[str, Any]:
-    """A state file's contents, on the CPU. Tensors and plain values only: nothing in it can run code."""
+    """The contents of a state file, on the CPU. Only tensors and plain values are read: no code can run."""
     return torch.load(file, map_location="cpu", weights_only=True)
-
-
-# retention
 
 
 def remove_old(run_folder: Path, *, keep: int | None, best_step: int | None) -> None:
@@ -363,14 +320,13 @@ def remove_old(run_folder: Path, *, keep: int | None, best_step: int | None) -> 
     infos = list_checkpoints(run_folder)
     ordinary = [info for info in infos if not info.is_emergency]
     emergency = [info for info in infos if info.is_emergency]
-    surplus = emergency[:-1] + ([] if keep is None else ordinary[: max(0, len(ordinary) - keep)])
-    for info in surplus:
-        if info.step != best_step or info.is_emergency:
-            _remove(info.folder)
+    too_many = [] if keep is None else ordinary[: max(0, len(ordinary) - keep)]
+    for info in emergency[:-1] + [info for info in too_many if info.step != best_step]:
+        _remove(info.folder)
 
 
 def _remove(folder: Path) -> None:
-    """Renamed first: a removal that is cut short must not leave a folder that looks like a checkpoint."""
+    """Rename, then remove: a kill in between must not leave a folder that looks like a checkpoint."""
     doomed = folder.with_name(f"{UNFINISHED}removing-{folder.name}")
     if doomed.exists():
         shutil.rmtree(doomed)
@@ -379,12 +335,12 @@ def _remove(folder: Path) -> None:
 
 
 def remove_unfinished(run_folder: Path) -> None:
-    """Clear what killed saves left behind."""
+    """Remove what killed saves left. A checkpoint that was to be replaced, and was not, gets its name back."""
     for replaced in run_folder.glob(f"*{REPLACED}"):
-        in_its_place = replaced.with_name(replaced.name.removesuffix(REPLACED))
-        if in_its_place.exists():  # by a rename, so it is whole
+        named = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if named.exists():
             _remove(replaced)
         else:
-            replaced.rename(in_its_place)
+            replaced.rename(named)
     for folder in run_folder.glob(f"{UNFINISHED}*"):
         shutil.rmtree(folder, ignore_errors=True)

@@ -22,36 +22,11 @@ from tinyvae.training.engine import Engine
 log = logging.getLogger(__name__)
 
 
-def training_settings(config: TrainConfig) -> ClipSettings:
-    """What a training clip is."""
-    return ClipSettings(
-        height=config.height,
-        width=config.width,
-        n_frames=config.n_frames,
-        min_frame_delta=config.min_frame_delta,
-        max_frame_delta=config.max_frame_delta,
-        random_crop=config.random_crop,
-        random_resize=config.random_resize,
-        random_flip=config.random_flip,
-        color_jitter=config.color_jitter,
-        color_jitter_params=config.color_jitter_params,
-        gaussian_blur=config.gaussian_blur,
-        gaussian_blur_sigma=config.gaussian_blur_sigma,
-        gaussian_blur_probability=config.gaussian_blur_probability,
-        allow_upscale=config.allow_upscale,
-        seed=config.seed,
-        decode_timeout_s=config.decode_timeout_s,
-        decoded_cache_gb=config.decoded_cache_gb,
-        decoded_cache_dir=config.decoded_cache_dir,
-        variant=config.variant,
-    )
-
-
 def validation_settings(config: TrainConfig) -> ClipSettings:
     """What a validation clip is: its own size, the smallest frame step, nothing random."""
     n_frames, height, width = config.validation_size
     return replace(
-        training_settings(config),
+        ClipSettings.from_config(config),
         n_frames=n_frames,
         height=height,
         width=width,
@@ -64,7 +39,7 @@ def validation_settings(config: TrainConfig) -> ClipSettings:
 
 
 def loading_processes(config: TrainConfig) -> int:
-    """As many as asked for, but no more than there are processor cores: more only wait for each other."""
+    """As many as the configuration asks for, at most one for each processor core: more would wait for each other."""
     return min(config.dataloader_num_workers, usable_cores())
 
 
@@ -77,7 +52,7 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The two sides of the data, and where bad files are written down."""
+    """The training and the validation files, and the list of bad files."""
 
     config: TrainConfig
     train: ClipSet
@@ -90,14 +65,14 @@ class RunData:
         return self.train.fingerprint
 
     def settled(self, index_folder: Path, folder: Path) -> RunData:
-        """The same data, after an index in ``index_folder`` has moved into the run's: workers open it by its name."""
+        """The same data, after its index was moved from ``index_folder`` to ``folder``: workers open it by its name."""
         if index_folder == folder or self.train.index.file.parent != index_folder:
             return self
         index = open_index(folder / CACHED_INDEX)
         return replace(self, train=replace(self.train, index=index), validation=replace(self.validation, index=index))
 
     def name_bad_files(self) -> None:
-        """Write down what the index knows of bad files; main process only."""
+        """Write the bad files of the index to the list; main process only."""
         num_bad = self.bad_files.add_index(self.train.index)
         if num_bad:
             log.warning("%d bad files are named in %s", num_bad, self.bad_files.file)
@@ -105,9 +80,9 @@ class RunData:
     def training_batches(self, engine: Engine, *, start_sample: int) -> Generator[ClipBatch, None, None]:
         """Endless micro-batches of this rank, from the clips that come after ``start_sample``. Close it at the end."""
         config = self.config
-        loader = make_train_loader(
+        yield from make_train_loader(
             self.train,
-            training_settings(config),
+            ClipSettings.from_config(config),
             batch_size=config.train_batch_size,
             rank=engine.rank,
             world_size=engine.world_size,
@@ -118,7 +93,6 @@ class RunData:
             bad_file_limit=config.bad_file_limit,
             bad_file_log=self.bad_files,
         )
-        yield from loader
 
     def validation_loader(self, engine: Engine) -> ValidationLoader:
         """This rank's share of the validation clips: the same tensors every time."""
@@ -135,34 +109,29 @@ class RunData:
         )
 
 
-def open_data(config: TrainConfig, engine: Engine, folder: Path, *, index_folder: Path | None = None) -> RunData:
-    """Write the sample clips where asked, index what is new (on one rank), and split.
+def open_data(config: TrainConfig, engine: Engine, folder: Path, *, index_folder: Path) -> RunData:
+    """Write the sample clips if asked for, index new files (on one rank), and split.
 
-    ``index_folder``: where the index is made, if not in the run's ``folder``. Nothing is written to that one here.
+    ``index_folder``: where the index is made. Nothing is written to the run's ``folder`` here.
     """
     if config.use_sample_clips:
         engine.from_main(lambda: write_missing_sample_clips(config))
-    if config.data_source is None:
-        raise UserError("there is nothing to train on: set --data_root, --annotation_file or --index_path.")
-    index = _open_index(config, engine, index_folder or folder)
+    index = _open_index(config, engine, index_folder)
     limits = {"train_split": config.train_split, "bad_file_limit": config.bad_file_limit}
-    train, _ = split(index, training_settings(config), split_by=config.split_by, **limits)
+    train, _ = split(index, ClipSettings.from_config(config), split_by=config.split_by, **limits)
     _, validation = split(index, validation_settings(config), split_by=config.split_by, **limits)
     if engine.is_main:
-        _tell_what_is_left_out(config, train, validation)
-    if config.validation_steps > 0 and len(validation) == 0:
-        raise UserError(
-            f"no file is left for validation with train_split={config.train_split:g}; lower it, add files, or switch "
-            "validation off with --validation_steps 0."
-        )
+        _log_excluded(config, train, validation)
+    if fix := lack_of_validation(config, validation):
+        raise UserError(f"no file is left for validation with train_split={config.train_split:g}; {fix}.")
     bad_files = BadFileLog(folder / "bad_files.jsonl")
     return RunData(config=config, train=train, validation=validation, bad_files=bad_files)
 
 
 def _open_index(config: TrainConfig, engine: Engine, folder: Path) -> VideoIndex:
-    """The index of the run's videos, made by the main process in ``folder`` unless the source is one itself."""
+    """The index of the run's videos, made by the main process in ``folder`` unless the source itself is one."""
     source = config.data_source
-    assert source is not None, "looked at by the caller"
+    assert source is not None, "config.rules refuses a run without data"
     annotations = source / "annotations.json" if config.use_sample_clips and source.is_dir() else source
     source = annotations if annotations.is_file() else source
     if is_index(source):
@@ -178,9 +147,9 @@ def _open_index(config: TrainConfig, engine: Engine, folder: Path) -> VideoIndex
                 num_workers=max(1, loading_processes(config)),
                 timeout_s=config.decode_timeout_s,
             )
+        except UserError:
+            raise
         except OSError as fault:
-            if isinstance(fault, UserError):
-                raise
             reason = why_not_written(fault, folder)
             raise UserError(f"the index of {source} could not be made in {folder} ({reason}).") from None
 
@@ -194,35 +163,41 @@ def _open_index(config: TrainConfig, engine: Engine, folder: Path) -> VideoIndex
         ) from None
 
 
-def _tell_what_is_left_out(config: TrainConfig, train: ClipSet, validation: ClipSet) -> None:
-    """Once for both sides, unless validation clips have another size; aloud where little is left."""
-    index = train.index
-    for side, of_what in ((train, "data"), (validation, "data for validation")):
+def _log_excluded(config: TrainConfig, train: ClipSet, validation: ClipSet) -> None:
+    """Once for both sides, unless validation clips have another size; loud if few files can be used."""
+    num_files = len(train.index)
+    for side, name in ((train, "data"), (validation, "data for validation")):
         if side is train or side.excluded != train.excluded:
-            log.info("%s: %d files; left out: %s", of_what, len(index), side.excluded.sentence())
-    if train.excluded.is_most_of(len(index)):
-        log.warning(
-            "MOST FILES CANNOT BE USED: %d of %d (%s). Clips are %d frames of %dx%d: use smaller or shorter ones, "
-            "--allow_upscale true, or other files",
-            train.excluded.unusable,
-            len(index),
-            train.excluded.sentence(),
-            config.n_frames,
-            config.height,
-            config.width,
-        )
+            log.info("%s: %d files; left out: %s", name, num_files, side.excluded.sentence())
+    if fix := lack_of_files(config, train):
+        sentence = train.excluded.sentence()
+        log.warning("MOST FILES CANNOT BE USED: %d of %d (%s); %s", train.excluded.unusable, num_files, sentence, fix)
+
+
+def lack_of_files(config: TrainConfig, train: ClipSet) -> str:
+    """What to do if most files cannot be used; empty if enough can."""
+    if not train.excluded.is_most_of(len(train.index)):
+        return ""
+    clip = f"{config.n_frames} frames of {config.height}x{config.width}"
+    return f"use smaller or shorter clips than {clip}, --allow_upscale true, or other files"
+
+
+def lack_of_validation(config: TrainConfig, validation: ClipSet) -> str:
+    """What to do if the run validates and has no file for it; empty if it has one."""
+    if config.validation_steps == 0 or len(validation) > 0:
+        return ""
+    return "add files, lower --train_split, or switch validation off with --validation_steps 0"
 
 
 def write_missing_sample_clips(config: TrainConfig) -> None:
     """Write the procedural clips to ``data_root`` unless that folder already holds something.
 
-    They are made again at any time, so the folder hides itself from git.
+    They can be made again at any time, so the folder hides itself from git.
     """
     from tinyvae.data.sample_clips import write_sample_clips
 
     folder = config.data_root
-    if folder is None:
-        raise UserError("use_sample_clips needs a folder to write to; set --data_root.")
+    assert folder is not None, "config.rules refuses use_sample_clips without data_root"
     if folder.is_dir() and any(folder.iterdir()):
         return
     log.info("writing the sample clips to %s", folder)

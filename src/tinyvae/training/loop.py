@@ -36,7 +36,7 @@ from tinyvae.training.guards import (
 from tinyvae.training.logs import RunLog, StepLog
 from tinyvae.training.notify import Notifier
 from tinyvae.training.optim import OptimizerSet, WeightAverage, learning_rate_factor, learning_rates
-from tinyvae.training.state import LoopState, Progress
+from tinyvae.training.resume import LoopState, Progress
 from tinyvae.training.task import TrainingTask
 from tinyvae.training.validation import ValidationCut, stops_early
 

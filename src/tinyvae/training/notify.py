@@ -1,11 +1,11 @@
-"""``notify_command``: a shell command of the user's that hears how a run ends, and when it stands still.
+"""``notify_command``: the user's shell command that is told how a run ends, and when it stalls.
 
-The main process alone runs it, with what happened in its environment:
+The main process runs it. Its environment says what happened:
 
   TINYVAE_EVENT       finished, early_stop, stopped (by a signal), failed or stalled
   TINYVAE_REASON      the same in one sentence
   TINYVAE_RUN         the run's folder
-  TINYVAE_STEP        optimiser steps done, of TINYVAE_MAX_STEPS
+  TINYVAE_STEP        optimizer steps done, of TINYVAE_MAX_STEPS
   TINYVAE_METRIC      what decides on the best model; TINYVAE_BEST: its best score (empty before the first validation),
                       reached at TINYVAE_BEST_STEP
 """
@@ -22,12 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-import psutil
-
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
-from tinyvae.training.guards import StopRequested
-from tinyvae.training.state import Progress
+from tinyvae.training.guards import StopRequested, kill_children
+from tinyvae.training.resume import Progress
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +36,9 @@ Event = Literal["finished", "early_stop", "stopped", "failed", "stalled"]
 
 
 class Notifier:
-    """Tells of one run. As a context around it: at its end, whatever that is.
+    """A context around one run: it runs the command at the end, whatever the end is, and when the run stalls.
 
-    Without a command, or on another process than the main one, it does nothing.
+    Without a command, or on a process that is not the main one, it does nothing.
     """
 
     def __init__(self, config: TrainConfig, folder: Path, *, is_main: bool) -> None:
@@ -48,7 +46,7 @@ class Notifier:
         self._command = config.notify_command if is_main else None
         self._folder = folder
         self._progress = Progress()
-        self._alive_at: float | None = None  # None: the loop has not begun, or this stall has been told
+        self._alive_at: float | None = None  # None: before the loop, or after this stall was told
         self._ended = threading.Event()
         self._one_at_a_time = threading.Lock()
 
@@ -58,15 +56,14 @@ class Notifier:
         return self
 
     def is_at(self, progress: Progress) -> None:
-        """The loop has begun, or something in it is done: it does not stand still."""
+        """The loop has started, or something in it is done: the run does not stall."""
         self._progress, self._alive_at = progress, time.monotonic()
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._ended.set()
-        event, reason = self._end(fault)
-        self._tell(event, reason)
+        self._tell(*self._end(fault))
 
     def _end(self, fault: BaseException | None) -> tuple[Event, str]:
         config, progress = self._config, self._progress
@@ -89,7 +86,7 @@ class Notifier:
                 self._tell("stalled", f"no step has finished for {limit_s:g} s after step {self._progress.step}")
 
     def _tell(self, event: Event, reason: str) -> None:
-        """Run the command. Whatever goes wrong with it is a warning: the run is more important."""
+        """Run the command. If it fails, that is a warning: the run is more important."""
         if self._command is None:
             return
         with self._one_at_a_time, tempfile.TemporaryFile() as said:
@@ -100,19 +97,21 @@ class Notifier:
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
-                start_new_session=True,  # a signal to the job does not cut the message off
+                start_new_session=True,  # a signal to the job does not end it
             )
             try:
                 code = process.wait(COMMAND_LIMIT_S)
             except subprocess.TimeoutExpired:
-                _kill_with_children(process)
+                kill_children(process.pid)
+                process.kill()
+                process.wait()
                 log.warning("notify_command (%s) was ended: it took longer than %g s", event, COMMAND_LIMIT_S)
                 return
             if code:
                 said.seek(0)
-                words = said.read().decode(errors="replace").split("\n")
-                last = next((line for line in reversed(words) if line.strip()), "it said nothing")
-                log.warning("notify_command (%s) failed with exit code %d: %s", event, code, last.strip())
+                lines = said.read().decode(errors="replace").split("\n")
+                last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+                log.warning("notify_command (%s) failed with exit code %d: %s", event, code, last)
 
     def _environment(self, event: Event, reason: str) -> dict[str, str]:
         progress = self._progress
@@ -126,10 +125,3 @@ class Notifier:
             "TINYVAE_BEST": "" if progress.best_score is None else f"{progress.best_score:.6g}",
             "TINYVAE_BEST_STEP": "" if progress.best_step is None else str(progress.best_step),
         }
-
-
-def _kill_with_children(process: subprocess.Popen[bytes]) -> None:
-    for child in psutil.Process(process.pid).children(recursive=True):
-        child.kill()
-    process.kill()
-    process.wait()

@@ -1,44 +1,63 @@
-"""Everything that can be known before a long run starts, tried out: one line each, with a tick or the fix.
+"""Checks before a long run: each is one line of `tinyvae check`, with a tick or with the fix.
 
-`preflight` is what ``tinyvae check`` shows; `checks_at_start` is the quick part of it that every run makes.
+The last ones take a real training step. On a GPU it has full size. On a CPU it has a few small clips and is scaled by
+the number of pixels, except for the optimizer, whose time depends on the weights alone.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.metadata import distributions, requires
+from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
+import psutil
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from torch import Tensor
 
 from tinyvae.config.rules import Complaint, GivenPath, path_complaints, value_complaints
 from tinyvae.config.schema import TrainConfig
+from tinyvae.data.annotations import default_data_root, iterate_entries
+from tinyvae.data.clip import ClipSettings
+from tinyvae.data.index import VideoIndex, hash_of_path, is_index, open_index
+from tinyvae.data.index_build import build_index
+from tinyvae.data.splits import split
 from tinyvae.errors import UserError
 from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
-from tinyvae.training.clips import loading_processes, usable_cores
+from tinyvae.training.clips import lack_of_files, lack_of_validation, loading_processes, usable_cores
 from tinyvae.training.deepspeed import LaunchConfig
-from tinyvae.training.trial_step import TrialStep, state_bytes, try_step
+from tinyvae.training.guards import is_out_of_memory
 
-GIB = 2**30
 OLDEST_DRIVER = (525, 60, 13)
+SHOWN_PACKAGES = ("torch", "accelerate", "deepspeed", "diffusers", "av")
 SAMPLED_FILES = 24
 LISTED_FILES = 100_000
 SPARE_SAVES = 3  # beside the kept ones: the one being written, the best, and the last emergency one
 FULL_MEMORY = 0.95
-PIXELS_FOR_A_GPU = 10_000_000
-"""Pixels of all frames of a step, at full model width, above which a step takes a CPU many minutes."""
+LARGEST_CPU_STEP = 10_000_000
+"""Pixels of all frames of a step, at full model width; a larger step takes a CPU many minutes."""
 SLOW_RUN_S = 3 * 86_400.0
+SMALL_SIDE = 64
+SMALL_BATCH = 4
+SAVE_MEMORY = "use --gradient_checkpointing true, a smaller --train_batch_size, fewer frames or smaller ones"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """``found``: what is there. ``fix``: what to do about it, empty where it is well. ``only_warns``: it may start."""
+    """``found``: what is there. ``fix``: what to do; empty if all is well. ``only_warns``: the run may start."""
 
     name: str
     found: str
@@ -59,74 +78,53 @@ def preflight(
     launch: LaunchConfig | None = None,
     with_step: bool = True,
 ) -> list[Check]:
-    """All checks. ``processes``: on this machine; ``port``: where several processes meet (None: nobody does)."""
-    checks = [*_settings(config, launch), *_gpus(config, processes), *_packages(config, launch)]
+    """All checks. ``processes``: on this machine; ``port``: where several processes meet (None: only one)."""
     missing = path_complaints(config, given_paths)
-    checks += [Check(name="files", found="not as the settings say", fix=complaint.text) for complaint in missing]
-    if not missing:
-        checks.append(Check(name="files", found="all that the settings name are there"))
-        checks += _weights(config)
     missing_keys = {key for complaint in missing for key in complaint.keys}
+    checks = [
+        *_settings(config),
+        *_launch(config, launch),
+        *_gpus(config, processes),
+        _packages(config, launch),
+        *_files(missing),
+    ]
+    if not missing:
+        start = config.pretrained_model_path
+        checks.append(Check(name="weights", found=f"start from {start}" if start else f"fresh ({config.init})"))
+        checks += [*_teacher(config), *_lpips(config)]
     if not missing_keys & {"data_root", "annotation_file", "index_path"}:
         checks += _data(config)
     checks += [_disk(config, processes), *_port(port)]
     if with_step and all(check.passes for check in checks if check.name == "settings"):
-        checks += _trial_step(without(config, missing_keys))
+        checks += _trial_step(_without(config, missing_keys))
     return checks
 
 
-def without(config: TrainConfig, missing_keys: set[str]) -> TrainConfig:
-    """The same run without what is missing, so that a step can be tried before everything is there."""
-    changes: dict[str, Any] = {}
-    if "pretrained_model_path" in missing_keys:
-        changes |= {"pretrained_model_path": None}
-    if missing_keys & {"ref_vae_path", "cogvideox_model_path"}:
-        changes |= {"use_ref_vae": False, "encoder_loss_weight": 0.0, "decoder_loss_weight": 0.0}
-    if "lpips_weights" in missing_keys:
-        changes |= {"perceptual_loss_weight": 0.0, "lpips_weights": None, "metric_for_best_model": "psnr"}
-    return replace(config, **changes)
-
-
 def checks_at_start(config: TrainConfig, *, processes: int) -> list[Check]:
-    """What takes no time: GPUs, driver, precision, disk. A run makes them on its main process."""
+    """The checks that take no time: GPUs, driver, precision, disk. Every run makes them on its main process."""
     return [*_gpus(config, processes), _disk(config, processes)]
 
 
-def machine_complaints(config: TrainConfig) -> list[Complaint]:
-    """A run that this machine would take years for: a step made for GPUs, where there is none."""
-    clips = config.train_batch_size * config.gradient_accumulation_steps
-    pixels = clips * config.n_frames * config.height * config.width * config.model_width**2
-    if torch.cuda.is_available() or config.allow_cpu or pixels <= PIXELS_FOR_A_GPU:
-        return []
-    text = (
-        f"no GPU is visible here, and one step of this run is {count_of(clips, 'clip')} of {config.n_frames} frames of "
-        f"{config.height}x{config.width}, which takes a CPU many minutes; run it on a machine with a GPU, try it small "
-        "with --height 64 --width 64 --train_batch_size 1 --gradient_accumulation_steps 1 --mixed_precision no "
-        "--max_train_steps 4, or pass --allow_cpu true to train here all the same."
-    )
-    return [Complaint(keys=("allow_cpu",), text=text)]
-
-
 def print_table(checks: Iterable[Check], stream: TextIO | None = None) -> None:
-    """One line for each check; the fix stands below what it is for."""
+    """One line for each check; the fix is on the next line."""
     rows, stream = list(checks), stream or sys.stdout
     try:
         "✓✗".encode(stream.encoding or "ascii")
-        marks = {"well": "✓", "warns": "!", "fails": "✗"}
+        good, warning, bad = "✓", "!", "✗"
     except UnicodeEncodeError:
-        marks = {"well": "ok", "warns": "!!", "fails": "NO"}
+        good, warning, bad = "ok", "!!", "NO"
     width = max(len(check.name) for check in rows)
     for check in rows:
-        mark = marks["well" if not check.fix else "warns" if check.only_warns else "fails"]
+        mark = good if not check.fix else warning if check.only_warns else bad
         print(f" {mark:<2} {check.name:<{width}}  {check.found}", file=stream)
         if check.fix:
             print(f"    {'':<{width}}  fix: {check.fix}", file=stream)
 
 
-# the settings
+# settings
 
 
-def _settings(config: TrainConfig, launch: LaunchConfig | None) -> Iterator[Check]:
+def _settings(config: TrainConfig) -> Iterator[Check]:
     complaints = value_complaints(config)
     for complaint in complaints:
         yield Check(name="settings", found="a rule is broken", fix=complaint.text)
@@ -139,15 +137,36 @@ def _settings(config: TrainConfig, launch: LaunchConfig | None) -> Iterator[Chec
             groups = spec.padded_frames(config.n_frames) // config.n_seraena_frames
             frames += f"; Seraena sees {count_of(groups, 'group')} of {config.n_seraena_frames}"
         yield Check(name="frames", found=f"{config.variant}: {frames}")
-    if launch is not None:
-        engine = "DDP" if launch.deepspeed is None else f"DeepSpeed ZeRO-{launch.deepspeed.zero_optimization.stage}"
-        clashes = "; ".join(launch.disagreements(config))
-        if launch.deepspeed is not None and config.optimizer == "muon":
-            clashes = "; ".join(filter(None, [clashes, "DeepSpeed cannot run optimizer=muon: use --optimizer adamw"]))
-        yield Check(name="launch", found=f"{engine}, {launch.place}", fix=clashes)
+
+
+def _launch(config: TrainConfig, launch: LaunchConfig | None) -> Iterator[Check]:
+    if launch is None:
+        return
+    clashes = launch.disagreements(config)
+    engine = "DDP"
+    if launch.deepspeed is not None:
+        engine = f"DeepSpeed ZeRO-{launch.deepspeed.zero_optimization.stage}"
+        if config.optimizer == "muon":
+            clashes = [*clashes, "DeepSpeed cannot run optimizer=muon: use --optimizer adamw"]
+    yield Check(name="launch", found=f"{engine}, {launch.place}", fix="; ".join(clashes))
 
 
 # the machine
+
+
+def machine_complaints(config: TrainConfig) -> list[Complaint]:
+    """A complaint if the steps are made for GPUs and there is none: the run would take years."""
+    clips = config.train_batch_size * config.gradient_accumulation_steps
+    pixels = clips * config.n_frames * config.height * config.width * config.model_width**2
+    if torch.cuda.is_available() or config.allow_cpu or pixels <= LARGEST_CPU_STEP:
+        return []
+    text = (
+        f"no GPU is visible here, and one step of this run is {count_of(clips, 'clip')} of {config.n_frames} frames of "
+        f"{config.height}x{config.width}, which takes a CPU many minutes; run it on a machine with a GPU, try it small "
+        "with --height 64 --width 64 --train_batch_size 1 --gradient_accumulation_steps 1 --mixed_precision no "
+        "--max_train_steps 4, or pass --allow_cpu true to train here all the same."
+    )
+    return [Complaint(keys=("allow_cpu",), text=text)]
 
 
 def _gpus(config: TrainConfig, processes: int) -> Iterator[Check]:
@@ -160,92 +179,73 @@ def _gpus(config: TrainConfig, processes: int) -> Iterator[Check]:
         return
     count = torch.cuda.device_count()
     properties = [torch.cuda.get_device_properties(i) for i in range(count)]
-    kinds = sorted({f"{p.name}, {p.total_memory / GIB:.0f} GiB" for p in properties})
+    kinds = sorted({f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for p in properties})
     lacking = f"{processes} are wanted: ask for at most {count}, or look at CUDA_VISIBLE_DEVICES"
     yield Check(name="GPUs", found=f"{count} x {' / '.join(kinds)}", fix=lacking if count < processes else "")
-    driver = driver_version()
-    old = driver is not None and driver < OLDEST_DRIVER
-    shown = "unknown" if driver is None else ".".join(map(str, driver))
-    yield Check(
-        name="driver",
-        found=f"{shown}; torch {torch.__version__} for CUDA {torch.version.cuda}",
-        fix=f"install a driver of at least {'.'.join(map(str, OLDEST_DRIVER))}" if old else "",
-        only_warns=True,
-    )
+    yield _driver()
     if config.mixed_precision == "bf16":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
         fix = "" if fast else "this GPU has no bf16: use --mixed_precision fp16 or no"
         yield Check(name="bf16", found="the GPU computes in it" if fast else "not on this GPU", fix=fix)
 
 
-def driver_version() -> tuple[int, ...] | None:
-    """The NVIDIA driver's version from the kernel module; None where it cannot be told."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    return parse_driver_version(text)
+def _driver() -> Check:
+    file = Path("/proc/driver/nvidia/version")
+    driver = parse_driver_version(file.read_text()) if file.is_file() else ()
+    old = () < driver < OLDEST_DRIVER
+    return Check(
+        name="driver",
+        found=f"{'.'.join(map(str, driver)) or 'unknown'}; torch {torch.__version__} for CUDA {torch.version.cuda}",
+        fix=f"install a driver of at least {'.'.join(map(str, OLDEST_DRIVER))}" if old else "",
+        only_warns=True,
+    )
 
 
-def parse_driver_version(text: str) -> tuple[int, ...] | None:
-    """``... Kernel Module  525.60.13  ...`` -> (525, 60, 13)."""
-    for word in text.split():
-        parts = word.split(".")
-        if len(parts) >= 2 and all(part.isdigit() for part in parts) and len(parts[0]) == 3:
-            return tuple(int(part) for part in parts)
-    return None
+def parse_driver_version(text: str) -> tuple[int, ...]:
+    """``... Kernel Module  525.60.13  ...`` -> (525, 60, 13); empty if there is none."""
+    found = re.search(r"(?<=\s)\d{3}(\.\d+)+(?=\s)", text)
+    return tuple(map(int, found.group().split("."))) if found else ()
 
 
-def _packages(config: TrainConfig, launch: LaunchConfig | None) -> Iterator[Check]:
-    from importlib.metadata import PackageNotFoundError, requires, version
-
-    from packaging.requirements import Requirement
-
+def _packages(config: TrainConfig, launch: LaunchConfig | None) -> Check:
+    """Whether the installed packages are those that tinyvae asks for, with the extras that this run needs."""
     extras = ["deepspeed"] if launch is not None and launch.deepspeed is not None else []
     extras += ["teachers"] if config.teacher_path is not None else []
-    shown: dict[str, str] = {}
-    problems: dict[str, str] = {}
-    try:
-        lines = requires("tinyvae") or []
-    except PackageNotFoundError:  # run from the source folder: nobody has written down what it needs
-        yield Check(
-            name="packages", found="tinyvae is not installed, only on the path", fix="pip install -e .", only_warns=True
-        )
-        return
-    for line in lines:
-        requirement = Requirement(line)
-        marker = requirement.marker
-        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in extras):
-            continue
-        try:
-            installed = version(requirement.name)
-        except PackageNotFoundError:
-            problems[requirement.name] = f"pip install '{requirement.name}{requirement.specifier}'"
-            continue
-        shown[requirement.name] = f"{requirement.name} {installed}"
-        if not requirement.specifier.contains(installed, prereleases=True):
-            problems[requirement.name] = f"pip install '{requirement.name}{requirement.specifier}' (here: {installed})"
-    first = [shown[name] for name in ("torch", "accelerate", "deepspeed", "diffusers", "av") if name in shown]
-    rest = len(shown) - len(first)
-    yield Check(name="packages", found=f"{', '.join(first)} and {rest} more", fix="; ".join(problems.values()))
+    versions = {canonicalize_name(package.name): package.version for package in distributions()}
+    if "tinyvae" not in versions:
+        found = "tinyvae is not installed, only on the path"
+        return Check(name="packages", found=found, fix="pip install -e .", only_warns=True)
+    wanted = [Requirement(line) for line in requires("tinyvae") or []]
+    wanted = [p for p in wanted if not p.marker or any(p.marker.evaluate({"extra": extra}) for extra in extras)]
+    installed = {p.name: versions[canonicalize_name(p.name)] for p in wanted if canonicalize_name(p.name) in versions}
+    fixes = [
+        f"pip install '{p.name}{p.specifier}'" + (f" (here: {installed[p.name]})" if p.name in installed else "")
+        for p in wanted
+        if p.name not in installed or not p.specifier.contains(installed[p.name], prereleases=True)
+    ]
+    shown = [f"{name} {installed[name]}" for name in SHOWN_PACKAGES if name in installed]
+    more = f" and {len(installed) - len(shown)} more"
+    return Check(name="packages", found=", ".join(shown) + more, fix="; ".join(fixes))
 
 
-def _disk(config: TrainConfig, processes: int) -> Check:
-    """Room for the checkpoints to come, by arithmetic from the number of parameters."""
-    place = next(parent for parent in (config.output_dir, *config.output_dir.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(place).free
-    one = checkpoint_bytes(config, processes)
-    kept = config.checkpoints_total_limit
-    if kept is None:
-        every = config.checkpointing_steps or config.max_train_steps
-        kept = -(-config.max_train_steps // every)
-    wanted = one * (kept + SPARE_SAVES)
-    found = f"{bytes_in_words(free)} free at {place}; {kept} + {SPARE_SAVES} checkpoints of {bytes_in_words(one)}"
-    lack = bytes_in_words(wanted - free)
-    fix = f"make room for {lack} more, keep fewer (--checkpoints_total_limit), or choose another --output_dir"
-    if not os.access(place, os.W_OK):
-        return Check(name="disk", found=f"{place} cannot be written to", fix="choose another --output_dir")
-    return Check(name="disk", found=found, fix=fix if wanted > free else "")
+class StateBytes(NamedTuple):
+    """float32 bytes of the student's weights, and of Seraena's discriminator (0 without one)."""
+
+    weights: int
+    discriminator: int
+
+
+def state_bytes(config: TrainConfig) -> StateBytes:
+    """From the shapes alone: nothing is allocated."""
+    from tinyvae.losses.seraena.discriminator import SeraenaDiscriminator
+    from tinyvae.models.taehv import TAEHV
+
+    with torch.device("meta"):
+        networks: list[torch.nn.Module] = [TAEHV(config.variant, width=config.model_width)]
+        if config.use_seraena:
+            networks.append(SeraenaDiscriminator(3 * config.n_seraena_frames, config.spec.latent_channels))
+    sizes = [4 * sum(p.numel() for p in network.parameters()) for network in networks]
+    return StateBytes(sizes[0], sum(sizes[1:]))
 
 
 def checkpoint_bytes(config: TrainConfig, processes: int) -> int:
@@ -255,6 +255,26 @@ def checkpoint_bytes(config: TrainConfig, processes: int) -> int:
     if config.use_seraena:
         total += 3 * state.discriminator + processes * config.seraena_buffer_mb * 2**20
     return total
+
+
+def _disk(config: TrainConfig, processes: int) -> Check:
+    """Room for the checkpoints to come, from the number of parameters."""
+    place = next(parent for parent in (config.output_dir, *config.output_dir.absolute().parents) if parent.exists())
+    if not os.access(place, os.W_OK):
+        return Check(name="disk", found=f"{place} cannot be written to", fix="choose another --output_dir")
+    free = shutil.disk_usage(place).free
+    one = checkpoint_bytes(config, processes)
+    every = config.checkpointing_steps or config.max_train_steps
+    kept = config.checkpoints_total_limit
+    kept = -(-config.max_train_steps // every) if kept is None else kept
+    wanted = one * (kept + SPARE_SAVES)
+    lack = bytes_in_words(wanted - free)
+    fix = f"make room for {lack} more, keep fewer (--checkpoints_total_limit), or choose another --output_dir"
+    return Check(
+        name="disk",
+        found=f"{bytes_in_words(free)} free at {place}; {kept} + {SPARE_SAVES} checkpoints of {bytes_in_words(one)}",
+        fix=fix if wanted > free else "",
+    )
 
 
 def _port(port: int | None) -> Iterator[Check]:
@@ -274,18 +294,28 @@ def _port(port: int | None) -> Iterator[Check]:
 # weights, teacher, data
 
 
-def _weights(config: TrainConfig) -> Iterator[Check]:
-    from tinyvae.losses.perceptual import find_lpips_weights
+def _files(missing: list[Complaint]) -> Iterator[Check]:
+    for complaint in missing:
+        yield Check(name="files", found="not as the settings say", fix=complaint.text)
+    if not missing:
+        yield Check(name="files", found="all that the settings name are there")
+
+
+def _teacher(config: TrainConfig) -> Iterator[Check]:
+    if config.teacher_path is None:
+        return
     from tinyvae.teachers import check_teacher
 
-    start = config.pretrained_model_path
-    yield Check(name="weights", found=f"start from {start}" if start else f"fresh ({config.init})")
-    if config.teacher_path is not None:
-        try:
-            check_teacher(config.teacher_path, config.ref_vae_type, config.spec)
-            yield Check(name="teacher", found=config.teacher_path)
-        except UserError as mistake:
-            yield Check(name="teacher", found=config.teacher_path, fix=str(mistake))
+    try:
+        check_teacher(config.teacher_path, config.ref_vae_type, config.spec)
+        yield Check(name="teacher", found=config.teacher_path)
+    except UserError as mistake:
+        yield Check(name="teacher", found=config.teacher_path, fix=str(mistake))
+
+
+def _lpips(config: TrainConfig) -> Iterator[Check]:
+    from tinyvae.losses.perceptual import find_lpips_weights
+
     try:
         yield Check(name="LPIPS", found=str(find_lpips_weights(config.lpips_weights)))
     except UserError as mistake:
@@ -294,17 +324,15 @@ def _weights(config: TrainConfig) -> Iterator[Check]:
 
 
 def _data(config: TrainConfig) -> Iterator[Check]:
-    """The index where there is one, else a sample of the files, split as the run would split them."""
-    from tinyvae.data.index import is_index, open_index
-
+    """The index if there is one, else a sample of the files, split as the run would split them."""
     source = config.data_source
-    assert source is not None, "path_complaints lets no run without data through"
+    assert source is not None, "path_complaints refuses a run without data"
     if config.use_sample_clips and (not source.is_dir() or not any(source.iterdir())):
         yield Check(name="data", found=f"the sample clips will be written to {source}")
         return
     try:
         if source.is_file() and is_index(source):
-            yield _split_check(config, open_index(source, config.data_root), f"index of {source}", whole=True)
+            yield _split(config, open_index(source, config.data_root), f"index of {source}", whole=True)
         else:
             yield _sampled_data(config, source)
     except UserError as mistake:
@@ -313,77 +341,88 @@ def _data(config: TrainConfig) -> Iterator[Check]:
 
 def _sampled_data(config: TrainConfig, source: Path) -> Check:
     """Index a few files of the source in a temporary folder: a whole index can take hours."""
-    import json
-    from itertools import islice
-
-    from tinyvae.data.annotations import default_data_root, iterate_entries
-    from tinyvae.data.index import hash_of_path, open_index
-    from tinyvae.data.index_build import build_index
-
     root = config.data_root or default_data_root(source)
     entries = list(islice(iterate_entries(source, config.data_root), LISTED_FILES))
     if not entries:
         raise UserError(f"there is no video in {source}; is it the right folder?")
     chosen = sorted(entries, key=lambda entry: hash_of_path(entry.path))[:SAMPLED_FILES]
+    whole = len(chosen) == len(entries)
     count = f"{len(entries)} files" if len(entries) < LISTED_FILES else f"{LISTED_FILES} files or more"
+    note = f"{count} in {source}" + ("" if whole else f", {len(chosen)} of them looked at")
     with tempfile.TemporaryDirectory() as folder:
-        listing = Path(folder) / "sample.jsonl"
+        listing, output = Path(folder, "sample.jsonl"), Path(folder, "sample.tvi")
         listing.write_text("".join(json.dumps({"path": e.path, "split": e.split}) + "\n" for e in chosen))
-        output = Path(folder) / "sample.tvi"
-        build_index(
-            listing,
-            output,
-            data_root=root,
-            num_workers=max(1, loading_processes(config)),
-            timeout_s=config.decode_timeout_s,
-            show_progress_bar=False,
-        )
-        whole = len(chosen) == len(entries)
-        note = f"{count} in {source}" + ("" if whole else f", {len(chosen)} of them looked at")
-        try:
-            return _split_check(config, open_index(output, root), note, whole=whole)
-        except UserError as mistake:  # which names what the index was made of: here the list of the sample
-            raise UserError(str(mistake).replace(str(listing), str(source))) from None
+        workers, timeout_s = max(1, loading_processes(config)), config.decode_timeout_s
+        build_index(listing, output, data_root=root, num_workers=workers, timeout_s=timeout_s, show_progress_bar=False)
+        index = open_index(output, root)
+        index.header["source"] = str(source)  # messages name the source, not our list
+        return _split(config, index, note, whole=whole)
 
 
-def _split_check(config: TrainConfig, index: object, note: str, *, whole: bool) -> Check:
-    from tinyvae.data.index import VideoIndex
-    from tinyvae.data.splits import split
-    from tinyvae.training.clips import training_settings
-
-    assert isinstance(index, VideoIndex)
-    # The hash can put a whole sample on one side; it is the files that count there, not the sides.
-    share = config.train_split if whole else 1.0
-    by = config.split_by if whole else "hash"
+def _split(config: TrainConfig, index: VideoIndex, note: str, *, whole: bool) -> Check:
+    """``whole``: the index holds all files. The hash can put a whole sample on one side, so sides do not count then."""
     train, validation = split(
-        index, training_settings(config), train_split=share, split_by=by, bad_file_limit=config.bad_file_limit
+        index,
+        ClipSettings.from_config(config),
+        train_split=config.train_split if whole else 1.0,
+        split_by=config.split_by if whole else "hash",
+        bad_file_limit=config.bad_file_limit,
     )
     usable = len(train) + len(validation)
-    sides = f": {len(train)} train, {len(validation)} validate" if whole else f": {usable} of {len(index)} usable"
-    left_out = f"; left out: {train.excluded.sentence()}" if train.excluded.total else ""
-    if train.excluded.is_most_of(len(index)):
-        fix = (
-            f"most files cannot be used: smaller or shorter clips than {config.n_frames} frames of {config.height}x"
-            f"{config.width}, --allow_upscale true, or other files"
-        )
-        return Check(name="data", found=note + sides + left_out, fix=fix)
-    if whole and config.validation_steps > 0 and len(validation) == 0:
-        return Check(name="data", found=note + sides, fix="add files, lower --train_split, or --validation_steps 0")
-    return Check(name="data", found=note + sides + left_out)
+    note += f": {len(train)} train, {len(validation)} validate" if whole else f": {usable} of {len(index)} usable"
+    if train.excluded.total:
+        note += f"; left out: {train.excluded.sentence()}"
+    fix = lack_of_files(config, train) or (lack_of_validation(config, validation) if whole else "")
+    return Check(name="data", found=note, fix=fix)
 
 
 # one step
 
 
+class TrialStep(NamedTuple):
+    """``seconds``: of one optimizer step on one device."""
+
+    measured_at: str
+    memory_bytes: int
+    available_bytes: int
+    seconds: float
+
+
+class StepCost(NamedTuple):
+    """``micro_batch_s``: forward and backward of one micro-batch. ``optimizer_s``: once per step. ``kept_bytes``: what
+    autograd keeps of a micro-batch for its backward pass. ``gpu_bytes``: what torch reserved (0 on a CPU)."""
+
+    micro_batch_s: float
+    optimizer_s: float
+    kept_bytes: int
+    gpu_bytes: int = 0
+
+    def step_s(self, *, micro_batches: int, scale: float = 1.0) -> float:
+        """Seconds of an optimizer step whose micro-batches are ``scale`` times as large."""
+        return self.micro_batch_s * scale * micro_batches + self.optimizer_s
+
+
+def _without(config: TrainConfig, missing_keys: set[str]) -> TrainConfig:
+    """The same run without what is missing, so that a step can be tried before everything is there."""
+    changes: dict[str, Any] = {}
+    if "pretrained_model_path" in missing_keys:
+        changes |= {"pretrained_model_path": None}
+    if missing_keys & {"ref_vae_path", "cogvideox_model_path"}:
+        changes |= {"use_ref_vae": False, "encoder_loss_weight": 0.0, "decoder_loss_weight": 0.0}
+    if "lpips_weights" in missing_keys:
+        changes |= {"perceptual_loss_weight": 0.0, "lpips_weights": None, "metric_for_best_model": "psnr"}
+    return replace(config, **changes)
+
+
 def _trial_step(config: TrainConfig) -> Iterator[Check]:
-    trial: TrialStep = try_step(config)
-    if trial.fault:
-        yield Check(name="one step", found=trial.measured_at, fix=trial.fault)
+    try:
+        trial = try_step(config)
+    except UserError as mistake:
+        yield Check(name="one step", found="it cannot be taken", fix=str(mistake))
         return
     memory = f"{bytes_in_words(trial.memory_bytes)} of {bytes_in_words(trial.available_bytes)}"
     full = trial.memory_bytes > FULL_MEMORY * trial.available_bytes
-    fix = "use --gradient_checkpointing true, a smaller --train_batch_size, fewer frames or smaller ones"
-    yield Check(name="memory", found=f"{memory} ({trial.measured_at})", fix=fix if full else "")
+    yield Check(name="memory", found=f"{memory} ({trial.measured_at})", fix=SAVE_MEMORY if full else "")
     total_s = trial.seconds * config.max_train_steps
     duration = duration_in_words(total_s)
     slow = f"no GPU is visible, and on this CPU the run would take about {duration}: run it on a machine with a GPU"
@@ -393,3 +432,90 @@ def _trial_step(config: TrainConfig) -> Iterator[Check]:
         found=f"{duration_in_words(trial.seconds)}, so about {duration} for {steps} on one device",
         fix=slow if not torch.cuda.is_available() and total_s > SLOW_RUN_S else "",
     )
+
+
+def try_step(config: TrainConfig) -> TrialStep:
+    """Take a step on this machine's first device; raises `UserError` if it cannot be taken."""
+    on_gpu = torch.cuda.is_available()
+    tried = config if on_gpu else _small(config)
+    scale = _pixels(config) / _pixels(tried)
+    clips = count_of(tried.train_batch_size, "clip")
+    place = "measured" if on_gpu else "on the CPU" + (", scaled by pixels" if scale > 1 else "")
+    place += ", without the teacher" if config.use_ref_vae and not tried.use_ref_vae else ""
+    free, total = torch.cuda.mem_get_info(0) if on_gpu else (0, 0)
+    try:
+        cost = _take_steps(tried, torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
+    except (RuntimeError, MemoryError) as fault:
+        if not is_out_of_memory(fault):
+            raise
+        raise UserError(f"out of memory: {SAVE_MEMORY}") from None
+    state = state_bytes(config)
+    # weights, gradients, two moments, the average; Seraena has no average
+    fixed = 5 * state.weights + 4 * state.discriminator
+    return TrialStep(
+        measured_at=f"{clips} of {tried.n_frames} frames of {tried.height}x{tried.width} {place}",
+        memory_bytes=cost.gpu_bytes + total - free if on_gpu else int(fixed + cost.kept_bytes * scale),
+        available_bytes=total if on_gpu else psutil.virtual_memory().available,
+        seconds=cost.step_s(micro_batches=config.gradient_accumulation_steps, scale=scale),
+    )
+
+
+def _small(config: TrainConfig) -> TrainConfig:
+    """The same run with small clips and no teacher, whose pass on a CPU would take minutes."""
+    side = max(SMALL_SIDE // config.spec.space_factor, 2) * config.spec.space_factor
+    return replace(
+        config,
+        height=min(config.height, side),
+        width=min(config.width, side),
+        train_batch_size=min(config.train_batch_size, SMALL_BATCH),
+        use_ref_vae=False,
+        encoder_loss_weight=0.0,
+        decoder_loss_weight=0.0,
+        compile_model=False,
+    )
+
+
+def _pixels(config: TrainConfig) -> int:
+    return config.train_batch_size * config.height * config.width
+
+
+def _take_steps(config: TrainConfig, device: torch.device) -> StepCost:
+    """What a micro-batch and the optimizer cost in the second of two steps; the first warms up and counts bytes."""
+    from tinyvae.training.build import build_model, build_task
+    from tinyvae.training.engine import Engine
+    from tinyvae.training.optim import make_optimizers
+
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    engine = Engine(config)
+    model = build_model(config).to(device)
+    engine.prepare(model, make_optimizers(model, config))
+    task = build_task(config, engine, model)
+    frames = torch.rand(config.train_batch_size, config.n_frames, 3, config.height, config.width, device=device)
+    kept: dict[int, int] = {}  # bytes by address: autograd keeps some storages several times
+
+    def count(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        return tensor
+
+    def micro_batch(watch: AbstractContextManager[object] = nullcontext()) -> None:  # noqa: B008 (it holds nothing)
+        with engine.autocast(), watch:  # the forward pass alone: what checkpointing makes again is not kept
+            losses = task.losses(frames, use_seraena=config.use_seraena)
+        engine.backward(losses.total)
+
+    def optimizer() -> None:
+        engine.finish_step(max_grad_norm=config.max_grad_norm)
+
+    def seconds_of(work: Callable[[], None]) -> float:
+        started = time.perf_counter()
+        work()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started
+
+    micro_batch(torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor))
+    optimizer()
+    seconds = seconds_of(micro_batch), seconds_of(optimizer)
+    return StepCost(*seconds, sum(kept.values()), torch.cuda.max_memory_reserved(device) if on_gpu else 0)

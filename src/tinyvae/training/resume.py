@@ -1,6 +1,7 @@
-"""Going on from a checkpoint: which one is meant, whether it fits, and taking its state over.
+"""Exact resume: what a run remembers, which checkpoint it goes on from, and how it takes its state back.
 
-A checkpoint that was asked for and is not there is an error, never a fresh start.
+All ranks share weights, their average, optimizer, loss scale, discriminator and progress. Each rank has its own random
+states and Seraena replay buffer. The data order needs no state: it follows from ``Progress.samples_seen``.
 """
 
 from __future__ import annotations
@@ -8,78 +9,106 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from tinyvae.config.schema import FIELDS, TrainConfig, to_json
 from tinyvae.errors import MissingFileError, UserError
+from tinyvae.files import atomic_write
+from tinyvae.losses.seraena import Seraena, saved_ranks_for
+from tinyvae.losses.seraena.start import SeraenaStart
+from tinyvae.models.taehv import TAEHV
+from tinyvae.models.weights import load_model, plain_state, save_model
 from tinyvae.training.checkpoint import (
-    REPLACED,
     SHARED_STATE,
+    WRITE_FAULTS,
+    CheckpointWriter,
+    broken_reason,
     list_checkpoints,
     newest_intact,
     rank_file,
     read_manifest,
     read_state,
-    what_is_broken,
 )
+from tinyvae.training.clips import RunData
+from tinyvae.training.engine import Engine
+from tinyvae.training.optim import WeightAverage
 from tinyvae.training.run_folder import earlier_run_folders
+from tinyvae.training.validation import write_best_model
 
 log = logging.getLogger(__name__)
 
+HIGHER_IS_BETTER = {"psnr": True, "ssim": True, "lpips": False, "mse": False}
 SHOWN_NAMES = 3
 
-SETTINGS_OF_THE_RUN = (
-    "variant",
-    "model_width",
-    "n_frames",
-    "height",
-    "width",
-    "train_split",
-    "split_by",
-    "min_frame_delta",
-    "max_frame_delta",
-    "random_crop",
-    "random_resize",
-    "random_flip",
-    "color_jitter",
-    "color_jitter_params",
-    "gaussian_blur",
-    "gaussian_blur_sigma",
-    "gaussian_blur_probability",
-    "seed",
-    "optimizer",
-    "use_seraena",
-    "n_seraena_frames",
-    "use_ref_vae",
-)
-"""Settings that make a run what it is: the model, the clips and the state that a checkpoint carries for them. Where the
-videos lie is not one of them: the fingerprint of the training files tells whether they are the same."""
+FIXED_SETTINGS = {
+    "variant", "model_width", "n_frames", "height", "width", "train_split", "split_by", "seed", "optimizer",
+    "min_frame_delta", "max_frame_delta", "random_crop", "random_resize", "random_flip", "color_jitter",
+    "color_jitter_params", "gaussian_blur", "gaussian_blur_sigma", "gaussian_blur_probability",
+    "use_seraena", "n_seraena_frames", "use_ref_vae",
+}  # fmt: skip
+"""Settings of the model, the clips and the state in a checkpoint: a resumed run must have the same. The place of the
+videos is not one of them: the fingerprint of the training files tells whether they are the same."""
 
-SETTINGS_OF_THE_START = (
-    "resume_from_checkpoint",
-    "allow_changed_settings",
-    "allow_cpu",
-    "output_dir",
-    "data_root",
-    "annotation_file",
-    "index_path",
-    "use_sample_clips",
-)
-"""Settings whose change is not worth a word."""
+UNTOLD_SETTINGS = {
+    "resume_from_checkpoint", "allow_changed_settings", "allow_cpu", "output_dir",
+    "data_root", "annotation_file", "index_path", "use_sample_clips",
+}  # fmt: skip
+"""Settings that may change without a line in the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoundCheckpoint:
-    """A checkpoint whose every file has been checked. ``passed_over``: what is wrong with newer ones."""
+class Progress:
+    """Where a run is. ``step``: optimizer steps done, with the skipped ones (they used up their clips).
+    ``samples_seen``: clips that all ranks together have drawn. ``training_s``: seconds in training steps, without
+    start-up and validation."""
+
+    step: int = 0
+    samples_seen: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    best_score: float | None = None
+    best_step: int | None = None
+    stale_validations: int = 0
+    validated_step: int | None = None
+    training_s: float = 0.0
+
+    def improved_by(self, score: float, metric: str) -> bool:
+        """Whether a validation's score is better than the best so far; the first score always is."""
+        if self.best_score is None:
+            return True
+        return score > self.best_score if HIGHER_IS_BETTER[metric] else score < self.best_score
+
+    def without_scores(self) -> Progress:
+        """The same, as before the first validation: the next one is the best so far."""
+        return replace(self, best_score=None, best_step=None, stale_validations=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopState:
+    """What the loop itself remembers. ``step_log``: this rank's numbers since the last log line, by
+    `tinyvae.training.logs.StepLog.state_dict`; None: a new line starts."""
+
+    progress: Progress
+    seraena_start: SeraenaStart | None
+    step_log: dict[str, Any] | None = None
+
+
+# the checkpoint to go on from
+
+
+class FoundCheckpoint(NamedTuple):
+    """A checkpoint whose every file was checked. ``passed_over``: what is wrong with newer ones."""
 
     folder: Path
     passed_over: list[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedRun:
+class SavedRun(NamedTuple):
     """An intact checkpoint, opened."""
 
     folder: Path
@@ -90,61 +119,66 @@ class SavedRun:
     def world_size(self) -> int:
         return int(self.manifest["world_size"])
 
-    def tidied(self) -> SavedRun:
-        """The same checkpoint, where `remove_unfinished` gave it back the name that a killed save took from it."""
-        if self.folder.exists():
-            return self
-        return replace(self, folder=self.folder.with_name(self.folder.name.removesuffix(REPLACED)))
-
     def rank_state(self, rank: int) -> dict[str, Any]:
         return read_state(self.folder / rank_file(rank))
 
 
-def find_checkpoint(asked: str, config: TrainConfig) -> FoundCheckpoint:
-    """What ``resume_from_checkpoint`` means: a path, a run folder (its newest), a bare name, or ``latest``.
+def asked_checkpoint(asked: str, config: TrainConfig) -> FoundCheckpoint:
+    """The checkpoint that ``--resume`` asks for, if this configuration can go on from it. Nothing is written.
 
-    Reads and hashes every file: let one process do it for all.
+    Reads and hashes every file: let one process do it for all. Example: ``asked_checkpoint("latest", config).folder``.
     """
+    found = _find(asked, config)
+    manifest = read_manifest(found.folder)
+    assert manifest is not None, "an intact checkpoint has a manifest"
+    if config.max_train_steps < manifest["step"]:
+        raise UserError(
+            f"the run in {found.folder} has already taken {manifest['step']} steps, and max_train_steps is "
+            f"{config.max_train_steps}; raise --max_train_steps, or resume from an earlier checkpoint."
+        )
+    changes, _ = _changed_settings(manifest["config"], config)
+    _refuse(found.folder, changes, config)
+    return found
+
+
+def open_checkpoint(folder: Path) -> SavedRun:
+    """Read a checkpoint that `asked_checkpoint` has found."""
+    manifest = read_manifest(folder)
+    assert manifest is not None, "an intact checkpoint has a manifest"
+    return SavedRun(folder, manifest, read_state(folder / SHARED_STATE))
+
+
+def _find(asked: str, config: TrainConfig) -> FoundCheckpoint:
+    """``asked``: a path, a run folder (its newest checkpoint), a bare name, or ``latest``."""
     runs = earlier_run_folders(config.output_dir)
+    places = _first_few(list(map(str, runs))) or f"{config.output_dir} (no run folder yet)"
     path = Path(asked)
     if asked == "latest":
-        return _newest_of(runs, "resume_from_checkpoint is 'latest', but", _named(runs, config))
-    if path.is_dir():
-        if list_checkpoints(path) and not (path / SHARED_STATE).exists():
-            return _newest_of([path], f"resume_from_checkpoint is {asked!r}, but", str(path))
-        return _intact(path)
-    by_name = [run / asked for run in runs if (run / asked).is_dir()]
-    if len(path.parts) == 1 and by_name:
-        return _intact(by_name[0])
-    infos = sorted(
-        (info for run in runs for info in list_checkpoints(run)), key=lambda info: info.age_key, reverse=True
-    )
-    newest = _first_few([str(info.folder) for info in infos]) or "none"
+        return _newest_of(runs, asked, places)
+    if path.is_dir() and list_checkpoints(path) and not (path / SHARED_STATE).exists():
+        return _newest_of([path], asked, str(path))
+    by_name = [run / asked for run in runs if len(path.parts) == 1 and (run / asked).is_dir()]
+    for folder in [path] if path.is_dir() else by_name[:1]:
+        fault = broken_reason(folder)
+        if fault is not None:
+            raise UserError(f"cannot resume from {folder}: {fault}; use --resume latest for the newest intact one.")
+        return FoundCheckpoint(folder, [])
+    newest = _first_few([str(info.folder) for info in reversed(list_checkpoints(*runs))]) or "none"
     raise MissingFileError(
         f"resume_from_checkpoint is {asked!r}, but there is no such folder (looked at {path.absolute()} and in "
-        f"{_named(runs, config)}); the newest checkpoints there: {newest}."
+        f"{places}); the newest checkpoints there: {newest}."
     )
 
 
-def _newest_of(runs: list[Path], asked: str, place: str) -> FoundCheckpoint:
+def _newest_of(runs: list[Path], asked: str, places: str) -> FoundCheckpoint:
     folder, faults = newest_intact(runs)
     if folder is None:
         damaged = f" (damaged: {_first_few(faults)})" if faults else ""
         raise MissingFileError(
-            f"{asked} there is no intact checkpoint in {place}{damaged}; start without --resume, or name a checkpoint."
+            f"resume_from_checkpoint is {asked!r}, but there is no intact checkpoint in {places}{damaged}; start "
+            "without --resume, or name a checkpoint."
         )
-    return FoundCheckpoint(folder=folder, passed_over=faults)
-
-
-def _intact(folder: Path) -> FoundCheckpoint:
-    fault = what_is_broken(folder)
-    if fault is not None:
-        raise UserError(f"cannot resume from {folder}: {fault}; use --resume latest for the newest intact one.")
-    return FoundCheckpoint(folder=folder, passed_over=[])
-
-
-def _named(runs: list[Path], config: TrainConfig) -> str:
-    return _first_few(list(map(str, runs))) or f"{config.output_dir} (no run folder yet)"
+    return FoundCheckpoint(folder, faults)
 
 
 def _first_few(names: list[str]) -> str:
@@ -153,49 +187,9 @@ def _first_few(names: list[str]) -> str:
     return ", ".join(names[:SHOWN_NAMES]) + more
 
 
-def open_checkpoint(folder: Path) -> SavedRun:
-    """Read a checkpoint that `find_checkpoint` has found intact."""
-    return SavedRun(folder=folder, manifest=read_manifest(folder), shared=read_state(folder / SHARED_STATE))
-
-
-def changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> tuple[list[str], list[str]]:
-    """Differences from the checkpoint's settings as ``key: old -> new``: of the model and the data, and all others."""
-    now = json.loads(to_json(config))
-    of_the_run, others = [], []
-    for key in FIELDS:
-        if key in saved and saved[key] != now[key]:
-            difference = f"{key}: {saved[key]!r} -> {now[key]!r}"
-            if key in SETTINGS_OF_THE_RUN:
-                of_the_run.append(difference)
-            elif key not in SETTINGS_OF_THE_START:
-                others.append(difference)
-    return of_the_run, others
-
-
-def asked_checkpoint(asked: str, config: TrainConfig) -> FoundCheckpoint:
-    """`find_checkpoint`, if it has the run's settings; its list of files is not looked at. Nothing is touched."""
-    found = find_checkpoint(asked, config)
-    _check_same_settings(found.folder, read_manifest(found.folder), config)
-    return found
-
-
-def _check_same_settings(folder: Path, manifest: Mapping[str, Any], config: TrainConfig) -> None:
-    """Refuse to go on with another model or other clips, unless ``allow_changed_settings``.
-
-    A run that is to end before the checkpoint is refused always; one that ends at it only writes its last files.
-    """
-    if config.max_train_steps < manifest["step"]:
-        raise UserError(
-            f"the run in {folder} has already taken {manifest['step']} steps, and max_train_steps is "
-            f"{config.max_train_steps}; raise --max_train_steps, or resume from an earlier checkpoint."
-        )
-    changes, _ = changed_settings(manifest["config"], config)
-    _refuse(folder, changes, config)
-
-
 def check_same_data(saved: SavedRun, config: TrainConfig, *, data_fingerprint: str) -> None:
-    """Refuse to go on with other files, unless ``allow_changed_settings``; say what has changed and is allowed."""
-    changes, others = changed_settings(saved.manifest["config"], config)
+    """Refuse other training files, unless ``allow_changed_settings``; log what has changed and is allowed."""
+    changes, others = _changed_settings(saved.manifest["config"], config)
     if others:
         log.info("settings changed since the checkpoint: %s", "; ".join(others))
     if not changes and saved.manifest["data_fingerprint"] != data_fingerprint:
@@ -205,9 +199,236 @@ def check_same_data(saved: SavedRun, config: TrainConfig, *, data_fingerprint: s
         log.warning("resuming with changed settings, as allowed: %s", "; ".join(changes))
 
 
+def _changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> tuple[list[str], list[str]]:
+    """Differences from the checkpoint's settings as ``key: old -> new``: of the fixed settings, and of the others."""
+    now = json.loads(to_json(config))
+    changed = {key: f"{key}: {saved[key]!r} -> {now[key]!r}" for key in FIELDS if saved.get(key, now[key]) != now[key]}
+    fixed = [text for key, text in changed.items() if key in FIXED_SETTINGS]
+    return fixed, [text for key, text in changed.items() if key not in FIXED_SETTINGS | UNTOLD_SETTINGS]
+
+
 def _refuse(folder: Path, changes: list[str], config: TrainConfig) -> None:
     if changes and not config.allow_changed_settings:
         raise UserError(
             f"{folder} belongs to a run with other settings: {'; '.join(changes)}. Set them back, or pass "
             "--allow_changed_settings to go on regardless."
         )
+
+
+# saving and restoring
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """The objects whose state a checkpoint holds."""
+
+    config: TrainConfig
+    engine: Engine
+    folder: Path
+    data: RunData
+    model: TAEHV
+    average: WeightAverage | None
+    seraena: Seraena | None
+
+    def save(self, writer: CheckpointWriter, loop: LoopState, *, emergency: bool) -> bool:
+        """Write a checkpoint, all ranks together; tell whether it is on disk."""
+        progress = loop.progress
+        written = writer.save(
+            step=progress.step,
+            emergency=emergency,
+            shared_state=lambda: self._shared(loop),
+            rank_state=self._of_rank(loop),
+            write_model=lambda target: self._write_model(target, progress.step),
+            facts=lambda: {
+                "step": progress.step,
+                "world_size": self.engine.world_size,
+                "engine": self.engine.kind,
+                "data_fingerprint": self.data.fingerprint,
+                "best_model": self._best_model(progress),
+                "config": json.loads(to_json(self.config)),
+            },
+            best_step=progress.best_step,
+        )
+        return written is not None
+
+    def _shared(self, loop: LoopState) -> dict[str, Any]:
+        return {
+            "progress": asdict(loop.progress),
+            "scored_with": self._meaning_of_scores(),
+            "model": plain_state(self.model),
+            "average": None if self.average is None else self.average.state_dict(),
+            "engine": self.engine.state_dict(),
+            "seraena": None if self.seraena is None else self.seraena.shared_state_dict(),
+            "seraena_start": None if loop.seraena_start is None else loop.seraena_start.state_dict(),
+        }
+
+    def _of_rank(self, loop: LoopState) -> dict[str, Any]:
+        on_gpu = self.engine.device.type == "cuda"
+        return {
+            "cpu_random": torch.get_rng_state(),
+            "cuda_random": torch.cuda.get_rng_state(self.engine.device) if on_gpu else None,
+            "seraena": None if self.seraena is None else self.seraena.rank_state_dict(),
+            "step_log": loop.step_log,
+        }
+
+    def _write_model(self, target: Path, step: int) -> None:
+        with ExitStack() as swapped:
+            if self.average is not None:
+                swapped.enter_context(self.average.swapped_into(self.model))
+            save_model(self.model, target, overwrite=True, training_step=step, formats=(".safetensors",))
+
+    def _best_model(self, progress: Progress) -> dict[str, Any] | None:
+        """What identifies ``best_model/``: its ``model_info.json``, or step and score if a full disk kept it from being
+        written. None before the first validation."""
+        if progress.best_step is None:
+            return None
+        info = _read_info(self.folder / "best_model")
+        if info is not None and info["step"] == progress.best_step:
+            return info
+        return {"step": progress.best_step, self.config.metric_for_best_model: progress.best_score}
+
+    def _meaning_of_scores(self) -> dict[str, Any]:
+        """What two validations must have in common for their scores to be compared, in plain values."""
+        config, validation = self.config, self.data.validation
+        n_frames, height, width = config.validation_size
+        return {
+            "metric_for_best_model": config.metric_for_best_model,
+            "num_validation_samples": min(config.num_validation_samples, len(validation)),
+            "validation_n_frames": n_frames,
+            "validation_height": height,
+            "validation_width": width,
+            "min_frame_delta": config.min_frame_delta,
+            "validation files": validation.fingerprint,
+        }
+
+    def restore(self, saved: SavedRun, fresh: LoopState) -> LoopState:
+        """Take over a checkpoint's state; return where the loop was. ``fresh``: the loop of a new run."""
+        shared, seraena_start = saved.shared, fresh.seraena_start
+        self._restore_model(saved)
+        self._restore_optimizer(saved)
+        if self.average is not None:
+            if shared["average"] is None:
+                raise UserError(
+                    f"{saved.folder} was written without averaged weights; set ema_decay to 0 to go on from it."
+                )
+            self.average.load_state_dict(shared["average"])
+        if seraena_start is not None and shared["seraena_start"] is not None:
+            seraena_start = seraena_start.with_past_of(SeraenaStart.from_state_dict(shared["seraena_start"]))
+        self._restore_seraena(saved)
+        step_log = self._restore_rank(saved)
+        progress = Progress(**shared["progress"])
+        if not self._scores_compare(saved):
+            progress = progress.without_scores()
+            if seraena_start is not None:
+                seraena_start = replace(seraena_start, best=None, stale_validations=0)
+        return LoopState(progress=progress, seraena_start=seraena_start, step_log=step_log)
+
+    def _restore_model(self, saved: SavedRun) -> None:
+        wanted = {name: value.shape for name, value in self.model.state_dict().items()}
+        if wanted != {name: value.shape for name, value in saved.shared["model"].items()}:
+            raise UserError(
+                f"the weights in {saved.folder} are those of another network, so there is nothing to go on from; "
+                "give variant and model_width as they were, or start a new run with --pretrained_model_path."
+            )
+        self.model.load_state_dict(saved.shared["model"])
+        self.engine.weights_were_loaded()
+
+    def _restore_optimizer(self, saved: SavedRun) -> None:
+        old, new = saved.manifest["config"].get("optimizer"), self.config.optimizer
+        if old == new:
+            self.engine.load_state_dict(saved.shared["engine"])
+        elif self.engine.is_main:
+            log.warning("the checkpoint was written with %s: the moments of %s start from zero", old, new)
+
+    def _restore_seraena(self, saved: SavedRun) -> None:
+        if self.seraena is None or saved.shared["seraena"] is None:
+            return
+        self.seraena.load_shared_state_dict(saved.shared["seraena"])
+        ranks = saved_ranks_for(self.engine.rank, saved.world_size, self.engine.world_size)
+        self.seraena.load_rank_state_dicts(
+            [dict(saved.rank_state(rank)["seraena"]) for rank in ranks],
+            num_ranks_saved=saved.world_size,
+            num_ranks=self.engine.world_size,
+        )
+
+    def _restore_rank(self, saved: SavedRun) -> dict[str, Any] | None:
+        """Take over the random states; return this rank's unfinished log line."""
+        if saved.world_size != self.engine.world_size:
+            if self.engine.is_main:
+                counts = f"{saved.world_size} process(es) and the run goes on with {self.engine.world_size}"
+                log.warning(
+                    f"the checkpoint was written with {counts}: weights, optimizer, schedule, data position and scores "
+                    "carry over; torch's random states, Seraena's draws and the averages of the next log line start "
+                    "again"
+                )
+            return None
+        own = saved.rank_state(self.engine.rank)
+        torch.set_rng_state(own["cpu_random"])
+        if own["cuda_random"] is not None and self.engine.device.type == "cuda":
+            torch.cuda.set_rng_state(own["cuda_random"], self.engine.device)
+        return own["step_log"]
+
+    def _scores_compare(self, saved: SavedRun) -> bool:
+        """Whether the checkpoint's scores can be compared with those to come; a warning says it if not."""
+        old, new = saved.shared.get("scored_with"), self._meaning_of_scores()
+        if old in (None, new):  # None: an older version did not write it
+            return True
+        if self.engine.is_main and saved.shared["progress"]["best_score"] is not None:
+            changes = "; ".join(f"{key}: {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key])
+            log.warning(
+                f"the scores so far cannot be compared with those to come ({changes}): best score, early stopping and "
+                "the automatic start of Seraena start again with the next validation"
+            )
+        return False
+
+
+def restore_best_model(progress: Progress, saved: SavedRun, folder: Path) -> Progress:
+    """Make ``best_model/`` in the run's folder the one that the checkpoint names; main process only.
+
+    A checkpoint of an older version names none: then the ``best_model/`` beside it counts if its step is right. If the
+    model is nowhere to be found, the scores start again and the next validation writes it.
+    """
+    if progress.best_step is None:
+        return progress
+    run = saved.folder.parent
+    best = saved.manifest.get("best_model") or _read_info(run / "best_model") or {}
+    is_known = best.get("step") == progress.best_step
+    if is_known and best == _read_info(folder / "best_model"):
+        return progress
+    fault = f"no checkpoint of step {progress.best_step} is left in {run}"
+    try:
+        source = _find_best(best, saved) if is_known else None
+        if source is not None:
+            write_best_model(folder, load_model(source / "model.safetensors"), best)
+            with atomic_write(folder / "best_model" / "model_info.json", "w") as stream:
+                json.dump(best, stream, indent=1)  # with the time of its validation, not of now
+            log.info("best_model/ is that of step %d again, from %s", progress.best_step, source)
+            return progress
+    except (*WRITE_FAULTS, UserError) as reason:
+        fault = str(reason).splitlines()[0]
+    log.warning(
+        f"best_model/ cannot be made that of step {progress.best_step} ({fault}): best score and early stopping start "
+        "again with the next validation, which writes it"
+    )
+    return progress.without_scores()
+
+
+def _find_best(best: Mapping[str, Any], saved: SavedRun) -> Path | None:
+    """The folder whose ``model.safetensors`` is the best model; None if there is none. In a checkpoint that file holds
+    the weights that a validation scored: averaged ones if there are any."""
+    run = saved.folder.parent
+    if best == _read_info(run / "best_model"):
+        return run / "best_model"
+    for folder in (saved.folder, run / f"checkpoint-{best['step']}"):
+        manifest = read_manifest(folder)
+        if manifest is not None and (manifest["step"], manifest.get("best_model")) == (best["step"], best):
+            return folder if broken_reason(folder) is None else None
+    return None
+
+
+def _read_info(folder: Path) -> dict[str, Any] | None:
+    """``model_info.json`` of a folder; None if it is missing or damaged."""
+    try:
+        return json.loads((folder / "model_info.json").read_text())
+    except (OSError, ValueError):
+        return None

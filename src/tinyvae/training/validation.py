@@ -39,7 +39,7 @@ from tinyvae.training.logs import RunLog
 from tinyvae.training.optim import WeightAverage
 
 if TYPE_CHECKING:
-    from tinyvae.training.state import Progress
+    from tinyvae.training.resume import Progress
 
 log = logging.getLogger(__name__)
 
