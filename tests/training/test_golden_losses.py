@@ -1,7 +1,7 @@
 """Twenty steps of the whole recipe (teacher, LPIPS, Seraena, fp32, CPU) give the losses that are stored here.
 
 A change that moves the numbers of training shows here first. Where it is meant, write the new ones:
-``python tests/training/test_golden_losses.py``.
+``python -m tests.training.test_golden_losses``.
 """
 
 from __future__ import annotations
