@@ -83,3 +83,13 @@ def test_there_is_no_cycle() -> None:
 def test_the_check_sees_an_import_inside_a_function() -> None:
     tree = ast.parse("def work():\n    from tinyvae.training.start import run_training\n")
     assert list(imports_in(tree)) == ["tinyvae.training.start"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_files_and_functions_are_short(name: str) -> None:
+    """A function fits a screen (60 lines), a file has at most 600."""
+    text = MODULES[name].read_text()
+    assert text.count("\n") <= 600
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno is not None and node.end_lineno - node.lineno < 60, f"{name}.{node.name}"
