@@ -17,7 +17,7 @@ from tinyvae.config.old_files import ALIASES, CHECKED_KEYS, OLD_KEYS
 from tinyvae.config.schema import FIELDS
 from tinyvae.training import deepspeed as launch_config
 
-NOT_FOR_USERS = ("CHANGELOG.md", "CONTRIBUTING.md", "decisions.md", "performance.md")
+NOT_FOR_USERS = ("architecture.md", "CHANGELOG.md", "CONTRIBUTING.md", "decisions.md", "performance.md")
 USER_PAGES = [page for page in DOCUMENTS if page.name not in NOT_FOR_USERS]
 ABOUT_SETTINGS = [page for page in USER_PAGES if page.name not in ("models.md", "evaluation.md")]
 MIGRATION = [ROOT / "docs" / name for name in ("migration.md", "migration.zh-CN.md")]
