@@ -72,23 +72,23 @@ def test_in_evaluation(
     }[verb]
     small_gpu(0.1)
     with pytest.raises(UserError, match="does not fit into the memory of the GPU"):
-        run_verb([*words, "--output_dir", str(tmp_path)])
+        run_verb([*words, "--output", str(tmp_path)])
     assert torch.cuda.memory_allocated() < 2**30
 
 
 def test_eval_goes_on_in_smaller_chunks(
     clips: Path, student: Path, tmp_path: Path, small_gpu: Callable[[float], None]
 ) -> None:
-    """A fused codec takes about half a gigabyte at its own chunk of 480x720; the metrics take more."""
+    """The state of both streams and one latent take about 0.7 GiB at 480x720, the metrics of a whole chunk 1.1 GiB."""
     film = str(next((clips / "val").glob("*.mp4")))
     words = ["eval", str(student), "--data", film, "--lpips", "off", "--fused", "--dtype", "float16"]
     results = []
     for folder in ("large", "small"):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        assert run_verb([*words, "--output_dir", str(tmp_path / folder)]) == 0
+        assert run_verb([*words, "--output", str(tmp_path / folder)]) == 0
         results.append(json.loads((tmp_path / folder / "results.json").read_text())["evaluations"][0])
         gc.collect()
-        small_gpu(0.75 * (torch.cuda.max_memory_allocated() - before) / 2**30)  # for the second time
+        small_gpu(0.9 * (torch.cuda.max_memory_allocated() - before) / 2**30)  # for the second time
     large, small = (result["clips"][0]["metrics"]["psnr_by_frame"] for result in results)
     assert small == pytest.approx(large, abs=0.01)
