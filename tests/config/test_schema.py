@@ -174,9 +174,10 @@ def test_the_documented_table_is_current() -> None:
 
 
 def _is_config(node: ast.expr) -> bool:
-    """``config``, ``self.config``, ``self._config``, ``loaded.config``."""
-    return (isinstance(node, ast.Name) and node.id == "config") or (
-        isinstance(node, ast.Attribute) and node.attr in ("config", "_config")
+    """``config``, ``self.config``, ``self._config``, ``loaded.config``, and the same with ``settings``: `ClipSettings`
+    takes over the keys of its own names."""
+    return (isinstance(node, ast.Name) and node.id in ("config", "settings")) or (
+        isinstance(node, ast.Attribute) and node.attr in ("config", "_config", "settings", "_settings")
     )
 
 
