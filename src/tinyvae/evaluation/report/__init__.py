@@ -174,7 +174,7 @@ def _page_data(
     curves = _curves({**with_film, **listed})
     return {
         "models": [evaluation.model.label for evaluation in evaluations],
-        "metrics": [asdict(info) for info in METRICS.values()],
+        "metrics": [info._asdict() for info in METRICS.values()],
         "curves": curves,
         "start_clip": curves[0]["name"] if curves else None,
         "players": [{"name": clip.name, **asdict(clip.film)} for clip in evidence],
@@ -212,7 +212,7 @@ def _series(clip: ClipResult, frames: Sequence[int]) -> dict[str, list[float | N
     """Values at ``frames``; None where a frame has none (flicker of the first)."""
     found: dict[str, list[float | None]] = {}
     for metric, info in METRICS.items():
-        values = clip.metrics.by_frame(metric)
+        values = getattr(clip.metrics, f"{metric}_by_frame")
         if values:
             places = (place - info.first_frame for place in frames)
             found[metric] = [
