@@ -43,10 +43,7 @@ class LatentFacts:
 def write_latents(path: Path, facts: LatentFacts, *, overwrite: bool = False) -> Iterator[LatentWriter]:
     """A writer for the latents of one video; the file appears whole or not at all.
 
-    Example::
-
-        with write_latents(Path("film_latents.safetensors"), LatentFacts(variant="taehv")) as writer:
-            writer.write(latents_NTCHW)
+    Example: ``with write_latents(Path("film.safetensors"), LatentFacts()) as writer: writer.write(latents_NTCHW)``
     """
     if path.exists() and not overwrite:
         raise FileExistsAlreadyError(f"{path} exists already; remove it or pass --overwrite.")

@@ -28,15 +28,7 @@ from tinyvae.evaluation.clip_sources import FALLBACK_FPS, ClipPart, ClipSource, 
 from tinyvae.evaluation.cost import StageTimes
 from tinyvae.evaluation.metrics import psnr_from_mse
 from tinyvae.evaluation.pictures import HEAT_FULL_SCALE, heat_map, to_bytes_range
-from tinyvae.evaluation.round_trip import (
-    TEACHER_KIND,
-    ModelFacts,
-    OnLatents,
-    Piece,
-    RoundTrip,
-    StreamedCodec,
-    to_unit_range,
-)
+from tinyvae.evaluation.round_trip import TEACHER_KIND, ModelFacts, Piece, RoundTrip, StreamedCodec, to_unit_range
 from tinyvae.files import atomic_write
 from tinyvae.heap import trim_heap
 from tinyvae.models.codec import pad_to_multiple
@@ -95,10 +87,7 @@ def reconstruct_video(
 
     ``beside``: further models, for the side-by-side film only. ``size``: (height, width) to crop and scale to.
 
-    Example::
-
-        done = reconstruct_video(open_model("output/my_run"), Path("film.mp4"), Outputs(video=Path("out.mp4")))
-        print(done.psnr)
+    Example: ``reconstruct_video(open_model("output/my_run"), Path("film.mp4"), Outputs(video=Path("out.mp4"))).psnr``
     """
     started = time.perf_counter()
     clip = ClipSource(name=source.name, path=source)
@@ -163,8 +152,9 @@ class _OpenFiles:
         self._num_frames += target_TCHW.shape[0]
 
 
-def _run_all_frames(round_trip: RoundTrip, part: ClipPart, on_latents: OnLatents | None = None) -> Iterator[Piece]:
-    """Every frame of a clip, decoded."""
+def _run_all_frames(
+    round_trip: RoundTrip, part: ClipPart, on_latents: Callable[[Tensor], None] | None = None
+) -> Iterator[Piece]:
     covered, chunks = covering_chunks(round_trip, part)
     left = part.num_frames
     for piece in round_trip.run(chunks, covered, StageTimes(), on_latents):
@@ -272,8 +262,7 @@ def decode_to_video(
 ) -> int:
     """A video of a latents file; returns its frame count. Size, length and frame rate are those the file states.
 
-    ``fps`` overrules the file; ``audio_from`` names a video whose sound is carried over, and the times of its frames
-    where they are uneven and it has as many.
+    ``fps`` overrules the file. ``audio_from`` names a video whose sound and, if uneven, frame times are carried over.
     """
     reader, codec = LatentReader(source), round_trip.codec
     facts, spec = reader.facts, codec.spec

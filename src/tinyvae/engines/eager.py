@@ -15,17 +15,7 @@ from torch import Tensor, autocast, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tinyvae.engines.fold import (
-    ClampLayer,
-    ConvLayer,
-    GrowLayer,
-    Layer,
-    MemLayer,
-    PoolLayer,
-    Size,
-    SuperMemLayer,
-    fold_layers,
-)
+from tinyvae.engines import fold
 from tinyvae.engines.stack import Stack, State, slice_bytes
 
 CUDA_CHANNEL_MULTIPLE = 8  # of tensor cores; for other channel counts cuDNN takes kernels that are several times slower
@@ -38,7 +28,7 @@ def run_folded(
     """`blocks.run_layers` in folded form, for training: the weights are folded in each step. The states differ."""
     # Folded in the precision of the parameters; autocast then casts them once, like any other weight.
     with autocast(frames_NTCHW.device.type, enabled=False):
-        layers = fold_layers(network)
+        layers = fold.fold_layers(network)
     stack = EagerStack(layers, patch_size=None, checkpointing=checkpointing)
     # A copy of the list, because a stack empties its state.
     return stack.run(frames_NTCHW, None if state is None else list(state))
@@ -50,7 +40,7 @@ class EagerStack(Stack):
 
     writes_image = False
 
-    def __init__(self, layers: Sequence[Layer], *, patch_size: int | None, checkpointing: bool = False) -> None:
+    def __init__(self, layers: Sequence[fold.Layer], *, patch_size: int | None, checkpointing: bool = False) -> None:
         super().__init__(layers, patch_size=patch_size or 1)
         self._has_images = patch_size is not None
         self._checkpointing = checkpointing
@@ -58,7 +48,7 @@ class EagerStack(Stack):
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
         if self._has_images and self.is_encoder:
             first = self.layers[0]
-            assert isinstance(first, ConvLayer)
+            assert isinstance(first, fold.ConvLayer)
             frames_NTCHW = frames_NTCHW.to(first.weight.dtype)
             if self.patch_size > 1:  # at patch size 1 a shuffle would only be a copy
                 frames_NTCHW = F.pixel_unshuffle(frames_NTCHW, self.patch_size)
@@ -71,7 +61,9 @@ class EagerStack(Stack):
         them: only RGB frames, where the copy is large and the convolution cheap."""
         fits = frames_NTCHW.is_cuda and frames_NTCHW.shape[2] == 3
         return (
-            cast(PoolLayer, self.layers[1]).stride if fits and self.pools_whole(1, state, frames_NTCHW.shape[1]) else 1
+            cast(fold.PoolLayer, self.layers[1]).stride
+            if fits and self.pools_whole(1, state, frames_NTCHW.shape[1])
+            else 1
         )
 
     def leave(self, x: Tensor) -> Tensor:
@@ -93,7 +85,7 @@ class EagerStack(Stack):
     def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
         return x.shape[1], x.shape[2], x.shape[3]
 
-    def empty(self, stop: int, size: Size, x: Tensor) -> Tensor:
+    def empty(self, stop: int, size: fold.Size, x: Tensor) -> Tensor:
         return x.new_empty(size.frames, size.height, size.width, size.channels).permute(0, 3, 1, 2)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -102,23 +94,23 @@ class EagerStack(Stack):
         return function(*arguments)
 
 
-def stacked_first(layer: Layer, frames: int) -> ConvLayer:
+def stacked_first(layer: fold.Layer, frames: int) -> fold.ConvLayer:
     """The first convolution over ``frames`` frames stacked on channels: block-diagonal weights."""
-    assert isinstance(layer, ConvLayer) and layer.bias is not None
+    assert isinstance(layer, fold.ConvLayer) and layer.bias is not None
     inputs = layer.weight.shape[1]
     rows = [F.pad(layer.weight, (0, 0, 0, 0, i * inputs, (frames - 1 - i) * inputs)) for i in range(frames)]
     return replace(layer, weight=torch.cat(rows), bias=layer.bias.repeat(frames))
 
 
-def compute_layer(layer: Layer, x: Tensor) -> Tensor:
+def compute_layer(layer: fold.Layer, x: Tensor) -> Tensor:
     """A layer without a state: (N·T)CHW -> (N·T')C'H'W'."""
-    if isinstance(layer, ClampLayer):
+    if isinstance(layer, fold.ClampLayer):
         return torch.tanh(x / 3) * 3
-    if isinstance(layer, ConvLayer):
+    if isinstance(layer, fold.ConvLayer):
         return _conv(layer, x)
-    if isinstance(layer, PoolLayer):
+    if isinstance(layer, fold.PoolLayer):
         return F.conv2d(stack_frames(x, layer), layer.weight, stride=2, padding=1)
-    assert isinstance(layer, GrowLayer)
+    assert isinstance(layer, fold.GrowLayer)
     phases = F.conv2d(x, layer.weight, padding=1)
     grow = interleave_phases if may_work_in_place() else _stack_phases
     grown = grow(phases, layer.frames, *x.shape[2:])
@@ -129,7 +121,7 @@ def _relu(x: Tensor) -> Tensor:
     return torch.relu_(x) if may_work_in_place() else torch.relu(x)
 
 
-def _conv(layer: ConvLayer, x: Tensor) -> Tensor:
+def _conv(layer: fold.ConvLayer, x: Tensor) -> Tensor:
     if x.shape[1] != layer.weight.shape[1]:
         layer = stacked_first(layer, x.shape[1] // layer.weight.shape[1])
     made = aligned_conv(x, layer.weight, layer.bias, multiple=CUDA_CHANNEL_MULTIPLE if x.is_cuda else 1)
@@ -163,10 +155,10 @@ def _stack_phases(phases_BCHW: Tensor, frames: int, height: int, width: int) -> 
     return as_bchw(grown.movedim(5, 1).flatten(4, 5).flatten(2, 3).flatten(0, 1))
 
 
-def _block(layer: Layer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
-    if isinstance(layer, SuperMemLayer):
+def _block(layer: fold.Layer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    if isinstance(layer, fold.SuperMemLayer):
         return _super_mem_block(layer, x, past, num_videos)
-    assert isinstance(layer, MemLayer)
+    assert isinstance(layer, fold.MemLayer)
     if may_work_in_place():
         return _mem_block_in_place(layer, x, past, num_videos)
     now, then = as_bhwc(F.conv2d(x, layer.first, layer.first_bias, padding=1)).chunk(2, dim=3)
@@ -176,7 +168,7 @@ def _block(layer: Layer, x: Tensor, past: Tensor | None, num_videos: int) -> tup
     return torch.relu(F.conv2d(hidden, layer.third, layer.third_bias, padding=1) + x), last
 
 
-def _mem_block_in_place(layer: MemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+def _mem_block_in_place(layer: fold.MemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
     """The same with two dense convolutions for its first and every pointwise pass in place."""
     channels = x.shape[1]
     hidden = F.conv2d(x, layer.first[:channels], layer.first_bias[:channels], padding=1)
@@ -192,7 +184,9 @@ def _mem_block_in_place(layer: MemLayer, x: Tensor, past: Tensor | None, num_vid
     return out.add_(x).relu_(), last
 
 
-def _super_mem_block(layer: SuperMemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+def _super_mem_block(
+    layer: fold.SuperMemLayer, x: Tensor, past: Tensor | None, num_videos: int
+) -> tuple[Tensor, Tensor]:
     channels = x.shape[1]
     now = F.conv2d(x, layer.depth, padding=3, groups=channels)
     then = F.conv2d(x, layer.past_depth, padding=3, groups=channels)
@@ -226,7 +220,7 @@ def as_bchw(x: Tensor) -> Tensor:
     return x.contiguous().permute(0, 3, 1, 2)
 
 
-def stack_frames(x: Tensor, pool: PoolLayer) -> Tensor:
+def stack_frames(x: Tensor, pool: fold.PoolLayer) -> Tensor:
     """(N·T)CHW -> (N·T/s)(s·C)HW, channels_last. Frames that are stacked already stay as they are."""
     if x.shape[1] == pool.weight.shape[1]:
         return x

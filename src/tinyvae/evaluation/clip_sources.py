@@ -101,21 +101,18 @@ def find_clips(
         if meaning is None or annotated == meaning:
             clips.append(clip)
     if not clips:
-        raise UserError(_why_no_clips(data, split, found))
+        counts = ", ".join(f"{count} as {name}" for name, count in found.items() if count and name)
+        if counts:
+            why = f"({counts}); choose with --split train, val, test or all."
+            raise UserError(f"no video of {data} is annotated as {split!r} {why}")
+        if any(found.values()):
+            raise UserError(f"no video of {data} is annotated as {split!r}, it has no splits; leave --split out.")
+        suffixes = ", ".join(VIDEO_SUFFIXES[:5])
+        raise UserError(f"there is no video in {data}; give a folder that holds files such as {suffixes}.")
     clips.sort(key=lambda clip: clip.name)
     if max_clips is not None and max_clips < len(clips):
         clips = [clips[index * len(clips) // max_clips] for index in range(max_clips)]
     return clips
-
-
-def _why_no_clips(data: Path, split: str | None, found: dict[str, int]) -> str:
-    counts = ", ".join(f"{count} as {name}" for name, count in found.items() if count and name)
-    if counts:
-        choices = "choose with --split train, val, test or all"
-        return f"no video of {data} is annotated as {split!r} ({counts}); {choices}."
-    if any(found.values()):
-        return f"no video of {data} is annotated as {split!r}, it has no splits; leave --split out."
-    return f"there is no video in {data}; give a folder that holds files such as {', '.join(VIDEO_SUFFIXES[:5])}."
 
 
 def _refuse_missing(data: Path) -> None:

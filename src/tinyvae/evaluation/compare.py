@@ -69,10 +69,7 @@ def compare(
 
     A file that cannot tell its variant is opened with `open_model` first.
 
-    Example::
-
-        comparison = compare(["taehv.safetensors", "output/my_run"], "videos/val")
-        print(comparison.candidates[0].difference("psnr").verdict)
+    Example: ``compare(["taehv.pth", "output/my_run"], "videos/val").candidates[0].difference("psnr").verdict``
     """
     if len(models) < 2:
         raise UserError("compare needs at least two models; for one, use: tinyvae eval MODEL --data DATA")

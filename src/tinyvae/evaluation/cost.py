@@ -120,14 +120,7 @@ def fitting_in_memory(what: object) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class StageTimes:
-    """Seconds inside encoder and decoder, and their memory; filled while a clip runs.
-
-    Example::
-
-        times = StageTimes()
-        with times.stage("encode", device):
-            latents = encoder.push(frames)
-    """
+    """Seconds inside encoder and decoder, and their memory; filled by ``with times.stage("encode", device): ...``."""
 
     with_memory: bool = False  # watch memory, which resets marks of the whole process or GPU
     encode_s: float = 0.0
@@ -157,8 +150,8 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def give_back_freed_memory() -> None:
-    """Give freed memory back to the system, so that what one model used does not count for the next."""
+def free_memory() -> None:
+    """Give unused memory back to the system, so that what one model used does not count for the next."""
     gc.collect()
     trim_heap()
 

@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -23,13 +23,7 @@ from tqdm import tqdm
 
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.evaluation.clip_sources import ClipSource, Middle, choose_split, find_clips, measure_clip
-from tinyvae.evaluation.cost import (
-    StageTimes,
-    choose_devices,
-    environment_facts,
-    fitting_in_memory,
-    give_back_freed_memory,
-)
+from tinyvae.evaluation.cost import StageTimes, choose_devices, environment_facts, fitting_in_memory, free_memory
 from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics, open_lpips
 from tinyvae.evaluation.round_trip import TEACHER_KIND, Model, ModelFacts, RoundTrip, in_chunks_that_fit, open_model
 from tinyvae.evaluation.statistics import Summary, summarise
@@ -152,10 +146,7 @@ def evaluate(
     Raises:
         UserError: when there is no video, or not one could be measured.
 
-    Example::
-
-        result = evaluate("output/my_run", "videos/val", max_frames=49)
-        print(result.summary.psnr.mean, result.cost.decode_fps)
+    Example: ``evaluate("output/my_run", "videos/val", max_frames=49).summary.psnr.mean``
     """
     # A model that is in memory stays where it is unless a device is named.
     devices = [model.device] if device is None and not isinstance(model, str | os.PathLike) else choose_devices(device)
@@ -215,7 +206,7 @@ def evaluate_round_trip(
     show_progress_bar: bool = False,
 ) -> EvaluationResult:
     """`evaluate` for an open model and clips. Only frames that the models of ``compared_with`` give back too count."""
-    give_back_freed_memory()
+    free_memory()
     stop = threading.Event()
     with fitting_in_memory(f"{round_trip.facts.label} with its metrics"):
         workers = [
@@ -297,7 +288,7 @@ class _Worker:
 
     @torch.no_grad()
     def measure(self, clip: ClipSource) -> ClipResult | SkippedClip:
-        """Send a clip through the model; `_StoppedError` when somebody sets ``stop``."""
+        """Send a clip through the model; `CancelledError` when somebody sets ``stop``."""
         asked, device = self.settings, self.round_trip.device
         # Kernels that are compiled at run time go to the current GPU of the thread.
         current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -335,7 +326,7 @@ class _Worker:
         measured = 0
         for piece in round_trip.run(chunks, num_frames, times):
             if self.stop.is_set():
-                raise _StoppedError
+                raise CancelledError
             keep = min(piece.decoded.shape[0], wanted - measured)
             meter.push(piece.decoded[:keep], piece.target[:keep])
             measured += keep
@@ -344,10 +335,6 @@ class _Worker:
             own_bytes = own_memory_bytes(round_trip.facts, device, idle=idle, peak=times.peak_bytes)
             self.peak_bytes = max(self.peak_bytes or 0, own_bytes)
         return meter.result(), times
-
-
-class _StoppedError(Exception):
-    """The evaluation ends early; nobody outside sees this."""
 
 
 def own_memory_bytes(facts: ModelFacts, device: torch.device, *, idle: int, peak: int) -> int:

@@ -225,10 +225,7 @@ def clip_metrics(decoded_NTCHW: Tensor, target_NTCHW: Tensor, *, lpips: LPIPS | 
 
     Align before: compare ``decoded[:, :n]`` with ``codec.target(frames)``. LPIPS must be on the tensors' device.
 
-    Example::
-
-        (clip,) = clip_metrics(model.reconstruct(frames), model.target(frames))
-        print(clip.psnr, clip.psnr_by_frame)
+    Example: ``clip_metrics(model.reconstruct(frames), model.target(frames))[0].psnr``
     """
     results = []
     for decoded_TCHW, target_TCHW in zip(decoded_NTCHW, target_NTCHW, strict=True):

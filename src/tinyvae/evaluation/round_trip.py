@@ -238,9 +238,7 @@ def open_model(
     Without ``dtype`` the weights run in float32 on a CPU and in the file's dtype on a GPU. ``fused`` runs the folded
     network (`TAEHV.fused`). A codec in memory stays as it is.
 
-    Example::
-
-        round_trip = open_model("output/my_run", device=torch.device("cuda"))
+    Example: ``open_model("output/my_run", device=torch.device("cuda"))``
     """
     if isinstance(model, VideoCodec):
         return StreamedCodec(model, codec_facts(model, label=label or type(model).__name__, path=None))
@@ -294,19 +292,19 @@ def codec_facts(codec: VideoCodec, *, label: str, path: Path | None) -> ModelFac
     spec = codec.spec
     with torch.device("meta"):  # a folded network is counted as the one it came from
         network = codec if isinstance(codec, nn.Module) else TAEHV(spec.name, width=spec.width)
-
-    def count(part: nn.Module) -> int:
-        return sum(p.numel() for p in part.parameters())
-
+    counts = {
+        part: sum(p.numel() for name, p in network.named_parameters() if name.startswith(part))
+        for part in ("", "encoder.", "decoder.")
+    }
     return ModelFacts(
         label=label,
         path=str(path) if path is not None else None,
         kind=FAMILY_KIND,
         variant=spec.name,
         width=spec.width,
-        parameters=count(network),
-        encoder_parameters=count(network.encoder) if hasattr(network, "encoder") else None,
-        decoder_parameters=count(network.decoder) if hasattr(network, "decoder") else None,
+        parameters=counts[""],
+        encoder_parameters=counts["encoder."] or None,
+        decoder_parameters=counts["decoder."] or None,
         dtype=str(codec.dtype).removeprefix("torch."),
         sha256=sha256_of(find_weights(path)) if path is not None else None,
     )

@@ -1,8 +1,7 @@
 """Means over clips and how sure they are.
 
 The clip is the unit: frames of one clip are nearly copies of each other, so an interval over frames would be too
-narrow. Intervals are Student's t at 95 %. Two models on the same clips are compared clip by clip: clips differ far more
-from each other than models do, and pairs take that difference out.
+narrow. Intervals are Student's t at 95 %. Two models are compared clip by clip, because clips differ more than models.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """One metric, two models, the same clips: ``difference`` is candidate minus baseline.
-
-    For a metric that is best at zero the difference is of absolute values.
-    """
+    """One metric, two models, the same clips: candidate minus baseline (of absolute values for a metric best at 0)."""
 
     metric: str
     difference: Estimate

@@ -49,10 +49,7 @@ def publish(
 
     The clips that the page shows go through the models again for their films. ``command`` is printed on the page.
 
-    Example::
-
-        result = evaluate(round_trip, "videos/val")
-        publish(result, [round_trip], Path("out"), command="my script")
+    Example: ``publish(evaluate(round_trip, "videos/val"), [round_trip], Path("out"), command="my script")``
     """
     folder.mkdir(parents=True, exist_ok=True)
     results_file, report_file = folder / "results.json", folder / "report.html"
