@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tinyvae.engines import fold
 from tinyvae.engines.stack import Stack, State, slice_bytes
 
-CUDA_CHANNEL_MULTIPLE = 8  # of tensor cores; for other channel counts cuDNN takes kernels that are several times slower
+CUDA_CHANNEL_MULTIPLE = 8  # for tensor cores; with other channel counts cuDNN is several times slower
 WORD = torch.complex128  # the widest type there is; nothing is computed in it
 
 

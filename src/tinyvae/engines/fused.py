@@ -35,7 +35,7 @@ from tinyvae.models.variants import VariantSpec
 
 Engine = Literal["hopper", "cudnn", "eager"]
 
-STREAM_BYTES = 608 * 2**20  # that a chunk may take beside its input
+STREAM_BYTES = 608 * 2**20  # for one chunk, beside its input
 MOST_LATENTS = 4096
 FEW_LATENTS = 4  # to have this many, a chunk may take twice the memory: on an H200 each chunk costs 0.2 to 0.7 ms
 SUPER_COPIES: dict[Engine, int] = {"cudnn": 7, "eager": 10}

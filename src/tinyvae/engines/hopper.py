@@ -20,7 +20,7 @@ from tinyvae.engines.cudnn import PatchConv, conv_relu
 from tinyvae.engines.eager import compute_layer
 from tinyvae.engines.stack import Stack, State
 
-SLICE_BYTES = 192 * 2**20  # that the 64-channel frames at full resolution may take at once
+SLICE_BYTES = 192 * 2**20  # for the 64-channel frames at full resolution of one slice
 CUDNN_CHANNELS: frozenset[int] = frozenset({64, 128})
 """In memory blocks with these channel counts cuDNN does the second and third convolution. It saves 0.3 ms of 11.4 each,
 nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py --cudnn_channels` compares)."""

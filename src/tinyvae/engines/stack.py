@@ -20,7 +20,7 @@ from tinyvae.models.blocks import whole_groups
 State = list[Tensor | None]  # one entry per layer; None before the first chunk, and where a layer carries nothing
 
 SLICE_BYTES, CPU_SLICE_BYTES = 96 * 2**20, 16 * 2**20
-"""That the widest frames of a slice may take. On a CPU decoding is 10 to 20 % faster if slices fit into the cache."""
+"""Bytes for the widest frames of a slice. On a CPU decoding is 10 to 20 % faster if slices fit into the cache."""
 
 
 def slice_bytes(device: torch.device) -> int:

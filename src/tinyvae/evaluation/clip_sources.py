@@ -67,8 +67,7 @@ class ClipPart:
 def choose_split(data: Path, *, data_root: Path | None, wanted: str | None) -> tuple[str | None, str]:
     """(split, note): which videos of a source to take, as `find_clips` wants it, and a note for the user or "".
 
-    Where nothing is ``wanted`` and the source has splits, val: a score on the videos that a model was trained on says
-    little.
+    Without ``wanted`` it is val where the source has splits: a model was trained on the other videos.
     """
     _refuse_missing(data)
     # A folder has no splits, and a walk through it takes time.
@@ -187,10 +186,8 @@ def frame_chunks(part: ClipPart, *, chunk_frames: int) -> Iterator[Tensor]:
 
 
 def resize_and_crop(frames_TCHW: Tensor, height: int, width: int, *, scaled: bool = True) -> Tensor:
-    """The largest centered window of the shape height x width, scaled to it (bilinear, antialiased). uint8 TCHW.
-
-    Not ``scaled``: a window of just this size, where the picture is large enough.
-    """
+    """The largest centered window of the shape height x width, scaled to it (bilinear, antialiased): uint8 TCHW. Not
+    ``scaled``: a window of just this size, where the picture is large enough."""
     in_height, in_width = frames_TCHW.shape[-2:]
     scale = min(in_height / height, in_width / width, math.inf if scaled else 1.0)
     window_h, window_w = max(1, round(height * scale)), max(1, round(width * scale))
