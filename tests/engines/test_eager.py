@@ -59,7 +59,7 @@ def test_gradients_are_those_of_the_plain_network(variant: str) -> None:
 def test_gradients_the_way_cuda_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Filled-up channels and the stacked first convolution, which a CPU does not choose by itself."""
     plain, folded, frames = small_pair("taehv")
-    monkeypatch.setattr(eager, "stacking_of_first", lambda layers, x, state: 2 if x.shape[2] == 3 else 1)
+    monkeypatch.setattr(eager.EagerStack, "stacking_of_first", lambda self, x, state: 2 if x.shape[2] == 3 else 1)
     aligned = eager.aligned_conv
     monkeypatch.setattr(eager, "aligned_conv", lambda x, w, b, multiple: aligned(x, w, b, multiple=8))
     loss_of(plain, frames).backward()

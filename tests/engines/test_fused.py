@@ -183,7 +183,7 @@ def test_first_convolution_over_stacked_frames(monkeypatch: pytest.MonkeyPatch) 
     frames = video_for(model, extra_frames=0)
     stack = eager.EagerStack(layers, patch_size=1)
     expected = stack.run(frames, None)[0].detach()
-    monkeypatch.setattr(eager, "stacking_of_first", lambda *arguments: 2)
+    monkeypatch.setattr(eager.EagerStack, "stacking_of_first", lambda *arguments: 2)
     assert relative_error(stack.run(frames, None)[0].detach(), expected) < TOLERANCE
     monkeypatch.setattr(stack_module, "CPU_SLICE_BYTES", 1)
     with torch.no_grad():

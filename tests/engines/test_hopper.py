@@ -93,9 +93,9 @@ def torch_first_conv(x_BCHW: Tensor, weights: hopper_kernels.FirstWeights, *, st
 
 @pytest.fixture
 def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "conv_tiles", torch_conv_tiles)
-    monkeypatch.setattr(hopper, "image_conv", torch_image_conv)
-    monkeypatch.setattr(hopper, "first_conv", torch_first_conv)
+    monkeypatch.setattr(hopper_kernels, "conv_tiles", torch_conv_tiles)
+    monkeypatch.setattr(hopper_kernels, "image_conv", torch_image_conv)
+    monkeypatch.setattr(hopper_kernels, "first_conv", torch_first_conv)
     cudnn_stand_ins.stand_in(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
 

@@ -32,7 +32,7 @@ def test_two_threads_share_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = SlowDriver(num_pointers=2)
     monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    kernel = nvrtc.Kernel(ctypes.c_void_p(), threads=1, device_index=0, module=ctypes.c_void_p())
+    kernel = nvrtc.Kernel(function=ctypes.c_void_p(), threads=1, device_index=0)
     launch = nvrtc.Launch(kernel, 2, [7], blocks=1, shared_bytes=0)
     own = {f"thread {i}": torch.zeros(i + 1) for i in range(2)}
 

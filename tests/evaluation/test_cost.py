@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from tinyvae.evaluation.cost import StageTimes, give_back_freed_memory, peak_memory_bytes
+from tinyvae.evaluation.cost import StageTimes, free_memory, peak_memory_bytes
 
 CPU = torch.device("cpu")
 BIG = 400 * 2**20  # bytes
@@ -57,7 +57,7 @@ def test_freed_memory_goes_back() -> None:
     blocks = [bytearray(60_000) for _ in range(6000)]  # 360 MB in pieces small enough to stay on the heap
     keep = blocks[-1]
     del blocks
-    give_back_freed_memory()
+    free_memory()
     after = resident_peak_of(1)
     more = [bytearray(60_000) for _ in range(6000)]
     assert resident_peak_of(1) > after + 200 * 2**20 and keep and more

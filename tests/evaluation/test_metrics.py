@@ -119,9 +119,11 @@ def test_pieces_give_the_same_numbers_as_the_whole(sizes: tuple[int, ...]) -> No
     for part, other in zip(decoded.split(sizes), target.split(sizes), strict=True):
         meter.push(part, other)
     for name in METRICS:
-        expected, by_frame = whole.value(name), whole.by_frame(name)
+        expected, by_frame = whole.value(name), getattr(whole, f"{name}_by_frame")
         assert meter.result().value(name) == (None if expected is None else pytest.approx(expected, rel=1e-5))
-        assert meter.result().by_frame(name) == (None if by_frame is None else pytest.approx(by_frame, rel=1e-5))
+        assert getattr(meter.result(), f"{name}_by_frame") == (
+            None if by_frame is None else pytest.approx(by_frame, rel=1e-5)
+        )
 
 
 def test_decoded_values_outside_the_range_are_shown_clamped() -> None:

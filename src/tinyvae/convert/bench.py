@@ -86,31 +86,23 @@ def time_alternating_ms(
 ) -> dict[str, list[float]]:
     """Milliseconds of each call, taken in turn: a, b, a, b, ... A ``bar`` moves by one at each call.
 
-    Example::
-
-        times = time_alternating_ms({"a": work_a, "b": work_b}, torch.device("cuda"), repeats=20, warmups=3)
-        print(statistics.median(times["a"]))
+    Example: ``time_alternating_ms({"a": work_a, "b": work_b}, torch.device("cuda"), repeats=20, warmups=3)["a"]``
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(warmups + repeats):
-        if turn == warmups and device.type == "cuda":
-            torch.cuda.synchronize(device)
         for name, call in calls.items():
             if bar is not None:
                 bar.set_postfix_str(f"{name}, {'warm-up' if turn < warmups else f'call {turn - warmups + 1}'}")
-            if turn < warmups:
-                call()
-            else:
-                times[name].append(time_once_ms(call, device))
+            took_ms = time_once_ms(call, device)
+            if turn >= warmups:
+                times[name].append(took_ms)
             if bar is not None:
                 bar.update()
     return times
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """A large copy and a large matrix product, on random data."""
-    is_cuda = device.type == "cuda"
-    count, side = (2**29, 8192) if is_cuda else (2**24, 1024)
+    count, side = (2**29, 8192) if device.type == "cuda" else (2**24, 1024)
     source = torch.rand(count, device=device).to(dtype)
     target = torch.empty_like(source)
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
@@ -125,7 +117,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """Most bytes a call has on the device beyond what was there before it (its arguments, weights); None off CUDA."""
+    """Most bytes a call has on a CUDA device beyond what was there before it (its arguments, weights)."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -156,9 +148,10 @@ def run_benchmark(model: TAEHV, case: BenchmarkCase) -> tuple[Ceilings, list[Tim
     fused = model.fused()
     frames = torch.rand(1, case.num_frames, 3, case.height, case.width, device=device).to(dtype)
     latents = model.encode_video(frames)
-    timings: list[Timing] = []
-    for operation, argument in (("decode", latents), ("encode", frames)):
-        timings += _time_operation(model, fused, operation, argument, case, ceilings)
+    timings = [
+        *_time_operation(model, fused, "decode", latents, case, ceilings),
+        *_time_operation(model, fused, "encode", frames, case, ceilings),
+    ]
     return ceilings, timings, fused
 
 
@@ -249,8 +242,7 @@ def stream_through(codec: VideoCodec, operation: str, video_NTCHW: Tensor, *, ch
 def _errors(model: TAEHV, codecs: dict[str, VideoCodec], operation: str, argument: Tensor) -> dict[str, float]:
     """Relative error of each codec against the plain network in float32 (float64 for a float32 model).
 
-    Not clamped, because fresh weights may decode to black only. Two latents are enough, and fit where the whole video
-    in the wider type would not.
+    Not clamped, because fresh weights may decode to black only. Two latents of the wider type always fit.
     """
     wider = torch.float64 if model.dtype == torch.float32 else torch.float32
     exact = copy.deepcopy(model).to(wider)

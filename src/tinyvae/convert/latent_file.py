@@ -1,8 +1,7 @@
 """Latents on disk: one safetensors file, written and read piece by piece.
 
-The tensor ``latents`` is N T C H W with N = 1, in diffusion space. A safetensors header comes first and states the
-shape, which is known only at the end of a stream. So the writer leaves room for it and writes it last, filled up with
-spaces (which the format allows). The metadata holds what `decode` needs to give the video back.
+The tensor ``latents`` is N T C H W with N = 1, in diffusion space. The header at the start of a safetensors file states
+the shape, so the writer leaves room for it and writes it last, filled up with spaces (which the format allows).
 """
 
 from __future__ import annotations
@@ -33,11 +32,9 @@ class LatentFacts:
     """Where latents come from, as far as a file states it."""
 
     variant: str | None = None
-    num_frames: int | None = None
-    """Of the video. Decoding can give more, which are cut off."""
+    num_frames: int | None = None  # of the video; decoding can give more, which are cut off
     fps: float | None = None
-    height: int | None = None
-    """Of the video in pixels, before padding to whole latent pixels."""
+    height: int | None = None  # of the video in pixels, before padding to whole latent pixels
     width: int | None = None
     source: str | None = None
 
@@ -46,10 +43,7 @@ class LatentFacts:
 def write_latents(path: Path, facts: LatentFacts, *, overwrite: bool = False) -> Iterator[LatentWriter]:
     """A writer for the latents of one video; the file appears whole or not at all.
 
-    Example::
-
-        with write_latents(Path("film_latents.safetensors"), LatentFacts(variant="taehv")) as writer:
-            writer.write(latents_NTCHW)
+    Example: ``with write_latents(Path("film.safetensors"), LatentFacts()) as writer: writer.write(latents_NTCHW)``
     """
     if path.exists() and not overwrite:
         raise FileExistsAlreadyError(f"{path} exists already; remove it or pass --overwrite.")
@@ -73,6 +67,8 @@ class LatentWriter:
     def write(self, latents_NTCHW: Tensor) -> None:
         """Append the next latents of one video (N = 1)."""
         assert latents_NTCHW.ndim == 5 and latents_NTCHW.shape[0] == 1, latents_NTCHW.shape
+        if latents_NTCHW.shape[1] == 0:  # a stream that waits for more frames
+            return
         shape = tuple(latents_NTCHW.shape[2:])
         assert self._frame_shape in (None, shape) and self._dtype in (None, latents_NTCHW.dtype)
         self._frame_shape, self._dtype = shape, latents_NTCHW.dtype
@@ -138,10 +134,8 @@ class LatentReader:
             return TENSOR
         fitting = [name for name in names if len(self._file.get_slice(name).get_shape()) in (4, 5)]
         if len(fitting) != 1:
-            raise UserError(
-                f"{self.path} holds no tensor named {TENSOR!r} (it has {', '.join(names[:4]) or 'none'}); latents are "
-                "one tensor N T C H W, as `tinyvae encode` writes it."
-            )
+            missing = f"{self.path} holds no tensor named {TENSOR!r} (it has {', '.join(names[:4]) or 'none'})"
+            raise UserError(f"{missing}; latents are one tensor N T C H W, as `tinyvae encode` writes it.")
         return fitting[0]
 
     def _facts(self) -> LatentFacts:
@@ -159,11 +153,7 @@ def _why_no_latents(path: Path, broken: Exception) -> str:
     try:
         probe_video(path)
     except UnreadableVideoError:
-        return (
-            f"{path} is not a whole safetensors file ({broken}); name a latents file, or make one with: "
-            "tinyvae encode MODEL VIDEO"
-        )
-    return (
-        f"{path} is a video, and decode takes latents; make them with `tinyvae encode MODEL {path}`, or send the "
-        f"video through the model in one go with `tinyvae reconstruct MODEL {path}`."
-    )
+        advice = "name a latents file, or make one with: tinyvae encode MODEL VIDEO"
+        return f"{path} is not a whole safetensors file ({broken}); {advice}"
+    advice = f"make them with `tinyvae encode MODEL {path}`, or use `tinyvae reconstruct MODEL {path}`"
+    return f"{path} is a video, and decode takes latents; {advice}."

@@ -28,15 +28,7 @@ from tinyvae.evaluation.clip_sources import FALLBACK_FPS, ClipPart, ClipSource, 
 from tinyvae.evaluation.cost import StageTimes
 from tinyvae.evaluation.metrics import psnr_from_mse
 from tinyvae.evaluation.pictures import HEAT_FULL_SCALE, heat_map, to_bytes_range
-from tinyvae.evaluation.round_trip import (
-    TEACHER_KIND,
-    ModelFacts,
-    OnLatents,
-    Piece,
-    RoundTrip,
-    StreamedCodec,
-    to_unit_range,
-)
+from tinyvae.evaluation.round_trip import TEACHER_KIND, ModelFacts, Piece, RoundTrip, StreamedCodec, to_unit_range
 from tinyvae.files import atomic_write
 from tinyvae.heap import trim_heap
 from tinyvae.models.codec import pad_to_multiple
@@ -58,11 +50,9 @@ class Outputs:
 
     video: Path | None = None
     side_by_side: Path | None = None
-    picture: Path | None = None
-    """The middle frame of the side-by-side film, as PNG."""
+    picture: Path | None = None  # the middle frame of the side-by-side film, as PNG
     latents: Path | None = None
-    labels: bool = False
-    """Whether a strip above the side-by-side film names each panel."""
+    labels: bool = False  # whether a strip above the side-by-side film names each panel
     overwrite: bool = False
     crf: float = 18
 
@@ -91,16 +81,13 @@ def reconstruct_video(
     beside: Sequence[RoundTrip] = (),
     max_frames: int | None = None,
     size: tuple[int, int] | None = None,
-    on_frames: OnFrames | None = None,
+    on_frames: OnFrames = lambda done, total: None,
 ) -> Reconstruction:
     """Encode and decode a video; same frames, same times, same size, its sound carried over.
 
     ``beside``: further models, for the side-by-side film only. ``size``: (height, width) to crop and scale to.
 
-    Example::
-
-        done = reconstruct_video(open_model("output/my_run"), Path("film.mp4"), Outputs(video=Path("out.mp4")))
-        print(done.psnr)
+    Example: ``reconstruct_video(open_model("output/my_run"), Path("film.mp4"), Outputs(video=Path("out.mp4"))).psnr``
     """
     started = time.perf_counter()
     clip = ClipSource(name=source.name, path=source)
@@ -108,13 +95,13 @@ def reconstruct_video(
     errors: list[float] = []
     with ExitStack() as stack:
         files = _OpenFiles(stack, part, outputs, [model.facts for model in (round_trip, *beside)])
-        runs = [_run_all_frames(round_trip, part, files.add_latents), *(_run_all_frames(m, part) for m in beside)]
+        on_latents = files.latents.write if files.latents is not None else None
+        runs = [_run_all_frames(round_trip, part, on_latents), *(_run_all_frames(model, part) for model in beside)]
         for pieces in in_step(runs):
             target, decoded = pieces[0].target, [piece.decoded.clamp(0, 1) for piece in pieces]
             errors += (decoded[0] - target).square().flatten(1).mean(dim=1).tolist()
             files.add_frames(target, decoded)
-            if on_frames is not None:
-                on_frames(target.shape[0], part.num_frames)
+            on_frames(target.shape[0], part.num_frames)
     assert len(errors) == part.num_frames, (len(errors), part)
     return Reconstruction(
         written=outputs.paths(),
@@ -130,7 +117,7 @@ class _OpenFiles:
     """The files of one reconstruction, which are closed with ``stack``."""
 
     def __init__(self, stack: ExitStack, part: ClipPart, outputs: Outputs, models: Sequence[ModelFacts]) -> None:
-        self._video = self._film = self._latents = None
+        self._video = self._film = self.latents = None
         self._picture, self._middle = outputs.picture, part.num_frames // 2
         self._strip_CHW = label_strip(panel_labels(models), panel_width=part.width) if outputs.labels else None
         self._num_frames = 0
@@ -142,11 +129,7 @@ class _OpenFiles:
             self._film = stack.enter_context(_video_writer(part, outputs.side_by_side, outputs, height, width))
         if outputs.latents is not None:
             facts = latent_facts(part, variant=models[0].latent_variant or models[0].variant)
-            self._latents = stack.enter_context(write_latents(outputs.latents, facts, overwrite=outputs.overwrite))
-
-    def add_latents(self, latents_NTCHW: Tensor) -> None:
-        if self._latents is not None and latents_NTCHW.shape[1]:
-            self._latents.write(latents_NTCHW)
+            self.latents = stack.enter_context(write_latents(outputs.latents, facts, overwrite=outputs.overwrite))
 
     def add_frames(self, target_TCHW: Tensor, decoded: Sequence[Tensor]) -> None:
         """The next frames, in [0, 1]: of the input and of each model."""
@@ -161,15 +144,18 @@ class _OpenFiles:
                 self._film.write(joined_TCHW)
             middle = self._middle - self._num_frames
             if self._picture is not None and 0 <= middle < len(joined_TCHW):
-                _write_picture(self._picture, joined_TCHW[middle])
+                from PIL import Image
+
+                with atomic_write(self._picture) as stream:
+                    image_HWC = joined_TCHW[middle].movedim(0, -1).contiguous()
+                    Image.fromarray(image_HWC.cpu().numpy()).save(stream, "PNG")
         self._num_frames += target_TCHW.shape[0]
 
 
-def _run_all_frames(round_trip: RoundTrip, part: ClipPart, on_latents: OnLatents | None = None) -> Iterator[Piece]:
-    """Every frame of a clip, decoded."""
-    covered = frames_to_cover(round_trip, part.num_frames)
-    chunks = frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width))
-    chunks = repeat_last(with_steady_heap(chunks, round_trip.device), covered)
+def _run_all_frames(
+    round_trip: RoundTrip, part: ClipPart, on_latents: Callable[[Tensor], None] | None = None
+) -> Iterator[Piece]:
+    covered, chunks = covering_chunks(round_trip, part)
     left = part.num_frames
     for piece in round_trip.run(chunks, covered, StageTimes(), on_latents):
         keep = min(piece.decoded.shape[0], left)
@@ -235,13 +221,6 @@ def label_strip(labels: Sequence[Sequence[str]], *, panel_width: int) -> Tensor:
     return torch.from_numpy(np.asarray(strip).copy()).movedim(-1, 0)
 
 
-def _write_picture(file: Path, image_CHW: Tensor) -> None:
-    from PIL import Image
-
-    with atomic_write(file) as stream:
-        Image.fromarray(image_CHW.movedim(0, -1).contiguous().cpu().numpy()).save(stream, "PNG")
-
-
 @torch.no_grad()
 def encode_to_file(
     round_trip: StreamedCodec,
@@ -250,28 +229,22 @@ def encode_to_file(
     *,
     overwrite: bool = False,
     max_frames: int | None = None,
-    on_frames: OnFrames | None = None,
+    on_frames: OnFrames = lambda done, total: None,
 ) -> int:
     """Latents of a whole video to a safetensors file; returns how many. `decode_to_video` gives every frame back."""
     part = measure_clip(ClipSource(name=source.name, path=source), max_frames=max_frames, size=None)
-    covered = frames_to_cover(round_trip, part.num_frames)
+    _, chunks = covering_chunks(round_trip, part)
     codec = round_trip.codec
     encoder = StreamingEncoder(codec)
-    chunks = frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width))
     left = part.num_frames  # of the video's own frames; the repeated ones are no progress
     with write_latents(target, latent_facts(part, variant=codec.spec.name), overwrite=overwrite) as file:
-        for frames_TCHW in repeat_last(with_steady_heap(chunks, codec.device), covered):
+        for frames_TCHW in chunks:
             frames = to_unit_range(frames_TCHW, codec.device)[None]
-            made = encoder.push(pad_to_multiple(frames, codec.spec.space_factor))
-            if made.shape[1]:
-                file.write(made)
+            file.write(encoder.push(pad_to_multiple(frames, codec.spec.space_factor)))
             done = min(left, frames_TCHW.shape[0])
             left -= done
-            if on_frames is not None and done:
-                on_frames(done, part.num_frames)
-        rest = encoder.flush()
-        if rest.shape[1]:
-            file.write(rest)
+            on_frames(done, part.num_frames)
+        file.write(encoder.flush())
         return file.num_latents
 
 
@@ -285,20 +258,17 @@ def decode_to_video(
     audio_from: Path | None = None,
     overwrite: bool = False,
     crf: float = 18,
-    on_frames: OnFrames | None = None,
+    on_frames: OnFrames = lambda done, total: None,
 ) -> int:
     """A video of a latents file; returns its frame count. Size, length and frame rate are those the file states.
 
-    ``fps`` overrules the file; ``audio_from`` names a video whose sound is carried over, and the times of its frames
-    where they are uneven and it has as many.
+    ``fps`` overrules the file. ``audio_from`` names a video whose sound and, if uneven, frame times are carried over.
     """
     reader, codec = LatentReader(source), round_trip.codec
     facts, spec = reader.facts, codec.spec
     if facts.variant not in (None, spec.name):  # noise to this model, even where the shapes agree
-        raise UserError(
-            f"{source} holds {facts.variant} latents and the model is {spec.name}; use a {facts.variant} model "
-            f"(or --variant {facts.variant}, if the weights are)."
-        )
+        advice = f"use a {facts.variant} model (or --variant {facts.variant}, if the weights are)"
+        raise UserError(f"{source} holds {facts.variant} latents and the model is {spec.name}; {advice}.")
     height = facts.height or reader.frame_shape[1] * spec.space_factor
     width = facts.width or reader.frame_shape[2] * spec.space_factor
     limit = facts.num_frames or spec.frames_from_latents(reader.num_latents)
@@ -323,22 +293,23 @@ def decode_to_video(
             if frames_TCHW.shape[0]:
                 writer.write(to_bytes_range(frames_TCHW))
                 written += frames_TCHW.shape[0]
-            if on_frames is not None:
-                on_frames(frames_TCHW.shape[0], limit)
+            on_frames(frames_TCHW.shape[0], limit)
         decoder.flush()
     return written
 
 
-def frames_to_cover(round_trip: RoundTrip, num_frames: int) -> int:
-    """How many frames to send through so that at least ``num_frames`` come back; the codec's rule decides."""
-    return next(t for t in count(num_frames) if round_trip.aligned_frames(t) >= num_frames)
+def covering_chunks(round_trip: RoundTrip, part: ClipPart) -> tuple[int, Iterator[Tensor]]:
+    """(how many frames to send through a model so that every frame of the clip comes back, their chunks TCHW)."""
+    covered = next(t for t in count(part.num_frames) if round_trip.aligned_frames(t) >= part.num_frames)
+    chunks = frame_chunks(part, chunk_frames=round_trip.chunk_frames(part.height, part.width))
+    return covered, repeat_last(with_steady_heap(chunks, round_trip.device), covered)
 
 
 def with_steady_heap(chunks: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
     """The chunks, with the heap trimmed before each on a CPU.
 
-    The tensors of a chunk leave holes of many sizes behind. Without trimming the heap had grown by 95 of 742 MiB after
-    two minutes of 480x720; with it a minute takes what two seconds take. It costs a tenth of the speed.
+    Without trimming the heap had grown by 95 of 742 MiB after two minutes of 480x720; with it, it does not grow. It
+    costs a tenth of the speed.
     """
     for chunk in chunks:
         if device.type == "cpu":
@@ -374,10 +345,8 @@ def short_note(part: ClipPart, round_trip: RoundTrip) -> str:
     needed = round_trip.spec.time_factor
     if part.num_frames >= needed:
         return ""
-    return (
-        f"{part.path}: it has {part.num_frames} of the {needed} frames that one {round_trip.facts.variant} latent "
-        "needs, so the last frame was repeated for the encoder"
-    )
+    short = f"it has {part.num_frames} of the {needed} frames that one {round_trip.facts.variant} latent needs"
+    return f"{part.path}: {short}, so the last frame was repeated for the encoder"
 
 
 def pixel_format_for(height: int, width: int) -> Literal["yuv420p", "yuv444p"]:

@@ -1,9 +1,8 @@
 """The engine of cuDNN's fused convolutions: convolution, bias, residual and ReLU in one call.
 
-On a GPU torch's own convolution in channels_last memory adds its bias in a second pass over the result, and a ReLU in a
-third: at 64 channels that doubles its time (0.27 ms against 0.14 ms, eight frames of 240x360, fp16, H200). cuDNN does
-all of it while it writes. Nothing is compiled, and sizes and lengths may change at every call. This engine is for CUDA
-cards and networks that the Hopper kernels do not serve.
+torch adds the bias in a second pass over the result, and a ReLU in a third: at 64 channels that doubles the time (0.27
+against 0.14 ms, eight frames of 240x360, fp16, H200). This engine is for CUDA cards and networks that the Hopper
+kernels do not serve; sizes and lengths may change at every call.
 
 Frames travel as BCHW (B = N·T) in channels_last memory, fp16, bf16 or fp32. A memory block carries its last input frame
 N1CHW, a super block its last frame N1HWC after the depthwise convolution.
@@ -20,29 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines.eager import (
-    CUDA_CHANNEL_MULTIPLE,
-    as_bchw,
-    as_bhwc,
-    compute_layer,
-    copy_pixels,
-    dense,
-    interleave_phases,
-    spread_frames,
-    stacked_first,
-)
-from tinyvae.engines.fold import (
-    ClampLayer,
-    ConvLayer,
-    GrowLayer,
-    Layer,
-    MemLayer,
-    PoolLayer,
-    Size,
-    SuperMemLayer,
-    channels_last,
-    map_weights,
-)
+from tinyvae.engines import eager, fold
 from tinyvae.engines.stack import Stack, State, slice_bytes
 
 
@@ -85,9 +62,7 @@ def two_frame_conv_relu(
     x_BCHW: Tensor, weight: Tensor, bias: Tensor, *, past_N1CHW: Tensor | None, num_videos: int
 ) -> Tensor:
     """relu of a 3x3 over each frame and the one before it; ``weight`` is (out, in, 2, 3, 3), the frame before first.
-
-    ``past_N1CHW`` stands before the first frame of each video (None: zeros).
-    """
+    ``past_N1CHW`` stands before the first frame of each video (None: zeros)."""
     video = x_BCHW.unflatten(0, (num_videos, -1))
     num_frames = video.shape[1]
     # For one video at its start the padding of cuDNN makes the zeros. It also makes one frame too many at the end.
@@ -106,8 +81,8 @@ def two_frame_conv_relu(
 class PatchConv:
     """The first convolution of an encoder with its ReLU, from image frames; inputs filled up to a multiple of 8.
 
-    ``stacked`` frames side by side go through block-diagonal weights and come out side by side, as the pooling layer
-    behind needs them. That costs little; to copy its result, the largest tensor of the network, would cost a lot.
+    ``stacked`` frames go through block-diagonal weights and come out side by side, as the pooling layer behind needs
+    them: to copy the result, the largest tensor of the network, would cost more.
     """
 
     weight: Tensor  # (stacked · out, filled inputs, 3, 3), channels_last
@@ -116,13 +91,13 @@ class PatchConv:
     stacked: int
 
     @classmethod
-    def of(cls, layer: Layer, *, patch_size: int, stacked: int) -> PatchConv:
-        assert isinstance(layer, ConvLayer) and layer.relu and layer.frames == 1 and not layer.shuffle
-        side_by_side = stacked_first(layer, stacked)
+    def of(cls, layer: fold.Layer, *, patch_size: int, stacked: int) -> PatchConv:
+        assert isinstance(layer, fold.ConvLayer) and layer.relu and layer.frames == 1 and not layer.shuffle
+        side_by_side = eager.stacked_first(layer, stacked)
         assert side_by_side.bias is not None
         weight = side_by_side.weight
-        filled = F.pad(weight, (0, 0, 0, 0, 0, -weight.shape[1] % CUDA_CHANNEL_MULTIPLE))
-        return cls(weight=channels_last(filled), bias=side_by_side.bias, patch_size=patch_size, stacked=stacked)
+        filled = F.pad(weight, (0, 0, 0, 0, 0, -weight.shape[1] % eager.CUDA_CHANNEL_MULTIPLE))
+        return cls(weight=fold.channels_last(filled), bias=side_by_side.bias, patch_size=patch_size, stacked=stacked)
 
     def __call__(self, image_BCHW: Tensor) -> Tensor:
         """Images (B·stacked)3HW, contiguous, to B(stacked·out)(H/patch)(W/patch)."""
@@ -140,22 +115,26 @@ class PatchConv:
 class CudnnStack(Stack):
     """An encoder or decoder as cuDNN calls; the images may have another precision."""
 
-    def __init__(self, layers: Sequence[Layer], *, patch_size: int) -> None:
-        super().__init__(map_weights([_order_patches(layer) for layer in layers], channels_last), patch_size=patch_size)
+    def __init__(self, layers: Sequence[fold.Layer], *, patch_size: int) -> None:
+        super().__init__(
+            fold.map_weights([_order_patches(layer) for layer in layers], fold.channels_last), patch_size=patch_size
+        )
         at_image = self.layers[0 if self.is_encoder else -1]
-        assert isinstance(at_image, ConvLayer) and at_image.bias is not None
+        assert isinstance(at_image, fold.ConvLayer) and at_image.bias is not None
         self._dtype = at_image.weight.dtype
-        most = max(layer.weight.shape[0] for layer in self.layers if isinstance(layer, ConvLayer | GrowLayer))
+        most = max(layer.weight.shape[0] for layer in self.layers if isinstance(layer, fold.ConvLayer | fold.GrowLayer))
         self._zeros = at_image.weight.new_zeros(most)  # a bias for cuDNN where a layer has none
         self._over_time = {
-            place: _two_frame_weight(layer) for place, layer in enumerate(self.layers) if isinstance(layer, MemLayer)
+            place: _two_frame_weight(layer)
+            for place, layer in enumerate(self.layers)
+            if isinstance(layer, fold.MemLayer)
         }
         if self.is_encoder:
-            counts, patch = {1, cast(PoolLayer, self.layers[1]).stride}, patch_size
+            counts, patch = {1, cast(fold.PoolLayer, self.layers[1]).stride}, patch_size
             self._first = {count: PatchConv.of(at_image, patch_size=patch, stacked=count) for count in counts}
         else:  # the outputs filled up to a multiple of 8; the bias is added while the image is written
-            more = -at_image.weight.shape[0] % CUDA_CHANNEL_MULTIPLE
-            self._image_weight = channels_last(F.pad(at_image.weight, (0, 0, 0, 0, 0, 0, 0, more)))
+            more = -at_image.weight.shape[0] % eager.CUDA_CHANNEL_MULTIPLE
+            self._image_weight = fold.channels_last(F.pad(at_image.weight, (0, 0, 0, 0, 0, 0, 0, more)))
 
     def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
         with torch.autocast("cuda", enabled=False):  # weights and frames have one dtype already
@@ -175,7 +154,7 @@ class CudnnStack(Stack):
         patch = self.patch_size if self.is_encoder and start == 0 else 1
         return x.shape[1] * patch**2, x.shape[2] // patch, x.shape[3] // patch
 
-    def empty(self, stop: int, size: Size, x: Tensor) -> Tensor:
+    def empty(self, stop: int, size: fold.Size, x: Tensor) -> Tensor:
         if self.ends_in_image(stop):
             return x.new_empty(size.frames, 3, size.height * self.patch_size, size.width * self.patch_size)
         shape = (size.frames, size.height, size.width, size.channels)
@@ -185,15 +164,15 @@ class CudnnStack(Stack):
         if not self.ends_in_image(stop):
             return super().write(start, stop, x, out)
         last = self.layers[-1]
-        assert isinstance(last, ConvLayer) and last.bias is not None
+        assert isinstance(last, fold.ConvLayer) and last.bias is not None
         made = F.conv2d(self.compute(start, stop - 1, x), self._image_weight, padding=1)
         write_image(made, last.bias, self.patch_size, last.frames, out)
 
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         layer = self.layers[place]
-        if isinstance(layer, SuperMemLayer):
+        if isinstance(layer, fold.SuperMemLayer):
             return _super_mem_block(layer, x, state[place], num_videos)
-        assert isinstance(layer, MemLayer)
+        assert isinstance(layer, fold.MemLayer)
         last = x.unflatten(0, (num_videos, -1))[:, -1:].clone()
         bias = layer.first_bias[: x.shape[1]]
         past, state[place] = state[place], None
@@ -205,26 +184,24 @@ class CudnnStack(Stack):
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         if self.is_encoder and start == 0:
-            # The pooling layer behind needs its frames side by side.
-            stacked = cast(PoolLayer, self.layers[1]).stride if stop > 1 else 1
+            stacked = cast(fold.PoolLayer, self.layers[1]).stride if stop > 1 else 1
             x, start = self._first[stacked](x.to(self._dtype)), 1
         for layer in self.layers[start:stop]:
             x = self._layer(layer, x)
         return x
 
-    def _layer(self, layer: Layer, x: Tensor) -> Tensor:
-        """A layer without a state: (N·T)CHW -> (N·T')C'H'W'."""
-        if isinstance(layer, ClampLayer | PoolLayer):
-            return compute_layer(layer, x)
-        if isinstance(layer, GrowLayer):
+    def _layer(self, layer: fold.Layer, x: Tensor) -> Tensor:
+        if isinstance(layer, fold.ClampLayer | fold.PoolLayer):
+            return eager.compute_layer(layer, x)
+        if isinstance(layer, fold.GrowLayer):
             phases = self._conv(x, layer.weight, None, relu=layer.relu)
-            return interleave_phases(phases, layer.frames, x.shape[2], x.shape[3])
-        assert isinstance(layer, ConvLayer)
+            return eager.interleave_phases(phases, layer.frames, x.shape[2], x.shape[3])
+        assert isinstance(layer, fold.ConvLayer)
         made = self._conv(x, layer.weight, layer.bias, relu=layer.relu)
         if layer.shuffle:
-            rows = as_bhwc(made).unflatten(3, (2, 2, -1)).permute(0, 1, 3, 2, 4, 5)  # see _order_patches
-            made = as_bchw(dense(rows).flatten(3, 4).flatten(1, 2))
-        return spread_frames(made, layer.frames)
+            rows = eager.as_bhwc(made).unflatten(3, (2, 2, -1)).permute(0, 1, 3, 2, 4, 5)  # see _order_patches
+            made = eager.as_bchw(eager.dense(rows).flatten(3, 4).flatten(1, 2))
+        return eager.spread_frames(made, layer.frames)
 
     def _conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool) -> Tensor:
         if not relu:
@@ -233,33 +210,33 @@ class CudnnStack(Stack):
 
 
 def write_image(made_BCHW: Tensor, bias: Tensor, patch_size: int, frames: int, image_BCHW: Tensor) -> None:
-    """Put a last convolution's result, bias still to be added, into its image (B·frames)3HW, pixel-shuffled.
-
-    ``made_BCHW`` has (frame, color, row in the patch, column in the patch) channels, perhaps followed by filling.
-    """
+    """Put a last convolution's result, bias still to be added, into its image (B·frames)3HW, pixel-shuffled. Its
+    channels are (frame, color, row in the patch, column in the patch), perhaps followed by filling."""
     batch, _, height, width = made_BCHW.shape
     shape = (frames, 3, patch_size, patch_size)
     grown = image_BCHW.view(batch, frames, 3, height, patch_size, width, patch_size).permute(0, 1, 2, 4, 6, 3, 5)
     # BHWC, because a slice of channels is then still a plain view.
-    values = as_bhwc(made_BCHW)[..., : bias.shape[0]].unflatten(3, shape).permute(0, 3, 4, 5, 6, 1, 2)
+    values = eager.as_bhwc(made_BCHW)[..., : bias.shape[0]].unflatten(3, shape).permute(0, 3, 4, 5, 6, 1, 2)
     torch.add(values, bias.view(*shape, 1, 1), out=grown)
 
 
-def _super_mem_block(layer: SuperMemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+def _super_mem_block(
+    layer: fold.SuperMemLayer, x: Tensor, past: Tensor | None, num_videos: int
+) -> tuple[Tensor, Tensor]:
     """Writes its result over ``x``."""
     channels = x.shape[1]
-    then = as_bhwc(_depthwise(x, layer.past_depth)).unflatten(0, (num_videos, -1))
+    then = eager.as_bhwc(_depthwise(x, layer.past_depth)).unflatten(0, (num_videos, -1))
     last = then[:, -1:].clone()
     both = then.new_empty(*then.shape[:-1], 2 * channels)
-    copy_pixels(both[:, 1:, ..., channels:], then[:, :-1])
+    eager.copy_pixels(both[:, 1:, ..., channels:], then[:, :-1])
     both[:, :1, ..., channels:] = 0 if past is None else past
     del then  # the next results take its memory
     both = both.flatten(0, 1)
-    copy_pixels(both[..., :channels], as_bhwc(_depthwise(x, layer.depth)))
+    eager.copy_pixels(both[..., :channels], eager.as_bhwc(_depthwise(x, layer.depth)))
     wide = conv_relu(both.permute(0, 3, 1, 2), layer.widen, layer.widen_bias)
     del both
-    out = as_bhwc(x).contiguous()
-    out.view(-1, channels).addmm_(as_bhwc(wide).reshape(-1, wide.shape[1]), layer.narrow.flatten(1).T)
+    out = eager.as_bhwc(x).contiguous()
+    out.view(-1, channels).addmm_(eager.as_bhwc(wide).reshape(-1, wide.shape[1]), layer.narrow.flatten(1).T)
     return out.permute(0, 3, 1, 2), last
 
 
@@ -270,15 +247,15 @@ def _depthwise(x: Tensor, weight: Tensor) -> Tensor:
     return F.conv2d(filled, weight, padding=3, groups=x.shape[1])[:frames]
 
 
-def _two_frame_weight(layer: MemLayer) -> Tensor:
+def _two_frame_weight(layer: fold.MemLayer) -> Tensor:
     """(2C, C, 3, 3), the half for x_t first, as (C, C, 2, 3, 3) over x_{t-1} and x_t."""
     now, then = layer.first.chunk(2)
     return torch.stack([then, now], dim=2).contiguous(memory_format=torch.channels_last_3d)
 
 
-def _order_patches(layer: Layer) -> Layer:
+def _order_patches(layer: fold.Layer) -> fold.Layer:
     """A layer that shuffles pixels, with its outputs as (row, column, channel), so that copies move whole pixels."""
-    if not (isinstance(layer, ConvLayer) and layer.shuffle):
+    if not (isinstance(layer, fold.ConvLayer) and layer.shuffle):
         return layer
     assert layer.bias is not None
     ordered = layer.weight.unflatten(0, (-1, 2, 2)).movedim(0, 2).flatten(0, 2)

@@ -1,65 +1,46 @@
 """The engine of torch's own operators, for CPUs, for cards without cuDNN's fused convolutions, and for training.
 
-Frames travel as (N·T)CHW in channels_last memory. A memory block carries its *convolved* last frame N1HWC, the part of
-its sum that the next frame needs; a pooling layer carries the frames NTCHW that wait for partners. The same code runs
-inference and training, with or without torch.compile.
+Frames travel as (N·T)CHW in channels_last memory. A memory block carries its *convolved* last frame N1HWC, a pooling
+layer the frames NTCHW that wait for partners. The same code runs with or without torch.compile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, autocast, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tinyvae.engines.fold import (
-    ClampLayer,
-    ConvLayer,
-    GrowLayer,
-    Layer,
-    MemLayer,
-    PoolLayer,
-    Size,
-    SuperMemLayer,
-    fold_layers,
-)
+from tinyvae.engines import fold
 from tinyvae.engines.stack import Stack, State, slice_bytes
 
-CUDA_CHANNEL_MULTIPLE = 8
-"""Tensor cores need channels in multiples of this; otherwise cuDNN takes kernels that are several times slower."""
-
-WORD = torch.complex128
-"""The widest type there is; nothing is computed in it."""
+CUDA_CHANNEL_MULTIPLE = 8  # for tensor cores; with other channel counts cuDNN is several times slower
+WORD = torch.complex128  # the widest type there is; nothing is computed in it
 
 
 def run_folded(
     network: nn.Sequential, frames_NTCHW: Tensor, state: State | None, *, checkpointing: bool
 ) -> tuple[Tensor, State]:
-    """`blocks.run_layers` in folded form, for training: the weights are folded inside the training step.
-
-    Parameters, their names and the saved file do not change. The states of the two functions differ.
-    """
-    # The folded weights are sums of products of parameters, computed in the precision of the parameters. autocast then
-    # casts them once, like any other weight.
+    """`blocks.run_layers` in folded form, for training: the weights are folded in each step. The states differ."""
+    # Folded in the precision of the parameters; autocast then casts them once, like any other weight.
     with autocast(frames_NTCHW.device.type, enabled=False):
-        layers = fold_layers(network)
+        layers = fold.fold_layers(network)
     stack = EagerStack(layers, patch_size=None, checkpointing=checkpointing)
     # A copy of the list, because a stack empties its state.
     return stack.run(frames_NTCHW, None if state is None else list(state))
 
 
 class EagerStack(Stack):
-    """An encoder or decoder by torch's operators. With ``patch_size=None`` it takes and gives patches, not images.
-
-    With ``checkpointing`` the backward pass computes activations again instead of keeping them.
-    """
+    """An encoder or decoder by torch's operators. With ``patch_size=None`` it takes and gives patches, not images; with
+    ``checkpointing`` the backward pass computes activations again instead of keeping them."""
 
     writes_image = False
 
-    def __init__(self, layers: Sequence[Layer], *, patch_size: int | None, checkpointing: bool = False) -> None:
+    def __init__(self, layers: Sequence[fold.Layer], *, patch_size: int | None, checkpointing: bool = False) -> None:
         super().__init__(layers, patch_size=patch_size or 1)
         self._has_images = patch_size is not None
         self._checkpointing = checkpointing
@@ -67,15 +48,23 @@ class EagerStack(Stack):
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
         if self._has_images and self.is_encoder:
             first = self.layers[0]
-            assert isinstance(first, ConvLayer)
+            assert isinstance(first, fold.ConvLayer)
             frames_NTCHW = frames_NTCHW.to(first.weight.dtype)
             if self.patch_size > 1:  # at patch size 1 a shuffle would only be a copy
                 frames_NTCHW = F.pixel_unshuffle(frames_NTCHW, self.patch_size)
-        x = frames_NTCHW.flatten(0, 1)
-        stacked = stacking_of_first(self.layers, frames_NTCHW, state)
-        if stacked > 1:
-            x = frames_NTCHW.reshape(-1, stacked * x.shape[1], *x.shape[2:])
+        stacked = self.stacking_of_first(frames_NTCHW, state)
+        x = frames_NTCHW.reshape(-1, stacked * frames_NTCHW.shape[2], *frames_NTCHW.shape[3:])
         return x.contiguous(memory_format=torch.channels_last)
+
+    def stacking_of_first(self, frames_NTCHW: Tensor, state: State) -> int:
+        """How many frames the first convolution takes side by side on CUDA, so that the pooling layer need not copy
+        them: only RGB frames, where the copy is large and the convolution cheap."""
+        fits = frames_NTCHW.is_cuda and frames_NTCHW.shape[2] == 3
+        return (
+            cast(fold.PoolLayer, self.layers[1]).stride
+            if fits and self.pools_whole(1, state, frames_NTCHW.shape[1])
+            else 1
+        )
 
     def leave(self, x: Tensor) -> Tensor:
         if not self._has_images:
@@ -83,17 +72,11 @@ class EagerStack(Stack):
         return (x if self.is_encoder or self.patch_size == 1 else F.pixel_shuffle(x, self.patch_size)).contiguous()
 
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
-        layer, past = self.layers[place], state[place]
-        if self._recomputes():
-            return checkpoint(_block, layer, x, past, num_videos, use_reentrant=False)
-        return _block(layer, x, past, num_videos)
+        return self._call(_block, self.layers[place], x, state[place], num_videos)
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         for layer in self.layers[start:stop]:
-            if self._recomputes():
-                x = checkpoint(compute_layer, layer, x, use_reentrant=False)
-            else:
-                x = compute_layer(layer, x)
+            x = self._call(compute_layer, layer, x)
         return x
 
     def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
@@ -102,41 +85,32 @@ class EagerStack(Stack):
     def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
         return x.shape[1], x.shape[2], x.shape[3]
 
-    def empty(self, stop: int, size: Size, x: Tensor) -> Tensor:
+    def empty(self, stop: int, size: fold.Size, x: Tensor) -> Tensor:
         return x.new_empty(size.frames, size.height, size.width, size.channels).permute(0, 3, 1, 2)
 
-    def _recomputes(self) -> bool:
-        return self._checkpointing and torch.is_grad_enabled()
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self._checkpointing and torch.is_grad_enabled():
+            return checkpoint(function, *arguments, use_reentrant=False)
+        return function(*arguments)
 
 
-def stacking_of_first(layers: Sequence[Layer], frames_NTCHW: Tensor, state: State) -> int:
-    """How many frames the first convolution takes side by side on CUDA, so that the pooling layer need not copy them.
-
-    Only for whole groups of RGB frames: there the copy is large and the convolution cheap.
-    """
-    if len(layers) < 2 or not isinstance(layers[1], PoolLayer) or not frames_NTCHW.is_cuda:
-        return 1
-    fits = frames_NTCHW.shape[1] % layers[1].stride == 0 and frames_NTCHW.shape[2] == 3 and state[1] is None
-    return layers[1].stride if fits else 1
-
-
-def stacked_first(layer: Layer, frames: int) -> ConvLayer:
+def stacked_first(layer: fold.Layer, frames: int) -> fold.ConvLayer:
     """The first convolution over ``frames`` frames stacked on channels: block-diagonal weights."""
-    assert isinstance(layer, ConvLayer) and layer.bias is not None
+    assert isinstance(layer, fold.ConvLayer) and layer.bias is not None
     inputs = layer.weight.shape[1]
     rows = [F.pad(layer.weight, (0, 0, 0, 0, i * inputs, (frames - 1 - i) * inputs)) for i in range(frames)]
     return replace(layer, weight=torch.cat(rows), bias=layer.bias.repeat(frames))
 
 
-def compute_layer(layer: Layer, x: Tensor) -> Tensor:
+def compute_layer(layer: fold.Layer, x: Tensor) -> Tensor:
     """A layer without a state: (N·T)CHW -> (N·T')C'H'W'."""
-    if isinstance(layer, ClampLayer):
+    if isinstance(layer, fold.ClampLayer):
         return torch.tanh(x / 3) * 3
-    if isinstance(layer, ConvLayer):
+    if isinstance(layer, fold.ConvLayer):
         return _conv(layer, x)
-    if isinstance(layer, PoolLayer):
+    if isinstance(layer, fold.PoolLayer):
         return F.conv2d(stack_frames(x, layer), layer.weight, stride=2, padding=1)
-    assert isinstance(layer, GrowLayer)
+    assert isinstance(layer, fold.GrowLayer)
     phases = F.conv2d(x, layer.weight, padding=1)
     grow = interleave_phases if may_work_in_place() else _stack_phases
     grown = grow(phases, layer.frames, *x.shape[2:])
@@ -147,7 +121,7 @@ def _relu(x: Tensor) -> Tensor:
     return torch.relu_(x) if may_work_in_place() else torch.relu(x)
 
 
-def _conv(layer: ConvLayer, x: Tensor) -> Tensor:
+def _conv(layer: fold.ConvLayer, x: Tensor) -> Tensor:
     if x.shape[1] != layer.weight.shape[1]:
         layer = stacked_first(layer, x.shape[1] // layer.weight.shape[1])
     made = aligned_conv(x, layer.weight, layer.bias, multiple=CUDA_CHANNEL_MULTIPLE if x.is_cuda else 1)
@@ -181,14 +155,10 @@ def _stack_phases(phases_BCHW: Tensor, frames: int, height: int, width: int) -> 
     return as_bchw(grown.movedim(5, 1).flatten(4, 5).flatten(2, 3).flatten(0, 1))
 
 
-def _block(layer: Layer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
-    if isinstance(layer, SuperMemLayer):
+def _block(layer: fold.Layer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    if isinstance(layer, fold.SuperMemLayer):
         return _super_mem_block(layer, x, past, num_videos)
-    assert isinstance(layer, MemLayer)
-    return _mem_block(layer, x, past, num_videos)
-
-
-def _mem_block(layer: MemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    assert isinstance(layer, fold.MemLayer)
     if may_work_in_place():
         return _mem_block_in_place(layer, x, past, num_videos)
     now, then = as_bhwc(F.conv2d(x, layer.first, layer.first_bias, padding=1)).chunk(2, dim=3)
@@ -198,8 +168,8 @@ def _mem_block(layer: MemLayer, x: Tensor, past: Tensor | None, num_videos: int)
     return torch.relu(F.conv2d(hidden, layer.third, layer.third_bias, padding=1) + x), last
 
 
-def _mem_block_in_place(layer: MemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
-    """`_mem_block` with two dense convolutions for its first and every pointwise pass in place."""
+def _mem_block_in_place(layer: fold.MemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    """The same with two dense convolutions for its first and every pointwise pass in place."""
     channels = x.shape[1]
     hidden = F.conv2d(x, layer.first[:channels], layer.first_bias[:channels], padding=1)
     then = as_bhwc(F.conv2d(x, layer.first[channels:], padding=1)).unflatten(0, (num_videos, -1))
@@ -214,7 +184,9 @@ def _mem_block_in_place(layer: MemLayer, x: Tensor, past: Tensor | None, num_vid
     return out.add_(x).relu_(), last
 
 
-def _super_mem_block(layer: SuperMemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+def _super_mem_block(
+    layer: fold.SuperMemLayer, x: Tensor, past: Tensor | None, num_videos: int
+) -> tuple[Tensor, Tensor]:
     channels = x.shape[1]
     now = F.conv2d(x, layer.depth, padding=3, groups=channels)
     then = F.conv2d(x, layer.past_depth, padding=3, groups=channels)
@@ -227,8 +199,7 @@ def _shift(x_BHWC: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor
     """(the frame before each frame, BHWC; the last frame N1HWC to carry)."""
     video = x_BHWC.unflatten(0, (num_videos, -1))
     first = torch.zeros_like(video[:, :1]) if past is None else past
-    shifted = torch.cat([first, video[:, :-1]], dim=1).flatten(0, 1)
-    return shifted, video[:, -1:].clone()
+    return torch.cat([first, video[:, :-1]], dim=1).flatten(0, 1), video[:, -1:].clone()
 
 
 # frames in channels_last memory: views of them, and copies that move whole pixels
@@ -240,11 +211,8 @@ def may_work_in_place() -> bool:
 
 
 def as_bhwc(x: Tensor) -> Tensor:
-    """The view to take slices of channels, frames and rows from.
-
-    The backward pass of a slice makes a tensor in the order of the dimensions. For BCHW that is not channels_last, and
-    every convolution then copies its gradient first (9 of 50 ms of a training step on an H200).
-    """
+    """The view to take slices from. The gradient of a slice of BCHW is not channels_last, and every convolution then
+    copies it first (9 of 50 ms of a training step on an H200)."""
     return x.permute(0, 2, 3, 1)
 
 
@@ -252,7 +220,7 @@ def as_bchw(x: Tensor) -> Tensor:
     return x.contiguous().permute(0, 3, 1, 2)
 
 
-def stack_frames(x: Tensor, pool: PoolLayer) -> Tensor:
+def stack_frames(x: Tensor, pool: fold.PoolLayer) -> Tensor:
     """(N·T)CHW -> (N·T/s)(s·C)HW, channels_last. Frames that are stacked already stay as they are."""
     if x.shape[1] == pool.weight.shape[1]:
         return x
@@ -294,10 +262,8 @@ def copy_pixels(target: Tensor, source: Tensor) -> None:
 
 
 def in_words(*tensors: Tensor) -> list[Tensor]:
-    """Tensors whose last dimension is the channels, as words of 16 bytes where all of them allow it.
-
-    A GPU copies strided data three times as fast in words as value by value.
-    """
+    """Tensors whose last dimension is the channels, as words of 16 bytes where all of them allow it: a GPU copies
+    strided data three times as fast in words as value by value."""
     return [x.view(WORD) for x in tensors] if all(_fits_words(x) for x in tensors) else list(tensors)
 
 

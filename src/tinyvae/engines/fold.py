@@ -5,8 +5,8 @@ them, so they are one 2x2 convolution per output phase on the small grid. The 1x
 behind it are one 3x3 over stacked frames. The first convolution of a `MemBlock` over [x_t, x_{t-1}] is a sum of two
 convolutions, each over one frame. In the super decoders the last `TGrow` and the last 3x3 are one 3x3.
 
-Every function here is differentiable: training folds the parameters in every step, `FusedTAEHV` folds once. Convolution
-weights are OIHW. Where the channels hold several frames, the frame is the outer index.
+Every function here is differentiable: training folds in every step, `FusedTAEHV` folds once. Convolution weights are
+OIHW. Where the channels hold several frames, the frame is the outer index.
 """
 
 from __future__ import annotations
@@ -117,17 +117,16 @@ def fold_layers(network: nn.Sequential) -> list[Layer]:
     """The folded layers that compute what a stack of the family's modules computes."""
     modules: list[nn.Module] = list(network)
     layers: list[Layer] = []
-    place = 0
-    while place < len(modules):
-        layer, used = _fold_at(modules, place)
+    while modules:
+        layer, used = _fold_first(modules)
         layers.append(layer)
-        place += used
+        modules = modules[used:]
     return layers
 
 
-def _fold_at(modules: list[nn.Module], place: int) -> tuple[Layer, int]:
-    """(the folded layer that begins with module ``place``, how many modules it stands for)."""
-    module = modules[place]
+def _fold_first(modules: list[nn.Module]) -> tuple[Layer, int]:
+    """(the folded layer that begins with the first of these modules, how many modules it stands for)."""
+    module = modules[0]
     if isinstance(module, Clamp):
         return ClampLayer(), 1
     if isinstance(module, MemBlock):
@@ -135,49 +134,37 @@ def _fold_at(modules: list[nn.Module], place: int) -> tuple[Layer, int]:
     if isinstance(module, SuperMemBlock):
         return fold_super_mem_block(module), 1
     if isinstance(module, TPool):
-        folded = pool_into_conv(module.conv.weight, _conv(modules, place + 1).weight)
+        # A 1x1 (mid, s·in) followed by a 3x3 (out, mid) is a 3x3 (out, s·in).
+        folded = torch.einsum("omyx,mc->ocyx", _conv(modules, 1).weight, module.conv.weight[:, :, 0, 0])
         return PoolLayer(weight=folded, stride=module.stride), 2
     if isinstance(module, Upsample):
-        grow = modules[place + 1]
-        assert isinstance(grow, TGrow)
-        weight, frames = grow_weight(grow)
-        relu = _is_relu(modules, place + 3)
-        folded = grow_into_conv(weight, _conv(modules, place + 2).weight, frames)
+        weight, frames = grow_weight(modules[1])
+        relu = _is(nn.ReLU, modules, 3)
+        folded = grow_into_conv(weight, _conv(modules, 2).weight, frames)
         if module.enabled:
             return GrowLayer(weight=split_phases(folded), frames=frames, relu=relu), 3 + relu
         return ConvLayer(weight=folded.flatten(0, 1), bias=None, relu=relu, frames=frames), 3 + relu
-    if isinstance(module, TGrow):
-        return _fold_super_grow(modules, place)
-    conv = _conv(modules, place)
-    relu = _is_relu(modules, place + 1)
-    shuffle = relu and place + 2 < len(modules) and isinstance(modules[place + 2], nn.PixelShuffle)
+    if isinstance(module, TGrow):  # of a super decoder: alone before a block, one with the last 3x3 at the end
+        weight, frames = grow_weight(module)
+        if len(modules) != 2:
+            return ConvLayer(weight=weight, bias=None, frames=frames), 1
+        last = _conv(modules, 1)
+        assert last.bias is not None
+        folded = grow_into_conv(weight, last.weight, frames)
+        return ConvLayer(weight=folded.flatten(0, 1), bias=last.bias.repeat(frames), frames=frames), 2
+    conv, relu = _conv(modules, 0), _is(nn.ReLU, modules, 1)
+    shuffle = relu and _is(nn.PixelShuffle, modules, 2)
     return ConvLayer(weight=conv.weight, bias=conv.bias, relu=relu, shuffle=shuffle), 1 + relu + shuffle
 
 
-def _fold_super_grow(modules: list[nn.Module], place: int) -> tuple[Layer, int]:
-    """A super decoder's TGrow: alone before a block, one with the last 3x3 at the end of the stack."""
-    grow = modules[place]
-    assert isinstance(grow, TGrow)
-    weight, frames = grow_weight(grow)
-    if place + 2 != len(modules):
-        return ConvLayer(weight=weight, bias=None, frames=frames), 1
-    last = _conv(modules, place + 1)
-    assert last.bias is not None
-    folded = grow_into_conv(weight, last.weight, frames)
-    return ConvLayer(weight=folded.flatten(0, 1), bias=last.bias.repeat(frames), frames=frames), 2
-
-
-def _conv(modules: list[nn.Module], place: int) -> nn.Conv2d:
+def _conv(modules: Sequence[nn.Module], place: int) -> nn.Conv2d:
     module = modules[place]
-    assert isinstance(module, nn.Conv2d), f"module {place} is {type(module).__name__}, a convolution was expected"
+    assert isinstance(module, nn.Conv2d), f"{type(module).__name__}, where a convolution was expected"
     return module
 
 
-def _is_relu(modules: list[nn.Module], place: int) -> bool:
-    return place < len(modules) and isinstance(modules[place], nn.ReLU)
-
-
-# the algebra
+def _is(kind: type[nn.Module], modules: Sequence[nn.Module], place: int) -> bool:
+    return place < len(modules) and isinstance(modules[place], kind)
 
 
 def fold_mem_block(block: MemBlock) -> MemLayer:
@@ -207,17 +194,13 @@ def fold_super_mem_block(block: SuperMemBlock) -> SuperMemLayer:
     )
 
 
-def grow_weight(grow: TGrow) -> tuple[Tensor, int]:
+def grow_weight(grow: nn.Module) -> tuple[Tensor, int]:
     """(the 1x1 weight that is in use, how many frames it makes of one)."""
+    assert isinstance(grow, TGrow)
     weight = grow.conv.weight
     if grow.last_only:
         return weight[-weight.shape[1] :], 1
     return weight, grow.stride
-
-
-def pool_into_conv(pool: Tensor, conv: Tensor) -> Tensor:
-    """A 1x1 (mid, s·in) followed by a 3x3 (out, mid) is a 3x3 (out, s·in)."""
-    return torch.einsum("omyx,mc->ocyx", conv, pool[:, :, 0, 0])
 
 
 def grow_into_conv(grow: Tensor, conv: Tensor, frames: int) -> Tensor:

@@ -3,14 +3,12 @@
 `model.fused()` folds a copy of the weights once (see `fold`) and chooses, for encoder and decoder each, an engine:
 
 - ``hopper``: own kernels, fp16 and bf16 on GPUs of compute capability 9.0 (H100, H200), base networks whose hidden
-  channel counts are multiples of 64. Kernels are compiled once per process and tile height (four at most); frame
-  count and frame size may change at every call without compiling again.
+  channel counts are multiples of 64. Kernels are compiled once per process and tile height (four at most).
 - ``cudnn``: cuDNN's fused convolutions, on other CUDA devices, in float32, for other widths and the super decoders.
-  Nothing is compiled, sizes and lengths may change freely.
 - ``eager``: torch's own operators, on CPUs and wherever the other two cannot run.
 
-`FusedTAEHV.engines` says what was chosen and why. The object keeps the device and dtype that the model has now; for
-others, move the model and call `fused()` again. A stream runs a chunk of latents at a time that fits into STREAM_BYTES.
+`FusedTAEHV.engines` says what was chosen and why. Frame count and size may change at every call. The object keeps the
+device and dtype that the model has now. A stream runs a chunk of latents at a time that fits into STREAM_BYTES.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +35,9 @@ from tinyvae.models.variants import VariantSpec
 
 Engine = Literal["hopper", "cudnn", "eager"]
 
-STREAM_BYTES = 608 * 2**20
-"""What a chunk may take beside its input."""
+STREAM_BYTES = 608 * 2**20  # for one chunk, beside its input
 MOST_LATENTS = 4096
-FEW_LATENTS = 4
-"""On an H200 each chunk costs 0.2 to 0.7 ms. To have this many latents, a chunk of large frames may take twice the
-memory."""
+FEW_LATENTS = 4  # to have this many, a chunk may take twice the memory: on an H200 each chunk costs 0.2 to 0.7 ms
 SUPER_COPIES: dict[Engine, int] = {"cudnn": 7, "eager": 10}
 """A super block holds its input, two tensors side by side and four widened ones; in the eager engine also both
 depthwise results and one of them shifted. Other blocks hold three tensors."""
@@ -117,10 +112,7 @@ def _block_channels(spec: VariantSpec, side: Side) -> int:
 
 
 class FusedTAEHV(VideoCodec):
-    """A folded copy of ``model``, for inference. ``engine`` names one of the three (see the module).
-
-    Example: ``FusedTAEHV(model, engine="eager").decode_video(latents)``.
-    """
+    """A folded copy of ``model`` for inference, as in ``FusedTAEHV(model, engine="eager").decode_video(latents)``."""
 
     records_gradients = False
 
@@ -192,34 +184,25 @@ def choose_engine(
     layers: Sequence[Layer], dtype: torch.dtype, device: torch.device, wanted: Engine | None
 ) -> tuple[Engine, str]:
     """(engine, why not a faster one); a wanted engine that cannot run here is refused."""
-    if wanted is not None and wanted not in get_args(Engine):
-        names = ", ".join(get_args(Engine))
-        raise UserError(f"engine={wanted!r} is not known; use one of {names}, or leave it out to have one chosen.")
-    reasons: dict[Engine, str | None] = {
-        "hopper": why_not_hopper(layers, dtype, device),
-        "cudnn": why_not_cudnn(dtype, device),
-        "eager": None,
-    }
+    hopper_reason, cudnn_reason = why_not_hopper(layers, dtype, device), why_not_cudnn(dtype, device)
+    reasons: dict[Engine, str | None] = {"hopper": hopper_reason, "cudnn": cudnn_reason, "eager": None}
     if wanted is not None:
-        if reasons[wanted]:
-            raise UserError(
-                f"engine={wanted!r} cannot run here: {reasons[wanted]}; leave engine out to have one chosen."
-            )
+        if wanted not in reasons:
+            names = ", ".join(reasons)
+            raise UserError(f"engine={wanted!r} is not known; use one of {names}, or leave it out to have one chosen.")
+        if reason := reasons[wanted]:
+            raise UserError(f"engine={wanted!r} cannot run here: {reason}; leave engine out to have one chosen.")
         return wanted, "as asked"
-    said = dict.fromkeys(reason for reason in reasons.values() if reason)  # each reason once
-    if reasons["hopper"] is None:
+    if hopper_reason is None:
         return "hopper", ""
-    if reasons["cudnn"] is None:
+    if cudnn_reason is None:
         is_exact = dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
-        return "cudnn", reasons["hopper"] + ("; with TF32 off the plain network is as fast" if is_exact else "")
-    return "eager", "; ".join(said)
+        return "cudnn", hopper_reason + ("; with TF32 off the plain network is as fast" if is_exact else "")
+    return "eager", "; ".join(dict.fromkeys([hopper_reason, cudnn_reason]))  # each reason once
 
 
 def folded_copy(network: nn.Sequential) -> list[Layer]:
-    """The folded layers of a stack with weights of their own, in the stack's dtype.
-
-    Folded weights are sums of products, so they are computed in float64 and rounded once.
-    """
+    """The folded layers of a stack with weights of their own, computed in float64 and rounded once to its dtype."""
     dtype = next(network.parameters()).dtype
     exact = copy.deepcopy(network).double()
     return map_weights(fold_layers(exact), lambda weight: weight.detach().to(dtype).contiguous())

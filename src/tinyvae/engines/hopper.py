@@ -1,8 +1,7 @@
 """The engine of the Hopper kernels: one launch per convolution, nothing between the launches.
 
 Frames travel as BHWC (B = N·T, contiguous), fp16 or bf16; an encoder's images are B3HW until its first convolution. A
-memory block carries its last input frame NHWC, as in the plain network. The layers at the image run slice by slice,
-because their 64-channel frames at full resolution need the most memory.
+memory block carries its last input frame NHWC. Only the layers at the image run slice by slice.
 """
 
 from __future__ import annotations
@@ -15,40 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines import nvrtc
+from tinyvae.engines import fold, nvrtc
+from tinyvae.engines import hopper_kernels as kernels
 from tinyvae.engines.cudnn import PatchConv, conv_relu
 from tinyvae.engines.eager import compute_layer
-from tinyvae.engines.fold import (
-    ClampLayer,
-    ConvLayer,
-    GrowLayer,
-    Layer,
-    MemLayer,
-    PoolLayer,
-    Size,
-    channels_last,
-    map_weights,
-)
-from tinyvae.engines.hopper_kernels import (
-    FirstWeights,
-    ImageWeights,
-    TileWeights,
-    conv_tiles,
-    first_conv,
-    image_conv,
-    pack_first_weights,
-    pack_image_weights,
-    pack_tile_weights,
-)
 from tinyvae.engines.stack import Stack, State
 
-SLICE_BYTES = 192 * 2**20
-"""How many bytes the 64-channel frames at full resolution may take at once; a slice has at least one input frame."""
-
+SLICE_BYTES = 192 * 2**20  # for the 64-channel frames at full resolution of one slice
 CUDNN_CHANNELS: frozenset[int] = frozenset({64, 128})
-"""In memory blocks with these channel counts cuDNN does the second and third convolution with bias, residual and ReLU.
-It saves 0.3 ms of 11.4 (64 channels) and 0.3 more (128), nothing at 256 (480x720x49 on an H200;
-`benchmarks/speed_codec.py --cudnn_channels` compares)."""
+"""In memory blocks with these channel counts cuDNN does the second and third convolution. It saves 0.3 ms of 11.4 each,
+nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py --cudnn_channels` compares)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +36,12 @@ class _CudnnWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class _MemWeights:
-    first: TileWeights
-    second: TileWeights | _CudnnWeights
-    third: TileWeights | _CudnnWeights
+    first: kernels.TileWeights
+    second: kernels.TileWeights | _CudnnWeights
+    third: kernels.TileWeights | _CudnnWeights
 
 
-def why_not_hopper(layers: Sequence[Layer], dtype: torch.dtype, device: torch.device) -> str | None:
+def why_not_hopper(layers: Sequence[fold.Layer], dtype: torch.dtype, device: torch.device) -> str | None:
     """None where the kernels can run these layers, else the reason in words."""
     if device.type != "cuda":
         return f"the model is on {device.type}"
@@ -75,11 +50,11 @@ def why_not_hopper(layers: Sequence[Layer], dtype: torch.dtype, device: torch.de
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the kernels are for fp16 and bf16, the model is {dtype}"
     for layer in layers:
-        if isinstance(layer, MemLayer) and layer.second.shape[0] % 64:
+        if isinstance(layer, fold.MemLayer) and layer.second.shape[0] % 64:
             return f"{layer.second.shape[0]} channels is no multiple of 64"
-        if isinstance(layer, GrowLayer) and layer.weight.shape[0] // (4 * layer.frames) % 64:
+        if isinstance(layer, fold.GrowLayer) and layer.weight.shape[0] // (4 * layer.frames) % 64:
             return f"{layer.weight.shape[0] // (4 * layer.frames)} channels is no multiple of 64"
-        if not isinstance(layer, MemLayer | GrowLayer | ConvLayer | PoolLayer | ClampLayer):
+        if not isinstance(layer, fold.MemLayer | fold.GrowLayer | fold.ConvLayer | fold.PoolLayer | fold.ClampLayer):
             return "a super decoder has no kernel of its own"
     return nvrtc.why_unavailable()
 
@@ -87,17 +62,15 @@ def why_not_hopper(layers: Sequence[Layer], dtype: torch.dtype, device: torch.de
 class HopperStack(Stack):
     """An encoder or decoder as kernel launches; the images may have another precision."""
 
-    def __init__(self, layers: Sequence[Layer], *, patch_size: int) -> None:
-        super().__init__(map_weights(layers, channels_last), patch_size=patch_size)
-        self._dtype = cast(ConvLayer, layers[0 if self.is_encoder else -1]).weight.dtype
+    def __init__(self, layers: Sequence[fold.Layer], *, patch_size: int) -> None:
+        super().__init__(fold.map_weights(layers, fold.channels_last), patch_size=patch_size)
+        self._dtype = cast(fold.ConvLayer, layers[0 if self.is_encoder else -1]).weight.dtype
         self._packed = [self._pack(place) for place in range(len(layers))]
 
     def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
         # Weights and frames have one dtype already.
         with torch.cuda.device(frames_NTCHW.device), torch.autocast("cuda", enabled=False):
             return super().run(frames_NTCHW, state)
-
-    # frames
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
         flat = frames_NTCHW.flatten(0, 1)
@@ -114,7 +87,7 @@ class HopperStack(Stack):
         if not (self.is_encoder and start == 0 and stop > 1):
             return None
         # Beside its full-size frames a slice has its image, cast and laid out in patches.
-        outputs, inputs = cast(ConvLayer, self.layers[0]).weight.shape[:2]
+        outputs, inputs = cast(fold.ConvLayer, self.layers[0]).weight.shape[:2]
         return SLICE_BYTES / self._dtype.itemsize * outputs / (outputs + 2 * inputs)
 
     def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
@@ -123,7 +96,7 @@ class HopperStack(Stack):
         patch = self.patch_size
         return x.shape[1] * patch**2, x.shape[2] // patch, x.shape[3] // patch
 
-    def empty(self, stop: int, size: Size, x: Tensor) -> Tensor:
+    def empty(self, stop: int, size: fold.Size, x: Tensor) -> Tensor:
         shape = (size.frames, size.height, size.width, size.channels)
         if self.ends_in_image(stop):
             shape = (size.frames, 3, size.height * self.patch_size, size.width * self.patch_size)
@@ -133,38 +106,38 @@ class HopperStack(Stack):
         if not self.ends_in_image(stop):
             return super().write(start, stop, x, out)
         image = self._packed[-1]
-        if isinstance(image, ImageWeights):
-            image_conv(self.compute(start, stop - 1, x), image, out)
+        if isinstance(image, kernels.ImageWeights):
+            kernels.image_conv(self.compute(start, stop - 1, x), image, out)
         else:
             out.copy_(F.pixel_shuffle(self.compute(start, stop, x).permute(0, 3, 1, 2), self.patch_size))
-
-    # layers
 
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         weights = cast(_MemWeights, self._packed[place])
         frames, (_, height, width, channels) = x.shape[0] // num_videos, x.shape
         last = x.unflatten(0, (num_videos, -1))[:, -1].clone()
-        hidden = conv_tiles(x, weights.first, frames_per_video=frames, past_NHWC=state[place], relu=True)
+        hidden = kernels.conv_tiles(x, weights.first, frames_per_video=frames, past_NHWC=state[place], relu=True)
         state[place] = None
         if isinstance(weights.second, _CudnnWeights):
             deeper = _cudnn_conv_relu(hidden, weights.second)
         else:
-            deeper = conv_tiles(hidden, weights.second, frames_per_video=frames, relu=True)
+            deeper = kernels.conv_tiles(hidden, weights.second, frames_per_video=frames, relu=True)
         if isinstance(weights.third, _CudnnWeights):
             del hidden  # the result takes its memory
             return _cudnn_conv_relu(deeper, weights.third, residual_BHWC=x), last
         # The pooling layer behind needs its frames side by side.
-        stacked = cast(PoolLayer, self.layers[place + 1]).stride if self.pools_whole(place + 1, state, frames) else 1
+        stacked = (
+            cast(fold.PoolLayer, self.layers[place + 1]).stride if self.pools_whole(place + 1, state, frames) else 1
+        )
         # The first hidden frames are no longer needed: the result takes their place.
         out = hidden.view(-1, height, width, channels * stacked)
-        made = conv_tiles(
+        made = kernels.conv_tiles(
             deeper, weights.third, frames_per_video=frames, residual_BHWC=x, relu=True, stacked=stacked, out=out
         )
         return made, last
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         if self.is_encoder and start == 0:
-            x, start = self._first_conv(x, cast(PoolLayer, self.layers[1]).stride if stop > 1 else 1), 1
+            x, start = self._first_conv(x, cast(fold.PoolLayer, self.layers[1]).stride if stop > 1 else 1), 1
         for place in range(start, stop):
             x = self._layer(self.layers[place], self._packed[place], x)
         return x
@@ -172,69 +145,68 @@ class HopperStack(Stack):
     def _first_conv(self, image_BCHW: Tensor, stacked: int) -> Tensor:
         first = self._packed[0]
         image_BCHW = image_BCHW.to(self._dtype)
-        if isinstance(first, FirstWeights):
-            return first_conv(image_BCHW, first, stacked=stacked)
+        if isinstance(first, kernels.FirstWeights):
+            return kernels.first_conv(image_BCHW, first, stacked=stacked)
         return cast(dict[int, PatchConv], first)[stacked](image_BCHW).permute(0, 2, 3, 1).contiguous()
 
-    def _layer(self, layer: Layer, packed: object, x: Tensor) -> Tensor:
-        """A layer without a state."""
-        if isinstance(packed, TileWeights):
-            return conv_tiles(x, packed, frames_per_video=1, relu=cast(ConvLayer | GrowLayer, layer).relu)
-        if isinstance(layer, PoolLayer):
+    def _layer(self, layer: fold.Layer, packed: object, x: Tensor) -> Tensor:
+        if isinstance(packed, kernels.TileWeights):
+            return kernels.conv_tiles(
+                x, packed, frames_per_video=1, relu=cast(fold.ConvLayer | fold.GrowLayer, layer).relu
+            )
+        if isinstance(layer, fold.PoolLayer):
             if x.shape[3] != layer.weight.shape[1]:
                 x = x.unflatten(0, (-1, layer.stride)).permute(0, 2, 3, 1, 4).flatten(3)
             return _cudnn_conv(x, layer.weight, None, stride=2)
-        if isinstance(layer, ClampLayer):
+        if isinstance(layer, fold.ClampLayer):
             return compute_layer(layer, x)
-        assert isinstance(layer, ConvLayer) and layer.frames == 1 and not layer.shuffle
+        assert isinstance(layer, fold.ConvLayer) and layer.frames == 1 and not layer.shuffle
         made = _cudnn_conv(x, layer.weight, layer.bias)
         return torch.relu_(made) if layer.relu else made
-
-    # weights
 
     def _pack(self, place: int) -> object:
         """What the kernels read of a layer; None where cuDNN does it."""
         layer = self.layers[place]
-        if isinstance(layer, MemLayer):
+        if isinstance(layer, fold.MemLayer):
             return self._pack_block(place, layer)
-        if isinstance(layer, GrowLayer):
-            return pack_tile_weights(layer.weight, None, grown=layer.frames)
-        if not isinstance(layer, ConvLayer):
+        if isinstance(layer, fold.GrowLayer):
+            return kernels.pack_tile_weights(layer.weight, None, grown=layer.frames)
+        if not isinstance(layer, fold.ConvLayer):
             return None
         outputs, inputs = layer.weight.shape[:2]
         if place == 0 and self.is_encoder:
             return self._pack_first(layer)
         if place == len(self.layers) - 1 and inputs == 64 and outputs == 3 * self.patch_size**2:
             assert layer.bias is not None
-            return pack_image_weights(layer.weight, layer.bias, self.patch_size)
+            return kernels.pack_image_weights(layer.weight, layer.bias, self.patch_size)
         if outputs % (64 * layer.frames) == 0 and inputs % 64 == 0 and layer.weight.shape[-1] == 3:
-            return pack_tile_weights(layer.weight, layer.bias, grown=layer.frames)
+            return kernels.pack_tile_weights(layer.weight, layer.bias, grown=layer.frames)
         return None
 
-    def _pack_block(self, place: int, layer: MemLayer) -> _MemWeights:
+    def _pack_block(self, place: int, layer: fold.MemLayer) -> _MemWeights:
         channels = layer.second.shape[0]
         first = torch.cat([layer.first[:channels], layer.first[channels:]], dim=1)
         by_cudnn = channels in CUDNN_CHANNELS
         # Before a pooling layer the result has its frames side by side, which cuDNN cannot do.
-        before_pool = place + 1 < len(self.layers) and isinstance(self.layers[place + 1], PoolLayer)
+        before_pool = place + 1 < len(self.layers) and isinstance(self.layers[place + 1], fold.PoolLayer)
         return _MemWeights(
-            first=pack_tile_weights(first, layer.first_bias[:channels], sources=2),
+            first=kernels.pack_tile_weights(first, layer.first_bias[:channels], sources=2),
             second=_pack_3x3(layer.second, layer.second_bias, by_cudnn),
             third=_pack_3x3(layer.third, layer.third_bias, by_cudnn and not before_pool),
         )
 
-    def _pack_first(self, layer: ConvLayer) -> FirstWeights | dict[int, PatchConv]:
+    def _pack_first(self, layer: fold.ConvLayer) -> kernels.FirstWeights | dict[int, PatchConv]:
         if layer.weight.shape[:2] == (64, 3):
             assert layer.bias is not None
-            return pack_first_weights(layer.weight, layer.bias)
-        stackings, patch = {1, cast(PoolLayer, self.layers[1]).stride}, self.patch_size
+            return kernels.pack_first_weights(layer.weight, layer.bias)
+        stackings, patch = {1, cast(fold.PoolLayer, self.layers[1]).stride}, self.patch_size
         return {stacked: PatchConv.of(layer, patch_size=patch, stacked=stacked) for stacked in stackings}
 
 
-def _pack_3x3(weight: Tensor, bias: Tensor, by_cudnn: bool) -> TileWeights | _CudnnWeights:
+def _pack_3x3(weight: Tensor, bias: Tensor, by_cudnn: bool) -> kernels.TileWeights | _CudnnWeights:
     if by_cudnn:
-        return _CudnnWeights(weight=channels_last(weight), bias=bias)
-    return pack_tile_weights(weight, bias)
+        return _CudnnWeights(weight=fold.channels_last(weight), bias=bias)
+    return kernels.pack_tile_weights(weight, bias)
 
 
 def _cudnn_conv_relu(x_BHWC: Tensor, weights: _CudnnWeights, residual_BHWC: Tensor | None = None) -> Tensor:

@@ -131,7 +131,23 @@ def _tiles_launch(
         frames_per_video, frames, height, width, channels_in, channels_out, sources, blocks, taps, grown, stacked,
         int(split_pixels), stages, tiles_x, tiles_y, tiles, int(relu),
     )  # fmt: skip
-    kernel = _tiles_kernel(tile_h, bfloat, device_index)
+    kernel = _kernel(
+        "conv_tiles",
+        device_index,
+        threads=TILES_THREADS,
+        shared_bytes=MAX_SHARED_BYTES,
+        TILE_H=tile_h,
+        TILE_PIXELS=8 * tile_h,
+        BFLOAT=int(bfloat),
+        HALO_W=HALO_W,
+        WEIGHT_TILE=WEIGHT_TILE,
+        STAGING_BYTES=STAGING_BYTES,
+        BARRIER_BYTES=BARRIER_BYTES,
+        # The matrix instruction's operands behind its 4 * tile_h accumulators.
+        OPERAND_A=4 * tile_h,
+        OPERAND_B=4 * tile_h + 1,
+        OPERAND_ADD=4 * tile_h + 2,
+    )
     blocks_run, shared_bytes = min(jobs, _processors(device_index)), fixed + stages * stage_bytes
     return Launch(kernel, 6, [shape], blocks=blocks_run, shared_bytes=shared_bytes)
 
@@ -172,7 +188,9 @@ def _image_launch(
     channels_out: int, patch: int, bfloat: bool, device_index: int, frames: int, height: int, width: int
 ) -> Launch:
     tiles_x, tiles_y = -(-width // 16), -(-height // 16)
-    kernel, shared_bytes = _image_kernel(channels_out, patch, bfloat, device_index), _image_shared_bytes(channels_out)
+    shared_bytes = IMAGE_SIDE**2 * 128 + 36 * 256 * -(-channels_out // 8)
+    constants = {"OUT": channels_out, "PATCH": patch, "BFLOAT": int(bfloat), "SIDE": IMAGE_SIDE}
+    kernel = _kernel("image_conv", device_index, threads=128, shared_bytes=shared_bytes, **constants)
     values, blocks = [height, width, tiles_x, tiles_y], tiles_x * tiles_y * frames
     return Launch(kernel, 4, values, blocks=blocks, shared_bytes=shared_bytes)
 
@@ -208,7 +226,8 @@ def _first_launch(bfloat: bool, device_index: int, frames: int, height: int, wid
     tiles_x, tiles_y = -(-width // 32), -(-height // 16)
     blocks = min(tiles_x * tiles_y * frames, 2 * _processors(device_index))
     values = [height, width, tiles_x, tiles_y, stacked, frames]
-    return Launch(_first_kernel(bfloat, device_index), 4, values, blocks=blocks, shared_bytes=0)
+    kernel = _kernel("first_conv", device_index, threads=256, shared_bytes=0, BFLOAT=int(bfloat))
+    return Launch(kernel, 4, values, blocks=blocks, shared_bytes=0)
 
 
 def _fragments(weight_KN: Tensor) -> Tensor:
@@ -229,40 +248,8 @@ def _processors(device_index: int) -> int:
 
 
 @functools.cache
-def _tiles_kernel(tile_h: int, bfloat: bool, device_index: int) -> Kernel:
-    constants = {
-        "TILE_H": tile_h,
-        "TILE_PIXELS": 8 * tile_h,
-        "BFLOAT": int(bfloat),
-        "HALO_W": HALO_W,
-        "WEIGHT_TILE": WEIGHT_TILE,
-        "STAGING_BYTES": STAGING_BYTES,
-        "BARRIER_BYTES": BARRIER_BYTES,
-        # The matrix instruction's operands behind its 4 * tile_h accumulators.
-        "OPERAND_A": 4 * tile_h,
-        "OPERAND_B": 4 * tile_h + 1,
-        "OPERAND_ADD": 4 * tile_h + 2,
-    }
-    return _kernel("conv_tiles", constants, device_index, threads=TILES_THREADS, shared_bytes=MAX_SHARED_BYTES)
-
-
-@functools.cache
-def _image_kernel(channels_out: int, patch_size: int, bfloat: bool, device_index: int) -> Kernel:
-    constants = {"OUT": channels_out, "PATCH": patch_size, "BFLOAT": int(bfloat), "SIDE": IMAGE_SIDE}
-    shared_bytes = _image_shared_bytes(channels_out)
-    return _kernel("image_conv", constants, device_index, threads=128, shared_bytes=shared_bytes)
-
-
-def _image_shared_bytes(channels_out: int) -> int:
-    return IMAGE_SIDE**2 * 128 + 36 * 256 * -(-channels_out // 8)
-
-
-@functools.cache
-def _first_kernel(bfloat: bool, device_index: int) -> Kernel:
-    return _kernel("first_conv", {"BFLOAT": int(bfloat)}, device_index, threads=256, shared_bytes=0)
-
-
-def _kernel(name: str, constants: dict[str, int], device_index: int, *, threads: int, shared_bytes: int) -> Kernel:
+def _kernel(name: str, device_index: int, *, threads: int, shared_bytes: int, **constants: int) -> Kernel:
+    """A kernel of ``hopper.cu``, compiled once for each set of constants and device."""
     source = resources.files("tinyvae.engines").joinpath("hopper.cu").read_text(encoding="utf-8")
     return compile_kernel(
         source, name, constants, device_index=device_index, threads=threads, shared_bytes=shared_bytes

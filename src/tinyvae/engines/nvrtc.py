@@ -12,6 +12,7 @@ import glob
 import importlib.util
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,22 +23,18 @@ class KernelBuildError(RuntimeError):
     """The CUDA source could not be compiled or loaded here; the message carries the compiler's words."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One loaded kernel function of one device."""
+    """One loaded kernel function of one device; its module is unloaded with the process."""
 
-    def __init__(self, function: ctypes.c_void_p, *, threads: int, device_index: int, module: ctypes.c_void_p) -> None:
-        self._function = function
-        self._threads = threads
-        self._device_index = device_index
-        self._module = module  # unloaded with the process
-        self._launch = _driver().cuLaunchKernel
+    function: ctypes.c_void_p
+    threads: int
+    device_index: int
 
 
 class Launch:
     """A kernel with ``values``, all arguments except its tensors; each call gives those, the first ``pointers`` ones.
-
-    It never changes, so any number of threads may share it.
-    """
+    It never changes, so any number of threads may share it."""
 
     def __init__(
         self, kernel: Kernel, pointers: int, values: Sequence[ctypes.Structure | int], *, blocks: int, shared_bytes: int
@@ -48,22 +45,21 @@ class Launch:
         self._pointer_array = ctypes.c_void_p * pointers
         self._address_array = ctypes.c_void_p * (pointers + len(self._values))
         self._kernel, self._blocks, self._shared_bytes = kernel, blocks, shared_bytes
+        self._launch = _driver().cuLaunchKernel
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on torch's current stream; None is a null pointer."""
-        # Made for this call only: Python's lock is free during the driver's call, so another thread may launch the same
-        # kernel on its own tensors at the same time.
+        # Made for this call only: another thread may launch the same kernel on its own tensors at the same time.
         pointers = self._pointer_array(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
         start = ctypes.addressof(pointers)
         addresses = self._address_array(*(start + offset for offset in self._offsets), *self._value_addresses)
         kernel = self._kernel
-        stream = torch._C._cuda_getCurrentRawStream(kernel._device_index)
-        status = kernel._launch(
-            kernel._function, self._blocks, 1, 1, kernel._threads, 1, 1, self._shared_bytes,
+        stream = torch._C._cuda_getCurrentRawStream(kernel.device_index)
+        status = self._launch(
+            kernel.function, self._blocks, 1, 1, kernel.threads, 1, 1, self._shared_bytes,
             ctypes.c_void_p(stream), addresses, None,
         )  # fmt: skip
-        if status != 0:
-            _check_driver(status, "cuLaunchKernel")
+        _check_driver(status, "cuLaunchKernel")
 
 
 def compile_kernel(
@@ -83,7 +79,7 @@ def compile_kernel(
         _check_driver(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
         most_dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check_driver(driver.cuFuncSetAttribute(function, most_dynamic_shared, shared_bytes), "cuFuncSetAttribute")
-    return Kernel(function, threads=threads, device_index=device_index, module=module)
+    return Kernel(function=function, threads=threads, device_index=device_index)
 
 
 @functools.cache

@@ -1,11 +1,9 @@
 """The one loop over folded layers. Every engine runs its chunks of a video through it.
 
-The layers are cut into runs. A memory block is a run of its own, because it needs the frame before each frame. The
-layers between two blocks are one run: no frame depends on another one there, so a run may go slice by slice, a few
-frames at a time. At full resolution all frames together would fill the memory.
-
-What a stream carries from one chunk to the next is its *state*, one entry per layer: a memory block keeps something of
-its last frame, a pooling layer the frames that wait for partners.
+The layers are cut into runs. A memory block is a run of its own, because it needs the frame before each frame. In the
+layers between two blocks no frame depends on another one, so their run may go slice by slice, a few frames at a time:
+at full resolution all frames together would fill the memory. What a stream carries from one chunk to the next is its
+*state*: a memory block keeps something of its last frame, a pooling layer the frames that wait for partners.
 """
 
 from __future__ import annotations
@@ -19,12 +17,10 @@ from torch import Tensor
 from tinyvae.engines.fold import ConvLayer, GrowLayer, Layer, MemLayer, PoolLayer, Size, SuperMemLayer
 from tinyvae.models.blocks import whole_groups
 
-State = list[Tensor | None]
-"""One entry per layer; None before the first chunk, and where a layer carries nothing."""
+State = list[Tensor | None]  # one entry per layer; None before the first chunk, and where a layer carries nothing
 
 SLICE_BYTES, CPU_SLICE_BYTES = 96 * 2**20, 16 * 2**20
-"""How many bytes the widest frames of a slice may take. On a CPU small slices fit into its cache, and decoding is 10 to
-20 % faster (the same from 4 to 32 MiB)."""
+"""Bytes for the widest frames of a slice. On a CPU decoding is 10 to 20 % faster if slices fit into the cache."""
 
 
 def slice_bytes(device: torch.device) -> int:
@@ -34,11 +30,9 @@ def slice_bytes(device: torch.device) -> int:
 class Stack(ABC):
     """An encoder or a decoder. An engine is a subclass that says how frames lie in memory and how layers compute."""
 
-    writes_image = True
-    """Whether `write` puts the last slices of a decoder straight into the image."""
+    writes_image = True  # whether `write` puts the last slices of a decoder straight into the image
 
     def __init__(self, layers: Sequence[Layer], *, patch_size: int) -> None:
-        """``patch_size`` belongs to the image side of the stack."""
         self.layers = layers
         self.patch_size = patch_size
         self.is_encoder = any(isinstance(layer, PoolLayer) for layer in layers)
@@ -150,8 +144,7 @@ class Stack(ABC):
 def cut_runs(layers: Sequence[Layer]) -> list[tuple[int, int, bool, int, int]]:
     """Runs as (start, stop, whether it is a memory block, frames made of one, frames pooled into one or 0).
 
-    A memory block is alone, a pooling layer is the last of its run. These are plain loops because torch.compile reads
-    them too.
+    A pooling layer is the last of its run. These are plain loops because torch.compile reads them too.
     """
     runs = []
     start, grown = 0, 1
@@ -169,10 +162,8 @@ def cut_runs(layers: Sequence[Layer]) -> list[tuple[int, int, bool, int, int]]:
 
 
 def widest_values(layers: Sequence[Layer], channels: int) -> tuple[float, int]:
-    """(values that one pixel of the smallest slice has at the widest place of these layers, frames of that slice).
-
-    The smallest slice is one frame, or the frames that the last layer pools.
-    """
+    """(values that one pixel of the smallest slice has at the widest place of these layers, frames of that slice): one
+    frame, or the frames that the last layer pools."""
     last, side = layers[-1], 64
     unit = last.stride if isinstance(last, PoolLayer) else 1
     size, widest = Size(unit, channels, side, side), 0

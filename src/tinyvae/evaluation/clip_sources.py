@@ -7,6 +7,7 @@ data can be compared clip by clip.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,10 +24,7 @@ from tinyvae.data.index import is_index, open_index
 from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
 from tinyvae.video.decode import iterate_frames, probe_video, uneven_times_s
 
-PROBE_TIMEOUT_S = 600.0
-"""Probing a file reads all its packets: minutes for a film of hours on a slow disk."""
-DEFAULT_SPLIT, ALL_SPLITS = "val", "all"
-"""What is taken of a source that has splits where the user asks for none, and the word for every video."""
+PROBE_TIMEOUT_S = 600.0  # probing reads all packets: minutes for a film of hours on a slow disk
 FALLBACK_FPS = 24.0  # for files that state no frame rate
 
 
@@ -43,10 +41,8 @@ class ClipSource:
 class Middle:
     """The part of each video that a run validates on: the middle frames, instead of the first ones."""
 
-    frame_step: int = 1
-    """Frames of the file from one frame of the clip to the next."""
-    scaled: bool = True
-    """Whether the largest window of the clip's shape is scaled to its size; else the window has that size already."""
+    frame_step: int = 1  # frames of the file from one frame of the clip to the next
+    scaled: bool = True  # the largest window of the clip's shape is scaled to its size; else it has that size already
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,36 +54,31 @@ class ClipPart:
     fps: float
     height: int
     width: int
-    resized: bool
-    """Whether frames are cropped and scaled to this size, or the file has it."""
+    resized: bool  # whether frames are cropped and scaled to this size, or the file has it
     first_frame: int = 0
     frame_step: int = 1
-    scaled: bool = True
-    """As in `Middle`."""
-    pixel_aspect: float = 1.0
-    """Width / height of one pixel as it should be shown."""
+    scaled: bool = True  # as in `Middle`
+    pixel_aspect: float = 1.0  # width / height of one pixel as it should be shown
+    # When each frame is shown, in seconds after the first; None where frames follow each other evenly.
     times_s: npt.NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
-    """When each frame is shown, in seconds after the first; None where frames follow each other evenly."""
 
 
 def choose_split(data: Path, *, data_root: Path | None, wanted: str | None) -> tuple[str | None, str]:
-    """(split, note): which videos of a source to take, as `find_clips` wants it, and a note for the user.
+    """(split, note): which videos of a source to take, as `find_clips` wants it, and a note for the user or "".
 
-    Where nothing is ``wanted`` and the source says which videos are for validation, those: a score on the videos that
-    a model was trained on says little. The note is empty where there was nothing to choose.
+    Without ``wanted`` it is val where the source has splits: a model was trained on the other videos.
     """
     _refuse_missing(data)
-    if wanted is not None:
+    # A folder has no splits, and a walk through it takes time.
+    if wanted is not None or data.is_dir():
         return wanted, ""
-    if data.is_dir():  # a folder has no splits, and a walk through it takes time
-        return None, ""
     if is_index(data):
         has_splits = open_index(data, data_root).has_splits
     else:
         has_splits = any(split for _, split in _annotated_clips(data, data_root))
     if not has_splits:
         return None, ""
-    return DEFAULT_SPLIT, f"the videos that {data} annotates as {DEFAULT_SPLIT} are taken; --split all takes every one."
+    return "val", f"the videos that {data} annotates as val are taken; --split all takes every one."
 
 
 def find_clips(
@@ -98,9 +89,9 @@ def find_clips(
     ``max_clips`` takes that many, evenly spread over the sorted list, so that the same call always gives the same.
     """
     _refuse_missing(data)
-    if split not in (None, ALL_SPLITS, *SPLIT_NAMES):
-        raise UserError(f"the split {split!r} is unknown; use one of train, val, test, {ALL_SPLITS}.")
-    meaning = None if split in (None, ALL_SPLITS) else SPLIT_NAMES[str(split)]
+    if split not in (None, "all", *SPLIT_NAMES):
+        raise UserError(f"the split {split!r} is unknown; use one of train, val, test, all.")
+    meaning = None if split in (None, "all") else SPLIT_NAMES[str(split)]
     found = dict.fromkeys(("train", "val", "test", ""), 0)
     clips: list[ClipSource] = []
     for clip, annotated in _annotated_clips(data, data_root):
@@ -108,33 +99,28 @@ def find_clips(
         if meaning is None or annotated == meaning:
             clips.append(clip)
     if not clips:
-        raise UserError(_why_no_clips(data, split, found))
+        counts = ", ".join(f"{count} as {name}" for name, count in found.items() if count and name)
+        if counts:
+            why = f"({counts}); choose with --split train, val, test or all."
+            raise UserError(f"no video of {data} is annotated as {split!r} {why}")
+        if any(found.values()):
+            raise UserError(f"no video of {data} is annotated as {split!r}, it has no splits; leave --split out.")
+        suffixes = ", ".join(VIDEO_SUFFIXES[:5])
+        raise UserError(f"there is no video in {data}; give a folder that holds files such as {suffixes}.")
     clips.sort(key=lambda clip: clip.name)
     if max_clips is not None and max_clips < len(clips):
         clips = [clips[index * len(clips) // max_clips] for index in range(max_clips)]
     return clips
 
 
-def _why_no_clips(data: Path, split: str | None, found: dict[str, int]) -> str:
-    counts = ", ".join(f"{count} as {name}" for name, count in found.items() if count and name)
-    if counts:
-        choices = f"choose with --split train, val, test or {ALL_SPLITS}"
-        return f"no video of {data} is annotated as {split!r} ({counts}); {choices}."
-    if any(found.values()):
-        return f"no video of {data} is annotated as {split!r}, it has no splits; leave --split out."
-    return f"there is no video in {data}; give a folder that holds files such as {', '.join(VIDEO_SUFFIXES[:5])}."
-
-
 def _refuse_missing(data: Path) -> None:
     if not data.exists():
-        raise MissingFileError(
-            f"there is no data at {data} (looked from {Path.cwd()}); give a folder of videos, a video, "
-            "an annotation file or an index."
-        )
+        kinds = "a folder of videos, a video, an annotation file or an index"
+        raise MissingFileError(f"there is no data at {data} (looked from {Path.cwd()}); give {kinds}.")
 
 
 def _annotated_clips(data: Path, data_root: Path | None) -> Iterator[tuple[ClipSource, str]]:
-    """Every video of a source with the split that the source gives it; empty where it gives none."""
+    """Every video of a source with its split, "" where the source gives none."""
     if data.is_file() and is_index(data):
         index = open_index(data, data_root)
         for row in map(index.row, range(len(index))):
@@ -160,8 +146,7 @@ def measure_clip(
     """What of a video will be evaluated; ``UnreadableVideoError`` for one that cannot be.
 
     ``size`` is (height, width): a centered window of that shape, scaled. None keeps every pixel of the file.
-    ``with_times`` also looks up uneven frame times, for those who write the film again. ``middle`` takes the middle
-    ``max_frames`` frames, else they are the first.
+    ``with_times`` also looks up uneven frame times. ``middle`` takes the middle frames instead of the first.
     """
     if clip.known_bad:
         raise UnreadableVideoError(clip.path, f"{clip.known_bad} (as its index says)")
@@ -198,13 +183,10 @@ def frame_chunks(part: ClipPart, *, chunk_frames: int) -> Iterator[Tensor]:
 
 
 def resize_and_crop(frames_TCHW: Tensor, height: int, width: int, *, scaled: bool = True) -> Tensor:
-    """The largest centered window of the shape height x width, scaled to it (bilinear, antialiased). uint8 TCHW.
-
-    Not ``scaled``: a window of just this size, where the picture is large enough.
-    """
+    """The largest centered window of the shape height x width, scaled to it (bilinear, antialiased): uint8 TCHW. Not
+    ``scaled``: a window of just this size, where the picture is large enough."""
     in_height, in_width = frames_TCHW.shape[-2:]
-    scale = min(in_height / height, in_width / width)
-    scale = scale if scaled else min(1.0, scale)
+    scale = min(in_height / height, in_width / width, math.inf if scaled else 1.0)
     window_h, window_w = max(1, round(height * scale)), max(1, round(width * scale))
     top, left = (in_height - window_h) // 2, (in_width - window_w) // 2
     window = frames_TCHW[..., top : top + window_h, left : left + window_w]

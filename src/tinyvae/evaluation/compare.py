@@ -39,8 +39,7 @@ class Comparison:
 
     evaluations: tuple[EvaluationResult, ...]
     candidates: tuple[Candidate, ...]
-    winners: dict[str, str | None]
-    """Metric -> label of the model with the best mean over the clips that all models have; None for a tie."""
+    winners: dict[str, str | None]  # metric -> label of the model with the best mean over shared clips; None: a tie
 
     @property
     def baseline(self) -> EvaluationResult:
@@ -66,28 +65,20 @@ def compare(
     data_root: str | os.PathLike[str] | None = None,
     show_progress_bar: bool = False,
 ) -> Comparison:
-    """Evaluate two or more models on the same frames; arguments as in `evaluate`.
+    """Evaluate two or more models on the frames that every one of them gives back; arguments as in `evaluate`.
 
-    All are compared on the frames that every one of them gives back. A file that cannot tell its variant is opened with
-    `open_model` first.
+    A file that cannot tell its variant is opened with `open_model` first.
 
-    Example::
-
-        comparison = compare(["taehv.safetensors", "output/my_run"], "videos/val")
-        print(comparison.candidates[0].difference("psnr").verdict)
+    Example: ``compare(["taehv.pth", "output/my_run"], "videos/val").candidates[0].difference("psnr").verdict``
     """
     if len(models) < 2:
         raise UserError("compare needs at least two models; for one, use: tinyvae eval MODEL --data DATA")
     devices = choose_devices(device)
     round_trips = with_own_labels([open_model(model, device=devices[0], dtype=dtype) for model in models])
     warn_of_twins(round_trips)
+    root = str(data_root) if data_root is not None else None
     settings = EvaluationSettings(
-        data=str(data),
-        data_root=str(data_root) if data_root is not None else None,
-        split=split,
-        max_clips=max_clips,
-        max_frames=max_frames,
-        size=size,
+        data=str(data), data_root=root, split=split, max_clips=max_clips, max_frames=max_frames, size=size
     )
     evaluations = evaluate_models(
         round_trips, settings, devices=devices, lpips=lpips, show_progress_bar=show_progress_bar
@@ -96,27 +87,17 @@ def compare(
 
 
 def compare_results(evaluations: Sequence[EvaluationResult]) -> Comparison:
-    """Paired differences of evaluations on the same data; the first is the baseline.
-
-    The means are of the clips that every model could do, so that they can be compared too.
-    """
-    assert len(evaluations) >= 2
+    """Paired differences of evaluations on the same data, and their means over the clips that every model could do."""
     shared = set.intersection(*(set(evaluation.by_name()) for evaluation in evaluations))
     if not shared:
         raise UserError("no clip was measured with every model, so there is nothing to compare.")
-    tables = [
-        {name: metrics for name, metrics in evaluation.by_name().items() if name in shared}
-        for evaluation in evaluations
-    ]
+    tables = [{name: clip for name, clip in e.by_name().items() if name in shared} for e in evaluations]
     left_out = set().union(*(evaluation.by_name() for evaluation in evaluations)) - shared
     named = ", ".join(sorted(left_out)[:3])
     note = f"not every model could do every clip; {len(left_out)} are left out of the means and differences: {named}"
+    notes = (note,) if left_out else ()
     evaluations = [
-        replace(
-            evaluation,
-            summary=summarise(list(table.values())),
-            notes=(*evaluation.notes, note) if left_out else evaluation.notes,
-        )
+        replace(evaluation, summary=summarise(list(table.values())), notes=(*evaluation.notes, *notes))
         for evaluation, table in zip(evaluations, tables, strict=True)
     ]
     candidates = []
@@ -128,7 +109,7 @@ def compare_results(evaluations: Sequence[EvaluationResult]) -> Comparison:
 
 
 def with_own_labels(round_trips: Sequence[RoundTrip]) -> list[RoundTrip]:
-    """Labels made different where two models would have the same, by a number behind them."""
+    """The models, with a number behind a label that an earlier one has already."""
     seen: dict[str, int] = {}
     for round_trip in round_trips:
         label = round_trip.facts.label
@@ -139,7 +120,7 @@ def with_own_labels(round_trips: Sequence[RoundTrip]) -> list[RoundTrip]:
 
 
 def warn_of_twins(round_trips: Sequence[RoundTrip]) -> None:
-    """Say at once, before the work, where two models are the same weights run in the same way."""
+    """Warn where two models are the same weights run in the same way."""
     seen: dict[object, RoundTrip] = {}
     for model in round_trips:
         facts = model.facts
@@ -149,11 +130,8 @@ def warn_of_twins(round_trips: Sequence[RoundTrip]) -> None:
         weights = facts.sha256 or os.path.realpath(facts.path)
         twin = seen.setdefault((weights, facts.variant, facts.dtype, type(getattr(model, "codec", None))), model)
         if twin is not model:
-            warnings.warn(
-                f"{twin.facts.label} ({twin.facts.path}) and {facts.label} ({facts.path}) are the same "
-                "weights, so their difference is zero in every metric.",
-                stacklevel=2,
-            )
+            both = f"{twin.facts.label} ({twin.facts.path}) and {facts.label} ({facts.path})"
+            warnings.warn(f"{both} are the same weights, so their difference is zero in every metric.", stacklevel=2)
 
 
 def _winners(labels: Sequence[str], tables: Sequence[Mapping[str, ClipMetrics]]) -> dict[str, str | None]:

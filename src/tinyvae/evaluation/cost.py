@@ -63,16 +63,11 @@ def describe_device(device: torch.device) -> str:
         return f"{torch.cuda.get_device_name(device)} ({device})"
     if device.type != "cpu":
         return str(device)
-    return f"{_processor_name()}, {count_of(torch.get_num_threads(), 'thread')}"
-
-
-def _processor_name() -> str:
     facts = Path("/proc/cpuinfo")
-    if facts.is_file():
-        for line in facts.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    text = facts.read_text(errors="replace") if facts.is_file() else ""
+    names = [line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {count_of(torch.get_num_threads(), 'thread')}"
 
 
 def environment_facts(devices: Sequence[torch.device]) -> dict[str, str]:
@@ -99,11 +94,8 @@ def command_line() -> str:
 
 @contextmanager
 def without_cudnn_trials() -> Iterator[None]:
-    """cuDNN takes the algorithm that it thinks best instead of timing several for each new shape.
-
-    The trials pay in a training step. In a validation they took 10 s and 16 GB of workspace on an H200, for shapes that
-    occur a few times in a run.
-    """
+    """cuDNN takes the algorithm that it thinks best instead of timing several for each new shape. In a validation such
+    trials took 10 s and 16 GB of workspace on an H200."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
     try:
@@ -121,29 +113,19 @@ def fitting_in_memory(what: object) -> Iterator[None]:
         on_gpu = isinstance(fault, torch.OutOfMemoryError)
         if not on_gpu and "DefaultCPUAllocator" not in str(fault):
             raise
-        raise UserError(
-            f"{what} does not fit into the memory {'of the GPU' if on_gpu else 'here'}; take smaller frames, fewer of "
-            "them or half precision (--dtype)."
-        ) from fault
+        advice = "take smaller frames, fewer of them or half precision (--dtype)"
+        where = "of the GPU" if on_gpu else "here"
+        raise UserError(f"{what} does not fit into the memory {where}; {advice}.") from fault
 
 
 @dataclass(kw_only=True)
 class StageTimes:
-    """Seconds inside encoder and decoder, and their memory; filled while a clip runs.
+    """Seconds inside encoder and decoder, and their memory; filled by ``with times.stage("encode", device): ...``."""
 
-    Example::
-
-        times = StageTimes()
-        with times.stage("encode", device):
-            latents = encoder.push(frames)
-    """
-
-    with_memory: bool = False
-    """Whether memory is watched. That resets marks of the whole process or GPU, so it must be asked for."""
+    with_memory: bool = False  # watch memory, which resets marks of the whole process or GPU
     encode_s: float = 0.0
     decode_s: float = 0.0
-    peak_bytes: int | None = None
-    """The most memory while a stage ran: allocated on the GPU, or resident in this process; None: not known."""
+    peak_bytes: int | None = None  # allocated on the GPU, or resident in this process; None: not known
 
     @contextmanager
     def stage(self, name: Literal["encode", "decode"], device: torch.device) -> Iterator[None]:
@@ -168,8 +150,8 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def give_back_freed_memory() -> None:
-    """Give freed memory back to the system, so that what one model used does not count for the next."""
+def free_memory() -> None:
+    """Give unused memory back to the system, so that what one model used does not count for the next."""
     gc.collect()
     trim_heap()
 

@@ -9,10 +9,11 @@ import os
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,7 @@ from tqdm import tqdm
 
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.evaluation.clip_sources import ClipSource, Middle, choose_split, find_clips, measure_clip
-from tinyvae.evaluation.cost import (
-    StageTimes,
-    choose_devices,
-    environment_facts,
-    fitting_in_memory,
-    give_back_freed_memory,
-)
+from tinyvae.evaluation.cost import StageTimes, choose_devices, environment_facts, fitting_in_memory, free_memory
 from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics, open_lpips
 from tinyvae.evaluation.round_trip import TEACHER_KIND, Model, ModelFacts, RoundTrip, in_chunks_that_fit, open_model
 from tinyvae.evaluation.statistics import Summary, summarise
@@ -37,8 +32,7 @@ from tinyvae.terminal import count_of, progress_bar
 if TYPE_CHECKING:
     from tinyvae.losses.perceptual import LPIPS
 
-TEACHER_MAX_FRAMES = 49
-"""Frames of each clip where a teacher takes part and the user set no limit: it holds a whole clip in memory."""
+TEACHER_MAX_FRAMES = 49  # of each clip, where the user set no limit: a teacher holds a whole clip in memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +44,8 @@ class EvaluationSettings:
     split: str | None = None
     max_clips: int | None = None
     max_frames: int | None = None
-    size: tuple[int, int] | None = None
-    """(height, width) that clips were cropped and scaled to; None: as they are in the file."""
-    middle: Middle | None = None
-    """The middle frames of each video, as a run validates on them; None: the first ones."""
+    size: tuple[int, int] | None = None  # (height, width) after crop and scaling; None: as in the file
+    middle: Middle | None = None  # the middle frames, as a run validates on them; None: the first ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +54,7 @@ class ClipResult:
 
     name: str
     path: str
-    num_frames: int
-    """Frames that went into the encoder; ``metrics.num_frames`` of them came back aligned."""
+    num_frames: int  # read; ``metrics.num_frames`` of them came back aligned
     fps: float
     height: int
     width: int
@@ -82,11 +73,10 @@ class SkippedClip:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Speed and memory of the model, without reading files and measuring.
+    """Speed and memory of encoder and decoder, without reading files and measuring.
 
-    Frames per second at the sizes of the clips, over all clips except the first of each device (it warms up), where
-    there is more than one. Several devices add up. Memory is that of encoder and decoder while they ran, the most of
-    all clips and devices.
+    Speed is over all clips except the first of each device (it warms up), where there is more than one; several devices
+    add up. Memory is the most of all clips and devices.
     """
 
     encode_fps: float
@@ -94,8 +84,7 @@ class Cost:
     encode_megapixels_per_s: float
     decode_megapixels_per_s: float
     peak_memory_bytes: int | None
-    memory_kind: str
-    """``GPU memory`` (this model's, allocated by torch) or ``process memory`` (resident, with all that is in it)."""
+    memory_kind: str  # "GPU memory" (this model's, allocated by torch) or "process memory" (resident, all of it)
     num_devices: int
 
 
@@ -119,8 +108,7 @@ class EvaluationResult:
 
     @property
     def evaluations(self) -> tuple[EvaluationResult, ...]:
-        """Itself, as a `Comparison` has several."""
-        return (self,)
+        return (self,)  # a `Comparison` has several
 
     def by_name(self) -> dict[str, ClipMetrics]:
         return {clip.name: clip.metrics for clip in self.clips}
@@ -157,20 +145,13 @@ def evaluate(
     Raises:
         UserError: when there is no video, or not one could be measured.
 
-    Example::
-
-        result = evaluate("output/my_run", "videos/val", max_frames=49)
-        print(result.summary.psnr.mean, result.cost.decode_fps)
+    Example: ``evaluate("output/my_run", "videos/val", max_frames=49).summary.psnr.mean``
     """
     # A model that is in memory stays where it is unless a device is named.
     devices = [model.device] if device is None and not isinstance(model, str | os.PathLike) else choose_devices(device)
+    root = str(data_root) if data_root is not None else None
     settings = EvaluationSettings(
-        data=str(data),
-        data_root=str(data_root) if data_root is not None else None,
-        split=split,
-        max_clips=max_clips,
-        max_frames=max_frames,
-        size=size,
+        data=str(data), data_root=root, split=split, max_clips=max_clips, max_frames=max_frames, size=size
     )
     round_trip = open_model(model, variant=variant, device=devices[0], dtype=dtype, label=label)
     return evaluate_models([round_trip], settings, devices=devices, lpips=lpips, show_progress_bar=show_progress_bar)[0]
@@ -187,25 +168,15 @@ def evaluate_models(
     """Evaluate open models, one after the other, on the frames that every one of them gives back."""
     settings, clips, notes = _open_clips(settings, round_trips)
     ruler, lpips_notes = open_lpips(lpips)
-    return [
-        evaluate_round_trip(
-            round_trip,
-            clips,
-            settings,
-            devices=devices,
-            lpips=ruler,
-            notes=[*notes, *lpips_notes],
-            compared_with=round_trips,
-            show_progress_bar=show_progress_bar,
-        )
-        for round_trip in round_trips
-    ]
+    shared = partial(evaluate_round_trip, clips=clips, settings=settings, devices=devices, compared_with=round_trips)
+    notes += lpips_notes
+    return [shared(trip, lpips=ruler, notes=notes, show_progress_bar=show_progress_bar) for trip in round_trips]
 
 
 def _open_clips(
     settings: EvaluationSettings, round_trips: Sequence[RoundTrip]
 ) -> tuple[EvaluationSettings, list[ClipSource], list[str]]:
-    """The settings with a split and a frame limit where the user set none, the clips, and notes on what was chosen."""
+    """The settings with a split and a frame limit where the user set none, the clips, and notes for the user."""
     for name, value in (("max_frames", settings.max_frames), ("max_clips", settings.max_clips)):
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, got {value}.")
@@ -233,19 +204,22 @@ def evaluate_round_trip(
     compared_with: Sequence[RoundTrip] = (),
     show_progress_bar: bool = False,
 ) -> EvaluationResult:
-    """`evaluate` for a model and clips that are open already.
-
-    ``compared_with``: only frames that these models give back too are compared.
-    """
-    give_back_freed_memory()
+    """`evaluate` for an open model and clips. Only frames that the models of ``compared_with`` give back too count."""
+    free_memory()
     stop = threading.Event()
     with fitting_in_memory(f"{round_trip.facts.label} with its metrics"):
         workers = [
-            _Worker(round_trip.to(device), settings, deepcopy(lpips).to(device) if lpips else None, compared_with, stop)
+            _Worker(
+                round_trip=round_trip.to(device),
+                settings=settings,
+                lpips=deepcopy(lpips).to(device) if lpips else None,
+                compared_with=compared_with,
+                stop=stop,
+            )
             for device in devices
         ]
-    bar = progress_bar(total=len(clips), desc=round_trip.facts.label, unit="clip", disable=not show_progress_bar)
-    with bar:
+    label = round_trip.facts.label
+    with progress_bar(total=len(clips), desc=label, unit="clip", disable=not show_progress_bar) as bar:
         outcomes = _measure_all(workers, clips, stop, bar)
     results = tuple(outcome for outcome in outcomes if isinstance(outcome, ClipResult))
     skipped = tuple(outcome for outcome in outcomes if isinstance(outcome, SkippedClip))
@@ -299,26 +273,22 @@ def _measure_all(
     return [future.result() for future in futures]
 
 
+@dataclass(kw_only=True)
 class _Worker:
     """One model on one device, which measures one clip at a time."""
 
-    def __init__(
-        self,
-        round_trip: RoundTrip,
-        settings: EvaluationSettings,
-        lpips: LPIPS | None,
-        compared_with: Sequence[RoundTrip],
-        stop: threading.Event,
-    ) -> None:
-        self.round_trip, self._settings, self._lpips = round_trip, settings, lpips
-        self._compared_with, self._stop = compared_with, stop
-        self.results: list[ClipResult] = []
-        self.peak_bytes: int | None = None
+    round_trip: RoundTrip
+    settings: EvaluationSettings
+    lpips: LPIPS | None
+    compared_with: Sequence[RoundTrip]
+    stop: threading.Event
+    results: list[ClipResult] = field(default_factory=list)
+    peak_bytes: int | None = None
 
     @torch.no_grad()
     def measure(self, clip: ClipSource) -> ClipResult | SkippedClip:
-        """Send a clip through the model; `_StoppedError` when somebody sets ``stop``."""
-        asked, device = self._settings, self.round_trip.device
+        """Send a clip through the model; `CancelledError` when somebody sets ``stop``."""
+        asked, device = self.settings, self.round_trip.device
         # Kernels that are compiled at run time go to the current GPU of the thread.
         current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         try:
@@ -349,13 +319,13 @@ class _Worker:
 
     def _measure_chunks(self, chunks: Iterator[Tensor], num_frames: int) -> tuple[ClipMetrics, StageTimes]:
         round_trip, device = self.round_trip, self.round_trip.device
-        wanted = min(trip.aligned_frames(num_frames) for trip in (round_trip, *self._compared_with))
-        meter, times = ClipMeter(self._lpips), StageTimes(with_memory=True)
+        wanted = min(trip.aligned_frames(num_frames) for trip in (round_trip, *self.compared_with))
+        meter, times = ClipMeter(self.lpips), StageTimes(with_memory=True)
         idle = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         measured = 0
         for piece in round_trip.run(chunks, num_frames, times):
-            if self._stop.is_set():
-                raise _StoppedError
+            if self.stop.is_set():
+                raise CancelledError
             keep = min(piece.decoded.shape[0], wanted - measured)
             meter.push(piece.decoded[:keep], piece.target[:keep])
             measured += keep
@@ -366,30 +336,21 @@ class _Worker:
         return meter.result(), times
 
 
-class _StoppedError(Exception):
-    """The evaluation ends early; nobody outside sees this."""
-
-
 def own_memory_bytes(facts: ModelFacts, device: torch.device, *, idle: int, peak: int) -> int:
-    """Memory of one model: on a GPU its weights and what was allocated on top of ``idle`` while it ran, so that other
-    models and metrics on that GPU do not count; on a CPU the whole process."""
-    if device.type != "cuda":
-        return peak
-    itemsize: int = getattr(torch, facts.dtype).itemsize
-    return peak - idle + facts.parameters * itemsize
+    """On a GPU the model's weights and what was allocated on top of ``idle`` while it ran; on a CPU the process."""
+    weights: int = facts.parameters * getattr(torch, facts.dtype).itemsize
+    return peak - idle + weights if device.type == "cuda" else peak
 
 
 def _cost(workers: Sequence[_Worker]) -> Cost:
     encode_fps = decode_fps = encode_pixels = decode_pixels = 0.0
     for worker in workers:
-        counted = worker.results[1:] or worker.results
-        if counted:
+        if counted := worker.results[1:] or worker.results:
             num_frames = [worker.round_trip.used_frames(clip.num_frames) for clip in counted]
-            frames = sum(num_frames)
             pixels = sum(n * clip.height * clip.width for n, clip in zip(num_frames, counted, strict=True))
             encode_s, decode_s = sum(clip.encode_s for clip in counted), sum(clip.decode_s for clip in counted)
-            encode_fps += frames / encode_s
-            decode_fps += frames / decode_s
+            encode_fps += sum(num_frames) / encode_s
+            decode_fps += sum(num_frames) / decode_s
             encode_pixels += pixels / encode_s
             decode_pixels += pixels / decode_s
     return Cost(

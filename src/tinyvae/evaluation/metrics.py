@@ -20,7 +20,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,20 +36,17 @@ SSIM_BORDER = 5  # pixels that the 11-pixel window reaches over the edge; the pi
 PERCEPTUAL_BATCH = 8  # frames that SSIM and LPIPS see at once: their scratch memory is tens of frames
 
 
-@dataclass(frozen=True, kw_only=True)
-class MetricInfo:
+class MetricInfo(NamedTuple):
     """How one metric is named, shown and judged."""
 
     name: str
     label: str
+    unit: str  # of the shown number
     better: Literal["higher", "lower", "zero"]
     digits: int
     meaning: str
-    shown_scale: float = 1
-    """Tables show ``value * shown_scale``; ``unit`` belongs to the shown number."""
-    unit: str = ""
-    first_frame: int = 0
-    """The first frame of a clip that has a value of its own; flicker needs the frame before."""
+    shown_scale: float = 1  # tables show ``value * shown_scale``
+    first_frame: int = 0  # the first one with a value of its own; flicker needs the frame before
 
     def shown(self, value: float | None) -> str:
         """The number as tables print it."""
@@ -70,69 +67,20 @@ class MetricInfo:
         return {"higher": -value, "lower": value, "zero": abs(value)}[self.better]
 
 
+_PSNR = "mean over frames of the peak signal-to-noise ratio; identical frames count as 100 dB"
+_SSIM = "structural similarity, Gaussian window of 11 pixels; 1 is identical"
+_FLICKER_ERROR = "root mean square error of frame-to-frame differences, in levels of 255"
+_FLICKER_ENERGY = "temporal high-frequency energy of the output above the input's; negative means motion is smeared"
 METRICS: dict[str, MetricInfo] = {
     info.name: info
     for info in (
-        MetricInfo(
-            name="psnr",
-            label="PSNR",
-            unit="dB",
-            better="higher",
-            digits=2,
-            meaning="mean over frames of the peak signal-to-noise ratio; identical frames count as 100 dB",
-        ),
-        MetricInfo(
-            name="ssim",
-            label="SSIM",
-            better="higher",
-            digits=4,
-            meaning="structural similarity, Gaussian window of 11 pixels; 1 is identical",
-        ),
-        MetricInfo(
-            name="lpips",
-            label="LPIPS",
-            better="lower",
-            digits=4,
-            meaning="perceptual distance of AlexNet features; 0 is identical",
-        ),
-        MetricInfo(
-            name="mse",
-            label="MSE",
-            unit="× 10⁻³",
-            better="lower",
-            shown_scale=1e3,
-            digits=3,
-            meaning="mean squared error of values in [0, 1]",
-        ),
-        MetricInfo(
-            name="mae",
-            label="MAE",
-            unit="/255",
-            better="lower",
-            shown_scale=255,
-            digits=2,
-            meaning="mean absolute error, in levels of 255",
-        ),
-        MetricInfo(
-            name="flicker_error",
-            label="Flicker error",
-            unit="/255",
-            better="lower",
-            shown_scale=255,
-            digits=2,
-            meaning="root mean square error of frame-to-frame differences, in levels of 255",
-            first_frame=1,
-        ),
-        MetricInfo(
-            name="flicker_energy",
-            label="Flicker energy",
-            unit="/255²",
-            better="zero",
-            shown_scale=255**2,
-            digits=2,
-            meaning="temporal high-frequency energy of the output above the input's; negative means motion is smeared",
-            first_frame=1,
-        ),
+        MetricInfo("psnr", "PSNR", "dB", "higher", 2, _PSNR),
+        MetricInfo("ssim", "SSIM", "", "higher", 4, _SSIM),
+        MetricInfo("lpips", "LPIPS", "", "lower", 4, "perceptual distance of AlexNet features; 0 is identical"),
+        MetricInfo("mse", "MSE", "× 10⁻³", "lower", 3, "mean squared error of values in [0, 1]", 1e3),
+        MetricInfo("mae", "MAE", "/255", "lower", 2, "mean absolute error, in levels of 255", 255),
+        MetricInfo("flicker_error", "Flicker error", "/255", "lower", 2, _FLICKER_ERROR, 255, first_frame=1),
+        MetricInfo("flicker_energy", "Flicker energy", "/255²", "zero", 2, _FLICKER_ENERGY, 255**2, first_frame=1),
     )
 }
 
@@ -146,12 +94,9 @@ class ClipMetrics:
     lpips_by_frame: tuple[float, ...] | None
     mse_by_frame: tuple[float, ...]
     mae_by_frame: tuple[float, ...]
-    flicker_error_by_frame: tuple[float, ...]
-    """One value for each frame after the first: RMS of (Δout - Δin) between it and the frame before."""
-    flicker_energy_by_frame: tuple[float, ...]
-    """One value for each frame except the first and the last: mean of h(out)² - h(in)² around it."""
-    psnr: float
-    """Mean of the frames' PSNR."""
+    flicker_error_by_frame: tuple[float, ...]  # of each frame after the first
+    flicker_energy_by_frame: tuple[float, ...]  # of each frame except the first and the last
+    psnr: float  # mean of the frames' PSNR
     ssim: float | None
     lpips: float | None
     mse: float
@@ -175,12 +120,7 @@ class ClipMetrics:
 
     def value(self, metric: str) -> float | None:
         """The clip's value of a metric of `METRICS`."""
-        assert metric in METRICS, metric
         return getattr(self, metric)
-
-    def by_frame(self, metric: str) -> tuple[float, ...] | None:
-        """The values of the frames, or None where the metric has none."""
-        return getattr(self, f"{metric}_by_frame", None)
 
 
 def open_lpips(wanted: LPIPS | str | os.PathLike[str] | None) -> tuple[LPIPS | None, tuple[str, ...]]:
@@ -269,18 +209,14 @@ class ClipMeter:
     def _push_flicker(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
         num_fresh = decoded_TCHW.shape[0]
         if self._tail is not None:
-            decoded_TCHW, target_TCHW = (
-                torch.cat([self._tail[0], decoded_TCHW]),
-                torch.cat([self._tail[1], target_TCHW]),
-            )
-        error = decoded_TCHW - target_TCHW
+            decoded_TCHW = torch.cat([self._tail[0], decoded_TCHW])
+            target_TCHW = torch.cat([self._tail[1], target_TCHW])
         num_pairs = min(num_fresh, decoded_TCHW.shape[0] - 1)
         if num_pairs:
             # Δout - Δin is the difference of the errors.
-            self._difference_ms += _per_frame(error.diff(dim=0)[-num_pairs:].square())
+            self._difference_ms += _per_frame((decoded_TCHW - target_TCHW).diff(dim=0)[-num_pairs:].square())
         if decoded_TCHW.shape[0] >= 3:
-            extra = high_pass(decoded_TCHW).square() - high_pass(target_TCHW).square()
-            self._extra_energy += _per_frame(extra)
+            self._extra_energy += _per_frame(high_pass(decoded_TCHW).square() - high_pass(target_TCHW).square())
         self._tail = decoded_TCHW[-2:].clone(), target_TCHW[-2:].clone()
 
 
@@ -289,12 +225,8 @@ def clip_metrics(decoded_NTCHW: Tensor, target_NTCHW: Tensor, *, lpips: LPIPS | 
 
     Align before: compare ``decoded[:, :n]`` with ``codec.target(frames)``. LPIPS must be on the tensors' device.
 
-    Example::
-
-        (clip,) = clip_metrics(model.reconstruct(frames), model.target(frames))
-        print(clip.psnr, clip.psnr_by_frame)
+    Example: ``clip_metrics(model.reconstruct(frames), model.target(frames))[0].psnr``
     """
-    assert decoded_NTCHW.shape == target_NTCHW.shape, (decoded_NTCHW.shape, target_NTCHW.shape)
     results = []
     for decoded_TCHW, target_TCHW in zip(decoded_NTCHW, target_NTCHW, strict=True):
         meter = ClipMeter(lpips)
@@ -311,12 +243,9 @@ def psnr_from_mse(mse: float) -> float:
 
 
 def ssim_by_frame(decoded_TCHW: Tensor, target_TCHW: Tensor) -> list[float]:
-    """SSIM of each frame (11-pixel Gaussian window, deviation 1.5), by torchmetrics.
-
-    torchmetrics mirrors the picture at its edges; scikit-image leaves a border of 5 pixels out of the mean. The two
-    agree on a picture that was mirrored by hand before it went into scikit-image.
-    """
-    # Imported at first use: torchmetrics takes a second to load and most commands need no SSIM.
+    """SSIM of each frame (11-pixel Gaussian window, deviation 1.5). The picture is mirrored at its edges, while
+    scikit-image leaves a border of 5 pixels out of the mean."""
+    # Imported at first use: it takes a second to load and most commands need no SSIM.
     from torchmetrics.functional.image import structural_similarity_index_measure
 
     values = structural_similarity_index_measure(decoded_TCHW, target_TCHW, data_range=1.0, reduction="none")

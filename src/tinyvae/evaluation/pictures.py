@@ -31,8 +31,7 @@ PLAYER_CRF = 23
 PATCH_SIDE = 64  # pixels of a magnified patch
 NUM_LATENT_PICTURES = 4
 
-HEAT_FULL_SCALE = 0.25
-"""Mean absolute error over RGB (values in [0, 1]) that gets the brightest color: 64 levels of 255."""
+HEAT_FULL_SCALE = 0.25  # mean absolute error over RGB (values in [0, 1]) that gets the brightest color
 HEAT_STOPS = torch.tensor(
     [[8, 9, 14], [38, 16, 78], [110, 24, 110], [185, 44, 86], [236, 98, 42], [250, 178, 44], [255, 250, 200]]
 ).float()
@@ -43,8 +42,7 @@ def heat_map(decoded_TCHW: Tensor, target_TCHW: Tensor) -> Tensor:
     """Absolute error, averaged over RGB, in color: uint8 TCHW. Inputs in [0, 1]."""
     error_THW = (decoded_TCHW.clamp(0, 1) - target_TCHW).abs().mean(dim=1)
     # The square root spreads the small errors, where all the structure is.
-    place = (error_THW / HEAT_FULL_SCALE).clamp(0, 1).sqrt() * (len(HEAT_STOPS) - 1)
-    place = place.nan_to_num(len(HEAT_STOPS) - 1)
+    place = ((error_THW / HEAT_FULL_SCALE).clamp(0, 1).sqrt() * (len(HEAT_STOPS) - 1)).nan_to_num(len(HEAT_STOPS) - 1)
     lower = place.floor().clamp(max=len(HEAT_STOPS) - 2).long()
     stops = HEAT_STOPS.to(error_THW.device)
     weight = (place - lower).unsqueeze(-1)
@@ -106,7 +104,6 @@ def picture_uri(image_CHW: Tensor, kind: str = "PNG", **options: int) -> str:
     """A uint8 picture as a ``data:`` address: PNG without loss, or JPEG."""
     from PIL import Image
 
-    assert image_CHW.dtype == torch.uint8 and image_CHW.ndim == 3, (image_CHW.dtype, image_CHW.shape)
     stream = io.BytesIO()
     Image.fromarray(image_CHW.movedim(0, -1).contiguous().cpu().numpy()).save(stream, kind, **options)
     return f"data:image/{kind.lower()};base64,{base64.b64encode(stream.getvalue()).decode()}"
@@ -116,11 +113,9 @@ def picture_uri(image_CHW: Tensor, kind: str = "PNG", **options: int) -> str:
 class Film:
     """An mp4 whose frames hold all panels side by side: one decoder plays it, so the panels stay in step."""
 
-    src: str
-    """The mp4 as a ``data:`` address."""
+    src: str  # the mp4 as a ``data:`` address
     fps: float
-    first_frame: int
-    """Which frame of the clip the film begins with."""
+    first_frame: int  # of the clip
     num_frames: int
     panels: tuple[str, ...]
     panel_width: int
@@ -134,33 +129,22 @@ class WorstFrame:
     model: str
     frame: int
     psnr: float
-    whole: str
-    """The input frame, small."""
-    box: dict[str, float]
-    """Of the worst patch: left, top, width, height as shares of the frame."""
-    patches: dict[str, str]
-    """The worst patch of input, output and error."""
+    whole: str  # the input frame, small
+    box: dict[str, float]  # of the worst patch: left, top, width, height as shares of the frame
+    patches: dict[str, str]  # the worst patch of input, output and error
     patch_width: int
     patch_height: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentPictures:
-    """Pictures of some latents of a clip: the number of the latent -> its picture as a ``data:`` address."""
-
-    model: str
-    pictures: dict[int, str]
-
-
-@dataclass(frozen=True, kw_only=True)
 class ClipEvidence:
-    """What a report shows of one clip; ``why``: why it shows this clip (worst, best, ...)."""
+    """What a report shows of one clip, and why it shows this clip (worst, best, ...)."""
 
     name: str
     why: str
     film: Film
     worst_frames: tuple[WorstFrame, ...]
-    latents: tuple[LatentPictures, ...]
+    latents: dict[str, dict[int, str]]  # model -> number of the latent -> its picture as a ``data:`` address
 
     @property
     def lowest_psnr(self) -> float:
@@ -174,18 +158,16 @@ def choose_clips(evaluations: Sequence[EvaluationResult], *, limit: int) -> list
     shared = [name for name in first if all(name in table for table in tables)]
     score = {name: sortable(sum(table[name].psnr for table in tables) / len(tables)) for name in shared}
     by_score = sorted(shared, key=lambda name: score[name])
-    wanted: list[tuple[str, str]] = [(by_score[0], "worst"), (by_score[-1], "best")]
+    wanted = [(by_score[0], "worst"), (by_score[-1], "best")]
     if len(evaluations) > 1:
         by_gain = sorted(shared, key=lambda name: sortable(last[name].psnr - first[name].psnr))
         label = evaluations[-1].model.label
         wanted += [(by_gain[-1], f"where {label} gains most"), (by_gain[0], f"where {label} gains least")]
-    wanted += [(by_score[len(by_score) // 2], "median")]
-    wanted += [(name, "among the worst") for name in by_score[1:]]
+    wanted += [(by_score[len(by_score) // 2], "median"), *((name, "among the worst") for name in by_score[1:])]
     chosen: dict[str, str] = {}
     for name, why in wanted:
-        if name not in chosen and len(chosen) < limit:
-            chosen[name] = why
-    return list(chosen.items())
+        chosen.setdefault(name, why)
+    return list(chosen.items())[:limit]
 
 
 @torch.no_grad()
@@ -198,10 +180,9 @@ def gather_evidence(
 ) -> list[ClipEvidence]:
     """Send the chosen clips through the models again and keep pictures of them."""
     shown: list[ClipEvidence] = []
-    chosen = choose_clips(evaluations, limit=limit)
+    chosen, settings = choose_clips(evaluations, limit=limit), evaluations[0].settings
     for name, why in progress_bar(chosen, desc="films for the report", unit="clip", disable=not show_progress_bar):
         results = [next(clip for clip in e.clips if clip.name == name) for e in evaluations]
-        settings = evaluations[0].settings
         source = ClipSource(name=name, path=Path(results[0].path))
         part = measure_clip(source, max_frames=settings.max_frames, size=settings.size, middle=settings.middle)
         with fitting_in_memory(part.path):
@@ -232,11 +213,7 @@ def _evidence_of(
         worst_frames=tuple(
             _worst_frame(label, result, look) for label, result, look in zip(labels, results, looks, strict=True)
         ),
-        latents=tuple(
-            LatentPictures(model=label, pictures=look.latent_pictures())
-            for label, look in zip(labels, looks, strict=True)
-            if look.latents
-        ),
+        latents={label: look.latent_pictures() for label, look in zip(labels, looks, strict=True) if look.latents},
     )
 
 

@@ -29,7 +29,6 @@ Row = Sequence[str]
 
 
 def results_as_json(result: Result, *, command: str) -> dict[str, Any]:
-    """The content of ``results.json`` as plain dicts and lists."""
     content: dict[str, Any] = {
         "format": RESULTS_FORMAT,
         "version": RESULTS_VERSION,
@@ -85,16 +84,13 @@ def evaluation_table(results: Sequence[EvaluationResult], width: int | None = No
 
 
 def short_names(labels: Sequence[str], width: int) -> dict[str, str]:
-    """Label -> what stands for it in tables of this width: itself, or its number and its two ends.
-
-    The number tells apart labels that begin and end alike; the legend below a table says what it stands for.
-    """
+    """Label -> what stands for it in tables of this width: itself, or its number and its two ends."""
     room = max(NARROWEST_NAME, (width - FIRST_COLUMN) // len(labels) - 2)
     names: dict[str, str] = {}
     for number, label in enumerate(labels, start=1):
         kept = room - len(f"[{number}] …")
-        shortened = f"[{number}] {label[: kept - kept // 2]}…{label[len(label) - kept // 2 :]}"
-        names[label] = label if len(label) <= room else shortened
+        ends = f"{label[: kept - kept // 2]}…{label[len(label) - kept // 2 :]}"
+        names[label] = label if len(label) <= room else f"[{number}] {ends}"
     return names
 
 

@@ -30,13 +30,11 @@ from tinyvae.models.weights import find_weights, load_model
 from tinyvae.teachers import find_teacher, load_teacher
 
 CHUNK_PIXELS = {"cpu": 1_400_000, "cuda": 12_000_000}
-"""Pixels that go through the network at once: four frames of 480x720 on a CPU, 35 on a GPU. Larger chunks cost memory
-and gain nothing."""
+"""Pixels that go through the network at once. Larger chunks cost memory and gain nothing."""
 MAX_CHUNK_FRAMES = 32
 FAMILY_KIND, TEACHER_KIND = "tinyvae", "teacher"
 
-OnLatents = Callable[[Tensor], None]
-"""Gets the latents NTCHW as they are made."""
+OnLatents = Callable[[Tensor], None]  # gets the latents NTCHW as they are made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +43,15 @@ class ModelFacts:
 
     label: str
     path: str | None
-    kind: str
-    """`FAMILY_KIND` or `TEACHER_KIND`."""
+    kind: str  # `FAMILY_KIND` or `TEACHER_KIND`
     variant: str
     width: float | None
     parameters: int
     encoder_parameters: int | None
     decoder_parameters: int | None
     dtype: str
-    sha256: str | None
-    """Of the weights file."""
-    latent_variant: str | None = None
-    """The variant whose latents these are, where it is not ``variant``: a teacher makes those of its students."""
+    sha256: str | None  # of the weights file
+    latent_variant: str | None = None  # where it is not ``variant``: a teacher makes the latents of its students
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +65,7 @@ class Piece:
 class RoundTrip:
     """A model that can be evaluated; ``spec`` counts its frames and latents."""
 
-    is_stream = True
-    """Whether chunks go through one by one, so that smaller chunks need less memory."""
+    is_stream = True  # chunks go through one by one, so smaller chunks need less memory
 
     def __init__(self, facts: ModelFacts, spec: VariantSpec) -> None:
         self.facts, self.spec = facts, spec
@@ -126,25 +120,26 @@ class StreamedCodec(RoundTrip):
         if self._reopen is not None:
             return StreamedCodec(self._reopen(device), self.facts, reopen=self._reopen)
         if not isinstance(self.codec, nn.Module):
-            raise UserError(
-                f"{self.facts.label} was made for {self.device} and cannot be moved to {device}; make it there."
-            )
+            what = f"{self.facts.label} was made for {self.device}"
+            raise UserError(f"{what} and cannot be moved to {device}; make it there.")
         return StreamedCodec(deepcopy(self.codec).to(device), self.facts)
 
     def run(
         self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes, on_latents: OnLatents | None = None
     ) -> Iterator[Piece]:
         decoder = StreamingDecoder(self.codec, num_latents=self.spec.latents(num_frames))
-        waiting: list[Tensor] = []  # input frames without their decoded partners
+        waiting: list[Tensor] = []  # input frames CHW without their decoded partners
         for latents_NTCHW in self._encode(chunks, waiting, times):
             if on_latents is not None:
                 on_latents(latents_NTCHW)
             with times.stage("decode", self.device):
                 decoded_NTCHW = decoder.push(latents_NTCHW)
-            target_TCHW = _take(waiting, decoded_NTCHW.shape[1])
-            if target_TCHW is not None:
-                count, _, height, width = target_TCHW.shape
-                yield Piece(decoded=decoded_NTCHW[0, :count, :, :height, :width].float(), target=target_TCHW)
+            targets = waiting[: decoded_NTCHW.shape[1]]  # fewer at the end of a clip: taecvx decodes more than went in
+            if targets:
+                del waiting[: len(targets)]
+                height, width = targets[0].shape[-2:]
+                decoded_TCHW = decoded_NTCHW[0, : len(targets), :, :height, :width]
+                yield Piece(decoded=decoded_TCHW.float(), target=torch.stack(targets))
         decoder.flush()
 
     def _encode(self, chunks: Iterable[Tensor], waiting: list[Tensor], times: StageTimes) -> Iterator[Tensor]:
@@ -152,7 +147,7 @@ class StreamedCodec(RoundTrip):
         encoder = StreamingEncoder(self.codec)
         for frames_TCHW in chunks:
             target_TCHW = to_unit_range(frames_TCHW, self.device)
-            waiting.append(target_TCHW)
+            waiting.extend(target_TCHW)
             padded = pad_to_multiple(target_TCHW[None], self.spec.space_factor)
             with times.stage("encode", self.device):
                 latents_NTCHW = encoder.push(padded)
@@ -160,18 +155,6 @@ class StreamedCodec(RoundTrip):
         with times.stage("encode", self.device):
             latents_NTCHW = encoder.flush()
         yield latents_NTCHW
-
-
-def _take(waiting: list[Tensor], count: int) -> Tensor | None:
-    """The first ``count`` waiting frames, fewer at the end of a clip (taecvx decodes more than went in)."""
-    taken: list[Tensor] = []
-    while count and waiting:
-        head = waiting.pop(0)
-        taken.append(head[:count])
-        if head.shape[0] > count:
-            waiting.insert(0, head[count:])
-        count -= taken[-1].shape[0]
-    return torch.cat(taken) if taken else None
 
 
 class TeacherRoundTrip(RoundTrip):
@@ -183,12 +166,10 @@ class TeacherRoundTrip(RoundTrip):
         """``path``: a diffusers folder or a hub name. Without ``dtype``: float32 on a CPU, bfloat16 on a GPU."""
         found = find_teacher(path, None)
         candidates = found.family.variant_candidates(found.geometry) or found.family.variants
-        spec = get_spec(candidates[0])
-        if spec.time_factor != found.geometry.time_factor:
-            raise UserError(
-                f"{path} packs {found.geometry.time_factor} frames into a latent, unlike any {found.family.class_name} "
-                "that is known; its frames cannot be counted."
-            )
+        spec, packed = get_spec(candidates[0]), found.geometry.time_factor
+        if spec.time_factor != packed:
+            known = f"unlike any {found.family.class_name} that is known"
+            raise UserError(f"{path} packs {packed} frames into a latent, {known}; its frames cannot be counted.")
         dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         self._teacher = load_teacher(None, path, dtype=dtype, device=device)
         self._path = path
@@ -241,8 +222,7 @@ class TeacherRoundTrip(RoundTrip):
         yield Piece(decoded=decoded_NTCHW[0, :wanted, :, :height, :width].float(), target=target_TCHW)
 
 
-Model = str | os.PathLike[str] | VideoCodec | RoundTrip
-"""What can be evaluated: a path that `open_model` takes, a codec in memory, or a model that is open already."""
+Model = str | os.PathLike[str] | VideoCodec | RoundTrip  # a path that `open_model` takes, or what is open already
 
 
 def open_model(
@@ -256,12 +236,10 @@ def open_model(
 ) -> RoundTrip:
     """Open a model: a path that `load_model` takes, a teacher's folder, or a codec in memory.
 
-    On a CPU the weights run in float32 unless ``dtype`` says otherwise (half precision is slow there); on a GPU in the
-    file's dtype. ``fused`` runs the folded network (`TAEHV.fused`). A codec in memory stays as it is.
+    Without ``dtype`` the weights run in float32 on a CPU and in the file's dtype on a GPU. ``fused`` runs the folded
+    network (`TAEHV.fused`). A codec in memory stays as it is.
 
-    Example::
-
-        round_trip = open_model("output/my_run", device=torch.device("cuda"))
+    Example: ``open_model("output/my_run", device=torch.device("cuda"))``
     """
     if isinstance(model, VideoCodec):
         return StreamedCodec(model, codec_facts(model, label=label or type(model).__name__, path=None))
@@ -313,14 +291,11 @@ def label_of(path: Path) -> str:
 def codec_facts(codec: VideoCodec, *, label: str, path: Path | None) -> ModelFacts:
     """What is known of a codec; ``path`` is where its weights come from."""
     spec = codec.spec
-    network = codec
-    if not isinstance(network, nn.Module):  # a folded network is counted as the one it came from
-        with torch.device("meta"):
-            network = TAEHV(spec.name, width=spec.width)
-    assert isinstance(network, nn.Module)
+    with torch.device("meta"):  # a folded network is counted as the one it came from
+        network = codec if isinstance(codec, nn.Module) else TAEHV(spec.name, width=spec.width)
     counts = {
-        name: sum(p.numel() for p in getattr(network, name).parameters()) if hasattr(network, name) else None
-        for name in ("encoder", "decoder")
+        part: sum(p.numel() for name, p in network.named_parameters() if name.startswith(part))
+        for part in ("", "encoder.", "decoder.")
     }
     return ModelFacts(
         label=label,
@@ -328,9 +303,9 @@ def codec_facts(codec: VideoCodec, *, label: str, path: Path | None) -> ModelFac
         kind=FAMILY_KIND,
         variant=spec.name,
         width=spec.width,
-        parameters=sum(p.numel() for p in network.parameters()),
-        encoder_parameters=counts["encoder"],
-        decoder_parameters=counts["decoder"],
+        parameters=counts[""],
+        encoder_parameters=counts["encoder."] or None,
+        decoder_parameters=counts["decoder."] or None,
         dtype=str(codec.dtype).removeprefix("torch."),
         sha256=sha256_of(find_weights(path)) if path is not None else None,
     )
@@ -348,8 +323,8 @@ Made = TypeVar("Made")
 def in_chunks_that_fit(round_trip: RoundTrip, part: ClipPart, attempt: Callable[[Iterator[Tensor]], Made]) -> Made:
     """What ``attempt`` makes of the clip's chunks of frames.
 
-    After out of memory it is called again from the clip's first frame, with chunks of half the size, until they fit or
-    are single frames (a stream that failed has lost its state). The model keeps the size that fits for later clips.
+    After out of memory it is called again from the first frame, with chunks of half the size, until they fit or are
+    single frames. The model keeps the size that fits for later clips.
     """
     while True:
         chunk_frames = round_trip.chunk_frames(part.height, part.width)

@@ -1,8 +1,7 @@
 """Means over clips and how sure they are.
 
 The clip is the unit: frames of one clip are nearly copies of each other, so an interval over frames would be too
-narrow. Intervals are Student's t at 95 %. Two models on the same clips are compared clip by clip: clips differ far more
-from each other than models do, and pairs take that difference out.
+narrow. Intervals are Student's t at 95 %. Two models are compared clip by clip, because clips differ more than models.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ _T_975 = (
     2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
     2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
 )  # fmt: skip
-_Z_975 = 1.959964
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +25,10 @@ class Estimate:
     """A mean over clips with its spread. ``low`` and ``high`` bound the mean at 95 %; None for a single clip."""
 
     mean: float
-    std: float | None
-    """Standard deviation over clips (n-1); None for a single clip."""
+    std: float | None  # over clips (n-1); None for a single clip
     low: float | None
     high: float | None
-    count: int
-    """Clips that have a value."""
+    count: int  # clips that have a value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +46,6 @@ class Summary:
     num_frames: int
 
     def value(self, metric: str) -> Estimate | None:
-        assert metric in METRICS, metric
         return getattr(self, metric)
 
     def means(self) -> dict[str, float]:
@@ -60,18 +55,13 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """One metric, two models, the same clips: ``difference`` is candidate minus baseline.
-
-    For a metric that is best at zero the difference is of absolute values.
-    """
+    """One metric, two models, the same clips: candidate minus baseline (of absolute values for a metric best at 0)."""
 
     metric: str
     difference: Estimate
-    wins: int
-    """Clips on which the candidate is better."""
+    wins: int  # clips on which the candidate is better
     losses: int
-    verdict: str
-    """``better``, ``worse``, or ``unclear`` when the interval holds zero (or a single clip gives none)."""
+    verdict: str  # better, worse, or unclear: the interval holds zero, or a single clip gives none
 
 
 def summarise(clips: Sequence[ClipMetrics]) -> Summary:
@@ -85,7 +75,6 @@ def summarise(clips: Sequence[ClipMetrics]) -> Summary:
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Mean, sample deviation and Student's t interval of at least one value; NaN among them makes NaN."""
-    assert values, "nothing to average"
     count = len(values)
     mean = math.fsum(values) / count
     if count == 1:
@@ -100,22 +89,25 @@ def paired_difference(
 ) -> PairedDifference | None:
     """Candidate against baseline over the clips (by name) that both have; None where no clip has both values."""
     info = METRICS[metric]
-    pairs: list[tuple[float, float]] = []
+    differences: list[float] = []
     for name in baseline.keys() & candidate.keys():
         before, after = baseline[name].value(metric), candidate[name].value(metric)
         if before is not None and after is not None:
-            pairs.append((before, after))
-    if not pairs:
+            differences.append(abs(after) - abs(before) if info.better == "zero" else after - before)
+    if not differences:
         return None
-    if info.better == "zero":
-        pairs = [(abs(before), abs(after)) for before, after in pairs]
-    difference = estimate([after - before for before, after in pairs])
+    sign = 1 if info.better == "higher" else -1
+    difference = estimate(differences)
+    verdict = "unclear"
+    low, high = difference.low, difference.high
+    if low is not None and high is not None and (low > 0 or high < 0):  # neither holds for NaN
+        verdict = "better" if sign * difference.mean > 0 else "worse"
     return PairedDifference(
         metric=metric,
         difference=difference,
-        wins=sum(info.badness(after) < info.badness(before) for before, after in pairs),
-        losses=sum(info.badness(after) > info.badness(before) for before, after in pairs),
-        verdict=_verdict(difference, higher_is_better=info.better == "higher"),
+        wins=sum(sign * value > 0 for value in differences),
+        losses=sum(sign * value < 0 for value in differences),
+        verdict=verdict,
     )
 
 
@@ -124,14 +116,5 @@ def student_t_975(degrees: int) -> float:
     assert degrees >= 1
     if degrees <= len(_T_975):
         return _T_975[degrees - 1]
-    z = _Z_975
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    return z + first / degrees + second / degrees**2
-
-
-def _verdict(difference: Estimate, *, higher_is_better: bool) -> str:
-    low, high = difference.low, difference.high
-    if low is None or high is None or low <= 0 <= high or math.isnan(difference.mean):
-        return "unclear"
-    return "better" if (difference.mean > 0) == higher_is_better else "worse"
+    z = 1.959964
+    return z + (z**3 + z) / 4 / degrees + (5 * z**5 + 16 * z**3 + 3 * z) / 96 / degrees**2

@@ -1,9 +1,7 @@
 """``results.json`` and ``report.html``: everything that an evaluation or a comparison found.
 
-The page is one file that opens offline. ``page.html`` is its jinja2 template; this file prepares the values. The size
-of the page is bounded: films and pictures of at most `DEFAULT_FILMS` clips (under about 1 MB each), a table of at most
-`MAX_ROWS` clips, and curves of at most `MAX_CURVE_NUMBERS` values and `MAX_CURVE_FRAMES` frames a clip.
-``results.json`` always has all clips and frames.
+The page is one file that opens offline. ``page.html`` is its jinja2 template; this file prepares the values. The
+constants below bound the size of the page. ``results.json`` always has all clips and frames.
 """
 
 from __future__ import annotations
@@ -27,17 +25,15 @@ from tinyvae.evaluation.results import Result, write_results
 from tinyvae.evaluation.round_trip import RoundTrip
 from tinyvae.files import atomic_write
 
-DEFAULT_FILMS = 6
-MAX_ROWS = 2000
+DEFAULT_FILMS = 6  # clips with a film and pictures, under about 1 MB each
+MAX_ROWS = 2000  # of the table of clips
 MAX_CURVE_NUMBERS = 200_000
-MAX_CURVE_FRAMES = 2000
+MAX_CURVE_FRAMES = 2000  # of one clip
 MAX_TRAINING_POINTS = 400  # of one curve; longer ones are thinned evenly, the first and the last point stay
 SPARK_POINTS = 48
-CURVE_GROUPS = ("val/psnr", "val/ssim", "val/lpips", "val/flicker", "val/", "train/loss", "train/")
-"""The order of the training curves."""
+CURVE_GROUPS = ("val/psnr", "val/ssim", "val/lpips", "val/flicker", "val/", "train/loss", "train/")  # in this order
 
-Curves = dict[str, list[tuple[float, float]]]
-"""Of a run: name -> (step, value) in the order of steps."""
+Curves = dict[str, list[tuple[float, float]]]  # of a run: name -> (step, value) in the order of steps
 
 
 def publish(
@@ -53,10 +49,7 @@ def publish(
 
     The clips that the page shows go through the models again for their films. ``command`` is printed on the page.
 
-    Example::
-
-        result = evaluate(round_trip, "videos/val")
-        publish(result, [round_trip], Path("out"), command="my script")
+    Example: ``publish(evaluate(round_trip, "videos/val"), [round_trip], Path("out"), command="my script")``
     """
     folder.mkdir(parents=True, exist_ok=True)
     results_file, report_file = folder / "results.json", folder / "report.html"
@@ -157,7 +150,7 @@ def _cell(info: MetricInfo, value: float | None, shown: Any) -> dict[str, str]:
 
 
 def _difference(info: MetricInfo, first: float | None, last: float | None) -> float | None:
-    """The last model less the first, as pairs are compared: of sizes for a metric that is best at zero."""
+    """The last model less the first, as in `paired_difference`."""
     if first is None or last is None or not math.isfinite(first) or not math.isfinite(last):
         return None
     return abs(last) - abs(first) if info.better == "zero" else last - first
@@ -174,7 +167,7 @@ def _page_data(
     curves = _curves({**with_film, **listed})
     return {
         "models": [evaluation.model.label for evaluation in evaluations],
-        "metrics": [asdict(info) for info in METRICS.values()],
+        "metrics": [info._asdict() for info in METRICS.values()],
         "curves": curves,
         "start_clip": curves[0]["name"] if curves else None,
         "players": [{"name": clip.name, **asdict(clip.film)} for clip in evidence],
@@ -188,20 +181,19 @@ def _curves(listed: dict[str, list[ClipResult]]) -> list[dict[str, Any]]:
     spent = 0
     for name, clips in listed.items():
         frames = curve_frames(clips[-1])
-        series = [_series(clip, frames) for clip in clips]
+        series = [_series(clip, frames or range(clips[-1].metrics.num_frames)) for clip in clips]
         spent += sum(len(values) for one in series for values in one.values())
         if spent > MAX_CURVE_NUMBERS and curves:
             break
-        is_whole = frames == range(len(frames))
-        curves.append({"name": name, "frames": None if is_whole else frames, "series": series})
+        curves.append({"name": name, "frames": frames, "series": series})
     return curves
 
 
-def curve_frames(clip: ClipResult) -> Sequence[int]:
-    """The frames of a clip's curves: all, or of a long film the worst (by PSNR) of each stretch of equal length."""
+def curve_frames(clip: ClipResult) -> list[int] | None:
+    """The frames of a long film's curves: the worst (by PSNR) of each stretch of equal length; None: all frames."""
     psnr = clip.metrics.psnr_by_frame
     if len(psnr) <= MAX_CURVE_FRAMES:
-        return range(len(psnr))
+        return None
     bounds = [round(i * len(psnr) / MAX_CURVE_FRAMES) for i in range(MAX_CURVE_FRAMES + 1)]
     return [
         min(range(start, stop), key=lambda place: sortable(psnr[place])) for start, stop in itertools.pairwise(bounds)
@@ -212,12 +204,10 @@ def _series(clip: ClipResult, frames: Sequence[int]) -> dict[str, list[float | N
     """Values at ``frames``; None where a frame has none (flicker of the first)."""
     found: dict[str, list[float | None]] = {}
     for metric, info in METRICS.items():
-        values = clip.metrics.by_frame(metric)
-        if values:
-            places = (place - info.first_frame for place in frames)
+        if values := getattr(clip.metrics, f"{metric}_by_frame"):
             found[metric] = [
                 float(f"{values[place]:.5g}") if 0 <= place < len(values) and math.isfinite(values[place]) else None
-                for place in places
+                for place in (frame - info.first_frame for frame in frames)
             ]
     return found
 
@@ -244,7 +234,8 @@ def read_training_curves(run_folder: Path) -> Curves:
     history = run_folder / "validation_history.json"
     for entry in (_parsed(history.read_text(errors="replace")) if history.is_file() else None) or []:
         _add_entry(curves, entry, prefix="val/")
-    return {name: _thinned(sorted(curves[name].items())) for name in sorted(curves, key=_curve_order)}
+    names = sorted(curves, key=lambda name: ([not name.startswith(group) for group in CURVE_GROUPS], name))
+    return {name: _thinned(sorted(curves[name].items())) for name in names}
 
 
 def _add_entry(curves: dict[str, dict[float, float]], entry: Any, *, prefix: str) -> None:
@@ -269,10 +260,6 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
         return points
     step = (len(points) - 1) / (MAX_TRAINING_POINTS - 1)
     return [points[round(i * step)] for i in range(MAX_TRAINING_POINTS)]
-
-
-def _curve_order(name: str) -> tuple[int, str]:
-    return next((i for i, start in enumerate(CURVE_GROUPS) if name.startswith(start)), len(CURVE_GROUPS)), name
 
 
 def _is_detail(name: str, points: list[tuple[float, float]]) -> bool:
