@@ -25,10 +25,7 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
 
     Until then it is hidden beside its place as ``.NAME.PID.part``. A failure removes it; a kill leaves at most that.
 
-    Example::
-
-        with atomic_write(folder / "config.json", "w") as stream:
-            json.dump(values, stream)
+    Example: ``with atomic_write(folder / "config.json", "w") as stream: json.dump(values, stream)``
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -58,18 +55,14 @@ def lock_file(stream: IO[bytes], *, wait: bool) -> None:
 
 
 def make_output_folder(folder: Path, *, option: str = "--output") -> None:
-    """Create a folder and try to write into it, so that hours of work do not end at a folder that cannot be written.
-
-    ``option`` is the user's word for the folder, for the message.
-    """
+    """Create a folder and try to write into it. ``option`` is the user's word for the folder, for the message."""
     try:
         if folder.is_file():
             raise UserError(f"{option} {folder} is a file; name a folder.")
         _try_writing(folder)
     except OSError as refused:
-        raise UserError(
-            f"{option} {folder} cannot be written ({refused.strerror or refused}); name another folder."
-        ) from None
+        reason = refused.strerror or refused
+        raise UserError(f"{option} {folder} cannot be written ({reason}); name another folder.") from None
 
 
 def check_output_file(file: Path, *, option: str, suffix: str | None = None) -> None:
@@ -85,9 +78,8 @@ def check_output_file(file: Path, *, option: str, suffix: str | None = None) -> 
             with file.open("ab"):  # nothing is changed
                 pass
     except OSError as refused:
-        raise UserError(
-            f"{option} {file} cannot be written ({refused.strerror or refused}); name another place."
-        ) from None
+        reason = refused.strerror or refused
+        raise UserError(f"{option} {file} cannot be written ({reason}); name another place.") from None
 
 
 def _try_writing(folder: Path) -> None:
@@ -106,6 +98,5 @@ def writing_to(folder: Path) -> Iterator[None]:
     except UserError:
         raise
     except OSError as fault:
-        raise UserError(
-            f"writing to {folder} failed ({fault.strerror or fault}); check its space and permissions."
-        ) from fault
+        reason = fault.strerror or fault
+        raise UserError(f"writing to {folder} failed ({reason}); check its space and permissions.") from fault

@@ -3,8 +3,7 @@
 MODEL is a weights file, a model, checkpoint or run folder, or a diffusers VAE folder. DATA is a folder of videos, one
 video, an annotation file (.json, .jsonl) or an index of `tinyvae data index`. Where the data has splits, the videos
 annotated as val are taken, unless --split says otherwise. Every frame is streamed through the model in constant memory
-and compared with its input frame. Sizes that are no multiple of the model's space factor are padded by their edge
-pixels and cropped back. With --output, results.json and report.html are written.
+and compared with its input frame. With --output, results.json and report.html are written.
 
 example:
   tinyvae eval output/my_run --data videos/val --output output/my_run/eval
@@ -102,13 +101,7 @@ def finish(result: Any, evaluations: list[Any], round_trips: list[Any], argument
         from tinyvae.files import writing_to
 
         with writing_to(arguments.output):
-            files = publish(
-                result,
-                round_trips,
-                arguments.output,
-                command=command_line(),
-                num_films=arguments.films,
-                show_progress_bar=True,
-            )
+            how = {"command": command_line(), "num_films": arguments.films, "show_progress_bar": True}
+            files = publish(result, round_trips, arguments.output, **how)
         print("\n" + "\n".join(f"wrote {file}" for file in files))
     return 0 if result.is_complete else 1

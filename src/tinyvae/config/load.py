@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from tinyvae.config import old_files, rules
 from tinyvae.config.old_files import Settings
@@ -30,16 +30,16 @@ from tinyvae.errors import MissingFileError, UserError, nearest_name
 
 PRESET_FOLDER = Path(__file__).resolve().parent / "presets"
 PROJECT_MARKERS = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "requirements.txt")
-LARGEST_FILE = 2**20
-"""Bytes of a settings file at most; a larger one is something else, such as a video or weights."""
+LARGEST_FILE = 2**20  # bytes; a larger file is something else, such as a video or weights
+SWITCH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedConfig:
     """A configuration and where it comes from.
 
-    ``source``: the preset's name, or the file. ``notices``: lines for the caller to print, on old keys and on what was
-    decided for the user. ``given_paths``: path key -> how it was written.
+    ``source``: the preset's name, or the file. ``notices``: lines for the caller to print. ``given_paths``: path key ->
+    how it was written.
     """
 
     config: TrainConfig
@@ -81,18 +81,19 @@ def load_preset(name: str) -> TrainConfig:
 
 
 def load_config(preset_or_file: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> LoadedConfig:
-    """The configuration of a preset's name, a settings file, a run's ``config.json`` or a run folder.
+    """The configuration of a preset's name, a settings file, a run's ``config.json`` or a run folder (for a new run).
 
-    That of a run is one for a new run: whether the old one was resumed is left out. ``overrides``: words of the command
-    line (``--key value ...``), or a mapping of keys to values. One `UserError` lists every unknown key, wrong value and
-    broken rule. The files that are named are not looked at; `rules.check_config` does that.
+    ``overrides``: words of the command line (``--key value ...``), or a mapping of keys to values. One `UserError`
+    lists every unknown key, wrong value and broken rule. `rules.check_config` looks at the files that are named.
 
     Example: ``load_config("scratch", ["--data_root", "clips", "--max_train_steps", "500"]).config``
     """
     layers = _source_layers(preset_or_file)
     # The defaults hold one path, which starts from the same folder as those of the preset or file.
     defaults = Layer(name="the defaults", base=layers[0].base, values={"output_dir": FIELDS["output_dir"].default})
-    values = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
+    names, values = ([], overrides) if isinstance(overrides, Mapping) else parse_words(overrides)
+    if names:
+        raise UserError(f"{names[0]!r} is not a setting; settings are written as --key value.")
     merging = _Merging([defaults, *layers, Layer(name="the command line", base=Path.cwd(), values=values)])
     config = TrainConfig(**merging.values)
     complaints = [*merging.complaints, *merging.disagreements(config)]
@@ -100,9 +101,8 @@ def load_config(preset_or_file: str | Path, overrides: Sequence[str] | Mapping[s
     found = rules.value_complaints(config)
     complaints += [complaint for complaint in found if not wrong_keys & set(complaint.keys)]
     rules.raise_complaints(complaints, heading=str(preset_or_file))
-    return LoadedConfig(
-        config=config, source=str(preset_or_file), notices=tuple(merging.notices), given_paths=merging.given
-    )
+    notices = tuple(merging.notices)
+    return LoadedConfig(config=config, source=str(preset_or_file), notices=notices, given_paths=merging.given)
 
 
 # where layers come from
@@ -111,7 +111,7 @@ def load_config(preset_or_file: str | Path, overrides: Sequence[str] | Mapping[s
 def project_of(folder: Path) -> Path:
     """The nearest folder at or above ``folder`` that holds a project marker; ``folder`` itself where there is none.
 
-    The home folder and the root never count: dotfiles kept in git would make one project of all a user has.
+    The home folder and the root never count: dotfiles may be kept in git there.
     """
     folder = Path(os.path.abspath(folder))
     for candidate in (folder, *folder.parents):
@@ -167,38 +167,41 @@ def _settings_in_json(text: str, file: Path) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key not in left_out}
 
 
-def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Key -> text or bool, from ``--key value``, ``--key=value``, ``--key a b``, ``--switch`` and ``--no-switch``.
+def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """(words that are no setting, key -> text or bool), from ``--key value``, ``--key=value``, ``--key a b``,
+    ``--switch`` and ``--no-switch``. Dashes inside a key may stand for underscores. The last of several values counts.
 
-    Dashes inside a key may stand for underscores. The last of several values counts.
+    Example: ``parse_words(["--seed", "1", "quickstart"]) == (["quickstart"], {"seed": "1"})``
     """
+    names: list[str] = []
     settings: dict[str, Any] = {}
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
-            raise UserError(f"{word!r} is not a setting; settings are written as --key value.")
+            names.append(word)
+            continue
         name, equals, text = word[2:].partition("=")
         key = name.replace("-", "_")
-        values: list[str] = []
-        kinds = kinds_of(key) if key in FIELDS else ()
-        is_tuple = any(get_origin(kind) is tuple for kind in kinds)
-        while not equals and rest and not rest[0].startswith("--") and (is_tuple or not values):
-            values.append(rest.pop(0))
         if key not in FIELDS and key.removeprefix("no_") in FIELDS:
             key = key.removeprefix("no_")
             if bool not in kinds_of(key):
                 raise UserError(f"--{name}: {key} is not a switch; write --{key} VALUE.")
-            if equals or values:
+            if equals:
                 raise UserError(f"--{name} takes no value; write --{key} false instead.")
             settings[key] = False
-        elif equals or values:
-            settings[key] = text if equals else " ".join(values)
-        elif bool not in kinds and (kinds or key in old_files.OLD_NAMES):
+            continue
+        kinds = kinds_of(key) if key in FIELDS else ()
+        most = next((len(get_args(kind)) for kind in kinds if get_origin(kind) is tuple), 1)
+        values = [text] if equals else []
+        while not equals and rest and len(values) < most and not rest[0].startswith("--"):
+            if bool in kinds and rest[0].lower() not in SWITCH_WORDS:
+                break
+            values.append(rest.pop(0))
+        if not values and bool not in kinds and (kinds or key in old_files.OLD_NAMES):
             raise UserError(f"--{key} needs a value.")
-        else:
-            settings[key] = True  # a switch alone means on; an unknown key is complained of later
-    return settings
+        settings[key] = " ".join(values) if values else True  # an unknown key is complained of later
+    return names, settings
 
 
 # settings files
@@ -306,11 +309,8 @@ def _surroundings(folder: Path, base: Path) -> Iterator[None]:
 
 # how layers become one
 
-SWITCHES: Mapping[str, tuple[str, ...]] = {
-    "use_ref_vae": ("encoder_loss_weight", "decoder_loss_weight"),
-    "use_seraena": ("seraena_loss_weight",),
-}
-"""Switch -> the weights that mean nothing without it."""
+# switch -> the weights that mean nothing without it
+SWITCHES = {"use_ref_vae": ("encoder_loss_weight", "decoder_loss_weight"), "use_seraena": ("seraena_loss_weight",)}
 
 
 class _Merging:
@@ -406,8 +406,7 @@ class _Merging:
     def _settle_variant(self) -> None:
         """Where no layer names the variant: the teacher does, else the weights to start from, else the default.
 
-        A variant that an earlier layer names (a preset) is not said of the weights that a later one names: where they
-        speak against it, the user must say which it is.
+        Where an earlier layer (a preset) names it, the weights of a later one may not speak against it.
         """
         weights, presumed = self.values.get("pretrained_model_path"), self.values.get("variant")
         if presumed is None and self.values.get("ref_vae_type") == "cogvideox":
@@ -452,11 +451,10 @@ class _Merging:
 
 
 def resolved(key: str, value: Any, base: Path) -> Any:
-    """A path that starts from ``base``, absolute and without ``..``; links stay. Some keys take other names, too.
+    """A path that starts from ``base``, absolute and without ``..``; links stay.
 
-    ``logging_dir`` starts from the run's folder. A checkpoint's bare name is looked up in run folders.
-    A teacher may be a hub name, ``owner/name``: it is a folder where that exists, or where ``owner`` is a folder here
-    (then the name in it is a mistake worth reporting, not something to look for in the network).
+    ``logging_dir`` starts from the run's folder. A checkpoint's bare name is looked up in run folders. A teacher may be
+    a hub name, ``owner/name``: it is a folder where that exists, or where ``owner`` is a folder here.
     """
     path = Path(value).expanduser()
     here = Path(os.path.normpath(base / path))

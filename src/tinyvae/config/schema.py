@@ -1,8 +1,7 @@
 """Every setting of a training run: its name, type, range, unit and meaning.
 
 This file is the only list of settings. The help text, the tables of ``docs/configuration.md``, the values that the
-command line takes and the checks of types and ranges are made from it. ``python -m tinyvae.config.schema
-docs/configuration.md`` writes the current tables into the document.
+command line takes and the checks of types and ranges are made from it.
 """
 
 # ruff: noqa: RUF009  (option() is dataclasses.field with our metadata; it makes no shared value)
@@ -11,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -23,15 +21,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from tinyvae import __version__
 from tinyvae.models.variants import VariantSpec, get_spec
 
-LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-"""Limit of an `option`, as pydantic names it -> its words."""
-
-TIME_DIRECTIVES = "YmdHMS"
-"""Letters after a per cent sign in ``output_dir`` that stand for a part of the time at which the run starts."""
-
-RUN_FORMAT = "tinyvae-run"
-"""The format that a run's ``config.json`` states; `tinyvae.models.weights` takes variant and width from such a file."""
-
+LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # the limits of pydantic
+TIME_DIRECTIVES = "YmdHMS"  # letters after % in ``output_dir`` that stand for a part of the time of the start
+RUN_FORMAT = "tinyvae-run"  # the format that a run's ``config.json`` states
 TeacherType = Literal["cogvideox", "wan", "hunyuan", "ltx", "minimax"]
 
 
@@ -241,20 +233,15 @@ class TrainConfig:
     @property
     def validation_size(self) -> tuple[int, int, int]:
         """(frames, height, width) of a validation clip."""
-        return (
-            self.validation_n_frames or self.n_frames,
-            self.validation_height or self.height,
-            self.validation_width or self.width,
-        )
+        height, width = self.validation_height or self.height, self.validation_width or self.width
+        return self.validation_n_frames or self.n_frames, height, width
 
 
 FIELDS: Mapping[str, dataclasses.Field[Any]] = {field.name: field for field in dataclasses.fields(TrainConfig)}
 """Key -> its field, in the order of the document."""
 
 
-@functools.cache
-def _types() -> dict[str, Any]:
-    return get_type_hints(TrainConfig)
+_types = functools.cache(lambda: get_type_hints(TrainConfig))
 
 
 def kinds_of(key: str) -> tuple[Any, ...]:
@@ -305,50 +292,18 @@ def _kind_in_words(kind: Any) -> str:
     return words.get(kind, "none")
 
 
-# the tables
-
-
-TABLE_BEGIN = "<!-- settings: begin -->"
-TABLE_END = "<!-- settings: end -->"
-
-
 def config_help_text(config: TrainConfig | None = None) -> str:
     """Every setting with its type, range, default and meaning, for a terminal of 100 columns.
 
     With ``config`` (that of a preset or a file), also its own value where that is not the default.
     """
-    return "\n".join(_help_lines(config or TrainConfig())).strip("\n") + "\n"
-
-
-def _help_lines(config: TrainConfig) -> Iterator[str]:
-    indent = " " * 8
+    lines, indent = [], " " * 8
     for key, field in FIELDS.items():
         if field.metadata["group"]:
-            yield f"\n{field.metadata['group']}:"
-        value = getattr(config, key)
+            lines.append(f"\n{field.metadata['group']}:")
+        value = field.default if config is None else getattr(config, key)
         here = "" if value == field.default else f"; here {shown_value(value)}"
         takes = f"  --{key} ({takes_in_words(key)}; default {shown_value(field.default)}{here})"
-        yield textwrap.fill(takes, width=100, subsequent_indent=indent)
-        yield textwrap.fill(field.metadata["meaning"], width=100, initial_indent=indent, subsequent_indent=indent)
-
-
-def settings_table() -> str:
-    """Every setting as Markdown tables, one for each group; ``docs/configuration.md`` holds exactly this text."""
-    lines = []
-    for key, field in FIELDS.items():
-        if group := field.metadata["group"]:
-            lines += ["", f"### {group}", "", "| key | takes | default | meaning |", "|---|---|---|---|"]
-        cells = (f"`{key}`", takes_in_words(key), f"`{shown_value(field.default)}`", field.metadata["meaning"])
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines[1:]) + "\n"
-
-
-def with_current_table(document: str) -> str:
-    """A document with the current tables between its two marks."""
-    before, rest = document.split(TABLE_BEGIN)
-    return f"{before}{TABLE_BEGIN}\n{settings_table()}\n{TABLE_END}{rest.split(TABLE_END)[1]}"
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        Path(name).write_text(with_current_table(Path(name).read_text(encoding="utf-8")), encoding="utf-8")
+        meaning = indent + field.metadata["meaning"]
+        lines += [textwrap.fill(text, width=100, subsequent_indent=indent) for text in (takes, meaning)]
+    return "\n".join(lines).strip("\n") + "\n"
