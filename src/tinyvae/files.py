@@ -46,10 +46,7 @@ def sha256_of(path: Path) -> str:
 
 
 def lock_file(stream: IO[bytes], *, wait: bool) -> None:
-    """Lock ``stream`` for this process until it is closed. A system without file locks locks nothing.
-
-    If another process holds the lock, this one waits, or raises ``BlockingIOError`` where ``wait`` is False.
-    """
+    """Lock a file until it is closed, where the system can. If another process holds it: wait, or `BlockingIOError`."""
     if fcntl is not None:
         fcntl.flock(stream, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -17,9 +17,9 @@ MINUTE, HOUR, DAY, YEAR = 60.0, 3600.0, 86_400.0, 365.25 * 86_400.0
 
 
 def progress_bar(iterable: Iterable[Any] | None = None, *, leave: bool = True, **options: Any) -> tqdm[Any]:
-    """`tqdm` on stderr. Where that is no terminal: a line at the start, one each ten seconds, and one at the end.
+    """`tqdm` on stderr. Without a terminal: a line at the start, each ten seconds, and at the end.
 
-    A bar that disappears at its end (``leave=False``) writes lines only if it takes longer than ten seconds.
+    A bar with ``leave=False`` writes lines only if it takes longer than ten seconds.
     """
     if sys.stderr.isatty():
         return tqdm(iterable, leave=leave, **options)

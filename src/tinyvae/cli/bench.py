@@ -103,9 +103,7 @@ def read_model(name: str, variant: str | None) -> TAEHV:
 def table(ceilings: Ceilings, timings: list[Timing]) -> str:
     """The timings as text, plain and fused of each operation together."""
     product, copy = f"{ceilings.flops_per_s / 1e12:.3g} TFLOP/s", f"{ceilings.bytes_per_s / 1e12:.3g} TB/s"
-    heads = (
-        f"{'':8} {'network':12} {'ms':>9} {'frames/s':>9} {'memory':>9} {'error':>8} {'compute':>8} {'bandwidth':>9}"
-    )
+    heads = f"{'network':>16} {'ms':>14} {'frames/s':>9} {'memory':>9} {'error':>8} {'compute':>8} {'bandwidth':>9}"
     lines = [f"this device, measured: matrix product {product}, copy {copy}", f"{heads} {'speed-up':>8}"]
     plain_ms = {timing.operation: timing.milliseconds for timing in timings if timing.codec == "plain"}
     for timing in timings:

@@ -53,10 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 def open_models(
     arguments: argparse.Namespace, models: Sequence[tuple[str, str | None]]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """(the models, given by path and variant, on the first device; what `evaluate` and `compare` take besides).
-
-    A mistake in the output folder or in the data is told before the first model is read.
-    """
+    """(the models, on the first device; what `evaluate` and `compare` take besides). Checks folder and data first."""
     from tinyvae.evaluation.clip_sources import choose_split
     from tinyvae.evaluation.cost import choose_devices
     from tinyvae.evaluation.round_trip import is_teacher, open_model

@@ -114,11 +114,7 @@ def format_warning(message: Any, category: type[Warning], filename: str, lineno:
 
 
 def leave(exit_code: int) -> None:
-    """End the process. As one of several that a launcher started, it skips the interpreter's own clean-up.
-
-    There a library's background thread sometimes aborts a process whose work is saved, and the whole job counts as
-    failed.
-    """
+    """End the process. Under a launcher skip the clean-up, where a library's thread sometimes aborts after the work."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -22,10 +22,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class OldWord(argparse.Action):
-    """An old word for an option. It works, and one line on stderr says the new word.
-
-    Example: ``parser.add_argument("--height", action=OldWord, new="--size HxW", type=int)``.
-    """
+    """An old word for an option. It works, and one line on stderr says the new word."""
 
     def __init__(self, *, new: str, option: argparse.Action | None = None, **how: Any) -> None:
         super().__init__(help=argparse.SUPPRESS, **how)

@@ -139,41 +139,28 @@ def open_stream(arguments: argparse.Namespace, targets: Iterable[Path]) -> Any:
 
 
 def for_each(
-    files: Sequence[Path],
-    targets: Sequence[Target],
-    work: Callable[[Path, Target, OnFrames], Done],
-    folder: Path,
+    files: Sequence[Path], targets: Sequence[Target], work: Callable[[Path, Target, OnFrames], Done], folder: Path
 ) -> int:
-    """Do each file under a progress bar. One that cannot be read is named and skipped; alone it is the user's error.
-
-    Returns the exit code: 1 where something was skipped or came out broken.
-    """
+    """Do each file under a progress bar; returns the exit code. What cannot be read is skipped; alone it is an error."""
     from tinyvae.evaluation.cost import fitting_in_memory
     from tinyvae.files import writing_to
 
     skipped = broken = 0
     for file, target in zip(files, targets, strict=True):
-        fault: UnreadableVideoError | None = None
-        # The bar is gone before anything is said, so that no sentence starts in the middle of it.
-        with (
-            progress_bar(desc=file.name, unit="frame", leave=False) as bar,
-            writing_to(folder),
-            fitting_in_memory(file),
-        ):
+        bar = progress_bar(desc=file.name, unit="frame", leave=False)
 
-            def advance(frames: int, total: int, bar: Any = bar) -> None:
-                bar.total = total
-                bar.update(frames)
-                if bar.n >= total:
-                    bar.refresh()  # tqdm draws at most ten times a second, and the last update must be seen
+        def advance(frames: int, total: int, bar: Any = bar) -> None:
+            bar.total = total
+            bar.update(frames)
+            if bar.n >= total:
+                bar.refresh()  # tqdm draws at most ten times a second, and the last update must be seen
 
-            try:
+        try:
+            with bar, writing_to(folder), fitting_in_memory(file):
                 done = work(file, target, advance)
-            except UnreadableVideoError as bad:
-                if len(files) == 1:
-                    raise
-                fault = bad
-        if fault is not None:
+        except UnreadableVideoError as fault:
+            if len(files) == 1:
+                raise
             skipped += 1
             print(f"skipped: {fault}", file=sys.stderr)
             continue

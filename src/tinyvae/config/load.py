@@ -1,8 +1,7 @@
 """From a preset, a settings file or a run's config.json, and the command line, to one checked `TrainConfig`.
 
 Settings come in layers: the defaults, the preset that a file starts from, the file, the command line. A later layer
-wins, also over what it contradicts: a command line without the teacher drops the weights that the preset gave to the
-teacher's losses, and says so. Inside one layer a contradiction is a mistake.
+wins, also over what it contradicts, and says so. Inside one layer a contradiction is a mistake.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any, get_args, get_origin
 
 from tinyvae.config import old_files, rules
 from tinyvae.config.old_files import Settings
-from tinyvae.config.rules import Complaint, GivenPath, is_seen
+from tinyvae.config.rules import Complaint, GivenPath
 from tinyvae.config.schema import FIELDS, RUN_FORMAT, TrainConfig, kinds_of, path_keys, shown_value
 from tinyvae.errors import MissingFileError, UserError, nearest_name
 
@@ -36,11 +35,7 @@ SWITCH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedConfig:
-    """A configuration and where it comes from.
-
-    ``source``: the preset's name, or the file. ``notices``: lines for the caller to print. ``given_paths``: path key ->
-    how it was written.
-    """
+    """A configuration, the preset or file it comes from, lines to print, and how each path key was written."""
 
     config: TrainConfig
     source: str
@@ -109,10 +104,7 @@ def load_config(preset_or_file: str | Path, overrides: Sequence[str] | Mapping[s
 
 
 def project_of(folder: Path) -> Path:
-    """The nearest folder at or above ``folder`` that holds a project marker; ``folder`` itself where there is none.
-
-    The home folder and the root never count: dotfiles may be kept in git there.
-    """
+    """The nearest folder at or above with a project marker (never the home folder or the root); else ``folder``."""
     folder = Path(os.path.abspath(folder))
     for candidate in (folder, *folder.parents):
         if candidate in (Path.home(), Path(candidate.anchor)):
@@ -212,7 +204,9 @@ def _preset_layers(name: str, *, base: Path) -> list[Layer]:
         known = preset_names()
         raise UserError(f"there is no preset {name!r}.{nearest_name(name, known)} The presets are {', '.join(known)}.")
     file = PRESET_FOLDER / f"{name}.py"
-    return _file_layers(file, file.read_text(encoding="utf-8"), name=f"preset {name}", base=base)
+    *below, own = _file_layers(file, file.read_text(encoding="utf-8"), name=f"preset {name}", base=base)
+    named_after = {"output_dir": Path(f"output/{name}_%Y-%m-%d_%H-%M-%S"), "tracker_name": name}
+    return [*below, dataclasses.replace(own, values=named_after | dict(own.values))]
 
 
 def _file_layers(file: Path, text: str, *, name: str, base: Path) -> list[Layer]:
@@ -263,23 +257,16 @@ def _run(file: Path, base: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _surroundings(folder: Path, base: Path) -> Iterator[None]:
-    """What a settings file finds while it runs: its folder on ``sys.path``, ``base`` as the working directory, and
-    some modules changed: times are patterns, and `TrainConfig` keeps what is written, right or wrong, for the checks.
-
-    Only files in ``folder`` get the changed modules. Afterwards everything is as before.
+    """What a settings file finds: its folder on ``sys.path``, ``base`` as working directory, and (only in ``folder``) some
+    modules changed: times are patterns, and `TrainConfig` keeps what is written, right or wrong, for the checks.
     """
 
     def start_from(name: str) -> Settings:
-        settings = Settings()
-        vars(settings)["below"] = _preset_layers(name, base=base)
-        return settings
+        return Settings().above(_preset_layers(name, base=base))
 
     def replace(start: Any, **changes: Any) -> Any:
-        if not isinstance(start, Settings):
-            return dataclasses.replace(start, **changes)
-        settings = Settings(start | changes)
-        vars(settings)["below"] = start.below
-        return settings
+        is_ours = isinstance(start, Settings)
+        return Settings(start | changes).above(start.below) if is_ours else dataclasses.replace(start, **changes)
 
     ours = old_files.changed_module(sys.modules["tinyvae.config"], TrainConfig=Settings, load_preset=start_from)
     modules = {**old_files.modules_for_files(), "dataclasses": old_files.changed_module(dataclasses, replace=replace)}
@@ -308,9 +295,6 @@ def _surroundings(folder: Path, base: Path) -> Iterator[None]:
 
 
 # how layers become one
-
-# switch -> the weights that mean nothing without it
-SWITCHES = {"use_ref_vae": ("encoder_loss_weight", "decoder_loss_weight"), "use_seraena": ("seraena_loss_weight",)}
 
 
 class _Merging:
@@ -381,7 +365,7 @@ class _Merging:
     def _settle_switches(self) -> None:
         """A later layer wins over what it contradicts in an earlier one."""
         values = self.values
-        for switch, weights in SWITCHES.items():
+        for switch, weights in rules.SWITCHES.items():
             for weight in weights:
                 if not values.get(switch) and values.get(weight, 0) > 0 and self._is_later(switch, weight):
                     self._decide(weight, 0.0, f"{self._layer_of(switch)} turns {switch} off")
@@ -404,14 +388,11 @@ class _Merging:
                 self._decide(key, steps // 10, f"{self._layer_of('max_train_steps')} sets max_train_steps to {steps}")
 
     def _settle_variant(self) -> None:
-        """Where no layer names the variant: the teacher does, else the weights to start from, else the default.
-
-        Where an earlier layer (a preset) names it, the weights of a later one may not speak against it.
-        """
+        """Where no layer names the variant: the teacher does, else the weights to start from, else the default."""
         weights, presumed = self.values.get("pretrained_model_path"), self.values.get("variant")
         if presumed is None and self.values.get("ref_vae_type") == "cogvideox":
             self._decide("variant", "taecvx", "the teacher is a CogVideoX; set variant to say otherwise")
-        elif weights is None or not is_seen(weights):
+        elif weights is None or not os.path.exists(weights):
             return
         elif presumed is None or self._is_later("pretrained_model_path", "variant"):
             try:
@@ -451,10 +432,8 @@ class _Merging:
 
 
 def resolved(key: str, value: Any, base: Path) -> Any:
-    """A path that starts from ``base``, absolute and without ``..``; links stay.
-
-    ``logging_dir`` starts from the run's folder. A checkpoint's bare name is looked up in run folders. A teacher may be
-    a hub name, ``owner/name``: it is a folder where that exists, or where ``owner`` is a folder here.
+    """A path from ``base``, absolute and without ``..``; links stay. Kept as written: ``logging_dir``, the bare name of a
+    checkpoint, and a teacher's ``owner/name`` where neither it nor ``owner`` is a folder here.
     """
     path = Path(value).expanduser()
     here = Path(os.path.normpath(base / path))
@@ -464,5 +443,5 @@ def resolved(key: str, value: Any, base: Path) -> Any:
         return value if len(path.parts) == 1 and not value.startswith(("~", ".")) else str(here)
     if key == "ref_vae_path":
         is_hub_name = len(Path(value).parts) == 2 and not value.startswith(("~", ".", "/"))
-        return value if is_hub_name and not is_seen(here) and not here.parent.is_dir() else str(here)
+        return value if is_hub_name and not os.path.exists(here) and not here.parent.is_dir() else str(here)
     return here

@@ -74,10 +74,7 @@ class TPool(nn.Module):
 
 
 class TGrow(nn.Module):
-    """Make ``stride`` consecutive frames of each: (N·T)CHW -> (N·T·s)CHW.
-
-    With ``last_only`` (temporal previews) only the last of the s frames is computed, from the same stored weight.
-    """
+    """Make ``stride`` frames of each: (N·T)CHW -> (N·T·s)CHW; only the last with ``last_only`` (temporal previews)."""
 
     def __init__(self, channels: int, stride: int, *, last_only: bool = False) -> None:
         super().__init__()
@@ -141,10 +138,7 @@ def _segments(layers: nn.Sequential) -> list[tuple[int, int]]:
 
 
 def _recomputed(segment: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Run a segment and keep only its inputs for the backward pass, a slice of the frames at a time.
-
-    A whole layer at full resolution would need as much memory as before. Frames are independent inside a segment.
-    """
+    """Run a segment a slice of the frames at a time, and keep only its inputs for the backward pass, to save memory."""
     slices = 1 if isinstance(segment, TPool) else RECOMPUTED_SLICES
     parts = zip(*(x.chunk(slices) for x in inputs), strict=True)
     return torch.cat([checkpoint(segment, *part, use_reentrant=False) for part in parts])

@@ -1,8 +1,4 @@
-"""What every network of the family does with a video: checks, padding, frame rule, clamp, alignment.
-
-`VideoCodec` holds no weights. A network (plain or fused) adds two methods that run one chunk of a video with the state
-of the chunk before.
-"""
+"""What every network of the family does with a video: checks, padding, frame rule, clamp, alignment."""
 
 from __future__ import annotations
 
@@ -40,10 +36,7 @@ class VideoCodec:
     # a network provides these four
 
     def encode_chunk(self, frames_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
-        """Raw latents of the next frames of a video, and the state for the chunk after; no padding, no drop.
-
-        A run may use up its ``state``; to continue twice from one state, pass a copy of the list.
-        """
+        """Raw latents of the next frames of a video, and the state for the chunk after. A run may use up ``state``."""
         raise AssertionError("a network must implement encode_chunk")
 
     def decode_chunk(self, latents_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
@@ -137,9 +130,9 @@ class VideoCodec:
     # checks
 
     def check_frames(self, frames_NTCHW: Tensor, *, may_be_none: bool = False) -> None:
-        """Refuse what cannot be a video (``may_be_none``: T = 0 is one); warn once about values far outside [0, 1].
+        """Refuse what is no video (``may_be_none``: T = 0 is one); warn once about values outside [0, 1].
 
-        On a GPU only the first call looks at the values: to read them back, the host must wait for the GPU.
+        On a GPU only the first call looks at the values, because the host must wait for them.
         """
         self._check_tensor(frames_NTCHW, "a video", channels=3, channel_word="RGB", may_be_none=may_be_none)
         self.spec.check_size(*frames_NTCHW.shape[-2:])

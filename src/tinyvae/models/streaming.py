@@ -106,10 +106,9 @@ class _Stream:
 
 
 class DecodeGraph:
-    """`codec.decode_chunk` for one latent at a time, recorded once as a CUDA graph and replayed.
+    """`codec.decode_chunk` for one latent at a time, as a CUDA graph that owns the state of its stream.
 
-    A graph launches all kernels at once; to launch them one by one takes longer than to run them. It owns the state of
-    its stream. ``latent_N1CHW`` gives shape, dtype and device; its values are not used.
+    To launch the kernels one by one takes longer than to run them. ``latent_N1CHW`` gives shape, dtype and device.
     """
 
     def __init__(self, codec: VideoCodec, latent_N1CHW: Tensor) -> None:

@@ -320,10 +320,7 @@ def _holds_run_config(config_file: Path) -> bool:
 
 
 def _with_statement(state: dict[str, Tensor], config: Mapping[str, Any]) -> OrderedDict[str, Tensor]:
-    """A state dict that states its variant in its metadata, where torch keeps version numbers.
-
-    Only few facts: other programs read pickles with small buffers.
-    """
+    """A state dict that states its variant in torch's metadata: few facts, for readers with small buffers."""
     stating = OrderedDict(state)
     few = {key: config[key] for key in ("format", "variant", "width", "training_step", "tinyvae_version")}
     stating._metadata = {"": {"version": 1, METADATA_KEY: json.dumps(few)}}  # type: ignore[attr-defined]
@@ -341,10 +338,7 @@ def tell_variant(
     origin: Path,
     presumed: str | None = None,
 ) -> VariantSpec:
-    """The variant and width of a state dict.
-
-    ``variant``, which the caller says, wins. ``presumed`` (a preset's) is taken where the weights state nothing.
-    """
+    """Variant and width of weights. ``variant`` wins; ``presumed`` (a preset's) is taken where they state nothing."""
     width = _width_of(state)
     if width is None:
         first_keys = f"it begins with {', '.join(list(state)[:SHOWN_KEYS])}" if state else "it holds no tensor"
