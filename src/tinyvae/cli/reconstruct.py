@@ -141,7 +141,7 @@ def open_stream(arguments: argparse.Namespace, targets: Iterable[Path]) -> Any:
 def for_each(
     files: Sequence[Path], targets: Sequence[Target], work: Callable[[Path, Target, OnFrames], Done], folder: Path
 ) -> int:
-    """Do each file under a progress bar; returns the exit code. What cannot be read is skipped; alone it is an error."""
+    """Do each file under a progress bar; returns the exit code. Skip what cannot be read, except if it is alone."""
     from tinyvae.evaluation.cost import fitting_in_memory
     from tinyvae.files import writing_to
 

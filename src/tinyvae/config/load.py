@@ -257,8 +257,8 @@ def _run(file: Path, base: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _surroundings(folder: Path, base: Path) -> Iterator[None]:
-    """What a settings file finds: its folder on ``sys.path``, ``base`` as working directory, and (only in ``folder``) some
-    modules changed: times are patterns, and `TrainConfig` keeps what is written, right or wrong, for the checks.
+    """What a settings file finds: its folder on ``sys.path``, ``base`` as working directory, and, only there, changed
+    modules: times are patterns, and `TrainConfig` keeps what is written, right or wrong, for the checks.
     """
 
     def start_from(name: str) -> Settings:
@@ -432,8 +432,8 @@ class _Merging:
 
 
 def resolved(key: str, value: Any, base: Path) -> Any:
-    """A path from ``base``, absolute and without ``..``; links stay. Kept as written: ``logging_dir``, the bare name of a
-    checkpoint, and a teacher's ``owner/name`` where neither it nor ``owner`` is a folder here.
+    """A path from ``base``, absolute and without ``..``; links stay. Kept as written: ``logging_dir``, the bare name of
+    a checkpoint, and a teacher's ``owner/name`` where neither it nor ``owner`` is a folder here.
     """
     path = Path(value).expanduser()
     here = Path(os.path.normpath(base / path))

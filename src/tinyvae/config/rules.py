@@ -307,9 +307,8 @@ def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list
     complaints = []
     for key in (*DATA_KEYS, *REMEDIES):
         named = config.teacher_path if key == "ref_vae_path" else getattr(config, key)
-        may_be_absent = (key == "data_root" and config.use_sample_clips) or (
-            key == "ref_vae_path" and HUB_NAME.fullmatch(str(named)) is not None
-        )
+        is_hub_name = key == "ref_vae_path" and HUB_NAME.fullmatch(str(named))
+        may_be_absent = is_hub_name or (key == "data_root" and config.use_sample_clips)
         if named is not None and not _may_be_read(Path(named)):
             text = f"{key}={named} may not be read by you; fix its permissions or name another."
             complaints.append(Complaint(keys=(key,), text=text))
