@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tinyvae.models import doors
+from tinyvae import models
 
 if TYPE_CHECKING:
     from tinyvae.engines.fused import FusedTAEHV as FusedTAEHV
@@ -59,4 +59,4 @@ def _run_folded(*arguments: Any, **options: Any) -> Any:
     return run_folded(*arguments, **options)
 
 
-doors.fuse, doors.run_folded = _fuse, _run_folded
+models.fuse, models.run_folded = _fuse, _run_folded

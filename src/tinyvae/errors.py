@@ -56,7 +56,5 @@ def require_package(module: str, *, extra: str, needed_for: str) -> ModuleType:
     except ModuleNotFoundError as missing:
         if missing.name is not None and missing.name.split(".")[0] != module.split(".")[0]:
             raise  # the package is there, and one of its own imports is missing
-        raise UserError(
-            f"{needed_for} needs the package {module!r}, which is not installed; "
-            f"install it with: pip install 'tinyvae[{extra}]'"
-        ) from None
+        text = f"{needed_for} needs the package {module!r}, which is not installed; "
+        raise UserError(f"{text}install it with: pip install 'tinyvae[{extra}]'") from None

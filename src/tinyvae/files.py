@@ -26,10 +26,7 @@ def atomic_write(path: Path, mode: str = "wb", *, sync: bool = True) -> Iterator
     Until then it is hidden beside its place as ``.NAME.PID.part``. A failure removes it; a kill leaves at most that.
     ``sync=False`` is for what can be made again: faster, and a power cut may leave it empty.
 
-    Example::
-
-        with atomic_write(folder / "config.json", "w") as stream:
-            json.dump(values, stream)
+    Example: ``with atomic_write(folder / "config.json", "w") as stream: json.dump(values, stream)``
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -51,27 +48,20 @@ def sha256_of(path: Path) -> str:
 
 
 def lock_file(stream: IO[bytes], *, wait: bool) -> None:
-    """Lock ``stream`` for this process until it is closed. A system without file locks locks nothing.
-
-    If another process holds the lock, this one waits, or raises ``BlockingIOError`` where ``wait`` is False.
-    """
+    """Lock a file until it is closed, where the system can. If another process holds it: wait, or `BlockingIOError`."""
     if fcntl is not None:
         fcntl.flock(stream, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def make_output_folder(folder: Path, *, option: str = "--output") -> None:
-    """Create a folder and try to write into it, so that hours of work do not end at a folder that cannot be written.
-
-    ``option`` is the user's word for the folder, for the message.
-    """
+    """Create a folder and try to write into it. ``option`` is the user's word for the folder, for the message."""
     try:
         if folder.is_file():
             raise UserError(f"{option} {folder} is a file; name a folder.")
         _try_writing(folder)
     except OSError as refused:
-        raise UserError(
-            f"{option} {folder} cannot be written ({refused.strerror or refused}); name another folder."
-        ) from None
+        reason = refused.strerror or refused
+        raise UserError(f"{option} {folder} cannot be written ({reason}); name another folder.") from None
 
 
 def check_output_file(file: Path, *, option: str, suffix: str | None = None) -> None:
@@ -87,9 +77,8 @@ def check_output_file(file: Path, *, option: str, suffix: str | None = None) -> 
             with file.open("ab"):  # nothing is changed
                 pass
     except OSError as refused:
-        raise UserError(
-            f"{option} {file} cannot be written ({refused.strerror or refused}); name another place."
-        ) from None
+        reason = refused.strerror or refused
+        raise UserError(f"{option} {file} cannot be written ({reason}); name another place.") from None
 
 
 def _try_writing(folder: Path) -> None:
@@ -108,6 +97,5 @@ def writing_to(folder: Path) -> Iterator[None]:
     except UserError:
         raise
     except OSError as fault:
-        raise UserError(
-            f"writing to {folder} failed ({fault.strerror or fault}); check its space and permissions."
-        ) from fault
+        reason = fault.strerror or fault
+        raise UserError(f"writing to {folder} failed ({reason}); check its space and permissions.") from fault

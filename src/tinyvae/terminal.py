@@ -12,16 +12,14 @@ from tqdm import tqdm
 
 log = logging.getLogger(__name__)
 
-SECONDS_PER_LINE = 10.0
-"""How often a line of progress is written where stderr is no terminal."""
+SECONDS_PER_LINE = 10.0  # of progress, where stderr is no terminal
 MINUTE, HOUR, DAY, YEAR = 60.0, 3600.0, 86_400.0, 365.25 * 86_400.0
 
 
 def progress_bar(iterable: Iterable[Any] | None = None, *, leave: bool = True, **options: Any) -> tqdm[Any]:
-    """`tqdm` on stderr. Where that is no terminal: a line at the start, one each ten seconds, and one at the end.
+    """`tqdm` on stderr. Without a terminal: a line at the start, each ten seconds, and at the end.
 
-    A bar that disappears from a terminal at its end (``leave=False``) writes lines only if it takes longer than ten
-    seconds.
+    A bar with ``leave=False`` writes lines only if it takes longer than ten seconds.
     """
     if sys.stderr.isatty():
         return tqdm(iterable, leave=leave, **options)
@@ -34,8 +32,7 @@ class _Lines:
     """Takes what tqdm writes to move a bar, and writes each state of it as one line."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.encoding = stream.encoding
+        self._stream, self.encoding = stream, stream.encoding
 
     def write(self, text: str) -> None:
         if text.strip():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.config.settings_table import DOCUMENT, with_current_table
 from tinyvae.config.old_files import ALIASES
 from tinyvae.config.schema import (
     FIELDS,
@@ -21,12 +22,10 @@ from tinyvae.config.schema import (
     path_keys,
     shown_value,
     takes_in_words,
-    with_current_table,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "tinyvae"
-DOCUMENT = ROOT / "docs" / "configuration.md"
 
 ISSUE_KEYS = [
     "pretrained_model_path",
@@ -167,7 +166,7 @@ def test_the_page_that_the_help_names_has_the_places_of_the_lpips_weights() -> N
 def test_the_documented_table_is_current() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     assert "| `ema_decay` |" in text
-    assert text == with_current_table(text), "run: python -m tinyvae.config.schema docs/configuration.md"
+    assert text == with_current_table(text), "run: python -m tests.config.settings_table"
 
 
 # no dead key

@@ -1,8 +1,8 @@
 """Measure how fast a model encodes and decodes here: plain, fused, and fused as a stream, in one run.
 
-Medians after a warm-up, memory, frames per second, the error against a more exact run, and how busy the device is, held
-against what it reached on a large matrix product and a large copy in the same run. MODEL may be a weights file, a run
-folder, or the name of a variant (then with random weights; speed does not depend on them).
+Medians after a warm-up, memory, frames per second, the error against a more exact run, and how busy the device is,
+compared with a large matrix product and a large copy. MODEL may be a weights file, a run folder, or the name of a
+variant (then with random weights; speed does not depend on them).
 
 example:
   tinyvae bench best_model/model.safetensors --size 480x720 --frames 49 --dtype float16 --device cuda
@@ -21,8 +21,6 @@ from tinyvae.cli.options import MODEL, add_options
 from tinyvae.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
-
     from tinyvae.convert.bench import Ceilings, Timing
     from tinyvae.models.taehv import TAEHV
 
@@ -49,13 +47,15 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from tinyvae.convert.bench import BenchmarkCase, as_json, run_benchmark
-    from tinyvae.evaluation.cost import describe_device, fitting_in_memory
+    from tinyvae.evaluation.cost import choose_devices, describe_device, fitting_in_memory
     from tinyvae.files import atomic_write, check_output_file, writing_to
 
     (height, width), num_frames = arguments.size, arguments.frames
     if arguments.output:
         check_output_file(arguments.output, option="--output", suffix=".json")
-    device = choose_device(arguments.device)
+    device = choose_devices(arguments.device)[0]
+    if device.type not in ("cpu", "cuda") or "," in (arguments.device or ""):
+        raise UserError(f"--device {arguments.device}: one device is timed; give cpu, cuda or cuda:1.")
     on_gpu = device.type == "cuda"
     dtype = arguments.dtype or (torch.float16 if on_gpu else torch.float32)
     dtype_name = str(dtype).removeprefix("torch.")
@@ -85,16 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def choose_device(name: str | None) -> torch.device:
-    """The device that is named, else the first GPU, else the CPU."""
-    from tinyvae.evaluation.cost import choose_devices
-
-    devices = choose_devices(name)
-    if name is not None and (len(devices) > 1 or devices[0].type not in ("cpu", "cuda")):
-        raise UserError(f"--device {name}: one device is timed, cpu or a CUDA device; give cpu, cuda or cuda:1.")
-    return devices[0]
-
-
 def read_model(name: str, variant: str | None) -> TAEHV:
     import torch
 
@@ -112,19 +102,16 @@ def read_model(name: str, variant: str | None) -> TAEHV:
 
 def table(ceilings: Ceilings, timings: list[Timing]) -> str:
     """The timings as text, plain and fused of each operation together."""
-    lines = [
-        f"this device, measured: matrix product {ceilings.flops_per_s / 1e12:.3g} TFLOP/s, "
-        f"copy {ceilings.bytes_per_s / 1e12:.3g} TB/s",
-        f"{'':8} {'network':12} {'ms':>9} {'frames/s':>9} {'memory':>9} {'error':>8} {'compute':>8} {'bandwidth':>9} "
-        f"{'speed-up':>8}",
-    ]
+    product, copy = f"{ceilings.flops_per_s / 1e12:.3g} TFLOP/s", f"{ceilings.bytes_per_s / 1e12:.3g} TB/s"
+    heads = f"{'network':>16} {'ms':>14} {'frames/s':>9} {'memory':>9} {'error':>8} {'compute':>8} {'bandwidth':>9}"
+    lines = [f"this device, measured: matrix product {product}, copy {copy}", f"{heads} {'speed-up':>8}"]
     plain_ms = {timing.operation: timing.milliseconds for timing in timings if timing.codec == "plain"}
     for timing in timings:
         memory = "" if timing.peak_bytes is None else f"{timing.peak_bytes / 2**30:.2f} GiB"
         error = "" if timing.relative_error is None else f"{timing.relative_error:.1e}"
+        speed_up = plain_ms[timing.operation] / timing.milliseconds
         lines.append(
             f"{timing.operation:8} {timing.codec:12} {timing.milliseconds:9.2f} {timing.frames_per_s:9.1f} {memory:>9} "
-            f"{error:>8} {timing.share_of_flops:8.0%} {timing.share_of_bytes:9.0%} "
-            f"{plain_ms[timing.operation] / timing.milliseconds:7.2f}x"
+            f"{error:>8} {timing.share_of_flops:8.0%} {timing.share_of_bytes:9.0%} {speed_up:7.2f}x"
         )
     return "\n".join(lines)

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinyvae.cli.options import number
-from tinyvae.cli.train import required_preset, split_words
+from tinyvae.cli.train import only_preset
+from tinyvae.config.load import load_config, parse_words
 from tinyvae.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,25 +29,15 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "tinyvae check PRESET_OR_FILE [options] [--key value ...]"
     parser.add_argument("-h", "--help", action="help", help="show this text")
-    parser.add_argument(
-        "--gpus", type=number(int, 1), metavar="N", help="processes on this machine (default: all visible GPUs, or 1)"
-    )
-    parser.add_argument(
-        "--launch",
-        type=Path,
-        metavar="FILE",
-        help="the launch configuration (accelerate_configs/*.yaml) that the run will use",
-    )
-    parser.add_argument(
-        "--port",
-        type=number(int, 0, 65535),
-        metavar="N",
-        help="where the processes meet (default: MASTER_PORT or 29500, where there are several); 0 is any",
-    )
+    gpus = "processes on this machine (default: all visible GPUs, or 1)"
+    launch = "the launch configuration (accelerate_configs/*.yaml) that the run will use"
+    port = "where the processes meet (default: MASTER_PORT or 29500, where there are several); 0 is any"
+    quick = "only what the run itself would refuse at its start, without a table"
+    parser.add_argument("--gpus", type=number(int, 1), metavar="N", help=gpus)
+    parser.add_argument("--launch", type=Path, metavar="FILE", help=launch)
+    parser.add_argument("--port", type=number(int, 0, 65535), metavar="N", help=port)
     parser.add_argument("--no_step", "--no-step", action="store_true", help="leave out the real step")
-    parser.add_argument(
-        "--quick", action="store_true", help="only what the run itself would refuse at its start, without a table"
-    )
+    parser.add_argument("--quick", action="store_true", help=quick)
 
 
 def meeting_port(named: int | None, processes: int) -> int | None:
@@ -58,40 +50,32 @@ def meeting_port(named: int | None, processes: int) -> int | None:
     return int(stated)
 
 
-def wanted_gpus(num_gpus: int | None) -> list[Check]:
-    """A line where several GPUs are asked for and there is none: `preflight` itself accepts the CPU."""
+def extra_checks(num_gpus: int | None, config: TrainConfig) -> Iterator[Check]:
+    """Lines that `preflight` does not have: GPUs that were asked for, and the checkpoint of ``--resume``."""
     import torch
 
-    from tinyvae.training.preflight import Check
-
-    if num_gpus in (None, 1) or torch.cuda.is_available() or os.environ.get("USE_CPU"):
-        return []  # one process can run on a CPU
-    fix = f"{num_gpus} wanted: try it on the machine that has them, or set USE_CPU=1 to train on the CPU"
-    return [Check(name="GPUs", found="none is visible here", fix=fix)]
-
-
-def checkpoint_to_resume(config: TrainConfig) -> list[Check]:
-    """A line for the checkpoint that ``--resume`` asks for."""
     from tinyvae.training.preflight import Check
     from tinyvae.training.resume import asked_checkpoint
 
     asked = config.resume_from_checkpoint
-    if asked is None:
-        return []
-    try:
-        found = asked_checkpoint(asked, config)
-    except UserError as mistake:
-        return [Check(name="resume", found=asked, fix=str(mistake))]
-    damaged = f"; damaged and passed over: {'; '.join(found.passed_over)}" if found.passed_over else ""
-    return [Check(name="resume", found=f"{found.folder} is whole{damaged}")]
+    if num_gpus not in (None, 1) and not torch.cuda.is_available() and not os.environ.get("USE_CPU"):
+        fix = f"{num_gpus} wanted: try it on the machine that has them, or set USE_CPU=1 to train on the CPU"
+        yield Check(name="GPUs", found="none is visible here", fix=fix)
+    if asked is not None:
+        try:
+            found = asked_checkpoint(asked, config)
+        except UserError as mistake:
+            yield Check(name="resume", found=asked, fix=str(mistake))
+        else:
+            damaged = f"; damaged and passed over: {'; '.join(found.passed_over)}" if found.passed_over else ""
+            yield Check(name="resume", found=f"{found.folder} is whole{damaged}")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from tinyvae.config.load import load_config
     from tinyvae.training.deepspeed import read_launch_file
 
-    preset, settings = split_words(arguments.words)
-    loaded = load_config(required_preset(preset, "check"), settings)
+    names, settings = parse_words(arguments.words)
+    loaded = load_config(only_preset(names, "check"), settings)
     launch = read_launch_file(arguments.launch) if arguments.launch else None
     if arguments.quick:
         from tinyvae.training.resume import asked_checkpoint
@@ -109,15 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
     from tinyvae.training.preflight import preflight, print_table
 
     processes = arguments.gpus or torch.cuda.device_count() or 1
-    checks = wanted_gpus(arguments.gpus) + checkpoint_to_resume(loaded.config)
-    checks += preflight(
-        loaded.config,
-        loaded.given_paths,
-        processes=processes,
-        port=meeting_port(arguments.port, processes),
-        launch=launch,
-        with_step=not arguments.no_step,
-    )
+    port = meeting_port(arguments.port, processes)
+    given, with_step = loaded.given_paths, not arguments.no_step
+    checks = list(extra_checks(arguments.gpus, loaded.config))
+    checks += preflight(loaded.config, given, processes=processes, port=port, launch=launch, with_step=with_step)
     for notice in loaded.notices:
         print(f"note: {notice}")
     print_table(checks)

@@ -21,9 +21,8 @@ from tinyvae.errors import UserError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help="two or more models; the first is the baseline")
-    parser.add_argument(
-        "--variant", action="append", metavar="NAME", help="once for each model, where files cannot tell; - for none"
-    )
+    variant = "once for each model, where files cannot tell; - for none"
+    parser.add_argument("--variant", action="append", metavar="NAME", help=variant)
     add_data_arguments(parser)
 
 
@@ -35,10 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     if len(models) < 2:
         raise UserError("compare needs at least two models; for one, use: tinyvae eval MODEL --data DATA")
     if len(variants) != len(models):
-        raise UserError(
-            f"--variant was given {len(variants)} times for {len(models)} models; give it once for each, with - where "
-            "the file tells."
-        )
+        what = f"--variant was given {len(variants)} times for {len(models)} models"
+        raise UserError(f"{what}; give it once for each, with - where the file tells.")
     named = [None if variant == "-" else variant for variant in variants]
     opened, settings = open_models(arguments, list(zip(models, named, strict=True)))
     round_trips = with_own_labels(opened)

@@ -28,16 +28,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=MODEL)
     parser.add_argument("latents", nargs="+", type=Path, metavar="LATENTS", help="safetensors files")
-    parser.add_argument(
-        "--fps",
-        type=number(float, 0.001, 1000),
-        help="frames per second; default: as the file states, else 24",
-    )
-    parser.add_argument(
-        "--audio_from",
-        type=Path,
-        help="a video whose sound and uneven frame times are carried over (one LATENTS file only)",
-    )
+    fps = "frames per second; default: as the file states, else 24"
+    audio = "a video whose sound and uneven frame times are carried over (one LATENTS file only)"
+    parser.add_argument("--fps", type=number(float, 0.001, 1000), help=fps)
+    parser.add_argument("--audio_from", type=Path, help=audio)
     add_quality(parser)
     add_stream_arguments(parser)
 
@@ -50,21 +44,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--audio_from goes with one LATENTS file; decode them one by one.")
     if arguments.audio_from is not None and not arguments.audio_from.is_file():
         raise MissingFileError(f"there is no video at --audio_from {arguments.audio_from}; check the path.")
-    names = distinct_names([file.stem.removesuffix("_latents") for file in files])
-    targets = [arguments.output / f"{name}_decoded.mp4" for name in names]
+    stems = [file.stem.removesuffix("_latents") for file in files]
+    targets = [arguments.output / f"{name}_decoded.mp4" for name in distinct_names(stems)]
     round_trip = open_family_model(arguments, targets)
 
+    how = {"audio_from": arguments.audio_from, "overwrite": arguments.overwrite}
+    how |= {"fps": arguments.fps, "crf": arguments.crf}
+
     def decode(file: Path, target: Path, on_frames: OnFrames) -> Done:
-        num_frames = decode_to_video(
-            round_trip,
-            file,
-            target,
-            fps=arguments.fps,
-            audio_from=arguments.audio_from,
-            overwrite=arguments.overwrite,
-            crf=arguments.crf,
-            on_frames=on_frames,
-        )
+        num_frames = decode_to_video(round_trip, file, target, **how, on_frames=on_frames)
         return Done(line=f"{file}: {num_frames} frames -> {target}")
 
     return for_each(files, targets, decode, arguments.output)

@@ -18,15 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvae.cli.options import MODEL
-from tinyvae.cli.reconstruct import (
-    Done,
-    add_stream_arguments,
-    add_videos,
-    distinct_names,
-    find_videos,
-    for_each,
-    open_stream,
-)
+from tinyvae.cli.reconstruct import Done, add_stream_arguments, add_videos, find_videos, for_each, open_stream
 from tinyvae.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,20 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.convert.reconstruct import encode_to_file
 
-    videos = find_videos(arguments.videos)
-    names = distinct_names([video.stem for video in videos])
+    videos, names = find_videos(arguments.videos)
     targets = [arguments.output / f"{name}_latents.safetensors" for name in names]
     round_trip = open_family_model(arguments, targets)
 
     def encode(video: Path, target: Path, on_frames: OnFrames) -> Done:
-        num_latents = encode_to_file(
-            round_trip,
-            video,
-            target,
-            overwrite=arguments.overwrite,
-            max_frames=arguments.frames,
-            on_frames=on_frames,
-        )
+        how = {"overwrite": arguments.overwrite, "max_frames": arguments.frames}
+        num_latents = encode_to_file(round_trip, video, target, **how, on_frames=on_frames)
         return Done(line=f"{video}: {num_latents} latents -> {target}")
 
     return for_each(videos, targets, encode, arguments.output)
@@ -67,8 +52,6 @@ def open_family_model(arguments: argparse.Namespace, targets: Iterable[Path]) ->
 
     round_trip = open_stream(arguments, targets)
     if not isinstance(round_trip, StreamedCodec):
-        raise UserError(
-            f"{arguments.model} is a reference VAE, which works on whole clips; "
-            "encode and decode stream, and need a model of the family."
-        )
+        what = f"{arguments.model} is a reference VAE, which works on whole clips"
+        raise UserError(f"{what}; encode and decode stream, and need a model of the family.")
     return round_trip

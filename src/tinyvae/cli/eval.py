@@ -3,8 +3,7 @@
 MODEL is a weights file, a model, checkpoint or run folder, or a diffusers VAE folder. DATA is a folder of videos, one
 video, an annotation file (.json, .jsonl) or an index of `tinyvae data index`. Where the data has splits, the videos
 annotated as val are taken, unless --split says otherwise. Every frame is streamed through the model in constant memory
-and compared with its input frame. Sizes that are no multiple of the model's space factor are padded by their edge
-pixels and cropped back. With --output, results.json and report.html are written.
+and compared with its input frame. With --output, results.json and report.html are written.
 
 example:
   tinyvae eval output/my_run --data videos/val --output output/my_run/eval
@@ -54,10 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 def open_models(
     arguments: argparse.Namespace, models: Sequence[tuple[str, str | None]]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """(the models, given by path and variant, on the first device; what `evaluate` and `compare` take besides).
-
-    A mistake in the output folder or in the data is told before the first model is read.
-    """
+    """(the models, on the first device; what `evaluate` and `compare` take besides). Checks folder and data first."""
     from tinyvae.evaluation.clip_sources import choose_split
     from tinyvae.evaluation.cost import choose_devices
     from tinyvae.evaluation.round_trip import is_teacher, open_model
@@ -102,13 +98,7 @@ def finish(result: Any, evaluations: list[Any], round_trips: list[Any], argument
         from tinyvae.files import writing_to
 
         with writing_to(arguments.output):
-            files = publish(
-                result,
-                round_trips,
-                arguments.output,
-                command=command_line(),
-                num_films=arguments.films,
-                show_progress_bar=True,
-            )
+            how = {"command": command_line(), "num_films": arguments.films, "show_progress_bar": True}
+            files = publish(result, round_trips, arguments.output, **how)
         print("\n" + "\n".join(f"wrote {file}" for file in files))
     return 0 if result.is_complete else 1

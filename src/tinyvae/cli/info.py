@@ -11,17 +11,19 @@ example:
 from __future__ import annotations
 
 import argparse
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinyvae.cli.options import MODEL, add_options
 from tinyvae.errors import UserError
-from tinyvae.models.variants import VARIANTS, VariantSpec, get_spec
+from tinyvae.models.variants import VARIANTS
 
 if TYPE_CHECKING:
     from tinyvae.models.taehv import TAEHV
 
 LAST_LENGTH = 52  # three chunks of taeh3; a line's worth for the others
+NETWORK = attrgetter("patch_size", "latent_channels", "encoder_strides", "decoder_strides", "decoder")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +79,10 @@ def facts(model: TAEHV, *, source: str, step: object, num_frames: int) -> list[t
     spec = model.spec
     parameters = {part: sum(p.numel() for p in getattr(model, part).parameters()) for part in ("encoder", "decoder")}
     lengths = [t for t in range(1, LAST_LENGTH) if spec.is_training_length(t)]
-    twins = [name for name in VARIANTS if name != spec.name and _same_network(name, spec)]
+    num_out, num_aligned = spec.frames_out(num_frames), spec.aligned_frames(num_frames)
+    example = f"{num_frames} frames -> {spec.latents(num_frames)} latents -> {num_out} frames"
+    pixels = f"{spec.space_factor}x{spec.space_factor} pixels"
+    twins = [name for name, other in VARIANTS.items() if name != spec.name and NETWORK(other) == NETWORK(spec)]
     return [
         ("source", source),
         *([] if step is None else [("training step", str(step))]),
@@ -86,23 +91,8 @@ def facts(model: TAEHV, *, source: str, step: object, num_frames: int) -> list[t
         ("width factor", f"{spec.width:g}"),
         ("parameters", " + ".join(f"{count / 1e6:.2f} M {part}" for part, count in parameters.items())),
         ("dtype", str(model.dtype).removeprefix("torch.")),
-        (
-            "latents",
-            f"{spec.latent_channels} channels, 1 for {spec.time_factor} frames of {spec.space_factor}x"
-            f"{spec.space_factor} pixels",
-        ),
+        ("latents", f"{spec.latent_channels} channels, 1 for {spec.time_factor} frames of {pixels}"),
         ("frame sizes", f"multiples of {spec.space_factor}"),
-        (
-            "frame example",
-            f"{num_frames} frames -> {spec.latents(num_frames)} latents -> "
-            f"{spec.frames_out(num_frames)} frames, of which the first {spec.aligned_frames(num_frames)} are "
-            "the input's",
-        ),
+        ("frame example", f"{example}, of which the first {num_aligned} are the input's"),
         ("trains at", f"{', '.join(map(str, lengths))}, ... frames"),
     ]
-
-
-def _same_network(name: str, spec: VariantSpec) -> bool:
-    other = get_spec(name)
-    keys = ("patch_size", "latent_channels", "encoder_strides", "decoder_strides", "decoder")
-    return all(getattr(other, key) == getattr(spec, key) for key in keys)

@@ -1,7 +1,7 @@
 """The command line: ``tinyvae VERB ...``.
 
-Each verb has a file in ``tinyvae.cli`` with ``add_arguments(parser)`` and ``run(arguments) -> exit code``.
-A verb's module is imported only when it is called, and torch only when the verb works: help texts come at once.
+Each verb has a file in ``tinyvae.cli`` with ``add_arguments(parser)`` and ``run(arguments) -> exit code``. It is
+imported only when it is called, and torch only when the verb works: help texts come at once.
 Exit codes: 0 success, 1 the work was done and something in it failed, 2 a mistake in what the user gave.
 """
 
@@ -88,8 +88,8 @@ def run(argv: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the ``tinyvae`` command."""
-    # Before torch is loaded: its threads otherwise spin while they wait for each other. On a machine whose cores are
-    # not all free, a training step took 3 to 6 s instead of 0.8 s (two cores, quickstart).
+    # Before torch is loaded: its threads otherwise spin while they wait for each other, which made a training step of
+    # quickstart 4 to 8 times slower where the cores were not all free.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warnings.formatwarning = format_warning
     try:
@@ -101,8 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("tinyvae: stopped", file=sys.stderr)
         sys.exit(130)  # 128 + SIGINT
     except BrokenPipeError:
-        # `tinyvae ... | head` closed our output. stdout goes elsewhere now, so that the interpreter's own flush at
-        # exit does not complain a second time.
+        # `tinyvae ... | head` closed our output; the interpreter's flush at exit must not complain a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
 
@@ -115,17 +114,9 @@ def format_warning(message: Any, category: type[Warning], filename: str, lineno:
 
 
 def leave(exit_code: int) -> None:
-    """End the process. As one of several that a launcher started, it skips the interpreter's own clean-up.
-
-    In that clean-up a library's background thread sometimes aborts a process whose work is done and saved (seen once:
-    "terminate called without an active exception", exit code -6). The launcher then calls the whole job failed.
-    """
+    """End the process. Under a launcher skip the clean-up, where a library's thread sometimes aborts after the work."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
     sys.exit(exit_code)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,9 +10,7 @@ from typing import Any, NoReturn
 
 from tinyvae.errors import UserError, nearest_name
 
-DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-"""What --dtype takes, and the short form of each."""
-
+DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}  # with the short forms
 MODEL = "weights file, model, checkpoint or run folder"
 
 
@@ -24,10 +22,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class OldWord(argparse.Action):
-    """An old word for an option. It works, and one line on stderr says the new word.
-
-    Example: ``parser.add_argument("--height", action=OldWord, new="--size HxW", type=int)``.
-    """
+    """An old word for an option. It works, and one line on stderr says the new word."""
 
     def __init__(self, *, new: str, option: argparse.Action | None = None, **how: Any) -> None:
         super().__init__(help=argparse.SUPPRESS, **how)
@@ -87,10 +82,7 @@ SHARED: dict[str, dict[str, Any]] = {
         "default: float32 on a CPU, else the file's",
     },
     "--frames": {"type": number(int, 1), "metavar": "N", "help": "only the first frames of each video"},
-    "--fused": {
-        "action": "store_true",
-        "help": "run the folded network (not of a VAE): same output, faster on a GPU",
-    },
+    "--fused": {"action": "store_true", "help": "run the folded network (not of a VAE): same output, faster on a GPU"},
     "--output": {"type": Path, "metavar": "FOLDER", "help": "folder for the files"},
     "--overwrite": {"action": "store_true", "help": "replace files that exist"},
     "--size": {"type": size, "metavar": "HxW", "help": "crop and scale to this size; default: as they are"},

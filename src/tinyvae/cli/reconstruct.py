@@ -36,9 +36,8 @@ Target = TypeVar("Target")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help=f"{MODEL}, or a diffusers VAE folder")
     add_videos(parser)
-    parser.add_argument(
-        "--side_by_side", action="store_true", help="also NAME_side_by_side.mp4: input | output | error"
-    )
+    side_by_side = "also NAME_side_by_side.mp4: input | output | error"
+    parser.add_argument("--side_by_side", action="store_true", help=side_by_side)
     parser.add_argument("--latents", action="store_true", help="also NAME_latents.safetensors")
     add_stream_arguments(parser)
     add_quality(parser)
@@ -72,7 +71,7 @@ class Done:
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.convert.reconstruct import Outputs, reconstruct_video
 
-    videos, folder = find_videos(arguments.videos), arguments.output
+    (videos, names), folder = find_videos(arguments.videos), arguments.output
     targets = [
         Outputs(
             video=folder / f"{stem}_reconstructed.mp4",
@@ -81,26 +80,24 @@ def run(arguments: argparse.Namespace) -> int:
             overwrite=arguments.overwrite,
             crf=arguments.crf,
         )
-        for stem in distinct_names([video.stem for video in videos])
+        for stem in names
     ]
     round_trip = open_stream(arguments, [path for outputs in targets for path in outputs.paths()])
 
     def reconstruct(video: Path, outputs: Outputs, on_frames: OnFrames) -> Done:
         done = reconstruct_video(round_trip, video, outputs, max_frames=arguments.frames, on_frames=on_frames)
-        line = (
-            f"{video}: {done.num_frames} frames, PSNR {done.psnr:.2f} dB, MSE {done.mse:.6f}, "
-            f"{done.num_frames / done.seconds:.1f} frames/s -> {', '.join(map(str, done.written))}"
-        )
-        if not math.isfinite(done.mse):
-            broken = f"{video}: the decoder made values that are no numbers (NaN), shown in magenta"
-            return Done(line=line, note=broken, is_sound=False)
-        return Done(line=line, note=done.note)
+        line = f"{video}: {done.num_frames} frames, PSNR {done.psnr:.2f} dB, MSE {done.mse:.6f}, "
+        line += f"{done.num_frames / done.seconds:.1f} frames/s -> {', '.join(map(str, done.written))}"
+        if math.isfinite(done.mse):
+            return Done(line=line, note=done.note)
+        broken = f"{video}: the decoder made values that are no numbers (NaN), shown in magenta"
+        return Done(line=line, note=broken, is_sound=False)
 
     return for_each(videos, targets, reconstruct, folder)
 
 
-def find_videos(given: Sequence[Path]) -> list[Path]:
-    """The files that were named, and those inside named folders."""
+def find_videos(given: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """(the files that were named, and those inside named folders; the name that the outputs of each start with)."""
     from tinyvae.evaluation.clip_sources import find_clips
 
     videos: list[Path] = []
@@ -108,7 +105,7 @@ def find_videos(given: Sequence[Path]) -> list[Path]:
         if not path.exists():
             raise MissingFileError(f"there is no video at {path} (looked from {Path.cwd()}); check the path.")
         videos += [clip.path for clip in find_clips(path)] if path.is_dir() else [path]
-    return videos
+    return videos, distinct_names([video.stem for video in videos])
 
 
 def distinct_names(stems: Sequence[str]) -> list[str]:
@@ -142,41 +139,28 @@ def open_stream(arguments: argparse.Namespace, targets: Iterable[Path]) -> Any:
 
 
 def for_each(
-    files: Sequence[Path],
-    targets: Sequence[Target],
-    work: Callable[[Path, Target, OnFrames], Done],
-    folder: Path,
+    files: Sequence[Path], targets: Sequence[Target], work: Callable[[Path, Target, OnFrames], Done], folder: Path
 ) -> int:
-    """Do each file under a progress bar. One that cannot be read is named and skipped; alone it is the user's error.
-
-    Returns the exit code: 1 where something was skipped or came out broken.
-    """
+    """Do each file under a progress bar; returns the exit code. Skip what cannot be read, except if it is alone."""
     from tinyvae.evaluation.cost import fitting_in_memory
     from tinyvae.files import writing_to
 
     skipped = broken = 0
     for file, target in zip(files, targets, strict=True):
-        fault: UnreadableVideoError | None = None
-        # The bar is gone before anything is said, so that no sentence starts in the middle of it.
-        with (
-            progress_bar(desc=file.name, unit="frame", leave=False) as bar,
-            writing_to(folder),
-            fitting_in_memory(file),
-        ):
+        bar = progress_bar(desc=file.name, unit="frame", leave=False)
 
-            def advance(frames: int, total: int, bar: Any = bar) -> None:
-                bar.total = total
-                bar.update(frames)
-                if bar.n >= total:
-                    bar.refresh()  # tqdm draws at most ten times a second, and the last update must be seen
+        def advance(frames: int, total: int, bar: Any = bar) -> None:
+            bar.total = total
+            bar.update(frames)
+            if bar.n >= total:
+                bar.refresh()  # tqdm draws at most ten times a second, and the last update must be seen
 
-            try:
+        try:
+            with bar, writing_to(folder), fitting_in_memory(file):
                 done = work(file, target, advance)
-            except UnreadableVideoError as bad:
-                if len(files) == 1:
-                    raise
-                fault = bad
-        if fault is not None:
+        except UnreadableVideoError as fault:
+            if len(files) == 1:
+                raise
             skipped += 1
             print(f"skipped: {fault}", file=sys.stderr)
             continue

@@ -18,18 +18,15 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
+from tinyvae.config.load import LoadedConfig, load_config, parse_words, preset_names, preset_summary
+from tinyvae.config.schema import config_help_text
 from tinyvae.errors import UserError
 from tinyvae.terminal import outlive_readers
 
-SWITCH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from tinyvae.config.schema import config_help_text
-
     parser.add_argument("-h", "--help", action="store_true", help="show this text, or with a preset its settings")
     parser.usage = "tinyvae train PRESET_OR_FILE [--key value ...]"
     parser.epilog = f"presets:\n{preset_list()}\n\n{config_help_text()}"
@@ -37,60 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def preset_list() -> str:
-    from tinyvae.config.load import preset_names, preset_summary
-
     return "\n".join(f"  {name:<12}{preset_summary(name).splitlines()[0]}" for name in preset_names())
 
 
-def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """(the preset or file, the settings), from words in any order.
-
-    Example: ``--data_root videos quickstart`` gives ``("quickstart", ["--data_root", "videos"])``.
-    """
-    from tinyvae.config.load import preset_names
-    from tinyvae.config.schema import TrainConfig
-
-    defaults, names, settings = TrainConfig(), [], []
-    default: object = None  # of the last --key
-    num_values = 0  # how many of the next words can belong to it
-    for word in words:
-        if word.startswith("--"):
-            key, equals, _ = word[2:].partition("=")
-            default = getattr(defaults, key.replace("-", "_"), None)
-            num_values = len(default) if isinstance(default, tuple) else 1
-            if equals or key.startswith(("no-", "no_")):
-                num_values = 0
-            settings.append(word)
-        elif num_values and (not isinstance(default, bool) or word.lower() in SWITCH_WORDS):
-            num_values -= 1
-            settings.append(word)
-        else:
-            names.append(word)
+def only_preset(names: list[str], verb: str) -> str:
+    """The preset or file, out of the words of a command that are no settings."""
     if len(names) > 1:
-        known = ", ".join(preset_names())
-        raise UserError(
-            f"{' and '.join(map(repr, names))} were given: name one preset or settings file, and write settings as "
-            f"--key value. The presets are {known}."
-        )
-    return (names[0] if names else None), settings
-
-
-def required_preset(preset: str | None, verb: str) -> str:
-    if preset is None:
-        raise UserError(
-            f"say what to {verb}: a preset's name, a settings file or a run's folder, as in "
-            f"`tinyvae {verb} quickstart` (it needs no data and no GPU). The presets are:\n{preset_list()}"
-        )
-    return preset
-
-
-def help_of(preset_or_file: str, settings: list[str]) -> str:
-    """What a preset or file is, and every setting with the value that it would have here."""
-    from tinyvae.config.load import load_config, preset_names, preset_summary
-    from tinyvae.config.schema import config_help_text
-
-    table = config_help_text(load_config(preset_or_file, settings).config)
-    return f"{preset_summary(preset_or_file)}\n\n{table}" if preset_or_file in preset_names() else table
+        given = " and ".join(map(repr, names))
+        raise UserError(f"{given} were given: name one preset or settings file, and write settings as --key value.")
+    if not names:
+        what = f"say what to {verb}: a preset's name, a settings file or a run's folder, as in"
+        raise UserError(f"{what} `tinyvae {verb} quickstart`. The presets are:\n{preset_list()}")
+    return names[0]
 
 
 def note_end(exit_code: int, reason: str = "") -> bool:
@@ -103,30 +58,30 @@ def note_end(exit_code: int, reason: str = "") -> bool:
 
 def run(arguments: argparse.Namespace) -> int:
     outlive_readers()
-    preset, settings = split_words(arguments.words)
-    if arguments.help and preset is not None:
-        print(help_of(preset, settings))
-        return 0
-    if arguments.help:
-        arguments.parser.print_help()
-        arguments.parser.exit()
     try:
-        return train(required_preset(preset, "train"), settings)
+        names, settings = parse_words(arguments.words)
+        if arguments.help and not names:
+            arguments.parser.print_help()
+            return 0
+        preset = only_preset(names, "train")
+        loaded = load_config(preset, settings)
+        if arguments.help:
+            summary = f"{preset_summary(preset)}\n\n" if preset in preset_names() else ""
+            print(summary + config_help_text(loaded.config))
+            return 0
+        return train(loaded, arguments.words)
     except UserError as mistake:
         note_end(2, str(mistake))
         raise
 
 
-def train(preset: str, settings: list[str]) -> int:
-    from tinyvae.config.load import load_config
-
-    loaded = load_config(preset, settings)
+def train(loaded: LoadedConfig, words: list[str]) -> int:
     from tinyvae.training.engine import PeerLostError
     from tinyvae.training.guards import StopRequested
     from tinyvae.training.start import run_training
 
     try:
-        finished = run_training(loaded, command=shlex.join(["tinyvae", "train", preset, *settings]))
+        finished = run_training(loaded, command=shlex.join(["tinyvae", "train", *words]))
     except StopRequested as stop:
         if not note_end(stop.exit_code):  # the launcher says it, once, when all processes have ended
             print(f"stopped by {stop}; go on with --resume latest", file=sys.stderr)

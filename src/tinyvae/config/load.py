@@ -1,8 +1,7 @@
 """From a preset, a settings file or a run's config.json, and the command line, to one checked `TrainConfig`.
 
 Settings come in layers: the defaults, the preset that a file starts from, the file, the command line. A later layer
-wins, also over what it contradicts: a command line without the teacher drops the weights that the preset gave to the
-teacher's losses, and says so. Inside one layer a contradiction is a mistake.
+wins, also over what it contradicts, and says so. Inside one layer a contradiction is a mistake.
 """
 
 from __future__ import annotations
@@ -20,27 +19,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from tinyvae.config import old_files, rules
 from tinyvae.config.old_files import Settings
-from tinyvae.config.rules import Complaint, GivenPath, is_seen
+from tinyvae.config.rules import Complaint, GivenPath
 from tinyvae.config.schema import FIELDS, RUN_FORMAT, TrainConfig, kinds_of, path_keys, shown_value
 from tinyvae.errors import MissingFileError, UserError, nearest_name
 
 PRESET_FOLDER = Path(__file__).resolve().parent / "presets"
 PROJECT_MARKERS = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "requirements.txt")
-LARGEST_FILE = 2**20
-"""Bytes of a settings file at most; a larger one is something else, such as a video or weights."""
+LARGEST_FILE = 2**20  # bytes; a larger file is something else, such as a video or weights
+SWITCH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedConfig:
-    """A configuration and where it comes from.
-
-    ``source``: the preset's name, or the file. ``notices``: lines for the caller to print, on old keys and on what was
-    decided for the user. ``given_paths``: path key -> how it was written.
-    """
+    """A configuration, the preset or file it comes from, lines to print, and how each path key was written."""
 
     config: TrainConfig
     source: str
@@ -81,18 +76,19 @@ def load_preset(name: str) -> TrainConfig:
 
 
 def load_config(preset_or_file: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> LoadedConfig:
-    """The configuration of a preset's name, a settings file, a run's ``config.json`` or a run folder.
+    """The configuration of a preset's name, a settings file, a run's ``config.json`` or a run folder (for a new run).
 
-    That of a run is one for a new run: whether the old one was resumed is left out. ``overrides``: words of the command
-    line (``--key value ...``), or a mapping of keys to values. One `UserError` lists every unknown key, wrong value and
-    broken rule. The files that are named are not looked at; `rules.check_config` does that.
+    ``overrides``: words of the command line (``--key value ...``), or a mapping of keys to values. One `UserError`
+    lists every unknown key, wrong value and broken rule. `rules.check_config` looks at the files that are named.
 
     Example: ``load_config("scratch", ["--data_root", "clips", "--max_train_steps", "500"]).config``
     """
     layers = _source_layers(preset_or_file)
     # The defaults hold one path, which starts from the same folder as those of the preset or file.
     defaults = Layer(name="the defaults", base=layers[0].base, values={"output_dir": FIELDS["output_dir"].default})
-    values = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
+    names, values = ([], overrides) if isinstance(overrides, Mapping) else parse_words(overrides)
+    if names:
+        raise UserError(f"{names[0]!r} is not a setting; settings are written as --key value.")
     merging = _Merging([defaults, *layers, Layer(name="the command line", base=Path.cwd(), values=values)])
     config = TrainConfig(**merging.values)
     complaints = [*merging.complaints, *merging.disagreements(config)]
@@ -100,19 +96,15 @@ def load_config(preset_or_file: str | Path, overrides: Sequence[str] | Mapping[s
     found = rules.value_complaints(config)
     complaints += [complaint for complaint in found if not wrong_keys & set(complaint.keys)]
     rules.raise_complaints(complaints, heading=str(preset_or_file))
-    return LoadedConfig(
-        config=config, source=str(preset_or_file), notices=tuple(merging.notices), given_paths=merging.given
-    )
+    notices = tuple(merging.notices)
+    return LoadedConfig(config=config, source=str(preset_or_file), notices=notices, given_paths=merging.given)
 
 
 # where layers come from
 
 
 def project_of(folder: Path) -> Path:
-    """The nearest folder at or above ``folder`` that holds a project marker; ``folder`` itself where there is none.
-
-    The home folder and the root never count: dotfiles kept in git would make one project of all a user has.
-    """
+    """The nearest folder at or above with a project marker (never the home folder or the root); else ``folder``."""
     folder = Path(os.path.abspath(folder))
     for candidate in (folder, *folder.parents):
         if candidate in (Path.home(), Path(candidate.anchor)):
@@ -167,38 +159,41 @@ def _settings_in_json(text: str, file: Path) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key not in left_out}
 
 
-def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Key -> text or bool, from ``--key value``, ``--key=value``, ``--key a b``, ``--switch`` and ``--no-switch``.
+def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """(words that are no setting, key -> text or bool), from ``--key value``, ``--key=value``, ``--key a b``,
+    ``--switch`` and ``--no-switch``. Dashes inside a key may stand for underscores. The last of several values counts.
 
-    Dashes inside a key may stand for underscores. The last of several values counts.
+    Example: ``parse_words(["--seed", "1", "quickstart"]) == (["quickstart"], {"seed": "1"})``
     """
+    names: list[str] = []
     settings: dict[str, Any] = {}
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
-            raise UserError(f"{word!r} is not a setting; settings are written as --key value.")
+            names.append(word)
+            continue
         name, equals, text = word[2:].partition("=")
         key = name.replace("-", "_")
-        values: list[str] = []
-        kinds = kinds_of(key) if key in FIELDS else ()
-        is_tuple = any(get_origin(kind) is tuple for kind in kinds)
-        while not equals and rest and not rest[0].startswith("--") and (is_tuple or not values):
-            values.append(rest.pop(0))
         if key not in FIELDS and key.removeprefix("no_") in FIELDS:
             key = key.removeprefix("no_")
             if bool not in kinds_of(key):
                 raise UserError(f"--{name}: {key} is not a switch; write --{key} VALUE.")
-            if equals or values:
+            if equals:
                 raise UserError(f"--{name} takes no value; write --{key} false instead.")
             settings[key] = False
-        elif equals or values:
-            settings[key] = text if equals else " ".join(values)
-        elif bool not in kinds and (kinds or key in old_files.OLD_NAMES):
+            continue
+        kinds = kinds_of(key) if key in FIELDS else ()
+        most = next((len(get_args(kind)) for kind in kinds if get_origin(kind) is tuple), 1)
+        values = [text] if equals else []
+        while not equals and rest and len(values) < most and not rest[0].startswith("--"):
+            if bool in kinds and rest[0].lower() not in SWITCH_WORDS:
+                break
+            values.append(rest.pop(0))
+        if not values and bool not in kinds and (kinds or key in old_files.OLD_NAMES):
             raise UserError(f"--{key} needs a value.")
-        else:
-            settings[key] = True  # a switch alone means on; an unknown key is complained of later
-    return settings
+        settings[key] = " ".join(values) if values else True  # an unknown key is complained of later
+    return names, settings
 
 
 # settings files
@@ -209,7 +204,9 @@ def _preset_layers(name: str, *, base: Path) -> list[Layer]:
         known = preset_names()
         raise UserError(f"there is no preset {name!r}.{nearest_name(name, known)} The presets are {', '.join(known)}.")
     file = PRESET_FOLDER / f"{name}.py"
-    return _file_layers(file, file.read_text(encoding="utf-8"), name=f"preset {name}", base=base)
+    *below, own = _file_layers(file, file.read_text(encoding="utf-8"), name=f"preset {name}", base=base)
+    named_after = {"output_dir": Path(f"output/{name}_%Y-%m-%d_%H-%M-%S"), "tracker_name": name}
+    return [*below, dataclasses.replace(own, values=named_after | dict(own.values))]
 
 
 def _file_layers(file: Path, text: str, *, name: str, base: Path) -> list[Layer]:
@@ -260,23 +257,16 @@ def _run(file: Path, base: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _surroundings(folder: Path, base: Path) -> Iterator[None]:
-    """What a settings file finds while it runs: its folder on ``sys.path``, ``base`` as the working directory, and
-    some modules changed: times are patterns, and `TrainConfig` keeps what is written, right or wrong, for the checks.
-
-    Only files in ``folder`` get the changed modules. Afterwards everything is as before.
+    """What a settings file finds: its folder on ``sys.path``, ``base`` as working directory, and, only there, changed
+    modules: times are patterns, and `TrainConfig` keeps what is written, right or wrong, for the checks.
     """
 
     def start_from(name: str) -> Settings:
-        settings = Settings()
-        vars(settings)["below"] = _preset_layers(name, base=base)
-        return settings
+        return Settings().above(_preset_layers(name, base=base))
 
     def replace(start: Any, **changes: Any) -> Any:
-        if not isinstance(start, Settings):
-            return dataclasses.replace(start, **changes)
-        settings = Settings(start | changes)
-        vars(settings)["below"] = start.below
-        return settings
+        is_ours = isinstance(start, Settings)
+        return Settings(start | changes).above(start.below) if is_ours else dataclasses.replace(start, **changes)
 
     ours = old_files.changed_module(sys.modules["tinyvae.config"], TrainConfig=Settings, load_preset=start_from)
     modules = {**old_files.modules_for_files(), "dataclasses": old_files.changed_module(dataclasses, replace=replace)}
@@ -305,12 +295,6 @@ def _surroundings(folder: Path, base: Path) -> Iterator[None]:
 
 
 # how layers become one
-
-SWITCHES: Mapping[str, tuple[str, ...]] = {
-    "use_ref_vae": ("encoder_loss_weight", "decoder_loss_weight"),
-    "use_seraena": ("seraena_loss_weight",),
-}
-"""Switch -> the weights that mean nothing without it."""
 
 
 class _Merging:
@@ -381,7 +365,7 @@ class _Merging:
     def _settle_switches(self) -> None:
         """A later layer wins over what it contradicts in an earlier one."""
         values = self.values
-        for switch, weights in SWITCHES.items():
+        for switch, weights in rules.SWITCHES.items():
             for weight in weights:
                 if not values.get(switch) and values.get(weight, 0) > 0 and self._is_later(switch, weight):
                     self._decide(weight, 0.0, f"{self._layer_of(switch)} turns {switch} off")
@@ -404,15 +388,11 @@ class _Merging:
                 self._decide(key, steps // 10, f"{self._layer_of('max_train_steps')} sets max_train_steps to {steps}")
 
     def _settle_variant(self) -> None:
-        """Where no layer names the variant: the teacher does, else the weights to start from, else the default.
-
-        A variant that an earlier layer names (a preset) is not said of the weights that a later one names: where they
-        speak against it, the user must say which it is.
-        """
+        """Where no layer names the variant: the teacher does, else the weights to start from, else the default."""
         weights, presumed = self.values.get("pretrained_model_path"), self.values.get("variant")
         if presumed is None and self.values.get("ref_vae_type") == "cogvideox":
             self._decide("variant", "taecvx", "the teacher is a CogVideoX; set variant to say otherwise")
-        elif weights is None or not is_seen(weights):
+        elif weights is None or not os.path.exists(weights):
             return
         elif presumed is None or self._is_later("pretrained_model_path", "variant"):
             try:
@@ -452,11 +432,8 @@ class _Merging:
 
 
 def resolved(key: str, value: Any, base: Path) -> Any:
-    """A path that starts from ``base``, absolute and without ``..``; links stay. Some keys take other names, too.
-
-    ``logging_dir`` starts from the run's folder. A checkpoint's bare name is looked up in run folders.
-    A teacher may be a hub name, ``owner/name``: it is a folder where that exists, or where ``owner`` is a folder here
-    (then the name in it is a mistake worth reporting, not something to look for in the network).
+    """A path from ``base``, absolute and without ``..``; links stay. Kept as written: ``logging_dir``, the bare name of
+    a checkpoint, and a teacher's ``owner/name`` where neither it nor ``owner`` is a folder here.
     """
     path = Path(value).expanduser()
     here = Path(os.path.normpath(base / path))
@@ -466,5 +443,5 @@ def resolved(key: str, value: Any, base: Path) -> Any:
         return value if len(path.parts) == 1 and not value.startswith(("~", ".")) else str(here)
     if key == "ref_vae_path":
         is_hub_name = len(Path(value).parts) == 2 and not value.startswith(("~", ".", "/"))
-        return value if is_hub_name and not is_seen(here) and not here.parent.is_dir() else str(here)
+        return value if is_hub_name and not os.path.exists(here) and not here.parent.is_dir() else str(here)
     return here

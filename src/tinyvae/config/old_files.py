@@ -14,8 +14,7 @@ from tinyvae.config.schema import FIELDS, TIME_DIRECTIVES
 from tinyvae.errors import UserError
 
 _GONE: Mapping[str, str] = {
-    "world_size rank local_rank master_addr master_port init_method": "the launcher decides it (accelerate launch, "
-    "train_taehv.sh, train_taehv_h100.sh)",
+    "world_size rank local_rank master_addr master_port init_method": "the launcher decides it",
     "use_deepspeed": "the accelerate configuration file decides it (accelerate_configs/)",
     "deepspeed_config_file": "give the file to the launcher: accelerate launch --config_file FILE",
     "device_type": "accelerate takes the GPU where there is one, else the CPU",
@@ -27,8 +26,7 @@ _GONE: Mapping[str, str] = {
     "dataloader_pin_memory_device": "pin_memory pins for the device of the process",
     "persistent_workers": "training is one endless pass over the data, so its workers live as long as the run",
     "log_predictions": "save_validation_videos decides it",
-    "save_best save_best_model": "the best model is always kept in best_model/, by the score that "
-    "metric_for_best_model names",
+    "save_best save_best_model": "the best model is always kept in best_model/ (by metric_for_best_model)",
     "frames_to_trim": "the variant's frame rule decides it",
     "use_zero3_save zero3_save_16bit_model": "saved weights are always whole, whatever the ZeRO stage",
     "find_unused_parameters": "every parameter takes part in every step",
@@ -38,22 +36,17 @@ _GONE: Mapping[str, str] = {
     "save_on_each_node": "one process writes each checkpoint",
     "sync_each_batch": "gradients are exchanged once per optimiser step",
     "save_optimizer_states": "checkpoints always hold all that an exact resume needs",
-    "use_distributed_sampler shuffle_data": "the order of clips is a function of (seed, epoch, position); every "
-    "process takes its own share",
+    "use_distributed_sampler shuffle_data": "the seed decides the order of clips; every process takes its own share",
     "dist_backend": "accelerate takes nccl on GPUs and gloo on CPUs",
     "monitor_nccl": "set NCCL_DEBUG=INFO in the environment",
     "profile_communication": "enable_profiler traces the communication too",
     "check_nan_inf": "not-finite losses and gradients are always caught",
-    "auto_scale_batch_size auto_find_batch_size": "train_batch_size is taken as it is; `tinyvae check` estimates its "
-    "memory",
+    "auto_scale_batch_size auto_find_batch_size": "train_batch_size stays as it is; `tinyvae check` tries its memory",
 }
 
 OLD_KEYS: Mapping[str, str] = {key: reason for keys, reason in _GONE.items() for key in keys.split()}
-"""Old key -> what takes its place."""
-
-CHECKED_KEYS = ("patch_size", "latent_channels")
-"""Old keys that the variant decides now; a file's value must agree with it."""
-
+CHECKED_KEYS = ("patch_size", "latent_channels")  # the variant decides them now; a file's value must agree with it
+# key -> names from elsewhere that people mean by it, where no likeness of letters would lead there
 _ELSEWHERE: Mapping[str, str] = {
     "learning_rate": "lr",
     "epsilon": "eps",
@@ -69,13 +62,10 @@ _ELSEWHERE: Mapping[str, str] = {
 }
 
 OTHER_NAMES: Mapping[str, str] = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}
-"""A name from elsewhere -> the key that people mean by it, where no likeness of letters would lead there."""
-
 ALIASES: Mapping[str, str] = {"cogvideox_model_path": "ref_vae_path", "resume": "resume_from_checkpoint"}
 """Another name of a key -> the key. ``cogvideox_model_path`` also says that the teacher is a CogVideoX."""
 
 OLD_NAMES = {*ALIASES, *CHECKED_KEYS, *OLD_KEYS}
-"""All names that are no settings, but known."""
 
 
 def preset_of_old_file(name: str) -> str | None:
@@ -85,12 +75,13 @@ def preset_of_old_file(name: str) -> str | None:
 
 
 class Settings(dict[str, Any]):
-    """What a settings file sets: ``args.key = value``; in place of ``EasyDict`` and, while a file runs, `TrainConfig`.
-
-    ``below``: the layers of the preset that the file starts from. They and the defaults can be read, too.
-    """
+    """What a settings file sets: ``args.key = value``. ``below``: the layers of the preset that it starts from."""
 
     below: Sequence[Any] = ()
+
+    def above(self, layers: Sequence[Any]) -> Settings:
+        vars(self)["below"] = layers
+        return self
 
     def __getattr__(self, key: str) -> Any:
         for values in (self, *(layer.values for layer in reversed(self.below))):
@@ -105,10 +96,7 @@ class Settings(dict[str, Any]):
 
 
 class StartTime(datetime.datetime):
-    """``datetime`` and ``date`` of settings files. Its text stays a pattern, which the run fills in when it starts.
-
-    So all processes of a run agree on the folder, and ``--resume latest`` finds the runs of earlier starts.
-    """
+    """``datetime`` and ``date`` of settings files. Its text stays a pattern, which the run fills in when it starts."""
 
     def strftime(self, pattern: str) -> str:
         if not pattern or set(re.findall("%(.)", pattern)) - set(TIME_DIRECTIVES):
@@ -120,10 +108,7 @@ class StartTime(datetime.datetime):
 
 
 def modules_for_files() -> dict[str, ModuleType]:
-    """Name -> the module that a settings file gets when it imports that name.
-
-    ``easydict`` and ``pytz`` are simple replacements, only where they are not installed. Time zones are not used.
-    """
+    """Name -> the module that a settings file imports; ``easydict`` and ``pytz`` only where they are not installed."""
     modules = {
         "datetime": changed_module(datetime, datetime=StartTime, date=StartTime),
         "time": changed_module(time, strftime=lambda pattern, moment=None: StartTime.now().strftime(pattern)),

@@ -1,7 +1,4 @@
-"""What must hold of the settings: of each value, between settings, and of the files that they name.
-
-Every complaint is given at once: a user who fixes one mistake per start loses a queue slot for each.
-"""
+"""What must hold of the settings: each value, pairs of them, and the files they name. All complaints come at once."""
 
 from __future__ import annotations
 
@@ -23,12 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Complaint:
-    """One thing that is wrong: the keys it is about, and a sentence that says what to do."""
+    """One thing that is wrong: the keys it is about, and what to do. ``missing``: a file is named and not there."""
 
     keys: tuple[str, ...]
     text: str
     missing: bool = False
-    """Whether it is about a file that is named and not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +36,7 @@ class GivenPath:
     base: Path
 
 
-Findings = Iterator[tuple[str, str]]
-"""(keys with spaces between, sentence) of each broken rule."""
+Findings = Iterator[tuple[str, str]]  # (keys with spaces between, sentence) of each broken rule
 
 
 def check_config(
@@ -68,7 +63,6 @@ def raise_complaints(complaints: Sequence[Complaint], *, heading: str = "the con
 
 # one value
 
-NONE_WORDS = ("none", "null")
 NONE_MEANS: Mapping[str, Any] = {
     "report_to": "none",
     "mixed_precision": "no",
@@ -89,9 +83,8 @@ JITTER_NAMES = ("brightness", "contrast", "saturation", "hue")
 
 
 def convert(key: str, value: Any, where: str = "") -> Any:
-    """A Python value, or the text of the command line, as ``key`` holds it; ``where``: for the message.
+    """A Python value, or the text of the command line, as ``key`` holds it; ``where`` is for the message.
 
-    `UserError` names the key, the value and what it must be.
     Example: ``convert("max_train_steps", 1e4) == 10000``, ``convert("gaussian_blur_sigma", "0.1,2") == (0.1, 2.0)``
     """
     from pydantic import ValidationError
@@ -128,7 +121,7 @@ def _plain_value(key: str, value: Any) -> Any:
     if isinstance(value, str):
         value = OTHER_SPELLINGS.get(key, {}).get(value.strip(), value.strip())
     may_be_none = type(None) in kinds or key in NONE_MEANS
-    if value is None or value == "" or (may_be_none and str(value).lower() in NONE_WORDS):
+    if value is None or value == "" or (may_be_none and str(value).lower() in ("none", "null")):
         return NONE_MEANS.get(key)  # an empty text names nothing; as a path it would be the base folder
     if isinstance(value, Mapping) and value.keys() <= set(JITTER_NAMES):
         return [value.get(name, 0.0) for name in JITTER_NAMES]
@@ -221,19 +214,17 @@ def _data_rules(config: TrainConfig) -> Findings:
         yield "color_jitter_params", f"color_jitter_params: the hue is {hue:g}; it must be at most 0.5."
     if config.annotation_file is None and config.index_path is None:
         if config.train_split == 1 and config.validation_steps:
-            text = "train_split=1 leaves no file to validate on; set it below 1, or validation_steps to 0."
-            yield "train_split validation_steps", text
+            yield "train_split validation_steps", "train_split=1 leaves no file to validate on; set it below 1."
         if config.split_by == "annotation":
-            text = "split_by=annotation needs an annotation_file or index_path that names the splits."
-            yield "split_by annotation_file", text
+            yield "split_by annotation_file", "split_by=annotation needs an annotation_file that names the splits."
 
 
 def _schedule_rules(config: TrainConfig) -> Findings:
     steps, start, patience = config.max_train_steps, config.seraena_start, config.early_stopping_patience
     waits = config.use_seraena and start == "auto"
     if config.lr_warmup_steps > steps:
-        text = f"lr_warmup_steps={config.lr_warmup_steps} is more than max_train_steps={steps}; "
-        yield "lr_warmup_steps max_train_steps", text + "the learning rate would never reach its peak."
+        text = f"lr_warmup_steps={config.lr_warmup_steps} is more than max_train_steps={steps}; set it below."
+        yield "lr_warmup_steps max_train_steps", text
     if config.use_seraena and isinstance(start, int) and start >= steps:
         text = f"seraena_start={start} is not before max_train_steps={steps}, so Seraena would never begin."
         yield "seraena_start max_train_steps", text
@@ -246,25 +237,22 @@ def _schedule_rules(config: TrainConfig) -> Findings:
         yield "seraena_patience early_stopping_patience", text + "or the run would end before Seraena begins."
 
 
+# switch -> the weights that mean nothing without it
+SWITCHES = {"use_ref_vae": ("encoder_loss_weight", "decoder_loss_weight"), "use_seraena": ("seraena_loss_weight",)}
+
+
 def _loss_rules(config: TrainConfig) -> Findings:
     """A loss whose needs are not met is a mistake, and so is a switch that nothing uses."""
     weights = {key: getattr(config, key) for key in FIELDS if key.endswith("_loss_weight")}
-    teachers = ("encoder_loss_weight", "decoder_loss_weight")
-    for key in teachers:
-        if weights[key] and not config.use_ref_vae:
-            text = f"{key}={weights[key]:g} needs a teacher, and use_ref_vae is off; "
-            yield f"{key} use_ref_vae", text + f"set use_ref_vae and ref_vae_path, or {key} to 0."
-    if config.use_ref_vae and not any(weights[key] for key in teachers):
-        text = "use_ref_vae is on but encoder_loss_weight and decoder_loss_weight are both 0, so the teacher would "
-        text += "teach nothing; give them a weight (0.1 is usual), or set use_ref_vae to false."
-        yield f"use_ref_vae {' '.join(teachers)}", text
-    seraena = weights["seraena_loss_weight"]
-    if config.use_seraena and not seraena:
-        text = "use_seraena is on but seraena_loss_weight=0; set it (0.1 is usual), or use_seraena to false."
-        yield "use_seraena seraena_loss_weight", text
-    if seraena and not config.use_seraena:
-        text = f"seraena_loss_weight={seraena:g} needs Seraena, and use_seraena is off; turn it on, or set this to 0."
-        yield "use_seraena seraena_loss_weight", text
+    for switch, keys in SWITCHES.items():
+        is_on, what = getattr(config, switch), "a teacher" if switch == "use_ref_vae" else "Seraena"
+        if is_on and not any(weights[key] for key in keys):
+            text = f"{switch} is on but {' and '.join(f'{key}=0' for key in keys)}; "
+            yield f"{switch} {' '.join(keys)}", f"{text}set a weight (0.1 is usual), or {switch} to false."
+        for key in keys:
+            if weights[key] and not is_on:
+                text = f"{key}={weights[key]:g} needs {what}, and {switch} is off; turn it on, or set {key} to 0."
+                yield f"{key} {switch}", text
     if not any(weights.values()):
         yield " ".join(weights), "all loss weights are 0, so nothing would be trained; set one."
     _, *validated = config.validation_size
@@ -290,8 +278,7 @@ def _teacher_rules(config: TrainConfig) -> Findings:
     kind, variant = config.ref_vae_type, config.variant
     possible = sorted({family.kind for family in FAMILIES.values() if variant in family.variants})
     if config.teacher_path is None:
-        text = "use_ref_vae is on, but ref_vae_path is not set (nor cogvideox_model_path, which means the same)."
-        yield "use_ref_vae ref_vae_path", text
+        yield "use_ref_vae ref_vae_path", "use_ref_vae is on, but ref_vae_path is not set; name a teacher."
     elif not possible:
         yield keys, f"there is no teacher for {variant} in diffusers; set use_ref_vae to false."
     elif kind is not None and kind not in possible:
@@ -312,7 +299,7 @@ REMEDIES: Mapping[str, str] = {
     "THUDM/CogVideoX-2b or zai-org/CogVideoX-2b)",
     "lpips_weights": "; get them with: tinyvae lpips-weights",
 }
-"""Key that names something to read -> what to do where it is not there."""
+"""Key -> what to do where the file that it names is not there."""
 
 
 def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list[Complaint]:
@@ -320,9 +307,8 @@ def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list
     complaints = []
     for key in (*DATA_KEYS, *REMEDIES):
         named = config.teacher_path if key == "ref_vae_path" else getattr(config, key)
-        may_be_absent = (key == "data_root" and config.use_sample_clips) or (
-            key == "ref_vae_path" and HUB_NAME.fullmatch(str(named)) is not None
-        )
+        is_hub_name = key == "ref_vae_path" and HUB_NAME.fullmatch(str(named))
+        may_be_absent = is_hub_name or (key == "data_root" and config.use_sample_clips)
         if named is not None and not _may_be_read(Path(named)):
             text = f"{key}={named} may not be read by you; fix its permissions or name another."
             complaints.append(Complaint(keys=(key,), text=text))
@@ -348,14 +334,6 @@ def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list
         text = f"output_dir={config.output_dir} cannot be written: {obstacle}; choose another."
         complaints.append(Complaint(keys=("output_dir",), text=text))
     return complaints
-
-
-def is_seen(path: Path) -> bool:
-    """Whether something is there, as far as this user may know."""
-    try:
-        return path.exists()
-    except PermissionError:  # of a folder above it
-        return False
 
 
 def _may_be_read(path: Path) -> bool:
@@ -447,7 +425,7 @@ def _check_lpips(config: TrainConfig) -> None:
 
 def _obstacle_to_writing(folder: Path) -> str:
     """Why nothing can be written into a folder that may not be there yet; empty where nothing is in the way."""
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if is_seen(place))
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.exists(place))
     if not there.is_dir():
         return f"{there} is a file"
     return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} is not yours to write to"

@@ -1,8 +1,7 @@
 """Every setting of a training run: its name, type, range, unit and meaning.
 
 This file is the only list of settings. The help text, the tables of ``docs/configuration.md``, the values that the
-command line takes and the checks of types and ranges are made from it. ``python -m tinyvae.config.schema
-docs/configuration.md`` writes the current tables into the document.
+command line takes and the checks of types and ranges are made from it.
 """
 
 # ruff: noqa: RUF009  (option() is dataclasses.field with our metadata; it makes no shared value)
@@ -11,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -23,23 +21,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from tinyvae import __version__
 from tinyvae.models.variants import VariantSpec, get_spec
 
-LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-"""Limit of an `option`, as pydantic names it -> its words."""
-
-TIME_DIRECTIVES = "YmdHMS"
-"""Letters after a per cent sign in ``output_dir`` that stand for a part of the time at which the run starts."""
-
-RUN_FORMAT = "tinyvae-run"
-"""The format that a run's ``config.json`` states; `tinyvae.models.weights` takes variant and width from such a file."""
-
+LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # the limits of pydantic
+TIME_DIRECTIVES = "YmdHMS"  # letters after % in ``output_dir`` that stand for a part of the time of the start
+RUN_FORMAT = "tinyvae-run"  # the format that a run's ``config.json`` states
 TeacherType = Literal["cogvideox", "wan", "hunyuan", "ltx", "minimax"]
 
 
 def option(default: Any, meaning: str, *, group: str = "", **limits: float) -> Any:
-    """A field of `TrainConfig`. ``limits``: ge, gt, le, lt as in pydantic; those of a tuple hold for each number.
-
-    ``group``: the heading that begins with this field, in the help text and in the document.
-    """
+    """A field of `TrainConfig`. ``limits``: ge, gt, le, lt as in pydantic. ``group``: the heading that begins here."""
     assert limits.keys() <= LIMIT_WORDS.keys(), limits
     return dataclasses.field(default=default, metadata={"meaning": meaning, "limits": limits, "group": group})
 
@@ -57,15 +46,11 @@ class TrainConfig:
     init: Literal["he", "torch"] = option("he", "How fresh weights are drawn: he (scaled for ReLU) or as torch does.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory, more time.")
 
-    data_root: Path | None = option(
-        None, "Folder of the videos; also the base of relative paths in annotation_file.", group="Data"
-    )
+    data_root: Path | None = option(None, "Folder of the videos; paths in annotation_file start here.", group="Data")
     annotation_file: Path | None = option(None, "JSON or JSONL list of the videos; none: every video below data_root.")
     index_path: Path | None = option(None, "Index made by `tinyvae data index`; none: the run makes one.")
     use_sample_clips: bool = option(False, "Write sample clips to data_root first, if it is empty or absent.")
-    train_split: float = option(
-        0.95, "Share of the files that is trained on, chosen by a hash of the path; the rest validates.", gt=0, le=1
-    )
+    train_split: float = option(0.95, "Share of files to train on, by a hash of the path; others validate.", gt=0, le=1)
     split_by: Literal["auto", "annotation", "hash"] = option(
         "auto", "annotation: as the list says; hash: by train_split; auto: the list, if it says."
     )
@@ -96,19 +81,14 @@ class TrainConfig:
 
     max_train_steps: int = option(10_000, "Optimiser steps of the whole run.", ge=1, group="Steps and precision")
     train_batch_size: int = option(4, "Clips of one micro-batch on one device.", ge=1)
-    gradient_accumulation_steps: int = option(
-        1, "Micro-batches per optimiser step; the same maths as one larger batch (except Seraena's own training).", ge=1
-    )
+    gradient_accumulation_steps: int = option(1, "Micro-batches of a step; as one larger batch (except Seraena).", ge=1)
     mixed_precision: Literal["no", "fp16", "bf16"] = option("no", "Precision of the networks; losses are in fp32.")
     allow_tf32: bool = option(True, "Let fp32 matrix products use TF32 on the GPUs that have it.")
     compile_model: bool = option(False, "Compile the training step with torch.compile.")
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = option(
         "default", "Mode of torch.compile where compile_model is on."
     )
-    deterministic: bool = option(
-        False,
-        "The same bits from the same run, resumed or not, on one GPU; a tenth slower; shown without compile_model.",
-    )
+    deterministic: bool = option(False, "The same bits from the same run on one GPU; a tenth slower; not if compiled.")
     seed: int = option(42, "Seed of weights, data order and augmentation.", ge=0, lt=2**32)
 
     optimizer: Literal["adamw", "muon"] = option(
@@ -129,22 +109,16 @@ class TrainConfig:
     epsilon: float = option(1e-8, "AdamW: term that keeps the division finite.", gt=0)
     max_grad_norm: float = option(1.0, "Gradients are clipped to this norm; 0: never.", ge=0)
     enable_fused_adam: bool = option(True, "Use torch's fused AdamW kernel on a GPU.")
-    ema_decay: float = option(
-        0.999, "Decay of the running mean of weights that is validated and exported; 0: none.", ge=0, lt=1
-    )
+    ema_decay: float = option(0.999, "Decay of the mean of weights that is validated and saved; 0: none.", ge=0, lt=1)
 
     reconstruction_loss_type: Literal["mse", "l1", "charbonnier"] = option(
         "mse", "What the reconstruction and decoder losses measure.", group="Losses"
     )
     reconstruction_loss_weight: float = option(10.0, "Weight: the student's own round trip against the frames.", ge=0)
     encoder_loss_weight: float = option(0.0, "Weight: student latents against the teacher's (needs use_ref_vae).", ge=0)
-    decoder_loss_weight: float = option(
-        0.0, "Weight: the teacher's latents decoded, against the frames (needs use_ref_vae).", ge=0
-    )
+    decoder_loss_weight: float = option(0.0, "Weight: the teacher's latents decoded, against the frames.", ge=0)
     perceptual_loss_weight: float = option(0.0, "Weight: LPIPS (needs LPIPS weights).", ge=0)
-    perceptual_frames: int | None = option(
-        None, "Frames of each clip that LPIPS looks at in a step, in turn; none: all.", ge=1
-    )
+    perceptual_frames: int | None = option(None, "Frames of a clip that LPIPS sees in a step; none: all.", ge=1)
     temporal_loss_weight: float = option(0.0, "Weight: error of frame-to-frame differences.", ge=0)
     lpips_weights: Path | None = option(None, "LPIPS weights; none: searched in the places of `docs/losses.md`.")
 
@@ -157,9 +131,7 @@ class TrainConfig:
     use_seraena: bool = option(False, "Train with Seraena's correction targets.", group="Seraena")
     seraena_loss_weight: float = option(0.0, "Weight: distance to the corrected frames.", ge=0)
     n_seraena_frames: int = option(1, "Frames the discriminator sees at once; divides the padded clip length.", ge=0)
-    seraena_start: int | Literal["auto"] = option(
-        0, "Optimiser step at which Seraena begins; auto: when validation stops improving.", ge=0
-    )
+    seraena_start: int | Literal["auto"] = option(0, "Step where Seraena begins; auto: when validation stalls.", ge=0)
     seraena_learning_rate: float = option(3e-4, "Learning rate of the discriminator's AdamW.", gt=0, le=1)
     seraena_patience: int = option(2, "Validations without improvement after which seraena_start=auto begins.", ge=1)
     seraena_normalisation: Literal["golden", "size_independent"] = option(
@@ -168,9 +140,7 @@ class TrainConfig:
     seraena_buffer_mb: int = option(512, "Bound of each process's replay buffer, 2**20 bytes.", ge=1)
     seraena_buffer_device: Literal["cpu", "device"] = option("cpu", "cpu: the buffer lies in main memory.")
 
-    validation_steps: int = option(
-        500, "Optimiser steps between validations (one is at the end too); 0: never.", ge=0, group="Validation"
-    )
+    validation_steps: int = option(500, "Steps between validations, and one last; 0: never.", ge=0, group="Validation")
     num_validation_samples: int = option(20, "Clips of a validation, over all processes.", ge=1)
     validation_batch_size: int = option(2, "Clips per validation batch on one device.", ge=1)
     validation_height: int | None = option(None, "Height of a validation clip; none: height.", ge=8)
@@ -183,9 +153,7 @@ class TrainConfig:
     early_stopping_patience: int = option(0, "Validations without a better score that end the run; 0: never.", ge=0)
 
     output_dir: Path = option(
-        Path("output/%Y-%m-%d_%H-%M-%S"),
-        "The run's folder; %Y %m %d %H %M %S become the time at which the run starts.",
-        group="Output, checkpoints and resume",
+        Path("output/%Y-%m-%d_%H-%M-%S"), "The run's folder; %Y to %S: time of its start.", group="Output and resume"
     )
     checkpointing_steps: int = option(500, "Optimiser steps between checkpoints; 0: at the end only.", ge=0)
     checkpoints_total_limit: int | None = option(5, "Checkpoints kept beside best and emergency ones; none: all.", ge=1)
@@ -201,16 +169,10 @@ class TrainConfig:
     enable_profiler: bool = option(False, "Write a torch profiler trace of a few early steps to profile.json.")
     log_system_stats: bool = option(False, "Log CPU, memory and GPU use and temperature.")
     debug: bool = option(False, "Log shapes, dtypes and ranges of everything in the first step.")
-    notify_command: str | None = option(
-        None, "Shell command for the end, a failure, an early stop or a stall; TINYVAE_EVENT says which."
-    )
-    notify_stall_s: float = option(
-        1800.0, "Seconds without a finished step, validation or save that count as a stall.", gt=0
-    )
+    notify_command: str | None = option(None, "Shell command at an end, failure or stall; TINYVAE_EVENT says which.")
+    notify_stall_s: float = option(1800.0, "Seconds without a finished step, validation or save: a stall.", gt=0)
 
-    dataloader_num_workers: int = option(
-        4, "Decoding processes of each training process.", ge=0, group="Workers and limits"
-    )
+    dataloader_num_workers: int = option(4, "Decoding processes of each process.", ge=0, group="Workers and limits")
     prefetch_factor: int = option(2, "Batches each worker prepares ahead.", ge=1)
     pin_memory: bool = option(True, "Use pinned memory for copies to a GPU.")
     allow_cpu: bool = option(False, "Train without a GPU, however large a step is (it may take hours).")
@@ -241,20 +203,15 @@ class TrainConfig:
     @property
     def validation_size(self) -> tuple[int, int, int]:
         """(frames, height, width) of a validation clip."""
-        return (
-            self.validation_n_frames or self.n_frames,
-            self.validation_height or self.height,
-            self.validation_width or self.width,
-        )
+        height, width = self.validation_height or self.height, self.validation_width or self.width
+        return self.validation_n_frames or self.n_frames, height, width
 
 
 FIELDS: Mapping[str, dataclasses.Field[Any]] = {field.name: field for field in dataclasses.fields(TrainConfig)}
 """Key -> its field, in the order of the document."""
 
 
-@functools.cache
-def _types() -> dict[str, Any]:
-    return get_type_hints(TrainConfig)
+_types = functools.cache(lambda: get_type_hints(TrainConfig))
 
 
 def kinds_of(key: str) -> tuple[Any, ...]:
@@ -305,50 +262,15 @@ def _kind_in_words(kind: Any) -> str:
     return words.get(kind, "none")
 
 
-# the tables
-
-
-TABLE_BEGIN = "<!-- settings: begin -->"
-TABLE_END = "<!-- settings: end -->"
-
-
 def config_help_text(config: TrainConfig | None = None) -> str:
-    """Every setting with its type, range, default and meaning, for a terminal of 100 columns.
-
-    With ``config`` (that of a preset or a file), also its own value where that is not the default.
-    """
-    return "\n".join(_help_lines(config or TrainConfig())).strip("\n") + "\n"
-
-
-def _help_lines(config: TrainConfig) -> Iterator[str]:
-    indent = " " * 8
+    """Every setting with its type, range, default, meaning and, where it differs, its value in ``config``."""
+    lines, indent = [], " " * 8
     for key, field in FIELDS.items():
         if field.metadata["group"]:
-            yield f"\n{field.metadata['group']}:"
-        value = getattr(config, key)
+            lines.append(f"\n{field.metadata['group']}:")
+        value = field.default if config is None else getattr(config, key)
         here = "" if value == field.default else f"; here {shown_value(value)}"
         takes = f"  --{key} ({takes_in_words(key)}; default {shown_value(field.default)}{here})"
-        yield textwrap.fill(takes, width=100, subsequent_indent=indent)
-        yield textwrap.fill(field.metadata["meaning"], width=100, initial_indent=indent, subsequent_indent=indent)
-
-
-def settings_table() -> str:
-    """Every setting as Markdown tables, one for each group; ``docs/configuration.md`` holds exactly this text."""
-    lines = []
-    for key, field in FIELDS.items():
-        if group := field.metadata["group"]:
-            lines += ["", f"### {group}", "", "| key | takes | default | meaning |", "|---|---|---|---|"]
-        cells = (f"`{key}`", takes_in_words(key), f"`{shown_value(field.default)}`", field.metadata["meaning"])
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines[1:]) + "\n"
-
-
-def with_current_table(document: str) -> str:
-    """A document with the current tables between its two marks."""
-    before, rest = document.split(TABLE_BEGIN)
-    return f"{before}{TABLE_BEGIN}\n{settings_table()}\n{TABLE_END}{rest.split(TABLE_END)[1]}"
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        Path(name).write_text(with_current_table(Path(name).read_text(encoding="utf-8")), encoding="utf-8")
+        meaning = indent + field.metadata["meaning"]
+        lines += [textwrap.fill(text, width=100, subsequent_indent=indent) for text in (takes, meaning)]
+    return "\n".join(lines).strip("\n") + "\n"

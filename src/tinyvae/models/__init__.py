@@ -1,3 +1,11 @@
-"""The networks. ``variants`` holds the family table and the frame rule, ``blocks`` the layers, ``taehv`` the
-networks built of them, ``codec`` what a network does with a whole video, ``streaming`` videos that arrive in pieces,
-``weights`` the file formats. The fast forms are in `tinyvae.engines`."""
+"""The networks, their frame rules, streams and file formats.
+
+`tinyvae.engines` is built on this room, so this room does not import it. `tinyvae/__init__.py`, which Python runs
+before any module of the package, puts two of its functions here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+fuse: Callable[[Any], Any]  # `TAEHV` -> `FusedTAEHV`
+run_folded: Callable[..., Any]  # `blocks.run_layers` in folded form

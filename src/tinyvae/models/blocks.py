@@ -1,9 +1,7 @@
 """The layers of the family, and one way to run a stack of them over time.
 
-Frames travel through the layers as (N·T)CHW, time inside batch. `MemBlock` and `SuperMemBlock` see each frame and the
-one before, `TPool` merges s consecutive frames, `TGrow` makes s frames of one. What a layer carries from one chunk of a
-video to the next is its *state*: the last frame it saw, or the frames that wait for their partners. `run_layers`
-carries it, so that whole videos and chunks go through the same code.
+Frames travel through the layers as (N·T)CHW, time inside batch. What a layer carries from one chunk of a video to the
+next is its *state*: the last frame it saw, or the frames that wait for their partners. `run_layers` carries it.
 """
 
 from __future__ import annotations
@@ -76,11 +74,7 @@ class TPool(nn.Module):
 
 
 class TGrow(nn.Module):
-    """Make ``stride`` consecutive frames of each: (N·T)CHW -> (N·T·s)CHW.
-
-    With ``last_only`` (temporal previews) only the last of the s frames is computed, from the last C output channels
-    of the same stored weight, so full weights load unchanged.
-    """
+    """Make ``stride`` frames of each: (N·T)CHW -> (N·T·s)CHW; only the last with ``last_only`` (temporal previews)."""
 
     def __init__(self, channels: int, stride: int, *, last_only: bool = False) -> None:
         super().__init__()
@@ -112,8 +106,7 @@ def run_layers(
     """Run one chunk of a video through a stack; returns (output NTCHW, state for the next chunk).
 
     ``state=None`` starts a video (the frame before the first is zero). The output may hold no frame (T = 0) while a
-    `TPool` waits for partners; the layers behind it do not run then. With ``checkpointing`` the backward pass computes
-    the activations again instead of keeping them.
+    `TPool` waits for partners. With ``checkpointing`` the backward pass computes the activations again.
     """
     num_videos = frames_NTCHW.shape[0]
     old: State = [None] * len(layers) if state is None else state
@@ -145,11 +138,7 @@ def _segments(layers: nn.Sequential) -> list[tuple[int, int]]:
 
 
 def _recomputed(segment: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Run a segment and keep only its inputs for the backward pass, a slice of the frames at a time.
-
-    The layers at full resolution hold most of the activations, so to compute one of them whole again would need as much
-    memory as before. Frames are independent inside a segment, so slices give the same gradients.
-    """
+    """Run a segment a slice of the frames at a time, and keep only its inputs for the backward pass, to save memory."""
     slices = 1 if isinstance(segment, TPool) else RECOMPUTED_SLICES
     parts = zip(*(x.chunk(slices) for x in inputs), strict=True)
     return torch.cat([checkpoint(segment, *part, use_reentrant=False) for part in parts])

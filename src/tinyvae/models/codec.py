@@ -1,14 +1,9 @@
-"""What every network of the family does with a video: checks, padding, frame rule, clamp, alignment.
-
-`VideoCodec` holds no weights. A network (plain or fused) adds two methods that run one chunk of a video with the state
-of the chunk before. This class makes `encode_video`, `decode_video` and the training path of them. `variants` counts.
-"""
+"""What every network of the family does with a video: checks, padding, frame rule, clamp, alignment."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -41,11 +36,7 @@ class VideoCodec:
     # a network provides these four
 
     def encode_chunk(self, frames_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
-        """Raw latents of the next frames of a video, and the state for the chunk after; no padding, no drop.
-
-        Frames of any floating precision. A run may use up its ``state``, so that a long stream never holds two; to
-        continue twice from one state, pass a copy of the list.
-        """
+        """Raw latents of the next frames of a video, and the state for the chunk after. A run may use up ``state``."""
         raise AssertionError("a network must implement encode_chunk")
 
     def decode_chunk(self, latents_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
@@ -71,8 +62,7 @@ class VideoCodec:
     def encode_video(self, frames_NTCHW: Tensor, parallel: bool = True, show_progress_bar: bool = False) -> Tensor:
         """Latents NTCHW of a video NTCHW in [0, 1], in the model's dtype; no gradient is recorded (see `encode`).
 
-        ``parallel`` runs all frames at once; otherwise one frame at a time (a fused codec: a chunk at a time), in
-        memory that does not grow with T.
+        ``parallel`` runs all frames at once; otherwise one frame (fused: a chunk) at a time, in constant memory.
         """
         self.check_frames(frames_NTCHW)
         if parallel:
@@ -86,11 +76,9 @@ class VideoCodec:
         return torch.cat([stream.push(part) for part in steps], dim=1)
 
     def decode_video(self, latents_NTCHW: Tensor, parallel: bool = True, show_progress_bar: bool = False) -> Tensor:
-        """Frames NTCHW in [0, 1] of latents NTCHW, in the model's dtype; `spec.frames_from_latents` says how many.
-        No gradient is recorded (see `decode`).
+        """`spec.frames_from_latents(T)` frames NTCHW in [0, 1] of latents NTCHW, in the model's dtype; no gradient.
 
-        ``parallel`` runs all latents at once; otherwise one at a time (a fused codec: a chunk at a time), in memory
-        that does not grow with T.
+        ``parallel`` runs all latents at once; otherwise one (fused: a chunk) at a time, in constant memory.
         """
         self.check_latents(latents_NTCHW)
         if parallel:
@@ -142,9 +130,9 @@ class VideoCodec:
     # checks
 
     def check_frames(self, frames_NTCHW: Tensor, *, may_be_none: bool = False) -> None:
-        """Refuse what cannot be a video (``may_be_none``: T = 0 is one); warn once about values far outside [0, 1].
+        """Refuse what is no video (``may_be_none``: T = 0 is one); warn once about values outside [0, 1].
 
-        On a GPU only the first call looks at the values: to read them back, the host must wait for the GPU.
+        On a GPU only the first call looks at the values, because the host must wait for them.
         """
         self._check_tensor(frames_NTCHW, "a video", channels=3, channel_word="RGB", may_be_none=may_be_none)
         self.spec.check_size(*frames_NTCHW.shape[-2:])
@@ -153,10 +141,18 @@ class VideoCodec:
         self._values_were_seen = True
         low, high = (value.item() for value in torch.aminmax(frames_NTCHW.detach()))
         if not (math.isfinite(low) and math.isfinite(high)):
-            _refuse_not_finite(frames_NTCHW)
+            video, frame = (~frames_NTCHW.isfinite()).flatten(2).any(dim=2).nonzero()[0].tolist()
+            kind = "NaN" if frames_NTCHW[video, frame].isnan().any() else "infinite"
+            where = f"frame {frame} of video {video} in the batch has {kind} ones"
+            raise UserError(f"a video must have values in [0, 1], and {where}; look at what made these frames.")
         if (high > 2 or low < -0.5) and not self._range_was_said:
             self._range_was_said = True
-            warnings.warn(_range_warning(low, high), stacklevel=3)
+            hint = "; bring them to [0, 1]: RGB, 0 is black and 1 is full."
+            if low >= 0 and high <= 255:
+                hint = " (looks like 0..255; divide by 255)."
+            elif low >= -1 and high <= 1:
+                hint = " (looks like -1..1; map x to (x + 1) / 2)."
+            warnings.warn(f"video values should be in [0, 1] but span {low:.3g}..{high:.3g}{hint}", stacklevel=3)
 
     def check_latents(self, latents_NTCHW: Tensor, *, may_be_none: bool = False) -> None:
         """Refuse what cannot be this variant's latents (``may_be_none``: T = 0 can)."""
@@ -182,26 +178,6 @@ class VideoCodec:
             raise UserError(f"{what} must be floating point, got {x.dtype}; convert with {hint}.")
         if x.device != self.device:
             raise UserError(f"{what} is on {x.device} but the model is on {self.device}; move one with .to(device).")
-
-
-def _refuse_not_finite(frames_NTCHW: Tensor) -> NoReturn:
-    video, frame = (~frames_NTCHW.isfinite()).flatten(2).any(dim=2).nonzero()[0].tolist()
-    values = frames_NTCHW[video, frame]
-    kind = "NaN" if values.isnan().any() else "infinite"
-    raise UserError(
-        f"a video must have values in [0, 1], and frame {frame} of video {video} in the batch has {kind} ones; look at "
-        "what made these frames."
-    )
-
-
-def _range_warning(low: float, high: float) -> str:
-    """The range that was found, and what it looks like where that is clear."""
-    found = f"video values should be in [0, 1] but span {low:.3g}..{high:.3g}"
-    if low >= 0 and high <= 255:
-        return f"{found} (looks like 0..255; divide by 255)."
-    if low >= -1 and high <= 1:
-        return f"{found} (looks like -1..1; map x to (x + 1) / 2)."
-    return f"{found}; bring them to [0, 1]: RGB, 0 is black and 1 is full."
 
 
 def pad_to_multiple(frames_NTCHW: Tensor, factor: int) -> Tensor:

@@ -35,10 +35,7 @@ WARM_UPS = 3
 
 
 class _Stream:
-    """What both directions share: what was pushed so far, the state, and the end.
-
-    ``length`` is the number of frames or latents in the whole stream, or None if it is not known.
-    """
+    """What both directions share. ``length``: frames or latents of the whole stream, or None if it is not known."""
 
     unit: str
 
@@ -52,8 +49,7 @@ class _Stream:
                 raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
         if track_gradients and not codec.records_gradients:
             raise UserError("a fused codec is for inference and records no gradients; stream through the model itself.")
-        self._codec, self._length = codec, length
-        self._chunk_latents = chunk_latents
+        self._codec, self._length, self._chunk_latents = codec, length, chunk_latents
         self._track_gradients = track_gradients
         self._state: CodecState | None = None
         self._shape: tuple[int, ...] | None = None  # N C H W of the first push
@@ -88,10 +84,8 @@ class _Stream:
                 "use one object per stream."
             )
         if self._length is not None and self._count + x_NTCHW.shape[1] > self._length:
-            raise UserError(
-                f"num_{self.unit}s={self._length} was stated and more {self.unit}s were pushed; state all or leave it "
-                "out."
-            )
+            stated = f"num_{self.unit}s={self._length} was stated"
+            raise UserError(f"{stated} and more {self.unit}s were pushed; state all or leave it out.")
         self._shape = shape
 
     def _close(self) -> None:
@@ -112,14 +106,12 @@ class _Stream:
 
 
 class DecodeGraph:
-    """`codec.decode_chunk` for one latent at a time, recorded once as a CUDA graph and replayed.
+    """`codec.decode_chunk` for one latent at a time, as a CUDA graph that owns the state of its stream.
 
-    For one latent the host needs more time to launch the kernels than the device to run them. A graph launches them all
-    at once. It is for one frame size and owns the state of its stream: one object per stream.
+    To launch the kernels one by one takes longer than to run them. ``latent_N1CHW`` gives shape, dtype and device.
     """
 
     def __init__(self, codec: VideoCodec, latent_N1CHW: Tensor) -> None:
-        """``latent_N1CHW`` gives shape, dtype and device; its values are not used."""
         with torch.no_grad(), torch.cuda.device(codec.device):
             self._latent = torch.zeros_like(latent_N1CHW, memory_format=torch.contiguous_format)
             # Recording forbids what first calls do: choosing algorithms, compiling, loading kernels.
@@ -152,11 +144,9 @@ class StreamingDecoder(_Stream):
     """Latents in, frames out, as they come. The module shows an example.
 
     Args:
-        num_latents: the length of the whole stream. taecvx refuses to start without it (see the module); for the
-            others it is a check.
+        num_latents: the length of the whole stream. taecvx needs it (see the module); for the others it is a check.
         track_gradients: record gradients. They need memory that grows with the stream.
-        chunk_latents: how many latents of a long push run at once (default: the codec's choice). The memory that a
-            push needs beside its result does not grow with its length.
+        chunk_latents: how many latents of a long push run at once (default: the codec's choice).
         low_latency: run one latent at a time from a CUDA graph.
     """
 
@@ -229,18 +219,13 @@ class StreamingEncoder(_Stream):
     """Frames in, latents out, as they come; at the end the last frame is repeated to fill the last latent.
 
     Args:
-        num_frames: the length of the whole stream, if it is known. The push that brings the last frame then also fills
-            the last latent, which can save a run; otherwise `flush` does.
+        num_frames: the length of the whole stream, if it is known. Then the push of the last frame also fills the last
+            latent; otherwise `flush` does.
         track_gradients: record gradients. They need memory that grows with the stream.
         chunk_latents: for how many latents the frames of a long push run at once (default: the codec's choice). The
-            frames of an incomplete latent then wait for the others, because whole latents run fastest. A plain
-            network by default runs all frames that it is given.
+            frames of an incomplete latent then wait for the others, because whole latents run fastest.
 
-    Example::
-
-        stream = StreamingEncoder(model)
-        latents = [stream.push(part) for part in frames.split(8, dim=1)]
-        latents.append(stream.flush())
+    Example: ``latents = [*(stream.push(part) for part in frames.split(8, dim=1)), stream.flush()]``
     """
 
     unit = "frame"
@@ -290,96 +275,76 @@ class StreamingEncoder(_Stream):
         return last_N1CHW.expand(-1, missing, -1, -1, -1) if missing else None
 
     def _encode(self, frames_NTCHW: Tensor, filling_NTCHW: Tensor | None) -> Tensor:
+        """Run the frames that wait, these, and the filling. The frames of an incomplete latent wait again."""
         self._count += frames_NTCHW.shape[1]
-        if self._codec.spec.frame_rule == "chunked":
-            return self._join(self._encode_by_chunks(self._of_whole_latents(frames_NTCHW, filling_NTCHW)))
-        parts = self._parts_to_run(frames_NTCHW, filling_NTCHW)
-        return self._join([self._run(self._codec.encode_chunk, part) for part in parts])
-
-    def _parts_to_run(self, frames_NTCHW: Tensor, filling_NTCHW: Tensor | None) -> Iterator[Tensor]:
-        """The frames that wait and these, in chunks of whole latents. The remaining ones wait, or are filled up."""
-        unit, chunk, dtype = self._codec.spec.time_factor, self._chunk_of(frames_NTCHW), self._codec.dtype
+        dtype, is_chunked = self._codec.dtype, self._codec.spec.frame_rule == "chunked"
         pieces = [piece for piece in (self._waiting, frames_NTCHW, filling_NTCHW) if piece is not None]
-        total, start = sum(piece.shape[1] for piece in pieces), 0
-        if chunk is None:
-            yield cut_out(pieces, 0, total, dtype)
-            return
-        has_waiting, has_filling = self._waiting is not None, filling_NTCHW is not None
-        for latents in chunk_lengths(total // unit, chunk, joined_first=has_waiting, joined_last=has_filling):
-            yield cut_out(pieces, start, start + latents * unit, dtype)
-            start += latents * unit
+        total, start, ready = sum(piece.shape[1] for piece in pieces), 0, []
+        size = (side // self._codec.spec.space_factor for side in frames_NTCHW.shape[-2:])
+        chunk, has_filling = self._chunk("encoder", *size), filling_NTCHW is not None
+        for length in self._h3_runs(total, chunk) if is_chunked else self._runs(total, chunk, has_filling):
+            part = cut_out(pieces, start, start + length, dtype)
+            ready += self._encode_in_h3_chunk(part) if is_chunked else [self._run(self._codec.encode_chunk, part)]
+            start += length
         self._waiting = cut_out(pieces, start, total, dtype).to(dtype, copy=True) if start < total else None
-
-    def _of_whole_latents(self, frames_NTCHW: Tensor, filling_NTCHW: Tensor | None) -> Tensor:
-        """taeh3: the frames that wait and these. The frames of an incomplete latent are kept back and wait."""
-        pieces = [piece for piece in (self._waiting, frames_NTCHW, filling_NTCHW) if piece is not None]
-        total, dtype = sum(piece.shape[1] for piece in pieces), self._codec.dtype
-        place = (self._num_run + total) % H3_CHUNK_FRAMES
-        rest = (place + H3_CHUNK_ZEROS) % self._codec.spec.time_factor if place else 0
-        if self._chunk_of(frames_NTCHW) is None:
-            rest = 0
-        self._waiting = cut_out(pieces, total - rest, total, dtype).to(dtype, copy=True) if rest else None
-        return cut_out(pieces, 0, total - rest, dtype) if rest < total else frames_NTCHW[:, :0]
-
-    def _encode_by_chunks(self, frames_NTCHW: Tensor) -> list[Tensor]:
-        """taeh3: every 17 frames start a video of their own; the last three latents of the whole are never given."""
-        ready: list[Tensor] = []
-        while frames_NTCHW.shape[1]:
-            place = self._num_run % H3_CHUNK_FRAMES
-            part = frames_NTCHW[:, : H3_CHUNK_FRAMES - place]
-            frames_NTCHW = frames_NTCHW[:, part.shape[1] :]
-            if place == 0:
-                # A further chunk exists, so the held latents are not the last ones of the video.
-                ready += self._held
-                self._held, self._state = [], None
-            made = self._encode_within_chunk(part, place=place)
-            first = (place + H3_CHUNK_ZEROS) // self._codec.spec.time_factor if place else 0
-            safe = max(0, H3_CHUNK_LATENTS - H3_DROPPED_LATENTS - first)
-            if made.shape[1]:
-                ready.append(made[:, :safe])
-                self._held.append(made[:, safe:].clone())
-            self._num_run += part.shape[1]
-        return ready
-
-    def _encode_within_chunk(self, part_NTCHW: Tensor, *, place: int) -> Tensor:
-        """Latents that frames of a taeh3 chunk complete, from its frame ``place`` on; its zeros come before frame 0."""
-        ready: list[Tensor] = []
-        chunk, unit = self._chunk_of(part_NTCHW), self._codec.spec.time_factor
-        zeros = 0 if place else H3_CHUNK_ZEROS
-        while part_NTCHW.shape[1]:
-            room = part_NTCHW.shape[1] if chunk is None else chunk * unit - zeros
-            few, part_NTCHW = part_NTCHW[:, :room], part_NTCHW[:, room:]
-            few = torch.nn.functional.pad(few, (0, 0, 0, 0, 0, 0, zeros, 0))
-            ready.append(self._run(self._codec.encode_chunk, few))
-            zeros = 0
         return self._join(ready)
 
-    def _chunk_of(self, frames_NTCHW: Tensor) -> int | None:
-        factor = self._codec.spec.space_factor
-        return self._chunk("encoder", *(side // factor for side in frames_NTCHW.shape[-2:]))
+    def _runs(self, num_frames: int, chunk: int | None, has_filling: bool) -> list[int]:
+        """How many frames to run at a time: a chunk, or fewer where frames must be joined from several tensors."""
+        if chunk is None:
+            return [num_frames]
+        unit = self._codec.spec.time_factor
+        num_latents, most = num_frames // unit, joined_latents(chunk)
+        first = min(most, num_latents) if self._waiting is not None else 0
+        last = min(most, num_latents - first) if has_filling else 0
+        between = num_latents - first - last
+        return [n * unit for n in (first, *[chunk] * (between // chunk), between % chunk, last) if n]
+
+    def _h3_runs(self, num_frames: int, chunk: int | None) -> Iterator[int]:
+        """The same for taeh3, where each 17 frames, with zeros in front, are a video of their own."""
+        unit, place = self._codec.spec.time_factor, self._num_run % H3_CHUNK_FRAMES
+        while num_frames:
+            zeros = 0 if place else H3_CHUNK_ZEROS
+            length = min(num_frames, H3_CHUNK_FRAMES - place)
+            if chunk is not None:
+                length = min(length, chunk * unit - zeros)
+                length -= (length + zeros) % unit
+            if length == 0:
+                return
+            yield length
+            num_frames -= length
+            place = (place + length) % H3_CHUNK_FRAMES
+
+    def _encode_in_h3_chunk(self, part_NTCHW: Tensor) -> list[Tensor]:
+        """taeh3: the latents of frames inside one chunk; the last three latents of the whole video are never given."""
+        ready: list[Tensor] = []
+        place = self._num_run % H3_CHUNK_FRAMES
+        self._num_run += part_NTCHW.shape[1]
+        if place == 0:
+            # A further chunk exists, so the held latents are not the last ones of the video.
+            ready, self._held, self._state = self._held, [], None
+            part_NTCHW = torch.nn.functional.pad(part_NTCHW, (0, 0, 0, 0, 0, 0, H3_CHUNK_ZEROS, 0))
+        made = self._run(self._codec.encode_chunk, part_NTCHW)
+        first = (place + H3_CHUNK_ZEROS) // self._codec.spec.time_factor if place else 0
+        safe = max(0, H3_CHUNK_LATENTS - H3_DROPPED_LATENTS - first)
+        self._held.append(made[:, safe:].clone())
+        return [*ready, made[:, :safe]]
 
     def _join(self, parts: list[Tensor]) -> Tensor:
         filled = [part for part in parts if part.shape[1]]
-        if len(filled) == 1:
-            return filled[0]
         if filled:
-            return torch.cat(filled, dim=1)
+            return filled[0] if len(filled) == 1 else torch.cat(filled, dim=1)
         assert self._shape is not None
-        n, _, h, w = self._shape
-        spec = self._codec.spec
-        factor = spec.space_factor
-        shape = (n, 0, spec.latent_channels, h // factor, w // factor)
-        return torch.empty(shape, dtype=self._codec.dtype, device=self._codec.device)
+        codec, (n, _, h, w), factor = self._codec, self._shape, self._codec.spec.space_factor
+        shape = (n, 0, codec.spec.latent_channels, h // factor, w // factor)
+        return torch.empty(shape, dtype=codec.dtype, device=codec.device)
 
 
 # pieces of a video
 
 
 def join(parts: Iterator[Tensor], num_frames: int) -> Tensor:
-    """Parts NTCHW of a video as one tensor of ``num_frames`` frames.
-
-    Each part is copied as soon as it comes, and then freed. `torch.cat` would need all parts and the whole at once.
-    """
+    """Parts NTCHW of a video as one tensor; each is freed at once, while `torch.cat` would need all and the whole."""
     first = next(parts)
     if first.requires_grad:
         return torch.cat([first, *parts], dim=1)
@@ -399,16 +364,6 @@ def join(parts: Iterator[Tensor], num_frames: int) -> Tensor:
 def joined_latents(chunk_latents: int) -> int:
     """How many latents of a chunk may be joined from several pushes; their frames are copied for it."""
     return max(1, 2 * chunk_latents // 3)
-
-
-def chunk_lengths(num_latents: int, chunk: int, *, joined_first: bool, joined_last: bool) -> list[int]:
-    """How many latents to run at a time: a chunk, or fewer where frames must be joined from several tensors."""
-    most = joined_latents(chunk)
-    first = min(most, num_latents) if joined_first else 0
-    last = min(most, num_latents - first) if joined_last else 0
-    between = num_latents - first - last
-    lengths = [first, *[chunk] * (between // chunk), between % chunk, last]
-    return [length for length in lengths if length]
 
 
 def cut_out(pieces: list[Tensor], start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -434,6 +389,5 @@ def keep_frames(raw_NTCHW: Tensor, *, first_index: int, num_latents: int, spec: 
     kept = [t for t in range(raw_NTCHW.shape[1]) if spec.frame_is_kept(first_index + t, num_latents)]
     if not kept:
         return raw_NTCHW[:, :0]
-    if kept[-1] - kept[0] + 1 == len(kept):
-        return raw_NTCHW[:, kept[0] : kept[-1] + 1]
-    return raw_NTCHW[:, kept]
+    is_slice = kept[-1] - kept[0] + 1 == len(kept)
+    return raw_NTCHW[:, kept[0] : kept[-1] + 1] if is_slice else raw_NTCHW[:, kept]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tinyvae.models import doors
+from tinyvae import models
 from tinyvae.models.blocks import Clamp, MemBlock, State, SuperMemBlock, TGrow, TPool, Upsample, conv3x3, run_layers
 from tinyvae.models.codec import CodecState, VideoCodec
 from tinyvae.models.variants import Preview, VariantSpec, get_spec
@@ -25,9 +25,8 @@ class TAEHV(VideoCodec, nn.Module):
     """A tiny video autoencoder with random weights (torch's default initialization); `load_model` reads a file.
 
     ``width`` scales every hidden channel count (1.0 = the released networks; multiples of 0.125). ``preview`` makes a
-    cheaper decoder of the same weights, without upsampling in "time", in "space" or in "both". With the attribute
-    ``gradient_checkpointing`` the backward pass computes activations again instead of keeping them; with
-    ``folded_training`` training runs the folded form of the network, which gives the same result faster.
+    cheaper decoder of the same weights, without upsampling in "time", in "space" or in "both". The attribute
+    ``gradient_checkpointing`` saves memory in training; ``folded_training`` trains the folded form, which is faster.
 
     Example: ``decoded, latents = TAEHV("taew2_2")(frames)``.
     """
@@ -60,7 +59,7 @@ class TAEHV(VideoCodec, nn.Module):
 
         Example: ``fast = load_model("run").half().cuda().fused(); latents = fast.encode_video(frames)``.
         """
-        return doors.fuse(self)
+        return models.fuse(self)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,7 +70,7 @@ class TAEHV(VideoCodec, nn.Module):
         return next(self.parameters()).device
 
     def _run(self, layers: nn.Sequential, x: Tensor, state: State | None) -> tuple[Tensor, State]:
-        run = doors.run_folded if self.folded_training else run_layers
+        run = models.run_folded if self.folded_training else run_layers
         return run(layers, x, state, checkpointing=self.gradient_checkpointing)
 
 

@@ -1,10 +1,7 @@
 """The family as one table: what each variant is, and how it counts frames.
 
-All code that needs a frame count, a latent count, a size rule or the alignment between input and output asks a
-`VariantSpec`. T is a number of input frames, L of latents, S the time factor.
-
-The one fact to remember: **decoded frame j is input frame j**, so the target of a reconstruction is
-``frames[:, :spec.aligned_frames(T)]``: the tail is dropped, never the head.
+T is a number of input frames, L of latents, S the time factor. The one fact to remember: **decoded frame j is input
+frame j**, so the target of a reconstruction is ``frames[:, :spec.aligned_frames(T)]``: the tail is dropped.
 """
 
 from __future__ import annotations
@@ -123,10 +120,8 @@ class VariantSpec:
     def aligned_frames(self, num_frames: int) -> int:
         """How many leading frames input and output share: compare ``frames[:, :n]`` with ``decoded[:, :n]``."""
         if self.previews_time:
-            raise UserError(
-                "a preview decoder without temporal upsampling makes one frame per latent, which does not line up "
-                "with the input frames; load the model without preview= to compare it with its input."
-            )
+            what = "a preview decoder makes one frame per latent, which does not line up with the input frames"
+            raise UserError(f"{what}; load the model without preview= to compare it with its input.")
         return min(num_frames, self.frames_out(num_frames))
 
     # rules for the user's numbers
@@ -139,10 +134,8 @@ class VariantSpec:
         smaller = f"{max(factor, height // factor * factor)}x{max(factor, width // factor * factor)}"
         larger = f"{math.ceil(max(height, 1) / factor) * factor}x{math.ceil(max(width, 1) / factor) * factor}"
         nearest = smaller if smaller == larger else f"{smaller} or {larger}"
-        raise UserError(
-            f"{self.name} needs a height and width that are multiples of {factor}, got {height}x{width}; "
-            f"the nearest sizes are {nearest}."
-        )
+        needs = f"{self.name} needs a height and width that are multiples of {factor}, got {height}x{width}"
+        raise UserError(f"{needs}; the nearest sizes are {nearest}.")
 
     def is_training_length(self, num_frames: int) -> bool:
         """Whether student and teacher count T frames alike."""
@@ -158,7 +151,7 @@ class VariantSpec:
         """Refuse a clip length that student and teacher would count differently, naming the nearest valid ones."""
         if self.is_training_length(num_frames):
             return
-        below = next((t for t in range(num_frames - 1, 0, -1) if self.is_training_length(t)), None)
+        below = [t for t in range(1, num_frames) if self.is_training_length(t)][-1:]
         above = next(t for t in range(max(num_frames, 0) + 1, num_frames + 64) if self.is_training_length(t))
         if self.frame_rule == "chunked":
             form, why = "17c", "the encoder starts again every 17 frames"
@@ -167,10 +160,9 @@ class VariantSpec:
         else:
             s = self.time_factor
             form, why = f"{s}k+1 or {s}k", f"the last latent would hold fewer than {s} real frames"
-        nearest = " or ".join(str(t) for t in (below, above) if t is not None)
-        raise UserError(
-            f"n_frames={num_frames} does not suit {self.name}: {why}; use a length of {form}, here {nearest}."
-        )
+        nearest = " or ".join(map(str, [*below, above]))
+        what = f"n_frames={num_frames} does not suit {self.name}: {why}"
+        raise UserError(f"{what}; use a length of {form}, here {nearest}.")
 
     def seraena_divisors(self, num_frames: int) -> list[int]:
         """The group sizes (``n_seraena_frames``) that divide the padded length of a T-frame clip."""
@@ -181,10 +173,8 @@ class VariantSpec:
         """Refuse a group size that does not divide the padded clip length, listing those that do."""
         divisors = self.seraena_divisors(num_frames)
         if group_frames not in divisors:
-            raise UserError(
-                f"n_seraena_frames={group_frames} does not divide the {divisors[-1]} padded frames that {self.name} "
-                f"makes of n_frames={num_frames}; use one of {', '.join(map(str, divisors))}."
-            )
+            what = f"n_seraena_frames={group_frames} does not divide the {divisors[-1]} padded frames that {self.name} "
+            raise UserError(f"{what}makes of n_frames={num_frames}; use one of {', '.join(map(str, divisors))}.")
 
 
 _HUNYUAN_15, _WAN_22 = "Hunyuan Video 1.5", "Wan 2.2-5B"
@@ -219,22 +209,17 @@ def get_spec(variant: str, *, width: float = 1.0, preview: Preview | None = None
     Example: ``get_spec("taew2_2", width=0.5).latent_channels`` is 48.
     """
     if variant not in VARIANTS:
-        raise UserError(
-            f"there is no variant {variant!r}.{nearest_name(variant, VARIANTS)} The variants are {', '.join(VARIANTS)}."
-        )
+        hint = nearest_name(variant, VARIANTS)
+        raise UserError(f"there is no variant {variant!r}.{hint} The variants are {', '.join(VARIANTS)}.")
     steps = width / WIDTH_STEP
     if not math.isfinite(steps) or steps != int(steps) or steps < 1:
-        finite = width if math.isfinite(width) else 1.0
-        nearest = max(WIDTH_STEP, round(finite / WIDTH_STEP) * WIDTH_STEP)
-        raise UserError(
-            f"width={width} would give channel counts that are no multiple of 8; "
-            f"use a multiple of {WIDTH_STEP}, here {nearest}."
-        )
+        nearest = max(1, round(steps)) * WIDTH_STEP if math.isfinite(steps) else 1.0
+        what = f"width={width} would give channel counts that are no multiple of 8"
+        raise UserError(f"{what}; use a multiple of {WIDTH_STEP}, here {nearest}.")
     if preview not in (None, "time", "space", "both"):
         raise UserError(f"preview={preview!r} is not known; use 'time', 'space', 'both' or None.")
     spec = replace(VARIANTS[variant], width=float(width), preview=preview)
     if spec.decoder == "super" and spec.previews_space:
-        raise UserError(
-            f"{variant} upsamples by pixel-shuffle and has no spatial preview; use preview='time', or the base variant."
-        )
+        what = f"{variant} upsamples by pixel-shuffle and has no spatial preview"
+        raise UserError(f"{what}; use preview='time', or the base variant.")
     return spec

@@ -5,9 +5,8 @@ Read: ``.safetensors``, ``.pth`` (tensors only), a model, checkpoint or run fold
 argument; what the file itself states; the folder's ``config.json`` (only for names that we write there); last the keys
 and shapes.
 
-Four variants share one network, and so do the two for LTX. There the shapes cannot tell, and where nothing states the
-variant it is a guess. A file's name never chooses, because names are changed. But a guess that the name contradicts
-(``taecvx.pth`` taken for taehv) is refused: nobody would see the wrong frame rule and the wrong latent space.
+Four variants share one network, and so do the two for LTX: where nothing states which, the variant is a guess. A file's
+name never chooses, but a guess that the name contradicts (``taecvx.pth`` taken for taehv) is refused.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ MODEL_FORMAT = "tinyvae-model"
 RUN_FORMAT = "tinyvae-run"
 LATENT_CONVENTION = "diffusion space: as the diffusion model sees latents, after its VAE's scaling factor or mean/std"
 WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
-METADATA_KEY = "tinyvae"
-"""Where a file states what it is: in the metadata of a safetensors file, in that of a .pth file's state dict."""
-
+METADATA_KEY = "tinyvae"  # of a safetensors file's metadata, and of that of a .pth file's state dict
 FORMATS = (".safetensors", ".pth")
 DESCRIBED_NAMES = tuple(f"{stem}{suffix}" for stem in ("model", "final_model") for suffix in FORMATS)
 """What we write into a folder with a ``config.json``. That file says nothing about any other name beside it."""
@@ -49,8 +46,7 @@ DESCRIBED_NAMES = tuple(f"{stem}{suffix}" for stem in ("model", "final_model") f
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 CHECKPOINT_NAME = re.compile(r"(?:emergency_)?checkpoint-(\d+)")
 SHOWN_FILES, SHOWN_KEYS = 8, 4
-OTHER_FORMATS = (".pt", ".bin", ".ckpt", ".onnx", ".gguf")
-"""Ends of names that mean a file, and one that we do not write."""
+OTHER_FORMATS = (".pt", ".bin", ".ckpt", ".onnx", ".gguf")  # files that we do not write
 
 DAMAGE: tuple[type[Exception], ...] = (RuntimeError, EOFError, OSError, ValueError, LookupError, AttributeError)
 DAMAGE += (TypeError, AssertionError, struct.error)
@@ -135,13 +131,12 @@ def describe(spec: VariantSpec, *, training_step: int | None = None) -> dict[str
     facts = asdict(spec)
     facts.pop("preview")  # a way of running the weights, not a property of them
     facts["variant"] = facts.pop("name")
+    decoder_channels = (512, 256, 128, 64) if spec.decoder == "super" else (256, 128, 64)
     return {
         "format": MODEL_FORMAT,
         **facts,
         "encoder_channels": [spec.hidden(64)],
-        "decoder_channels": [
-            spec.hidden(c) for c in ((512, 256, 128, 64) if spec.decoder == "super" else (256, 128, 64))
-        ],
+        "decoder_channels": [spec.hidden(channels) for channels in decoder_channels],
         "time_factor": spec.time_factor,
         "space_factor": spec.space_factor,
         "trim": spec.trim,
@@ -215,9 +210,7 @@ def read_weights(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     elif head[8:9] == b"{":
         state, stated = _read_safetensors(file)
     else:
-        raise UserError(
-            f"{file} is neither a safetensors nor a .pth file, or it is cut off; download or save it again."
-        )
+        raise UserError(f"{file} is neither safetensors nor .pth, or it is cut off; download or save it again.")
     plain = {strip_wrappers(key): value.contiguous() for key, value in state.items()}
     if len(plain) < len(state):
         twice = next(key for key in state if strip_wrappers(key) != key and strip_wrappers(key) in state)
@@ -241,10 +234,8 @@ def _read_pickled(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        raise UserError(
-            f"{file} holds more than tensors (or is damaged) and could run code when opened, so it was not read; "
-            "ask its author for a .safetensors file."
-        ) from None
+        why = "holds more than tensors (or is damaged) and could run code when opened, so it was not read"
+        raise UserError(f"{file} {why}; ask its author for a .safetensors file.") from None
     except DAMAGE as fault:
         reason = str(fault).splitlines()[0] if str(fault) else "unexpected end"
         raise UserError(f"{file} is not a whole .pth file ({reason}); download or save it again.") from None
@@ -256,15 +247,11 @@ def _read_pickled(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for key, value in content.items():
         if value.layout != torch.strided or value.device.type != "cpu":
             raise UserError(f"{file}: {key} is no plain tensor ({value.layout}, {value.device}); save it again as one.")
-    return {str(key): value for key, value in content.items()}, _stated_in(content, origin=file)
-
-
-def _stated_in(state: Mapping[str, Tensor], *, origin: Path) -> dict[str, Any]:
-    """What a .pth file states: see `_with_statement`. A state dict of some other program states nothing."""
-    metadata = getattr(state, "_metadata", None)
+    metadata = getattr(content, "_metadata", None)  # see `_with_statement`; other programs state nothing there
     own = metadata.get("") if isinstance(metadata, Mapping) else None
     text = own.get(METADATA_KEY) if isinstance(own, Mapping) else None
-    return _parse_stated(text, origin=origin) if isinstance(text, str) else {}
+    stated = _parse_stated(text, origin=file) if isinstance(text, str) else {}
+    return {str(key): value for key, value in content.items()}, stated
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -285,16 +272,12 @@ def _parse_stated(text: str, *, origin: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("format") not in (MODEL_FORMAT, RUN_FORMAT):
         return {}
     width_key = "width" if config["format"] == MODEL_FORMAT else "model_width"  # a run's width is in pixels
-    stated = {"variant": config.get("variant"), "width": config.get(width_key)}
-    stated["training_step"] = config.get("training_step")
-    known = stated["variant"] is None or stated["variant"] in list(VARIANTS)
-    if not known or not isinstance(stated["width"], int | float | None):
-        hint = nearest_name(str(stated["variant"]), VARIANTS)
-        raise UserError(
-            f"{origin} states variant {stated['variant']!r} and {width_key} {stated['width']!r}, which no model of "
-            f"this family has.{hint} Fix or remove it; the variants are {', '.join(VARIANTS)}."
-        )
-    return stated
+    variant, width = config.get("variant"), config.get(width_key)
+    if variant not in [None, *VARIANTS] or not isinstance(width, int | float | None):
+        what = f"{origin} states variant {variant!r} and {width_key} {width!r}, which no model of this family has."
+        hint = nearest_name(str(variant), VARIANTS)
+        raise UserError(f"{what}{hint} Fix or remove it; the variants are {', '.join(VARIANTS)}.")
+    return {"variant": variant, "width": width, "training_step": config.get("training_step")}
 
 
 def check_state(state: Mapping[str, Tensor], *, origin: Path) -> None:
@@ -310,10 +293,8 @@ def check_state(state: Mapping[str, Tensor], *, origin: Path) -> None:
         raise UserError(f"{origin} is in {names}, in which nothing here computes; convert it to float16 or float32.")
     broken = [key for key, value in state.items() if not torch.isfinite(value).all()]
     if broken:
-        warnings.warn(
-            f"{origin.name} holds values that are not finite, first in {broken[0]}: its output will not be a picture.",
-            stacklevel=3,
-        )
+        text = f"{origin.name} holds values that are not finite, first in {broken[0]}: its output will be no picture."
+        warnings.warn(text, stacklevel=3)
 
 
 # writing
@@ -326,9 +307,8 @@ def _refuse_existing(weights_files: list[Path], config_file: Path | None, config
     if config_file is not None and config_file.exists():
         there = _read_config(config_file)
         if any(there.get(key) != config[key] for key in ("variant", "width")):
-            raise FileExistsAlreadyError(
-                f"{config_file} describes another model; save to another folder or pass overwrite=True."
-            )
+            text = f"{config_file} describes another model; save to another folder or pass overwrite=True."
+            raise FileExistsAlreadyError(text)
 
 
 def _holds_run_config(config_file: Path) -> bool:
@@ -340,10 +320,7 @@ def _holds_run_config(config_file: Path) -> bool:
 
 
 def _with_statement(state: dict[str, Tensor], config: Mapping[str, Any]) -> OrderedDict[str, Tensor]:
-    """A state dict that states its variant beside its keys, where torch's own ones keep version numbers.
-
-    Only few facts: other programs read pickles with small buffers.
-    """
+    """A state dict that states its variant in torch's metadata: few facts, for readers with small buffers."""
     stating = OrderedDict(state)
     few = {key: config[key] for key in ("format", "variant", "width", "training_step", "tinyvae_version")}
     stating._metadata = {"": {"version": 1, METADATA_KEY: json.dumps(few)}}  # type: ignore[attr-defined]
@@ -361,17 +338,12 @@ def tell_variant(
     origin: Path,
     presumed: str | None = None,
 ) -> VariantSpec:
-    """The variant and width of a state dict.
-
-    ``variant`` is what the caller says of these weights; it wins. ``presumed`` is taken where the weights themselves
-    state nothing; it is the variant of a preset, for example.
-    """
+    """Variant and width of weights. ``variant`` wins; ``presumed`` (a preset's) is taken where they state nothing."""
     width = _width_of(state)
     if width is None:
         first_keys = f"it begins with {', '.join(list(state)[:SHOWN_KEYS])}" if state else "it holds no tensor"
-        raise UserError(
-            f"{origin} is no model of this family: {first_keys}; expected encoder.0.weight, decoder.22.weight."
-        )
+        expected = "expected encoder.0.weight, decoder.22.weight"
+        raise UserError(f"{origin} is no model of this family: {first_keys}; {expected}.")
     if variant is None and stated.get("width") not in (None, width):
         raise UserError(
             f"{origin} has width {width:g} and is stated to have {stated['width']:g}: the description "
@@ -395,11 +367,9 @@ def tell_variant(
     if len(fitting) > 1:
         _object_by_name(origin, taken, fitting)
         if taken != presumed:
-            warnings.warn(
-                f"{origin.name} could be {', '.join(fitting)}: they share one network and nothing states which; "
-                f"taking {taken}. Say which with variant= (in a command: --variant).",
-                stacklevel=3,
-            )
+            text = f"{origin.name} could be {', '.join(fitting)}: they share one network and nothing states which; "
+            text += f"taking {taken}. Say which with variant= (in a command: --variant)."
+            warnings.warn(text, stacklevel=3)
     return get_spec(taken, width=width)
 
 
@@ -412,12 +382,10 @@ def fitting_variants(state: Mapping[str, Tensor]) -> list[str]:
 
 def variants_in_name(file: Path) -> list[str]:
     """The variants that a file's name speaks of: ``my-taew2.1.pth`` of taew2_1, not of taew2_2."""
-    longest_first = sorted(VARIANTS, key=len, reverse=True)
-    # A separator may be another one or left out, and a number must end: taehv10 is not taehv1 and a zero.
-    patterns = {name: re.compile(name.replace("_", "[._-]?") + r"(?!\d)") for name in longest_first}
     left, found = file.name.lower(), []
-    for name, pattern in patterns.items():
-        left, count = pattern.subn(" ", left)  # so that taehv is not found inside taehv1_5
+    for name in sorted(VARIANTS, key=len, reverse=True):  # taehv is not to be found inside taehv1_5
+        # A separator may be another one or left out, and a number must end: taehv10 is not taehv1 and a zero.
+        left, count = re.subn(name.replace("_", "[._-]?") + r"(?!\d)", " ", left)
         found += [name] if count else []
     return found
 

@@ -8,7 +8,6 @@ Expect:    the curve of h100 at half the steps or better (not measured by us).
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 from tinyvae.config import load_preset
 
@@ -17,6 +16,4 @@ config = replace(
     lr_warmup_steps=1_500,
     seraena_start=1_500,
     checkpointing_steps=1_000,
-    output_dir=Path("output/16gpu_h100_%Y-%m-%d_%H-%M-%S"),
-    tracker_name="16gpu_h100",
 )

@@ -8,7 +8,6 @@ Expect:    18-22 dB after 100 steps from the released weights, about 25 dB at th
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 from tinyvae.config import load_preset
 
@@ -24,7 +23,5 @@ config = replace(
     ema_decay=0.99,
     validation_steps=100,
     checkpointing_steps=500,
-    output_dir=Path("output/1gpu_h100_%Y-%m-%d_%H-%M-%S"),
-    tracker_name="1gpu_h100",
     log_every=10,
 )

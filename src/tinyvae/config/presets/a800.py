@@ -9,7 +9,6 @@ Expect:    more than 25 dB after 1,000 steps, 27-30 dB after 5,000; within 0.5 d
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 from tinyvae.config import load_preset
 
@@ -19,6 +18,4 @@ config = replace(
     lr_warmup_steps=200,
     seraena_start=200,
     ema_decay=0.999,
-    output_dir=Path("output/a800_%Y-%m-%d_%H-%M-%S"),
-    tracker_name="a800",
 )

@@ -35,8 +35,6 @@ config = TrainConfig(
     validation_batch_size=4,
     checkpointing_steps=170,
     checkpoints_total_limit=2,
-    output_dir=Path("output/quickstart_%Y-%m-%d_%H-%M-%S"),
-    tracker_name="quickstart",
     dataloader_num_workers=1,
     pin_memory=False,
 )

@@ -8,8 +8,6 @@ Expect:    31.6 dB after about four minutes of steps on an H200 (clips of 128x12
            Its latents are the model's own: a diffusion model's latent space needs a teacher (see h100).
 """
 
-from pathlib import Path
-
 from tinyvae.config import TrainConfig
 
 config = TrainConfig(
@@ -38,8 +36,6 @@ config = TrainConfig(
     num_validation_samples=64,
     checkpointing_steps=1_200,
     checkpoints_total_limit=3,
-    output_dir=Path("output/scratch_%Y-%m-%d_%H-%M-%S"),
-    tracker_name="scratch",
     dataloader_num_workers=8,
     prefetch_factor=4,
 )

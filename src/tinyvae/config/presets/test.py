@@ -8,7 +8,6 @@ Expect:    18-22 dB after 100 steps from the released weights, more than 25 dB a
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 from tinyvae.config import load_preset
 
@@ -27,7 +26,5 @@ config = replace(
     ema_decay=0.999,
     validation_steps=500,
     checkpointing_steps=500,
-    output_dir=Path("output/test_%Y-%m-%d_%H-%M-%S"),
-    tracker_name="test",
     log_every=10,
 )
