@@ -1,7 +1,7 @@
 """How good the model is now: score raw and averaged weights, keep the best model, and say when to stop early.
 
-The metrics are those of ``tinyvae eval`` on the validation clips. Each rank measures its own clips; then all ranks hold
-all results, so they take the same decisions (best model, early stop, start of Seraena) from the same numbers.
+Each rank measures its own clips with the metrics of ``tinyvae eval``; then all ranks hold all results and take the same
+decisions (best model, early stop, start of Seraena).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHOWN_CLIPS = 4
+SHOWN_METRICS = ("psnr", "ssim", "lpips")
 RECORDED_METRICS = ("psnr", "ssim", "lpips", "mse", "mae", "flicker_error", "flicker_energy")
 
 Shown = list[tuple[str, Tensor, Tensor]]
@@ -85,7 +86,7 @@ class Validator:
         from_step: int,
     ) -> None:
         """``loader``: None for a run without validation. ``stop_signal``: the number of a signal that this rank has
-        received, 0 for none. ``from_step``: where the run begins; what the history holds beyond it is dropped."""
+        received, 0 for none. ``from_step``: where the run begins."""
         self._config = config
         self._engine = engine
         self._folder = folder
@@ -95,9 +96,8 @@ class Validator:
         self._lpips = lpips
         self._run_log = run_log
         self._stop_signal = stop_signal
-        self._history = ValidationHistory(folder / "validation_history.json", up_to_step=from_step)
         if engine.is_main:
-            self._history.write_remaining()
+            self._history = ValidationHistory(folder / "validation_history.json", up_to_step=from_step)
 
     def validate(self, progress: Progress, train_loss: float) -> tuple[Progress, float]:
         """Score, log, keep the best; the averaged weights decide where there are any. The new progress and the score.
@@ -141,16 +141,15 @@ class Validator:
 
     def _keep_best(self, step: int, result: ValidationResult, train_loss: float | None) -> None:
         """Write ``best_model/``. A full disk does not end the run here: three failed checkpoints do that."""
-        metrics = {name: result.metrics.get(name) for name in ("psnr", "ssim", "lpips")}
+        metrics = {name: result.metrics.get(name) for name in SHOWN_METRICS}
         try:
             write_best_model(self._folder, self._model, {"step": step, **metrics, "train_loss": train_loss})
         except WRITE_FAULTS as fault:
             two_files = 2 * sum(p.numel() * p.element_size() for p in self._model.parameters())
+            why = why_not_written(fault, self._folder, needed_bytes=two_files)
             log.error(
-                "COULD NOT WRITE best_model/ of step %d (%s): it still holds the earlier best. This step's own "
-                "checkpoint, once written, is kept beside the newest ones.",
-                step,
-                why_not_written(fault, self._folder, needed_bytes=two_files),
+                f"COULD NOT WRITE best_model/ of step {step} ({why}): it still holds the earlier best. This step's own "
+                "checkpoint, once written, is kept beside the newest ones."
             )
 
     def _record(
@@ -158,9 +157,9 @@ class Validator:
     ) -> None:
         """Write the scores to the logs and to ``validation_history.json``."""
         improved = progress.best_step == progress.step
+        raw_metrics = None if raw is None else raw.metrics
         values = {f"val/{name}": value for name, value in result.metrics.items()}
-        if raw is not None:
-            values |= {f"val_raw/{name}": value for name, value in raw.metrics.items()}
+        values |= {f"val_raw/{name}": value for name, value in (raw_metrics or {}).items()}
         self._run_log.metrics(progress.step, values)
         if self._config.save_validation_videos:
             self._run_log.videos(progress.step, result.shown)
@@ -171,15 +170,15 @@ class Validator:
             "train_loss": train_loss,
             "is_best": improved,
             **result.metrics,
-            "raw": None if raw is None else raw.metrics,
+            "raw": raw_metrics,
         }
         try:
             self._history.add(entry)
         except OSError as fault:  # the entry is written with the next one
             told = why_not_written(fault, self._folder)
             log.error("could not write validation_history.json at step %d: %s", progress.step, told)
-        measured = [name for name in ("psnr", "ssim", "lpips") if name in result.metrics]
-        scores = ", ".join(f"{name} {score_in_words(name, result.metrics[name])}" for name in measured)
+        measured = [(name, result.metrics[name]) for name in SHOWN_METRICS if name in result.metrics]
+        scores = ", ".join(f"{name} {score_in_words(name, score)}" for name, score in measured)
         metric = self._config.metric_for_best_model
         earlier = "" if improved else f" {score_in_words(metric, progress.best_score)} at step {progress.best_step}"
         log.info("validation at step %d: %s (best %s%s)", progress.step, scores, metric, earlier)
@@ -233,11 +232,10 @@ def validate(
     """
     own: dict[str, ClipMetrics] = {}
     shown: Shown = []
-    batches = iter(loader)
-    batch: ClipBatch | None = None
-    status = Status.WELL
-    trouble: Exception | None = None
-    while True:
+    batches, batch = iter(loader), None
+    status, trouble = Status.WELL, None
+    anybody_has_more = 1
+    while anybody_has_more:
         try:
             if batch is not None:
                 with without_cudnn_trials():
@@ -258,8 +256,6 @@ def validate(
             )
         if worst != Status.WELL:
             raise ValidationCut(trouble) from trouble
-        if not anybody_has_more:
-            break
     everybody = engine.gather((own, loader.reads))
     loader.check([reads for _, reads in everybody])
     clips = {name: metrics for of_rank, _ in everybody for name, metrics in of_rank.items()}
@@ -290,23 +286,21 @@ def _measure(
 
 
 class ValidationHistory:
-    """``validation_history.json``: one entry per validation, rewritten whole after each (main process only)."""
+    """``validation_history.json``: one entry per validation, rewritten whole after each.
+
+    Entries beyond ``up_to_step``, where the run resumes, belong to a future that did not happen: they go at once.
+    """
 
     def __init__(self, file: Path, *, up_to_step: int) -> None:
         self._file = file
-        self.entries: list[dict[str, Any]] = []
-        if file.is_file():
-            # Entries beyond the step that the run resumes from belong to a future that did not happen.
-            self.entries = [entry for entry in json.loads(file.read_text()) if entry["step"] <= up_to_step]
+        found = json.loads(file.read_text()) if file.is_file() else []
+        self._entries = [entry for entry in found if entry["step"] <= up_to_step]
+        if self._entries != found:
+            write_json(file, self._entries)
 
-    def write_remaining(self) -> None:
-        """Remove that future from the file too: perhaps no validation follows."""
-        if self._file.is_file() and json.loads(self._file.read_text()) != self.entries:
-            write_json(self._file, self.entries)
-
-    def add(self, entry: Mapping[str, Any]) -> None:
-        self.entries = [*(e for e in self.entries if e["step"] != entry["step"]), dict(entry)]
-        write_json(self._file, self.entries)
+    def add(self, entry: dict[str, Any]) -> None:
+        self._entries = [*(old for old in self._entries if old["step"] != entry["step"]), entry]
+        write_json(self._file, self._entries)
 
 
 def write_best_model(run_folder: Path, model: TAEHV, info: Mapping[str, Any]) -> None:
