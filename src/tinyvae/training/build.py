@@ -74,7 +74,6 @@ def _convs(stack: nn.Sequential) -> Iterator[tuple[nn.Conv2d, nn.Module | None, 
 
 
 def build_task(config: TrainConfig, engine: Engine, model: TAEHV) -> TrainingTask:
-    """The student's task with the teacher, LPIPS and Seraena that the configuration asks for."""
     if config.compile_model and engine.device.type == "cpu":
         log.info("compile_model is left out: it is for GPUs, on a CPU it takes minutes at the start and brings little")
         config = replace(config, compile_model=False)

@@ -34,7 +34,7 @@ from tinyvae.training.optim import OptimizerSet
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 NAMES_OF_KEYS = "ACCELERATE_CONFIG_DS_FIELDS"
-PASSED = {
+PASSED = {  # key of deepspeed_config -> the variable that passes its value
     "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
     "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
     "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
@@ -44,8 +44,6 @@ PASSED = {
     "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
     "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
 }
-"""Key of ``deepspeed_config`` -> the variable that passes its value."""
-
 NOT_PASSED = ("mixed_precision", "deepspeed_multinode_launcher")  # keys that only the launcher reads
 
 MUST_BE_OFF = {
@@ -135,7 +133,6 @@ class LaunchConfig:
         return clashes
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse a launch that does not fit the run's settings."""
         if problems := self.disagreements(config):
             raise UserError(f"{'; '.join(problems)}.")
 
@@ -249,7 +246,6 @@ class DeepSpeedEngine(Engine):
         self._stage = settings.zero_optimization.stage
         self._max_grad_norm = config.max_grad_norm
         self._gathered: dict[str, Any] | None = None
-        # It joins the process group; with a single process it makes one.
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         self._deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
@@ -328,7 +324,6 @@ class DeepSpeedEngine(Engine):
         self._zero.step()
 
     def _take_weights(self) -> None:
-        """Copy the weights that DeepSpeed holds into the model."""
         held = list(self._held.parameters())
         whole = nullcontext() if self._stage < 3 else self._deepspeed.zero.GatheredParameters(held)
         with torch.no_grad(), whole:

@@ -61,7 +61,6 @@ def log_losses(named: Mapping[str, Tensor | float]) -> None:
 
 
 def describe(value: Tensor) -> str:
-    """Shape, dtype, device and range of a tensor."""
     kind = f"{'x'.join(map(str, value.shape))} {str(value.dtype).removeprefix('torch.')} on {value.device}"
     numbers = value.detach().float()
     numbers = numbers[torch.isfinite(numbers)]

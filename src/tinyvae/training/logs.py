@@ -110,13 +110,22 @@ class RunLog:
         if not self._is_main:
             return
         self._unwritten.append(json.dumps({"step": step, **values}) + "\n")
+        size = self._metrics_file.stat().st_size if self._metrics_file.exists() else 0
         try:
-            _append_whole(self._metrics_file, "".join(self._unwritten))
+            with self._metrics_file.open("a") as stream:
+                stream.writelines(self._unwritten)
             self._unwritten = []
         except OSError as fault:  # a full disk: checkpoints decide whether the run can go on, not its log
+            if self._metrics_file.exists():
+                os.truncate(self._metrics_file, size)  # half a line would spoil the one after it
             told = why_not_written(fault, self._folder)
             log.error("could not log step %d (%s); its line is written with the next one", step, told)
-        self._show(step, lambda writer: [writer.add_scalar(name, value, step) for name, value in values.items()])
+
+        def add_scalars(writer: SummaryWriter) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        self._show(step, add_scalars)
 
     def videos(self, step: int, shown: list[tuple[str, Tensor, Tensor]]) -> None:
         """Log a picture and a short animation of input | output | error for each (name, input, output) TCHW."""
@@ -175,18 +184,6 @@ class RunLog:
                 kept.append(line + "\n")
         with atomic_write(self._metrics_file, "w") as stream:
             stream.writelines(kept)
-
-
-def _append_whole(file: Path, text: str) -> None:
-    """Add text to a file, or leave the file as it was: half a line would spoil the one after it."""
-    size = file.stat().st_size if file.exists() else 0
-    try:
-        with file.open("a") as stream:
-            stream.write(text)
-    except OSError:
-        if file.exists():
-            os.truncate(file, size)
-        raise
 
 
 def side_by_side(frames_TCHW: Tensor, decoded_TCHW: Tensor) -> Tensor:
@@ -257,7 +254,6 @@ class StepLog:
             self._counts[name] = self._counts.get(name, 0) + 1
 
     def own_loss(self) -> float:
-        """This rank's loss of the step just computed."""
         return float(self._step["loss"].item()) if "loss" in self._step else math.nan
 
     def is_due(self, step: int) -> bool:
@@ -301,7 +297,6 @@ class StepLog:
         self._seconds, self.num_clips, self.recent_loss = state["seconds"], state["clips"], state["recent_loss"]
 
     def bar_text(self, values: Mapping[str, float]) -> str:
-        """What stands behind the progress bar."""
         memory = values["train/gpu_memory_gb"] or psutil.Process().memory_info().rss / GIB
         loss = f"loss {values['train/loss']:.4g}, " if "train/loss" in values else ""
         speed = values["train/frames_per_second"]

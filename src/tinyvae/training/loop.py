@@ -112,7 +112,6 @@ class Trainer:
         return self.progress
 
     def check_saved(self, folder: Path) -> None:
-        """At the end: the newest save is on disk."""
         if not self.is_saved:
             raise UserError(
                 f"the last checkpoint of this finished run could not be written to {folder}; see train.log."

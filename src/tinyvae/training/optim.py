@@ -81,7 +81,6 @@ def orthogonalize_all(updates: list[Tensor]) -> list[Tensor]:
 
 
 def _matrix_shape(weight: Tensor) -> tuple[int, int]:
-    """Rows and columns of a weight flattened to out x rest."""
     return weight.shape[0], weight.numel() // weight.shape[0]
 
 
@@ -148,7 +147,6 @@ class OptimizerSet:
 
 
 def make_optimizers(model: TAEHV, config: TrainConfig) -> OptimizerSet:
-    """The optimizers that a configuration asks for, over all parameters of a model."""
     inner = inner_conv_weights(model) if config.optimizer == "muon" else {}
     plain = [p for name, p in model.named_parameters() if name not in inner]
     adamw = torch.optim.AdamW(

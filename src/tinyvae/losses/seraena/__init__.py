@@ -204,7 +204,6 @@ class Seraena:
     # the state
 
     def shared_state_dict(self) -> dict[str, Any]:
-        """What is equal on all ranks."""
         return {
             "discriminator": self.discriminator.state_dict(),
             "optimizer": self.optimizer.state_dict(),

@@ -77,7 +77,6 @@ class ReplayBuffer:
         return columns[0], columns[1]
 
     def commit(self, plan: WritePlan, images_NCHW: Tensor, contexts_NCHW: Tensor) -> None:
-        """Put the new items where the plan says."""
         slots, items = list(plan.source_of), list(plan.source_of.values())
         for old, new in zip(plan.storage, (images_NCHW, contexts_NCHW), strict=True):
             old[slots] = stored(new[items]).to(self.device)
