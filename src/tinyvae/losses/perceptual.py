@@ -70,20 +70,16 @@ class LPIPS(nn.Module):
         from safetensors.torch import load_file
 
         path = find_lpips_weights(named)
+        with torch.random.fork_rng(devices=[]):  # new layers draw random weights; the run's own stream must not move
+            model = cls()
         try:
-            weights = load_file(path)
+            model.load_state_dict(load_file(path))
+        except RuntimeError:
+            raise UserError(f"{path} does not hold LPIPS weights for AlexNet; get them with: {COMMAND}") from None
         except SafetensorError as broken:
             raise UserError(
                 f"{path} is no readable safetensors file ({broken}); get it again with: {COMMAND}"
             ) from None
-        with torch.random.fork_rng(devices=[]):  # new layers draw random weights; the run's own stream must not move
-            model = cls()
-        wanted, found = ({name: value.shape for name, value in s.items()} for s in (model.state_dict(), weights))
-        if wanted != found:
-            wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-            fault = f"does not hold LPIPS weights for AlexNet (first wrong entry: {wrong[0]})"
-            raise UserError(f"{path} {fault}; get them with: {COMMAND}")
-        model.load_state_dict(weights)
         return model
 
     def train(self, mode: bool = True) -> LPIPS:
@@ -133,9 +129,6 @@ def perceptual_loss(
         chosen = sorted((offset + index * num_frames // max_frames) % num_frames for index in range(max_frames))
         decoded_NTCHW, target_NTCHW = decoded_NTCHW[:, chosen], target_NTCHW[:, chosen]
     return lpips(decoded_NTCHW.flatten(0, 1), target_NTCHW.flatten(0, 1)).mean()
-
-
-# the weights
 
 
 def cached_lpips_path() -> Path:

@@ -70,8 +70,8 @@ def _wan_geometry(config: Config) -> TeacherGeometry:
 
 
 def _hunyuan_geometry(config: Config) -> TeacherGeometry:
-    factors = (config["temporal_compression_ratio"], config["spatial_compression_ratio"])
-    return TeacherGeometry(config["latent_channels"], *factors)
+    names = ("latent_channels", "temporal_compression_ratio", "spatial_compression_ratio")
+    return TeacherGeometry(*(config[name] for name in names))
 
 
 def _ltx_geometry(config: Config) -> TeacherGeometry:

@@ -1,8 +1,4 @@
-"""A teacher: a frozen diffusers VAE that turns frames into the latents a diffusion model knows.
-
-It is found in a folder or on the hub, checked against the student, and loaded through diffusers, which is imported only
-here and only when a teacher is asked for (``pip install 'tinyvae[teachers]'``).
-"""
+"""A teacher: a frozen diffusers VAE, found in a folder or on the hub, checked against the student, and loaded."""
 
 from __future__ import annotations
 
@@ -177,9 +173,6 @@ def check_teacher(path: str | Path, kind: str | None, spec: VariantSpec, *, seen
     if found.geometry != geometry_of(spec):
         why = f"has {found.geometry}, the variant {geometry_of(spec)}"
     raise UserError(f"the teacher {path} ({found.family.class_name}) does not suit {spec.name}: it {why}; {advice}.")
-
-
-# finding it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """DeepSpeed: what a launch asks of it, and the engine that trains under it.
 
-Every value of a launch (accelerate's variables, or a launch file) takes effect, must agree with the run's settings, or
-is refused.
+Every value of a launch takes effect, must agree with the run's settings, or is refused.
 
 As under the plain engine, every process computes the gradients of its own clips on a whole copy of the weights (45 MB
 for the released networks). When all are well, DeepSpeed averages and clips the gradients, steps its part of the
@@ -209,9 +208,6 @@ def read_launch_file(file: Path) -> LaunchConfig:
     return read_environment(environment, place=str(file))
 
 
-# the engine
-
-
 class _Held(nn.Module):
     """The parameters as DeepSpeed holds them: all on one module, so that ZeRO-3 gathers them in one exchange."""
 
@@ -277,8 +273,6 @@ class DeepSpeedEngine(Engine):
         # The scaler takes the loss scale off the gradients of an optimizer; this one is there for that alone.
         self._scaled = torch.optim.SGD(self._parameters, lr=0.0)
 
-    # the step
-
     def discard_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
@@ -286,21 +280,6 @@ class DeepSpeedEngine(Engine):
     def finish_step(self, *, max_grad_norm: float) -> StepResult:
         """Give the gradients of all processes to DeepSpeed; where they are not finite, nothing changes anywhere."""
         assert max_grad_norm == self._max_grad_norm, "DeepSpeed clips at the norm that it was started with"
-        gradients = self._own_gradients()
-        if gradients is None:
-            return StepResult(gradient_norm=math.inf, stepped=False)
-        with self._exchange("gradients"):
-            self._step_zero(gradients)
-        # Finite gradients can still overflow on the way, where they travel in fp16; DeepSpeed then changes nothing.
-        stepped = not self._zero.optimizer.overflow
-        if stepped:
-            self._take_weights()
-        self.discard_gradients()
-        norm = as_number(self._zero.get_global_grad_norm()) if stepped else math.inf
-        return StepResult(gradient_norm=norm, stepped=stepped)
-
-    def _own_gradients(self) -> list[Tensor] | None:
-        """This process's gradients without the loss scale; None where those of any process are not finite."""
         assert any(p.grad is not None for p in self._parameters), "finish_step without a backward pass"
         for parameter in self._parameters:
             if parameter.grad is None:
@@ -314,22 +293,24 @@ class DeepSpeedEngine(Engine):
                 gradients[0].fill_(math.inf)
             self._scaler.unscale_(self._scaled)
             self._scaler.update()
-        if someone_is_bad:
-            self.discard_gradients()
-            return None
-        return [gradient.contiguous() for gradient in gradients]
+        stepped = False
+        if not someone_is_bad:
+            with self._exchange("gradients"):
+                self._step_zero([gradient.contiguous() for gradient in gradients])
+            # Finite gradients can still overflow on the way, where they travel in fp16; DeepSpeed then changes nothing.
+            stepped = not self._zero.optimizer.overflow
+        if stepped:
+            held = list(self._held.parameters())
+            whole = nullcontext() if self._stage < 3 else self._deepspeed.zero.GatheredParameters(held)
+            with torch.no_grad(), whole:
+                torch._foreach_copy_(list[Tensor](self._parameters), [p.detach().to(self.device) for p in held])
+        self.discard_gradients()
+        norm = as_number(self._zero.get_global_grad_norm()) if stepped else math.inf
+        return StepResult(gradient_norm=norm, stepped=stepped)
 
     def _step_zero(self, gradients: list[Tensor]) -> None:
         self._zero.backward(self._zero(gradients))
         self._zero.step()
-
-    def _take_weights(self) -> None:
-        held = list(self._held.parameters())
-        whole = nullcontext() if self._stage < 3 else self._deepspeed.zero.GatheredParameters(held)
-        with torch.no_grad(), whole:
-            torch._foreach_copy_(list[Tensor](self._parameters), [p.detach().to(self.device) for p in held])
-
-    # state
 
     def weights_were_loaded(self) -> None:
         """Put the model's weights into what DeepSpeed holds: the copy that computes and the optimizer's own."""

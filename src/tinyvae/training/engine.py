@@ -31,8 +31,6 @@ from tinyvae.training.optim import OptimizerSet
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-AUTOCAST_DTYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 class PeerLostError(UserError):
     """Another process of this run has stopped, so no further exchange is possible."""
@@ -47,7 +45,7 @@ class StepResult:
 
 
 class Engine:
-    """One process of a run: who it is, what it exchanges with the others, and how it steps."""
+    """One process of a run: who it is, what it exchanges (all processes in the same order), and how it steps."""
 
     kind = "plain"
 
@@ -60,15 +58,13 @@ class Engine:
         self.many = dist.is_initialized()  # also for one process that a launcher started
         self.device: torch.device = processes.device
         self.timeout_s = config.nccl_timeout
-        self._dtype = AUTOCAST_DTYPES[config.mixed_precision]
+        self._dtype = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}[config.mixed_precision]
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=config.mixed_precision == "fp16")
         self._replays_graphs = config.compile_model and config.compile_mode in ("reduce-overhead", "max-autotune")
         # Small messages travel on a gloo group of their own: they do not wait for the GPU, and a process that died
         # closes its connection, which the others notice at once instead of at the timeout.
         timeout = timedelta(seconds=self.timeout_s)
         self._messages = dist.new_group(backend="gloo", timeout=timeout) if self.many else None
-
-    # exchanges: every process calls them in the same order
 
     def worst(self, *codes: int) -> tuple[int, ...]:
         """The largest value of each code over all processes."""
@@ -137,8 +133,6 @@ class Engine:
                 "docs/troubleshooting.md#a-lost-process"
             ) from fault
 
-    # the step
-
     def prepare(self, model: nn.Module, optimizers: OptimizerSet) -> None:
         """Take over a model (already on the device) and its optimizers; all processes start from rank 0's weights."""
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -188,8 +182,6 @@ class Engine:
         self._optimizers.zero_grad()
         return StepResult(gradient_norm=norm, stepped=stepped)
 
-    # state
-
     def weights_were_loaded(self) -> None:
         """The model's weights were set from outside (on every process): an engine with a copy updates it."""
 
@@ -200,8 +192,7 @@ class Engine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._optimizers.load_state_dict(state["optimizers"])
         # Fused steps need moments in the memory order of their weights; another engine may save another order.
-        states = [pair for optimizer in self._optimizers.optimizers for pair in optimizer.state.items()]
-        for weight, moments in states:
+        for weight, moments in [pair for each in self._optimizers.optimizers for pair in each.state.items()]:
             for name, value in moments.items():
                 if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
                     moments[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
@@ -212,7 +203,6 @@ class Engine:
         """Collect what needs all processes at once: DeepSpeed's parts of the optimizer."""
 
     def close(self) -> None:
-        """Leave the process group after all processes have finished."""
         self.barrier()
         self.close_quietly()
 
@@ -241,8 +231,7 @@ def join_processes(config: TrainConfig) -> Any:
         torch.backends.cudnn.benchmark = not config.deterministic
         torch.backends.cudnn.deterministic = config.deterministic
         torch.use_deterministic_algorithms(config.deterministic)
-        # Nothing here reads what was not written, so nothing has to be filled first.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # all is written first
     return processes
 
 

@@ -1,7 +1,4 @@
-"""What a run writes down: ``train.log``, ``metrics.jsonl`` and TensorBoard; and the numbers between two log lines.
-
-Only the main process writes (`RunLog`); every process collects (`StepLog`).
-"""
+"""What a run writes down: ``train.log``, ``metrics.jsonl`` and TensorBoard; and the numbers between two log lines."""
 
 from __future__ import annotations
 
@@ -91,10 +88,7 @@ class RunLog:
         handler.close()
 
     def begin(self, *, from_step: int = 0, with_validation: bool = True) -> None:
-        """Open the files at the step that the run resumes from.
-
-        ``with_validation``: whether that step had been validated, so that its line stays.
-        """
+        """Open the files where the run resumes; ``with_validation``: that step was validated, so its line stays."""
         if not self._is_main:
             return
         self._drop_lines_after(from_step, with_validation)
@@ -211,20 +205,14 @@ def _add_pictures(writer: SummaryWriter, *, name: str, frames: Tensor, decoded: 
     writer._get_file_writer().add_summary(summary, step)
 
 
-# the numbers between two lines
-
-
 class StepLog:
-    """Collects on the device, without waiting for it; only a log line reads the values back.
-
-    ``num_clips``: of all ranks since the last line. ``recent_loss``: of the last line; NaN where there is none.
-    """
+    """Collects on the device, without waiting for it; only a log line reads the values back."""
 
     def __init__(self, config: TrainConfig, engine: Engine) -> None:
         self._config = config
         self._engine = engine
         self._step: dict[str, Tensor] = {}
-        self.recent_loss = math.nan
+        self.recent_loss = math.nan  # of the last line
         self._begin_line()
 
     def _begin_line(self) -> None:
@@ -232,7 +220,7 @@ class StepLog:
         self._counts: dict[str, int] = {}  # steps in each sum: a term can begin in the middle of a line
         self._norms: list[float] = []  # one for each step that was not skipped
         self._seconds = 0.0
-        self.num_clips = 0
+        self.num_clips = 0  # of all ranks since the last line
 
     def begin_step(self) -> None:
         """A step's computation starts, or starts again: what a failed attempt left is discarded."""

@@ -46,11 +46,7 @@ STOPPED_ELSEWHERE = (
 
 @dataclass(frozen=True, kw_only=True)
 class LoopParts:
-    """What the loop drives.
-
-    ``validate``: (progress, newest training loss) -> (new progress, score). ``save``: (state, whether this is an
-    emergency) -> whether the checkpoint is on disk.
-    """
+    """What the loop drives."""
 
     config: TrainConfig
     engine: Engine
@@ -62,8 +58,8 @@ class LoopParts:
     profiler: StepProfiler
     signals: SignalWatch
     notifier: Notifier
-    validate: Callable[[Progress, float], tuple[Progress, float]]
-    save: Callable[[LoopState, bool], bool]
+    validate: Callable[[Progress, float], tuple[Progress, float]]  # newest training loss in, score out
+    save: Callable[[LoopState, bool], bool]  # is it an emergency? -> is the checkpoint on disk?
 
 
 class Trainer:
@@ -105,7 +101,10 @@ class Trainer:
                 bar.update()
                 if self.step_log.is_due(self.progress.step):
                     self._log(bar)
-                self._stop_if_asked()
+                (signal_number,) = parts.engine.worst(parts.signals.received)
+                if signal_number:
+                    self._save(emergency=True)
+                    raise StopRequested(signal_number)
                 if self._is_due(config.validation_steps):
                     self._validate(bar)
                 self._save_if_due()
@@ -113,9 +112,7 @@ class Trainer:
 
     def check_saved(self, folder: Path) -> None:
         if not self.is_saved:
-            raise UserError(
-                f"the last checkpoint of this finished run could not be written to {folder}; see train.log."
-            )
+            raise UserError(f"the last checkpoint of the finished run could not be written to {folder}; see train.log.")
 
     def _next_clips(self) -> list[ClipBatch]:
         """The clips of a step. If this rank has none, all ranks save before they stop."""
@@ -125,8 +122,6 @@ class Trainer:
             self.parts.engine.worst(Status.HAS_TO_STOP)  # meets the others where they next ask for the status
             self._save(emergency=True)
             raise
-
-    # the step
 
     def step(self, clips: list[ClipBatch]) -> StepResult:
         """One optimizer step over several micro-batches, all ranks together."""
@@ -241,10 +236,8 @@ class Trainer:
         ranks = self.parts.engine.gather(own)
         suspects = [told for is_finite, told in ranks if not is_finite] or [told for _, told in ranks]
         if self.parts.engine.is_main:
-            listed = "; ".join(suspects)
-            log.warning("step %d skipped: a loss or gradient was not finite (%s)", self.progress.step, listed)
-
-    # around the steps
+            step, listed = self.progress.step, "; ".join(suspects)
+            log.warning("step %d skipped: a loss or gradient was not finite (%s)", step, listed)
 
     def _log(self, bar: tqdm) -> None:
         values = self.step_log.take(self.progress.step)  # an exchange: every rank comes here at the same steps
@@ -252,12 +245,6 @@ class Trainer:
         text = self.step_log.bar_text(values)
         bar.set_postfix_str(text)
         self.parts.run_log.note(f"step {self.progress.step} of {self.config.max_train_steps}: {text}")
-
-    def _stop_if_asked(self) -> None:
-        (signal_number,) = self.parts.engine.worst(self.parts.signals.received)
-        if signal_number:
-            self._save(emergency=True)
-            raise StopRequested(signal_number)
 
     def _is_due(self, every: int) -> bool:
         """Whether something is due that is done every ``every`` steps (0: never) and after the last one."""

@@ -14,9 +14,6 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 
-NEWTON_SCHULZ_STEPS = 5
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic whose iteration drives singular values towards 1
-
 
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum whose update, flattened to a matrix out x rest, is made orthogonal by Newton-Schulz steps.
@@ -93,9 +90,9 @@ def _in_shape_of(weight: Tensor, wide: Tensor) -> Tensor:
 
 def orthogonalize(wide_BRC: Tensor) -> Tensor:
     """The nearest semi-orthogonal matrices, roughly (singular values 0.7..1.2), of a batch of wide ones."""
-    a, b, c = NEWTON_SCHULZ
+    a, b, c = 3.4445, -4.7750, 2.0315  # a quintic whose iteration drives singular values towards 1
     x = wide_BRC / (wide_BRC.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(NEWTON_SCHULZ_STEPS):
+    for _ in range(5):
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x
@@ -163,10 +160,7 @@ def make_optimizers(model: TAEHV, config: TrainConfig) -> OptimizerSet:
 
 
 def inner_conv_weights(model: TAEHV) -> dict[str, nn.Parameter]:
-    """The 4-D weights except those of the first conv of the encoder, the last of the decoder, and depthwise ones.
-
-    The two convs at the latents are among them: worth about half a dB after 1,000 steps (docs/results.md).
-    """
+    """The 4-D weights except those of the first conv of the encoder, the last of the decoder, and depthwise ones."""
     edges = {"encoder.0.weight", f"decoder.{len(model.decoder) - 1}.weight"}
     weights = {name: p for name, p in model.named_parameters() if p.ndim == 4 and name not in edges}
     return {name: p for name, p in weights.items() if p.shape[1] > 1}  # a depthwise kernel mixes no channels

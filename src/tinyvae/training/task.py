@@ -1,8 +1,4 @@
-"""What one training step computes: clips in, losses out.
-
-The teacher, LPIPS and Seraena live here, outside the student's module: none of them is ever wrapped, trained by the
-student's optimizer, or saved into a model file.
-"""
+"""What one training step computes: clips in, losses out."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ class StepLosses:
 
 
 class TrainingTask:
-    """The student and everything that teaches it.
+    """The student and what teaches it; teacher, LPIPS and Seraena are no part of the student's module.
 
     Example::
 
@@ -115,10 +111,7 @@ class TrainingTask:
         return StepLosses(total=total, logged=logged)
 
     def correct_in_parts(self, parts: Sequence[Tensor]) -> list[SeraenaResult]:
-        """Seraena's one step over clips that are too many for one pass of the student: its result for each part.
-
-        The discriminator sees all clips at once, as without the cut; the student runs once more, without a graph.
-        """
+        """Seraena's step over clips that the student passes in parts; the discriminator still sees all at once."""
         assert self.seraena is not None
         with torch.no_grad():
             made = [self._student(frames, None)[:2] for frames in parts]

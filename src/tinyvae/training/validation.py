@@ -1,8 +1,4 @@
-"""How good the model is now: score raw and averaged weights, keep the best model, and say when to stop early.
-
-Each rank measures its own clips with the metrics of ``tinyvae eval``; then all ranks hold all results and take the same
-decisions (best model, early stop, start of Seraena).
-"""
+"""How good the model is now: score raw and averaged weights, keep the best model, and say when to stop early."""
 
 from __future__ import annotations
 
@@ -71,22 +67,18 @@ class ValidationCut(Exception):  # noqa: N818 (news for the loop)
 
 @dataclass(frozen=True)
 class Validator:
-    """The validations of one run. All ranks call `validate` at the same steps and get the same outcome.
-
-    ``loader``: None for a run without validation. ``stop_signal``: the number of a signal that this rank has received,
-    0 for none. ``from_step``: where the run begins.
-    """
+    """The validations of one run. All ranks call `validate` at the same steps and get the same outcome."""
 
     config: TrainConfig
     engine: Engine
     folder: Path
     _: KW_ONLY
     model: TAEHV
-    average: WeightAverage | None
-    loader: ValidationLoader | None
+    average: WeightAverage | None  # its weights decide where there are any
+    loader: ValidationLoader | None  # None for a run without validation
     lpips: LPIPS | None
     run_log: RunLog
-    stop_signal: Callable[[], int]
+    stop_signal: Callable[[], int]  # the number of a signal that this rank has received, 0 for none
     from_step: int
 
     def __post_init__(self) -> None:
@@ -101,10 +93,7 @@ class Validator:
         return [entry for entry in found if entry["step"] <= self.from_step]
 
     def validate(self, progress: Progress, train_loss: float) -> tuple[Progress, float]:
-        """Score, log, keep the best; the averaged weights decide where there are any. The new progress and the score.
-
-        ``train_loss``: of the newest log line; NaN where there is none yet.
-        """
+        """Score, log, keep the best: the new progress and the score. ``train_loss``: of the newest log line, or NaN."""
         metric, average = self.config.metric_for_best_model, self.average
         raw = None if average is None else self._score()
         with nullcontext() if average is None else average.swapped_into(self.model):
@@ -225,7 +214,7 @@ def validate(
     lpips: LPIPS | None,
     stop_signal: Callable[[], int] = lambda: 0,
 ) -> ValidationResult:
-    """Score a codec on the validation clips of all ranks; a validation with no usable clip is an error.
+    """Score a codec on the validation clips. Each rank measures its own clips; then all ranks hold all results.
 
     Before each batch the ranks ask each other whether to go on. Whatever stops one of them raises `ValidationCut` on
     all; what is wrong with the clips of all ranks together raises the same ``UserError`` on all.
@@ -280,9 +269,6 @@ def _measure(
     for i in range(min(len(batch), SHOWN_CLIPS - len(shown))):
         shown.append((batch.names[i], target[i].cpu(), decoded[i].cpu()))
     return dict(zip(batch.names, clip_metrics(decoded, target, lpips=lpips), strict=True))
-
-
-# what is kept
 
 
 def write_best_model(run_folder: Path, model: TAEHV, info: Mapping[str, Any]) -> None:

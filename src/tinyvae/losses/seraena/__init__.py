@@ -20,11 +20,7 @@ from tinyvae.losses.seraena.discriminator import PATCH_PIXELS, Normalization, Se
 from tinyvae.losses.seraena.replay_buffer import ReplayBuffer, WritePlan
 from tinyvae.models.variants import VariantSpec
 
-AverageInPlace = Callable[[list[Tensor]], None]
-"""Replaces each tensor by its mean over all ranks; every rank calls it with the same shapes in the same order."""
-
-BETAS = (0.9, 0.99)
-WEIGHT_DECAY = 0.01
+AverageInPlace = Callable[[list[Tensor]], None]  # replaces each tensor by its mean over all ranks
 
 
 class HalfStepError(UserError):
@@ -76,13 +72,11 @@ class Seraena:
         self.group_frames = group_frames
         self.padded_frames = spec.padded_frames(n_frames)
         self.normalization: Normalization = normalization
-        self.seed = seed
-        self.rank = rank
-        self.steps = 0
+        self.seed, self.rank, self.steps = seed, rank, 0
         self.discriminator = SeraenaDiscriminator.from_seed(3 * group_frames, spec.latent_channels, seed)
         self.discriminator.to(device).eval()
         self.optimizer = torch.optim.AdamW(
-            self.discriminator.parameters(), lr=learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY
+            self.discriminator.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.01
         )
         self.buffer = ReplayBuffer(max_mb=buffer_mb, device=buffer_device)
         self.generator = rank_generator(seed, rank, self.steps)
@@ -97,8 +91,6 @@ class Seraena:
             raise UserError(
                 f"Seraena cannot normalize a batch of one {height}x{width} image; use larger frames or a larger batch."
             )
-
-    # the step
 
     def begin_step(self, training_step: int) -> None:
         """A training step starts, or starts again after it ran out of memory; all ranks together."""
@@ -201,8 +193,6 @@ class Seraena:
         images = torch.where(chosen, fakes, real)
         return images, torch.where(chosen, fake_contexts, contexts), torch.where(is_fake, 1.0, -1.0)
 
-    # the state
-
     def shared_state_dict(self) -> dict[str, Any]:
         return {
             "discriminator": self.discriminator.state_dict(),
@@ -237,11 +227,8 @@ class Seraena:
         return {"generator": self.generator.get_state(), "buffer": copies}
 
     def load_rank_state_dicts(self, states: Sequence[dict[str, Any]], *, num_ranks_saved: int, num_ranks: int) -> None:
-        """Take over the states of the saved ranks that `saved_ranks_for` names, after `load_shared_state_dict`.
-
-        With another number of ranks the buffers are merged or split (the last items stay where not all fit), and the
-        random numbers start again from seed, rank and step.
-        """
+        """Take over the states of the saved ranks that `saved_ranks_for` names, after `load_shared_state_dict`. With
+        another number of ranks the buffers are merged or split, and the random numbers start again."""
         assert len(states) == len(saved_ranks_for(self.rank, num_ranks_saved, num_ranks)), f"{len(states)} states"
         if num_ranks_saved == num_ranks:
             self.generator.set_state(states[0]["generator"])

@@ -24,8 +24,6 @@ class SeraenaDiscriminator(nn.Module):
 
     def __init__(self, image_channels: int, context_channels: int) -> None:
         super().__init__()
-        self.image_channels = image_channels
-        self.context_channels = context_channels
         inputs = (image_channels + context_channels, *WIDTHS[:-1])
         self.blocks = nn.ModuleList(
             nn.Sequential(

@@ -16,8 +16,7 @@ from tinyvae.errors import UserError
 STORED_DTYPE = torch.float16
 BYTES_PER_MB = 2**20
 
-Storage = tuple[Tensor, Tensor]
-"""Images [capacity, C, H, W] and contexts [capacity, c, h, w]."""
+Storage = tuple[Tensor, Tensor]  # images [capacity, C, H, W] and contexts [capacity, c, h, w]
 
 
 @dataclass(frozen=True, kw_only=True)
