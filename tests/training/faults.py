@@ -89,11 +89,11 @@ class OutOfMemoryInSeraena:
             return
         original, calls = Seraena.step, _Calls()
 
-        def step(this: Seraena, *arguments: Any, average_gradients: Any) -> Any:
+        def step(this: Seraena, *arguments: Any, average: Any) -> Any:
             is_due = calls.next() in self.calls
             if is_due and not self.after_exchange:
                 raise torch.OutOfMemoryError("CUDA out of memory (injected)")
-            result = original(this, *arguments, average_gradients=average_gradients)
+            result = original(this, *arguments, average=average)
             if is_due:
                 raise torch.OutOfMemoryError("CUDA out of memory (injected)")
             return result

@@ -199,13 +199,13 @@ def test_a_term_that_begins_in_mid_line_is_the_mean_of_its_own_steps() -> None:
     for loss in (1.0, 2.0, 3.0):
         add_terms(log, loss=loss)
     add_terms(log, loss=4.0, seraena_loss=0.5)
-    assert not log.is_empty
+    assert log.num_clips
     resumed.load_state_dict(log.state_dict())
     for each in (log, resumed):
         add_terms(each, loss=5.0, seraena_loss=1.5)
         line = each.take(4)
         assert line["train/loss"] == pytest.approx(3.0) and line["train/seraena_loss"] == pytest.approx(1.0)
-        assert each.is_empty
+        assert not each.num_clips
     add_terms(log, loss=1.0, seraena_loss=3.0)
     assert log.take(4)["train/seraena_loss"] == pytest.approx(3.0), "the count of the line before is still in it"
 

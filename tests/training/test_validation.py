@@ -25,7 +25,16 @@ from tinyvae.errors import UserError
 from tinyvae.models.codec import VideoCodec
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import Status
-from tinyvae.training.validation import ValidationCut, ValidationHistory, validate, write_best_model
+from tinyvae.training.logs import RunLog
+from tinyvae.training.state import Progress
+from tinyvae.training.validation import (
+    ValidationCut,
+    ValidationResult,
+    Validator,
+    validate,
+    write_best_model,
+    write_json,
+)
 
 
 class Predictor(VideoCodec):
@@ -206,13 +215,27 @@ def test_best_model_is_replaced_whole(tmp_path: Path) -> None:
     assert [f.name for f in tmp_path.iterdir()] == ["best_model"]
 
 
-def test_history_forgets_what_lies_beyond_the_resumed_step(tmp_path: Path) -> None:
-    file = tmp_path / "validation_history.json"
-    history = ValidationHistory(file, up_to_step=0)
+def test_history_forgets_what_lies_beyond_the_resumed_step(tmp_path: Path, engine: Engine) -> None:
+    file, config = tmp_path / "validation_history.json", TrainConfig()
+    run_log = RunLog(tmp_path, config, is_main=False)
+
+    def begin(from_step: int) -> Validator:
+        model = TAEHV("taehv", width=0.125)
+        parts = {"model": model, "average": None, "loader": None, "lpips": None, "run_log": run_log}
+        return Validator(config, engine, tmp_path, **parts, stop_signal=lambda: 0, from_step=from_step)  # type: ignore[arg-type]
+
+    def record(validator: Validator, step: int, score: float) -> None:
+        result = ValidationResult(metrics={"psnr": score}, num_clips=1, shown=[])
+        validator._record(Progress(step=step, best_step=step), result, None, None)
+
+    first = begin(0)
     for step in (10, 20, 30):
-        history.add({"step": step, "psnr": float(step)})
-    resumed = ValidationHistory(file, up_to_step=20)
-    resumed.add({"step": 30, "psnr": 99.0})
+        record(first, step, float(step))
+    resumed = begin(20)
+    assert [entry["step"] for entry in json.loads(file.read_text())] == [10, 20]
+    record(resumed, 30, 30.0)
+    record(resumed, 30, 99.0)
+    run_log.close()
     assert [(e["step"], e["psnr"]) for e in json.loads(file.read_text())] == [(10, 10.0), (20, 20.0), (30, 99.0)]
 
 
@@ -227,6 +250,6 @@ def test_what_a_full_disk_cut_off_does_not_stay_on_it(tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match="No space left"):
         write_best_model(tmp_path, model, {"step": 2})
     with pytest.raises(OSError, match="No space left"):
-        ValidationHistory(tmp_path / "validation_history.json", up_to_step=0).add({"step": 2})
+        write_json(tmp_path / "validation_history.json", [{"step": 2}])
     assert [f.name for f in tmp_path.iterdir()] == ["best_model"]
     assert json.loads((tmp_path / "best_model" / "model_info.json").read_text())["step"] == 1

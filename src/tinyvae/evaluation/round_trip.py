@@ -208,7 +208,7 @@ class TeacherRoundTrip(RoundTrip):
         wanted = self.aligned_frames(num_frames)
         target_TCHW = to_unit_range(torch.cat(list(chunks))[:wanted], self.device)
         height, width = target_TCHW.shape[-2:]
-        padded = pad_to_multiple(target_TCHW[None], self._teacher.space_factor)
+        padded = pad_to_multiple(target_TCHW[None], self._teacher.geometry.space_factor)
         with times.stage("encode", self.device):
             latents_NTCHW = self._teacher.encode(padded)
         if on_latents is not None:

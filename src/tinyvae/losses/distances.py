@@ -1,7 +1,6 @@
 """How far frames or latents are from what they should be: the reconstruction, encoder, decoder and temporal losses.
 
-All are computed in fp32, whatever the networks run in: a bf16 mean over a clip would keep three digits. Nothing is
-clamped: outside [0, 1] a clamp has no gradient, and the pixel would never come back.
+All are computed in fp32. Nothing is clamped: outside [0, 1] a clamp has no gradient, and no pixel would come back.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from tinyvae.models.variants import VariantSpec
 
 LossKind = Literal["mse", "l1", "charbonnier"]
 
-CHARBONNIER_WIDTH = 1e-3
-"""Below this difference (of a [0, 1] pixel) the Charbonnier loss is quadratic, above it linear."""
+CHARBONNIER_WIDTH = 1e-3  # below this difference (of a [0, 1] pixel) the Charbonnier loss is quadratic, above it linear
 
 
 def mean_distance(a: Tensor, b: Tensor, kind: LossKind) -> Tensor:
@@ -36,8 +34,8 @@ def mean_distance(a: Tensor, b: Tensor, kind: LossKind) -> Tensor:
 def reconstruction_loss(decoded_NTCHW: Tensor, target_NTCHW: Tensor, kind: LossKind = "mse") -> Tensor:
     """Distance of decoded frames (not clamped) from their targets in [0, 1]; a scalar in fp32.
 
-    ``target_NTCHW`` is `VideoCodec.target` of the clip: decoded frame j is input frame j. The decoder loss is the same
-    distance, of frames decoded from the teacher's latents.
+    ``target_NTCHW`` is `VideoCodec.target` of the clip. The decoder loss is the same distance, of frames decoded from
+    the teacher's latents.
     """
     return mean_distance(decoded_NTCHW, target_NTCHW, kind)
 

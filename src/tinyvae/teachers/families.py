@@ -1,8 +1,7 @@
 """Which diffusers VAEs can teach, and what each one's numbers mean.
 
-Every family below was read from its own diffusers model and pipeline: how it counts latents, what pixel range it
-takes, and how its latents become *diffusion space*, which is what the diffusion model sees and what tinyvae trains on.
-All of them fit one formula, ``diffusion = (z - mean) * factor / std``, channel by channel.
+tinyvae trains on *diffusion space*, which is what the diffusion model sees: ``(z - mean) * factor / std``, channel by
+channel, for all families.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from tinyvae.models.variants import VARIANTS, VariantSpec
 TeacherKind = Literal["cogvideox", "wan", "hunyuan", "ltx", "minimax"]
 TEACHER_KINDS: tuple[str, ...] = get_args(TeacherKind)
 
-Config = Mapping[str, Any]
-"""A VAE's config.json, with diffusers' defaults where it is silent."""
+Config = Mapping[str, Any]  # a VAE's config.json, with diffusers' defaults where it is silent
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class TeacherGeometry:
         return f"{self.latent_channels} latent channels, {self.time_factor}x in time, {self.space_factor}x in space"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TeacherFamily:
     """One VAE class of diffusers.
 
@@ -72,8 +70,8 @@ def _wan_geometry(config: Config) -> TeacherGeometry:
 
 
 def _hunyuan_geometry(config: Config) -> TeacherGeometry:
-    factors = (config["temporal_compression_ratio"], config["spatial_compression_ratio"])
-    return TeacherGeometry(config["latent_channels"], *factors)
+    names = ("latent_channels", "temporal_compression_ratio", "spatial_compression_ratio")
+    return TeacherGeometry(*(config[name] for name in names))
 
 
 def _ltx_geometry(config: Config) -> TeacherGeometry:
@@ -91,41 +89,25 @@ def _minimax_geometry(config: Config) -> TeacherGeometry:
 
 
 _FAMILIES = (
+    TeacherFamily("cogvideox", "AutoencoderKLCogVideoX", ("taecvx",), _cogvideox_geometry),
+    TeacherFamily("wan", "AutoencoderKLWan", ("taew2_1", "taew2_2", "taew2_2_super"), _wan_geometry),
+    TeacherFamily("hunyuan", "AutoencoderKLHunyuanVideo", ("taehv",), _hunyuan_geometry),
     TeacherFamily(
-        kind="cogvideox", class_name="AutoencoderKLCogVideoX", variants=("taecvx",), geometry=_cogvideox_geometry
-    ),
-    TeacherFamily(
-        kind="wan",
-        class_name="AutoencoderKLWan",
-        variants=("taew2_1", "taew2_2", "taew2_2_super"),
-        geometry=_wan_geometry,
-    ),
-    TeacherFamily(
-        kind="hunyuan", class_name="AutoencoderKLHunyuanVideo", variants=("taehv",), geometry=_hunyuan_geometry
-    ),
-    TeacherFamily(
-        kind="hunyuan",
-        class_name="AutoencoderKLHunyuanVideo15",
-        variants=("taehv1_5", "taehv1_5_super"),
-        geometry=_hunyuan_geometry,
+        "hunyuan",
+        "AutoencoderKLHunyuanVideo15",
+        ("taehv1_5", "taehv1_5_super"),
+        _hunyuan_geometry,
         one_at_a_time=True,  # its attention mask [N, S, S] does not fit the scores [N, 1, S, S] (diffusers 0.42)
     ),
+    TeacherFamily("ltx", "AutoencoderKLLTX2Video", ("taeltx_2", "taeltx2_3"), _ltx_geometry),
+    # The VAE of LTX-Video 0.9: another latent space in the same shape. No released student is for it, so the students
+    # of that shape may learn it.
+    TeacherFamily("ltx", "AutoencoderKLLTXVideo", ("taeltx_2", "taeltx2_3"), _ltx_geometry),
     TeacherFamily(
-        kind="ltx", class_name="AutoencoderKLLTX2Video", variants=("taeltx_2", "taeltx2_3"), geometry=_ltx_geometry
-    ),
-    TeacherFamily(
-        # The VAE of LTX-Video 0.9: another latent space in the same shape. No released student is for it, so the
-        # students of that shape may learn it.
-        kind="ltx",
-        class_name="AutoencoderKLLTXVideo",
-        variants=("taeltx_2", "taeltx2_3"),
-        geometry=_ltx_geometry,
-    ),
-    TeacherFamily(
-        kind="minimax",
-        class_name="AutoencoderKLMiniMaxH3",
-        variants=("taeh3",),
-        geometry=_minimax_geometry,
+        "minimax",
+        "AutoencoderKLMiniMaxH3",
+        ("taeh3",),
+        _minimax_geometry,
         # The one family that does not take [-1, 1] but colors normalized as ImageNet's.
         pixel_mean=(0.485, 0.456, 0.406),
         pixel_std=(0.229, 0.224, 0.225),
@@ -137,21 +119,17 @@ FAMILIES: dict[str, TeacherFamily] = {family.class_name: family for family in _F
 def latent_space_of(config: Config, channels: int) -> tuple[list[float], list[float], float]:
     """(mean, std, factor) of a VAE with this config. LTX keeps mean and std among its weights: the caller adds them.
 
-    CogVideoX's ``invert_scale_latents`` is not used on purpose: it concerns only the conditioning image of its
-    image-to-video models; all of its pipelines divide what the diffusion model makes by the factor.
+    CogVideoX's ``invert_scale_latents`` is not used: it concerns only the first image of its image-to-video models.
     """
     mean = config.get("latents_mean") or [0.0] * channels
     std = config.get("latents_std") or [1.0] * channels
     factor = float(config.get("scaling_factor") or 1.0)
+    wrong = ""
     for name, values in (("latents_mean", mean), ("latents_std", std)):
         if len(values) != channels:
-            raise UserError(
-                f"the teacher's config.json has {len(values)} {name} for {channels} latent channels; "
-                "take the config.json that belongs to these weights."
-            )
+            wrong = f"config.json has {len(values)} {name} for {channels} latent channels"
     if not (factor > 0 and all(value > 0 for value in std)):
-        raise UserError(
-            f"the teacher's scaling_factor of {factor} or one of its latents_std is not above 0; "
-            "take the config.json that belongs to its weights."
-        )
+        wrong = f"scaling_factor of {factor} or one of its latents_std is not above 0"
+    if wrong:
+        raise UserError(f"the teacher's {wrong}; take the config.json that belongs to its weights.")
     return list(mean), list(std), factor

@@ -1,8 +1,4 @@
-"""A teacher: a frozen diffusers VAE that turns frames into the latents a diffusion model knows.
-
-It is found in a folder or on the hub, checked against the student, and loaded through diffusers, which is imported only
-here and only when a teacher is asked for (``pip install 'tinyvae[teachers]'``).
-"""
+"""A teacher: a frozen diffusers VAE, found in a folder or on the hub, checked against the student, and loaded."""
 
 from __future__ import annotations
 
@@ -33,9 +29,7 @@ WEIGHTS_PATTERN = "diffusion_pytorch_model*"
 HUB_TIMEOUT_S = 10
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
-PIXELS_PER_CALL = 6_000_000
-"""A batch goes through the VAE in parts of about this many pixels (17 frames of 480x720): the VAE of a large model
-would otherwise need more memory than the student that is being trained."""
+PIXELS_PER_CALL = 6_000_000  # of one pass through the VAE (17 frames of 480x720), to bound its memory
 
 
 class TeacherError(UserError):
@@ -43,10 +37,9 @@ class TeacherError(UserError):
 
 
 class Teacher:
-    """Frames NTCHW in [0, 1] to latents NTCHW in diffusion space and back; both ends in fp32.
+    """Frames NTCHW in [0, 1] to latents NTCHW in diffusion space and back; both ends in fp32, without gradients.
 
-    It works without gradients, in its own dtype. It is a plain object, not a module: it adds no parameters to the
-    module that holds it, so it cannot get under a distributed wrapper, into an optimizer or into a checkpoint.
+    It is no module, so it cannot get into an optimizer or a checkpoint.
 
     Example::
 
@@ -75,21 +68,14 @@ class Teacher:
             for values in (mean, std, family.pixel_mean, family.pixel_std)
         )
 
-    @property
-    def space_factor(self) -> int:
-        return self.geometry.space_factor
-
     def begin_step(self, step: int) -> None:
         """The draws of ``sample`` that follow depend on the seed and this number alone: there is no state to save."""
         self._generator.manual_seed((self._seed * 1_000_003 + step) % 2**63)
 
     @torch.no_grad()
     def encode(self, frames_NTCHW: Tensor) -> Tensor:
-        """Latents NTCHW in diffusion space, fp32, of frames NTCHW in [0, 1] on any device.
-
-        Give it exactly `VideoCodec.target` of the clip: those frames make the same latents as the student's clip.
-        Latents of another number or size, or that are not finite, stop the run.
-        """
+        """Latents NTCHW in diffusion space, fp32, of frames NTCHW in [0, 1] on any device: `VideoCodec.target` of the
+        clip. Latents of another number or size than the student's, or that are not finite, stop the run."""
         num_frames = frames_NTCHW.shape[1]
         if self._spec is not None:
             aligned = self._spec.aligned_frames(num_frames)
@@ -156,9 +142,8 @@ def load_teacher(
 ) -> Teacher:
     """The frozen teacher of a local folder (a VAE's or a whole pipeline's) or of a hub name.
 
-    ``kind`` None takes what config.json says. With ``spec`` the teacher is checked against that student now, and its
-    latents at every call. ``sample`` draws from the latent distribution instead of taking its mode, with random
-    numbers from ``seed`` (see `Teacher.begin_step`).
+    ``kind`` None: what config.json says. ``spec``: the student that it must fit; its latents are checked at every call.
+    ``sample``: draw from the latent distribution instead of taking its mode.
     """
     if spec is not None:
         check_teacher(path, kind, spec)
@@ -168,9 +153,8 @@ def load_teacher(
         vae = _vae_class(found.family.class_name).from_pretrained(found.place, torch_dtype=dtype, **options)
     except (OSError, RuntimeError, ValueError) as failure:
         # diffusers reports a missing, truncated or mismatched weights file as one of these.
-        raise UserError(
-            f"the teacher {path} cannot be loaded: {_first_line(failure)} (download its weights again)."
-        ) from failure
+        why = _first_line(failure)
+        raise UserError(f"the teacher {path} cannot be loaded: {why} (download its weights again).") from failure
     return Teacher(vae.to(device), found, spec, sample=sample, seed=seed)
 
 
@@ -185,15 +169,10 @@ def check_teacher(path: str | Path, kind: str | None, spec: VariantSpec, *, seen
         latent_space_of(found.config, found.geometry.latent_channels)
         return
     advice = f"use variant {' or '.join(fitting)}" if fitting else "no variant fits this teacher"
-    why = (
-        f"has {found.geometry}, the variant {geometry_of(spec)}"
-        if found.geometry != geometry_of(spec)
-        else f"has another latent space than {spec.teacher}, which {spec.name} is for"
-    )
+    why = f"has another latent space than {spec.teacher}, which {spec.name} is for"
+    if found.geometry != geometry_of(spec):
+        why = f"has {found.geometry}, the variant {geometry_of(spec)}"
     raise UserError(f"the teacher {path} ({found.family.class_name}) does not suit {spec.name}: it {why}; {advice}.")
-
-
-# finding it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,9 +199,8 @@ def find_teacher(path: str | Path, kind: str | None, *, seen_from: Path | None =
     of_kind = [family.class_name for family in FAMILIES.values() if family.kind == kind]
     class_name = config.get("_class_name") or (of_kind[0] if len(of_kind) == 1 else None)
     if class_name is None:
-        raise UserError(
-            f"the teacher's {CONFIG_NAME} in {path} does not say its _class_name; add it, one of {', '.join(FAMILIES)}."
-        )
+        known = ", ".join(FAMILIES)
+        raise UserError(f"the teacher's {CONFIG_NAME} in {path} does not say its _class_name; add it, one of {known}.")
     if class_name not in FAMILIES:
         raise UserError(f"the teacher {path} is a {class_name}; tinyvae learns from {', '.join(sorted(FAMILIES))}.")
     family = FAMILIES[class_name]
@@ -263,9 +241,8 @@ def _local_config(path: Path) -> tuple[str, None, dict[str, Any]]:
             if file.suffix == ".safetensors":  # its header tells whether it is whole
                 safe_open(file, framework="pt")
         except (SafetensorError, OSError) as broken:
-            raise UserError(
-                f"the teacher's {file} is not a whole file ({_first_line(broken)}); download it again."
-            ) from None
+            why = _first_line(broken)
+            raise UserError(f"the teacher's {file} is not a whole file ({why}); download it again.") from None
     return str(folder), None, config
 
 
@@ -290,8 +267,8 @@ def _hub_config(name: str, seen_from: Path) -> tuple[str, str | None, dict[str, 
             if file in published:
                 return name, subfolder, json.loads(Path(hub.hf_hub_download(name, file)).read_text())
     except failures as failure:
-        remedy = "name its folder, or download it first where there is a network"
-        raise MissingFileError(f"{missing} ({_first_line(failure)}); {remedy}.") from None
+        missing += f" ({_first_line(failure)}); name its folder, or download it first where there is a network."
+        raise MissingFileError(missing) from None
     raise MissingFileError(f"{missing} with a VAE's {CONFIG_NAME} in it.")
 
 

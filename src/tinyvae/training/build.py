@@ -28,7 +28,6 @@ from tinyvae.training.task import TrainingTask
 log = logging.getLogger(__name__)
 
 QUIET_BRANCH = 0.03  # a tenth of a dB better after 1,000 steps than 0.1; 0.01 is as good (docs/results.md)
-MID_GRAY = 0.5
 
 
 def build_model(config: TrainConfig) -> TAEHV:
@@ -47,10 +46,9 @@ def build_model(config: TrainConfig) -> TAEHV:
 
 
 def initialize_he(model: TAEHV, *, seed: int) -> None:
-    """Draw all weights from ``seed``; independent of torch's global random state and of the device.
+    """Draw all weights from ``seed`` alone: a deviation of sqrt(2 / inputs) before a ReLU, sqrt(1 / inputs) elsewhere.
 
-    He's size: a deviation of sqrt(2 / inputs) before a ReLU, sqrt(1 / inputs) elsewhere. Residual branches begin far
-    smaller, and the output begins at mid gray.
+    Residual branches begin far smaller, and the output begins at mid gray.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -62,7 +60,7 @@ def initialize_he(model: TAEHV, *, seed: int) -> None:
                 conv.bias.zero_()
         output = model.decoder[-1]
         assert isinstance(output, nn.Conv2d) and output.bias is not None
-        output.bias.fill_(MID_GRAY)
+        output.bias.fill_(0.5)
 
 
 def _convs(stack: nn.Sequential) -> Iterator[tuple[nn.Conv2d, nn.Module | None, bool]]:
@@ -76,7 +74,6 @@ def _convs(stack: nn.Sequential) -> Iterator[tuple[nn.Conv2d, nn.Module | None, 
 
 
 def build_task(config: TrainConfig, engine: Engine, model: TAEHV) -> TrainingTask:
-    """The student's task with the teacher, LPIPS and Seraena that the configuration asks for."""
     if config.compile_model and engine.device.type == "cpu":
         log.info("compile_model is left out: it is for GPUs, on a CPU it takes minutes at the start and brings little")
         config = replace(config, compile_model=False)
@@ -105,15 +102,10 @@ def build_task(config: TrainConfig, engine: Engine, model: TAEHV) -> TrainingTas
             rank=engine.rank,
         )
         seraena.check_batch(config.train_batch_size, config.height, config.width)
-    lpips = find_lpips(config)
-    return TrainingTask(
-        config,
-        model,
-        teacher=teacher,
-        lpips=None if lpips is None else lpips.to(engine.device),
-        seraena=seraena,
-        average=average_when_all_are_well(engine) if engine.many else None,
-    )
+    if (lpips := find_lpips(config)) is not None:
+        lpips.to(engine.device)
+    average = average_when_all_are_well(engine) if engine.many else None
+    return TrainingTask(config, model, teacher=teacher, lpips=lpips, seraena=seraena, average=average)
 
 
 def find_lpips(config: TrainConfig) -> LPIPS | None:
@@ -132,7 +124,6 @@ def make_seraena_start(config: TrainConfig) -> SeraenaStart | None:
     """When Seraena begins, as the configuration says; None for a run without it."""
     if not config.use_seraena:
         return None
-    higher = HIGHER_IS_BETTER[config.metric_for_best_model]
-    if config.seraena_start == "auto":
-        return SeraenaStart(patience=config.seraena_patience, higher_is_better=higher)
-    return SeraenaStart(at_step=config.seraena_start, higher_is_better=higher)
+    start = config.seraena_start
+    rule = {"patience": config.seraena_patience} if start == "auto" else {"at_step": start}
+    return SeraenaStart(**rule, higher_is_better=HIGHER_IS_BETTER[config.metric_for_best_model])

@@ -1,15 +1,11 @@
 """DeepSpeed: what a launch asks of it, and the engine that trains under it.
 
-The launch (accelerate's variables, or a launch file) decides between the two engines. Every value in it takes effect,
-must agree with the run's settings, or is refused.
+Every value of a launch takes effect, must agree with the run's settings, or is refused.
 
-Under DeepSpeed, too, every process computes the gradients of its own clips on a whole copy of the weights, without
-waiting for the others. When all are well, DeepSpeed gets the gradients in one go: it averages and clips them, steps its
-part of the optimizer and gathers the new weights. So no process can leave the others hanging in the middle of a
-backward pass, and a run gives the same numbers under every engine. The price is one whole copy of the weights on each
-device: 45 MB for the released networks, where the activations of one clip take gigabytes. Checkpoints hold the
-optimizer's state whole, in the plain engine's form: a run moves freely between engines, ZeRO stages and numbers of
-processes.
+As under the plain engine, every process computes the gradients of its own clips on a whole copy of the weights (45 MB
+for the released networks). When all are well, DeepSpeed averages and clips the gradients, steps its part of the
+optimizer and gathers the new weights. Checkpoints hold the optimizer's state whole, in the plain engine's form: a run
+moves freely between engines, ZeRO stages and numbers of processes.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch import Tensor, nn
 
 from tinyvae.config.schema import TrainConfig
@@ -37,7 +33,7 @@ from tinyvae.training.optim import OptimizerSet
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 NAMES_OF_KEYS = "ACCELERATE_CONFIG_DS_FIELDS"
-PASSED = {
+PASSED = {  # key of deepspeed_config -> the variable that passes its value
     "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
     "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
     "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
@@ -47,8 +43,6 @@ PASSED = {
     "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
     "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
 }
-"""Key of ``deepspeed_config`` -> the variable that passes its value."""
-
 NOT_PASSED = ("mixed_precision", "deepspeed_multinode_launcher")  # keys that only the launcher reads
 
 MUST_BE_OFF = {
@@ -69,27 +63,16 @@ ONLY_AT = {  # the ZeRO stages in which a key has an effect, if not in all of th
 }
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_auto(cls, content: Any) -> Any:
-        if isinstance(content, dict):
-            content = {key: value for key, value in content.items() if value not in ("auto", "none", None)}
-        return content
-
-
-class Offload(_Section):
-    device: Literal["cpu"] | None = None
-    pin_memory: bool = False
-
-
 Size = Annotated[int, Field(ge=0)]
 Bucket = Annotated[int, Field(ge=2, multiple_of=2)]  # DeepSpeed aligns pieces to pairs of numbers
 
 
-class Zero(_Section):
+class Offload(BaseModel, extra="forbid", frozen=True):
+    device: Literal["cpu"] | None = None
+    pin_memory: bool = False
+
+
+class Zero(BaseModel, extra="forbid", frozen=True):
     stage: Annotated[int, Field(ge=1, le=3)]
     offload_optimizer: Offload = Offload()
     offload_param: Offload = Offload()
@@ -110,8 +93,8 @@ class Zero(_Section):
         return self
 
 
-class DeepSpeedSettings(_Section):
-    """What may stand in DeepSpeed's JSON. The run or DeepSpeed decides what is "auto" or left out."""
+class DeepSpeedSettings(BaseModel, extra="forbid", frozen=True):
+    """What may stand in DeepSpeed's JSON."""
 
     zero_optimization: Zero
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
@@ -149,7 +132,6 @@ class LaunchConfig:
         return clashes
 
     def check(self, config: TrainConfig) -> None:
-        """Refuse a launch that does not fit the run's settings."""
         if problems := self.disagreements(config):
             raise UserError(f"{'; '.join(problems)}.")
 
@@ -175,32 +157,35 @@ def read_environment(environment: Mapping[str, str], *, place: str = "the launch
 
 def _deepspeed_content(environment: Mapping[str, str], place: str, problems: list[str]) -> tuple[str, Any]:
     """Where DeepSpeed's settings stand, and the settings in the form of its JSON."""
-    inline = {key: environment[variable] for key, variable in PASSED.items() if variable in environment}
-    lost = [key for key in environment.get(NAMES_OF_KEYS, "").split(",") if key and key not in (*inline, *NOT_PASSED)]
+    passed = {key: environment[variable] for key, variable in PASSED.items() if variable in environment}
+    lost = [key for key in environment.get(NAMES_OF_KEYS, "").split(",") if key and key not in (*passed, *NOT_PASSED)]
     if lost:
         problems.append(
             f"{place}: accelerate does not pass on {', '.join(lost)} of deepspeed_config; write such values into a "
             "DeepSpeed JSON and name it there (deepspeed_config_file), as accelerate_configs/deepspeed.yaml does"
         )
-    file = inline.pop("deepspeed_config_file", "none")
-    if file == "none":
-        zero: dict[str, Any] = {"stage": inline.get("zero_stage", 2)}  # accelerate's default
-        zero |= {f"offload_{what}": {"device": inline.get(f"offload_{what}_device")} for what in ("optimizer", "param")}
-        return place, {"zero_optimization": zero} | {key: inline.get(key) for key in inline if "gradient" in key}
+    inline = _decided(passed)
+    named = inline.pop("deepspeed_config_file", None)
+    if named is None:
+        zero = {"stage": inline.get("zero_stage", 2)}  # accelerate's default
+        for what in ("optimizer", "param"):
+            zero[f"offload_{what}"] = _decided({"device": inline.get(f"offload_{what}_device")})
+        return place, {"zero_optimization": zero} | {key: inline[key] for key in inline if "gradient" in key}
     doubled = [key for key, value in inline.items() if value.lower() not in ("auto", "none", "false")]
     if doubled:
-        problems.append(f"{place} names the DeepSpeed JSON {file}, so write {', '.join(doubled)} there")
-    return f"{place} ({file})", _read_json(file)
-
-
-def _read_json(named: str) -> Any:
+        problems.append(f"{place} names the DeepSpeed JSON {named}, so write {', '.join(doubled)} there")
     # accelerate passes the path as it was written; the files of this checkout are found from every working folder.
-    places = (Path(named), Path(__file__).resolve().parents[3] / named)
-    file = next((place for place in places if place.is_file()), places[0])
+    checkout = Path(__file__).resolve().parents[3]
+    file = next((path for path in (Path(named), checkout / named) if path.is_file()), Path(named))
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return f"{place} ({named})", json.loads(file.read_text(encoding="utf-8"), object_hook=_decided)
     except (OSError, ValueError) as fault:
         raise UserError(f"the DeepSpeed JSON {file} cannot be read ({fault}; looked from {Path.cwd()}).") from None
+
+
+def _decided(content: dict[str, Any]) -> dict[str, Any]:
+    """Without the keys that leave the choice to the run or to DeepSpeed."""
+    return {key: value for key, value in content.items() if value not in ("auto", "none", None)}
 
 
 def read_launch_file(file: Path) -> LaunchConfig:
@@ -223,22 +208,6 @@ def read_launch_file(file: Path) -> LaunchConfig:
     return read_environment(environment, place=str(file))
 
 
-# the engine
-
-
-class _Given(torch.autograd.Function):
-    """A zero whose gradients with respect to the parameters are already known."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *(gradient * outer[0] for gradient in ctx.gradients))
-
-
 class _Held(nn.Module):
     """The parameters as DeepSpeed holds them: all on one module, so that ZeRO-3 gathers them in one exchange."""
 
@@ -250,7 +219,8 @@ class _Held(nn.Module):
             self.register_parameter(name.replace(".", "_"), nn.Parameter(plain))
 
     def forward(self, gradients: list[Tensor]) -> Tensor:
-        return _Given.apply(gradients, *self.parameters())
+        """A number whose gradient with respect to each parameter is the given one, bit for bit."""
+        return torch.stack([(p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True)]).sum()
 
 
 class DeepSpeedEngine(Engine):
@@ -272,33 +242,22 @@ class DeepSpeedEngine(Engine):
         self._stage = settings.zero_optimization.stage
         self._max_grad_norm = config.max_grad_norm
         self._gathered: dict[str, Any] | None = None
-        # It joins the process group; with a single process it makes one.
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         self._deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
     def prepare(self, model: nn.Module, optimizers: OptimizerSet) -> None:
         super().prepare(model, optimizers)
-        (adamw,) = optimizers.optimizers
+        (self._adamw,) = optimizers.optimizers
+        (group,) = self._adamw.param_groups
+        assert [id(p) for p in group["params"]] == [id(p) for p in self._parameters]
         self._held = _Held(model)
-        held = list(self._held.parameters())
-        assert [id(p) for group in adamw.param_groups for p in group["params"]] == [id(p) for p in self._parameters]
-        adamw.param_groups[0]["params"] = held  # the optimizer that the loop knows now steps what DeepSpeed holds
-        self._adamw = adamw
-        self._zero, *_ = self._deepspeed.initialize(
-            model=self._held, optimizer=adamw, config=self._configuration(), dist_init_required=False
-        )
-        assert self._zero.zero_optimization_stage() == self._stage
-        # The scaler takes the loss scale off the gradients of an optimizer; this one is there for that alone.
-        self._scaled = torch.optim.SGD(self._parameters, lr=0.0)
-
-    def _configuration(self) -> dict[str, Any]:
-        """What DeepSpeed is started with. It clips and steps; our loop accumulates."""
-        weights = sum(p.numel() for p in self._parameters)
-        bucket = max(2, weights + weights % 2)  # a bucket is a buffer: one that holds the network once is enough
+        group["params"] = list(self._held.parameters())  # the loop's optimizer now steps what DeepSpeed holds
+        num_weights = sum(p.numel() for p in self._parameters)
+        bucket = num_weights + num_weights % 2  # a bucket is a buffer: one that holds the network once is enough
         zero = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
         zero |= self._settings.zero_optimization.model_dump(exclude_defaults=True)
-        return {
-            "train_micro_batch_size_per_gpu": 1,  # it sees gradients, never clips
+        configuration = {
+            "train_micro_batch_size_per_gpu": 1,  # it sees gradients, never clips; our loop accumulates
             "gradient_accumulation_steps": 1,
             "gradient_clipping": self._max_grad_norm,
             "zero_optimization": zero,
@@ -307,8 +266,12 @@ class DeepSpeedEngine(Engine):
             "steps_per_print": None,
             "communication_data_type": self._settings.communication_data_type,
         }
-
-    # the step
+        self._zero, *_ = self._deepspeed.initialize(
+            model=self._held, optimizer=self._adamw, config=configuration, dist_init_required=False
+        )
+        assert self._zero.zero_optimization_stage() == self._stage
+        # The scaler takes the loss scale off the gradients of an optimizer; this one is there for that alone.
+        self._scaled = torch.optim.SGD(self._parameters, lr=0.0)
 
     def discard_gradients(self) -> None:
         for parameter in self._parameters:
@@ -317,21 +280,6 @@ class DeepSpeedEngine(Engine):
     def finish_step(self, *, max_grad_norm: float) -> StepResult:
         """Give the gradients of all processes to DeepSpeed; where they are not finite, nothing changes anywhere."""
         assert max_grad_norm == self._max_grad_norm, "DeepSpeed clips at the norm that it was started with"
-        gradients = self._own_gradients()
-        if gradients is None:
-            return StepResult(gradient_norm=math.inf, stepped=False)
-        with self._exchange("gradients"):
-            self._step_zero(gradients)
-        # Finite gradients can still overflow on the way, where they travel in fp16; DeepSpeed then changes nothing.
-        stepped = not self._zero.optimizer.overflow
-        if stepped:
-            self._take_weights()
-        self.discard_gradients()
-        norm = as_number(self._zero.get_global_grad_norm())
-        return StepResult(gradient_norm=norm if stepped else math.inf, stepped=stepped)
-
-    def _own_gradients(self) -> list[Tensor] | None:
-        """This process's gradients without the loss scale; None where those of any process are not finite."""
         assert any(p.grad is not None for p in self._parameters), "finish_step without a backward pass"
         for parameter in self._parameters:
             if parameter.grad is None:
@@ -345,26 +293,27 @@ class DeepSpeedEngine(Engine):
                 gradients[0].fill_(math.inf)
             self._scaler.unscale_(self._scaled)
             self._scaler.update()
-        if someone_is_bad:
-            self.discard_gradients()
-            return None
-        return [gradient.contiguous() for gradient in gradients]
+        stepped = False
+        if not someone_is_bad:
+            with self._exchange("gradients"):
+                self._step_zero([gradient.contiguous() for gradient in gradients])
+            # Finite gradients can still overflow on the way, where they travel in fp16; DeepSpeed then changes nothing.
+            stepped = not self._zero.optimizer.overflow
+        if stepped:
+            held = list(self._held.parameters())
+            whole = nullcontext() if self._stage < 3 else self._deepspeed.zero.GatheredParameters(held)
+            with torch.no_grad(), whole:
+                torch._foreach_copy_(list[Tensor](self._parameters), [p.detach().to(self.device) for p in held])
+        self.discard_gradients()
+        norm = as_number(self._zero.get_global_grad_norm()) if stepped else math.inf
+        return StepResult(gradient_norm=norm, stepped=stepped)
 
     def _step_zero(self, gradients: list[Tensor]) -> None:
         self._zero.backward(self._zero(gradients))
         self._zero.step()
 
-    def _take_weights(self) -> None:
-        """Copy the weights that DeepSpeed holds into the model."""
-        held = list(self._held.parameters())
-        whole = nullcontext() if self._stage < 3 else self._deepspeed.zero.GatheredParameters(held)
-        with torch.no_grad(), whole:
-            torch._foreach_copy_(list[Tensor](self._parameters), [p.detach().to(self.device) for p in held])
-
-    # state
-
     def weights_were_loaded(self) -> None:
-        """Put the model's weights into what DeepSpeed holds: the compute copy and the optimizer's own."""
+        """Put the model's weights into what DeepSpeed holds: the copy that computes and the optimizer's own."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         for parameter, value in zip(self._held.parameters(), self._parameters, strict=True):
@@ -378,7 +327,7 @@ class DeepSpeedEngine(Engine):
                 safe_set_local_fp32_param(parameter, piece)
 
     def save_collective(self, folder: Path) -> None:
-        """Gather the optimizer's state, all processes together; `state_dict` then gives it on the main one."""
+        """Gather the optimizer's state, all processes together; `state_dict` then returns it on the main one."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         state: dict[int, dict[str, Tensor]] = {}
@@ -405,10 +354,13 @@ class DeepSpeedEngine(Engine):
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         (saved,) = state["optimizers"]["optimizers"]
-        for group, other in zip(self._adamw.param_groups, saved["param_groups"], strict=True):
-            group.update({key: value for key, value in other.items() if key not in ("params", "base_lr")})
+        (group,), (other,) = self._adamw.param_groups, saved["param_groups"]
+        group.update({key: value for key, value in other.items() if key not in ("params", "base_lr")})
         if saved["state"]:
-            self._make_moments()
+            # The optimizer makes its moments in a step; one of rate 0 with gradients of 0 changes no weight.
+            rate, group["lr"] = group["lr"], 0.0
+            self._step_zero([p.new_zeros(p.shape) for p in self._parameters])
+            group["lr"] = rate
             for i, parameter in enumerate(self._held.parameters()):
                 for name in MOMENTS:
                     value = saved["state"][i][name].to(self.device, torch.float32)
@@ -420,13 +372,6 @@ class DeepSpeedEngine(Engine):
                 own["step"].fill_(float(saved["state"][0]["step"]))
         if self._scaler.is_enabled() and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
-
-    def _make_moments(self) -> None:
-        """Let the optimizer make its (zero) moments: a step of rate 0 with gradients of 0 changes no weight."""
-        (group,) = self._adamw.param_groups
-        rate, group["lr"] = group["lr"], 0.0
-        self._step_zero([p.new_zeros(p.shape) for p in self._parameters])
-        group["lr"] = rate
 
     def _own_piece(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
         """This process's piece of a whole value, as ZeRO-3 cuts them: equal pieces, the last one padded with zeros."""

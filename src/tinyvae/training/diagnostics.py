@@ -1,8 +1,4 @@
-"""What the steps of a run look like inside: a profiler's trace of a few steps, and ``debug`` lines of the first.
-
-The trace is not of the whole run: ten small steps already make a file of 150 MB, and the events of a long run would
-fill the memory of the machine before any of them is written.
-"""
+"""What the steps of a run look like inside: a profiler's trace of a few steps, and ``debug`` lines of the first."""
 
 from __future__ import annotations
 
@@ -15,9 +11,8 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-TRACED_STEPS = 5
-SETTLING_STEPS = 5
-"""Steps before the traced ones: compilation and the first clips are not what a step costs."""
+TRACED_STEPS = 5  # ten small steps already make a file of 150 MB
+SETTLING_STEPS = 5  # before the traced ones: compilation and the first clips are not what a step costs
 
 
 class StepProfiler:
@@ -28,9 +23,8 @@ class StepProfiler:
         self._profile: torch.profiler.profile | None = None
         if file is None or steps_left < 1:
             return
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        kinds = torch.profiler.ProfilerActivity
+        activities = [kinds.CPU, kinds.CUDA] if device.type == "cuda" else [kinds.CPU]
         traced = min(TRACED_STEPS, max(1, steps_left - 1))
         warm_up = min(1, steps_left - traced)  # of the profiler itself
         settling = min(SETTLING_STEPS, steps_left - traced - warm_up)
@@ -42,12 +36,11 @@ class StepProfiler:
         self._profile.start()
 
     def step(self) -> None:
-        """An optimizer step is over."""
         if self._profile is not None:
             self._profile.step()
 
     def close(self) -> None:
-        """No more steps; a trace that has begun is written as far as it goes."""
+        """Write a trace that has begun as far as it goes."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
@@ -68,14 +61,11 @@ def log_losses(named: Mapping[str, Tensor | float]) -> None:
 
 
 def describe(value: Tensor) -> str:
-    """Shape, dtype, device and range of a tensor."""
-    shape = "x".join(map(str, value.shape))
-    kind = f"{shape} {str(value.dtype).removeprefix('torch.')} on {value.device}"
+    kind = f"{'x'.join(map(str, value.shape))} {str(value.dtype).removeprefix('torch.')} on {value.device}"
     numbers = value.detach().float()
-    finite = torch.isfinite(numbers)
-    num_bad = int((~finite).sum())
-    if num_bad == numbers.numel():
+    numbers = numbers[torch.isfinite(numbers)]
+    num_bad = value.numel() - numbers.numel()
+    if num_bad == value.numel():
         return f"{kind}, no value is finite"
-    numbers = numbers[finite]
     bad = f", {num_bad} values are not finite" if num_bad else ""
     return f"{kind}, min {numbers.min():.4g}, max {numbers.max():.4g}, mean {numbers.mean():.4g}{bad}"

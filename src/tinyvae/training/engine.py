@@ -1,10 +1,9 @@
 """How the processes of a run work together: the plain engine, on which DeepSpeed's builds.
 
-One process or many follow the same rule: between two exchanges a process does only local work. Each one computes the
-gradients of its own clips; then all exchange one small status. Only if all are well, the gradients are averaged and
-the optimizer steps. So a process that meets a NaN or runs out of memory can say so, and no other process waits for it
-in a collective that it will never join. (One flat all-reduce after the backward pass averages the gradients, not
-DistributedDataParallel's hooks inside it: docs/decisions.md has the numbers.)
+Between two exchanges a process does only local work. Each one computes the gradients of its own clips; then all
+exchange one small status. Only if all are well, one flat all-reduce averages the gradients and the optimizer steps. So
+a process that meets a NaN or runs out of memory can say so, and no other process waits for it in a collective that it
+never joins. (Why not DistributedDataParallel: docs/decisions.md.)
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ from tinyvae.training.optim import OptimizerSet
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-AUTOCAST_DTYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 class PeerLostError(UserError):
     """Another process of this run has stopped, so no further exchange is possible."""
@@ -48,7 +45,7 @@ class StepResult:
 
 
 class Engine:
-    """One process of a run: who it is, what it exchanges with the others, and how it steps."""
+    """One process of a run: who it is, what it exchanges (all processes in the same order), and how it steps."""
 
     kind = "plain"
 
@@ -61,15 +58,13 @@ class Engine:
         self.many = dist.is_initialized()  # also for one process that a launcher started
         self.device: torch.device = processes.device
         self.timeout_s = config.nccl_timeout
-        self._dtype = AUTOCAST_DTYPES[config.mixed_precision]
+        self._dtype = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}[config.mixed_precision]
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=config.mixed_precision == "fp16")
         self._replays_graphs = config.compile_model and config.compile_mode in ("reduce-overhead", "max-autotune")
         # Small messages travel on a gloo group of their own: they do not wait for the GPU, and a process that died
         # closes its connection, which the others notice at once instead of at the timeout.
         timeout = timedelta(seconds=self.timeout_s)
         self._messages = dist.new_group(backend="gloo", timeout=timeout) if self.many else None
-
-    # exchanges: every process calls them in the same order
 
     def worst(self, *codes: int) -> tuple[int, ...]:
         """The largest value of each code over all processes."""
@@ -104,22 +99,20 @@ class Engine:
 
     def from_main(self, make: Callable[[], T]) -> T:
         """What ``make`` returns on the main process, on every process; a ``UserError`` there is raised by all."""
-        box: list[Any] = [None]
+        box: list[Any] = [None, None]
         if self.is_main:
             try:
-                box = [(make(), None)]
+                box[0] = make()
             except UserError as mistake:
-                box = [(None, mistake)]
+                box[1] = mistake
         if self.many:
             with self._exchange("a decision"):
                 dist.broadcast_object_list(box, src=0, group=self._messages)
-        value, refusal = box[0]
-        if refusal is not None:
-            raise refusal
-        return value
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
 
     def barrier(self) -> None:
-        """Wait for all processes."""
         self.worst(0)
 
     @contextmanager
@@ -139,8 +132,6 @@ class Engine:
                 f"{happened}. Look for its own message above, fix that, and go on with --resume latest. See "
                 "docs/troubleshooting.md#a-lost-process"
             ) from fault
-
-    # the step
 
     def prepare(self, model: nn.Module, optimizers: OptimizerSet) -> None:
         """Take over a model (already on the device) and its optimizers; all processes start from rank 0's weights."""
@@ -175,9 +166,12 @@ class Engine:
         for optimizer in self._optimizers.optimizers:
             self._scaler.unscale_(optimizer)
         limit = max_grad_norm if max_grad_norm > 0 else math.inf
-        reading = PendingNumber(nn.utils.clip_grad_norm_(self._parameters, limit))
+        norm_on_host = nn.utils.clip_grad_norm_(self._parameters, limit).to("cpu", non_blocking=True)
+        arrived = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
         self._optimizers.propose()  # the GPU computes on while the host waits for the norm
-        norm = reading.value()
+        if arrived is not None:
+            arrived.synchronize()
+        norm = float(norm_on_host)
         # Averaged gradients are the same numbers on every process, so all of them decide alike.
         stepped = math.isfinite(norm)
         if stepped:
@@ -188,8 +182,6 @@ class Engine:
         self._optimizers.zero_grad()
         return StepResult(gradient_norm=norm, stepped=stepped)
 
-    # state
-
     def weights_were_loaded(self) -> None:
         """The model's weights were set from outside (on every process): an engine with a copy updates it."""
 
@@ -199,16 +191,18 @@ class Engine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._optimizers.load_state_dict(state["optimizers"])
-        for optimizer in self._optimizers.optimizers:
-            _lay_out_like_weights(optimizer)
+        # Fused steps need moments in the memory order of their weights; another engine may save another order.
+        for weight, moments in [pair for each in self._optimizers.optimizers for pair in each.state.items()]:
+            for name, value in moments.items():
+                if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
+                    moments[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
         if self._scaler.is_enabled() and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
 
     def save_collective(self, folder: Path) -> None:
-        """Collect what needs all processes at once (DeepSpeed's partitions); the plain engine has no such thing."""
+        """Collect what needs all processes at once: DeepSpeed's parts of the optimizer."""
 
     def close(self) -> None:
-        """Leave the process group after all processes have finished."""
         self.barrier()
         self.close_quietly()
 
@@ -226,46 +220,19 @@ def join_processes(config: TrainConfig) -> Any:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     on_cpu = not torch.cuda.is_available()
-    timeout = timedelta(seconds=config.nccl_timeout)
-    # accelerate takes a named backend for a sign of a launched job: name it only there.
-    launched = int(os.environ.get("LOCAL_RANK", "-1")) >= 0
-    group = {"backend": "gloo" if on_cpu else "nccl", "timeout": timeout} if launched else {}
+    group: dict[str, Any] = {}
+    if int(os.environ.get("LOCAL_RANK", "-1")) >= 0:  # accelerate takes a named backend for a sign of a launched job
+        group = {"backend": "gloo" if on_cpu else "nccl", "timeout": timedelta(seconds=config.nccl_timeout)}
     processes = PartialState(cpu=on_cpu, **group)
-    if torch.cuda.is_available():
+    if not on_cpu:
         torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
         torch.backends.cudnn.allow_tf32 = config.allow_tf32
         # With trials cuDNN takes the kernel that was faster in this process, and another kernel rounds differently.
         torch.backends.cudnn.benchmark = not config.deterministic
         torch.backends.cudnn.deterministic = config.deterministic
         torch.use_deterministic_algorithms(config.deterministic)
-        # Nothing here reads what was not written, so nothing has to be filled first.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # all is written first
     return processes
-
-
-def _lay_out_like_weights(optimizer: torch.optim.Optimizer) -> None:
-    """Give moments the memory order of their weights: fused steps need it, and another engine may save another one."""
-    for weight, moments in optimizer.state.items():
-        for name, value in moments.items():
-            if isinstance(value, Tensor) and value.shape == weight.shape and value.stride() != weight.stride():
-                moments[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-
-
-class PendingNumber:
-    """A scalar on its way to the host: reading it does not wait for work that the device got later."""
-
-    def __init__(self, scalar: Tensor) -> None:
-        self._done = torch.cuda.Event() if scalar.is_cuda else None
-        self._copy = scalar.detach()
-        if self._done is not None:
-            self._copy = torch.empty(scalar.shape, dtype=scalar.dtype, pin_memory=True)
-            self._copy.copy_(scalar.detach(), non_blocking=True)
-            self._done.record()
-
-    def value(self) -> float:
-        if self._done is not None:
-            self._done.synchronize()
-        return float(self._copy)
 
 
 def as_number(norm: Tensor | float | None) -> float:

@@ -1,7 +1,4 @@
-"""What a run writes down: ``train.log``, ``metrics.jsonl`` and TensorBoard; and the numbers between two log lines.
-
-Only the main process writes (`RunLog`); every process collects (`StepLog`).
-"""
+"""What a run writes down: ``train.log``, ``metrics.jsonl`` and TensorBoard; and the numbers between two log lines."""
 
 from __future__ import annotations
 
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VIDEO_FPS = 8
-LOG_LINE = "%(asctime)s %(levelname)s %(message)s"
 GIB = 2**30
 
 
@@ -46,7 +42,7 @@ class _BarSafeHandler(logging.StreamHandler):
 
 
 class _LogFile(logging.FileHandler):
-    """``train.log``. Where it cannot be written (a full disk) the run goes on, and says so once."""
+    """``train.log``. If it cannot be written (a full disk), the run goes on and says so once."""
 
     _complained = False
 
@@ -63,7 +59,7 @@ class _LogFile(logging.FileHandler):
 
 
 class RunLog:
-    """The log of one run. A process that is not the main one has a `RunLog` too; it writes nothing."""
+    """The log of one run. Only the main process writes files; its lines wait in memory until `begin`."""
 
     def __init__(self, folder: Path, config: TrainConfig, *, is_main: bool) -> None:
         self._folder = folder
@@ -71,21 +67,18 @@ class RunLog:
         self._is_main = is_main
         self._metrics_file = folder / "metrics.jsonl"
         self._unwritten: list[str] = []  # lines of metrics.jsonl that a full disk did not take yet
-        self._uses_tensorboard = is_main and config.report_to == "tensorboard"
         self._writer: SummaryWriter | None = None
         self._package_log = logging.getLogger("tinyvae")
         self._before = (self._package_log.level, self._package_log.propagate)
         self._package_log.setLevel(logging.INFO if is_main else logging.WARNING)
         self._package_log.propagate = False
         self._handlers: list[logging.Handler] = []
-        self._add(_BarSafeHandler(sys.stderr), "%(message)s")
-        # Lines wait for the file until `begin`.
-        self._waiting = MemoryHandler(capacity=1_000_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+        self._add(_BarSafeHandler(sys.stderr))
+        self._waiting = MemoryHandler(capacity=1_000_000, flushLevel=logging.CRITICAL + 1)
         if is_main:
             self._add(self._waiting)
 
-    def _add(self, handler: logging.Handler, line: str | None = None) -> None:
-        handler.setFormatter(logging.Formatter(line))
+    def _add(self, handler: logging.Handler) -> None:
         self._handlers.append(handler)
         self._package_log.addHandler(handler)
 
@@ -95,19 +88,15 @@ class RunLog:
         handler.close()
 
     def begin(self, *, from_step: int = 0, with_validation: bool = True) -> None:
-        """Begin at the step that the run resumes from; until then a resume can be refused, and no file is touched.
-
-        ``with_validation``: whether that step had been validated, so that its line stays.
-        """
+        """Open the files where the run resumes; ``with_validation``: that step was validated, so its line stays."""
         if not self._is_main:
             return
         self._drop_lines_after(from_step, with_validation)
         file = _LogFile(self._folder / "train.log")
-        self._add(file, LOG_LINE)
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._add(file)
         self._waiting.setTarget(file)
-        self._waiting.flush()
-        self._waiting.setTarget(None)
-        self._remove(self._waiting)
+        self._remove(self._waiting)  # closing it sends its lines to the file
         self._show(from_step, lambda writer: writer.flush())
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -115,14 +104,22 @@ class RunLog:
         if not self._is_main:
             return
         self._unwritten.append(json.dumps({"step": step, **values}) + "\n")
+        size = self._metrics_file.stat().st_size if self._metrics_file.exists() else 0
         try:
-            _append_whole(self._metrics_file, "".join(self._unwritten))
+            with self._metrics_file.open("a") as stream:
+                stream.writelines(self._unwritten)
             self._unwritten = []
         except OSError as fault:  # a full disk: checkpoints decide whether the run can go on, not its log
+            if self._metrics_file.exists():
+                os.truncate(self._metrics_file, size)  # half a line would spoil the one after it
             told = why_not_written(fault, self._folder)
             log.error("could not log step %d (%s); its line is written with the next one", step, told)
 
-        self._show(step, partial(_add_scalars, values=values, step=step))
+        def add_scalars(writer: SummaryWriter) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        self._show(step, add_scalars)
 
     def videos(self, step: int, shown: list[tuple[str, Tensor, Tensor]]) -> None:
         """Log a picture and a short animation of input | output | error for each (name, input, output) TCHW."""
@@ -146,12 +143,11 @@ class RunLog:
         self._package_log.setLevel(level)
 
     def _show(self, step: int, add: Callable[[SummaryWriter], object]) -> None:
-        """Add something to TensorBoard; where that fails it is left out, and the next time a new file is begun."""
-        if not self._uses_tensorboard or (self._writer is None and self._unwritten):
+        """Add something to TensorBoard; if that fails it is left out, and the next call begins a new file."""
+        if not self._is_main or self._config.report_to != "tensorboard" or (self._writer is None and self._unwritten):
             return  # where metrics.jsonl cannot be written, events cannot either
         try:
-            if self._writer is None:
-                self._writer = self._open_tensorboard(step)
+            self._writer = self._writer or self._open_tensorboard(step)
             add(self._writer)
         except OSError as fault:
             self._writer = None  # its thread has ended and takes nothing more
@@ -168,37 +164,20 @@ class RunLog:
         return writer
 
     def _drop_lines_after(self, step: int, with_validation: bool) -> None:
-        """A resumed run goes on from its checkpoint: what a killed run logged beyond it did not happen."""
+        """What a killed run logged beyond the checkpoint did not happen, and a kill can cut off a line."""
         if not self._metrics_file.is_file():
             return
         kept = []
         for line in self._metrics_file.read_text().splitlines():
             try:
                 line_step = int(json.loads(line)["step"])
-            except (ValueError, KeyError):  # a kill cut it off
+            except (ValueError, KeyError):
                 continue
             will_be_written_again = line_step == step and not with_validation and '"val/' in line
             if line_step <= step and not will_be_written_again:
                 kept.append(line + "\n")
         with atomic_write(self._metrics_file, "w") as stream:
             stream.writelines(kept)
-
-
-def _append_whole(file: Path, text: str) -> None:
-    """Add text to a file, or leave the file as it was: half a line would spoil the one after it."""
-    size = file.stat().st_size if file.exists() else 0
-    try:
-        with file.open("a") as stream:
-            stream.write(text)
-    except OSError:
-        if file.exists():
-            os.truncate(file, size)
-        raise
-
-
-def _add_scalars(writer: SummaryWriter, *, values: Mapping[str, float], step: int) -> None:
-    for name, value in values.items():
-        writer.add_scalar(name, value, step)
 
 
 def side_by_side(frames_TCHW: Tensor, decoded_TCHW: Tensor) -> Tensor:
@@ -209,7 +188,7 @@ def side_by_side(frames_TCHW: Tensor, decoded_TCHW: Tensor) -> Tensor:
 
 
 def _add_pictures(writer: SummaryWriter, *, name: str, frames: Tensor, decoded: Tensor, step: int) -> None:
-    """A picture and an animation. TensorBoard plays GIFs; its own add_video needs a package that we do not need."""
+    """A picture and an animation: TensorBoard plays GIFs, and its own add_video needs one more package."""
     from PIL import Image
     from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -226,9 +205,6 @@ def _add_pictures(writer: SummaryWriter, *, name: str, frames: Tensor, decoded: 
     writer._get_file_writer().add_summary(summary, step)
 
 
-# the numbers between two lines
-
-
 class StepLog:
     """Collects on the device, without waiting for it; only a log line reads the values back."""
 
@@ -236,7 +212,7 @@ class StepLog:
         self._config = config
         self._engine = engine
         self._step: dict[str, Tensor] = {}
-        self.recent_loss = math.nan
+        self.recent_loss = math.nan  # of the last line
         self._begin_line()
 
     def _begin_line(self) -> None:
@@ -244,45 +220,35 @@ class StepLog:
         self._counts: dict[str, int] = {}  # steps in each sum: a term can begin in the middle of a line
         self._norms: list[float] = []  # one for each step that was not skipped
         self._seconds = 0.0
-        self._clips = 0
+        self.num_clips = 0  # of all ranks since the last line
 
     def begin_step(self) -> None:
-        """A step's computation starts, or starts again: what a failed attempt left is forgotten."""
+        """A step's computation starts, or starts again: what a failed attempt left is discarded."""
         self._step = {}
 
     def add(self, losses: Mapping[str, Tensor], *, share: float) -> None:
-        """The losses of a part of the step's clips; ``share`` of all the rank's clips of the step."""
+        """Add the losses of some of the rank's clips; ``share``: their part of its clips of the step."""
         for name, value in losses.items():
-            weighted = value.float() * share
-            self._step[name] = self._step[name] + weighted if name in self._step else weighted
+            self._step[name] = self._step.get(name, 0.0) + value.float() * share
 
     def end_step(self, result: StepResult, *, num_clips: int, seconds: float) -> None:
         self._seconds += seconds
-        self._clips += num_clips
+        self.num_clips += num_clips
         if not result.stepped:
             return  # a loss that is not finite would hide the others of the line
         self._norms.append(result.gradient_norm)
         for name, value in self._step.items():
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
+            self._sums[name] = self._sums.get(name, 0.0) + value
             self._counts[name] = self._counts.get(name, 0) + 1
 
     def own_loss(self) -> float:
-        """This rank's loss of the step just computed."""
         return float(self._step["loss"].item()) if "loss" in self._step else math.nan
 
     def is_due(self, step: int) -> bool:
         return step % self._config.log_every == 0 or step == 1 or step == self._config.max_train_steps
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no step, not even a skipped one, was done since the last line."""
-        return self._clips == 0
-
     def take(self, step: int) -> dict[str, float]:
-        """The averages since the last line, over all ranks, by their TensorBoard names; starts a new line.
-
-        ``step``: how many optimizer steps are done; the learning rate is that of the last of them.
-        """
+        """The means since the last line, over all ranks, by their TensorBoard names, after ``step`` optimizer steps."""
         values: dict[str, float] = {}
         if self._norms:
             names = sorted(self._sums)
@@ -293,7 +259,7 @@ class StepLog:
             self.recent_loss = values["train/loss"]
         on_gpu = self._engine.device.type == "cuda"
         values |= {f"train/{name}": rate for name, rate in learning_rates(step - 1, self._config).items()}
-        values["train/frames_per_second"] = self._clips * self._config.n_frames / max(self._seconds, 1e-9)
+        values["train/frames_per_second"] = self.num_clips * self._config.n_frames / max(self._seconds, 1e-9)
         values["train/gpu_memory_gb"] = torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
         if self._config.log_system_stats:
             values |= system_stats(self._engine.device)
@@ -305,23 +271,20 @@ class StepLog:
         return {
             "sums": {name: value.cpu() for name, value in self._sums.items()},
             "counts": dict(self._counts),
-            "steps": len(self._norms),
             "norms": list(self._norms),
             "seconds": self._seconds,
-            "clips": self._clips,
+            "clips": self.num_clips,
             "recent_loss": self.recent_loss,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sums = {name: value.to(self._engine.device) for name, value in state["sums"].items()}
         # Older checkpoints have one count for all terms.
-        self._counts = dict(state.get("counts") or dict.fromkeys(state["sums"], state["steps"]))
+        self._counts = dict(state.get("counts") or dict.fromkeys(state["sums"], len(state["norms"])))
         self._norms = list(state["norms"])
-        self._seconds, self._clips = state["seconds"], state["clips"]
-        self.recent_loss = state["recent_loss"]
+        self._seconds, self.num_clips, self.recent_loss = state["seconds"], state["clips"], state["recent_loss"]
 
     def bar_text(self, values: Mapping[str, float]) -> str:
-        """What stands behind the progress bar."""
         memory = values["train/gpu_memory_gb"] or psutil.Process().memory_info().rss / GIB
         loss = f"loss {values['train/loss']:.4g}, " if "train/loss" in values else ""
         speed = values["train/frames_per_second"]

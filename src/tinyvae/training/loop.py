@@ -1,8 +1,4 @@
-"""The training loop, and nothing else: read it from top to bottom.
-
-A batch goes one way: clips -> device -> task (losses) -> gradients -> guards -> optimizer -> average of weights -> log
--> validate -> checkpoint.
-"""
+"""The training loop: clips -> losses -> gradients -> guards -> optimizer -> weight average -> log, validate, save."""
 
 from __future__ import annotations
 
@@ -50,11 +46,7 @@ STOPPED_ELSEWHERE = (
 
 @dataclass(frozen=True, kw_only=True)
 class LoopParts:
-    """What the loop drives; `tinyvae.training.start` puts it together.
-
-    ``validate`` takes the progress and the newest training loss, and gives the new progress and the score. ``save``
-    writes a checkpoint (an emergency one where the flag says so) and tells whether it is on disk.
-    """
+    """What the loop drives."""
 
     config: TrainConfig
     engine: Engine
@@ -66,8 +58,8 @@ class LoopParts:
     profiler: StepProfiler
     signals: SignalWatch
     notifier: Notifier
-    validate: Callable[[Progress, float], tuple[Progress, float]]
-    save: Callable[[LoopState, bool], bool]
+    validate: Callable[[Progress, float], tuple[Progress, float]]  # newest training loss in, score out
+    save: Callable[[LoopState, bool], bool]  # is it an emergency? -> is the checkpoint on disk?
 
 
 class Trainer:
@@ -109,18 +101,18 @@ class Trainer:
                 bar.update()
                 if self.step_log.is_due(self.progress.step):
                     self._log(bar)
-                self._stop_if_asked()
+                (signal_number,) = parts.engine.worst(parts.signals.received)
+                if signal_number:
+                    self._save(emergency=True)
+                    raise StopRequested(signal_number)
                 if self._is_due(config.validation_steps):
                     self._validate(bar)
                 self._save_if_due()
         return self.progress
 
     def check_saved(self, folder: Path) -> None:
-        """At the end: the newest save is on disk."""
         if not self.is_saved:
-            raise UserError(
-                f"the run is complete, but its last checkpoint could not be written to {folder}; see train.log."
-            )
+            raise UserError(f"the last checkpoint of the finished run could not be written to {folder}; see train.log.")
 
     def _next_clips(self) -> list[ClipBatch]:
         """The clips of a step. If this rank has none, all ranks save before they stop."""
@@ -130,8 +122,6 @@ class Trainer:
             self.parts.engine.worst(Status.HAS_TO_STOP)  # meets the others where they next ask for the status
             self._save(emergency=True)
             raise
-
-    # the step
 
     def step(self, clips: list[ClipBatch]) -> StepResult:
         """One optimizer step over several micro-batches, all ranks together."""
@@ -192,10 +182,9 @@ class Trainer:
             with engine.autocast():
                 losses = task.losses(part, use_seraena=use_seraena, step=self.progress.step, corrected=corrected)
             weight = share * len(part) / len(frames)
-            # The guard looks at the gradients alone, and a loss that is not finite can have finite gradients: so make
-            # these gradients NaN.
-            is_number = torch.isfinite(losses.total.detach())
-            engine.backward(losses.total * torch.where(is_number, weight, torch.nan))
+            # A loss that is not finite can have finite gradients, and the guard looks at those alone: make them NaN.
+            is_finite = torch.isfinite(losses.total.detach())
+            engine.backward(losses.total * torch.where(is_finite, weight, torch.nan))
             self.step_log.add(losses.logged, share=weight)
 
     def _use_smaller_slices(self) -> None:
@@ -213,7 +202,7 @@ class Trainer:
         except (RuntimeError, MemoryError) as fault:
             if not is_out_of_memory(fault):
                 raise
-            # No save: some ranks may have stepped. The others notice that this one is gone.
+            # No save: some ranks may have stepped. The others notice that this one is lost.
             raise UserError(
                 "out of memory while the gradients were applied; use --gradient_checkpointing true or a smaller "
                 "--train_batch_size, then --resume latest. See docs/troubleshooting.md#out-of-memory"
@@ -242,15 +231,13 @@ class Trainer:
 
     def _report_skipped(self, clips: list[ClipBatch]) -> None:
         """Name the clips of the ranks whose own loss was not finite (of all ranks where only the gradient was not)."""
-        own = (math.isfinite(self.step_log.own_loss()), [name for batch in clips for name in batch.names])
-        ranks = list(enumerate(self.parts.engine.gather(own)))
-        suspects = [(rank, names) for rank, (is_finite, names) in ranks if not is_finite]
-        suspects = suspects or [(rank, names) for rank, (_, names) in ranks]
+        names = ", ".join(name for batch in clips for name in batch.names)
+        own = (math.isfinite(self.step_log.own_loss()), f"process {self.parts.engine.rank}: {names}")
+        ranks = self.parts.engine.gather(own)
+        suspects = [told for is_finite, told in ranks if not is_finite] or [told for _, told in ranks]
         if self.parts.engine.is_main:
-            listed = "; ".join(f"process {rank}: {', '.join(names)}" for rank, names in suspects)
-            log.warning("step %d skipped: a loss or gradient was not finite (%s)", self.progress.step, listed)
-
-    # around the steps
+            step, listed = self.progress.step, "; ".join(suspects)
+            log.warning("step %d skipped: a loss or gradient was not finite (%s)", step, listed)
 
     def _log(self, bar: tqdm) -> None:
         values = self.step_log.take(self.progress.step)  # an exchange: every rank comes here at the same steps
@@ -259,14 +246,8 @@ class Trainer:
         bar.set_postfix_str(text)
         self.parts.run_log.note(f"step {self.progress.step} of {self.config.max_train_steps}: {text}")
 
-    def _stop_if_asked(self) -> None:
-        (signal_number,) = self.parts.engine.worst(self.parts.signals.received)
-        if signal_number:
-            self._save(emergency=True)
-            raise StopRequested(signal_number)
-
     def _is_due(self, every: int) -> bool:
-        """Whether something is due after this step: it is done every ``every`` steps (0: never) and at the last one."""
+        """Whether something is due that is done every ``every`` steps (0: never) and after the last one."""
         step = self.progress.step
         return every > 0 and (step % every == 0 or step == self.config.max_train_steps)
 
@@ -276,14 +257,12 @@ class Trainer:
             self.progress, score = self.parts.validate(self.progress, self.step_log.recent_loss)
         except PeerLostError:
             raise  # no rank is left to save with
-        except ValidationCut as cut:
+        except (ValidationCut, UserError) as cut:  # all ranks raise the same
             self._save(emergency=True)
-            raise cut.reason or PeerLostError(STOPPED_ELSEWHERE) from None
-        except UserError:  # all ranks raise the same
-            self._save(emergency=True)
-            raise
+            reason = cut.reason if isinstance(cut, ValidationCut) else cut
+            raise reason or PeerLostError(STOPPED_ELSEWHERE) from None
         self.parts.notifier.is_at(self.progress)
-        if stops_early(self.progress, self.config) and not self.step_log.is_empty:
+        if stops_early(self.progress, self.config) and self.step_log.num_clips:
             self._log(bar)  # no later line would hold these steps
         if self.seraena_start is not None and not self.seraena_start.has_started:
             self.seraena_start = self.seraena_start.after_validation(self.progress.step, score)

@@ -1,16 +1,10 @@
-"""How weights move: AdamW, Muon for the inner convolutions, the learning rate, and the average of the weights.
-
-Muon (momentum, then the update made orthogonal by five Newton-Schulz steps) trains the 4-D weights flattened to
-out x rest; biases, the first conv of the encoder and the last of the decoder stay with AdamW. `OptimizerSet` makes one
-or two torch optimizers look like one to the engine. `WeightAverage` is what a run validates, exports and ships.
-"""
+"""How weights move: AdamW, Muon for the inner convolutions, the learning rate, and the average of the weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,58 +14,42 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 
-NEWTON_SCHULZ_STEPS = 5
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic whose iteration drives singular values towards 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Proposal:
-    """What a step would do to some of the weights."""
-
-    parameters: list[nn.Parameter]
-    moments: list[Tensor]
-    directions: list[Tensor]
-    lr: float
-
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum whose update matrix is made orthogonal.
+    """Nesterov momentum whose update, flattened to a matrix out x rest, is made orthogonal by Newton-Schulz steps.
 
-    `propose` does the work of a step without taking it: a GPU can compute it before the host knows whether the
-    gradients are finite. `step` takes the step (and proposes it first where that was not done); `zero_grad` forgets it.
+    `propose` computes a step without taking it: a GPU can do so before the host knows whether the gradients are finite.
+    `step` takes the step (and proposes it first where that was not done); `zero_grad` discards it.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], *, lr: float, momentum: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
-        self._proposals: list[_Proposal] | None = None
+        self._proposals: list[tuple[list[nn.Parameter], list[Tensor], list[Tensor], float]] | None = None
 
     @torch.no_grad()
     def propose(self) -> None:
-        self._proposals = []
+        self._proposals = []  # weights with the same shorter side, their new moments, their directions, their rate
         for group in self.param_groups:
             by_short_side: dict[int, list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     by_short_side.setdefault(min(_matrix_shape(parameter)), []).append(parameter)
             for parameters in by_short_side.values():
-                self._proposals.append(self._propose_together(parameters, lr=group["lr"], momentum=group["momentum"]))
-
-    def _propose_together(self, parameters: list[nn.Parameter], *, lr: float, momentum: float) -> _Proposal:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        old = [self.state[p]["momentum"] if p in self.state else torch.zeros_like(p) for p in parameters]
-        moments = list(torch._foreach_lerp(old, gradients, 1.0 - momentum))
-        updates = list(torch._foreach_lerp(gradients, moments, momentum))
-        return _Proposal(parameters=parameters, moments=moments, directions=orthogonalize_all(updates), lr=lr)
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                old = [self.state[p]["momentum"] if p in self.state else torch.zeros_like(p) for p in parameters]
+                moments = list(torch._foreach_lerp(old, gradients, 1.0 - group["momentum"]))
+                updates = list(torch._foreach_lerp(gradients, moments, group["momentum"]))
+                self._proposals.append((parameters, moments, orthogonalize_all(updates), group["lr"]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "the loop computes the loss once"
         if self._proposals is None:
             self.propose()
-        for proposal in self._proposals or []:
-            for parameter, moment in zip(proposal.parameters, proposal.moments, strict=True):
+        for parameters, moments, directions, lr in self._proposals or []:
+            for parameter, moment in zip(parameters, moments, strict=True):
                 self.state[parameter]["momentum"] = moment
-            torch._foreach_add_(list(proposal.parameters), proposal.directions, alpha=-proposal.lr)
+            torch._foreach_add_(list(parameters), directions, alpha=-lr)
         self._proposals = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -82,9 +60,8 @@ class Muon(torch.optim.Optimizer):
 def orthogonalize_all(updates: list[Tensor]) -> list[Tensor]:
     """Each update as a semi-orthogonal matrix (out x rest), in its own shape; all have the same shorter side.
 
-    They share one batch, filled up with columns of zeros, which stay zero and change nothing: a network has a dozen
-    shapes, and a dozen small batches cost a GPU more in launches than in arithmetic. On a GPU in bf16, which is enough
-    for a direction; on a CPU in fp32, where bf16 would be slower.
+    They share one batch, filled up with columns of zeros, which change nothing: many small batches would cost a GPU
+    more in launches than in arithmetic. In bf16 on a GPU, which is enough for a direction; in fp32 on a CPU.
     """
     shapes = [_matrix_shape(update) for update in updates]
     first = updates[0]
@@ -101,7 +78,6 @@ def orthogonalize_all(updates: list[Tensor]) -> list[Tensor]:
 
 
 def _matrix_shape(weight: Tensor) -> tuple[int, int]:
-    """Rows and columns of a weight flattened to out x rest."""
     return weight.shape[0], weight.numel() // weight.shape[0]
 
 
@@ -114,9 +90,9 @@ def _in_shape_of(weight: Tensor, wide: Tensor) -> Tensor:
 
 def orthogonalize(wide_BRC: Tensor) -> Tensor:
     """The nearest semi-orthogonal matrices, roughly (singular values 0.7..1.2), of a batch of wide ones."""
-    a, b, c = NEWTON_SCHULZ
+    a, b, c = 3.4445, -4.7750, 2.0315  # a quintic whose iteration drives singular values towards 1
     x = wide_BRC / (wide_BRC.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(NEWTON_SCHULZ_STEPS):
+    for _ in range(5):
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x
@@ -134,18 +110,16 @@ class OptimizerSet:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def set_rates(self, factor: float) -> None:
-        """Set every group's rate to ``factor`` times its peak."""
         for group in self.groups():
             group["lr"] = group["base_lr"] * factor
 
     def propose(self) -> None:
-        """Let the device compute what it can of the step before anybody knows whether it is taken."""
+        """Let the device compute what it can of the step before the host knows whether it is taken."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):
                 optimizer.propose()
 
     def zero_grad(self) -> None:
-        """Forget the gradients, and a step that was proposed and not taken."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -162,15 +136,14 @@ class OptimizerSet:
                 f"the checkpoint's optimizer state holds groups of {sizes} weights, this run's {own}: it was made by "
                 "another version or with another optimizer setting; use it as --pretrained_model_path instead."
             )
+        peaks = [group["base_lr"] for group in self.groups()]
         for optimizer, one in zip(self.optimizers, saved, strict=True):
-            peaks = [group["base_lr"] for group in optimizer.param_groups]
             optimizer.load_state_dict(one)
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["base_lr"] = peak
+        for group, peak in zip(self.groups(), peaks, strict=True):
+            group["base_lr"] = peak
 
 
 def make_optimizers(model: TAEHV, config: TrainConfig) -> OptimizerSet:
-    """The optimizers that a configuration asks for, over all parameters of a model."""
     inner = inner_conv_weights(model) if config.optimizer == "muon" else {}
     plain = [p for name, p in model.named_parameters() if name not in inner]
     adamw = torch.optim.AdamW(
@@ -183,23 +156,14 @@ def make_optimizers(model: TAEHV, config: TrainConfig) -> OptimizerSet:
     )
     if not inner:
         return OptimizerSet([adamw])
-    muon = Muon(inner.values(), lr=config.muon_learning_rate, momentum=config.muon_momentum)
-    return OptimizerSet([muon, adamw])
+    return OptimizerSet([Muon(inner.values(), lr=config.muon_learning_rate, momentum=config.muon_momentum), adamw])
 
 
 def inner_conv_weights(model: TAEHV) -> dict[str, nn.Parameter]:
-    """The 4-D weights except those of the first conv of the encoder, the last of the decoder, and depthwise ones.
-
-    The two convs at the latents belong to Muon: moving them there from AdamW was worth about half a dB after 1,000
-    steps (docs/results.md).
-    """
+    """The 4-D weights except those of the first conv of the encoder, the last of the decoder, and depthwise ones."""
     edges = {"encoder.0.weight", f"decoder.{len(model.decoder) - 1}.weight"}
-    return {
-        name: p
-        for name, p in model.named_parameters()
-        # A depthwise kernel is a row of 49 numbers per channel, not a matrix that mixes channels.
-        if p.ndim == 4 and p.shape[1] > 1 and name not in edges
-    }
+    weights = {name: p for name, p in model.named_parameters() if p.ndim == 4 and name not in edges}
+    return {name: p for name, p in weights.items() if p.shape[1] > 1}  # a depthwise kernel mixes no channels
 
 
 def learning_rate_factor(step: int, config: TrainConfig) -> float:
@@ -231,10 +195,9 @@ def learning_rates(step: int, config: TrainConfig) -> dict[str, float]:
 
 
 class WeightAverage:
-    """fp32 exponential moving average of a model's parameters.
+    """fp32 exponential moving average of a model's parameters: what a run validates and exports.
 
-    The decay warms up as (1 + n) / (10 + n) after n updates, so that the mean of a short run is not the mean of its
-    random start.
+    The decay after n updates is at most (1 + n) / (10 + n), so that a short run forgets its random start.
     """
 
     def __init__(self, model: nn.Module, *, decay: float) -> None:
@@ -243,7 +206,6 @@ class WeightAverage:
         self.values = {name: p.detach().to(torch.float32, copy=True) for name, p in model.named_parameters()}
 
     def update(self, model: nn.Module) -> None:
-        """Move toward the model's weights by one step."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
         current = [p.detach().to(torch.float32) for p in model.parameters()]
@@ -252,12 +214,13 @@ class WeightAverage:
     @contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
         """The model with the averaged weights inside the block, its own again after it."""
-        own = {name: p.detach().clone() for name, p in model.named_parameters()}
-        _copy_into(model, self.values)
+        weights = [p.detach() for p in model.parameters()]
+        own = [weight.clone() for weight in weights]
+        torch._foreach_copy_(weights, list(self.values.values()))
         try:
             yield
         finally:
-            _copy_into(model, own)
+            torch._foreach_copy_(weights, own)
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.updates, "values": dict(self.values)}
@@ -267,9 +230,3 @@ class WeightAverage:
         self.updates = state["updates"]
         for name, value in state["values"].items():
             self.values[name].copy_(value)
-
-
-def _copy_into(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(values[name])

@@ -1,13 +1,9 @@
-"""What one training step computes: clips in, losses out.
-
-The teacher, LPIPS and Seraena live here, outside the student's module: none of them is ever wrapped, trained by the
-student's optimizer, or saved into a model file.
-"""
+"""What one training step computes: clips in, losses out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,8 +17,6 @@ from tinyvae.models.taehv import TAEHV
 from tinyvae.teachers import Teacher
 from tinyvae.training.diagnostics import log_losses, log_tensors
 
-StudentForward = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepLosses:
@@ -33,7 +27,7 @@ class StepLosses:
 
 
 class TrainingTask:
-    """The student and everything that teaches it.
+    """The student and what teaches it; teacher, LPIPS and Seraena are no part of the student's module.
 
     Example::
 
@@ -59,37 +53,34 @@ class TrainingTask:
         self.seraena = seraena
         self._average = average
         self._tells_more = config.debug  # the first call of `losses` logs what it works with
-        self._forward: StudentForward = self._student
-        if config.compile_model:
-            self._forward = torch.compile(self._student, mode=config.compile_mode)
+        compiled = torch.compile(self._student, mode=config.compile_mode) if config.compile_model else None
+        self._forward = compiled or self._student
 
     def begin_step(self, step: int) -> None:
         """The computation of an optimizer step starts, or starts again; what it draws depends on the step alone."""
-        if self.teacher is not None:
-            self.teacher.begin_step(step)
-        if self.seraena is not None:
-            self.seraena.begin_step(step)
+        for part in (self.teacher, self.seraena):
+            if part is not None:
+                part.begin_step(step)
 
     def losses(
         self, frames_NTCHW: Tensor, *, use_seraena: bool, step: int = 0, corrected: SeraenaResult | None = None
     ) -> StepLosses:
         """Losses of clips NTCHW in [0, 1]; each term is a mean over its elements, so slices of a batch average.
-        A term of weight 0 is not computed, except the reconstruction, which every log shows.
 
-        ``step``: the optimizer step; with ``perceptual_frames`` it decides which frames LPIPS sees. ``corrected``:
-        Seraena's result for these clips where `correct_in_parts` has made it already. Where some rank's Seraena met
-        values that are not finite, the total is not finite either, on all ranks.
+        A term of weight 0 is not computed, except the reconstruction, which every log shows. ``step`` decides which
+        ``perceptual_frames`` LPIPS sees. ``corrected``: Seraena's result where `correct_in_parts` has made it already.
+        If Seraena met values that are not finite on any rank, the total is not finite on all ranks.
         """
         config = self.config
         target = self.model.target(frames_NTCHW)
         teacher_latents = None if self.teacher is None else self.teacher.encode(target)
-        decoded, latents, taught = self._forward(
-            frames_NTCHW, teacher_latents if config.decoder_loss_weight > 0 else None
-        )
+        to_decode = teacher_latents if config.decoder_loss_weight > 0 else None
+        decoded, latents, taught = self._forward(frames_NTCHW, to_decode)
         if self._tells_more:
-            names = ("frames", "target frames", "teacher latents", "student latents", "decoded frames")
-            values = (frames_NTCHW, target, teacher_latents, latents, decoded)
-            log_tensors({**dict(zip(names, values, strict=True)), "decoded teacher latents": taught})
+            log_tensors(
+                {"frames": frames_NTCHW, "target frames": target, "teacher latents": teacher_latents}
+                | {"student latents": latents, "decoded frames": decoded, "decoded teacher latents": taught}
+            )
         kind = config.reconstruction_loss_type
         terms: dict[str, tuple[float, Tensor]] = {
             "reconstruction_loss": (config.reconstruction_loss_weight, reconstruction_loss(decoded, target, kind))
@@ -107,7 +98,7 @@ class TrainingTask:
         if use_seraena:
             assert self.seraena is not None
             if corrected is None:
-                corrected = self.seraena.step(target, decoded, latents, average_gradients=self._average)
+                corrected = self.seraena.step(target, decoded, latents, average=self._average)
             terms["seraena_loss"] = (config.seraena_loss_weight, seraena_loss(decoded, corrected.target_NTCHW))
             logged |= {f"seraena_{name}": value for name, value in corrected.scalars.items()}
         total = torch.stack([weight * value for weight, value in terms.values()]).sum()
@@ -120,22 +111,18 @@ class TrainingTask:
         return StepLosses(total=total, logged=logged)
 
     def correct_in_parts(self, parts: Sequence[Tensor]) -> list[SeraenaResult]:
-        """Seraena's one step over clips that are too many for one pass of the student: its result for each part.
-
-        The discriminator sees what it would see without the cut, so the step is the same; the student's forward pass
-        is done once more, without a graph.
-        """
+        """Seraena's step over clips that the student passes in parts; the discriminator still sees all at once."""
         assert self.seraena is not None
         with torch.no_grad():
             made = [self._student(frames, None)[:2] for frames in parts]
         decoded, latents = (torch.cat(column) for column in zip(*made, strict=True))
         target = torch.cat([self.model.target(frames) for frames in parts])
-        whole = self.seraena.step(target, decoded, latents, average_gradients=self._average)
+        whole = self.seraena.step(target, decoded, latents, average=self._average)
         targets = whole.target_NTCHW.split([len(frames) for frames in parts])
         return [replace(whole, target_NTCHW=target_NTCHW) for target_NTCHW in targets]
 
     def _student(self, frames_NTCHW: Tensor, teacher_latents: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(decoded frames, latents, decoded teacher latents): all of the student's work, in one compilable piece."""
+        """(decoded frames, latents, decoded teacher latents): all of the student's work, for one compilation."""
         latents = self.model.encode(frames_NTCHW)
         decoded = self.model.decode(latents)
         taught = None if teacher_latents is None else self.model.decode(teacher_latents)

@@ -1,8 +1,4 @@
-"""How good the model is now: score raw and averaged weights, keep the best model, and say when to stop early.
-
-The metrics are those of ``tinyvae eval`` on the validation clips. Each rank measures its own clips; then all ranks hold
-all results, so they take the same decisions (best model, early stop, start of Seraena) from the same numbers.
-"""
+"""How good the model is now: score raw and averaged weights, keep the best model, and say when to stop early."""
 
 from __future__ import annotations
 
@@ -12,8 +8,9 @@ import math
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,11 +40,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+HISTORY = "validation_history.json"
 SHOWN_CLIPS = 4
+SHOWN_METRICS = ("psnr", "ssim", "lpips")
 RECORDED_METRICS = ("psnr", "ssim", "lpips", "mse", "mae", "flicker_error", "flicker_energy")
 
-Shown = list[tuple[str, Tensor, Tensor]]
-"""A few (name, input, output) of this rank's first clips, TCHW in [0, 1] on the CPU."""
+Shown = list[tuple[str, Tensor, Tensor]]  # name, input, output; TCHW in [0, 1] on the CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,46 +65,38 @@ class ValidationCut(Exception):  # noqa: N818 (news for the loop)
         self.reason = reason
 
 
+@dataclass(frozen=True)
 class Validator:
     """The validations of one run. All ranks call `validate` at the same steps and get the same outcome."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        engine: Engine,
-        folder: Path,
-        *,
-        model: TAEHV,
-        average: WeightAverage | None,
-        loader: ValidationLoader | None,
-        lpips: LPIPS | None,
-        run_log: RunLog,
-        stop_signal: Callable[[], int],
-        from_step: int,
-    ) -> None:
-        """``loader``: None for a run without validation. ``stop_signal``: the number of a signal that this rank has
-        received, 0 for none. ``from_step``: where the run begins; what the history holds beyond it is dropped."""
-        self._config = config
-        self._engine = engine
-        self._folder = folder
-        self._model = model
-        self._average = average
-        self._loader = loader
-        self._lpips = lpips
-        self._run_log = run_log
-        self._stop_signal = stop_signal
-        self._history = ValidationHistory(folder / "validation_history.json", up_to_step=from_step)
-        if engine.is_main:
-            self._history.write_remaining()
+    config: TrainConfig
+    engine: Engine
+    folder: Path
+    _: KW_ONLY
+    model: TAEHV
+    average: WeightAverage | None  # its weights decide where there are any
+    loader: ValidationLoader | None  # None for a run without validation
+    lpips: LPIPS | None
+    run_log: RunLog
+    stop_signal: Callable[[], int]  # the number of a signal that this rank has received, 0 for none
+    from_step: int
+
+    def __post_init__(self) -> None:
+        if self.engine.is_main and (self.folder / HISTORY).is_file():
+            write_json(self.folder / HISTORY, self.history)  # without a future that did not happen
+
+    @cached_property
+    def history(self) -> list[dict[str, Any]]:
+        """What ``validation_history.json`` holds up to the step where the run begins, and what this run adds."""
+        file = self.folder / HISTORY
+        found = json.loads(file.read_text()) if file.is_file() else []
+        return [entry for entry in found if entry["step"] <= self.from_step]
 
     def validate(self, progress: Progress, train_loss: float) -> tuple[Progress, float]:
-        """Score, log, keep the best; the averaged weights decide where there are any. The new progress and the score.
-
-        ``train_loss``: of the newest log line; NaN where there is none yet.
-        """
-        metric, average = self._config.metric_for_best_model, self._average
+        """Score, log, keep the best: the new progress and the score. ``train_loss``: of the newest log line, or NaN."""
+        metric, average = self.config.metric_for_best_model, self.average
         raw = None if average is None else self._score()
-        with nullcontext() if average is None else average.swapped_into(self._model):
+        with nullcontext() if average is None else average.swapped_into(self.model):
             result = self._score()
             score = result.metrics.get(metric, math.nan)
             if math.isnan(score):
@@ -117,7 +107,7 @@ class Validator:
             improved = progress.improved_by(score, metric)
             known_loss = train_loss if math.isfinite(train_loss) else None
             if improved:  # what fails on the main process for good is raised by all ranks
-                self._engine.from_main(lambda: self._keep_best(progress.step, result, known_loss))
+                self.engine.from_main(lambda: self._keep_best(progress.step, result, known_loss))
         progress = replace(
             progress,
             best_score=score if improved else progress.best_score,
@@ -125,45 +115,43 @@ class Validator:
             stale_validations=0 if improved else progress.stale_validations + 1,
             validated_step=progress.step,
         )
-        if self._engine.is_main:
+        if self.engine.is_main:
             self._record(progress, result, raw, known_loss)
             self._record_early_stop(progress)
-        self._engine.barrier()
+        self.engine.barrier()
         return progress, score
 
     def _score(self) -> ValidationResult:
-        assert self._loader is not None, "validation without a loader"
-        self._model.eval()
+        assert self.loader is not None, "validation without a loader"
+        self.model.eval()
         try:
-            return validate(self._model, self._loader, self._engine, lpips=self._lpips, stop_signal=self._stop_signal)
+            return validate(self.model, self.loader, self.engine, lpips=self.lpips, stop_signal=self.stop_signal)
         finally:
-            self._model.train()
+            self.model.train()
 
     def _keep_best(self, step: int, result: ValidationResult, train_loss: float | None) -> None:
         """Write ``best_model/``. A full disk does not end the run here: three failed checkpoints do that."""
-        metrics = {name: result.metrics.get(name) for name in ("psnr", "ssim", "lpips")}
+        metrics = {name: result.metrics.get(name) for name in SHOWN_METRICS}
         try:
-            write_best_model(self._folder, self._model, {"step": step, **metrics, "train_loss": train_loss})
+            write_best_model(self.folder, self.model, {"step": step, **metrics, "train_loss": train_loss})
         except WRITE_FAULTS as fault:
-            two_files = 2 * sum(p.numel() * p.element_size() for p in self._model.parameters())
+            two_files = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters())
+            why = why_not_written(fault, self.folder, needed_bytes=two_files)
             log.error(
-                "COULD NOT WRITE best_model/ of step %d (%s): it still holds the earlier best. This step's own "
-                "checkpoint, once written, is kept beside the newest ones.",
-                step,
-                why_not_written(fault, self._folder, needed_bytes=two_files),
+                f"COULD NOT WRITE best_model/ of step {step} ({why}): it still holds the earlier best. This step's own "
+                "checkpoint, once written, is kept beside the newest ones."
             )
 
     def _record(
         self, progress: Progress, result: ValidationResult, raw: ValidationResult | None, train_loss: float | None
     ) -> None:
-        """Write the scores to the logs and to ``validation_history.json``."""
         improved = progress.best_step == progress.step
+        raw_metrics = None if raw is None else raw.metrics
         values = {f"val/{name}": value for name, value in result.metrics.items()}
-        if raw is not None:
-            values |= {f"val_raw/{name}": value for name, value in raw.metrics.items()}
-        self._run_log.metrics(progress.step, values)
-        if self._config.save_validation_videos:
-            self._run_log.videos(progress.step, result.shown)
+        values |= {f"val_raw/{name}": value for name, value in (raw_metrics or {}).items()}
+        self.run_log.metrics(progress.step, values)
+        if self.config.save_validation_videos:
+            self.run_log.videos(progress.step, result.shown)
         entry = {
             "step": progress.step,
             "timestamp": datetime.now(UTC).isoformat(),
@@ -171,43 +159,43 @@ class Validator:
             "train_loss": train_loss,
             "is_best": improved,
             **result.metrics,
-            "raw": None if raw is None else raw.metrics,
+            "raw": raw_metrics,
         }
-        try:
-            self._history.add(entry)
-        except OSError as fault:  # the entry is written with the next one
-            told = why_not_written(fault, self._folder)
-            log.error("could not write validation_history.json at step %d: %s", progress.step, told)
-        measured = [name for name in ("psnr", "ssim", "lpips") if name in result.metrics]
-        scores = ", ".join(f"{name} {score_in_words(name, result.metrics[name])}" for name in measured)
-        metric = self._config.metric_for_best_model
+        self.history[:] = [*(old for old in self.history if old["step"] != progress.step), entry]
+        self._write(HISTORY, self.history)
+        measured = [(name, result.metrics[name]) for name in SHOWN_METRICS if name in result.metrics]
+        scores = ", ".join(f"{name} {score_in_words(name, score)}" for name, score in measured)
+        metric = self.config.metric_for_best_model
         earlier = "" if improved else f" {score_in_words(metric, progress.best_score)} at step {progress.best_step}"
         log.info("validation at step %d: %s (best %s%s)", progress.step, scores, metric, earlier)
 
     def _record_early_stop(self, progress: Progress) -> None:
         """``early_stop_info.json`` is there only while the run has stopped early; a larger patience removes it."""
-        file = self._folder / "early_stop_info.json"
-        if not stops_early(progress, self._config):
-            file.unlink(missing_ok=True)
+        name = "early_stop_info.json"
+        if not stops_early(progress, self.config):
+            (self.folder / name).unlink(missing_ok=True)
             return
         info = {
             "step": progress.step,
-            "metric": self._config.metric_for_best_model,
+            "metric": self.config.metric_for_best_model,
             "best_score": progress.best_score,
             "best_step": progress.best_step,
             "validations_without_improvement": progress.stale_validations,
-            "patience": self._config.early_stopping_patience,
+            "patience": self.config.early_stopping_patience,
             "timestamp": datetime.now(UTC).isoformat(),
         }
-        try:
-            write_json(file, info)
-        except OSError as fault:
-            log.error("could not write %s: %s", file.name, why_not_written(fault, self._folder))
+        self._write(name, info)
         log.info("stopping early: no better %s in %d validations", info["metric"], progress.stale_validations)
+
+    def _write(self, name: str, content: object) -> None:
+        try:
+            write_json(self.folder / name, content)
+        except OSError as fault:
+            log.error("could not write %s: %s", name, why_not_written(fault, self.folder))
 
 
 def stops_early(progress: Progress, config: TrainConfig) -> bool:
-    """Whether the last validations brought no improvement; also for a run that is resumed after its early stop."""
+    """Whether the last validations brought no improvement."""
     return 0 < config.early_stopping_patience <= progress.stale_validations
 
 
@@ -226,18 +214,17 @@ def validate(
     lpips: LPIPS | None,
     stop_signal: Callable[[], int] = lambda: 0,
 ) -> ValidationResult:
-    """Score a codec on the validation clips of all ranks; a validation with no usable clip is an error.
+    """Score a codec on the validation clips. Each rank measures its own clips; then all ranks hold all results.
 
     Before each batch the ranks ask each other whether to go on. Whatever stops one of them raises `ValidationCut` on
     all; what is wrong with the clips of all ranks together raises the same ``UserError`` on all.
     """
     own: dict[str, ClipMetrics] = {}
     shown: Shown = []
-    batches = iter(loader)
-    batch: ClipBatch | None = None
-    status = Status.WELL
-    trouble: Exception | None = None
-    while True:
+    batches, batch = iter(loader), None
+    status, trouble = Status.WELL, None
+    anybody_has_more = 1
+    while anybody_has_more:
         try:
             if batch is not None:
                 with without_cudnn_trials():
@@ -258,8 +245,6 @@ def validate(
             )
         if worst != Status.WELL:
             raise ValidationCut(trouble) from trouble
-        if not anybody_has_more:
-            break
     everybody = engine.gather((own, loader.reads))
     loader.check([reads for _, reads in everybody])
     clips = {name: metrics for of_rank, _ in everybody for name, metrics in of_rank.items()}
@@ -284,29 +269,6 @@ def _measure(
     for i in range(min(len(batch), SHOWN_CLIPS - len(shown))):
         shown.append((batch.names[i], target[i].cpu(), decoded[i].cpu()))
     return dict(zip(batch.names, clip_metrics(decoded, target, lpips=lpips), strict=True))
-
-
-# what is kept
-
-
-class ValidationHistory:
-    """``validation_history.json``: one entry per validation, rewritten whole after each (main process only)."""
-
-    def __init__(self, file: Path, *, up_to_step: int) -> None:
-        self._file = file
-        self.entries: list[dict[str, Any]] = []
-        if file.is_file():
-            # Entries beyond the step that the run resumes from belong to a future that did not happen.
-            self.entries = [entry for entry in json.loads(file.read_text()) if entry["step"] <= up_to_step]
-
-    def write_remaining(self) -> None:
-        """Remove that future from the file too: perhaps no validation follows."""
-        if self._file.is_file() and json.loads(self._file.read_text()) != self.entries:
-            write_json(self._file, self.entries)
-
-    def add(self, entry: Mapping[str, Any]) -> None:
-        self.entries = [*(e for e in self.entries if e["step"] != entry["step"]), dict(entry)]
-        write_json(self._file, self.entries)
 
 
 def write_best_model(run_folder: Path, model: TAEHV, info: Mapping[str, Any]) -> None:
@@ -335,6 +297,5 @@ def put_best_model_back(run_folder: Path) -> None:
 
 
 def write_json(file: Path, content: object) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never a part."""
     with atomic_write(file, "w") as stream:
         json.dump(content, stream, indent=1)

@@ -32,7 +32,7 @@ def train_rank(rank: int, folder: str) -> None:
         if (rank, step) == (1, 2):
             fake[0, 0, 0, 0, 0] = float("nan")
         latents = torch.randn((1 + rank, 2, 16, 2, 2), generator=generator)
-        finite.append(seraena.step(real, fake, latents, average_gradients=average_over_ranks).finite)
+        finite.append(seraena.step(real, fake, latents, average=average_over_ranks).finite)
     torch.save((finite, seraena.shared_state_dict()), f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 

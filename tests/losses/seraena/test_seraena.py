@@ -272,7 +272,7 @@ def run_ranks(
             barrier.wait(60)
 
         for step in range(steps):
-            results[rank] = ranks[rank].step(*inputs(rank, step), average_gradients=average)
+            results[rank] = ranks[rank].step(*inputs(rank, step), average=average)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
     for thread in threads:

@@ -1,10 +1,8 @@
 """Seraena for video: a discriminator that trains beside the student and gives it correction targets.
 
-The student never sees an adversarial loss: plain MSE trains it toward ``fake + correction``.
-
-A training step that runs out of memory is computed again, and nothing has to be undone. Until all ranks have exchanged
-their gradients, the discriminator has not changed, so the next attempt teaches it as if for the first time. After that
-it has learned from the micro-batch and remembers so: the next attempt only makes the corrections again.
+The student never sees an adversarial loss: plain MSE trains it toward ``fake + correction``. A training step that runs
+out of memory is computed again. The discriminator remembers the micro-batches that it has learned from in this step:
+for those, the next attempt only makes the corrections again.
 """
 
 from __future__ import annotations
@@ -22,11 +20,7 @@ from tinyvae.losses.seraena.discriminator import PATCH_PIXELS, Normalization, Se
 from tinyvae.losses.seraena.replay_buffer import ReplayBuffer, WritePlan
 from tinyvae.models.variants import VariantSpec
 
-AverageInPlace = Callable[[list[Tensor]], None]
-"""Replaces each tensor by its mean over all ranks; every rank calls it with the same shapes in the same order."""
-
-BETAS = (0.9, 0.99)
-WEIGHT_DECAY = 0.01
+AverageInPlace = Callable[[list[Tensor]], None]  # replaces each tensor by its mean over all ranks
 
 
 class HalfStepError(UserError):
@@ -35,11 +29,8 @@ class HalfStepError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class SeraenaResult:
-    """``target_NTCHW``: fake + correction, for `seraena_loss`. ``scalars``: for the log, fp32 on the frames' device.
-
-    ``finite``, the same on every rank, is False where some rank had values that are not finite. Then Seraena has not
-    changed on any rank, the target is the fake itself, and the trainer must skip its own step too.
-    """
+    """``target_NTCHW``: fake + correction. ``scalars``: for the log, fp32. ``finite``: the same on every rank; False
+    where any rank met a value that is not finite: then Seraena has not changed, and the trainer skips its step too."""
 
     target_NTCHW: Tensor
     finite: bool
@@ -75,19 +66,17 @@ class Seraena:
         seed: int = 0,
         rank: int = 0,
     ) -> None:
-        """``n_frames``: the clip length before encoding. ``group_frames``: frames that the discriminator sees at once
-        (n_seraena_frames). ``buffer_mb``: the bound of this rank's replay buffer in 2**20 bytes."""
+        """``n_frames``: the clip length before encoding. ``group_frames``: frames that the discriminator sees at once.
+        ``buffer_mb``: the bound of this rank's replay buffer in 2**20 bytes."""
         spec.check_seraena_frames(n_frames, group_frames)
         self.group_frames = group_frames
         self.padded_frames = spec.padded_frames(n_frames)
         self.normalization: Normalization = normalization
-        self.seed = seed
-        self.rank = rank
-        self.steps = 0
+        self.seed, self.rank, self.steps = seed, rank, 0
         self.discriminator = SeraenaDiscriminator.from_seed(3 * group_frames, spec.latent_channels, seed)
         self.discriminator.to(device).eval()
         self.optimizer = torch.optim.AdamW(
-            self.discriminator.parameters(), lr=learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY
+            self.discriminator.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.01
         )
         self.buffer = ReplayBuffer(max_mb=buffer_mb, device=buffer_device)
         self.generator = rank_generator(seed, rank, self.steps)
@@ -103,8 +92,6 @@ class Seraena:
                 f"Seraena cannot normalize a batch of one {height}x{width} image; use larger frames or a larger batch."
             )
 
-    # the step
-
     def begin_step(self, training_step: int) -> None:
         """A training step starts, or starts again after it ran out of memory; all ranks together."""
         if training_step != self._training_step:
@@ -112,51 +99,34 @@ class Seraena:
         self._position = 0
 
     def step(
-        self,
-        real_NTCHW: Tensor,
-        fake_NTCHW: Tensor,
-        latents_NTCHW: Tensor,
-        *,
-        average_gradients: AverageInPlace | None = None,
+        self, real_NTCHW: Tensor, fake_NTCHW: Tensor, latents_NTCHW: Tensor, *, average: AverageInPlace | None = None
     ) -> SeraenaResult:
         """Train the discriminator once on a micro-batch, then make the correction targets of its fakes.
 
         ``fake_NTCHW``: decoded frames, not clamped; ``real_NTCHW``: their targets in [0, 1]; ``latents_NTCHW``: what
-        they were decoded from. Nothing here keeps or makes a gradient of the student. With several ranks, each must
-        call this at the same time and give ``average_gradients``; the discriminators then stay equal bit by bit.
+        they were decoded from. The student gets no gradient from here. Several ranks call this together and give
+        ``average``; their discriminators stay equal bit by bit.
         """
         assert real_NTCHW.shape == fake_NTCHW.shape, f"{tuple(real_NTCHW.shape)} and {tuple(fake_NTCHW.shape)}"
         assert len(latents_NTCHW) == len(fake_NTCHW), f"{len(latents_NTCHW)} latents, {len(fake_NTCHW)} videos"
-        real, fake = self._groups(real_NTCHW), self._groups(fake_NTCHW)
+        grouping = {"padded_frames": self.padded_frames, "group_frames": self.group_frames}
+        real, fake = (group_frames_of(x.detach().float(), **grouping) for x in (real_NTCHW, fake_NTCHW))
         contexts = group_contexts_of(latents_NTCHW.detach().float(), num_groups=self.padded_frames // self.group_frames)
         if self._position == len(self._learned):
-            self._learned.append(self._learn(real, fake, contexts, average_gradients))
+            self._learned.append(self._learn(real, fake, contexts, average))
         loss = self._learned[self._position]
         self._position += 1
         target = fake_NTCHW.detach().float()
         if loss is None:
             names = ("discriminator_loss", "correction_std", "real_score", "fake_score")
-            return SeraenaResult(
-                target_NTCHW=target, finite=False, scalars=dict.fromkeys(names, fake.new_tensor(torch.nan))
-            )
+            scalars = dict.fromkeys(names, fake.new_tensor(torch.nan))
+            return SeraenaResult(target_NTCHW=target, finite=False, scalars=scalars)
         correction, scalars = make_correction(self.discriminator, real, fake, contexts, self.normalization)
-        change = ungroup_frames(
-            correction,
-            num_frames=fake_NTCHW.shape[1],
-            padded_frames=self.padded_frames,
-            group_frames=self.group_frames,
-        )
+        change = ungroup_frames(correction, num_frames=fake_NTCHW.shape[1], **grouping)
         return SeraenaResult(target_NTCHW=target + change, finite=True, scalars={"discriminator_loss": loss, **scalars})
 
-    def _groups(self, frames_NTCHW: Tensor) -> Tensor:
-        frames = frames_NTCHW.detach().float()
-        return group_frames_of(frames, padded_frames=self.padded_frames, group_frames=self.group_frames)
-
     def _learn(self, real: Tensor, fake: Tensor, contexts: Tensor, average: AverageInPlace | None) -> Tensor | None:
-        """One AdamW step; its loss, or None where any rank met a value that is not finite.
-
-        It computes first and changes last: on None, and where any rank fails before the exchange, nothing has changed.
-        """
+        """One AdamW step; its loss, or None where any rank met a value that is not finite: then nothing has changed."""
         norms = list(self.discriminator.buffers())
         norms_before, draws_before = [value.clone() for value in norms], self.generator.get_state()
         is_well = False
@@ -164,8 +134,8 @@ class Seraena:
             plan = self.buffer.plan(fake, contexts, self.generator)
             loss, gradients = self._gradients(*self._draw_batch(real, fake, contexts, plan))
             statistics = [value for value in norms if value.is_floating_point()]
-            # The inputs are checked too: what is not drawn is not in the loss, but it enters the buffer. The flag
-            # travels with the gradients, so all ranks decide alike.
+            # The inputs are checked too: they enter the buffer even if they are not drawn. The flag travels with the
+            # gradients, so all ranks decide alike.
             any_bad = torch.where(all_finite([real, fake, contexts, loss]), 0.0, 1.0)
             if average is not None:
                 average([*gradients, *statistics, any_bad, loss])
@@ -203,31 +173,27 @@ class Seraena:
                 self.discriminator.eval()
             loss = (scores - labels.view(-1, 1, 1, 1)).square().mean()
             gradients = torch.autograd.grad(loss, list(self.discriminator.parameters()))
-        return loss.detach(), [gradient.detach().contiguous() for gradient in gradients]
+        return loss.detach(), [gradient.contiguous() for gradient in gradients]
 
     def _draw_batch(
         self, real: Tensor, fake: Tensor, contexts: Tensor, plan: WritePlan
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As many images as there are fakes, each real or fake by a coin; half of the fakes come from the buffer."""
+        """Images, contexts and labels (1 fake, -1 real): each row is real or fake by a coin, half of the fakes old."""
         num_rows = len(fake)
         order = torch.randperm(num_rows, generator=self.generator)
         # Of an odd number the middle one comes from either side by a coin, so a batch of 1 works too.
         num_current = (num_rows + int(torch.randint(2, (1,), generator=self.generator))) // 2
         slots = torch.randint(plan.num_after, (num_rows - num_current,), generator=self.generator).tolist()
-        takes_fake = torch.rand(num_rows, generator=self.generator) < 0.5
+        is_fake = (torch.rand(num_rows, generator=self.generator) < 0.5).to(fake.device)
         fakes, fake_contexts = fake.clone(), contexts.clone()
         if slots:
-            past_rows = order[num_current:].to(fake.device)
-            fakes[past_rows], fake_contexts[past_rows] = self.buffer.read(slots, plan, fake, contexts)
-        is_fake = takes_fake.to(fake.device)
+            old_rows = order[num_current:].to(fake.device)
+            fakes[old_rows], fake_contexts[old_rows] = self.buffer.read(slots, plan, fake, contexts)
         chosen = is_fake.view(-1, 1, 1, 1)
-        labels = torch.where(is_fake, 1.0, -1.0)
-        return torch.where(chosen, fakes, real), torch.where(chosen, fake_contexts, contexts), labels
-
-    # the state
+        images = torch.where(chosen, fakes, real)
+        return images, torch.where(chosen, fake_contexts, contexts), torch.where(is_fake, 1.0, -1.0)
 
     def shared_state_dict(self) -> dict[str, Any]:
-        """What is equal on all ranks: one file in a checkpoint, written by one of them."""
         return {
             "discriminator": self.discriminator.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -251,9 +217,8 @@ class Seraena:
         self.steps = int(state["steps"])
         self._training_step = state.get("training_step")  # older checkpoints are never of the middle of a step
         device = next(self.discriminator.parameters()).device
-        self._learned = [
-            None if loss is None else torch.tensor(loss, device=device) for loss in state.get("learned", [])
-        ]
+        losses = state.get("learned", [])
+        self._learned = [None if loss is None else torch.tensor(loss, device=device) for loss in losses]
 
     def rank_state_dict(self) -> dict[str, Any]:
         """What this rank has of its own: random numbers and replay buffer (copies, on the CPU)."""
@@ -262,11 +227,8 @@ class Seraena:
         return {"generator": self.generator.get_state(), "buffer": copies}
 
     def load_rank_state_dicts(self, states: Sequence[dict[str, Any]], *, num_ranks_saved: int, num_ranks: int) -> None:
-        """Take over the states of the saved ranks that `saved_ranks_for` names, after `load_shared_state_dict`.
-
-        With the same number of ranks everything goes on bit by bit. Otherwise the buffers are merged or split (the last
-        items stay where not all fit), and the random numbers start again from seed, rank and step.
-        """
+        """Take over the states of the saved ranks that `saved_ranks_for` names, after `load_shared_state_dict`. With
+        another number of ranks the buffers are merged or split, and the random numbers start again."""
         assert len(states) == len(saved_ranks_for(self.rank, num_ranks_saved, num_ranks)), f"{len(states)} states"
         if num_ranks_saved == num_ranks:
             self.generator.set_state(states[0]["generator"])
@@ -286,17 +248,14 @@ def group_frames_of(frames_NTCHW: Tensor, *, padded_frames: int, group_frames: i
     num_frames = frames_NTCHW.shape[1]
     assert 1 <= num_frames <= padded_frames, f"{num_frames} decoded frames of a padded length {padded_frames}"
     assert padded_frames % group_frames == 0, f"{group_frames} does not divide {padded_frames}"
-    if num_frames < padded_frames:
-        # The padding can be longer than the clip (taeh3: 5 decoded, 12 padded): go round as often as it takes.
-        order = torch.arange(padded_frames, device=frames_NTCHW.device) % num_frames
-        frames_NTCHW = frames_NTCHW[:, order]
+    if num_frames < padded_frames:  # repeat the clip as often as it takes (taeh3: 5 decoded, 12 padded)
+        frames_NTCHW = frames_NTCHW[:, torch.arange(padded_frames, device=frames_NTCHW.device) % num_frames]
     return frames_NTCHW.unflatten(1, (-1, group_frames)).flatten(2, 3).flatten(0, 1)
 
 
 def ungroup_frames(groups_NCHW: Tensor, *, num_frames: int, padded_frames: int, group_frames: int) -> Tensor:
     """The clip [N, num_frames, C, H, W] that `group_frames_of` made these groups from."""
-    num_groups = padded_frames // group_frames
-    grouped = groups_NCHW.unflatten(0, (-1, num_groups)).unflatten(2, (group_frames, -1))
+    grouped = groups_NCHW.unflatten(0, (-1, padded_frames // group_frames)).unflatten(2, (group_frames, -1))
     return grouped.flatten(1, 2)[:, :num_frames]
 
 

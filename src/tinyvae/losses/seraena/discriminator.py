@@ -12,14 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 WIDTHS = (64, 128, 256, 512, 512, 512)
-HALVES = (False, True, True, True, False, False)
-"""Which of the six blocks halve height and width (4x4 stride 2); the others are 3x3."""
-
-PATCH_PIXELS = 8
-"""One score stands for a patch of 8 x 8 pixels."""
-
-STD_FLOOR = 1e-5
-"""Added to the gradient's deviation before it divides: a discriminator that sees no difference asks for nothing."""
+HALVES = (False, True, True, True, False, False)  # these blocks halve height and width (4x4 stride 2), others are 3x3
+PATCH_PIXELS = 8  # one score stands for a patch of 8 x 8 pixels
+STD_FLOOR = 1e-5  # a discriminator that sees no difference asks for no correction
 
 Normalization = Literal["golden", "size_independent"]
 
@@ -29,8 +24,6 @@ class SeraenaDiscriminator(nn.Module):
 
     def __init__(self, image_channels: int, context_channels: int) -> None:
         super().__init__()
-        self.image_channels = image_channels
-        self.context_channels = context_channels
         inputs = (image_channels + context_channels, *WIDTHS[:-1])
         self.blocks = nn.ModuleList(
             nn.Sequential(
@@ -63,11 +56,8 @@ class SeraenaDiscriminator(nn.Module):
 
 
 def _pool(scores_N1HW: Tensor, patches: tuple[int, int]) -> Tensor:
-    """Average a score map down to one value per patch: [N, 1, H//8, W//8].
-
-    Training sizes are multiples of 8. There plain pooling equals adaptive pooling and, unlike it, gives the same
-    gradient bits on a GPU every time.
-    """
+    """Average a score map to one value per patch: [N, 1, H//8, W//8]. Training sizes are multiples of 8: there plain
+    pooling equals adaptive pooling, and its gradient bits on a GPU are always the same."""
     height, width = scores_N1HW.shape[-2:]
     if height % patches[0] or width % patches[1]:
         return F.adaptive_avg_pool2d(scores_N1HW, patches)
@@ -84,9 +74,8 @@ def make_correction(
     """What to add to each fake so that its scores come nearer to those of its real image, and scalars for the log.
 
     g = -gradient over the fakes of the sum over samples of mean (D(real) - D(fake))², divided by its own standard
-    deviation over the whole batch + 1e-5. In ``golden`` mode that mean is over the score maps and all H/8 · W/8
-    patches, as published: g shrinks with the image while the 1e-5 stays, and the correction fades at large sizes.
-    ``size_independent`` takes the sum over patches instead, so the same fault gets the same correction at any size.
+    deviation over the whole batch + 1e-5. ``golden`` takes that mean over all H/8 · W/8 patches, as published: the
+    correction fades at large sizes. ``size_independent`` takes the sum over patches instead.
     """
     assert not discriminator.training, "the correction is made in eval mode"
     with torch.enable_grad():
@@ -98,8 +87,7 @@ def make_correction(
         (gradient,) = torch.autograd.grad(distance, fake)
     g = -gradient
     if normalization == "size_independent":
-        height, width = g.shape[-2:]
-        g = g * ((height // PATCH_PIXELS) * (width // PATCH_PIXELS))
+        g = g * fake_scores[0, 0].numel()
     values = g / (g.std(correction=0) + STD_FLOOR)
     return values, {
         "correction_std": values.std(correction=0),

@@ -1,9 +1,7 @@
 """Past fakes with their contexts, bounded in megabytes: the discriminator must not forget faults that were fixed.
 
 A write has two halves. `plan` chooses the slots, `commit` fills them; between the two, `read` answers as if the items
-were there. So a step that turns out not to be finite, or that runs out of memory, leaves no trace. Items are stored in
-fp16 (half the memory and half the checkpoint; its step near 1.0 is 0.0005, an eighth of a gray level), on the CPU or
-on the GPU.
+were there. So a step that is not finite, or that runs out of memory, leaves no trace. Items are stored in fp16.
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ from tinyvae.errors import UserError
 STORED_DTYPE = torch.float16
 BYTES_PER_MB = 2**20
 
-Storage = tuple[Tensor, Tensor]
-"""Images [capacity, C, H, W] and contexts [capacity, c, h, w]."""
+Storage = tuple[Tensor, Tensor]  # images [capacity, C, H, W] and contexts [capacity, c, h, w]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +76,7 @@ class ReplayBuffer:
         return columns[0], columns[1]
 
     def commit(self, plan: WritePlan, images_NCHW: Tensor, contexts_NCHW: Tensor) -> None:
-        """Put the new items where the plan says."""
-        slots = torch.tensor(list(plan.source_of), device=self.device)
-        items = torch.tensor(list(plan.source_of.values()), device=images_NCHW.device)
+        slots, items = list(plan.source_of), list(plan.source_of.values())
         for old, new in zip(plan.storage, (images_NCHW, contexts_NCHW), strict=True):
             old[slots] = stored(new[items]).to(self.device)
         self._storage, self._num_items = plan.storage, plan.num_after
@@ -90,8 +85,8 @@ class ReplayBuffer:
         """All images and contexts in the order of their slots (views, fp16), or None while it is empty."""
         if self._storage is None or self._num_items == 0:
             return None
-        images, contexts = self._storage
-        return images[: self._num_items], contexts[: self._num_items]
+        images, contexts = (values[: self._num_items] for values in self._storage)
+        return images, contexts
 
     def replace(self, images_NCHW: Tensor, contexts_NCHW: Tensor) -> None:
         """Hold exactly these items; where more are given than fit, the last ones stay."""
@@ -100,16 +95,13 @@ class ReplayBuffer:
         for old, new in zip(self._storage, (images_NCHW, contexts_NCHW), strict=True):
             old[: self._num_items] = stored(new[len(new) - self._num_items :]).to(self.device)
 
-    def _allocate(self, image_shape: torch.Size, context_shape: torch.Size) -> Storage:
-        capacity = self.capacity(image_shape, context_shape)
-        images, contexts = (
-            torch.empty((capacity, *shape), dtype=STORED_DTYPE, device=self.device)
-            for shape in (image_shape, context_shape)
-        )
+    def _allocate(self, *shapes: torch.Size) -> Storage:
+        size = self.capacity(*shapes)
+        images, contexts = (torch.empty((size, *shape), dtype=STORED_DTYPE, device=self.device) for shape in shapes)
         return images, contexts
 
 
 def stored(values: Tensor) -> Tensor:
-    """Values as the buffer keeps them. A diverging model can leave fp16's range: it saturates, never becomes inf."""
+    """Values as the buffer keeps them. Those of a diverging model can leave fp16's range: they saturate."""
     limit = torch.finfo(STORED_DTYPE).max
     return values.detach().clamp(-limit, limit).to(STORED_DTYPE)

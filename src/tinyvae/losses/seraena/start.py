@@ -1,7 +1,6 @@
 """When the adversarial loss joins in: at a step, or when validation has stopped improving.
 
-From the first step on it would fight a student that cannot yet tell sky from sea. The rule is a value: every method
-returns the rule as it is afterwards, so a checkpoint holds it as plain JSON and a resumed run goes on the same.
+The rule is a value: every method returns the rule as it is afterwards, and a checkpoint holds it as plain JSON.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from typing import Any
 class SeraenaStart:
     """``at_step``: start there. ``patience``: start after that many validations in a row without improvement.
 
-    With both, whichever comes first. Once started it never stops. ``best``, ``stale_validations`` and ``started_at``
-    are the state so far.
+    With both, whichever comes first. Once started it never stops. The last three fields are the state so far.
     """
 
     at_step: int | None = None
@@ -43,25 +41,19 @@ class SeraenaStart:
         """The rule after a validation at ``step`` scored ``value``; a value that is not finite is no improvement."""
         if self.has_started:
             return self
-        if math.isfinite(value) and self._improves(value):
+        sign = 1 if self.higher_is_better else -1
+        if math.isfinite(value) and (self.best is None or sign * value > sign * self.best):
             return replace(self, best=value, stale_validations=0)
         stale = self.stale_validations + 1
         starts = self.patience is not None and stale >= self.patience
         return replace(self, stale_validations=stale, started_at=step if starts else None)
 
-    def _improves(self, value: float) -> bool:
-        if self.best is None:
-            return True
-        return value > self.best if self.higher_is_better else value < self.best
-
     def with_past_of(self, earlier: SeraenaStart) -> SeraenaStart:
         """This rule with what ``earlier`` has seen: a resumed run may have another start step or patience."""
-        return replace(
-            self, best=earlier.best, stale_validations=earlier.stale_validations, started_at=earlier.started_at
-        )
+        seen = {name: getattr(earlier, name) for name in ("best", "stale_validations", "started_at")}
+        return replace(self, **seen)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as plain values for JSON."""
         return asdict(self)
 
     @classmethod
