@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tinyvae.training.state import Progress
 from torch import Tensor
 
 from tinyvae import TAEHV, get_spec, load_model
@@ -26,7 +27,6 @@ from tinyvae.models.codec import VideoCodec
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import Status
 from tinyvae.training.logs import RunLog
-from tinyvae.training.state import Progress
 from tinyvae.training.validation import (
     ValidationCut,
     ValidationResult,
