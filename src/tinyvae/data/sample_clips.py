@@ -16,8 +16,7 @@ from tinyvae.files import atomic_write
 from tinyvae.video.write import VideoWriter
 
 FPS = 24
-LENS_SIGMA = 2.2  # pixels at LENS_HEIGHT; drawn edges are sharper than any camera's, and would be all that is learned
-LENS_HEIGHT = 128
+LENS_SIGMA = 2.2 / 128  # of the height; drawn edges are sharper than any camera's, and would be all that is learned
 VALIDATION_EVERY = 5
 
 
@@ -35,8 +34,8 @@ def write_sample_clips(
 
     >>> write_sample_clips(Path("sample_clips"), count=10)  # doctest: +SKIP
 
-    Clip ``i`` depends on (seed, i, size, length) alone, so a smaller set is the beginning of a larger one. Clips
-    already there are an error unless ``overwrite``; other files in the folder are left alone.
+    A smaller set is the beginning of a larger one. Clips that are there already are an error unless ``overwrite``;
+    other files in the folder stay as they are.
     """
     folder = Path(folder)
     if count < 1 or frames < 1:
@@ -99,7 +98,7 @@ def render_clip(number: int, *, height: int, width: int, frames: int, seed: int)
     scene = list(SCENES.values())[number % len(SCENES)]
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     shot = Shot(height=height, width=width, frames=frames, generator=generator)
-    return (through_lens(scene(shot), LENS_SIGMA * height / LENS_HEIGHT) * 255).round().clamp(0, 255).to(torch.uint8)
+    return (through_lens(scene(shot), LENS_SIGMA * height) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
 def through_lens(frames_TCHW: torch.Tensor, sigma: float) -> torch.Tensor:
