@@ -1,8 +1,7 @@
 """Which video files are in a data set: a folder tree, a JSONL file or an annotation JSON, read as a stream.
 
 The annotation format is ``{"total": N, "list": [{"path": ..., "split": ...}, ...]}``; a bare list works too. An entry
-names its file by ``path``, or by ``full_path`` where there is no ``path``. Other keys are ignored. Paths are relative
-to the data root (or absolute and inside it). Only one entry and one read buffer are in memory at a time.
+names its file by ``path`` or ``full_path``, relative to the data root or inside it. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -32,12 +31,10 @@ MAX_VALUE_CHARS = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class VideoEntry:
-    """One file of a data set."""
+    """One file: its path from the data root (forward slashes, no ``..``); ``train``, ``val``, ``test`` or empty."""
 
     path: str
-    """Relative to the data root, with forward slashes, without ``.`` and ``..``."""
     split: str = ""
-    """``train``, ``val``, ``test``, or empty where the source does not say."""
 
 
 def default_data_root(source: Path) -> Path:
@@ -76,8 +73,7 @@ def iterate_entries(source: Path, data_root: Path | None = None) -> Iterator[Vid
 class _Root:
     """The data root. It makes paths relative, and refuses those that lead out of it.
 
-    The check is on the words of the path, not on what links point to: the owner of the root put a link there, but not
-    the ``..`` in an annotation file.
+    The check is on the words of the path: the owner of the root put a link there, but not the ``..`` in a list.
     """
 
     def __init__(self, data_root: Path) -> None:
@@ -167,15 +163,13 @@ def _entry_of_record(record: object, where: str, root: _Root) -> VideoEntry:
     if not isinstance(path, str) or not path:
         raise UserError(f"{where}: the entry has no 'path' (or 'full_path') that names a file")
     try:
-        os.fsencode(path)
+        is_name = b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
-        raise UserError(f"{where}: the path {path!r} cannot be a file name; fix or remove this entry") from None
-    if "\0" in path:
-        raise UserError(f"{where}: the path {path!r} holds a zero byte; fix or remove this entry")
+        is_name = False
+    if not is_name:
+        raise UserError(f"{where}: the path {path!r} cannot be a file name; fix or remove this entry")
     split = record.get("split")
-    if split is None or split == "":
-        return VideoEntry(path=root.relative(path, where))
-    meaning = SPLIT_NAMES.get(split.strip().lower()) if isinstance(split, str) else None
+    meaning = "" if split in (None, "") else SPLIT_NAMES.get(str(split).strip().lower())
     if meaning is None:
         raise UserError(f"{where}: the split {split!r} is unknown; use one of {', '.join(SPLIT_NAMES)}")
     return VideoEntry(path=root.relative(path, where), split=meaning)
@@ -187,10 +181,8 @@ class _JsonReader:
     def __init__(self, stream: IO[str], file: Path) -> None:
         self._stream, self._file = stream, file
         self._decoder = json.JSONDecoder()
-        self._buffer = ""
-        self._at = 0
-        self._dropped = 0
-        self._ended = False
+        self._buffer, self._ended = "", False
+        self._at = self._dropped = 0
         self.numbers: dict[str, float] = {}
         """Key -> number of the top-level object, as far as it has been read."""
 
