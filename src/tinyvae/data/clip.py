@@ -267,4 +267,4 @@ def choose_color_and_blur(settings: ClipSettings, key: tuple[int, ...]) -> Color
         return ColorAndBlur(blur_sigma=sigma)
     draws = zip(UNCHANGED[:4], settings.color_jitter_params, (BRIGHTNESS, CONTRAST, SATURATION, HUE), strict=True)
     color = (middle + reach * (2.0 * uniform(*key, purpose) - 1.0) for middle, reach, purpose in draws)
-    return ColorAndBlur(*color, sigma)
+    return ColorAndBlur._make([*color, sigma])

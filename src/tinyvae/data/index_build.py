@@ -23,7 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tinyvae.data.annotations import VideoEntry, default_data_root, iterate_entries
 from tinyvae.data.index import IndexJournal, IndexRow, VideoIndex, hash_of_path, is_index, open_index
@@ -93,7 +93,7 @@ def build_index(
     journal = IndexJournal(output)
     known = [index for index in (journal.resumed, _open_usable(output)) if index is not None]
     tasks = (
-        ProbeTask(entry=entry, full_path=os.path.join(root, entry.path), known=_known_row(entry.path, known, thorough))
+        ProbeTask(entry, os.path.join(root, entry.path), _known_row(entry.path, known, thorough))
         for entry in iterate_entries(source, data_root)
     )
     look = functools.partial(_row_of, probe=probe, timeout_s=timeout_s, thorough=thorough)
@@ -117,36 +117,18 @@ def build_index(
     )
 
 
-def open_or_build_index(
-    source: Path,
-    *,
-    data_root: Path | None = None,
-    cache_dir: Path,
-    is_main: bool = True,
-    barrier: Callable[[], None] = lambda: None,
-    **options: Any,
-) -> VideoIndex:
+def open_or_build_index(source: Path, *, data_root: Path | None = None, cache_dir: Path, **options: Any) -> VideoIndex:
     """The index of ``source``: itself when it is an index, else ``cache_dir/data_index.tvi``, built where needed.
 
     >>> index = open_or_build_index(Path("videos/"), cache_dir=Path("output"))  # doctest: +SKIP
 
-    The main rank alone lists and probes; all ranks then meet at ``barrier`` and open the file. ``options`` are those of
-    `build_index`.
+    ``options`` are those of `build_index`. Of several ranks, one must call it before the others.
     """
     source = Path(source)
     if is_index(source):
         return open_index(source, data_root)
     output = Path(cache_dir) / CACHED_INDEX
-    try:
-        if is_main:
-            bring_up_to_date(source, output, data_root=data_root, **options)
-    finally:
-        barrier()  # also after a failure: the others wait there
-    if not is_main and not _is_current(source, output, data_root):
-        raise UserError(
-            f"the index {output} of {source} is not here: the main process could not index it (its own message says "
-            "why), or the folder is not on storage that all machines share"
-        )
+    bring_up_to_date(source, output, data_root=data_root, **options)
     return open_index(output)
 
 
@@ -214,8 +196,7 @@ def _known_row(path: str, known: list[VideoIndex], thorough: bool) -> IndexRow |
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbeTask:
+class ProbeTask(NamedTuple):
     """One file to look at, and what an earlier index says of it if it was good then."""
 
     entry: VideoEntry

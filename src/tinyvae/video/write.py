@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import av
@@ -262,10 +261,8 @@ class VideoWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None:
             self.close()
         else:
-            self._opened.__exit__(kind, error, trace)
+            self._opened.__exit__(*error)
