@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,28 +175,6 @@ def length_line(use: PlannedUse) -> str:
     return f"  {n_frames} frames suit only {', '.join(name for name in VARIANTS if name not in others)}"
 
 
-@dataclass(kw_only=True)
-class ValueRange:
-    """Smallest and largest value so far, and what their mean needs."""
-
-    dtype: str = ""
-    low: float = float("inf")
-    high: float = float("-inf")
-    total: float = 0.0
-    count: int = 0
-
-    def add(self, values: Tensor) -> None:
-        self.dtype = str(values.dtype).removeprefix("torch.")
-        self.low = min(self.low, float(values.min()))
-        self.high = max(self.high, float(values.max()))
-        self.total += float(values.sum(dtype=torch.float64))
-        self.count += values.numel()
-
-    def cells(self, places: int) -> str:
-        mean = f"{self.total / self.count:>10.{max(1, places)}f}"
-        return f"{self.dtype:>10}{self.low:>10.{places}f}{self.high:>10.{places}f}{mean}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class StagedSample:
     """One file: a frame as stored (uint8 CHW), and the same frame as model input (float32 CHW in [0, 1])."""
@@ -209,19 +187,25 @@ class StagedSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """Samples on their way from the file to the model, and the values of all their frames at each stage."""
+    """Samples on their way from the file to the model."""
 
     samples: list[StagedSample] = field(default_factory=list)
     bad_files: list[BadFile] = field(default_factory=list)
-    file: ValueRange = field(default_factory=ValueRange)
-    batch: ValueRange = field(default_factory=ValueRange)
-    model_input: ValueRange = field(default_factory=ValueRange)
+    values: dict[str, list[tuple[str, float, float, float, int]]] = field(default_factory=lambda: defaultdict(list))
+    """Stage -> type, lowest, highest, sum and count of the values of each sample."""
+
+    def add_values(self, stage: str, values: Tensor) -> None:
+        dtype, total = str(values.dtype).removeprefix("torch."), float(values.sum(dtype=torch.float64))
+        self.values[stage].append((dtype, float(values.min()), float(values.max()), total, values.numel()))
 
     def lines(self) -> Iterator[str]:
         yield heading("values", "type", "lowest", "highest", "mean")
-        yield "  file (RGB)".ljust(20) + self.file.cells(0)
-        yield "  batch".ljust(20) + self.batch.cells(0)
-        yield "  model input".ljust(20) + self.model_input.cells(3)
+        for stage, of_samples in self.values.items():
+            dtypes, lows, highs, totals, counts = zip(*of_samples, strict=True)
+            places = 3 if dtypes[0] == "float32" else 0
+            mean = f"{sum(totals) / sum(counts):.{max(1, places)}f}"
+            cells = (dtypes[0], f"{min(lows):.{places}f}", f"{max(highs):.{places}f}", mean)
+            yield f"  {stage}".ljust(20) + "".join(f"{cell:>10}" for cell in cells)
 
 
 def stage_training_samples(clips: ClipSet, settings: ClipSettings, count: int) -> Stages:
@@ -238,8 +222,8 @@ def stage_training_samples(clips: ClipSet, settings: ClipSettings, count: int) -
             stages.bad_files.append(BadFile.of(row, fault))
             continue
         model_input = to_model_input(clip[None], torch.tensor([choice.color_and_blur]))[0]
-        for values, stage in ((frames, stages.file), (clip, stages.batch), (model_input, stages.model_input)):
-            stage.add(values)
+        for stage, values in (("file (RGB)", frames), ("batch", clip), ("model input", model_input)):
+            stages.add_values(stage, values)
         middle = len(frames) // 2
         stages.samples.append(
             StagedSample(row=row, file_frame=frames[middle], choice=choice, model_frame=model_input[middle])

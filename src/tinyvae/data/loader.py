@@ -22,7 +22,7 @@ from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import BadFile, BadFileLog, BadFileWatch, ClipBatch, Clips, ReadBatch
 from tinyvae.data.decoded_cache import CacheEvent
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
-from tinyvae.data.workers import BorrowedBatches, make_board, no_child_handler, signals_held_back, start_worker
+from tinyvae.data.workers import BorrowedBatches, make_board, start_worker, starting_workers
 from tinyvae.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class _Loader:
 
     def _reads_from(self, first: int) -> Iterator[ReadBatch]:
         borrowed = BorrowedBatches(self._clips.board)
-        with signals_held_back(), no_child_handler():
+        with starting_workers():
             reads = iter(self._make_loader(batch_sampler=self._positions(first)))
         for read in reads:
             self.bad_files.see(read.bad_files, read.num_tries)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -52,37 +51,23 @@ def write_sample_clips(
         )
     for split in ("train", "val"):
         (folder / split).mkdir(parents=True, exist_ok=True)
-    with _one_thread():
+    quality: Any = {"crf": 16, "preset": "veryfast", "key_interval": 12}
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the pictures are so small that threads only wait for each other
+    try:
         for number, name in enumerate(names):
             clip_TCHW = render_clip(number, height=height, width=width, frames=frames, seed=seed)
-            with VideoWriter(
-                folder / name,
-                fps=FPS,
-                width=width,
-                height=height,
-                crf=16,
-                preset="veryfast",
-                key_interval=12,
-                overwrite=overwrite,
-            ) as writer:
+            file = folder / name
+            with VideoWriter(file, fps=FPS, width=width, height=height, overwrite=overwrite, **quality) as writer:
                 writer.write(clip_TCHW)
+    finally:
+        torch.set_num_threads(num_threads)
     entries = [
         {"path": name, "split": name.split("/")[0], "frames": frames, "fps": FPS, "width": width, "height": height}
         for name in names
     ]
     with atomic_write(folder / "annotations.json", "w") as stream:
         stream.write(json.dumps({"total": count, "list": entries}, indent=1) + "\n")
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The pictures are so small that threads only wait for each other: on two busy cores it takes 25 times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def clip_name(number: int) -> str:

@@ -143,32 +143,24 @@ JOB_SIGNALS = {signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1",
 
 
 @contextmanager
-def signals_held_back() -> Iterator[None]:
-    """While workers start: a signal to the whole job cannot end one before `start_worker` makes it ignore signals."""
+def starting_workers() -> Iterator[None]:
+    """While workers start: a signal to the whole job cannot end one before `start_worker` makes it ignore signals.
+
+    With the first workers of a process torch sets a SIGCHLD handler that would raise in the middle of a step or a save.
+    It is taken back: the loader checks its workers itself when a batch does not come.
+    """
     gc.collect()  # here and not in the workers: see `start_worker`
     if not hasattr(signal, "pthread_sigmask"):  # Windows, where nobody signals a whole job
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+    handler = signal.getsignal(signal.SIGCHLD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def no_child_handler() -> Iterator[None]:
-    """While workers start: take back the SIGCHLD handler that torch sets with the first workers of a process.
-
-    It would raise in the middle of a step or a save. The loader checks its workers itself when a batch does not come.
-    """
-    number = getattr(signal, "SIGCHLD", None)
-    before = None if number is None else signal.getsignal(number)
-    try:
-        yield
-    finally:
-        if number is not None and before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(number, before)
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def start_worker(worker: int) -> None:

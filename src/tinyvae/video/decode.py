@@ -179,7 +179,12 @@ def _frames_from(
     path: Path, first: int, info: VideoInfo | None, deadline: Deadline
 ) -> Iterator[tuple[int, av.VideoFrame, Orientation]]:
     """(number, frame, orientation) from frame ``first`` on: by a seek where that is sound, else by counting."""
-    timeline = _find_timeline(path, first, info, deadline) if first > 0 else None
+    timeline: Timeline | None = None
+    if first > 0 and info is not None and info.pts_step > 0:
+        timeline = EvenTimeline(first_pts=info.first_pts, pts_step=info.pts_step)
+    elif first > 0 and (info is None or info.pts_step == 0):
+        times = _remembered_times(path, deadline)
+        timeline = VariableTimeline(pts=times) if times is not None and first < len(times) else None
     if timeline is not None:
         with open_video(path, deadline) as video:
             numbered = seek_frames(video, timeline, first)
@@ -240,16 +245,6 @@ def _describe(video: OpenVideo, frame: av.VideoFrame, orientation: Orientation, 
         pixel_aspect=1 / aspect if orientation.transpose else aspect,
         ends_crc=ends_crc(video.path),
     )
-
-
-def _find_timeline(path: Path, first: int, info: VideoInfo | None, deadline: Deadline) -> Timeline | None:
-    """How to find frame ``first`` by its time; None where frames must be counted. Scans packets only if it must."""
-    if info is not None and info.pts_step > 0:
-        return EvenTimeline(first_pts=info.first_pts, pts_step=info.pts_step)
-    if info is not None and info.pts_step < 0:
-        return None
-    times = _remembered_times(path, deadline)
-    return VariableTimeline(pts=times) if times is not None and first < len(times) else None
 
 
 _scans: dict[tuple[str, int, int], npt.NDArray[np.int64] | None] = {}
