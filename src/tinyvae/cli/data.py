@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("source", type=Path, help="an index, a folder tree, a .jsonl file, or an annotation .json")
     check.add_argument("--preset", metavar="NAME_OR_FILE", help="say what this preset or settings file would use")
     sheet = Path("contact_sheet.png")
-    check.add_argument(
-        "--contact_sheet", type=Path, default=sheet, metavar="PNG", help=f"file to draw (default: {sheet})"
-    )
+    check.add_argument("--contact_sheet", type=Path, default=sheet, metavar="PNG", help=f"picture (default: {sheet})")
     check.add_argument("--samples", type=number(int, 1), default=18, help="clips on the contact sheet (default: 18)")
     add_options(check, "--variant", help="compare the clip length with this variant's frame rule")
     _add_clip_size(check, help="clip size, instead of the preset's")

@@ -167,9 +167,7 @@ def length_line(use: PlannedUse) -> str:
         return f"  {n_frames} frames suit {use.variant}"
     others = [name for name, spec in VARIANTS.items() if not spec.is_training_length(n_frames)]
     if len(others) == len(VARIANTS):
-        raise UserError(
-            f"n_frames={n_frames} suits no variant; --variant NAME tells the nearest lengths of that variant."
-        )
+        raise UserError(f"n_frames={n_frames} suits no variant; --variant NAME says the nearest lengths of a variant.")
     if len(others) <= len(VARIANTS) // 2:
         return f"  {n_frames} frames suit every variant" + (f" but {', '.join(others)}" if others else "")
     return f"  {n_frames} frames suit only {', '.join(name for name in VARIANTS if name not in others)}"
@@ -224,10 +222,9 @@ def stage_training_samples(clips: ClipSet, settings: ClipSettings, count: int) -
         model_input = to_model_input(clip[None], torch.tensor([choice.color_and_blur]))[0]
         for stage, values in (("file (RGB)", frames), ("batch", clip), ("model input", model_input)):
             stages.add_values(stage, values)
-        middle = len(frames) // 2
-        stages.samples.append(
-            StagedSample(row=row, file_frame=frames[middle], choice=choice, model_frame=model_input[middle])
-        )
+        file_frame, model_frame = frames[len(frames) // 2], model_input[len(frames) // 2]
+        sample = StagedSample(row=row, choice=choice, file_frame=file_frame, model_frame=model_frame)
+        stages.samples.append(sample)
     return stages
 
 
@@ -273,9 +270,8 @@ def _draw_card(
     _paste(sheet, seen, left + THUMB_WIDTH + GAP, top, MODEL_WIDTH)
     row, below = sample.row, top + THUMB_HEIGHT
     rate = f"{row.fps:.4g} fps" if row.fps > 0 else "unknown rate"
-    facts = (
-        f"{row.width}x{row.height}   {rate}   {row.frames} frames   {row.codec}" + "   mirrored" * sample.choice.flip
-    )
+    flipped = "   mirrored" if sample.choice.flip else ""
+    facts = f"{row.width}x{row.height}   {rate}   {row.frames} frames   {row.codec}{flipped}"
     pen.text((left, below + 6), fitting_text(row.path, font, CARD_ROOM, keep_end=True), fill=INK, font=font)
     pen.text((left, below + 23), fitting_text(facts, font, CARD_ROOM), fill=QUIET, font=font)
 

@@ -52,10 +52,7 @@ class BadFile:
 
 
 class BadFileLog:
-    """``bad_files.jsonl``: one line ``{"path": ..., "reason": ...}`` for each bad file.
-
-    Several ranks, and a resumed run, may write to the same file: a lock and a look at what is there avoid repeats.
-    """
+    """``bad_files.jsonl``: one line for each bad file. Several ranks, and a resumed run, may write to the same file."""
 
     def __init__(self, file: Path) -> None:
         self.file = Path(file)
@@ -161,7 +158,7 @@ class ReadBatch:
     bad_files: tuple[BadFile, ...] = ()
     num_tries: int = 0
     failure: str = ""
-    """Set when the run cannot continue: a training position found no readable file, or shared memory is full."""
+    """Why the run cannot continue."""
     loan: Loan | None = None
     cache_event: CacheEvent = ""
 
@@ -245,10 +242,7 @@ def read_clip(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One clip (uint8 RGB, TCHW, clip size), written to ``out`` if given.
-
-    ``UnreadableVideoError`` or ``OSError`` when the file cannot give it.
-    """
+    """One clip (uint8 RGB, TCHW, clip size), written to ``out`` if given; an error when the file cannot give it."""
     path = index.full_path(row)
     size = os.stat(path).st_size
     if size != row.file_bytes:

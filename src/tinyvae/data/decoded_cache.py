@@ -61,10 +61,7 @@ class DecodedCache:
     def clip(
         self, path: Path, info: VideoInfo, frame_indices: Sequence[int], window: CropWindow, *, timeout_s: float
     ) -> Tensor | None:
-        """The window of some frames of a video, uint8 TCHW RGB; None where the cache has no room for the video.
-
-        Raises `UnreadableVideoError` where the file does not give the frames that its index entry promises.
-        """
+        """The window of some frames of a video, uint8 TCHW RGB; None where the cache has no room for the video."""
         file = self.folder / self._name(path)
         shape = (info.frames, CHANNELS, info.height, info.width)
         stream = _open_whole(file, math.prod(shape))
@@ -155,7 +152,5 @@ def _read_window(
         first_row = (index * CHANNELS + channel) * frame_height + window.top
         stream.seek(first_row * frame_width)
         if stream.readinto(rows.data) != rows.nbytes:
-            raise UnreadableVideoError(
-                Path(stream.name), "this decoded copy became shorter while it was read; delete it"
-            )
+            raise UnreadableVideoError(Path(stream.name), "this decoded copy became shorter during a read; delete it")
         plane[:] = rows[:, window.left : window.left + window.width]

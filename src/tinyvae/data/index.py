@@ -35,10 +35,8 @@ HEADER_BYTES = 1 << 16
 CHUNK_ROWS = 1 << 17
 ROWS_PER_FLUSH = 256
 MAX_REASON_BYTES = 600
-LOOKUPS_BEFORE_RELEASE = 8
-"""With large folios one touch of the page cache maps 2 MB: this many lookups hold about 16 MB."""
-SPLITS = ("", "train", "val", "test")
-"""A row stores the place of its split in this list."""
+LOOKUPS_BEFORE_RELEASE = 8  # one touch of the page cache may map 2 MB
+SPLITS = ("", "train", "val", "test")  # a row stores the place of its split in this list
 
 
 def _column(dtype: str, default: Any) -> Any:

@@ -34,8 +34,7 @@ from tinyvae.video.decode import VideoInfo, probe_video
 log = logging.getLogger(__name__)
 
 CACHED_INDEX = "data_index.tvi"
-BATCH = 8
-BATCHES_AHEAD = 4
+BATCH, BATCHES_AHEAD = 8, 4
 GRACE_S = 30.0
 """How much longer than the deadlines of its files together a batch may take before its process is killed."""
 
@@ -205,10 +204,7 @@ class ProbeTask(NamedTuple):
 
 
 def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) -> tuple[IndexRow, bool]:
-    """The row of one file, and whether it was probed. A file as it was when it was last found good is not opened.
-
-    Only errors of the file become a reason; our own bugs pass through.
-    """
+    """The row of one file, and whether it was probed. A file as it was when it was last found good is not opened."""
     row = IndexRow(path=task.entry.path, split=task.entry.split)
     try:
         found = os.stat(task.full_path)

@@ -88,9 +88,8 @@ class _Loader:
                     "latest. See docs/troubleshooting.md#a-killed-loader-process"
                 )
             log.warning(
-                "a process that loads clips was killed (%s), most often because the machine's main memory is full; "
-                "going on with fresh ones. Where it comes again and again, use fewer --dataloader_num_workers.",
-                reason,
+                f"a process that loads clips was killed ({reason}), most often because the machine's main memory is "
+                "full; going on with fresh ones. If it happens often, use fewer --dataloader_num_workers."
             )
 
     def _reads_from(self, first: int) -> Iterator[ReadBatch]:
@@ -118,18 +117,20 @@ class TrainLoader(_Loader):
             assert read.batch is not None, "a training batch without failure is whole"
             if read.cache_event not in told:  # said once, whichever worker is first
                 told.add(read.cache_event)
-                settings, folder = self._clips.settings, self._clips.cache and self._clips.cache.folder
-                if read.cache_event == "evicts":
-                    log.info("the decoded cache in %s makes room: files of earlier runs are deleted", folder)
-                else:
-                    log.warning(
-                        "the decoded cache in %s is full: decoded_cache_gb (%.3g) or the disk does not hold all files "
-                        "of this run, and clips of the others are decoded each time; raise decoded_cache_gb, or name "
-                        "another decoded_cache_dir",
-                        folder,
-                        settings.decoded_cache_gb,
-                    )
+                self._tell_of_cache(read.cache_event)
             yield read.batch
+
+    def _tell_of_cache(self, event: CacheEvent) -> None:
+        assert self._clips.cache is not None, "no event without a cache"
+        folder, size_gb = self._clips.cache.folder, self._clips.settings.decoded_cache_gb
+        if event == "evicts":
+            log.info("the decoded cache in %s makes room: files of earlier runs are deleted", folder)
+        else:
+            log.warning(
+                f"the decoded cache in {folder} is full: decoded_cache_gb ({size_gb:.3g}) or the disk does not hold "
+                "all files of this run, and clips of the others are decoded each time; raise decoded_cache_gb, or "
+                "name another decoded_cache_dir"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

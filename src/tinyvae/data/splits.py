@@ -98,9 +98,6 @@ def split(
         train_split: share of the files that train, by hash. Files with an annotated split stay where it puts them.
         split_by: ``annotation`` insists on annotated splits, ``hash`` ignores them, ``auto`` uses them where given.
         bad_file_limit: share of bad files in the index above which this raises.
-
-    Raises:
-        UserError: when too many files are bad, or a side would be empty though it was asked for.
     """
     if not 0.0 < train_split <= 1.0:
         raise UserError(f"train_split is {train_split}; it must be above 0 and at most 1")
@@ -194,7 +191,7 @@ def _refuse_empty_side(
 ) -> None:
     if len(train) == 0:
         raise UserError(
-            f"no usable file of {index.source} is in the training split; annotate some, or use split_by=hash"
+            f"no usable file of {index.source} is in the training split; annotate some or use split_by=hash"
         )
     if len(val) == 0 and train_split < 1.0:
         remedy = "annotate some as val, use split_by=hash" if use_annotation else "add files"

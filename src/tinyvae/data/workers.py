@@ -45,10 +45,7 @@ class Loan:
 
 
 def make_board(num_workers: int) -> Tensor | None:
-    """Which loans are over: int64 (workers, buffers) in shared memory, the token of the last one given back.
-
-    Only the main process writes. A worker uses a buffer again when it finds the token of its own loan there.
-    """
+    """Which loans are over: int64 (workers, buffers) in shared memory; a worker looks for the token of its own loan."""
     return torch.zeros((num_workers, BUFFERS), dtype=torch.int64).share_memory_() if num_workers else None
 
 

@@ -205,9 +205,7 @@ def _same_picture(
     width = height = rotation = 0
     for number, frame in numbered:
         if frame.interlaced_frame:
-            raise UnreadableVideoError(
-                path, f"interlaced (frame {number}); deinterlace it first, e.g. ffmpeg -vf bwdif"
-            )
+            raise UnreadableVideoError(path, f"interlaced (frame {number}); deinterlace it, e.g. ffmpeg -vf bwdif")
         if orientation is None:
             orientation = frame_orientation(frame, path)
             width, height, rotation = frame.width, frame.height, frame.rotation

@@ -1,7 +1,4 @@
-"""Opening a video file so that it can do no harm: which stream, which limits, and every failure with a name.
-
-All of FFmpeg's errors end here as :class:`tinyvae.errors.UnreadableVideoError`.
-"""
+"""Opening a video file so that it can do no harm. FFmpeg's errors become `UnreadableVideoError` or `DamageError`."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from typing import Any
 import av
 import av.container
 import av.error
-import av.stream
 import av.video.stream
+from av.stream import Discard, Disposition
 from packaging.version import Version
 
 from tinyvae.errors import UnreadableVideoError
@@ -36,9 +33,7 @@ TABLE_FORMATS = frozenset({"mov,mp4,m4a,3gp,3g2,mj2"})
 # A file with tags that are not UTF-8 must still open. PyAV 19 reads them as they are and has no such setting.
 _ANY_TAGS: dict[str, Any] = {"metadata_errors": "replace"} if Version(av.__version__) < Version("19") else {}
 
-_NOT_THE_FILM = (
-    av.stream.Disposition.attached_pic | av.stream.Disposition.timed_thumbnails | av.stream.Disposition.still_image
-)
+_NOT_THE_FILM = Disposition.attached_pic | Disposition.timed_thumbnails | Disposition.still_image
 
 
 class DamageError(Exception):
@@ -46,10 +41,7 @@ class DamageError(Exception):
 
 
 class Deadline:
-    """The time after which reading a file counts as failed. FFmpeg asks for it, and our own loops after each packet.
-
-    A system call that never returns (a dead network mount) cannot be interrupted from inside the process.
-    """
+    """The time after which reading a file counts as failed. A system call that never returns cannot be interrupted."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
         self.path = path
@@ -118,7 +110,7 @@ def open_video(path: Path, deadline: Deadline) -> Iterator[OpenVideo]:
         stream = _choose_stream(path, container)
         for other in container.streams:
             if other.index != stream.index:
-                other.discard = av.stream.Discard.all
+                other.discard = Discard.all
         context = stream.codec_context
         context.thread_count = 1
         context.options = {"err_detect": ERROR_DETECTION, "max_pixels": str(MAX_PIXELS)}
@@ -128,9 +120,8 @@ def open_video(path: Path, deadline: Deadline) -> Iterator[OpenVideo]:
 def _open_container(path: Path, deadline: Deadline) -> av.container.InputContainer:
     """Open without FFmpeg's trial decoding of some twenty frames where the tables of the file (MP4) say as much."""
     try:
-        container = open_container(
-            path, timeout_s=deadline.remaining_s(), probesize="4096", fpsprobesize="0", skip_frame="all"
-        )
+        no_trial = {"probesize": "4096", "fpsprobesize": "0", "skip_frame": "all"}
+        container = open_container(path, timeout_s=deadline.remaining_s(), **no_trial)
         if container.format.name in TABLE_FORMATS:
             return container
         container.close()
@@ -190,7 +181,7 @@ def _choose_stream(path: Path, container: av.container.InputContainer) -> av.vid
         raise UnreadableVideoError(path, "no decoder for its video codec in this build of FFmpeg")
 
     def rank(stream: av.video.stream.VideoStream) -> tuple[bool, int, int]:
-        is_default = bool(stream.disposition & av.stream.Disposition.default)
+        is_default = bool(stream.disposition & Disposition.default)
         return is_default, stream.codec_context.width * stream.codec_context.height, -stream.index
 
     return max(decodable, key=rank)

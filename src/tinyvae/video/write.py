@@ -52,10 +52,7 @@ def frame_rate(fps: Fraction | float) -> Fraction:
 
 
 class AudioTrack:
-    """The first sound track of ``source``, as a stream of ``output`` that is muxed alongside the frames.
-
-    Times count from the first frame of the source's film. A source without sound makes all calls do nothing.
-    """
+    """The first sound track of ``source`` (if any) as a stream of ``output``; times count from the first frame."""
 
     def __init__(self, source: Path, output: Any) -> None:
         self._path = Path(source)
