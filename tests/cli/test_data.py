@@ -73,7 +73,7 @@ def test_data_that_cannot_be_used_ends_with_1_and_says_why(
     sheet = tmp_path / "sheet.png"
     assert run("check", folder, "--size", "480x720", "--contact_sheet", sheet, "--workers", 0) == 1
     printed = capsys.readouterr().out
-    assert "NOT USABLE" in printed and "smaller than the clip size" in printed and sheet.exists()
+    assert "NOT USABLE" in printed and "smaller than the clip size" in printed and not sheet.exists()
     (tmp_path / "bad").mkdir()
     write_video(tmp_path / "bad" / "good.mp4")
     write_video(tmp_path / "bad" / "fine.mp4")

@@ -61,12 +61,13 @@ def test_the_watch_names_each_file_once(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_the_watch_stops_a_run_above_the_limit_and_only_then() -> None:
     watch = BadFileWatch(limit=0.05)
-    watch.see((BROKEN, OTHER), 40)  # 5 % of 40, but too early to judge
-    watch.see((), 24)
-    watch.see((), 36)  # 2 of 100
-    watch.see((BROKEN, OTHER, BROKEN), 3)  # 5 of 103: 4.9 %
+    # 5 % of 40, but too early to judge; then 2 of 100; then 5 of 103: 4.9 %
+    for bad_files, num_tries in (((BROKEN, OTHER), 40), ((), 24), ((), 36), ((BROKEN, OTHER, BROKEN), 3)):
+        watch.see(bad_files, num_tries)
+        watch.judge()
+    watch.see((OTHER,), 1)
     with pytest.raises(UserError, match=r"6 of 104 clips .*5\.8%.*limit of 5\.0%.*'a ü\.mp4'.*bad_file_limit"):
-        watch.see((OTHER,), 1)
+        watch.judge()
 
 
 def coordinates(height: int, width: int) -> torch.Tensor:

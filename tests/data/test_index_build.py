@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -138,48 +137,6 @@ def test_a_file_that_kills_or_hangs_its_process_is_a_bad_file(tmp_path: Path, mo
         "3.mp4": "the decoder crashed on this file",
         "5.mp4": "probing did not end within 1 s",
     }
-
-
-def test_one_rank_indexes_and_the_others_wait_and_read(video_folder: Path, tmp_path: Path) -> None:
-    meeting = threading.Barrier(3)
-    found: dict[int, VideoIndex] = {}
-
-    def rank(number: int) -> None:
-        found[number] = open_or_build_index(
-            video_folder,
-            cache_dir=tmp_path,
-            is_main=number == 0,
-            barrier=lambda: meeting.wait(timeout=60) and None,
-            num_workers=0,
-            show_progress_bar=False,
-        )
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len({index.fingerprint for index in found.values()}) == 1 and len(found) == 3
-
-
-def test_when_the_main_rank_fails_no_rank_waits_for_ever(tmp_path: Path) -> None:
-    meeting = threading.Barrier(2)
-    errors: dict[int, UserError] = {}
-
-    def rank(number: int) -> None:
-        try:
-            open_or_build_index(
-                tmp_path / "nothing", cache_dir=tmp_path, is_main=number == 0, barrier=lambda: meeting.wait(30) and None
-            )
-        except UserError as error:
-            errors[number] = error
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert "does not exist" in str(errors[0]) and "main process could not index it" in str(errors[1])
 
 
 def test_the_cached_index_is_used_until_the_source_lists_other_files(

@@ -14,7 +14,7 @@ import pytest
 
 from tests.training.faults import _around_losses
 from tests.training.tiny_runs import SERAENA, arguments_for, launch, run_differences, train_here
-from tinyvae.data.clip_reading import TrainClips
+from tinyvae.data.clip_reading import Clips
 from tinyvae.training import checkpoint, validation
 
 WORKERS: dict[str, object] = {"dataloader_num_workers": 2, "prefetch_factor": 1, "gradient_accumulation_steps": 2}
@@ -91,15 +91,15 @@ class PoisonedClip:
         self.position, self.rank = position, rank
 
     def __call__(self, rank: int) -> None:
-        read = TrainClips.__getitems__
+        read = Clips.__getitems__
 
-        def deadly(clips: TrainClips, positions: list[int]) -> Any:
-            if self.position in positions:
+        def deadly(clips: Clips, positions: list[int]) -> Any:
+            if clips.training and self.position in positions:
                 os.kill(os.getpid(), signal.SIGKILL)
             return read(clips, positions)
 
         if rank == self.rank:
-            TrainClips.__getitems__ = deadly  # type: ignore[method-assign]
+            Clips.__getitems__ = deadly  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

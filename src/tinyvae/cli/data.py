@@ -35,16 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = actions.add_parser("check", help="say what is in a data set and draw a contact sheet")
     check.add_argument("source", type=Path, help="an index, a folder tree, a .jsonl file, or an annotation .json")
     check.add_argument("--preset", metavar="NAME_OR_FILE", help="say what this preset or settings file would use")
-    check.add_argument(
-        "--contact_sheet",
-        type=Path,
-        default=Path("contact_sheet.png"),
-        metavar="PNG",
-        help="where to draw the contact sheet (default: contact_sheet.png)",
-    )
-    check.add_argument(
-        "--samples", type=number(int, 1), default=18, help="clips on the sheet and in the value ranges (default: 18)"
-    )
+    sheet = Path("contact_sheet.png")
+    check.add_argument("--contact_sheet", type=Path, default=sheet, metavar="PNG", help=f"picture (default: {sheet})")
+    check.add_argument("--samples", type=number(int, 1), default=18, help="clips on the contact sheet (default: 18)")
     add_options(check, "--variant", help="compare the clip length with this variant's frame rule")
     _add_clip_size(check, help="clip size, instead of the preset's")
     add_options(check, "--frames", help="frames of a clip, instead of the preset's")
@@ -77,17 +70,17 @@ def _clip_size(arguments: argparse.Namespace) -> dict[str, int]:
 
 def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "--data_root", "--workers")
-    parser.add_argument(
-        "--timeout_s", type=number(float, 0.001), default=30.0, help="deadline for each file (default: 30)"
-    )
-    parser.add_argument(
-        "--thorough", action="store_true", help="decode every frame, to find damage in the middle of files too"
-    )
+    seconds = number(float, 0.001)
+    parser.add_argument("--timeout_s", type=seconds, default=30.0, help="deadline for each file (default: 30)")
+    parser.add_argument("--thorough", action="store_true", help="decode every frame, to find damage anywhere in a file")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    actions = {"index": run_index, "check": run_check, "sample": run_sample}
-    return actions[arguments.action](arguments)
+    if arguments.action == "sample":
+        return run_sample(arguments)
+    if arguments.data_root is not None and not arguments.data_root.is_dir():
+        raise MissingFileError(f"--data_root {arguments.data_root} is not a folder")
+    return run_index(arguments) if arguments.action == "index" else run_check(arguments)
 
 
 def run_index(arguments: argparse.Namespace) -> int:
@@ -96,7 +89,6 @@ def run_index(arguments: argparse.Namespace) -> int:
     from tinyvae.data.clip_reading import BadFileLog
     from tinyvae.files import check_output_file
 
-    _check_data_root(arguments)
     check_output_file(arguments.output, option="--output")
     report = _build(arguments, arguments.output)
     print(report.sentence())
@@ -116,7 +108,6 @@ def run_check(arguments: argparse.Namespace) -> int:
     from tinyvae.data.index import is_index, open_index
     from tinyvae.files import check_output_file
 
-    _check_data_root(arguments)
     if not arguments.source.exists():
         raise MissingFileError(f"the data source {arguments.source} does not exist; give an index, a folder or a list")
     check_output_file(arguments.contact_sheet, option="--contact_sheet", suffix=".png")
@@ -126,9 +117,8 @@ def run_check(arguments: argparse.Namespace) -> int:
             index = open_index(arguments.source, arguments.data_root)
         else:
             index = _build(arguments, Path(folder) / "check.tvi").index
-        is_usable = print_check(
-            index, use, title=str(arguments.source), num_samples=arguments.samples, sheet=arguments.contact_sheet
-        )
+        title, sheet = str(arguments.source), arguments.contact_sheet
+        is_usable = print_check(index, use, title=title, num_samples=arguments.samples, sheet=sheet)
     return 0 if is_usable else 1
 
 
@@ -192,8 +182,3 @@ def _planned_use(arguments: argparse.Namespace) -> PlannedUse:
         samples_per_step=config.train_batch_size * config.gradient_accumulation_steps,
         variant=config.variant if arguments.preset is not None else arguments.variant,
     )
-
-
-def _check_data_root(arguments: argparse.Namespace) -> None:
-    if arguments.data_root is not None and not arguments.data_root.is_dir():
-        raise MissingFileError(f"--data_root {arguments.data_root} is not a folder")

@@ -16,16 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinyvae.data.clip import ClipSettings as ClipSettings
-    from tinyvae.data.clip_reading import BadFile as BadFile
     from tinyvae.data.clip_reading import BadFileLog as BadFileLog
     from tinyvae.data.clip_reading import ClipBatch as ClipBatch
-    from tinyvae.data.index import VideoIndex as VideoIndex
-    from tinyvae.data.index import is_index as is_index
     from tinyvae.data.index import open_index as open_index
     from tinyvae.data.index_build import build_index as build_index
     from tinyvae.data.index_build import open_or_build_index as open_or_build_index
-    from tinyvae.data.loader import TrainLoader as TrainLoader
-    from tinyvae.data.loader import ValidationLoader as ValidationLoader
     from tinyvae.data.loader import make_train_loader as make_train_loader
     from tinyvae.data.loader import make_validation_loader as make_validation_loader
     from tinyvae.data.splits import ClipSet as ClipSet
@@ -33,10 +28,10 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "clip": ("ClipSettings",),
-    "clip_reading": ("BadFile", "BadFileLog", "ClipBatch"),
-    "index": ("VideoIndex", "is_index", "open_index"),
+    "clip_reading": ("BadFileLog", "ClipBatch"),
+    "index": ("open_index",),
     "index_build": ("build_index", "open_or_build_index"),
-    "loader": ("TrainLoader", "ValidationLoader", "make_train_loader", "make_validation_loader"),
+    "loader": ("make_train_loader", "make_validation_loader"),
     "splits": ("ClipSet", "split"),
 }
 _HOME = {name: home for home, names in _NAMES.items() for name in names}

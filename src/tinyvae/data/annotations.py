@@ -1,8 +1,7 @@
 """Which video files are in a data set: a folder tree, a JSONL file or an annotation JSON, read as a stream.
 
 The annotation format is ``{"total": N, "list": [{"path": ..., "split": ...}, ...]}``; a bare list works too. An entry
-names its file by ``path``, or by ``full_path`` where there is no ``path``. Other keys are ignored. Paths are relative
-to the data root (or absolute and inside it). Only one entry and one read buffer are in memory at a time.
+names its file by ``path`` or ``full_path``, relative to the data root or inside it. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -32,12 +31,10 @@ MAX_VALUE_CHARS = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class VideoEntry:
-    """One file of a data set."""
+    """One file: its path from the data root (forward slashes, no ``..``); ``train``, ``val``, ``test`` or empty."""
 
     path: str
-    """Relative to the data root, with forward slashes, without ``.`` and ``..``."""
     split: str = ""
-    """``train``, ``val``, ``test``, or empty where the source does not say."""
 
 
 def default_data_root(source: Path) -> Path:
@@ -51,9 +48,7 @@ def iterate_entries(source: Path, data_root: Path | None = None) -> Iterator[Vid
     >>> [entry.path for entry in iterate_entries(Path("videos/"))]  # doctest: +SKIP
     ['a.mp4', 'sub/b.mp4']
 
-    Raises:
-        MissingFileError: when ``source`` is not there.
-        UserError: for an entry without a path, a path that leaves the data root, or a broken file; it names the entry.
+    ``UserError`` for a broken file, an entry without a path, or a path that leaves the data root; it names the entry.
     """
     if not source.exists():
         raise MissingFileError(f"the data source {source} does not exist; give a folder, a .jsonl or a .json file")
@@ -61,24 +56,16 @@ def iterate_entries(source: Path, data_root: Path | None = None) -> Iterator[Vid
     suffix = source.suffix.lower()
     if source.is_dir():
         yield from _entries_of_folder(source, root)
-    elif suffix in (".jsonl", ".ndjson"):
-        for number, record in _records_of_jsonl(source):
-            yield _entry_of_record(record, f"{source}, line {number}", root)
-    elif suffix == ".json":
-        for number, record in _records_of_json(source):
-            yield _entry_of_record(record, f"{source}, entry {number}", root)
+    elif suffix in (".jsonl", ".ndjson", ".json"):
+        records, word = (_records_of_json, "entry") if suffix == ".json" else (_records_of_jsonl, "line")
+        for number, record in records(source):
+            yield _entry_of_record(record, f"{source}, {word} {number}", root)
     else:
-        raise UserError(
-            f"cannot tell what the data source {source} is; give a folder, a .jsonl file or a .json annotation file"
-        )
+        raise UserError(f"cannot tell what the data source {source} is; give a folder, a .jsonl or a .json file")
 
 
 class _Root:
-    """The data root. It makes paths relative, and refuses those that lead out of it.
-
-    The check is on the words of the path, not on what links point to: the owner of the root put a link there, but not
-    the ``..`` in an annotation file.
-    """
+    """The data root. It makes paths relative, and refuses those whose words (not whose links) lead out of it."""
 
     def __init__(self, data_root: Path) -> None:
         self.real = os.path.realpath(data_root)
@@ -123,12 +110,11 @@ def _is_new_linked_folder(entry: os.DirEntry[str], root: _Root, linked: set[str]
     if not entry.is_symlink() or not entry.is_dir():
         return False
     target = os.path.realpath(entry.path)
-    inside = target == root.real or target.startswith(root.real + os.sep)
+    is_inside = (target + os.sep).startswith(root.real + os.sep)
     holds_root = root.real.startswith(target.rstrip(os.sep) + os.sep)
-    if inside or holds_root or target in linked:
-        return False
+    is_known = is_inside or holds_root or target in linked
     linked.add(target)
-    return True
+    return not is_known
 
 
 def _records_of_jsonl(file: Path) -> Iterator[tuple[int, object]]:
@@ -138,9 +124,7 @@ def _records_of_jsonl(file: Path) -> Iterator[tuple[int, object]]:
                 try:
                     yield number, json.loads(line)
                 except ValueError as broken:
-                    raise UserError(
-                        f"{file}, line {number}: this is not JSON ({broken}); fix or remove the line"
-                    ) from None
+                    raise UserError(f"{file}, line {number} is not JSON ({broken}); fix or remove the line") from None
 
 
 def _records_of_json(file: Path) -> Iterator[tuple[int, object]]:
@@ -148,16 +132,13 @@ def _records_of_json(file: Path) -> Iterator[tuple[int, object]]:
         reader = _JsonReader(stream, file)
         number = 0
         try:
-            for number, record in enumerate(reader.items_of("list"), start=1):
+            for number, record in enumerate(reader.items(), start=1):
                 yield number, record
         except UnicodeDecodeError as broken:
             raise UserError(f"{file} is not UTF-8 text ({broken}); it must be a JSON file") from None
     total = reader.numbers.get("total", number)
     if total != number:  # Python shows the same warning once, however often the file is read
-        warnings.warn(
-            f"{file} says 'total': {total}, and its list has {number} entries; is it whole? The list is used as it is.",
-            stacklevel=1,
-        )
+        warnings.warn(f"{file} says 'total': {total}, and its list has {number} entries; is it whole?", stacklevel=1)
 
 
 def _entry_of_record(record: object, where: str, root: _Root) -> VideoEntry:
@@ -167,15 +148,13 @@ def _entry_of_record(record: object, where: str, root: _Root) -> VideoEntry:
     if not isinstance(path, str) or not path:
         raise UserError(f"{where}: the entry has no 'path' (or 'full_path') that names a file")
     try:
-        os.fsencode(path)
+        is_name = b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
-        raise UserError(f"{where}: the path {path!r} cannot be a file name; fix or remove this entry") from None
-    if "\0" in path:
-        raise UserError(f"{where}: the path {path!r} holds a zero byte; fix or remove this entry")
+        is_name = False
+    if not is_name:
+        raise UserError(f"{where}: the path {path!r} cannot be a file name; fix or remove this entry")
     split = record.get("split")
-    if split is None or split == "":
-        return VideoEntry(path=root.relative(path, where))
-    meaning = SPLIT_NAMES.get(split.strip().lower()) if isinstance(split, str) else None
+    meaning = "" if split in (None, "") else SPLIT_NAMES.get(str(split).strip().lower())
     if meaning is None:
         raise UserError(f"{where}: the split {split!r} is unknown; use one of {', '.join(SPLIT_NAMES)}")
     return VideoEntry(path=root.relative(path, where), split=meaning)
@@ -187,19 +166,17 @@ class _JsonReader:
     def __init__(self, stream: IO[str], file: Path) -> None:
         self._stream, self._file = stream, file
         self._decoder = json.JSONDecoder()
-        self._buffer = ""
-        self._at = 0
-        self._dropped = 0
-        self._ended = False
+        self._buffer, self._ended = "", False
+        self._at = self._dropped = 0
         self.numbers: dict[str, float] = {}
         """Key -> number of the top-level object, as far as it has been read."""
 
-    def items_of(self, key: str) -> Iterator[object]:
-        """Items of the top-level list, or of the list under ``key`` of the top-level object."""
+    def items(self) -> Iterator[object]:
+        """Items of the top-level list, or of the list under ``list`` of the top-level object."""
         if self._peek() == "[":
             yield from self._list()
         elif self._peek() == "{":
-            yield from self._list_under(key)
+            yield from self._list_of_object()
         else:
             raise self._broken("must start with '{' or '['")
         if self._peek() != "":
@@ -209,22 +186,22 @@ class _JsonReader:
         for _ in self._members("[", "]"):
             yield self._value()
 
-    def _list_under(self, key: str) -> Iterator[object]:
+    def _list_of_object(self) -> Iterator[object]:
         found = False
         for _ in self._members("{", "}"):
             name = self._value()
             if not isinstance(name, str):
                 raise self._broken("has a key that is not text")
             self._take(":")
-            if name == key:
+            if name == "list":
                 found = True
                 if self._peek() != "[":
-                    raise self._broken(f"must hold a list under {key!r}")
+                    raise self._broken("must hold a list under 'list'")
                 yield from self._list()
             elif isinstance(value := self._value(), int | float):
                 self.numbers[name] = value
         if not found:
-            raise UserError(f"{self._file} has no {key!r}; the format is {{'total': N, {key!r}: [{{'path': ...}}]}}")
+            raise UserError(f"{self._file} has no 'list'; the format is {{'total': N, 'list': [{{'path': ...}}]}}")
 
     def _members(self, opening: str, closing: str) -> Iterator[None]:
         """One turn for each member of a list or object; the caller reads the member in its turn."""

@@ -1,8 +1,7 @@
 """Color jitter and blur, applied on the device as the bytes of a batch become floats.
 
-``clip`` draws five numbers for each sample; all frames of a clip get the same. They are applied here and not in a data
-worker: on a GPU they cost next to nothing, while a worker would spend longer on them than on decoding the clip, and
-would round to bytes a second time (benchmarks/data_loader.py has the numbers).
+``clip`` draws five numbers for each sample. They are applied here and not in a data worker, which would spend longer on
+them than on decoding the clip, and would round to bytes a second time.
 """
 
 from __future__ import annotations
@@ -23,13 +22,10 @@ BLUR_REACH = 3.0
 def to_model_input(frames_NTCHW: Tensor, color_and_blur: Tensor) -> Tensor:
     """The model's input: float32 NTCHW in [0, 1], with the color jitter and blur of each sample.
 
-    The bytes of all training and validation batches are divided by 255 here. (Evaluation reads whole videos and does
-    that itself.)
-
     Args:
         frames_NTCHW: uint8, on the device that does the work.
-        color_and_blur: float32 (N, 5): brightness, contrast, saturation, hue, blur sigma of each sample, on the CPU
-            (so that the decision what to do does not wait for the device).
+        color_and_blur: float32 (N, 5): brightness, contrast, saturation, hue, blur sigma; on the CPU, so that the
+            decision what to do does not wait for the device.
     """
     assert frames_NTCHW.dtype == torch.uint8, "frames are bytes until here, so that nothing divides by 255 twice"
     frames = frames_NTCHW.to(torch.float32).div_(255.0)
@@ -43,12 +39,8 @@ def to_model_input(frames_NTCHW: Tensor, color_and_blur: Tensor) -> Tensor:
 def jitter_color(frames_NTCHW: Tensor, factors: Tensor) -> Tensor:
     """Brightness, contrast (around the clip's mean grey), saturation and hue, in this order, then clamped to [0, 1].
 
-    Nothing is clamped between the four, so together they are one 3x3 matrix and one offset for each sample. Hue turns
-    the chroma plane of YIQ and keeps the luma; this is close to a turn in HSV, not equal to it.
-
-    Args:
-        frames_NTCHW: float in [0, 1].
-        factors: (N, 4), on the CPU.
+    Together they are one 3x3 matrix and one offset for each sample. Hue turns the chroma plane of YIQ and keeps the
+    luma. ``frames_NTCHW``: float in [0, 1]; ``factors``: (N, 4), on the CPU.
     """
     matrices, contrasts = color_matrices(factors)
     grey_weights = torch.tensor(GREY_WEIGHTS, device=frames_NTCHW.device, dtype=frames_NTCHW.dtype)
@@ -76,12 +68,7 @@ def color_matrices(factors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def blur(frames_NTCHW: Tensor, sigmas: Tensor) -> Tensor:
-    """Gaussian blur, one standard deviation for each sample (0: unchanged), edges mirrored.
-
-    Args:
-        frames_NTCHW: float.
-        sigmas: (N,) in pixels, on the CPU.
-    """
+    """Gaussian blur of float frames, edges mirrored. ``sigmas``: (N,) in pixels (0: unchanged), on the CPU."""
     n, t, c, h, w = frames_NTCHW.shape
     reach = min(math.ceil(BLUR_REACH * float(sigmas.max())), h - 1, w - 1)
     if reach < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from tinyvae.data.augment import to_model_input
-from tinyvae.data.clip import ClipSettings, CropWindow, choose_clip, file_of, frames_needed
+from tinyvae.data.clip import ClipChoice, ClipSettings, choose_clip, file_of, frames_needed
 from tinyvae.data.clip_reading import BadFile, read_clip
 from tinyvae.data.index import SPLITS, IndexRow, VideoIndex, is_bad
 from tinyvae.data.splits import ClipSet, SplitBy, refuse_bad_index, split
@@ -26,10 +26,7 @@ from tinyvae.models.variants import VARIANTS, get_spec
 from tinyvae.terminal import bytes_in_words, duration_in_words
 from tinyvae.video.decode import read_frames
 
-SHOWN = 8
-"""Rows of a table before the rest is added up."""
-BAD_FILES_SHOWN = 12
-BAR_CELLS = 24
+ROWS_SHOWN, BAD_FILES_SHOWN, BAR_CELLS = 8, 12, 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +40,6 @@ class PlannedUse:
     bad_file_limit: float
     samples_per_step: int
     variant: str | None
-    """The variant whose frame rule holds; None where neither a preset nor a flag names it."""
 
 
 def print_check(index: VideoIndex, use: PlannedUse, *, title: str, num_samples: int, sheet: Path) -> bool:
@@ -52,8 +48,7 @@ def print_check(index: VideoIndex, use: PlannedUse, *, title: str, num_samples: 
     print("\n".join(summary_lines(index)))
     if index.num_bad:
         print("\n" + "\n".join(bad_file_lines(index)))
-    train: ClipSet | None = None
-    failure = ""
+    stages, failure = Stages(), ""
     try:
         # The limit is judged after the table, so that data above it still shows what it would give.
         train, val = split(index, use.settings, train_split=use.train_split, split_by=use.split_by, bad_file_limit=1.0)
@@ -63,17 +58,17 @@ def print_check(index: VideoIndex, use: PlannedUse, *, title: str, num_samples: 
         refuse_bad_index(index, use.bad_file_limit)
     except UserError as refused:
         failure = str(refused)
-        if train is None:
-            stages = stage_files(index, num_samples)
-    print("\n" + "\n".join(stages.lines()))
     if stages.samples:
-        shows = "; no clip can be cut as asked."
-        if train is not None:
-            shows = f", with the window of its first training clip. Right: what the model sees ({use.name})."
-        counts = f"{len(index) - index.num_bad} good files, {index.num_bad} bad. Left: a frame as stored"
+        print("\n" + "\n".join(stages.lines()))
+        subtitle = (
+            f"{len(index) - index.num_bad} good files, {index.num_bad} bad. Left: a frame as stored, with the window "
+            f"of its first training clip. Right: what the model sees ({use.name})."
+        )
         sheet.parent.mkdir(parents=True, exist_ok=True)
-        draw_contact_sheet(stages.samples, title=title, subtitle=counts + shows).save(sheet, "PNG", optimize=True)
+        draw_contact_sheet(stages.samples, title=title, subtitle=subtitle).save(sheet, "PNG", optimize=True)
         print(f"\ncontact sheet: {sheet}")
+    for bad in stages.bad_files:
+        print(f"  could not be read now: {bad.path}: {bad.reason}")
     if failure:
         print(f"\nNOT USABLE as asked: {failure}")
     return not failure and bool(stages.samples)
@@ -109,8 +104,10 @@ def summary_lines(index: VideoIndex) -> Iterator[str]:
     if num_good == 0:
         return
     yield "\n" + heading("lengths", "shortest", "5 %", "middle", "95 %", "longest")
-    yield "  frames".ljust(20) + "".join(f"{value:>10,.0f}" for value in _spread(all_frames))
-    yield "  seconds".ljust(20) + "".join(f"{value:>10,.1f}" for value in _spread(all_seconds))
+    for name, values, places in (("frames", all_frames, 0), ("seconds", all_seconds, 1)):
+        # No file may have a known rate, and so no seconds.
+        spread = np.quantile(values, (0.0, 0.05, 0.5, 0.95, 1.0), method="nearest") if len(values) else np.zeros(5)
+        yield f"  {name}".ljust(20) + "".join(f"{value:>10,.{places}f}" for value in spread.tolist())
     yield from count_lines("sizes", sizes, lambda size: f"{size[0]}x{size[1]}")
     yield from count_lines("frame rates", rates, lambda fps: f"{fps:g} fps" if fps > 0 else "unknown")
     yield from count_lines("codecs", codecs, bytes.decode)
@@ -124,9 +121,9 @@ def heading(name: str, *columns: str) -> str:
 def count_lines(title: str, counts: Counter[Any], name_of: Callable[[Any], str]) -> Iterator[str]:
     """Most frequent first, with a bar; what does not fit is added up."""
     ordered = [(name_of(value), count) for value, count in sorted(counts.items(), key=lambda one: (-one[1], one[0]))]
-    if len(ordered) > SHOWN:
-        rest = sum(count for _, count in ordered[SHOWN:])
-        ordered[SHOWN:] = [(f"{len(ordered) - SHOWN} others", rest)]
+    if len(ordered) > ROWS_SHOWN:
+        rest = sum(count for _, count in ordered[ROWS_SHOWN:])
+        ordered[ROWS_SHOWN:] = [(f"{len(ordered) - ROWS_SHOWN} others", rest)]
     yield "\n" + heading(title, "files")
     for name, count in ordered:
         yield f"  {name}".ljust(20) + f"{count:>10,}  " + "█" * max(1, round(BAR_CELLS * count / counts.total()))
@@ -141,24 +138,15 @@ def bad_file_lines(index: VideoIndex) -> Iterator[str]:
         if len(examples) < BAD_FILES_SHOWN:
             examples.append(f"    {row.path}: {row.reason}")
     yield heading("bad files")
-    yield from (f"  {count:>8,} x {kind[:100]}" for kind, count in kinds.most_common(SHOWN))
+    yield from (f"  {count:>8,} x {kind[:100]}" for kind, count in kinds.most_common(ROWS_SHOWN))
     yield from examples
     if index.num_bad > len(examples):
         yield f"    ... and {index.num_bad - len(examples)} more"
 
 
-def _spread(values: npt.NDArray[Any]) -> list[float]:
-    if len(values) == 0:
-        return [0.0] * 5
-    spread: list[float] = np.quantile(values, (0.0, 0.05, 0.5, 0.95, 1.0), method="nearest").tolist()
-    return spread
-
-
 def use_lines(use: PlannedUse, train: ClipSet, val: ClipSet) -> Iterator[str]:
     settings = use.settings
-    delta = f"{settings.min_frame_delta}"
-    if settings.max_frame_delta != settings.min_frame_delta:
-        delta += f" to {settings.max_frame_delta}"
+    delta = " to ".join(map(str, sorted({settings.min_frame_delta, settings.max_frame_delta})))
     yield heading(f"use by {use.name}")
     yield (
         f"  clips of {settings.n_frames} frames, step {delta}, {settings.width}x{settings.height} (width x height); "
@@ -179,130 +167,79 @@ def length_line(use: PlannedUse) -> str:
         return f"  {n_frames} frames suit {use.variant}"
     others = [name for name, spec in VARIANTS.items() if not spec.is_training_length(n_frames)]
     if len(others) == len(VARIANTS):
-        raise UserError(
-            f"n_frames={n_frames} suits no variant; with --variant NAME the nearest lengths of that variant are said."
-        )
+        raise UserError(f"n_frames={n_frames} suits no variant; --variant NAME says the nearest lengths of a variant.")
     if len(others) <= len(VARIANTS) // 2:
         return f"  {n_frames} frames suit every variant" + (f" but {', '.join(others)}" if others else "")
     return f"  {n_frames} frames suit only {', '.join(name for name in VARIANTS if name not in others)}"
 
 
-@dataclass(kw_only=True)
-class ValueRange:
-    """Smallest, largest and mean value so far."""
-
-    dtype: str = ""
-    low: float = float("inf")
-    high: float = float("-inf")
-    total: float = 0.0
-    count: int = 0
-
-    def add(self, values: Tensor) -> None:
-        self.dtype = str(values.dtype).removeprefix("torch.")
-        self.low = min(self.low, float(values.min()))
-        self.high = max(self.high, float(values.max()))
-        self.total += float(values.sum(dtype=torch.float64))
-        self.count += values.numel()
-
-    def cells(self, places: int) -> str:
-        if self.count == 0:
-            return f"{'nothing to read':>20}"
-        mean = f"{self.total / self.count:>10.{max(1, places)}f}"
-        return f"{self.dtype:>10}{self.low:>10.{places}f}{self.high:>10.{places}f}{mean}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class StagedSample:
-    """One file: a frame as stored (uint8 CHW), and where it can be a training sample, its window and model input."""
+    """One file: a frame as stored (uint8 CHW), and the same frame as model input (float32 CHW in [0, 1])."""
 
     row: IndexRow
+    choice: ClipChoice
     file_frame: Tensor
-    window: CropWindow | None = None
-    flip: bool = False
-    model_frame: Tensor | None = None
-    """float32 CHW in [0, 1], the same frame as the model sees it."""
+    model_frame: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """Samples on their way from the file to the model, and the values of all their frames at each stage."""
+    """Samples on their way from the file to the model."""
 
     samples: list[StagedSample] = field(default_factory=list)
     bad_files: list[BadFile] = field(default_factory=list)
-    file: ValueRange = field(default_factory=ValueRange)
-    batch: ValueRange = field(default_factory=ValueRange)
-    model_input: ValueRange = field(default_factory=ValueRange)
+    values: dict[str, list[tuple[str, float, float, float, int]]] = field(default_factory=lambda: defaultdict(list))
+    """Stage -> type, lowest, highest, sum and count of the values of each sample."""
+
+    def add_values(self, stage: str, values: Tensor) -> None:
+        dtype, total = str(values.dtype).removeprefix("torch."), float(values.sum(dtype=torch.float64))
+        self.values[stage].append((dtype, float(values.min()), float(values.max()), total, values.numel()))
 
     def lines(self) -> Iterator[str]:
         yield heading("values", "type", "lowest", "highest", "mean")
-        yield "  file (RGB)".ljust(20) + self.file.cells(0)
-        yield "  batch".ljust(20) + self.batch.cells(0)
-        yield "  model input".ljust(20) + self.model_input.cells(3)
-        yield from (f"  could not be read now: {bad.path}: {bad.reason}" for bad in self.bad_files)
+        for stage, of_samples in self.values.items():
+            dtypes, lows, highs, totals, counts = zip(*of_samples, strict=True)
+            places = 3 if dtypes[0] == "float32" else 0
+            mean = f"{sum(totals) / sum(counts):.{max(1, places)}f}"
+            cells = (dtypes[0], f"{min(lows):.{places}f}", f"{max(highs):.{places}f}", mean)
+            yield f"  {stage}".ljust(20) + "".join(f"{cell:>10}" for cell in cells)
 
 
 def stage_training_samples(clips: ClipSet, settings: ClipSettings, count: int) -> Stages:
     """The first ``count`` samples of training, read by the loader's own ``read_clip``."""
-    stages = Stages()
+    stages, index = Stages(), clips.index
     for position in range(min(count, len(clips))):
         row = clips.row(file_of(position, len(clips), settings.seed))
         choice = choose_clip(row, settings, position, len(clips))
         try:
-            clip = read_clip(clips.index, row, choice, settings)
-            frames = _whole_frames(clips.index, row, choice.frame_indices, settings.decode_timeout_s)
+            clip = read_clip(index, row, choice, settings)
+            info, timeout_s = index.info(row), settings.decode_timeout_s
+            frames = read_frames(info.path, choice.frame_indices, info=info, timeout_s=timeout_s)
         except (UnreadableVideoError, OSError) as fault:
             stages.bad_files.append(BadFile.of(row, fault))
             continue
         model_input = to_model_input(clip[None], torch.tensor([choice.color_and_blur]))[0]
-        for values, stage in ((frames, stages.file), (clip, stages.batch), (model_input, stages.model_input)):
-            stage.add(values)
-        middle = len(frames) // 2
-        stages.samples.append(
-            StagedSample(
-                row=row,
-                file_frame=frames[middle],
-                window=choice.window,
-                flip=choice.flip,
-                model_frame=model_input[middle],
-            )
-        )
+        for stage, values in (("file (RGB)", frames), ("batch", clip), ("model input", model_input)):
+            stages.add_values(stage, values)
+        file_frame, model_frame = frames[len(frames) // 2], model_input[len(frames) // 2]
+        sample = StagedSample(row=row, choice=choice, file_frame=file_frame, model_frame=model_frame)
+        stages.samples.append(sample)
     return stages
 
 
-def stage_files(index: VideoIndex, count: int, timeout_s: float = 30.0) -> Stages:
-    """The middle frame of the first ``count`` good files, where no clip can be cut from them."""
-    stages = Stages()
-    good = (start + int(offset) for start, rows in index.chunks() for offset in np.flatnonzero(~is_bad(rows)))
-    for _, number in zip(range(count), good, strict=False):
-        row = index.row(number)
-        try:
-            frames = _whole_frames(index, row, (row.frames // 2,), timeout_s)
-        except (UnreadableVideoError, OSError) as fault:
-            stages.bad_files.append(BadFile.of(row, fault))
-            continue
-        stages.file.add(frames)
-        stages.samples.append(StagedSample(row=row, file_frame=frames[0]))
-    return stages
-
-
-def _whole_frames(index: VideoIndex, row: IndexRow, numbers: Sequence[int], timeout_s: float) -> Tensor:
-    return read_frames(index.full_path(row), numbers, info=index.info(row), timeout_s=timeout_s)
-
-
-COLUMNS, COLUMNS_WITHOUT_MODEL = 3, 5
-THUMB_WIDTH, THUMB_HEIGHT, MODEL_WIDTH = 288, 162, 216
+COLUMNS, THUMB_WIDTH, THUMB_HEIGHT, MODEL_WIDTH = 3, 288, 162, 216
 GAP, PADDING, CAPTION_HEIGHT, HEADER_HEIGHT = 8, 20, 40, 76
+CARD_ROOM = THUMB_WIDTH + GAP + MODEL_WIDTH
 PAPER, CARD, INK, QUIET, ACCENT = (24, 26, 30), (36, 39, 45), (236, 238, 242), (152, 158, 170), (255, 196, 61)
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
 def draw_contact_sheet(samples: Sequence[StagedSample], *, title: str, subtitle: str) -> Image.Image:
-    """A sheet of cards; each card names its file. Where no sample reached the model, cards are narrower."""
-    with_model = any(sample.model_frame is not None for sample in samples)
-    room = THUMB_WIDTH + (GAP + MODEL_WIDTH if with_model else 0)
-    card_width, card_height = room + 2 * GAP, THUMB_HEIGHT + CAPTION_HEIGHT + 2 * GAP
-    columns = min(COLUMNS if with_model else COLUMNS_WITHOUT_MODEL, len(samples))
+    """A sheet of cards; each card names its file."""
+    card_width, card_height = CARD_ROOM + 2 * GAP, THUMB_HEIGHT + CAPTION_HEIGHT + 2 * GAP
+    columns = min(COLUMNS, len(samples))
     rows = math.ceil(len(samples) / columns)
     width = 2 * PADDING + columns * card_width + (columns - 1) * GAP
     height = HEADER_HEIGHT + PADDING + rows * card_height + (rows - 1) * GAP
@@ -315,29 +252,28 @@ def draw_contact_sheet(samples: Sequence[StagedSample], *, title: str, subtitle:
         left = PADDING + place % columns * (card_width + GAP)
         top = HEADER_HEIGHT + place // columns * (card_height + GAP)
         pen.rounded_rectangle((left, top, left + card_width - 1, top + card_height - 1), radius=6, fill=CARD)
-        _draw_card(sheet, pen, sample, left + GAP, top + GAP, room, small)
+        _draw_card(sheet, pen, sample, left + GAP, top + GAP, small)
     return sheet
 
 
 def _draw_card(
-    sheet: Image.Image, pen: ImageDraw.ImageDraw, sample: StagedSample, left: int, top: int, room: int, font: Font
+    sheet: Image.Image, pen: ImageDraw.ImageDraw, sample: StagedSample, left: int, top: int, font: Font
 ) -> None:
     x, y, scale = _paste(sheet, sample.file_frame, left, top, THUMB_WIDTH)
-    if sample.window is not None:
-        window = sample.window
-        left_top = np.array([window.left, window.top]) * scale + (x, y)
-        right_bottom = left_top + np.array([window.width, window.height]) * scale - 1
-        # A dark line on both sides of the bright one, so that it shows on any picture.
-        for grow, color in ((1, PAPER), (-1, PAPER), (0, ACCENT)):
-            pen.rectangle((*(left_top - grow), *(right_bottom + grow)), outline=color)
-    if sample.model_frame is not None:
-        seen = sample.model_frame.mul(255).round().clamp(0, 255).byte()
-        _paste(sheet, seen, left + THUMB_WIDTH + GAP, top, MODEL_WIDTH)
+    window = sample.choice.window
+    left_top = np.array([window.left, window.top]) * scale + (x, y)
+    right_bottom = left_top + np.array([window.width, window.height]) * scale - 1
+    # A dark line on both sides of the bright one, so that it shows on any picture.
+    for grow, color in ((1, PAPER), (-1, PAPER), (0, ACCENT)):
+        pen.rectangle((*(left_top - grow), *(right_bottom + grow)), outline=color)
+    seen = sample.model_frame.mul(255).round().clamp(0, 255).byte()
+    _paste(sheet, seen, left + THUMB_WIDTH + GAP, top, MODEL_WIDTH)
     row, below = sample.row, top + THUMB_HEIGHT
     rate = f"{row.fps:.4g} fps" if row.fps > 0 else "unknown rate"
-    facts = f"{row.width}x{row.height}   {rate}   {row.frames} frames   {row.codec}" + "   mirrored" * sample.flip
-    pen.text((left, below + 6), fitting_text(row.path, font, room, keep_end=True), fill=INK, font=font)
-    pen.text((left, below + 23), fitting_text(facts, font, room), fill=QUIET, font=font)
+    flipped = "   mirrored" if sample.choice.flip else ""
+    facts = f"{row.width}x{row.height}   {rate}   {row.frames} frames   {row.codec}{flipped}"
+    pen.text((left, below + 6), fitting_text(row.path, font, CARD_ROOM, keep_end=True), fill=INK, font=font)
+    pen.text((left, below + 23), fitting_text(facts, font, CARD_ROOM), fill=QUIET, font=font)
 
 
 def _paste(sheet: Image.Image, frame_CHW: Tensor, left: int, top: int, width: int) -> tuple[int, int, float]:

@@ -1,9 +1,8 @@
 """Which clip a global position gets: a pure function of the settings and (seed, epoch, position).
 
-Positions count samples over the whole run, 0, 1, 2, ...; epoch = position // files. Inside an epoch a shuffle gives
-each file exactly one position. When a file turns out to be bad, attempts 1, 2, ... draw another file from the same key.
-There is no random generator: a draw hashes its key, so it is the same in every process and in any order, and a resumed
-run only needs to know how far it was.
+Positions count samples over the whole run; epoch = position // files. Inside an epoch a shuffle gives each file one
+position. When a file is bad, attempts 1, 2, ... draw another one. There is no random generator: a draw hashes its key,
+so it is the same in every process and in any order, and a resumed run only needs to know how far it was.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ BRIGHTNESS, CONTRAST, SATURATION, HUE, BLUR_OR_NOT, BLUR_SIGMA = range(6)
 
 
 def mix(value: Any) -> Any:
-    """The output function of splitmix64: a bijection of 64-bit integers in which every bit depends on every bit.
-
-    Takes a Python int or a uint64 array.
-    """
+    """The output function of splitmix64, a bijection of 64-bit integers, for a Python int or a uint64 array."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & MASK
     return value ^ (value >> 31)
@@ -72,9 +68,7 @@ def shuffled(place: int, size: int, *key: int) -> int:
         for round_key in round_keys:
             left, right = right, left ^ (mix((right + round_key) & MASK) & half_mask)
         value = (left << half_bits) | right
-        # There are at most four times as many values as places, so this takes under four turns on average. It always
-        # ends: the cycle of a bijection through ``place`` comes back inside.
-        if value < size:
+        if value < size:  # at the latest when the cycle of this bijection comes back to ``place``
             return value
 
 
@@ -89,8 +83,6 @@ class ClipSettings:
     """Size in pixels, time in frames. Names and defaults are those of ``TrainConfig``.
 
     >>> settings = ClipSettings(height=480, width=720, n_frames=16, variant="taehv")
-
-    Raises ``UserError`` for values that cannot be meant, such as a size that the variant cannot encode.
     """
 
     height: int
@@ -113,7 +105,6 @@ class ClipSettings:
     gaussian_blur_sigma: tuple[float, float] = (0.1, 2.0)
     """Range of the standard deviation, in pixels of the clip."""
     gaussian_blur_probability: float = 0.5
-    """Share of the samples that are blurred when ``gaussian_blur`` is on."""
     allow_upscale: bool = False
     """Also use files smaller than the clip, scaled up."""
     seed: int = 42
@@ -192,7 +183,7 @@ class ClipChoice:
 
 
 def frames_needed(n_frames: int, frame_delta: int) -> int:
-    """Length of the shortest file that can give ``n_frames`` frames, each ``frame_delta`` after the one before."""
+    """Length of the shortest file that can give ``n_frames`` frames at this step."""
     return (n_frames - 1) * frame_delta + 1
 
 
@@ -228,9 +219,9 @@ def choose_clip(row: IndexRow, settings: ClipSettings, position: int, num_files:
 
 def choose_validation_clip(row: IndexRow, settings: ClipSettings) -> ClipChoice:
     """The middle of the file at the smallest step, the middle of the picture, nothing random."""
-    delta = settings.min_frame_delta
-    start = (row.frames - frames_needed(settings.n_frames, delta)) // 2
-    indices = tuple(start + delta * frame for frame in range(settings.n_frames))
+    length = frames_needed(settings.n_frames, settings.min_frame_delta)
+    start = (row.frames - length) // 2
+    indices = tuple(range(start, start + length, settings.min_frame_delta))
     return ClipChoice(frame_indices=indices, window=center_window(row.height, row.width, settings))
 
 
@@ -262,28 +253,18 @@ def _largest_scale(frame_height: int, frame_width: int, settings: ClipSettings) 
 
 def _window_size(frame_height: int, frame_width: int, settings: ClipSettings, scale: float) -> tuple[int, int]:
     """Height and width of the window at ``scale``, in whole pixels of the picture."""
-    height = min(frame_height, max(1, round(settings.height * scale)))
-    width = min(frame_width, max(1, round(settings.width * scale)))
-    return height, width
+    height, width = (max(1, round(side * scale)) for side in (settings.height, settings.width))
+    return min(frame_height, height), min(frame_width, width)
 
 
 def choose_color_and_blur(settings: ClipSettings, key: tuple[int, ...]) -> ColorAndBlur:
     """The five numbers of one sample, the same for all of its frames."""
-
-    def around(middle: float, reach: float, purpose: int) -> float:
-        return middle + reach * (2.0 * uniform(*key, purpose) - 1.0)
-
     sigma = 0.0
     if settings.gaussian_blur and uniform(*key, BLUR_OR_NOT) < settings.gaussian_blur_probability:
         low, high = settings.gaussian_blur_sigma
         sigma = low + (high - low) * uniform(*key, BLUR_SIGMA)
     if not settings.color_jitter:
         return ColorAndBlur(blur_sigma=sigma)
-    brightness, contrast, saturation, hue = settings.color_jitter_params
-    return ColorAndBlur(
-        brightness=around(1.0, brightness, BRIGHTNESS),
-        contrast=around(1.0, contrast, CONTRAST),
-        saturation=around(1.0, saturation, SATURATION),
-        hue=around(0.0, hue, HUE),
-        blur_sigma=sigma,
-    )
+    draws = zip(UNCHANGED[:4], settings.color_jitter_params, (BRIGHTNESS, CONTRAST, SATURATION, HUE), strict=True)
+    color = (middle + reach * (2.0 * uniform(*key, purpose) - 1.0) for middle, reach, purpose in draws)
+    return ColorAndBlur._make([*color, sigma])

@@ -1,7 +1,7 @@
-"""Reading the clips of a batch, and what happens to files that cannot be read.
+"""Reading the clips of a batch inside a loader worker, and what happens to files that cannot be read.
 
-The two data sets here run inside loader workers. They never raise for a bad file: what went wrong travels to the main
-process with the batch, so that the user sees one sentence and not the traceback of a worker.
+A worker does not raise for a bad file. The reason travels to the main process with the batch, so that the user sees one
+sentence and not the traceback of a worker.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -52,11 +52,7 @@ class BadFile:
 
 
 class BadFileLog:
-    """``bad_files.jsonl``: one line ``{"path": ..., "reason": ...}`` for each bad file, however often it is met.
-
-    Several ranks, and a resumed run, may write to the same file. Each line is added under a lock, after a look at what
-    is already there.
-    """
+    """``bad_files.jsonl``: one line for each bad file. Several ranks, and a resumed run, may write to the same file."""
 
     def __init__(self, file: Path) -> None:
         self.file = Path(file)
@@ -81,8 +77,7 @@ class BadFileLog:
             for bad in fresh:
                 if bad.path not in self._known:
                     self._known.add(bad.path)
-                    line_out = json.dumps({"path": bad.path, "reason": bad.reason}, ensure_ascii=True)
-                    stream.write(line_out.encode() + b"\n")
+                    stream.write(json.dumps(asdict(bad)).encode() + b"\n")
             stream.flush()
             self._read_up_to = stream.tell()
 
@@ -96,10 +91,7 @@ class BadFileLog:
 
 @dataclass(kw_only=True)
 class BadFileWatch:
-    """Follows one loader: names each bad file once in the log, and stops the run when their share is too large.
-
-    The share is bad reads / reads since the loader started, judged from ``TRIES_BEFORE_JUDGEMENT`` reads on.
-    """
+    """Follows one loader: names each bad file once in the log, and stops the run when too many reads were bad."""
 
     limit: float = DEFAULT_BAD_FILE_LIMIT
     written_to: BadFileLog | None = None
@@ -117,7 +109,6 @@ class BadFileWatch:
                 log.warning("bad file %s skipped: %s", bad.path, bad.reason)
         if self.written_to is not None:
             self.written_to.add(*bad_files)
-        self.judge()
 
     def judge(self) -> None:
         """Raise ``UserError`` where the share of bad reads is above the limit."""
@@ -133,16 +124,15 @@ class BadFileWatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipBatch:
-    """A batch as the trainer gets it."""
+    """A batch as the trainer gets it. Its tensors are on the CPU."""
 
     frames: Tensor
-    """uint8 RGB, NTCHW, 0..255, on the CPU; without color jitter and blur, which ``model_input`` applies."""
+    """uint8 RGB, NTCHW, 0..255; without color jitter and blur, which ``model_input`` applies."""
     color_and_blur: Tensor
-    """float32 (N, 5): brightness, contrast, saturation, hue, blur sigma of each sample, on the CPU."""
+    """float32 (N, 5): brightness, contrast, saturation, hue, blur sigma of each sample."""
     names: list[str]
     """The file of each sample, relative to the data root."""
     positions: list[int]
-    """The global position of each sample."""
     epoch: int
     """Of the first sample; a batch may run on into the next epoch."""
 
@@ -162,31 +152,25 @@ class ClipBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadBatch:
-    """What a worker hands over: the batch, and what happened on the way."""
+    """What a worker hands over: the batch (None where it has no clip), and what happened on the way."""
 
     batch: ClipBatch | None = None
-    """None when not a single clip could be read."""
     bad_files: tuple[BadFile, ...] = ()
     num_tries: int = 0
     failure: str = ""
-    """Set when the run cannot continue: a training position found no readable file, or shared memory is full."""
+    """Why the run cannot continue."""
     loan: Loan | None = None
-    """Of the worker's buffer that holds the frames."""
     cache_event: CacheEvent = ""
-    """What happened to the decoded cache in this worker so far."""
 
     def pin_memory(self) -> ReadBatch:
         return replace(self, batch=None if self.batch is None else self.batch.pin_memory())
 
 
-class _Clips(torch.utils.data.Dataset[ReadBatch]):
-    """Batches by position; subclasses say which files and clips may fill a position."""
+class Clips(torch.utils.data.Dataset[ReadBatch]):
+    """Batches by position: global positions in training, the numbers of the files in validation."""
 
-    must_fill: bool
-
-    def __init__(self, clips: ClipSet, settings: ClipSettings, board: Tensor | None = None) -> None:
-        self.clips = clips
-        self.settings = settings
+    def __init__(self, clips: ClipSet, settings: ClipSettings, *, training: bool, board: Tensor | None) -> None:
+        self.clips, self.settings, self.training = clips, settings, training
         self.cache: DecodedCache | None = None
         if settings.decoded_cache_gb > 0:  # what is used from now on stays there for this loader
             folder = settings.decoded_cache_dir or default_cache_dir()
@@ -195,9 +179,16 @@ class _Clips(torch.utils.data.Dataset[ReadBatch]):
         self._buffers = WorkerBuffers(board)
         self._num_read = 0
 
-    def candidates(self, position: int) -> Iterator[tuple[IndexRow, ClipChoice]]:
-        """The clips for a position: the first one that can be read is taken."""
-        raise NotImplementedError
+    def _candidates(self, position: int) -> Iterator[tuple[IndexRow, ClipChoice]]:
+        """The clips for a position: the first one that can be read is taken. Validation has no second choice."""
+        if not self.training:
+            row = self.clips.row(position)
+            yield row, choose_validation_clip(row, self.settings)
+            return
+        num_files = len(self.clips)
+        for attempt in range(MAX_ATTEMPTS):
+            row = self.clips.row(file_of(position, num_files, self.settings.seed, attempt))
+            yield row, choose_clip(row, self.settings, position, num_files, attempt)
 
     def __getitems__(self, positions: list[int]) -> ReadBatch:
         shape = (len(positions), self.settings.n_frames, 3, self.settings.height, self.settings.width)
@@ -208,7 +199,7 @@ class _Clips(torch.utils.data.Dataset[ReadBatch]):
         taken: list[tuple[int, IndexRow, ClipChoice]] = []
         bad: list[BadFile] = []
         for position in positions:
-            for row, choice in self.candidates(position):
+            for row, choice in self._candidates(position):
                 try:
                     read_clip(self.clips.index, row, choice, self.settings, self.cache, out=frames[len(taken)])
                 except (UnreadableVideoError, OSError) as fault:
@@ -219,8 +210,12 @@ class _Clips(torch.utils.data.Dataset[ReadBatch]):
                 free_clip_memory(self._num_read)
                 break
             else:
-                if self.must_fill:
-                    failure = _storage_failure(position, bad[-1])
+                if self.training:
+                    failure = (
+                        f"{MAX_ATTEMPTS} files in a row could not be read at position {position}; the last was "
+                        f"{bad[-1].path!r}: {bad[-1].reason}; look whether the storage is still mounted, or run "
+                        "`tinyvae data check`"
+                    )
                     return ReadBatch(bad_files=tuple(bad), num_tries=len(taken) + len(bad), failure=failure)
         batch = ClipBatch(
             frames=frames[: len(taken)],
@@ -238,35 +233,6 @@ class _Clips(torch.utils.data.Dataset[ReadBatch]):
         )
 
 
-class TrainClips(_Clips):
-    """Training clips by global position. Another file takes the place of a bad one."""
-
-    must_fill = True
-
-    def candidates(self, position: int) -> Iterator[tuple[IndexRow, ClipChoice]]:
-        num_files = len(self.clips)
-        for attempt in range(MAX_ATTEMPTS):
-            row = self.clips.row(file_of(position, num_files, self.settings.seed, attempt))
-            yield row, choose_clip(row, self.settings, position, num_files, attempt)
-
-
-class ValidationClips(_Clips):
-    """Validation clips; position i is the i-th file of the set. A bad file leaves its place empty."""
-
-    must_fill = False
-
-    def candidates(self, position: int) -> Iterator[tuple[IndexRow, ClipChoice]]:
-        row = self.clips.row(position)
-        yield row, choose_validation_clip(row, self.settings)
-
-
-def _storage_failure(position: int, last: BadFile) -> str:
-    return (
-        f"{MAX_ATTEMPTS} files in a row could not be read at position {position}; the last was {last.path!r}: "
-        f"{last.reason}; look whether the storage is still mounted, or run `tinyvae data check`"
-    )
-
-
 def read_clip(
     index: VideoIndex,
     row: IndexRow,
@@ -276,10 +242,7 @@ def read_clip(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One clip (uint8 RGB, TCHW, clip size), written to ``out`` if given.
-
-    ``UnreadableVideoError`` or ``OSError`` when the file cannot give it.
-    """
+    """One clip (uint8 RGB, TCHW, clip size), written to ``out`` if given; an error when the file cannot give it."""
     path = index.full_path(row)
     size = os.stat(path).st_size
     if size != row.file_bytes:
@@ -288,18 +251,17 @@ def read_clip(
     if out is None:
         out = torch.empty((settings.n_frames, 3, settings.height, settings.width), dtype=torch.uint8)
     window, info, timeout_s = choice.window, index.info(row), settings.decode_timeout_s
-    cached = None if cache is None else cache.clip(path, info, choice.frame_indices, window, timeout_s=timeout_s)
-    if cached is not None:
-        return finish_clip(cached, out, choice.flip)
-    native = (window.height, window.width) == (settings.height, settings.width)
-    frames = read_frames(
-        path,
-        choice.frame_indices,
-        info=info,
-        timeout_s=timeout_s,
-        window=(window.top, window.left, window.height, window.width),
-        out=out if native else None,
-    )
+    frames = None if cache is None else cache.clip(path, info, choice.frame_indices, window, timeout_s=timeout_s)
+    if frames is None:
+        is_native = (window.height, window.width) == (settings.height, settings.width)
+        frames = read_frames(
+            path,
+            choice.frame_indices,
+            info=info,
+            timeout_s=timeout_s,
+            window=(window.top, window.left, window.height, window.width),
+            out=out if is_native else None,
+        )
     return finish_clip(frames, out, choice.flip)
 
 

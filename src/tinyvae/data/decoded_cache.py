@@ -1,16 +1,10 @@
 """Whole files as raw frames on a fast disk, for data sets small enough to be read many times over.
 
-A clip of 12 frames out of a file with a key frame every 48 costs about 36 decoded frames. On a few gigabytes of video
-that a GPU reads hundreds of times, decoding is the bottleneck of the training step. With a cache each file is decoded
-once, its frames are written as they are, and later clips read only the rows that they need. A clip holds the same
-frames with and without the cache.
+Each file is decoded once, and later clips read only the rows that they need. A clip has the same frames with and
+without the cache. Rows are read, not mapped: where page faults are slow (in a sandbox) a map cost 16 ms a clip.
 
-Rows are read, not mapped: a clip touches thousands of pages, and where page faults are slow (in a sandbox) a map cost
-16 ms a clip.
-
-Any number of processes share one folder without a lock. A copy appears by one rename and goes by one unlink, so a
-reader has a whole file or none, and one that has it open reads it to its end. Each use sets the file's time of change.
-Where room is needed, the copy that was not used for the longest time goes first.
+Any number of processes share one folder without a lock: a copy appears by one rename and goes by one unlink. Each use
+sets the file's time of change. Where room is needed, the copy that was not used for the longest time goes first.
 """
 
 from __future__ import annotations
@@ -52,11 +46,10 @@ def default_cache_dir() -> Path:
 
 
 class DecodedCache:
-    """A folder of raw RGB frames, one file per video, never larger than ``max_gb`` GiB (plus or minus one file per
-    worker that is being written).
+    """A folder of raw RGB frames, one file per video, never larger than ``max_gb`` GiB (and one file per worker).
 
-    ``keep_used_since`` (a time of `time.time`): copies used after it are not deleted for others. A run sets it to its
-    start. It comes back to each of its videos equally often, so to delete one of them for another gains nothing.
+    Copies used after ``keep_used_since`` (a time of `time.time`) are not deleted for others. A run sets it to its
+    start: it needs each of its videos equally often, so to delete one of them for another gains nothing.
     """
 
     def __init__(self, folder: Path, *, max_gb: float, keep_used_since: float = math.inf) -> None:
@@ -68,10 +61,7 @@ class DecodedCache:
     def clip(
         self, path: Path, info: VideoInfo, frame_indices: Sequence[int], window: CropWindow, *, timeout_s: float
     ) -> Tensor | None:
-        """The window of some frames of a video, uint8 TCHW RGB; None where the cache has no room for the video.
-
-        Raises `UnreadableVideoError` where the file does not give the frames that its index entry promises.
-        """
+        """The window of some frames of a video, uint8 TCHW RGB; None where the cache has no room for the video."""
         file = self.folder / self._name(path)
         shape = (info.frames, CHANNELS, info.height, info.width)
         stream = _open_whole(file, math.prod(shape))
@@ -162,7 +152,5 @@ def _read_window(
         first_row = (index * CHANNELS + channel) * frame_height + window.top
         stream.seek(first_row * frame_width)
         if stream.readinto(rows.data) != rows.nbytes:
-            raise UnreadableVideoError(
-                Path(stream.name), "this decoded copy became shorter while it was read; delete it"
-            )
+            raise UnreadableVideoError(Path(stream.name), "this decoded copy became shorter during a read; delete it")
         plane[:] = rows[:, window.left : window.left + window.width]

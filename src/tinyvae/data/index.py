@@ -1,13 +1,11 @@
 """The index of a data set: one file with one row for each video, read by memory map and written through a journal.
 
 The file holds 64 KiB of header (magic bytes, then JSON), the rows (``ROW``, sorted by the hash of the path), and the
-text (paths and, for bad files, reasons). The order by hash makes the index the same whatever order the files were
-listed in, and finds a path by binary search. Mapped pages count as memory of each process that touches them. So
-readers go through the rows in chunks and give the pages back as they go.
+text (paths and, for bad files, reasons). The order by hash does not depend on how the files were listed, and finds a
+path by binary search. Mapped pages count as memory of each process that touches them, so readers give them back.
 
-A build appends each row to two files beside the index, ``INDEX.new-rows`` and ``INDEX.new-text``. A killed build
-leaves them behind. The next one makes ``INDEX.resume`` from them (an index too) and looks there before it probes a file
-again. The finished index gets its name at once, so a reader sees the old one or the new one.
+A build appends each row to ``INDEX.new-rows`` and ``INDEX.new-text``. If it is killed, the next one makes
+``INDEX.resume`` from them (an index too) and looks there before it probes a file again.
 """
 
 from __future__ import annotations
@@ -37,10 +35,8 @@ HEADER_BYTES = 1 << 16
 CHUNK_ROWS = 1 << 17
 ROWS_PER_FLUSH = 256
 MAX_REASON_BYTES = 600
-LOOKUPS_BEFORE_RELEASE = 8
-"""With large folios one touch of the page cache maps 2 MB: this many lookups hold about 16 MB."""
-SPLITS = ("", "train", "val", "test")
-"""A row stores the place of its split in this list."""
+LOOKUPS_BEFORE_RELEASE = 8  # one touch of the page cache may map 2 MB
+SPLITS = ("", "train", "val", "test")  # a row stores the place of its split in this list
 
 
 def _column(dtype: str, default: Any) -> Any:
@@ -99,7 +95,7 @@ class VideoIndex:
         self.has_splits: bool = self.header["has_splits"]
         """Whether the source gave the split of at least one file."""
         self.fingerprint: str = self.header["fingerprint"]
-        """Changes when a file is added, removed, replaced or changes its split; not when the data root moves."""
+        """Changes with the files and their splits; not when the data root moves."""
         self._root_given = data_root
         with open(self.file, "rb") as stream:
             self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
@@ -131,7 +127,7 @@ class VideoIndex:
         return self.data_root / row.path
 
     def info(self, row: IndexRow) -> VideoInfo:
-        """The probe's result as the decoder wants it, without touching the file."""
+        """The probe's result as the decoder wants it; the file is not opened."""
         from tinyvae.video.decode import VideoInfo
 
         known = {name: getattr(row, name) for name in VideoInfo.__dataclass_fields__ if name != "path"}
@@ -241,7 +237,8 @@ class IndexJournal:
         """What earlier builds left behind."""
         if self._first_row:
             resume = _beside(output, "resume")
-            _write_index(resume, self._journal_rows(0), self._text_file, 0, {"data_root": "", "source": ""})
+            header = {"data_root": "", "source": ""}
+            _write_index(resume, self._journal_rows(0), self._text_file, 0, header, final=False)
             self.resumed = open_index(resume)
 
     def append(self, row: IndexRow) -> None:
@@ -267,9 +264,7 @@ class IndexJournal:
         """Write the index in place of the old one and remove the journal. Returns how many rows were repeats."""
         self.flush()
         rows = self._journal_rows(self._first_row)
-        num_repeats = _write_index(
-            self.output, rows, self._text_file, self._first_text, header, refuse_split_conflicts=True
-        )
+        num_repeats = _write_index(self.output, rows, self._text_file, self._first_text, header, final=True)
         self.close()
         for name in ("new-rows", "new-text", "resume", "lock"):
             _beside(self.output, name).unlink(missing_ok=True)
@@ -301,20 +296,14 @@ class IndexJournal:
 
 
 def _write_index(
-    output: Path,
-    rows: npt.NDArray[Any],
-    text_file: Path,
-    first_text: int,
-    header: dict[str, Any],
-    *,
-    refuse_split_conflicts: bool = False,
+    output: Path, rows: npt.NDArray[Any], text_file: Path, first_text: int, header: dict[str, Any], *, final: bool
 ) -> int:
     """Sort the journal's rows by path hash and write them without repeats. Returns how many repeats there were.
 
-    ``first_text``: where the text of these rows starts in ``text_file``.
+    ``first_text``: where the text of these rows starts; ``final``: refuse a file that is listed with two splits.
     """
     order = np.argsort(np.array(rows["path_hash"]), kind="stable")
-    order = _without_repeats(rows, order, text_file, refuse_split_conflicts)
+    order = _without_repeats(rows, order, text_file, final)
     digest = hashlib.blake2b(digest_size=16)
     num_bad, has_splits = 0, False
     with atomic_write(output) as out, open(text_file, "rb") as text:

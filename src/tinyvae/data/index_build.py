@@ -1,11 +1,10 @@
 """Building or updating an index: list the source, probe what is new, and keep what is known.
 
-The source is read twice: once to check every entry and to count (a wrong path ends the build in seconds, and the
-progress bar knows its end), once to probe. A second build over the same output probes only files that are new, have
-another size or time, or were bad before. A killed build continues where it was.
+The source is read twice: once to check and count its entries (a wrong path ends the build in seconds), once to probe.
+A second build probes only files that are new, changed or were bad. A killed build continues where it was.
 
-Files are probed in parallel processes, and no file can stop or hang the rest. When a process dies or never answers,
-each file of its batch is probed again in a process of its own, and the one at fault becomes a bad file.
+Files are probed in parallel processes. When a process dies or never answers, each file of its batch is probed again in
+a process of its own, and the one at fault becomes a bad file.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tinyvae.data.annotations import VideoEntry, default_data_root, iterate_entries
 from tinyvae.data.index import IndexJournal, IndexRow, VideoIndex, hash_of_path, is_index, open_index
@@ -35,8 +34,7 @@ from tinyvae.video.decode import VideoInfo, probe_video
 log = logging.getLogger(__name__)
 
 CACHED_INDEX = "data_index.tvi"
-BATCH = 8
-BATCHES_AHEAD = 4
+BATCH, BATCHES_AHEAD = 8, 4
 GRACE_S = 30.0
 """How much longer than the deadlines of its files together a batch may take before its process is killed."""
 
@@ -46,8 +44,6 @@ Probe = Callable[..., VideoInfo]
 
 @dataclass(frozen=True, kw_only=True)
 class BuildReport:
-    """What a build did."""
-
     index: VideoIndex
     num_probed: int
     num_reused: int
@@ -83,33 +79,31 @@ def build_index(
         data_root: folder that relative paths start from; default: the tree itself, or the annotation file's folder.
         num_workers: probing processes; default: one per CPU core, 0 probes in this process.
         timeout_s: deadline for each file.
-        thorough: decode every frame of every file, so that damage is found now. Otherwise packets are read and one
-            frame is decoded, and damage in the middle of a file is found (and counted) when it is read.
+        thorough: decode every frame, so that damage in the middle of a file is found now and not when it is read.
         probe: what looks at one file.
     """
     started = time.monotonic()
     source, output = Path(source), Path(output)
     _check_output(source, output)
-    num_entries, paths_sum = _survey(source, data_root)
+    facts = _survey(source, data_root)
+    num_entries, root = facts["num_entries"], facts["data_root"]
     if num_entries == 0:
         raise UserError(f"{source} lists no video file; give a folder or an annotation file with at least one")
-    root = os.path.abspath(data_root if data_root is not None else default_data_root(source))
     journal = IndexJournal(output)
     known = [index for index in (journal.resumed, _open_usable(output)) if index is not None]
     tasks = (
-        ProbeTask(entry=entry, full_path=os.path.join(root, entry.path), known=_known_row(entry.path, known, thorough))
+        ProbeTask(entry, os.path.join(root, entry.path), _known_row(entry.path, known, thorough))
         for entry in iterate_entries(source, data_root)
     )
     look = functools.partial(_row_of, probe=probe, timeout_s=timeout_s, thorough=thorough)
     rows = _probe_all(tasks, look, usable_cores() if num_workers is None else num_workers, timeout_s)
     counts: Counter[bool] = Counter()
-    header = {"data_root": root, "source": os.path.abspath(source), "source_state": _state_of(source)}
     bar = progress_bar(rows, total=num_entries, unit="file", desc="indexing", disable=not show_progress_bar)
     try:
         for row, is_new in bar:
             journal.append(row)
             counts[is_new] += 1
-        num_duplicates = journal.finish(header | {"num_entries": num_entries, "paths_sum": paths_sum})
+        num_duplicates = journal.finish(facts)
     finally:
         bar.close()
         journal.close()
@@ -122,37 +116,18 @@ def build_index(
     )
 
 
-def open_or_build_index(
-    source: Path,
-    *,
-    data_root: Path | None = None,
-    cache_dir: Path,
-    is_main: bool = True,
-    barrier: Callable[[], None] = lambda: None,
-    **options: Any,
-) -> VideoIndex:
+def open_or_build_index(source: Path, *, data_root: Path | None = None, cache_dir: Path, **options: Any) -> VideoIndex:
     """The index of ``source``: itself when it is an index, else ``cache_dir/data_index.tvi``, built where needed.
 
     >>> index = open_or_build_index(Path("videos/"), cache_dir=Path("output"))  # doctest: +SKIP
 
-    The main rank alone lists and probes; all ranks then meet at ``barrier`` and open the file. For large data run
-    ``tinyvae data index`` first: ranks wait at the barrier no longer than the process group's timeout. ``options`` are
-    those of `build_index`.
+    ``options`` are those of `build_index`. Of several ranks, one must call it before the others.
     """
     source = Path(source)
     if is_index(source):
         return open_index(source, data_root)
     output = Path(cache_dir) / CACHED_INDEX
-    try:
-        if is_main:
-            bring_up_to_date(source, output, data_root=data_root, **options)
-    finally:
-        barrier()  # also after a failure: the others wait there
-    if not is_main and not _is_current(source, output, data_root):
-        raise UserError(
-            f"the index {output} of {source} is not here: the main process could not index it (its own message says "
-            "why), or the folder is not on storage that all machines share"
-        )
+    bring_up_to_date(source, output, data_root=data_root, **options)
     return open_index(output)
 
 
@@ -163,32 +138,31 @@ def bring_up_to_date(source: Path, output: Path, *, data_root: Path | None = Non
         log.info("indexed %s: %s", source, report.sentence())
 
 
-def _survey(source: Path, data_root: Path | None) -> tuple[int, int]:
-    """(number of entries, sum of their path hashes): equal where a source lists the same files. Constant memory."""
-    count = paths_sum = 0
+def _place(source: Path, data_root: Path | None) -> dict[str, Any]:
+    """What the header of an index says of its source, as far as no list must be read for it."""
+    found = source.stat()
+    return {
+        "data_root": os.path.abspath(data_root if data_root is not None else default_data_root(source)),
+        "source": os.path.abspath(source),
+        "source_state": [] if source.is_dir() else [found.st_size, found.st_mtime_ns],
+    }
+
+
+def _survey(source: Path, data_root: Path | None) -> dict[str, Any]:
+    """All that the header says of its source: equal where it lists the same files. Constant memory."""
+    num_entries = paths_sum = 0
     for entry in iterate_entries(source, data_root):
-        count += 1
+        num_entries += 1
         paths_sum = (paths_sum + hash_of_path(entry.path)) % (1 << 64)
-    return count, paths_sum
+    return _place(source, data_root) | {"num_entries": num_entries, "paths_sum": paths_sum}
 
 
 def _is_current(source: Path, output: Path, data_root: Path | None) -> bool:
     """Whether the index ``output`` still lists the files of ``source``. No video and no unchanged list is read."""
     index = _open_usable(output)
-    if index is None or not source.exists():
+    if index is None or not source.exists() or not _place(source, data_root).items() <= index.header.items():
         return False
-    root = os.path.abspath(data_root if data_root is not None else default_data_root(source))
-    header = index.header
-    if header["source"] != os.path.abspath(source) or header["data_root"] != root:
-        return False
-    if not source.is_dir():
-        return bool(header["source_state"] == _state_of(source))
-    return (header["num_entries"], header["paths_sum"]) == _survey(source, data_root)
-
-
-def _state_of(source: Path) -> list[int]:
-    found = source.stat()
-    return [] if source.is_dir() else [found.st_size, found.st_mtime_ns]
+    return not source.is_dir() or _survey(source, data_root).items() <= index.header.items()
 
 
 def _open_usable(file: Path) -> VideoIndex | None:
@@ -221,8 +195,7 @@ def _known_row(path: str, known: list[VideoIndex], thorough: bool) -> IndexRow |
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbeTask:
+class ProbeTask(NamedTuple):
     """One file to look at, and what an earlier index says of it if it was good then."""
 
     entry: VideoEntry
@@ -231,10 +204,7 @@ class ProbeTask:
 
 
 def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) -> tuple[IndexRow, bool]:
-    """The row of one file, and whether it was probed. A file as it was when it was last found good is not opened.
-
-    Only errors of the file become a reason; our own bugs pass through.
-    """
+    """The row of one file, and whether it was probed. A file as it was when it was last found good is not opened."""
     row = IndexRow(path=task.entry.path, split=task.entry.split)
     try:
         found = os.stat(task.full_path)

@@ -2,8 +2,7 @@
 
 Batch b of rank r, with B samples per rank and N ranks, takes the global positions
 ``start_sample + b·N·B + r·B .. + B - 1``. So N ranks together see what one rank with N·B sees, and a run that continues
-after k samples passes ``start_sample=k``, whatever its batch size, ranks or workers are now. Epochs follow each other
-without a gap: the last batch of an epoch runs on into the next, and nothing is dropped or seen twice.
+after k samples passes ``start_sample=k``. Epochs follow each other without a gap.
 """
 
 from __future__ import annotations
@@ -11,27 +10,19 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from tinyvae.data.clip import ClipSettings
-from tinyvae.data.clip_reading import (
-    BadFile,
-    BadFileLog,
-    BadFileWatch,
-    ClipBatch,
-    ReadBatch,
-    TrainClips,
-    ValidationClips,
-)
-from tinyvae.data.decoded_cache import GIB, CacheEvent
+from tinyvae.data.clip_reading import BadFile, BadFileLog, BadFileWatch, ClipBatch, Clips, ReadBatch
+from tinyvae.data.decoded_cache import CacheEvent
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
-from tinyvae.data.workers import BorrowedBatches, make_board, no_child_handler, signals_held_back, start_worker
+from tinyvae.data.workers import BorrowedBatches, make_board, start_worker, starting_workers
 from tinyvae.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -40,32 +31,23 @@ MAX_LOST_IN_A_ROW = 3
 """How often workers may be lost without a batch between before the loader gives up."""
 
 
-class BatchPositions(Sampler[list[int]]):
-    """The positions of each batch of one rank, from batch ``first`` on. ``num_batches`` None: without end."""
-
-    def __init__(self, positions_of: Callable[[int], range], num_batches: int | None, first: int = 0) -> None:
-        self.positions_of, self.num_batches, self.first = positions_of, num_batches, first
-
-    def __iter__(self) -> Iterator[list[int]]:
-        numbers = count(self.first) if self.num_batches is None else range(self.first, self.num_batches)
-        return (list(self.positions_of(number)) for number in numbers)
-
-
 class _Loader:
     """What training and validation share: workers that signals do not reach and that are replaced when one is killed,
     bad files that are counted, and buffers that go back to their worker."""
 
     def __init__(
         self,
-        clips: TrainClips | ValidationClips,
-        positions: BatchPositions,
+        clips: Clips,
+        positions_of: Callable[[int], range],
+        num_batches: int | None,
         watch: BadFileWatch,
         *,
         num_workers: int,
         prefetch_factor: int,
         pin_memory: bool,
     ) -> None:
-        self._clips, self._positions, self.bad_files = clips, positions, watch
+        self._clips, self.bad_files = clips, watch
+        self._positions_of, self._num_batches = positions_of, num_batches
         self._make_loader = partial(
             DataLoader,
             clips,
@@ -78,14 +60,18 @@ class _Loader:
             # run would not continue with the random state that it had saved.
             generator=torch.Generator().manual_seed(0),
         )
-        self._loader = self._make_loader(batch_sampler=positions)
+
+    def _positions(self, first: int) -> Iterator[list[int]]:
+        """The positions of each batch of this rank, from batch ``first`` on."""
+        numbers = count(first) if self._num_batches is None else range(first, self._num_batches)
+        return (list(self._positions_of(number)) for number in numbers)
 
     def _reads(self) -> Iterator[ReadBatch]:
         """Every batch. A clip depends on its position alone, so new workers continue exactly where lost ones were."""
-        loader, num_done, num_lost = self._loader, 0, 0
+        num_done = num_lost = 0
         while True:
             try:
-                for read in self._reads_of(loader):
+                for read in self._reads_from(num_done):
                     num_lost = 0
                     num_done += 1
                     yield read
@@ -94,9 +80,6 @@ class _Loader:
                 reason = str(fault).splitlines()[0]
                 if not reason.startswith(("DataLoader worker (pid", "Pin memory thread exited")):
                     raise
-            loader = self._loader = self._make_loader(
-                batch_sampler=self._positions
-            )  # the other workers of the broken one end
             num_lost += 1
             if num_lost == MAX_LOST_IN_A_ROW:
                 raise UserError(
@@ -105,19 +88,18 @@ class _Loader:
                     "latest. See docs/troubleshooting.md#a-killed-loader-process"
                 )
             log.warning(
-                "a process that loads clips was killed (%s), most often because the machine's main memory is full; "
-                "going on with fresh ones. Where it comes again and again, use fewer --dataloader_num_workers.",
-                reason,
+                f"a process that loads clips was killed ({reason}), most often because the machine's main memory is "
+                "full; going on with fresh ones. If it happens often, use fewer --dataloader_num_workers."
             )
-            remaining = BatchPositions(self._positions.positions_of, self._positions.num_batches, num_done)
-            loader = self._make_loader(batch_sampler=remaining)
 
-    def _reads_of(self, loader: DataLoader[ReadBatch]) -> Iterator[ReadBatch]:
+    def _reads_from(self, first: int) -> Iterator[ReadBatch]:
         borrowed = BorrowedBatches(self._clips.board)
-        with signals_held_back(), no_child_handler():
-            reads = iter(loader)
+        with starting_workers():
+            reads = iter(self._make_loader(batch_sampler=self._positions(first)))
         for read in reads:
             self.bad_files.see(read.bad_files, read.num_tries)
+            if self._clips.training:
+                self.bad_files.judge()
             if read.failure:
                 raise UserError(read.failure)
             if read.batch is not None:
@@ -139,25 +121,21 @@ class TrainLoader(_Loader):
             yield read.batch
 
     def _tell_of_cache(self, event: CacheEvent) -> None:
-        cache = self._clips.cache
-        assert cache is not None, "no event without a cache"
+        assert self._clips.cache is not None, "no event without a cache"
+        folder, size_gb = self._clips.cache.folder, self._clips.settings.decoded_cache_gb
         if event == "evicts":
-            log.info("the decoded cache in %s makes room: files of earlier runs are deleted", cache.folder)
-            return
-        log.warning(
-            "the decoded cache in %s is full: decoded_cache_gb (%.3g) or the disk does not hold all files of this run, "
-            "and clips of the others are decoded each time; raise decoded_cache_gb, or name another decoded_cache_dir",
-            cache.folder,
-            cache.max_bytes / GIB,
-        )
+            log.info("the decoded cache in %s makes room: files of earlier runs are deleted", folder)
+        else:
+            log.warning(
+                f"the decoded cache in {folder} is full: decoded_cache_gb ({size_gb:.3g}) or the disk does not hold "
+                "all files of this run, and clips of the others are decoded each time; raise decoded_cache_gb, or "
+                "name another decoded_cache_dir"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationReads:
-    """What happened when one rank read the validation clips.
-
-    ``num_clips`` and ``first_bad`` are those of the newest iteration, the tries those of all iterations so far.
-    """
+    """Clips and first bad file of one rank's newest validation, and the tries of all its validations so far."""
 
     num_clips: int = 0
     first_bad: BadFile | None = None
@@ -168,22 +146,14 @@ class ValidationReads:
 class ValidationLoader(_Loader):
     """Iterate for this rank's share of the validation clips: the same tensors every time.
 
-    A single process judges the bad files itself at the end of each iteration. Several ranks must not, each by its own
-    share: they exchange their ``reads`` after an iteration, and each gives all of them to `check`.
+    A single process (``is_alone``) judges the bad files itself at the end of each iteration. Several ranks exchange
+    their ``reads`` after an iteration instead, and each gives all of them to `check`.
     """
 
-    def __init__(
-        self, *parts: Any, num_samples_all_ranks: int, is_alone: bool, bad_file_limit: float, **options: Any
-    ) -> None:
+    def __init__(self, *parts: Any, is_alone: bool, **options: Any) -> None:
         super().__init__(*parts, **options)
-        self.num_samples_all_ranks = num_samples_all_ranks
         self.reads = ValidationReads()
-        self._is_alone, self._bad_file_limit = is_alone, bad_file_limit
-
-    def __len__(self) -> int:
-        """Batches of this rank, when no file is bad."""
-        assert self._positions.num_batches is not None, "validation has an end"
-        return self._positions.num_batches
+        self._is_alone = is_alone
 
     def __iter__(self) -> Iterator[ClipBatch]:
         num_clips, first_bad = 0, None
@@ -208,9 +178,8 @@ class ValidationLoader(_Loader):
             return
         if not any(of_rank.num_clips for of_rank in reads):
             raise UserError(f"not one validation clip could be read; the first was {first.path!r}: {first.reason}")
-        BadFileWatch(
-            limit=self._bad_file_limit,
-            written_to=self.bad_files.written_to,
+        replace(
+            self.bad_files,
             num_tries=sum(of_rank.num_tries for of_rank in reads),
             num_bad_tries=sum(of_rank.num_bad_tries for of_rank in reads),
             named={first.path: first.reason},
@@ -237,11 +206,9 @@ def make_train_loader(
     ...     frames_NTCHW = batch.model_input("cuda")
 
     Args:
-        clips: the training side of ``split``.
         batch_size: samples of one batch of this rank.
         start_sample: samples that all ranks together have consumed before.
         bad_file_limit: share of bad reads above which iterating raises ``UserError``.
-        bad_file_log: where bad files are named.
     """
     _check_counts(batch_size, rank, world_size, num_workers)
     if len(clips) == 0:
@@ -253,10 +220,10 @@ def make_train_loader(
         first = start_sample + (batch * world_size + rank) * batch_size
         return range(first, first + batch_size)
 
-    dataset = TrainClips(clips, settings, make_board(num_workers))
     return TrainLoader(
-        dataset,
-        BatchPositions(positions_of, None),
+        Clips(clips, settings, training=True, board=make_board(num_workers)),
+        positions_of,
+        None,  # without end
         BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
@@ -280,9 +247,8 @@ def make_validation_loader(
 ) -> ValidationLoader:
     """Validation batches of this rank: one clip from the middle of each file, center crop, nothing random.
 
-    The first ``num_samples`` files of the set (all, when None or more than there are), in the order of the index, which
-    is that of a hash and so a fair sample. Rank r takes samples r, r + N, r + 2N, ...: no sample comes twice, and a
-    rank may have one batch fewer than another. A bad file is left out, and named.
+    The first ``num_samples`` files of the set (None: all) in the order of the index, which is that of a hash and so a
+    fair sample. Rank r takes samples r, r + N, r + 2N, ... A bad file is left out, and named.
     """
     _check_counts(batch_size, rank, world_size, num_workers)
     if num_samples is not None and num_samples < 1:
@@ -291,20 +257,15 @@ def make_validation_loader(
     if total == 0:
         raise UserError(f"the {clips.name} set of {clips.index.source} is empty; there is nothing to validate on")
     own = range(rank, total, world_size)
-    positions = BatchPositions(
-        lambda batch: own[batch * batch_size : (batch + 1) * batch_size], math.ceil(len(own) / batch_size)
-    )
-    dataset = ValidationClips(clips, settings, make_board(num_workers))
     return ValidationLoader(
-        dataset,
-        positions,
-        BadFileWatch(limit=1.0, written_to=bad_file_log),  # it names and counts; `check` judges
+        Clips(clips, settings, training=False, board=make_board(num_workers)),
+        lambda batch: own[batch * batch_size : (batch + 1) * batch_size],
+        math.ceil(len(own) / batch_size),
+        BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
-        num_samples_all_ranks=total,
         is_alone=world_size == 1,
-        bad_file_limit=bad_file_limit,
     )
 
 

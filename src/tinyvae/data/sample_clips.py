@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -16,8 +15,7 @@ from tinyvae.files import atomic_write
 from tinyvae.video.write import VideoWriter
 
 FPS = 24
-LENS_SIGMA = 2.2  # pixels at LENS_HEIGHT; drawn edges are sharper than any camera's, and would be all that is learned
-LENS_HEIGHT = 128
+LENS_SIGMA = 2.2 / 128  # of the height; drawn edges are sharper than any camera's, and would be all that is learned
 VALIDATION_EVERY = 5
 
 
@@ -35,8 +33,8 @@ def write_sample_clips(
 
     >>> write_sample_clips(Path("sample_clips"), count=10)  # doctest: +SKIP
 
-    Clip ``i`` depends on (seed, i, size, length) alone, so a smaller set is the beginning of a larger one. Clips
-    already there are an error unless ``overwrite``; other files in the folder are left alone.
+    A smaller set is the beginning of a larger one. Clips that are there already are an error unless ``overwrite``;
+    other files in the folder stay as they are.
     """
     folder = Path(folder)
     if count < 1 or frames < 1:
@@ -48,42 +46,26 @@ def write_sample_clips(
     names = [clip_name(number) for number in range(count)]
     present = [name for name in (*names, "annotations.json") if (folder / name).exists()]
     if present and not overwrite:
-        raise FileExistsAlreadyError(
-            f"{folder / present[0]} exists already; name an empty folder or ask for it to be overwritten"
-        )
+        raise FileExistsAlreadyError(f"{folder / present[0]} exists already; name an empty folder or ask to overwrite")
     for split in ("train", "val"):
         (folder / split).mkdir(parents=True, exist_ok=True)
-    with _one_thread():
+    quality: Any = {"crf": 16, "preset": "veryfast", "key_interval": 12}
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the pictures are so small that threads only wait for each other
+    try:
         for number, name in enumerate(names):
             clip_TCHW = render_clip(number, height=height, width=width, frames=frames, seed=seed)
-            with VideoWriter(
-                folder / name,
-                fps=FPS,
-                width=width,
-                height=height,
-                crf=16,
-                preset="veryfast",
-                key_interval=12,
-                overwrite=overwrite,
-            ) as writer:
+            file = folder / name
+            with VideoWriter(file, fps=FPS, width=width, height=height, overwrite=overwrite, **quality) as writer:
                 writer.write(clip_TCHW)
+    finally:
+        torch.set_num_threads(num_threads)
     entries = [
         {"path": name, "split": name.split("/")[0], "frames": frames, "fps": FPS, "width": width, "height": height}
         for name in names
     ]
     with atomic_write(folder / "annotations.json", "w") as stream:
         stream.write(json.dumps({"total": count, "list": entries}, indent=1) + "\n")
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The pictures are so small that threads only wait for each other: on two busy cores it takes 25 times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def clip_name(number: int) -> str:
@@ -99,7 +81,7 @@ def render_clip(number: int, *, height: int, width: int, frames: int, seed: int)
     scene = list(SCENES.values())[number % len(SCENES)]
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     shot = Shot(height=height, width=width, frames=frames, generator=generator)
-    return (through_lens(scene(shot), LENS_SIGMA * height / LENS_HEIGHT) * 255).round().clamp(0, 255).to(torch.uint8)
+    return (through_lens(scene(shot), LENS_SIGMA * height) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
 def through_lens(frames_TCHW: torch.Tensor, sigma: float) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Procedural footage for the sample clips: worlds painted from 1/f noise, and cameras that move over them.
 
-Every scene is a function of a :class:`Shot` (size, length, random generator) and returns frames as float TCHW RGB in
-[0, 1]. The spectra are those of natural pictures (large forms strong, fine detail weak) with sharp edges on top, so
-that a small autoencoder can learn something from them in minutes.
+A scene is a function from a :class:`Shot` to frames: float TCHW RGB in [0, 1]. Large forms are strong and fine detail
+is weak, as in natural pictures, so that a small autoencoder learns something from them in minutes.
 """
 
 from __future__ import annotations
@@ -34,9 +33,13 @@ LINES = (
 )  # fmt: skip
 
 
+Values = torch.Tensor | float
+"""One for each frame, or one for all."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shot:
-    """What a scene is asked for, and its source of chance."""
+    """The size of a scene in pixels, its length, and its random generator."""
 
     height: int
     width: int
@@ -47,11 +50,13 @@ class Shot:
         return low + (high - low) * float(torch.rand((), generator=self.generator))
 
     def either(self) -> float:
-        """-1.0 or 1.0."""
         return 1.0 if self.uniform(0, 1) < 0.5 else -1.0
 
     def pick(self, choices: tuple[str, ...]) -> str:
         return choices[int(torch.randint(len(choices), (), generator=self.generator))]
+
+    def bright_color(self) -> torch.Tensor:
+        return 0.15 + 0.8 * torch.rand(3, generator=self.generator)
 
     @property
     def progress(self) -> torch.Tensor:
@@ -62,8 +67,7 @@ class Shot:
 
 def clouds(shot: Shot, height: int, width: int, steepness: float) -> torch.Tensor:
     """Smooth noise (HW, 0..1) whose amplitude falls as 1 / frequency ** steepness."""
-    white = torch.randn((height, width), generator=shot.generator)
-    spectrum = torch.fft.rfft2(white)
+    spectrum = torch.fft.rfft2(torch.randn((height, width), generator=shot.generator))
     fy = torch.fft.fftfreq(height)[:, None] * height
     fx = torch.fft.rfftfreq(width)[None] * width
     radius = torch.sqrt(fy**2 + fx**2).clamp(min=1.0)
@@ -85,8 +89,7 @@ def terrain(shot: Shot, height: int, width: int) -> torch.Tensor:
     """A lit landscape from above (3HW)."""
     ground = clouds(shot, height, width, 1.9)
     color = ramp(ground, PALETTES[shot.pick(tuple(PALETTES))])
-    slope_x = ground - ground.roll(2, dims=1)
-    slope_y = ground - ground.roll(2, dims=0)
+    slope_x, slope_y = ground - ground.roll(2, dims=1), ground - ground.roll(2, dims=0)
     angle = shot.uniform(0, 2 * math.pi)
     light = 1 + 7 * (math.cos(angle) * slope_x + math.sin(angle) * slope_y)
     return (color * light.clamp(0.55, 1.45)).clamp(0, 1)
@@ -137,37 +140,34 @@ def paint_box(
     part.copy_(paint(rimmed, color[:, None, None], cover(distance + 2)))
 
 
-def bright_color(shot: Shot) -> torch.Tensor:
-    return 0.15 + 0.8 * torch.rand(3, generator=shot.generator)
-
-
-def world(shot: Shot, scale: float = 2.0, things: int = 14) -> torch.Tensor:
-    """A terrain larger than the frame (3HW) with balls and boxes standing on it."""
-    height, width = round(shot.height * scale), round(shot.width * scale)
+def world(shot: Shot) -> torch.Tensor:
+    """A terrain of twice the frame's size (3HW) with balls and boxes standing on it."""
+    height, width = shot.height * 2, shot.width * 2
     picture = terrain(shot, height, width)
-    for _ in range(things):
+    for _ in range(14):
         y, x = shot.uniform(0, height), shot.uniform(0, width)
         size = shot.uniform(0.04, 0.13) * shot.height
         if shot.uniform(0, 1) < 0.5:
-            paint_ball(picture, y, x, size, bright_color(shot))
+            paint_ball(picture, y, x, size, shot.bright_color())
         else:
             half = (size * shot.uniform(0.6, 1.4), size * shot.uniform(0.6, 1.4))
-            paint_box(picture, y, x, half, shot.uniform(0, math.pi), bright_color(shot))
+            paint_box(picture, y, x, half, shot.uniform(0, math.pi), shot.bright_color())
     return picture
 
 
 def camera(
-    shot: Shot, world_CHW: torch.Tensor, y: torch.Tensor, x: torch.Tensor, zoom: torch.Tensor, angle: torch.Tensor
+    shot: Shot, world_CHW: torch.Tensor, y: Values = 0.0, x: Values = 0.0, zoom: Values = 1.0, angle: Values = 0.0
 ) -> torch.Tensor:
     """The world seen by a camera: TCHW.
 
-    Per frame (all of length T): the center in world pixels from the middle, world pixels per frame pixel, radians.
+    For each frame (or for all): center in world pixels from the middle, world pixels per frame pixel, radians.
     """
     grid_y, grid_x = pixel_grid(shot.height, shot.width)
     grid_y, grid_x = grid_y - shot.height / 2, grid_x - shot.width / 2
-    cos, sin = (zoom * torch.cos(angle))[:, None, None], (zoom * torch.sin(angle))[:, None, None]
-    world_y = sin * grid_x + cos * grid_y + y[:, None, None]
-    world_x = cos * grid_x - sin * grid_y + x[:, None, None]
+    y, x, zoom, angle = ((torch.zeros(shot.frames) + values)[:, None, None] for values in (y, x, zoom, angle))
+    cos, sin = zoom * torch.cos(angle), zoom * torch.sin(angle)
+    world_y = sin * grid_x + cos * grid_y + y
+    world_x = cos * grid_x - sin * grid_y + x
     height, width = world_CHW.shape[1:]
     where = torch.stack([world_x * 2 / width, world_y * 2 / height], dim=-1)
     worlds = world_CHW[None].expand(shot.frames, -1, -1, -1)
@@ -178,29 +178,26 @@ def camera(
 def pan(shot: Shot) -> torch.Tensor:
     """The camera travels over a landscape."""
     t = shot.progress - 0.5
-    zero = torch.zeros(shot.frames)
     y, x = shot.uniform(-0.5, 0.5) * shot.height, shot.either() * shot.uniform(0.35, 0.85) * shot.width
-    return camera(shot, world(shot), t * y, t * x, zero + 1, zero + shot.uniform(-0.3, 0.3))
+    return camera(shot, world(shot), t * y, t * x, angle=shot.uniform(-0.3, 0.3))
 
 
 def zoom(shot: Shot) -> torch.Tensor:
     """The camera moves in or out."""
     t = shot.progress if shot.either() > 0 else 1 - shot.progress
-    zero = torch.zeros(shot.frames)
     factor = torch.exp(t * math.log(shot.uniform(0.45, 0.65)))
     y, x = shot.uniform(-0.3, 0.3) * shot.height, shot.uniform(-0.3, 0.3) * shot.width
-    return camera(shot, world(shot), t * y, t * x, 1.5 * factor, zero + shot.uniform(-0.2, 0.2))
+    return camera(shot, world(shot), t * y, t * x, 1.5 * factor, shot.uniform(-0.2, 0.2))
 
 
 def rotation(shot: Shot) -> torch.Tensor:
     """The camera turns, rising a little."""
     t = shot.progress - 0.5
-    zero = torch.zeros(shot.frames)
     turn = shot.either() * shot.uniform(0.5, 1.3)
-    return camera(shot, world(shot), zero, zero, 1.05 + 0.2 * t, turn * t + shot.uniform(0, 6))
+    return camera(shot, world(shot), zoom=1.05 + 0.2 * t, angle=turn * t + shot.uniform(0, 6))
 
 
-def moving_objects(shot: Shot) -> torch.Tensor:
+def objects(shot: Shot) -> torch.Tensor:
     """Balls and boxes cross a still background and bounce off its borders."""
     background = terrain(shot, shot.height, shot.width) * 0.8 + 0.1
     things = []
@@ -208,12 +205,13 @@ def moving_objects(shot: Shot) -> torch.Tensor:
         start = (shot.uniform(0, 1), shot.uniform(0, 1))
         speed = (shot.uniform(-1.4, 1.4), shot.uniform(-1.4, 1.4))
         size = shot.uniform(0.08, 0.2) * shot.height
-        things.append((number, start, speed, size, shot.uniform(-2, 2), bright_color(shot)))
+        things.append((number, start, speed, size, shot.uniform(-2, 2), shot.bright_color()))
     frames = []
     for t in torch.linspace(0, 1, shot.frames).tolist():
         picture = background.clone()
         for number, start, speed, size, spin, color in things:
-            y, x = (_bounce(s + v * t) for s, v in zip(start, speed, strict=True))
+            places = ((s + v * t) % 2.0 for s, v in zip(start, speed, strict=True))
+            y, x = (min(place, 2.0 - place) for place in places)
             y, x = size + y * (shot.height - 2 * size), size + x * (shot.width - 2 * size)
             if number % 2:
                 paint_box(picture, y, x, (size * 0.7, size * 0.9), spin * t + number, color)
@@ -221,12 +219,6 @@ def moving_objects(shot: Shot) -> torch.Tensor:
                 paint_ball(picture, y, x, size, color)
         frames.append(picture)
     return torch.stack(frames)
-
-
-def _bounce(position: float) -> float:
-    """A position reflected into 0..1."""
-    position %= 2.0
-    return 2.0 - position if position > 1 else position
 
 
 def text(shot: Shot) -> torch.Tensor:
@@ -244,12 +236,12 @@ def text(shot: Shot) -> torch.Tensor:
         draw.text(place, shot.pick(LINES), fill=255, font=ImageFont.load_default(size))
         y += round(size * 1.5)
     mask = torch.from_numpy(np.asarray(sheet, dtype=np.float32) / 255)
-    ink = bright_color(shot)[:, None, None]
+    ink = shot.bright_color()[:, None, None]
     page = paint(soft, 0.6 + 0.4 * ink if dark else 0.4 * ink, mask)
-    t, zero = shot.progress - 0.5, torch.zeros(shot.frames)
+    t = shot.progress - 0.5
     if shot.either() > 0:
-        return camera(shot, page, t * shot.height * shot.either() * 0.7, zero, zero + 1, zero)
-    return camera(shot, page, zero, t * shot.width * shot.either() * 0.6, zero + 1, zero + shot.uniform(-0.06, 0.06))
+        return camera(shot, page, y=t * shot.height * shot.either() * 0.7)
+    return camera(shot, page, x=t * shot.width * shot.either() * 0.6, angle=shot.uniform(-0.06, 0.06))
 
 
 def gradients(shot: Shot) -> torch.Tensor:
@@ -276,13 +268,12 @@ def parallax(shot: Shot) -> torch.Tensor:
     """Ridges of hills at several distances pass by at different speeds."""
     grid_y, _ = pixel_grid(shot.height, shot.width)
     sky = ramp((grid_y / shot.height).expand(shot.height, shot.width), shot.pick(SKIES))
-    long = shot.width * 3
+    haze, long = torch.tensor([0.7, 0.78, 0.86]), shot.width * 3
     layers = []
     for depth in range(4):
         ridge = clouds(shot, 1, long, 1.5)[0] * shot.height * 0.35 + shot.height * (0.15 + 0.2 * depth)
         tint = ramp(torch.tensor(depth / 3), PALETTES[shot.pick(("forest", "rock", "meadow", "autumn"))])
         grass = 0.75 + 0.5 * clouds(shot, shot.height, long, 1.3)
-        haze = torch.tensor([0.7, 0.78, 0.86])
         color = (tint * (0.4 + 0.2 * depth) + haze * (0.6 - 0.2 * depth))[:, None, None] * grass
         layers.append((ridge, color, (0.1 + 0.22 * depth) * shot.width))
     direction = shot.either()
@@ -291,9 +282,8 @@ def parallax(shot: Shot) -> torch.Tensor:
         picture = sky
         for ridge, color, speed in layers:
             shift = round(direction * speed * t + shot.width)
-            visible = ridge[shift : shift + shot.width]
-            part = color[:, :, shift : shift + shot.width].clamp(0, 1)
-            picture = paint(picture, part, cover(visible[None] - grid_y))
+            part = slice(shift, shift + shot.width)
+            picture = paint(picture, color[:, :, part].clamp(0, 1), cover(ridge[None, part] - grid_y))
         frames.append(picture)
     return torch.stack(frames)
 
@@ -313,9 +303,8 @@ def water(shot: Shot) -> torch.Tensor:
             along = math.sin(heading) * grid_y + math.cos(heading) * grid_x
             slope = torch.cos(number * along + 2 * math.pi * speed * t + phase)
             bend_y, bend_x = bend_y + math.sin(heading) * slope, bend_x + math.cos(heading) * slope
-        reach = 0.018 * shot.height
-        where_x = (grid_x + reach * bend_x) * 2 / shot.width - 1
-        where_y = (grid_y + reach * bend_y) * 2 / shot.height - 1
+        where_x = (grid_x + 0.018 * shot.height * bend_x) * 2 / shot.width - 1
+        where_y = (grid_y + 0.018 * shot.height * bend_y) * 2 / shot.height - 1
         where = torch.stack([where_x, where_y], dim=-1)[None]
         seen = F.grid_sample(picture[None], where, mode="bilinear", padding_mode="reflection", align_corners=False)
         glitter = 0.35 * ((bend_x + bend_y) / 3 - 0.45).clamp(min=0)
@@ -355,19 +344,10 @@ def city(shot: Shot) -> torch.Tensor:
             lamp = torch.tensor([1.0, 0.85, 0.5]) if shot.uniform(0, 1) < 0.4 else torch.tensor([0.25, 0.3, 0.4])
             picture = paint(picture, lamp[:, None, None], cover((pane - 0.28) * step) * inside * 0.85)
             x += wide + shot.uniform(-0.02, 0.06) * shot.width
-    t, zero = shot.progress - 0.5, torch.zeros(shot.frames)
-    return camera(shot, picture, zero, shot.either() * t * 0.7 * shot.width, zero + 0.95, zero)
+    return camera(shot, picture, x=shot.either() * (shot.progress - 0.5) * 0.7 * shot.width, zoom=0.95)
 
 
 SCENES: dict[str, Callable[[Shot], torch.Tensor]] = {
-    "pan": pan,
-    "zoom": zoom,
-    "rotation": rotation,
-    "objects": moving_objects,
-    "text": text,
-    "gradients": gradients,
-    "parallax": parallax,
-    "water": water,
-    "film_grain": film_grain,
-    "city": city,
+    scene.__name__: scene
+    for scene in (pan, zoom, rotation, objects, text, gradients, parallax, water, film_grain, city)
 }

@@ -29,7 +29,7 @@ SplitBy = Literal["auto", "annotation", "hash"]
 
 @dataclass(frozen=True, kw_only=True)
 class Exclusions:
-    """How many files of a side (or of the index) are left out, and why."""
+    """How many files are left out, and why."""
 
     bad: int = 0
     too_short: int = 0
@@ -58,7 +58,7 @@ class Exclusions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClipSet:
-    """The files of one side. Small enough to hand to every worker: four bytes for each file."""
+    """The files of one side: four bytes for each."""
 
     name: str
     index: VideoIndex
@@ -95,14 +95,9 @@ def split(
     >>> train, val = split(index, settings, train_split=0.95)  # doctest: +SKIP
 
     Args:
-        settings: files too short for ``n_frames`` at ``min_frame_delta`` are left out, and files smaller than
-            ``height`` x ``width`` unless ``allow_upscale``.
         train_split: share of the files that train, by hash. Files with an annotated split stay where it puts them.
         split_by: ``annotation`` insists on annotated splits, ``hash`` ignores them, ``auto`` uses them where given.
         bad_file_limit: share of bad files in the index above which this raises.
-
-    Raises:
-        UserError: when too many files are bad, or a side would be empty though it was asked for.
     """
     if not 0.0 < train_split <= 1.0:
         raise UserError(f"train_split is {train_split}; it must be above 0 and at most 1")
@@ -161,19 +156,18 @@ def _usable_rows(
 
 def refuse_bad_index(index: VideoIndex, bad_file_limit: float) -> None:
     """Stop before training on what remains of a broken download or a wrong mount."""
-    if len(index) == 0 or index.num_bad == len(index):
-        raise UserError(f"all {len(index)} files of {index.source} are bad{_first_reason(index)}")
+    first = next(index.bad_rows(), None)
+    if first is None:
+        return
+    example = f"the first is {first.path!r}: {first.reason}"
+    if index.num_bad == len(index):
+        raise UserError(f"all {len(index)} files of {index.source} are bad; {example}")
     share = index.num_bad / len(index)
     if share > bad_file_limit:
         raise UserError(
             f"{index.num_bad} of {len(index)} files ({share:.1%}) of {index.source} are bad, above the limit of "
-            f"{bad_file_limit:.1%}{_first_reason(index)}; fix or remove them, or raise bad_file_limit"
+            f"{bad_file_limit:.1%}; {example}; fix or remove them, or raise bad_file_limit"
         )
-
-
-def _first_reason(index: VideoIndex) -> str:
-    first = next(index.bad_rows(), None)
-    return "" if first is None else f"; the first is {first.path!r}: {first.reason}"
 
 
 def _fill_empty_side(
@@ -197,7 +191,7 @@ def _refuse_empty_side(
 ) -> None:
     if len(train) == 0:
         raise UserError(
-            f"no usable file of {index.source} is in the training split; annotate some, or use split_by=hash"
+            f"no usable file of {index.source} is in the training split; annotate some or use split_by=hash"
         )
     if len(val) == 0 and train_split < 1.0:
         remedy = "annotate some as val, use split_by=hash" if use_annotation else "add files"

@@ -1,9 +1,8 @@
 """The worker processes of a loader: how they start, which signals they hear, and which memory their batches use.
 
-A worker writes its clips into shared memory, so that no copy is made when it hands a batch over. New memory has a cost:
-the kernel clears every page when it is first touched, which took a worker 7 ms for a 16-frame clip of 720x480, a sixth
-of its decoding. So each worker keeps a few buffers. When the main process has discarded a batch, it notes this on a
-board that all of them share, and the worker uses the buffer again. Where no buffer is free, the batch gets new memory.
+A worker writes its clips into shared memory. New memory has a cost: the kernel clears each page, which takes a sixth of
+the time of decoding. So each worker keeps a few buffers. When the main process has discarded a batch, it notes this on
+a board that all of them share, and the worker uses the buffer again. Where none is free, the batch gets new memory.
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ class Loan:
 
 
 def make_board(num_workers: int) -> Tensor | None:
-    """Which loans are over: int64 (workers, buffers) in shared memory, the token of the last one given back.
-
-    Only the main process writes. A worker uses a buffer again when it finds the token of its own loan there. Whatever
-    else is written (for example by a second iterator over the same loader) costs a buffer but never a batch.
-    """
+    """Which loans are over: int64 (workers, buffers) in shared memory; a worker looks for the token of its own loan."""
     return torch.zeros((num_workers, BUFFERS), dtype=torch.int64).share_memory_() if num_workers else None
 
 
@@ -145,34 +140,24 @@ JOB_SIGNALS = {signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1",
 
 
 @contextmanager
-def signals_held_back() -> Iterator[None]:
-    """While workers start: they inherit the block, so that a signal to the whole job cannot end one before
-    `start_worker` makes it ignore signals. The main process gets its signals afterwards."""
+def starting_workers() -> Iterator[None]:
+    """While workers start: a signal to the whole job cannot end one before `start_worker` makes it ignore signals.
+
+    With the first workers of a process torch sets a SIGCHLD handler that would raise in the middle of a step or a save.
+    It is taken back: the loader checks its workers itself when a batch does not come.
+    """
     gc.collect()  # here and not in the workers: see `start_worker`
     if not hasattr(signal, "pthread_sigmask"):  # Windows, where nobody signals a whole job
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+    handler = signal.getsignal(signal.SIGCHLD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def no_child_handler() -> Iterator[None]:
-    """While workers start: keep torch from raising in the middle of a step or a save when a worker dies.
-
-    With the first workers of a process torch sets a SIGCHLD handler that raises in whatever line the main process is
-    at. This puts back the handler from before: the loader itself checks its workers when a batch does not come.
-    """
-    number = getattr(signal, "SIGCHLD", None)
-    before = None if number is None else signal.getsignal(number)
-    try:
-        yield
-    finally:
-        if number is not None and before is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(number, before)
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def start_worker(worker: int) -> None:
@@ -190,10 +175,9 @@ def start_worker(worker: int) -> None:
 def _ignore_foreign_sigterm() -> None:
     """Ignore SIGTERM unless our own main process sent it.
 
-    A scheduler sends SIGTERM to every process of a job. Workers that died of it would break the loader while the
-    trainer finishes its step and writes an emergency checkpoint. The main process ends its workers itself, by message
-    or by SIGTERM, and a worker whose main process is gone ends by itself (torch's watchdog). Where the system does not
-    say who sent a signal (macOS, Windows), SIGTERM ends a worker.
+    A scheduler sends it to every process of a job, and the trainer still needs its workers to finish its step. A worker
+    whose main process is gone ends by itself (torch's watchdog). Where the system does not say who sent a signal
+    (macOS, Windows), SIGTERM ends a worker.
     """
     if not hasattr(signal, "sigwaitinfo"):
         if hasattr(signal, "pthread_sigmask"):
@@ -213,9 +197,8 @@ def _ignore_foreign_sigterm() -> None:
 def free_clip_memory(num_clips: int) -> None:
     """Free what reading a clip leaves behind in a worker; ``num_clips``: how many it has read.
 
-    A closed decoder is a cycle of Python objects that still holds its frames, and only a collection frees it. The freed
-    frames leave holes in the heap, which grow by megabytes a clip until it is trimmed. Outside a worker (no worker
-    processes, a notebook) Python's own collections must do: a full one there would cost too much.
+    A closed decoder is a cycle of Python objects that still holds its frames. The freed frames leave holes in the heap,
+    which grow by megabytes a clip. Outside a worker (a notebook) a full collection would cost too much.
     """
     if torch.utils.data.get_worker_info() is None:
         return

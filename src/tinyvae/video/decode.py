@@ -1,9 +1,8 @@
 """Reading videos: what is in a file, exactly these frames, or all frames one by one.
 
 Frame i is always the i-th frame that a full FFmpeg decode gives, edit lists honored. A file that cannot give it raises
-:class:`tinyvae.errors.UnreadableVideoError` with the reason; no other frame takes its place. Interlaced files are
-refused, since combed frames are bad training data. The rules for color, rotation and aspect are in ``pixels``, those
-for damage and order in ``frame_stream``, those for opening and deadlines in ``opening``.
+:class:`tinyvae.errors.UnreadableVideoError` with the reason. Interlaced files are refused: combed frames are bad
+training data.
 """
 
 from __future__ import annotations
@@ -22,14 +21,7 @@ from tinyvae.errors import UnreadableVideoError
 from tinyvae.video.frame_stream import CUT_OFF, ONE_FRAME_PER_PACKET, count_frames, end_proof, seek_frames
 from tinyvae.video.opening import DamageError, Deadline, OpenVideo, check_regular_file, ends_crc, open_video
 from tinyvae.video.pixels import Orientation, RgbConverter, frame_orientation
-from tinyvae.video.timeline import (
-    EvenTimeline,
-    Timeline,
-    VariableTimeline,
-    even_step,
-    reorder_depth,
-    rising_times,
-)
+from tinyvae.video.timeline import EvenTimeline, Timeline, VariableTimeline, even_step, reorder_depth, rising_times
 
 _COUNTED_STEP = -1.0
 _SCANS_KEPT = 64  # packet scans that a process remembers, for files with uneven times
@@ -37,7 +29,7 @@ _SCANS_KEPT = 64  # packet scans that a process remembers, for files with uneven
 
 @dataclass(frozen=True, kw_only=True)
 class VideoInfo:
-    """What is known of one video. The numbers are small, so that an index can hold them for millions of files."""
+    """What is known of one video: what an index holds of it."""
 
     path: Path
     frames: int
@@ -51,20 +43,18 @@ class VideoInfo:
     first_pts: int = 0
     """Presentation time of frame 0, in the stream's time base."""
     pts_step: float = 0.0
-    """Above 0: times lie on an even grid with this step (stream's time base), and a seek needs no scan. 0: times are
-    uneven, and a reader scans the packets once. Below 0: times are missing, repeated or not one per frame, and a reader
-    decodes from the start and counts."""
+    """Above 0: times lie on an even grid with this step (stream's time base). 0: times are uneven, and a reader scans
+    the packets once. Below 0: times say nothing, and a reader decodes from the start and counts."""
     pixel_aspect: float = 1.0
     """Sample aspect ratio: width / height of one pixel as it should be shown."""
     ends_crc: int | None = None
-    """Checksum of both ends of the file when it was probed. A reader refuses a file with another one."""
+    """Of the file when it was probed. A reader refuses a file with another one."""
 
 
 def probe_video(path: Path, *, timeout_s: float = 30.0, thorough: bool = True) -> VideoInfo:
     """Look at a whole file and tell what is in it; ``UnreadableVideoError`` if it is not fit to be read.
 
-    ``thorough`` decodes every frame (without converting colors). It finds damage, a change of resolution or
-    interlacing anywhere in the file. Otherwise every packet is read but only the first frame is decoded: many times
+    ``thorough`` decodes every frame. Otherwise every packet is read but only the first frame is decoded: many times
     faster, but damage shows only when the frames are read.
 
     >>> probe_video(Path("clip.mp4")).frames  # doctest: +SKIP
@@ -189,7 +179,12 @@ def _frames_from(
     path: Path, first: int, info: VideoInfo | None, deadline: Deadline
 ) -> Iterator[tuple[int, av.VideoFrame, Orientation]]:
     """(number, frame, orientation) from frame ``first`` on: by a seek where that is sound, else by counting."""
-    timeline = _find_timeline(path, first, info, deadline) if first > 0 else None
+    timeline: Timeline | None = None
+    if first > 0 and info is not None and info.pts_step > 0:
+        timeline = EvenTimeline(first_pts=info.first_pts, pts_step=info.pts_step)
+    elif first > 0 and (info is None or info.pts_step == 0):
+        times = _remembered_times(path, deadline)
+        timeline = VariableTimeline(pts=times) if times is not None and first < len(times) else None
     if timeline is not None:
         with open_video(path, deadline) as video:
             numbered = seek_frames(video, timeline, first)
@@ -210,9 +205,7 @@ def _same_picture(
     width = height = rotation = 0
     for number, frame in numbered:
         if frame.interlaced_frame:
-            raise UnreadableVideoError(
-                path, f"interlaced (frame {number}); deinterlace it first, e.g. ffmpeg -vf bwdif"
-            )
+            raise UnreadableVideoError(path, f"interlaced (frame {number}); deinterlace it, e.g. ffmpeg -vf bwdif")
         if orientation is None:
             orientation = frame_orientation(frame, path)
             width, height, rotation = frame.width, frame.height, frame.rotation
@@ -252,16 +245,6 @@ def _describe(video: OpenVideo, frame: av.VideoFrame, orientation: Orientation, 
     )
 
 
-def _find_timeline(path: Path, first: int, info: VideoInfo | None, deadline: Deadline) -> Timeline | None:
-    """How to find frame ``first`` by its time; None where frames must be counted. Scans packets only if it must."""
-    if info is not None and info.pts_step > 0:
-        return EvenTimeline(first_pts=info.first_pts, pts_step=info.pts_step)
-    if info is not None and info.pts_step < 0:
-        return None
-    times = _remembered_times(path, deadline)
-    return VariableTimeline(pts=times) if times is not None and first < len(times) else None
-
-
 _scans: dict[tuple[str, int, int], npt.NDArray[np.int64] | None] = {}
 
 
@@ -282,8 +265,7 @@ def _packet_times(video: OpenVideo) -> npt.NDArray[np.int64] | None:
     """Presentation times (int64, rising) of all frames, from the packets, without decoding.
 
     None where packets do not tell: a codec that hides pictures, times that are missing or repeated, or pictures shown
-    before the first key frame (only decoding says whether they count). Like decoding, this refuses a file that is cut
-    off before all of its last pictures are there.
+    before the first key frame. Like decoding, this refuses a file that is cut off.
     """
     if video.stream.codec_context.name not in ONE_FRAME_PER_PACKET:
         return None

@@ -1,8 +1,8 @@
 """Decoding in order, with proof: every frame that leaves here is whole, has its number, and none is missing.
 
-The proof of order needs no index. Each packet that goes into the decoder leaves its presentation time in a heap. Each
-frame that comes out must carry the smallest time of that heap. A lost, repeated or reordered frame breaks this rule at
-once. The number of a frame then follows from counting, or after a seek from the timeline.
+Each packet that goes into the decoder leaves its presentation time in a heap. Each frame that comes out must carry the
+smallest time of that heap, so a lost, repeated or reordered frame shows at once. The number of a frame follows from
+counting, or after a seek from the timeline.
 """
 
 from __future__ import annotations
@@ -65,11 +65,10 @@ class _OrderProof:
 class _Run:
     """One pass of the decoder.
 
-    Some pictures may lack the pictures that they refer to: those stored after the first key frame but shown before it
-    (an open GOP), and those before the first key frame of a broadcast recording. They are "uncertain". After a seek
-    they are dropped. At the start of a file they count like all others if they come out sound. If the first of them
-    does not (a recording that was cut), all are dropped and frame 0 is the key frame. Other containers start with a
-    key frame; a first picture that is none is damaged.
+    Pictures shown before the first key frame may lack what they refer to (an open GOP, a broadcast recording). They are
+    "uncertain". After a seek they are dropped. At the start of a file they count like all others if they come out
+    sound. If the first of them does not, all are dropped and frame 0 is the key frame. Only broadcast recordings may
+    start without a key frame.
     """
 
     def __init__(self, video: OpenVideo, *, after_seek: bool) -> None:
@@ -145,10 +144,7 @@ def count_frames(video: OpenVideo) -> Iterator[tuple[int, av.VideoFrame]]:
 
 
 def seek_frames(video: OpenVideo, timeline: Timeline, first: int) -> Iterator[tuple[int, av.VideoFrame]] | None:
-    """(number, frame) from frame ``first`` on, after a seek; None when no seek leads there soundly.
-
-    None means: open the file again and count from its start. At most two key frames are decoded from.
-    """
+    """(number, frame) from frame ``first`` on, after a seek; None: open the file again and count from its start."""
     for key in _keys_before(video, timeline, first):
         packets = chain((key,), _needed(video, timeline.earliest_pts(first)))
         frames = _decode_in_order(video, packets, after_seek=True)
@@ -174,8 +170,8 @@ def _decode_in_order(video: OpenVideo, packets: Iterator[av.Packet], *, after_se
 def _needed(video: OpenVideo, wanted_pts: int) -> Iterator[av.Packet]:
     """The packets that follow, without pictures before ``wanted_pts`` that no other picture refers to.
 
-    Only H.264 in MP4 or Matroska says so in a way that is quick to read: an avcC record (version 1) in its extradata
-    tells how many bytes the length in front of each NAL unit has.
+    Only H.264 in MP4 or Matroska says that quickly: its avcC record (version 1) tells how long the length in front of
+    each NAL unit is.
     """
     context = video.stream.codec_context
     extradata = context.extradata if context.name == "h264" else None
@@ -219,8 +215,7 @@ def _without_gaps(
 def _keys_before(video: OpenVideo, timeline: Timeline, first: int) -> Iterator[av.Packet]:
     """Key packets at or before frame ``first``, nearest first; the container stands right behind each.
 
-    Containers without an index land anywhere, some on a key frame that is shown after the wanted time. So the first
-    guess is checked, and the next one goes further back.
+    Containers without an index land anywhere, so each guess is checked, and the next one goes further back.
     """
     stream = video.stream
     wanted = target = timeline.seek_pts(first)

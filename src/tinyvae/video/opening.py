@@ -1,7 +1,4 @@
-"""Opening a video file so that it can do no harm: which stream, which limits, and every failure with a name.
-
-All of FFmpeg's errors end here as :class:`tinyvae.errors.UnreadableVideoError`.
-"""
+"""Opening a video file so that it can do no harm. FFmpeg's errors become `UnreadableVideoError` or `DamageError`."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from typing import Any
 import av
 import av.container
 import av.error
-import av.stream
 import av.video.stream
+from av.stream import Discard, Disposition
 from packaging.version import Version
 
 from tinyvae.errors import UnreadableVideoError
@@ -30,22 +27,13 @@ MAX_PIXELS = 16384 * 8192
 # With "explode" a decoder reports a broken slice instead of painting something likely over it.
 ERROR_DETECTION = "explode+crccheck+bitstream+buffer"
 
-# Where containers keep what tells frames apart (sizes, times, edit lists): at the front, at the back, or both.
-_END_BYTES = 1 << 16
-
-# Containers with a table of all frames, or of all in a fragment. The order of frames is known before decoding, and a
-# missing frame shows as a packet that is not there.
+# Containers with a table of all frames: their order is known before decoding, and a missing frame is a missing packet.
 TABLE_FORMATS = frozenset({"mov,mp4,m4a,3gp,3g2,mj2"})
-
-# Without FFmpeg's trial decoding while it opens a file.
-_NO_TRIAL = {"probesize": "4096", "fpsprobesize": "0", "skip_frame": "all"}
 
 # A file with tags that are not UTF-8 must still open. PyAV 19 reads them as they are and has no such setting.
 _ANY_TAGS: dict[str, Any] = {"metadata_errors": "replace"} if Version(av.__version__) < Version("19") else {}
 
-_NOT_THE_FILM = (
-    av.stream.Disposition.attached_pic | av.stream.Disposition.timed_thumbnails | av.stream.Disposition.still_image
-)
+_NOT_THE_FILM = Disposition.attached_pic | Disposition.timed_thumbnails | Disposition.still_image
 
 
 class DamageError(Exception):
@@ -53,11 +41,7 @@ class DamageError(Exception):
 
 
 class Deadline:
-    """The time after which reading a file counts as failed.
-
-    FFmpeg asks for it in its interrupt callback, our own loops ask after each packet. A system call that never
-    returns (a dead network mount) cannot be interrupted from inside the process.
-    """
+    """The time after which reading a file counts as failed. A system call that never returns cannot be interrupted."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
         self.path = path
@@ -78,7 +62,7 @@ class Deadline:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenVideo:
-    """A file that is open, and the one stream of it that is the film."""
+    """An open file, and the one stream of it that is the film."""
 
     path: Path
     container: av.container.InputContainer
@@ -88,10 +72,9 @@ class OpenVideo:
     def packets(self) -> Iterator[av.Packet]:
         """Whole coded packets from the current position; ``DamageError`` where one is not whole.
 
-        Empty packets ("repeat the last picture" in AVI) are left out: they would tell the decoder that the file is
-        over. FFmpeg also marks a packet as incomplete where two MPEG-TS recordings are joined, though nothing is lost
-        there. A joint continues with a key frame. So the mark counts unless a key frame follows at once (the parser
-        holds one packet back); in that case the decoder decides.
+        Empty packets are left out: they would tell the decoder that the file is over. FFmpeg also marks a packet as
+        incomplete where two MPEG-TS recordings are joined, and there a key frame follows at once (the parser holds one
+        packet back). So before a key frame the mark does not count; the decoder decides.
         """
         held: list[av.Packet] = []
         try:
@@ -119,15 +102,15 @@ class OpenVideo:
 def open_video(path: Path, deadline: Deadline) -> Iterator[OpenVideo]:
     """Open ``path`` by its content (never by its suffix), ready to decode its film.
 
-    One decoder thread. Loader workers are many processes already. And with more threads damaged files hang: a thread
-    that reports damage waits for Python's lock, while the code that closes the file waits for that thread.
+    One decoder thread. With more, damaged files hang: a thread that reports damage waits for Python's lock, while the
+    code that closes the file waits for that thread.
     """
     check_regular_file(path)
     with _open_container(path, deadline) as container:
         stream = _choose_stream(path, container)
         for other in container.streams:
             if other.index != stream.index:
-                other.discard = av.stream.Discard.all
+                other.discard = Discard.all
         context = stream.codec_context
         context.thread_count = 1
         context.options = {"err_detect": ERROR_DETECTION, "max_pixels": str(MAX_PIXELS)}
@@ -135,13 +118,10 @@ def open_video(path: Path, deadline: Deadline) -> Iterator[OpenVideo]:
 
 
 def _open_container(path: Path, deadline: Deadline) -> av.container.InputContainer:
-    """Open by content, without FFmpeg's trial decoding where it teaches nothing.
-
-    While opening H.264, FFmpeg decodes some twenty frames to learn how far they are reordered: a seventh of the work
-    of a 16-frame clip. The tables of MP4 files already say that.
-    """
+    """Open without FFmpeg's trial decoding of some twenty frames where the tables of the file (MP4) say as much."""
     try:
-        container = open_container(path, timeout_s=deadline.remaining_s(), options=_NO_TRIAL)
+        no_trial = {"probesize": "4096", "fpsprobesize": "0", "skip_frame": "all"}
+        container = open_container(path, timeout_s=deadline.remaining_s(), **no_trial)
         if container.format.name in TABLE_FORMATS:
             return container
         container.close()
@@ -154,16 +134,13 @@ def _open_container(path: Path, deadline: Deadline) -> av.container.InputContain
         raise UnreadableVideoError(path, f"not a readable video file ({ffmpeg_words(error)})") from None
 
 
-def open_container(
-    path: Path, *, timeout_s: float | None = None, options: dict[str, str] | None = None
-) -> av.container.InputContainer:
-    """PyAV's ``open`` for a file of unknown origin."""
+def open_container(path: Path, *, timeout_s: float | None = None, **options: str) -> av.container.InputContainer:
+    """PyAV's ``open`` for a file of unknown origin. ``options`` are those of FFmpeg."""
     return av.open(
         os.path.abspath(path),  # absolute: a name such as "http:x.mp4" is a file, not an address
         mode="r",
-        options=options or {},
-        # A playlist named .mp4 must not make us reach for the network.
-        container_options={"protocol_whitelist": "file"},
+        options=options,
+        container_options={"protocol_whitelist": "file"},  # a playlist named .mp4 must not reach for the network
         timeout=None if timeout_s is None else (max(0.001, timeout_s),) * 2,
         **_ANY_TAGS,
     )
@@ -185,14 +162,13 @@ def check_regular_file(path: Path) -> os.stat_result:
 def ends_crc(path: Path) -> int:
     """CRC-32 of the first and the last 64 KiB: tells whether the tables of a file are those that were indexed.
 
-    The size alone does not. When a file loses its edit list, or another cut of the same film takes its place, every
-    frame gets another number, and only the tables show it.
+    The size alone does not: without its edit list, or in another cut of the film, every frame has another number.
     """
     size = check_regular_file(path).st_size
     with open(path, "rb", buffering=0) as stream:
-        crc = zlib.crc32(stream.read(_END_BYTES))
-        stream.seek(max(stream.tell(), size - _END_BYTES))
-        return zlib.crc32(stream.read(_END_BYTES), crc)
+        crc = zlib.crc32(stream.read(1 << 16))
+        stream.seek(max(stream.tell(), size - (1 << 16)))
+        return zlib.crc32(stream.read(1 << 16), crc)
 
 
 def _choose_stream(path: Path, container: av.container.InputContainer) -> av.video.stream.VideoStream:
@@ -205,7 +181,7 @@ def _choose_stream(path: Path, container: av.container.InputContainer) -> av.vid
         raise UnreadableVideoError(path, "no decoder for its video codec in this build of FFmpeg")
 
     def rank(stream: av.video.stream.VideoStream) -> tuple[bool, int, int]:
-        is_default = bool(stream.disposition & av.stream.Disposition.default)
+        is_default = bool(stream.disposition & Disposition.default)
         return is_default, stream.codec_context.width * stream.codec_context.height, -stream.index
 
     return max(decodable, key=rank)

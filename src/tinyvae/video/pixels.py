@@ -24,9 +24,8 @@ from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoRef
 
 from tinyvae.errors import UnreadableVideoError
 
-# Planar output with these flags is exactly rounded (at most 0.5 of 255 from the formula). swscale's default path
-# to packed RGB is 1 to 2 levels too dark on average, and no faster.
-_EXACT = int(Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT)
+# Exactly rounded (at most 0.5 of 255 from the formula). swscale's default is 1 to 2 levels too dark on average.
+EXACT = int(Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT)
 _MATRIX_UNTAGGED = 2  # AVCOL_SPC_UNSPECIFIED
 _SD_LINES = 576
 
@@ -93,7 +92,7 @@ class RgbConverter:
             format="gbrp",
             src_colorspace=Colorspace.ITU709 if untagged_hd and not frame.format.is_rgb else None,
             dst_color_range=ColorRange.JPEG,
-            interpolation=_EXACT,
+            interpolation=EXACT,
             threads=1,
         )
         limited_grey = frame.format.name.startswith("gray") and frame.color_range == ColorRange.MPEG
@@ -109,9 +108,8 @@ class RgbConverter:
     ) -> tuple[av.VideoFrame, int, int]:
         """The frame cut (without copying) to little more than the window, and where the window starts in it.
 
-        The margin keeps the color of the edge pixels as it is in the whole picture; the alignment keeps chroma
-        samples in place. A picture of odd size is never cut: it has half a chroma sample at its edge, which swscale
-        spreads over the whole picture.
+        Margin and alignment keep the colors of the whole picture. A picture of odd size is never cut: it has half a
+        chroma sample at its edge, which swscale spreads over the whole picture.
         """
         y0 = max(0, top - _CROP_MARGIN) // _CROP_STEP * _CROP_STEP
         x0 = max(0, left - _CROP_MARGIN) // _CROP_STEP * _CROP_STEP
@@ -124,14 +122,10 @@ class RgbConverter:
         if self._cropper is None or self._cropper[0] != key:
             graph = av.filter.Graph()
             graph.threads = 1  # a cut has no work for more, and threads do not survive a fork (see data/workers.py)
-            source = graph.add_buffer(
-                width=frame.width, height=frame.height, format=frame.format, time_base=Fraction(1, 1000)
-            )
+            size: Any = {"width": frame.width, "height": frame.height, "format": frame.format}
+            source = graph.add_buffer(**size, time_base=Fraction(1, 1000))
             crop = graph.add("crop", f"{x1 - x0}:{y1 - y0}:{x0}:{y0}:exact=1")
-            sink = graph.add("buffersink")
-            source.link_to(crop)
-            crop.link_to(sink)
-            graph.configure()
+            graph.link_nodes(source, crop, graph.add("buffersink")).configure()
             self._cropper = (key, graph)
         graph = self._cropper[1]
         graph.push(frame)

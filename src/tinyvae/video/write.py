@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import av
@@ -23,16 +22,15 @@ from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoRef
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UnreadableVideoError, UserError
 from tinyvae.files import atomic_write
 from tinyvae.video.opening import check_regular_file, ffmpeg_words, open_container
+from tinyvae.video.pixels import EXACT
 
 FORMATS = {".mp4": "mp4", ".mov": "mov", ".mkv": "matroska"}
 COPIED_CODECS = frozenset({"aac", "mp3", "ac3", "eac3", "alac"})
 """Sound that all three formats can hold and players expect there. Other sound becomes AAC."""
 _AAC_FRAME_SAMPLES = 1024
 
-# Exactly rounded, with the chroma of all pixels averaged; by default swscale takes every second one.
-_EXACT = int(
-    Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INP | Interpolation.FULL_CHR_H_INT
-)
+# As in reading, and with the chroma of all pixels averaged; by default swscale takes every second one.
+_EXACT = EXACT | int(Interpolation.FULL_CHR_H_INP)
 _FINE_TIME_BASE = Fraction(1, 90_000)  # of videos with uneven frame times
 _BT709 = 1  # the value of the matrix, of the primaries and of the transfer curve
 
@@ -40,8 +38,8 @@ _BT709 = 1  # the value of the matrix, of the primaries and of the transfer curv
 def frame_rate(fps: Fraction | float) -> Fraction:
     """``fps`` as the fraction a container stores; 23.976, 29.97 and 59.94 become the NTSC rates that they stand for.
 
-    >>> frame_rate(25.0), frame_rate(29.97), frame_rate(12.5)
-    (Fraction(25, 1), Fraction(30000, 1001), Fraction(25, 2))
+    >>> frame_rate(25.0), frame_rate(29.97)
+    (Fraction(25, 1), Fraction(30000, 1001))
     """
     if not 0 < fps < 100_000:
         raise UserError(f"a video cannot have {float(fps):g} frames per second")
@@ -54,10 +52,7 @@ def frame_rate(fps: Fraction | float) -> Fraction:
 
 
 class AudioTrack:
-    """The first sound track of ``source``, as a stream of ``output`` that is muxed alongside the frames.
-
-    Times count from the first frame of the source's film. A source without sound makes all calls do nothing.
-    """
+    """The first sound track of ``source`` (if any) as a stream of ``output``; times count from the first frame."""
 
     def __init__(self, source: Path, output: Any) -> None:
         self._path = Path(source)
@@ -130,15 +125,13 @@ class VideoWriter:
     >>> with VideoWriter(Path("out.mp4"), fps=25, width=320, height=240) as writer:  # doctest: +SKIP
     ...     writer.write(frames_TCHW)
 
-    4:2:0 video has even sizes only. With an odd ``width`` or ``height`` the last column or row is written twice, and
-    the file is one pixel larger; ``pixel_format="yuv444p"`` keeps the exact size, which fewer players show.
+    4:2:0 video has even sizes only. With an odd ``width`` or ``height`` the last column or row is written twice;
+    ``pixel_format="yuv444p"`` keeps the exact size, which fewer players show.
 
     Args:
-        audio_from: a video whose first sound track is carried over from its start, cut to the length of the frames:
-            copied where the container can hold it, else as AAC. A source without sound gives a file without sound.
+        audio_from: a video whose first sound track (if any) is carried over, cut to the length of the frames.
         pixel_aspect: the source's ``VideoInfo.pixel_aspect``.
-        times_s: one for each frame, rising from 0, for a video of variable frame rate; ``fps`` is then its average,
-            which the encoder plans with. None: frames follow each other evenly.
+        times_s: one for each frame, rising from 0, for a video of variable frame rate; ``fps`` is then its average.
     """
 
     def __init__(
@@ -265,10 +258,8 @@ class VideoWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None:
             self.close()
         else:
-            self._opened.__exit__(kind, error, trace)
+            self._opened.__exit__(*error)
