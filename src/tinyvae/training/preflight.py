@@ -355,7 +355,7 @@ def _sampled_data(config: TrainConfig, source: Path) -> Check:
         workers, timeout_s = max(1, loading_processes(config)), config.decode_timeout_s
         build_index(listing, output, data_root=root, num_workers=workers, timeout_s=timeout_s, show_progress_bar=False)
         index = open_index(output, root)
-        index.header["source"] = str(source)  # messages name the source, not our list
+        index.source = str(source)  # messages name the source, not our list
         return _split(config, index, note, whole=whole)
 
 
