@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError
 
 from tinyvae import __version__
+from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.files import atomic_write, sha256_of
 from tinyvae.terminal import bytes_in_words
@@ -84,6 +85,28 @@ def why_not_written(fault: BaseException, folder: Path, *, needed_bytes: int | N
 
 def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
+
+
+def state_bytes(config: TrainConfig) -> tuple[int, int]:
+    """float32 bytes of the student's weights, and of Seraena's discriminator (0 without one). Allocates nothing."""
+    from tinyvae.losses.seraena.discriminator import SeraenaDiscriminator
+    from tinyvae.models.taehv import TAEHV
+
+    with torch.device("meta"):
+        networks: list[torch.nn.Module] = [TAEHV(config.variant, width=config.model_width)]
+        if config.use_seraena:
+            networks.append(SeraenaDiscriminator(3 * config.n_seraena_frames, config.spec.latent_channels))
+    sizes = [4 * sum(p.numel() for p in network.parameters()) for network in networks]
+    return sizes[0], sum(sizes[1:])
+
+
+def checkpoint_bytes(config: TrainConfig, processes: int) -> int:
+    """Bytes of one checkpoint at most: weights, moments, average, the model to use, Seraena with its buffers."""
+    weights, discriminator = state_bytes(config)
+    total = weights * (2 + 2 + (1 if config.ema_decay > 0 else 0))  # both models, both moments, the average
+    if config.use_seraena:
+        total += 3 * discriminator + processes * config.seraena_buffer_mb * 2**20
+    return total
 
 
 class CheckpointWriter:

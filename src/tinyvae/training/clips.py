@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import BadFileLog, ClipBatch
 from tinyvae.data.index import VideoIndex, is_index, open_index
-from tinyvae.data.index_build import CACHED_INDEX, bring_up_to_date
+from tinyvae.data.index_build import CACHED_INDEX, bring_up_to_date, usable_cores
 from tinyvae.data.loader import ValidationLoader, make_train_loader, make_validation_loader
 from tinyvae.data.splits import ClipSet, split
 from tinyvae.errors import MissingFileError, UserError
@@ -41,13 +40,6 @@ def validation_settings(config: TrainConfig) -> ClipSettings:
 def loading_processes(config: TrainConfig) -> int:
     """As many as the configuration asks for, at most one for each processor core: more would wait for each other."""
     return min(config.dataloader_num_workers, usable_cores())
-
-
-def usable_cores() -> int:
-    """Processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not everywhere
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True)

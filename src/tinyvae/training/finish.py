@@ -24,10 +24,9 @@ from tinyvae.losses.perceptual import LPIPS
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model
 from tinyvae.terminal import count_of
-from tinyvae.training.checkpoint import WRITE_FAULTS, why_not_written
+from tinyvae.training.checkpoint import WRITE_FAULTS, state_bytes, why_not_written
 from tinyvae.training.clips import RunData
 from tinyvae.training.optim import WeightAverage
-from tinyvae.training.preflight import state_bytes
 from tinyvae.training.resume import Progress
 from tinyvae.training.validation import score_in_words
 
@@ -54,7 +53,7 @@ def write_final_model(
             card = model_card(config, folder, model, progress, command=command)
             (folder / "model_card.md").write_text(card, encoding="utf-8")
     except WRITE_FAULTS as fault:
-        reason = why_not_written(fault, folder, needed_bytes=2 * state_bytes(config).weights)
+        reason = why_not_written(fault, folder, needed_bytes=2 * state_bytes(config)[0])
         raise UserError(
             f"the final model could not be written to {folder} ({reason}); make room and go on with --resume latest: "
             "only the last files are missing."

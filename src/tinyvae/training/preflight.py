@@ -7,7 +7,7 @@ the number of pixels, except for the optimizer, whose time depends on the weight
 from __future__ import annotations
 
 import json
-import os
+import math
 import re
 import shutil
 import socket
@@ -15,8 +15,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import distributions, requires
 from itertools import islice
 from pathlib import Path
@@ -33,11 +34,12 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.data.annotations import default_data_root, iterate_entries
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.index import VideoIndex, hash_of_path, is_index, open_index
-from tinyvae.data.index_build import build_index
+from tinyvae.data.index_build import build_index, usable_cores
 from tinyvae.data.splits import split
 from tinyvae.errors import UserError
 from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
-from tinyvae.training.clips import lack_of_files, lack_of_validation, loading_processes, usable_cores
+from tinyvae.training.checkpoint import checkpoint_bytes, state_bytes
+from tinyvae.training.clips import lack_of_files, lack_of_validation, loading_processes
 from tinyvae.training.deepspeed import LaunchConfig
 from tinyvae.training.guards import is_out_of_memory
 
@@ -81,17 +83,10 @@ def preflight(
     """All checks. ``processes``: on this machine; ``port``: where several processes meet (None: only one)."""
     missing = path_complaints(config, given_paths)
     missing_keys = {key for complaint in missing for key in complaint.keys}
-    checks = [
-        *_settings(config),
-        *_launch(config, launch),
-        *_gpus(config, processes),
-        _packages(config, launch),
-        *_files(missing),
-    ]
+    checks = [*_settings(config), *_launch(config, launch), *_gpus(config, processes), _packages(config, launch)]
+    checks += [Check(name="files", found="not as the settings say", fix=complaint.text) for complaint in missing]
     if not missing:
-        start = config.pretrained_model_path
-        checks.append(Check(name="weights", found=f"start from {start}" if start else f"fresh ({config.init})"))
-        checks += [*_teacher(config), *_lpips(config)]
+        checks += [Check(name="files", found="all that the settings name are there"), *_weights(config)]
     if not missing_keys & {"data_root", "annotation_file", "index_path"}:
         checks += _data(config)
     checks += [_disk(config, processes), *_port(port)]
@@ -142,13 +137,9 @@ def _settings(config: TrainConfig) -> Iterator[Check]:
 def _launch(config: TrainConfig, launch: LaunchConfig | None) -> Iterator[Check]:
     if launch is None:
         return
-    clashes = launch.disagreements(config)
-    engine = "DDP"
-    if launch.deepspeed is not None:
-        engine = f"DeepSpeed ZeRO-{launch.deepspeed.zero_optimization.stage}"
-        if config.optimizer == "muon":
-            clashes = [*clashes, "DeepSpeed cannot run optimizer=muon: use --optimizer adamw"]
-    yield Check(name="launch", found=f"{engine}, {launch.place}", fix="; ".join(clashes))
+    deepspeed = launch.deepspeed
+    engine = "DDP" if deepspeed is None else f"DeepSpeed ZeRO-{deepspeed.zero_optimization.stage}"
+    yield Check(name="launch", found=f"{engine}, {launch.place}", fix="; ".join(launch.disagreements(config)))
 
 
 # the machine
@@ -228,52 +219,20 @@ def _packages(config: TrainConfig, launch: LaunchConfig | None) -> Check:
     return Check(name="packages", found=", ".join(shown) + more, fix="; ".join(fixes))
 
 
-class StateBytes(NamedTuple):
-    """float32 bytes of the student's weights, and of Seraena's discriminator (0 without one)."""
-
-    weights: int
-    discriminator: int
-
-
-def state_bytes(config: TrainConfig) -> StateBytes:
-    """From the shapes alone: nothing is allocated."""
-    from tinyvae.losses.seraena.discriminator import SeraenaDiscriminator
-    from tinyvae.models.taehv import TAEHV
-
-    with torch.device("meta"):
-        networks: list[torch.nn.Module] = [TAEHV(config.variant, width=config.model_width)]
-        if config.use_seraena:
-            networks.append(SeraenaDiscriminator(3 * config.n_seraena_frames, config.spec.latent_channels))
-    sizes = [4 * sum(p.numel() for p in network.parameters()) for network in networks]
-    return StateBytes(sizes[0], sum(sizes[1:]))
-
-
-def checkpoint_bytes(config: TrainConfig, processes: int) -> int:
-    """Bytes of one checkpoint at most: weights, moments, average, the model to use, Seraena with its buffers."""
-    state = state_bytes(config)
-    total = state.weights * (2 + 2 + (1 if config.ema_decay > 0 else 0))  # both models, both moments, the average
-    if config.use_seraena:
-        total += 3 * state.discriminator + processes * config.seraena_buffer_mb * 2**20
-    return total
-
-
 def _disk(config: TrainConfig, processes: int) -> Check:
     """Room for the checkpoints to come, from the number of parameters."""
     place = next(parent for parent in (config.output_dir, *config.output_dir.absolute().parents) if parent.exists())
-    if not os.access(place, os.W_OK):
-        return Check(name="disk", found=f"{place} cannot be written to", fix="choose another --output_dir")
-    free = shutil.disk_usage(place).free
-    one = checkpoint_bytes(config, processes)
-    every = config.checkpointing_steps or config.max_train_steps
+    free, one = shutil.disk_usage(place).free, checkpoint_bytes(config, processes)
     kept = config.checkpoints_total_limit
-    kept = -(-config.max_train_steps // every) if kept is None else kept
-    wanted = one * (kept + SPARE_SAVES)
-    lack = bytes_in_words(wanted - free)
-    fix = f"make room for {lack} more, keep fewer (--checkpoints_total_limit), or choose another --output_dir"
+    if kept is None:
+        kept = math.ceil(config.max_train_steps / (config.checkpointing_steps or config.max_train_steps))
+    lack = one * (kept + SPARE_SAVES) - free
+    room = f"make room for {bytes_in_words(lack)} more"
+    fix = f"{room}, keep fewer (--checkpoints_total_limit), or choose another --output_dir"
     return Check(
         name="disk",
         found=f"{bytes_in_words(free)} free at {place}; {kept} + {SPARE_SAVES} checkpoints of {bytes_in_words(one)}",
-        fix=fix if wanted > free else "",
+        fix=fix if lack > 0 else "",
     )
 
 
@@ -294,33 +253,16 @@ def _port(port: int | None) -> Iterator[Check]:
 # weights, teacher, data
 
 
-def _files(missing: list[Complaint]) -> Iterator[Check]:
-    for complaint in missing:
-        yield Check(name="files", found="not as the settings say", fix=complaint.text)
-    if not missing:
-        yield Check(name="files", found="all that the settings name are there")
-
-
-def _teacher(config: TrainConfig) -> Iterator[Check]:
-    if config.teacher_path is None:
-        return
-    from tinyvae.teachers import check_teacher
-
-    try:
-        check_teacher(config.teacher_path, config.ref_vae_type, config.spec)
-        yield Check(name="teacher", found=config.teacher_path)
-    except UserError as mistake:
-        yield Check(name="teacher", found=config.teacher_path, fix=str(mistake))
-
-
-def _lpips(config: TrainConfig) -> Iterator[Check]:
+def _weights(config: TrainConfig) -> Iterator[Check]:
+    """What the run starts from and learns from; `path_complaints` has looked into these files."""
     from tinyvae.losses.perceptual import find_lpips_weights
 
-    try:
+    start = config.pretrained_model_path
+    yield Check(name="weights", found=f"start from {start}" if start else f"fresh ({config.init})")
+    if config.teacher_path is not None:
+        yield Check(name="teacher", found=config.teacher_path)
+    with suppress(UserError):  # no loss needs them, and the metric is left out
         yield Check(name="LPIPS", found=str(find_lpips_weights(config.lpips_weights)))
-    except UserError as mistake:
-        if config.perceptual_loss_weight > 0:  # without a loss on it the metric is just left out
-            yield Check(name="LPIPS", found="no weights", fix=str(mistake))
 
 
 def _data(config: TrainConfig) -> Iterator[Check]:
@@ -343,8 +285,6 @@ def _sampled_data(config: TrainConfig, source: Path) -> Check:
     """Index a few files of the source in a temporary folder: a whole index can take hours."""
     root = config.data_root or default_data_root(source)
     entries = list(islice(iterate_entries(source, config.data_root), LISTED_FILES))
-    if not entries:
-        raise UserError(f"there is no video in {source}; is it the right folder?")
     chosen = sorted(entries, key=lambda entry: hash_of_path(entry.path))[:SAMPLED_FILES]
     whole = len(chosen) == len(entries)
     count = f"{len(entries)} files" if len(entries) < LISTED_FILES else f"{LISTED_FILES} files or more"
@@ -352,9 +292,14 @@ def _sampled_data(config: TrainConfig, source: Path) -> Check:
     with tempfile.TemporaryDirectory() as folder:
         listing, output = Path(folder, "sample.jsonl"), Path(folder, "sample.tvi")
         listing.write_text("".join(json.dumps({"path": e.path, "split": e.split}) + "\n" for e in chosen))
-        workers, timeout_s = max(1, loading_processes(config)), config.decode_timeout_s
-        build_index(listing, output, data_root=root, num_workers=workers, timeout_s=timeout_s, show_progress_bar=False)
-        index = open_index(output, root)
+        index = build_index(
+            listing,
+            output,
+            data_root=root,
+            num_workers=max(1, loading_processes(config)),
+            timeout_s=config.decode_timeout_s,
+            show_progress_bar=False,
+        ).index
         index.source = str(source)  # messages name the source, not our list
         return _split(config, index, note, whole=whole)
 
@@ -388,25 +333,9 @@ class TrialStep(NamedTuple):
     seconds: float
 
 
-class StepCost(NamedTuple):
-    """``micro_batch_s``: forward and backward of one micro-batch. ``optimizer_s``: once per step. ``kept_bytes``: what
-    autograd keeps of a micro-batch for its backward pass. ``gpu_bytes``: what torch reserved (0 on a CPU)."""
-
-    micro_batch_s: float
-    optimizer_s: float
-    kept_bytes: int
-    gpu_bytes: int = 0
-
-    def step_s(self, *, micro_batches: int, scale: float = 1.0) -> float:
-        """Seconds of an optimizer step whose micro-batches are ``scale`` times as large."""
-        return self.micro_batch_s * scale * micro_batches + self.optimizer_s
-
-
 def _without(config: TrainConfig, missing_keys: set[str]) -> TrainConfig:
     """The same run without what is missing, so that a step can be tried before everything is there."""
-    changes: dict[str, Any] = {}
-    if "pretrained_model_path" in missing_keys:
-        changes |= {"pretrained_model_path": None}
+    changes: dict[str, Any] = {"pretrained_model_path": None} if "pretrained_model_path" in missing_keys else {}
     if missing_keys & {"ref_vae_path", "cogvideox_model_path"}:
         changes |= {"use_ref_vae": False, "encoder_loss_weight": 0.0, "decoder_loss_weight": 0.0}
     if "lpips_weights" in missing_keys:
@@ -424,14 +353,11 @@ def _trial_step(config: TrainConfig) -> Iterator[Check]:
     full = trial.memory_bytes > FULL_MEMORY * trial.available_bytes
     yield Check(name="memory", found=f"{memory} ({trial.measured_at})", fix=SAVE_MEMORY if full else "")
     total_s = trial.seconds * config.max_train_steps
-    duration = duration_in_words(total_s)
-    slow = f"no GPU is visible, and on this CPU the run would take about {duration}: run it on a machine with a GPU"
-    steps = f"{config.max_train_steps:,} steps"
-    yield Check(
-        name="one step",
-        found=f"{duration_in_words(trial.seconds)}, so about {duration} for {steps} on one device",
-        fix=slow if not torch.cuda.is_available() and total_s > SLOW_RUN_S else "",
-    )
+    duration = f"about {duration_in_words(total_s)}"
+    found = f"{duration_in_words(trial.seconds)}, so {duration} for {config.max_train_steps:,} steps on one device"
+    slow = f"no GPU is visible, and on this CPU the run would take {duration}: run it on a machine with a GPU"
+    is_slow = not torch.cuda.is_available() and total_s > SLOW_RUN_S
+    yield Check(name="one step", found=found, fix=slow if is_slow else "")
 
 
 def try_step(config: TrainConfig) -> TrialStep:
@@ -444,19 +370,19 @@ def try_step(config: TrainConfig) -> TrialStep:
     place += ", without the teacher" if config.use_ref_vae and not tried.use_ref_vae else ""
     free, total = torch.cuda.mem_get_info(0) if on_gpu else (0, 0)
     try:
-        cost = _take_steps(tried, torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
+        micro_batch_s, optimizer_s, kept, reserved = measure_step(tried, torch.device("cuda:0" if on_gpu else "cpu"))
     except (RuntimeError, MemoryError) as fault:
         if not is_out_of_memory(fault):
             raise
         raise UserError(f"out of memory: {SAVE_MEMORY}") from None
-    state = state_bytes(config)
+    weights, discriminator = state_bytes(config)
     # weights, gradients, two moments, the average; Seraena has no average
-    fixed = 5 * state.weights + 4 * state.discriminator
+    fixed = 5 * weights + 4 * discriminator
     return TrialStep(
         measured_at=f"{clips} of {tried.n_frames} frames of {tried.height}x{tried.width} {place}",
-        memory_bytes=cost.gpu_bytes + total - free if on_gpu else int(fixed + cost.kept_bytes * scale),
+        memory_bytes=reserved + total - free if on_gpu else int(fixed + kept * scale),
         available_bytes=total if on_gpu else psutil.virtual_memory().available,
-        seconds=cost.step_s(micro_batches=config.gradient_accumulation_steps, scale=scale),
+        seconds=micro_batch_s * scale * config.gradient_accumulation_steps + optimizer_s,
     )
 
 
@@ -479,8 +405,9 @@ def _pixels(config: TrainConfig) -> int:
     return config.train_batch_size * config.height * config.width
 
 
-def _take_steps(config: TrainConfig, device: torch.device) -> StepCost:
-    """What a micro-batch and the optimizer cost in the second of two steps; the first warms up and counts bytes."""
+def measure_step(config: TrainConfig, device: torch.device) -> tuple[float, float, int, int]:
+    """Seconds of a micro-batch (forward and backward) and of the optimizer, bytes that autograd keeps of a micro-batch,
+    bytes that torch reserved on a GPU. The first of two steps warms up and counts bytes, the second takes the time."""
     from tinyvae.training.build import build_model, build_task
     from tinyvae.training.engine import Engine
     from tinyvae.training.optim import make_optimizers
@@ -493,6 +420,7 @@ def _take_steps(config: TrainConfig, device: torch.device) -> StepCost:
     engine.prepare(model, make_optimizers(model, config))
     task = build_task(config, engine, model)
     frames = torch.rand(config.train_batch_size, config.n_frames, 3, config.height, config.width, device=device)
+    optimize = partial(engine.finish_step, max_grad_norm=config.max_grad_norm)
     kept: dict[int, int] = {}  # bytes by address: autograd keeps some storages several times
 
     def count(tensor: Tensor) -> Tensor:
@@ -505,10 +433,7 @@ def _take_steps(config: TrainConfig, device: torch.device) -> StepCost:
             losses = task.losses(frames, use_seraena=config.use_seraena)
         engine.backward(losses.total)
 
-    def optimizer() -> None:
-        engine.finish_step(max_grad_norm=config.max_grad_norm)
-
-    def seconds_of(work: Callable[[], None]) -> float:
+    def seconds_of(work: Callable[[], object]) -> float:
         started = time.perf_counter()
         work()
         if on_gpu:
@@ -516,6 +441,6 @@ def _take_steps(config: TrainConfig, device: torch.device) -> StepCost:
         return time.perf_counter() - started
 
     micro_batch(torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor))
-    optimizer()
-    seconds = seconds_of(micro_batch), seconds_of(optimizer)
-    return StepCost(*seconds, sum(kept.values()), torch.cuda.max_memory_reserved(device) if on_gpu else 0)
+    optimize()
+    seconds = seconds_of(micro_batch), seconds_of(optimize)
+    return *seconds, sum(kept.values()), torch.cuda.max_memory_reserved(device) if on_gpu else 0

@@ -19,7 +19,7 @@ from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 from tinyvae.terminal import count_of
 from tinyvae.training.build import build_model, build_task, make_seraena_start
-from tinyvae.training.checkpoint import CheckpointWriter
+from tinyvae.training.checkpoint import CheckpointWriter, checkpoint_bytes
 from tinyvae.training.clips import RunData, loading_processes, open_data
 from tinyvae.training.deepspeed import start_engine
 from tinyvae.training.diagnostics import StepProfiler
@@ -30,7 +30,7 @@ from tinyvae.training.logs import RunLog
 from tinyvae.training.loop import LoopParts, Trainer
 from tinyvae.training.notify import Notifier
 from tinyvae.training.optim import WeightAverage, make_optimizers
-from tinyvae.training.preflight import checkpoint_bytes, checks_at_start, machine_complaints
+from tinyvae.training.preflight import checks_at_start, machine_complaints
 from tinyvae.training.resume import (
     LoopState,
     Progress,
