@@ -79,11 +79,11 @@ def checkpoint_to_resume(config: TrainConfig) -> list[Check]:
     if asked is None:
         return []
     try:
-        found = asked_checkpoint(asked, config)
+        folder, faults = asked_checkpoint(asked, config)
     except UserError as mistake:
         return [Check(name="resume", found=asked, fix=str(mistake))]
-    damaged = f"; damaged and passed over: {'; '.join(found.passed_over)}" if found.passed_over else ""
-    return [Check(name="resume", found=f"{found.folder} is whole{damaged}")]
+    damaged = f"; damaged and passed over: {'; '.join(faults)}" if faults else ""
+    return [Check(name="resume", found=f"{folder} is whole{damaged}")]
 
 
 def run(arguments: argparse.Namespace) -> int:

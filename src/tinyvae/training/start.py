@@ -92,27 +92,29 @@ class _Run:
         at_end.callback(self.signals.close)
         # The main process decides: only it reads every file of a checkpoint to check it, and the clocks of the others
         # would give other folders.
-        asked = config.resume_from_checkpoint
-        found = None if asked is None else engine.from_main(lambda: asked_checkpoint(asked, config))
+        checkpoint: Path | None = None
+        faults: list[str] = []
+        if (asked := config.resume_from_checkpoint) is not None:
+            checkpoint, faults = engine.from_main(lambda: asked_checkpoint(asked, config))
         self.place: RunPlace | None = None  # on the main process
 
         def take_place() -> tuple[Path, Path]:
-            self.place = RunPlace(config, None if found is None else found.folder)
+            self.place = RunPlace(config, checkpoint)
             at_end.callback(self.place.leave)
             return self.place.folder, self.place.index_folder()
 
         self.folder, self.index_folder = engine.from_main(take_place)
-        self.saved = None if found is None else open_checkpoint(found.folder)
+        self.saved = None if checkpoint is None else open_checkpoint(checkpoint)
         self.run_log = RunLog(self.folder, config, is_main=engine.is_main)
         at_end.callback(self.run_log.close)
         self.notifier = at_end.enter_context(Notifier(config, self.folder, is_main=engine.is_main))
         if self.place is not None:
-            self._log_notices(loaded, [] if found is None else found.passed_over)
+            self._log_notices(loaded, faults)
             log.info("run folder: %s%s", self.folder, f" ({self.place.note})" if self.place.note else "")
 
-    def _log_notices(self, loaded: LoadedConfig, passed_over: list[str]) -> None:
+    def _log_notices(self, loaded: LoadedConfig, faults: list[str]) -> None:
         """Log what was decided for the user, and what does not stop the run but may trouble it."""
-        for fault in passed_over:
+        for fault in faults:
             log.warning("passing over a damaged checkpoint: %s", fault)
         for notice in loaded.notices:
             log.info("note: %s", notice)
