@@ -63,8 +63,7 @@ class CheckpointInfo(NamedTuple):
 def why_not_written(fault: BaseException, folder: Path, *, needed_bytes: int | None = None) -> str:
     """Why a write into ``folder`` failed, in the system's words; for a full disk also how much is free and needed.
 
-    Call it before the partial file is removed: torch.save reports a full disk only as an "unexpected pos", and then
-    the free space tells the reason.
+    Call it before the partial file is removed: if torch.save finds a full disk, only the free space tells it.
     """
     found: BaseException | None = fault
     while found is not None and not (isinstance(found, OSError) and found.errno):
@@ -112,8 +111,7 @@ def checkpoint_bytes(config: TrainConfig, processes: int) -> int:
 class CheckpointWriter:
     """Writes the checkpoints of one run. The run survives failed saves, except three in a row.
 
-    ``keep``: how many ordinary checkpoints stay; None keeps all. ``needed_bytes``: about the size of one checkpoint,
-    for the message about a full disk.
+    ``keep``: how many ordinary checkpoints stay; None keeps all. ``needed_bytes``: size of one, for the message.
     """
 
     def __init__(self, run_folder: Path, engine: Engine, *, keep: int | None, needed_bytes: int | None = None) -> None:
@@ -192,10 +190,8 @@ class CheckpointWriter:
             then += f" ({self._failed_in_a_row} of {MAX_FAILED_SAVES})"
             log.error("COULD NOT SAVE %s (%s). Earlier checkpoints are untouched; the %s.", name, fault, then)
         if is_last:
-            raise UserError(
-                f"{MAX_FAILED_SAVES} saves in a row failed, the last because of: {fault}. The run stops rather than "
-                f"compute what cannot be kept; free space in {self.run_folder} and go on with --resume latest."
-            )
+            failed = f"{MAX_FAILED_SAVES} saves in a row failed, the last because of: {fault}"
+            raise UserError(f"{failed}; free space in {self.run_folder} and go on with --resume latest.")
 
 
 class _HashingStream:
@@ -230,9 +226,7 @@ def _write_manifest(folder: Path, facts: Mapping[str, Any], hashed: Mapping[str,
     for name, entry in hashed.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != entry["bytes"]:
-            raise OSError(
-                f"{file} is not as its process wrote it; the folder must be on storage that all machines share"
-            )
+            raise OSError(f"{file} is not as its process wrote it; all machines must share the storage of the run")
     for file in (file for file in folder.rglob("*") if file.is_file()):
         name = str(file.relative_to(folder))
         if name not in files:
@@ -259,13 +253,11 @@ def _publish(unfinished: Path, folder: Path) -> None:
     """Give a complete checkpoint its name. An older one of the same step stays until the new one is there."""
     replaced = folder.with_name(folder.name + REPLACED)
     if folder.exists():
-        if replaced.exists():
-            _remove(replaced)
+        _remove(replaced)
         folder.rename(replaced)
     unfinished.rename(folder)
     _sync_folder(folder.parent)
-    if replaced.exists():
-        _remove(replaced)
+    _remove(replaced)
 
 
 def _hash_of_json(manifest: Mapping[str, Any]) -> str:
@@ -353,8 +345,9 @@ def _remove(folder: Path) -> None:
     doomed = folder.with_name(f"{UNFINISHED}removing-{folder.name}")
     if doomed.exists():
         shutil.rmtree(doomed)
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    if folder.exists():
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_unfinished(run_folder: Path) -> None:

@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from tinyvae.config.schema import TrainConfig
@@ -59,9 +58,7 @@ class Notifier:
         """The loop has started, or something in it is done: the run does not stall."""
         self._progress, self._alive_at = progress, time.monotonic()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, fault: BaseException | None, traceback: object) -> None:
         self._ended.set()
         self._tell(*self._end(fault))
 
@@ -69,10 +66,8 @@ class Notifier:
         config, progress = self._config, self._progress
         if isinstance(fault, StopRequested):
             return "stopped", f"stopped by {fault} at step {progress.step}; the run is saved"
-        if isinstance(fault, UserError):
-            return "failed", str(fault)
         if fault is not None:
-            return "failed", f"{type(fault).__name__}: {fault}"
+            return "failed", str(fault) if isinstance(fault, UserError) else f"{type(fault).__name__}: {fault}"
         if progress.step < config.max_train_steps:
             return "early_stop", f"no better {config.metric_for_best_model} in {progress.stale_validations} validations"
         return "finished", f"all {progress.step} steps are done"
@@ -89,11 +84,22 @@ class Notifier:
         """Run the command. If it fails, that is a warning: the run is more important."""
         if self._command is None:
             return
+        progress = self._progress
+        facts = {
+            "EVENT": event,
+            "REASON": reason,
+            "RUN": str(self._folder),
+            "STEP": str(progress.step),
+            "MAX_STEPS": str(self._config.max_train_steps),
+            "METRIC": self._config.metric_for_best_model,
+            "BEST": "" if progress.best_score is None else f"{progress.best_score:.6g}",
+            "BEST_STEP": "" if progress.best_step is None else str(progress.best_step),
+        }
         with self._one_at_a_time, tempfile.TemporaryFile() as said:
             process = subprocess.Popen(
                 self._command,
                 shell=True,
-                env={**os.environ, **self._environment(event, reason)},
+                env={**os.environ, **{f"TINYVAE_{name}": value for name, value in facts.items()}},
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
@@ -112,16 +118,3 @@ class Notifier:
                 lines = said.read().decode(errors="replace").split("\n")
                 last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
                 log.warning("notify_command (%s) failed with exit code %d: %s", event, code, last)
-
-    def _environment(self, event: Event, reason: str) -> dict[str, str]:
-        progress = self._progress
-        return {
-            "TINYVAE_EVENT": event,
-            "TINYVAE_REASON": reason,
-            "TINYVAE_RUN": str(self._folder),
-            "TINYVAE_STEP": str(progress.step),
-            "TINYVAE_MAX_STEPS": str(self._config.max_train_steps),
-            "TINYVAE_METRIC": self._config.metric_for_best_model,
-            "TINYVAE_BEST": "" if progress.best_score is None else f"{progress.best_score:.6g}",
-            "TINYVAE_BEST_STEP": "" if progress.best_step is None else str(progress.best_step),
-        }

@@ -1,7 +1,6 @@
 """Checks before a long run: each is one line of `tinyvae check`, with a tick or with the fix.
 
-The last ones take a real training step. On a GPU it has full size. On a CPU it has a few small clips and is scaled by
-the number of pixels, except for the optimizer, whose time depends on the weights alone.
+The last ones take a real training step: on a GPU at full size, on a CPU with a few small clips, scaled by pixels.
 """
 
 from __future__ import annotations
@@ -103,20 +102,14 @@ def checks_at_start(config: TrainConfig, *, processes: int) -> list[Check]:
 def print_table(checks: Iterable[Check], stream: TextIO | None = None) -> None:
     """One line for each check; the fix is on the next line."""
     rows, stream = list(checks), stream or sys.stdout
-    try:
-        "✓✗".encode(stream.encoding or "ascii")
-        good, warning, bad = "✓", "!", "✗"
-    except UnicodeEncodeError:
-        good, warning, bad = "ok", "!!", "NO"
+    has_ticks = (stream.encoding or "").lower().startswith("utf")
+    good, warning, bad = ("✓", "!", "✗") if has_ticks else ("ok", "!!", "NO")
     width = max(len(check.name) for check in rows)
     for check in rows:
         mark = good if not check.fix else warning if check.only_warns else bad
         print(f" {mark:<2} {check.name:<{width}}  {check.found}", file=stream)
         if check.fix:
             print(f"    {'':<{width}}  fix: {check.fix}", file=stream)
-
-
-# settings
 
 
 def _settings(config: TrainConfig) -> Iterator[Check]:
@@ -126,8 +119,8 @@ def _settings(config: TrainConfig) -> Iterator[Check]:
     if not complaints:
         spec = config.spec
         latents, back = spec.latents(config.n_frames), spec.frames_out(config.n_frames)
-        frames = f"{count_of(config.n_frames, 'frame')} -> {count_of(latents, 'latent')} -> {count_of(back, 'frame')}"
-        frames += f" of {config.height}x{config.width}"
+        frames = f"{count_of(config.n_frames, 'frame')} -> {count_of(latents, 'latent')} -> "
+        frames += f"{count_of(back, 'frame')} of {config.height}x{config.width}"
         if config.use_seraena:
             groups = spec.padded_frames(config.n_frames) // config.n_seraena_frames
             frames += f"; Seraena sees {count_of(groups, 'group')} of {config.n_seraena_frames}"
@@ -135,14 +128,10 @@ def _settings(config: TrainConfig) -> Iterator[Check]:
 
 
 def _launch(config: TrainConfig, launch: LaunchConfig | None) -> Iterator[Check]:
-    if launch is None:
-        return
-    deepspeed = launch.deepspeed
-    engine = "DDP" if deepspeed is None else f"DeepSpeed ZeRO-{deepspeed.zero_optimization.stage}"
-    yield Check(name="launch", found=f"{engine}, {launch.place}", fix="; ".join(launch.disagreements(config)))
-
-
-# the machine
+    if launch is not None:
+        deepspeed = launch.deepspeed
+        engine = "DDP" if deepspeed is None else f"DeepSpeed ZeRO-{deepspeed.zero_optimization.stage}"
+        yield Check(name="launch", found=f"{engine}, {launch.place}", fix="; ".join(launch.disagreements(config)))
 
 
 def machine_complaints(config: TrainConfig) -> list[Complaint]:
@@ -173,23 +162,15 @@ def _gpus(config: TrainConfig, processes: int) -> Iterator[Check]:
     kinds = sorted({f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for p in properties})
     lacking = f"{processes} are wanted: ask for at most {count}, or look at CUDA_VISIBLE_DEVICES"
     yield Check(name="GPUs", found=f"{count} x {' / '.join(kinds)}", fix=lacking if count < processes else "")
-    yield _driver()
+    file = Path("/proc/driver/nvidia/version")
+    driver = parse_driver_version(file.read_text()) if file.is_file() else ()
+    found = f"{'.'.join(map(str, driver)) or 'unknown'}; torch {torch.__version__} for CUDA {torch.version.cuda}"
+    newer = f"install a driver of at least {'.'.join(map(str, OLDEST_DRIVER))}"
+    yield Check(name="driver", found=found, fix=newer if () < driver < OLDEST_DRIVER else "", only_warns=True)
     if config.mixed_precision == "bf16":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
         fix = "" if fast else "this GPU has no bf16: use --mixed_precision fp16 or no"
         yield Check(name="bf16", found="the GPU computes in it" if fast else "not on this GPU", fix=fix)
-
-
-def _driver() -> Check:
-    file = Path("/proc/driver/nvidia/version")
-    driver = parse_driver_version(file.read_text()) if file.is_file() else ()
-    old = () < driver < OLDEST_DRIVER
-    return Check(
-        name="driver",
-        found=f"{'.'.join(map(str, driver)) or 'unknown'}; torch {torch.__version__} for CUDA {torch.version.cuda}",
-        fix=f"install a driver of at least {'.'.join(map(str, OLDEST_DRIVER))}" if old else "",
-        only_warns=True,
-    )
 
 
 def parse_driver_version(text: str) -> tuple[int, ...]:
@@ -243,14 +224,10 @@ def _port(port: int | None) -> Iterator[Check]:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
+            yield Check(name="port", found=f"{port} is free")
         except OSError as fault:
             fix = "another job uses it: stop that one, or set MASTER_PORT to a free port"
             yield Check(name="port", found=f"{port}: {fault.strerror}", fix=fix)
-            return
-    yield Check(name="port", found=f"{port} is free")
-
-
-# weights, teacher, data
 
 
 def _weights(config: TrainConfig) -> Iterator[Check]:
@@ -305,7 +282,7 @@ def _sampled_data(config: TrainConfig, source: Path) -> Check:
 
 
 def _split(config: TrainConfig, index: VideoIndex, note: str, *, whole: bool) -> Check:
-    """``whole``: the index holds all files. The hash can put a whole sample on one side, so sides do not count then."""
+    """``whole``: the index holds all files. Of a sample the sides do not count: the hash may put it all on one."""
     train, validation = split(
         index,
         ClipSettings.from_config(config),
@@ -319,9 +296,6 @@ def _split(config: TrainConfig, index: VideoIndex, note: str, *, whole: bool) ->
         note += f"; left out: {train.excluded.sentence()}"
     fix = lack_of_files(config, train) or (lack_of_validation(config, validation) if whole else "")
     return Check(name="data", found=note, fix=fix)
-
-
-# one step
 
 
 class TrialStep(NamedTuple):
@@ -356,8 +330,8 @@ def _trial_step(config: TrainConfig) -> Iterator[Check]:
     duration = f"about {duration_in_words(total_s)}"
     found = f"{duration_in_words(trial.seconds)}, so {duration} for {config.max_train_steps:,} steps on one device"
     slow = f"no GPU is visible, and on this CPU the run would take {duration}: run it on a machine with a GPU"
-    is_slow = not torch.cuda.is_available() and total_s > SLOW_RUN_S
-    yield Check(name="one step", found=found, fix=slow if is_slow else "")
+    fits = torch.cuda.is_available() or total_s <= SLOW_RUN_S
+    yield Check(name="one step", found=found, fix="" if fits else slow)
 
 
 def try_step(config: TrainConfig) -> TrialStep:

@@ -51,8 +51,7 @@ FIXED_SETTINGS = {
     "color_jitter_params", "gaussian_blur", "gaussian_blur_sigma", "gaussian_blur_probability",
     "use_seraena", "n_seraena_frames", "use_ref_vae",
 }  # fmt: skip
-"""Settings of the model, the clips and the state in a checkpoint: a resumed run must have the same. The place of the
-videos is not one of them: the fingerprint of the training files tells whether they are the same."""
+"""A resumed run must have the same. Whether its videos are the same, their fingerprint tells, not their place."""
 
 UNTOLD_SETTINGS = {
     "resume_from_checkpoint", "allow_changed_settings", "allow_cpu", "output_dir",
@@ -63,9 +62,8 @@ UNTOLD_SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run is. ``step``: optimizer steps done, with the skipped ones (they used up their clips).
-    ``samples_seen``: clips that all ranks together have drawn. ``training_s``: seconds in training steps, without
-    start-up and validation."""
+    """Where a run is. ``step``: optimizer steps done, with the skipped ones. ``samples_seen``: clips that all ranks
+    together have drawn. ``training_s``: seconds in training steps, without start-up and validation."""
 
     step: int = 0
     samples_seen: int = 0
@@ -90,15 +88,11 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopState:
-    """What the loop itself remembers. ``step_log``: this rank's numbers since the last log line, by
-    `tinyvae.training.logs.StepLog.state_dict`; None: a new line starts."""
+    """What the loop remembers. ``step_log``: this rank's `StepLog.state_dict` since the last log line, if any."""
 
     progress: Progress
     seraena_start: SeraenaStart | None
     step_log: dict[str, Any] | None = None
-
-
-# the checkpoint to go on from
 
 
 class SavedRun(NamedTuple):
@@ -207,9 +201,6 @@ def _refuse(folder: Path, changes: list[str], config: TrainConfig) -> None:
         )
 
 
-# saving and restoring
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """The objects whose state a checkpoint holds."""
@@ -235,7 +226,7 @@ class RunState:
                 "step": progress.step,
                 "world_size": self.engine.world_size,
                 "engine": self.engine.kind,
-                "data_fingerprint": self.data.fingerprint,
+                "data_fingerprint": self.data.train.fingerprint,
                 "best_model": self._best_model(progress),
                 "config": json.loads(to_json(self.config)),
             },
@@ -383,7 +374,7 @@ def restore_best_model(progress: Progress, saved: SavedRun, folder: Path) -> Pro
 
 
 def _find_best(best: Mapping[str, Any], saved: SavedRun) -> Path | None:
-    """The folder whose ``model.safetensors`` holds the best model, as the validation scored it; None if there is none."""
+    """The folder whose ``model.safetensors`` is the best model, as its validation scored it; None if there is none."""
     run = saved.folder.parent
     if best == _read_info(run / "best_model"):
         return run / "best_model"

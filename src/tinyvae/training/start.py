@@ -1,7 +1,4 @@
-"""From a configuration to a finished run: check, join the processes, build the parts, train, finish.
-
-Mistakes of the user are found here, before a GPU or a process group is touched where that is possible.
-"""
+"""From a configuration to a finished run: check, join the processes, build the parts, train, finish."""
 
 from __future__ import annotations
 
@@ -57,8 +54,8 @@ class FinishedRun:
 
 def check_before_start(loaded: LoadedConfig) -> None:
     """Refuse what can be refused before any process group or GPU is touched; `tinyvae check --quick` does it too."""
-    here = machine_complaints(loaded.config)
-    check_config(loaded.config, loaded.given_paths, also=here, heading=loaded.source)
+    config = loaded.config
+    check_config(config, loaded.given_paths, also=machine_complaints(config), heading=loaded.source)
 
 
 def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
@@ -128,7 +125,7 @@ class _Run:
         torch.manual_seed(config.seed)
         data = open_data(config, engine, folder, index_folder=self.index_folder)
         if self.saved is not None:
-            check_same_data(self.saved, config, data_fingerprint=data.fingerprint)
+            check_same_data(self.saved, config, data_fingerprint=data.train.fingerprint)
         model = build_model(config).to(engine.device)
         optimizers = make_optimizers(model, config)
         engine.prepare(model, optimizers)
@@ -137,7 +134,7 @@ class _Run:
         state = RunState(
             config=config, engine=engine, folder=folder, data=data, model=model, average=average, seraena=task.seraena
         )
-        loop, data = self._settle(self._first_loop_state(state), data)
+        loop, data = self._settle(state, data)
         validator = Validator(
             config,
             engine,
@@ -181,18 +178,15 @@ class _Run:
         trainer.check_saved(folder)
         return progress
 
-    def _first_loop_state(self, state: RunState) -> LoopState:
-        """Where the loop starts: at step 0, or where the checkpoint was. Nothing is written."""
+    def _settle(self, state: RunState, data: RunData) -> tuple[LoopState, RunData]:
+        """Restore the checkpoint, if any. Nothing can refuse the run after that: write its first files."""
         loop = LoopState(progress=Progress(), seraena_start=make_seraena_start(self.config))
-        if self.saved is not None:
-            loop = state.restore(self.saved, loop)
-            log.info("resumed from %s at step %d", self.saved.folder, loop.progress.step)
-        return loop
-
-    def _settle(self, loop: LoopState, data: RunData) -> tuple[LoopState, RunData]:
-        """Nothing can refuse the run any more: write its first files and make ``best_model/`` the right one."""
+        saved = self.saved
+        if saved is not None:
+            loop = state.restore(saved, loop)
+            log.info("resumed from %s at step %d", saved.folder, loop.progress.step)
         self.engine.from_main(lambda: self._write_first_files(loop.progress, data))
-        if (saved := self.saved) is not None:
+        if saved is not None:
             progress = self.engine.from_main(lambda: restore_best_model(loop.progress, saved, self.folder))
             loop = replace(loop, progress=progress)
         return loop, data.settled(self.index_folder, self.folder)
