@@ -1,7 +1,7 @@
 """Checkpoints that are complete or not there.
 
-A checkpoint is a folder. The run writes it under another name and syncs every file. The manifest with sizes and hashes
-comes last, then one rename gives the folder its name. Readers check every file against the manifest first.
+The run writes the folder under another name and syncs every file. The manifest with sizes and hashes comes last, then
+one rename gives the folder its name. Readers check every file against the manifest first.
 
   checkpoint-STEP/  model.safetensors, config.json  the model to use (averaged weights where there are any)
                     training_state.pt               what all ranks share: weights, optimizer, progress, ...
@@ -43,12 +43,9 @@ NAME = re.compile(r"(emergency_)?checkpoint-(\d+)(\.replaced)?")
 UNFINISHED = ".unfinished-"
 MAX_FAILED_SAVES = 3
 
-WRITE_FAULTS = (OSError, RuntimeError, SafetensorError)
-"""What a full or read-only disk raises; torch.save and safetensors have errors of their own."""
-
+WRITE_FAULTS = (OSError, RuntimeError, SafetensorError)  # torch.save and safetensors have errors of their own
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
-LITTLE_ROOM = 1 << 20
-"""Bytes. A write that failed without a reason, with less than this free, failed because the disk is full."""
+LITTLE_ROOM = 1 << 20  # bytes; a write that failed without a reason and with less free met a full disk
 
 
 class CheckpointInfo(NamedTuple):
@@ -92,11 +89,10 @@ def state_bytes(config: TrainConfig) -> tuple[int, int]:
     from tinyvae.models.taehv import TAEHV
 
     with torch.device("meta"):
-        networks: list[torch.nn.Module] = [TAEHV(config.variant, width=config.model_width)]
-        if config.use_seraena:
-            networks.append(SeraenaDiscriminator(3 * config.n_seraena_frames, config.spec.latent_channels))
-    sizes = [4 * sum(p.numel() for p in network.parameters()) for network in networks]
-    return sizes[0], sum(sizes[1:])
+        student = TAEHV(config.variant, width=config.model_width)
+        judge = SeraenaDiscriminator(3 * config.n_seraena_frames, config.spec.latent_channels)
+    weights, discriminator = (4 * sum(p.numel() for p in network.parameters()) for network in (student, judge))
+    return weights, discriminator if config.use_seraena else 0
 
 
 def checkpoint_bytes(config: TrainConfig, processes: int) -> int:
@@ -242,11 +238,9 @@ def _write_manifest(folder: Path, facts: Mapping[str, Any], hashed: Mapping[str,
 
 def _next_time(run_folder: Path) -> str:
     """Now; or just after the newest checkpoint, if another machine with a faster clock wrote that."""
-    now = datetime.now(UTC)
-    newest = max((info.written_at for info in list_checkpoints(run_folder)), default="")
-    if newest:
-        now = max(now, datetime.fromisoformat(newest) + timedelta(microseconds=1))
-    return now.isoformat(timespec="microseconds")
+    written = (datetime.fromisoformat(info.written_at) for info in list_checkpoints(run_folder))
+    times = [datetime.now(UTC), *(time + timedelta(microseconds=1) for time in written)]
+    return max(times).isoformat(timespec="microseconds")
 
 
 def _publish(unfinished: Path, folder: Path) -> None:

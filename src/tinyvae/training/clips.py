@@ -15,8 +15,8 @@ from tinyvae.data.index_build import CACHED_INDEX, bring_up_to_date, usable_core
 from tinyvae.data.loader import ValidationLoader, make_train_loader, make_validation_loader
 from tinyvae.data.splits import ClipSet, split
 from tinyvae.errors import UserError
+from tinyvae.files import writing_to
 from tinyvae.training.engine import Engine
-from tinyvae.training.run_folder import writing_to_run
 
 log = logging.getLogger(__name__)
 
@@ -96,10 +96,7 @@ class RunData:
 
 
 def open_data(config: TrainConfig, engine: Engine, folder: Path, *, index_folder: Path) -> RunData:
-    """Write the sample clips if asked for, index new files (on one rank), and split.
-
-    ``index_folder``: where the index is made. Nothing is written to the run's ``folder`` here.
-    """
+    """Write the sample clips if asked for, index new files in ``index_folder`` (on one rank), and split."""
     if config.use_sample_clips:
         engine.from_main(lambda: write_missing_sample_clips(config))
     index = _open_index(config, engine, index_folder)
@@ -126,7 +123,7 @@ def _open_index(config: TrainConfig, engine: Engine, folder: Path) -> VideoIndex
     workers, timeout_s = max(1, loading_processes(config)), config.decode_timeout_s
 
     def make() -> None:
-        with writing_to_run(folder):
+        with writing_to(folder):
             bring_up_to_date(source, output, data_root=config.data_root, num_workers=workers, timeout_s=timeout_s)
 
     engine.from_main(make)

@@ -34,13 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def write_final_model(
-    config: TrainConfig,
-    folder: Path,
-    model: TAEHV,
-    average: WeightAverage | None,
-    progress: Progress,
-    *,
-    command: str,
+    config: TrainConfig, folder: Path, model: TAEHV, average: WeightAverage | None, progress: Progress, *, command: str
 ) -> None:
     """``final_model.safetensors``, ``final_model.pth`` (averaged weights if there are any) and ``model_card.md``."""
     try:

@@ -108,11 +108,7 @@ class StopRequested(Exception):  # noqa: N818 (a request, not an error)
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
-        self.signal_number = signal_number
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.signal_number
+        self.exit_code = 128 + signal_number
 
 
 class SignalWatch:

@@ -48,9 +48,9 @@ SAMPLED_FILES = 24
 LISTED_FILES = 100_000
 SPARE_SAVES = 3  # beside the kept ones: the one being written, the best, and the last emergency one
 FULL_MEMORY = 0.95
-LARGEST_CPU_STEP = 10_000_000
-"""Pixels of all frames of a step, at full model width; a larger step takes a CPU many minutes."""
+LARGEST_CPU_STEP = 10_000_000  # pixels of all frames, at full model width; a larger step takes a CPU many minutes
 SLOW_RUN_S = 3 * 86_400.0
+NO_TEACHER: dict[str, Any] = {"use_ref_vae": False, "encoder_loss_weight": 0.0, "decoder_loss_weight": 0.0}
 SMALL_SIDE = 64
 SMALL_BATCH = 4
 SAVE_MEMORY = "use --gradient_checkpointing true, a smaller --train_batch_size, fewer frames or smaller ones"
@@ -196,8 +196,8 @@ def _packages(config: TrainConfig, launch: LaunchConfig | None) -> Check:
         if p.name not in installed or not p.specifier.contains(installed[p.name], prereleases=True)
     ]
     shown = [f"{name} {installed[name]}" for name in SHOWN_PACKAGES if name in installed]
-    more = f" and {len(installed) - len(shown)} more"
-    return Check(name="packages", found=", ".join(shown) + more, fix="; ".join(fixes))
+    found = f"{', '.join(shown)} and {len(installed) - len(shown)} more"
+    return Check(name="packages", found=found, fix="; ".join(fixes))
 
 
 def _disk(config: TrainConfig, processes: int) -> Check:
@@ -208,13 +208,10 @@ def _disk(config: TrainConfig, processes: int) -> Check:
     if kept is None:
         kept = math.ceil(config.max_train_steps / (config.checkpointing_steps or config.max_train_steps))
     lack = one * (kept + SPARE_SAVES) - free
-    room = f"make room for {bytes_in_words(lack)} more"
-    fix = f"{room}, keep fewer (--checkpoints_total_limit), or choose another --output_dir"
-    return Check(
-        name="disk",
-        found=f"{bytes_in_words(free)} free at {place}; {kept} + {SPARE_SAVES} checkpoints of {bytes_in_words(one)}",
-        fix=fix if lack > 0 else "",
-    )
+    found = f"{bytes_in_words(free)} free at {place}; {kept} + {SPARE_SAVES} checkpoints of {bytes_in_words(one)}"
+    others = "keep fewer (--checkpoints_total_limit), or choose another --output_dir"
+    fix = f"make room for {bytes_in_words(lack)} more, {others}" if lack > 0 else ""
+    return Check(name="disk", found=found, fix=fix)
 
 
 def _port(port: int | None) -> Iterator[Check]:
@@ -269,14 +266,9 @@ def _sampled_data(config: TrainConfig, source: Path) -> Check:
     with tempfile.TemporaryDirectory() as folder:
         listing, output = Path(folder, "sample.jsonl"), Path(folder, "sample.tvi")
         listing.write_text("".join(json.dumps({"path": e.path, "split": e.split}) + "\n" for e in chosen))
-        index = build_index(
-            listing,
-            output,
-            data_root=root,
-            num_workers=max(1, loading_processes(config)),
-            timeout_s=config.decode_timeout_s,
-            show_progress_bar=False,
-        ).index
+        workers, timeout_s = max(1, loading_processes(config)), config.decode_timeout_s
+        options: dict[str, Any] = {"num_workers": workers, "timeout_s": timeout_s, "show_progress_bar": False}
+        index = build_index(listing, output, data_root=root, **options).index
         index.source = str(source)  # messages name the source, not our list
         return _split(config, index, note, whole=whole)
 
@@ -290,8 +282,7 @@ def _split(config: TrainConfig, index: VideoIndex, note: str, *, whole: bool) ->
         split_by=config.split_by if whole else "hash",
         bad_file_limit=config.bad_file_limit,
     )
-    usable = len(train) + len(validation)
-    note += f": {len(train)} train, {len(validation)} validate" if whole else f": {usable} of {len(index)} usable"
+    note += f": {len(train)} train, {len(validation)} validate" if whole else f": {len(train)} of {len(index)} usable"
     if train.excluded.total:
         note += f"; left out: {train.excluded.sentence()}"
     fix = lack_of_files(config, train) or (lack_of_validation(config, validation) if whole else "")
@@ -311,7 +302,7 @@ def _without(config: TrainConfig, missing_keys: set[str]) -> TrainConfig:
     """The same run without what is missing, so that a step can be tried before everything is there."""
     changes: dict[str, Any] = {"pretrained_model_path": None} if "pretrained_model_path" in missing_keys else {}
     if missing_keys & {"ref_vae_path", "cogvideox_model_path"}:
-        changes |= {"use_ref_vae": False, "encoder_loss_weight": 0.0, "decoder_loss_weight": 0.0}
+        changes |= NO_TEACHER
     if "lpips_weights" in missing_keys:
         changes |= {"perceptual_loss_weight": 0.0, "lpips_weights": None, "metric_for_best_model": "psnr"}
     return replace(config, **changes)
@@ -338,7 +329,8 @@ def try_step(config: TrainConfig) -> TrialStep:
     """Take a step on this machine's first device; raises `UserError` if it cannot be taken."""
     on_gpu = torch.cuda.is_available()
     tried = config if on_gpu else _small(config)
-    scale = _pixels(config) / _pixels(tried)
+    pixels, tried_pixels = (c.train_batch_size * c.height * c.width for c in (config, tried))
+    scale = pixels / tried_pixels
     clips = count_of(tried.train_batch_size, "clip")
     place = "measured" if on_gpu else "on the CPU" + (", scaled by pixels" if scale > 1 else "")
     place += ", without the teacher" if config.use_ref_vae and not tried.use_ref_vae else ""
@@ -350,8 +342,7 @@ def try_step(config: TrainConfig) -> TrialStep:
             raise
         raise UserError(f"out of memory: {SAVE_MEMORY}") from None
     weights, discriminator = state_bytes(config)
-    # weights, gradients, two moments, the average; Seraena has no average
-    fixed = 5 * weights + 4 * discriminator
+    fixed = 5 * weights + 4 * discriminator  # weights, gradients, two moments, the average (not of Seraena)
     return TrialStep(
         measured_at=f"{clips} of {tried.n_frames} frames of {tried.height}x{tried.width} {place}",
         memory_bytes=reserved + total - free if on_gpu else int(fixed + kept * scale),
@@ -368,15 +359,9 @@ def _small(config: TrainConfig) -> TrainConfig:
         height=min(config.height, side),
         width=min(config.width, side),
         train_batch_size=min(config.train_batch_size, SMALL_BATCH),
-        use_ref_vae=False,
-        encoder_loss_weight=0.0,
-        decoder_loss_weight=0.0,
         compile_model=False,
+        **NO_TEACHER,
     )
-
-
-def _pixels(config: TrainConfig) -> int:
-    return config.train_batch_size * config.height * config.width
 
 
 def measure_step(config: TrainConfig, device: torch.device) -> tuple[float, float, int, int]:

@@ -1,7 +1,7 @@
 """Exact resume: what a run remembers, which checkpoint it goes on from, and how it takes its state back.
 
-All ranks share weights, their average, optimizer, loss scale, discriminator and progress. Each rank has its own random
-states and Seraena replay buffer. The data order needs no state: it follows from ``Progress.samples_seen``.
+Ranks have random states and a Seraena replay buffer of their own; all else is shared. The data order needs no state: it
+follows from ``Progress.samples_seen``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -77,9 +77,8 @@ class Progress:
 
     def improved_by(self, score: float, metric: str) -> bool:
         """Whether a validation's score is better than the best so far; the first score always is."""
-        if self.best_score is None:
-            return True
-        return score > self.best_score if HIGHER_IS_BETTER[metric] else score < self.best_score
+        best = self.best_score
+        return best is None or (score > best if HIGHER_IS_BETTER[metric] else score < best)
 
     def without_scores(self) -> Progress:
         """The same, as before the first validation: the next one is the best so far."""
@@ -95,16 +94,13 @@ class LoopState:
     step_log: dict[str, Any] | None = None
 
 
-class SavedRun(NamedTuple):
-    """An intact checkpoint, opened."""
+class SavedRun:
+    """An intact checkpoint, opened; `asked_checkpoint` has found it."""
 
-    folder: Path
-    manifest: dict[str, Any]
-    shared: dict[str, Any]
-
-    @property
-    def world_size(self) -> int:
-        return int(self.manifest["world_size"])
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.manifest = folder, _manifest_of(folder)
+        self.shared = read_state(folder / SHARED_STATE)
+        self.world_size: int = self.manifest["world_size"]
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         return read_state(self.folder / rank_file(rank))
@@ -126,11 +122,6 @@ def asked_checkpoint(asked: str, config: TrainConfig) -> tuple[Path, list[str]]:
     changes, _ = _changed_settings(manifest["config"], config)
     _refuse(folder, changes, config)
     return folder, faults
-
-
-def open_checkpoint(folder: Path) -> SavedRun:
-    """Read a checkpoint that `asked_checkpoint` has found."""
-    return SavedRun(folder, _manifest_of(folder), read_state(folder / SHARED_STATE))
 
 
 def _manifest_of(folder: Path) -> dict[str, Any]:
@@ -195,10 +186,8 @@ def _changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> tuple[li
 
 def _refuse(folder: Path, changes: list[str], config: TrainConfig) -> None:
     if changes and not config.allow_changed_settings:
-        raise UserError(
-            f"{folder} belongs to a run with other settings: {'; '.join(changes)}. Set them back, or pass "
-            "--allow_changed_settings to go on regardless."
-        )
+        way_out = "Set them back, or pass --allow_changed_settings to go on regardless"
+        raise UserError(f"{folder} belongs to a run with other settings: {'; '.join(changes)}. {way_out}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,10 +235,10 @@ class RunState:
         }
 
     def _of_rank(self, loop: LoopState) -> dict[str, Any]:
-        on_gpu = self.engine.device.type == "cuda"
+        device = self.engine.device
         return {
             "cpu_random": torch.get_rng_state(),
-            "cuda_random": torch.cuda.get_rng_state(self.engine.device) if on_gpu else None,
+            "cuda_random": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
             "seraena": None if self.seraena is None else self.seraena.rank_state_dict(),
             "step_log": loop.step_log,
         }

@@ -1,7 +1,6 @@
 """The folder of a run: which one it is, that no other run writes to it, and what the run puts there first.
 
-A resume can be refused until its whole past is taken over, and a refused one leaves the old run as it was. Until
-`RunPlace.settle` the folder gets only the marker ``.running`` and one hidden folder for the index.
+A refused resume leaves the old run as it was: until `RunPlace.settle` only a marker and one hidden folder are written.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -27,20 +25,17 @@ import psutil
 from tinyvae.config.schema import RUN_FORMAT, TIME_DIRECTIVES, TrainConfig, to_json
 from tinyvae.data.index_build import CACHED_INDEX
 from tinyvae.errors import UserError
-from tinyvae.files import atomic_write
+from tinyvae.files import atomic_write, writing_to
 from tinyvae.terminal import duration_in_words
-from tinyvae.training.checkpoint import UNFINISHED, remove_unfinished, why_not_written
+from tinyvae.training.checkpoint import UNFINISHED, remove_unfinished
 from tinyvae.training.validation import put_best_model_back
 
 log = logging.getLogger(__name__)
 
 MARKER = ".running"
-HALF_WRITTEN_S = 2.0
-"""How long to wait for an empty marker: its process is between two system calls, or was killed there."""
-BEAT_S = 30.0
-"""How often a run touches its marker."""
-SILENT_S = 300.0
-"""A run on another machine that has not touched its marker for this long has ended."""
+HALF_WRITTEN_S = 2.0  # how long to wait for an empty marker: its process is writing it, or was killed there
+BEAT_S = 30.0  # how often a run touches its marker
+SILENT_S = 300.0  # a run on another machine that has not touched its marker for this long has ended
 LATEST = "latest"
 STAGED = f"{UNFINISHED}index"
 TRIES_FOR_A_TIME = 60
@@ -109,9 +104,9 @@ class Holder:
         text = f"another run writes to {marker.parent} ({who}, since {self.since})"
         if here:
             return f"{text}; wait for its end, stop it with: kill {self.pid}, or choose another --output_dir."
-        text += f", and was last active {duration_in_words(silent_s)} ago; wait for its end, or choose another "
-        died = f"If its machine has died, start again in {duration_in_words(SILENT_S)}, or remove {marker} now."
-        return f"{text}--output_dir. {died}"
+        silent, limit = duration_in_words(silent_s), duration_in_words(SILENT_S)
+        died = f"if its machine has died, start again in {limit}, or remove {marker}"
+        return f"{text}, last active {silent} ago; wait for its end, or choose another --output_dir; {died}."
 
 
 def _start_of(pid: int) -> float:
@@ -132,8 +127,7 @@ class RunClaim:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.is_used = False
-        before = folder.stat()
-        self._times = (before.st_atime_ns, before.st_mtime_ns)
+        self._before = folder.stat()
         self._marker = folder / MARKER
         self._holder = _claim(self._marker)
         self._ends = threading.Event()
@@ -160,7 +154,7 @@ class RunClaim:
         self._marker.unlink(missing_ok=True)
         if not self.is_used:
             with suppress(OSError):  # the folder is another user's: its time stays that of now
-                os.utime(self.folder, ns=self._times)
+                os.utime(self.folder, ns=(self._before.st_atime_ns, self._before.st_mtime_ns))
 
 
 def _claim(marker: Path) -> Holder:
@@ -223,10 +217,9 @@ class RunPlace:
     def __init__(self, config: TrainConfig, checkpoint: Path | None) -> None:
         self.note = ""
         self._is_new = False
-        self._is_settled = False
         self._is_timed = has_time(config.output_dir)
         self.folder = self._choose(config, checkpoint)
-        with writing_to_run(self.folder):
+        with writing_to(self.folder):
             self._claim = RunClaim(self.folder)
         try:
             self._refuse_other_run(checkpoint)
@@ -243,7 +236,7 @@ class RunPlace:
             self.note = f"{home} is no run's folder (it has no config.json of a run), so this run gets a new one"
         for _ in range(TRIES_FOR_A_TIME):
             folder = new_run_folder(config.output_dir, datetime.now()).absolute()
-            with writing_to_run(folder):
+            with writing_to(folder):
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     folder.mkdir()
@@ -270,18 +263,14 @@ class RunPlace:
         if not is_run_folder(self.folder):
             return self.folder
         staged, old = self.folder / STAGED, self.folder / CACHED_INDEX
-        with writing_to_run(self.folder):
+        with writing_to(self.folder):
             staged.mkdir(exist_ok=True)  # one that a kill left may hold half of the work
             if old.exists() and not (staged / CACHED_INDEX).exists():
-                try:
-                    os.link(old, staged / CACHED_INDEX)
-                except OSError:  # a file system without links
-                    shutil.copy2(old, staged / CACHED_INDEX)
+                shutil.copy2(old, staged / CACHED_INDEX)
         return staged
 
     def settle(self) -> None:
         """The run is accepted: from here on it writes to the folder. Raises ``OSError`` if it cannot."""
-        self._is_settled = True
         self._claim.is_used = True
         staged = self.folder / STAGED / CACHED_INDEX
         if staged.exists():
@@ -297,10 +286,10 @@ class RunPlace:
 
     def leave(self) -> None:
         """The run has ended, well or not. A folder made for a run that never started is removed."""
-        if not self._is_settled:
+        if not self._claim.is_used:
             shutil.rmtree(self.folder / STAGED, ignore_errors=True)
         self._claim.release()
-        if self._is_new and not self._is_settled:
+        if self._is_new and not self._claim.is_used:
             with suppress(OSError):  # a fixed folder with a list of videos stays: the next start uses it
                 shutil.rmtree(self.folder, ignore_errors=True) if self._is_timed else self.folder.rmdir()
 
@@ -312,19 +301,6 @@ def is_run_folder(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(content, dict) and content.get("format") == RUN_FORMAT
-
-
-@contextmanager
-def writing_to_run(folder: Path) -> Iterator[None]:
-    """Around writes to a run folder: one that cannot be written is a ``UserError`` with the reason."""
-    try:
-        yield
-    except UserError:
-        raise
-    except OSError as fault:
-        reason = why_not_written(fault, next((place for place in (folder, *folder.parents) if place.is_dir()), folder))
-        way_out = "make room, or choose another --output_dir"
-        raise UserError(f"cannot write to the run folder {folder} ({reason}); {way_out}.") from None
 
 
 def copy_past(old_run: Path, folder: Path) -> None:

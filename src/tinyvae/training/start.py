@@ -13,6 +13,7 @@ from tinyvae.config.load import LoadedConfig
 from tinyvae.config.rules import check_config
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
+from tinyvae.files import writing_to
 from tinyvae.models.taehv import TAEHV
 from tinyvae.terminal import count_of
 from tinyvae.training.build import build_model, build_task, make_seraena_start
@@ -32,12 +33,12 @@ from tinyvae.training.resume import (
     LoopState,
     Progress,
     RunState,
+    SavedRun,
     asked_checkpoint,
     check_same_data,
-    open_checkpoint,
     restore_best_model,
 )
-from tinyvae.training.run_folder import RunPlace, copy_past, writing_to_run
+from tinyvae.training.run_folder import RunPlace, copy_past
 from tinyvae.training.validation import Validator
 
 log = logging.getLogger(__name__)
@@ -87,8 +88,7 @@ class _Run:
         at_end.callback(engine.close_quietly)
         self.signals = SignalWatch()
         at_end.callback(self.signals.close)
-        # The main process decides: only it reads every file of a checkpoint to check it, and the clocks of the others
-        # would give other folders.
+        # The main process decides: only it checks every file, and the clocks of the others would give other folders.
         checkpoint: Path | None = None
         faults: list[str] = []
         if (asked := config.resume_from_checkpoint) is not None:
@@ -101,7 +101,7 @@ class _Run:
             return self.place.folder, self.place.index_folder()
 
         self.folder, self.index_folder = engine.from_main(take_place)
-        self.saved = None if checkpoint is None else open_checkpoint(checkpoint)
+        self.saved = None if checkpoint is None else SavedRun(checkpoint)
         self.run_log = RunLog(self.folder, config, is_main=engine.is_main)
         at_end.callback(self.run_log.close)
         self.notifier = at_end.enter_context(Notifier(config, self.folder, is_main=engine.is_main))
@@ -181,25 +181,22 @@ class _Run:
     def _settle(self, state: RunState, data: RunData) -> tuple[LoopState, RunData]:
         """Restore the checkpoint, if any. Nothing can refuse the run after that: write its first files."""
         loop = LoopState(progress=Progress(), seraena_start=make_seraena_start(self.config))
-        saved = self.saved
-        if saved is not None:
-            loop = state.restore(saved, loop)
-            log.info("resumed from %s at step %d", saved.folder, loop.progress.step)
-        self.engine.from_main(lambda: self._write_first_files(loop.progress, data))
-        if saved is not None:
-            progress = self.engine.from_main(lambda: restore_best_model(loop.progress, saved, self.folder))
-            loop = replace(loop, progress=progress)
-        return loop, data.settled(self.index_folder, self.folder)
+        if self.saved is not None:
+            loop = state.restore(self.saved, loop)
+            log.info("resumed from %s at step %d", self.saved.folder, loop.progress.step)
+        progress = self.engine.from_main(lambda: self._write_first_files(loop.progress, data))
+        return replace(loop, progress=progress), data.settled(self.index_folder, self.folder)
 
-    def _write_first_files(self, progress: Progress, data: RunData) -> None:
+    def _write_first_files(self, progress: Progress, data: RunData) -> Progress:
         assert self.place is not None, "only the main process writes"
-        with writing_to_run(self.folder):
+        with writing_to(self.folder):
             self.place.settle()
             if self.saved is not None:
                 copy_past(self.saved.folder.parent, self.folder)
             self.run_log.begin(from_step=progress.step, with_validation=progress.validated_step == progress.step)
             data.name_bad_files()
             self.place.sign(self.config)
+        return progress if self.saved is None else restore_best_model(progress, self.saved, self.folder)
 
 
 def _log_size(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) -> None:
