@@ -13,7 +13,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "tinyvae"
 
 FLOORS = [
     {"errors", "heap"},
-    {"files", "terminal"},
+    {"terminal"},
+    {"files"},
     {"models"},
     {"engines", "video"},
     {"data", "losses", "teachers"},

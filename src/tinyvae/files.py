@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +13,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from tinyvae.errors import UserError
+from tinyvae.terminal import bytes_in_words
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+LITTLE_ROOM = 1 << 20  # bytes; a write that failed without a reason and with less free met a full disk
 
 
 @contextmanager
@@ -89,6 +94,28 @@ def _try_writing(folder: Path) -> None:
         pass
 
 
+def why_not_written(fault: BaseException, folder: Path, *, needed_bytes: int | None = None) -> str:
+    """Why a write into ``folder`` failed, in the system's words; for a full disk also how much is free and needed.
+
+    Call it before the partial file is removed: if torch.save finds a full disk, only the free space tells it.
+    """
+    found: BaseException | None = fault
+    while found is not None and not (isinstance(found, OSError) and found.errno):
+        found = found.__cause__ or found.__context__
+    said = (str(fault) or type(fault).__name__).splitlines()[0]
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return said
+    number = found.errno if isinstance(found, OSError) else None
+    if number is None and (free < LITTLE_ROOM or "os error 28" in said or "No space left" in said):
+        number = errno.ENOSPC
+    if number not in FULL_DISK_ERRORS:
+        return said if number is None else os.strerror(number)
+    needed = "" if needed_bytes is None else f", about {bytes_in_words(needed_bytes)} needed"
+    return f"{os.strerror(number)}: {bytes_in_words(free)} free in {folder}{needed}"
+
+
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
     """Around the work on one file: a full disk or a folder that went away becomes a `UserError`."""
@@ -97,5 +124,6 @@ def writing_to(folder: Path) -> Iterator[None]:
     except UserError:
         raise
     except OSError as fault:
-        reason = fault.strerror or fault
+        place = next((there for there in (folder, *folder.parents) if there.is_dir()), folder)
+        reason = why_not_written(fault, place)
         raise UserError(f"writing to {folder} failed ({reason}); check its space and permissions.") from fault

@@ -16,15 +16,13 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.data.splits import Exclusions
 from tinyvae.errors import UserError
 from tinyvae.training import preflight
+from tinyvae.training.checkpoint import checkpoint_bytes, state_bytes
 from tinyvae.training.preflight import (
     Check,
-    StepCost,
     TrialStep,
-    checkpoint_bytes,
     checks_at_start,
     parse_driver_version,
     print_table,
-    state_bytes,
     try_step,
 )
 from tinyvae.video.write import VideoWriter
@@ -80,8 +78,8 @@ def test_bad_data_is_found_in_a_sample(clips: Path, tmp_path: Path) -> None:
     assert not check.passes and "bad" in check.fix
     shutil.rmtree(folder)
     folder.mkdir()
-    (empty,) = preflight._data(tiny(folder, tmp_path))
-    assert "there is no video" in empty.fix
+    empty = preflight.preflight(tiny(folder, tmp_path), {}, processes=1, with_step=False)
+    assert "empty folder" in named(empty, "files").fix and "data" not in {check.name for check in empty}
     (large,) = preflight._data(tiny(clips, tmp_path, height=512, width=512, dataloader_num_workers=0))
     assert f"no file of {clips} can give a clip" in large.fix
 
@@ -149,7 +147,7 @@ def test_rules_are_lines_too(clips: Path, tmp_path: Path) -> None:
 
 def test_disk_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(output_dir=tmp_path / "run", checkpoints_total_limit=5)
-    weights = state_bytes(config).weights
+    weights = state_bytes(config)[0]
     assert weights == 4 * sum(p.numel() for p in __import__("tinyvae").TAEHV("taehv").parameters())
     assert checkpoint_bytes(config, 1) == 5 * weights
     seraena = replace(config, use_seraena=True, seraena_buffer_mb=100)
@@ -198,15 +196,17 @@ def test_memory_that_is_not_there_is_a_fix(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_estimate_grows_with_the_clip_and_shrinks_with_checkpointing(clips: Path, tmp_path: Path) -> None:
     small = try_step(tiny(clips, tmp_path, train_batch_size=1))
     large = try_step(tiny(clips, tmp_path, train_batch_size=4))
-    assert large.memory_bytes > 2 * small.memory_bytes - 5 * state_bytes(tiny(clips, tmp_path)).weights
+    assert large.memory_bytes > 2 * small.memory_bytes - 5 * state_bytes(tiny(clips, tmp_path))[0]
     lean = try_step(tiny(clips, tmp_path, train_batch_size=4, gradient_checkpointing=True))
     assert lean.memory_bytes < large.memory_bytes
 
 
-def test_the_optimisers_time_is_not_scaled_with_the_clips() -> None:
-    cost = StepCost(micro_batch_s=2.0, optimizer_s=1.0, kept_bytes=0)
-    assert cost.step_s(micro_batches=1) == 3.0
-    assert cost.step_s(micro_batches=4, scale=10.0) == 81.0
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU nothing is scaled")
+def test_the_optimizers_time_is_not_scaled_with_the_clips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "measure_step", lambda config, device: (2.0, 1.0, 0, 0))
+    small = TrainConfig(height=64, width=64, train_batch_size=1)
+    assert try_step(small).seconds == 3.0
+    assert try_step(replace(small, train_batch_size=40, gradient_accumulation_steps=4)).seconds == 81.0
 
 
 def test_a_step_that_fits_a_cpu_is_taken_as_it_is(clips: Path, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.training.tiny_runs import SERAENA, arguments_for, train_here
 from tinyvae import TAEHV, load_model, save_model
 from tinyvae.config.schema import TrainConfig
+from tinyvae.data.index_build import usable_cores
 from tinyvae.errors import UserError
 from tinyvae.training.build import build_model
-from tinyvae.training.clips import usable_cores
 from tinyvae.video.write import VideoWriter
 
 

@@ -63,12 +63,12 @@ def extra_checks(num_gpus: int | None, config: TrainConfig) -> Iterator[Check]:
         yield Check(name="GPUs", found="none is visible here", fix=fix)
     if asked is not None:
         try:
-            found = asked_checkpoint(asked, config)
+            folder, faults = asked_checkpoint(asked, config)
         except UserError as mistake:
             yield Check(name="resume", found=asked, fix=str(mistake))
         else:
-            damaged = f"; damaged and passed over: {'; '.join(found.passed_over)}" if found.passed_over else ""
-            yield Check(name="resume", found=f"{found.folder} is whole{damaged}")
+            damaged = f"; damaged and passed over: {'; '.join(faults)}" if faults else ""
+            yield Check(name="resume", found=f"{folder} is whole{damaged}")
 
 
 def run(arguments: argparse.Namespace) -> int:

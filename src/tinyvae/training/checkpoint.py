@@ -1,7 +1,7 @@
 """Checkpoints that are complete or not there.
 
-A checkpoint is a folder. The run writes it under another name and syncs every file. The manifest with sizes and hashes
-comes last, then one rename gives the folder its name. Readers check every file against the manifest first.
+The run writes the folder under another name and syncs every file. The manifest with sizes and hashes comes last, then
+one rename gives the folder its name. Readers check every file against the manifest first.
 
   checkpoint-STEP/  model.safetensors, config.json  the model to use (averaged weights where there are any)
                     training_state.pt               what all ranks share: weights, optimizer, progress, ...
@@ -11,7 +11,6 @@ comes last, then one rename gives the folder its name. Readers check every file 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -27,9 +26,9 @@ import torch
 from safetensors import SafetensorError
 
 from tinyvae import __version__
+from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.files import atomic_write, sha256_of
-from tinyvae.terminal import bytes_in_words
 from tinyvae.training.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -42,12 +41,7 @@ NAME = re.compile(r"(emergency_)?checkpoint-(\d+)(\.replaced)?")
 UNFINISHED = ".unfinished-"
 MAX_FAILED_SAVES = 3
 
-WRITE_FAULTS = (OSError, RuntimeError, SafetensorError)
-"""What a full or read-only disk raises; torch.save and safetensors have errors of their own."""
-
-FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
-LITTLE_ROOM = 1 << 20
-"""Bytes. A write that failed without a reason, with less than this free, failed because the disk is full."""
+WRITE_FAULTS = (OSError, RuntimeError, SafetensorError)  # torch.save and safetensors have errors of their own
 
 
 class CheckpointInfo(NamedTuple):
@@ -59,38 +53,35 @@ class CheckpointInfo(NamedTuple):
     folder: Path
 
 
-def why_not_written(fault: BaseException, folder: Path, *, needed_bytes: int | None = None) -> str:
-    """Why a write into ``folder`` failed, in the system's words; for a full disk also how much is free and needed.
-
-    Call it before the partial file is removed: torch.save reports a full disk only as an "unexpected pos", and then
-    the free space tells the reason.
-    """
-    found: BaseException | None = fault
-    while found is not None and not (isinstance(found, OSError) and found.errno):
-        found = found.__cause__ or found.__context__
-    said = (str(fault) or type(fault).__name__).splitlines()[0]
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError:
-        return said
-    number = found.errno if isinstance(found, OSError) else None
-    if number is None and (free < LITTLE_ROOM or "os error 28" in said or "No space left" in said):
-        number = errno.ENOSPC
-    if number not in FULL_DISK_ERRORS:
-        return said if number is None else os.strerror(number)
-    needed = "" if needed_bytes is None else f", about {bytes_in_words(needed_bytes)} needed"
-    return f"{os.strerror(number)}: {bytes_in_words(free)} free in {folder}{needed}"
-
-
 def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
+
+
+def state_bytes(config: TrainConfig) -> tuple[int, int]:
+    """float32 bytes of the student's weights, and of Seraena's discriminator (0 without one). Allocates nothing."""
+    from tinyvae.losses.seraena.discriminator import SeraenaDiscriminator
+    from tinyvae.models.taehv import TAEHV
+
+    with torch.device("meta"):
+        student = TAEHV(config.variant, width=config.model_width)
+        judge = SeraenaDiscriminator(3 * config.n_seraena_frames, config.spec.latent_channels)
+    weights, discriminator = (4 * sum(p.numel() for p in network.parameters()) for network in (student, judge))
+    return weights, discriminator if config.use_seraena else 0
+
+
+def checkpoint_bytes(config: TrainConfig, processes: int) -> int:
+    """Bytes of one checkpoint at most: weights, moments, average, the model to use, Seraena with its buffers."""
+    weights, discriminator = state_bytes(config)
+    total = weights * (2 + 2 + (1 if config.ema_decay > 0 else 0))  # both models, both moments, the average
+    if config.use_seraena:
+        total += 3 * discriminator + processes * config.seraena_buffer_mb * 2**20
+    return total
 
 
 class CheckpointWriter:
     """Writes the checkpoints of one run. The run survives failed saves, except three in a row.
 
-    ``keep``: how many ordinary checkpoints stay; None keeps all. ``needed_bytes``: about the size of one checkpoint,
-    for the message about a full disk.
+    ``keep``: how many ordinary checkpoints stay; None keeps all. ``needed_bytes``: size of one, for the message.
     """
 
     def __init__(self, run_folder: Path, engine: Engine, *, keep: int | None, needed_bytes: int | None = None) -> None:
@@ -169,10 +160,8 @@ class CheckpointWriter:
             then += f" ({self._failed_in_a_row} of {MAX_FAILED_SAVES})"
             log.error("COULD NOT SAVE %s (%s). Earlier checkpoints are untouched; the %s.", name, fault, then)
         if is_last:
-            raise UserError(
-                f"{MAX_FAILED_SAVES} saves in a row failed, the last because of: {fault}. The run stops rather than "
-                f"compute what cannot be kept; free space in {self.run_folder} and go on with --resume latest."
-            )
+            failed = f"{MAX_FAILED_SAVES} saves in a row failed, the last because of: {fault}"
+            raise UserError(f"{failed}; free space in {self.run_folder} and go on with --resume latest.")
 
 
 class _HashingStream:
@@ -207,9 +196,7 @@ def _write_manifest(folder: Path, facts: Mapping[str, Any], hashed: Mapping[str,
     for name, entry in hashed.items():
         file = folder / name
         if not file.is_file() or file.stat().st_size != entry["bytes"]:
-            raise OSError(
-                f"{file} is not as its process wrote it; the folder must be on storage that all machines share"
-            )
+            raise OSError(f"{file} is not as its process wrote it; all machines must share the storage of the run")
     for file in (file for file in folder.rglob("*") if file.is_file()):
         name = str(file.relative_to(folder))
         if name not in files:
@@ -225,24 +212,20 @@ def _write_manifest(folder: Path, facts: Mapping[str, Any], hashed: Mapping[str,
 
 def _next_time(run_folder: Path) -> str:
     """Now; or just after the newest checkpoint, if another machine with a faster clock wrote that."""
-    now = datetime.now(UTC)
-    newest = max((info.written_at for info in list_checkpoints(run_folder)), default="")
-    if newest:
-        now = max(now, datetime.fromisoformat(newest) + timedelta(microseconds=1))
-    return now.isoformat(timespec="microseconds")
+    written = (datetime.fromisoformat(info.written_at) for info in list_checkpoints(run_folder))
+    times = [datetime.now(UTC), *(time + timedelta(microseconds=1) for time in written)]
+    return max(times).isoformat(timespec="microseconds")
 
 
 def _publish(unfinished: Path, folder: Path) -> None:
     """Give a complete checkpoint its name. An older one of the same step stays until the new one is there."""
     replaced = folder.with_name(folder.name + REPLACED)
     if folder.exists():
-        if replaced.exists():
-            _remove(replaced)
+        _remove(replaced)
         folder.rename(replaced)
     unfinished.rename(folder)
     _sync_folder(folder.parent)
-    if replaced.exists():
-        _remove(replaced)
+    _remove(replaced)
 
 
 def _hash_of_json(manifest: Mapping[str, Any]) -> str:
@@ -330,8 +313,9 @@ def _remove(folder: Path) -> None:
     doomed = folder.with_name(f"{UNFINISHED}removing-{folder.name}")
     if doomed.exists():
         shutil.rmtree(doomed)
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    if folder.exists():
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_unfinished(run_folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +11,11 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import BadFileLog, ClipBatch
 from tinyvae.data.index import VideoIndex, is_index, open_index
-from tinyvae.data.index_build import CACHED_INDEX, bring_up_to_date
+from tinyvae.data.index_build import CACHED_INDEX, bring_up_to_date, usable_cores
 from tinyvae.data.loader import ValidationLoader, make_train_loader, make_validation_loader
 from tinyvae.data.splits import ClipSet, split
-from tinyvae.errors import MissingFileError, UserError
-from tinyvae.training.checkpoint import why_not_written
+from tinyvae.errors import UserError
+from tinyvae.files import writing_to
 from tinyvae.training.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -43,13 +42,6 @@ def loading_processes(config: TrainConfig) -> int:
     return min(config.dataloader_num_workers, usable_cores())
 
 
-def usable_cores() -> int:
-    """Processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not everywhere
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunData:
     """The training and the validation files, and the list of bad files."""
@@ -58,11 +50,6 @@ class RunData:
     train: ClipSet
     validation: ClipSet
     bad_files: BadFileLog
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal where the same positions give the same clips."""
-        return self.train.fingerprint
 
     def settled(self, index_folder: Path, folder: Path) -> RunData:
         """The same data, after its index was moved from ``index_folder`` to ``folder``: workers open it by its name."""
@@ -73,8 +60,7 @@ class RunData:
 
     def name_bad_files(self) -> None:
         """Write the bad files of the index to the list; main process only."""
-        num_bad = self.bad_files.add_index(self.train.index)
-        if num_bad:
+        if num_bad := self.bad_files.add_index(self.train.index):
             log.warning("%d bad files are named in %s", num_bad, self.bad_files.file)
 
     def training_batches(self, engine: Engine, *, start_sample: int) -> Generator[ClipBatch, None, None]:
@@ -110,10 +96,7 @@ class RunData:
 
 
 def open_data(config: TrainConfig, engine: Engine, folder: Path, *, index_folder: Path) -> RunData:
-    """Write the sample clips if asked for, index new files (on one rank), and split.
-
-    ``index_folder``: where the index is made. Nothing is written to the run's ``folder`` here.
-    """
+    """Write the sample clips if asked for, index new files in ``index_folder`` (on one rank), and split."""
     if config.use_sample_clips:
         engine.from_main(lambda: write_missing_sample_clips(config))
     index = _open_index(config, engine, index_folder)
@@ -132,46 +115,32 @@ def _open_index(config: TrainConfig, engine: Engine, folder: Path) -> VideoIndex
     """The index of the run's videos, made by the main process in ``folder`` unless the source itself is one."""
     source = config.data_source
     assert source is not None, "config.rules refuses a run without data"
-    annotations = source / "annotations.json" if config.use_sample_clips and source.is_dir() else source
-    source = annotations if annotations.is_file() else source
+    if config.use_sample_clips and (source / "annotations.json").is_file():
+        source = source / "annotations.json"
     if is_index(source):
         return open_index(source, config.data_root)
     output = folder / CACHED_INDEX
+    workers, timeout_s = max(1, loading_processes(config)), config.decode_timeout_s
 
     def make() -> None:
-        try:
-            bring_up_to_date(
-                source,
-                output,
-                data_root=config.data_root,
-                num_workers=max(1, loading_processes(config)),
-                timeout_s=config.decode_timeout_s,
-            )
-        except UserError:
-            raise
-        except OSError as fault:
-            reason = why_not_written(fault, folder)
-            raise UserError(f"the index of {source} could not be made in {folder} ({reason}).") from None
+        with writing_to(folder):
+            bring_up_to_date(source, output, data_root=config.data_root, num_workers=workers, timeout_s=timeout_s)
 
     engine.from_main(make)
-    try:
-        return open_index(output)
-    except MissingFileError:
-        raise UserError(
-            f"the index {output} that the main process wrote is not visible here; the run's folder must be on storage "
-            "that all machines share."
-        ) from None
+    if not output.is_file():
+        raise UserError(f"the index {output} is not visible here; all machines must share the storage of the run.")
+    return open_index(output)
 
 
 def _log_excluded(config: TrainConfig, train: ClipSet, validation: ClipSet) -> None:
     """Once for both sides, unless validation clips have another size; loud if few files can be used."""
-    num_files = len(train.index)
-    for side, name in ((train, "data"), (validation, "data for validation")):
-        if side is train or side.excluded != train.excluded:
-            log.info("%s: %d files; left out: %s", name, num_files, side.excluded.sentence())
+    num_files, excluded = len(train.index), train.excluded
+    log.info("data: %d files; left out: %s", num_files, excluded.sentence())
+    if validation.excluded != excluded:
+        log.info("data for validation: %d files; left out: %s", num_files, validation.excluded.sentence())
     if fix := lack_of_files(config, train):
-        sentence = train.excluded.sentence()
-        log.warning("MOST FILES CANNOT BE USED: %d of %d (%s); %s", train.excluded.unusable, num_files, sentence, fix)
+        what = f"{excluded.unusable} of {num_files} ({excluded.sentence()})"
+        log.warning("MOST FILES CANNOT BE USED: %s; %s", what, fix)
 
 
 def lack_of_files(config: TrainConfig, train: ClipSet) -> str:
@@ -190,16 +159,12 @@ def lack_of_validation(config: TrainConfig, validation: ClipSet) -> str:
 
 
 def write_missing_sample_clips(config: TrainConfig) -> None:
-    """Write the procedural clips to ``data_root`` unless that folder already holds something.
-
-    They can be made again at any time, so the folder hides itself from git.
-    """
+    """Write the procedural clips to ``data_root``, hidden from git, unless that folder already holds something."""
     from tinyvae.data.sample_clips import write_sample_clips
 
     folder = config.data_root
     assert folder is not None, "config.rules refuses use_sample_clips without data_root"
-    if folder.is_dir() and any(folder.iterdir()):
-        return
-    log.info("writing the sample clips to %s", folder)
-    write_sample_clips(folder)
-    (folder / ".gitignore").write_text("*\n")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        log.info("writing the sample clips to %s", folder)
+        write_sample_clips(folder)
+        (folder / ".gitignore").write_text("*\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from contextlib import ExitStack
+from contextlib import nullcontext
 from datetime import timedelta
 from importlib import resources
 from pathlib import Path
@@ -20,14 +20,14 @@ from tinyvae.evaluation.clip_sources import ClipSource, Middle
 from tinyvae.evaluation.evaluating import EvaluationSettings, evaluate_round_trip
 from tinyvae.evaluation.report import publish
 from tinyvae.evaluation.round_trip import open_model
+from tinyvae.files import why_not_written
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model
 from tinyvae.terminal import count_of
-from tinyvae.training.checkpoint import WRITE_FAULTS, why_not_written
+from tinyvae.training.checkpoint import WRITE_FAULTS, state_bytes
 from tinyvae.training.clips import RunData
 from tinyvae.training.optim import WeightAverage
-from tinyvae.training.preflight import state_bytes
 from tinyvae.training.resume import Progress
 from tinyvae.training.validation import score_in_words
 
@@ -35,26 +35,18 @@ log = logging.getLogger(__name__)
 
 
 def write_final_model(
-    config: TrainConfig,
-    folder: Path,
-    model: TAEHV,
-    average: WeightAverage | None,
-    progress: Progress,
-    *,
-    command: str,
+    config: TrainConfig, folder: Path, model: TAEHV, average: WeightAverage | None, progress: Progress, *, command: str
 ) -> None:
     """``final_model.safetensors``, ``final_model.pth`` (averaged weights if there are any) and ``model_card.md``."""
     try:
-        with ExitStack() as swapped:
-            if average is not None:
-                swapped.enter_context(average.swapped_into(model))
+        with nullcontext() if average is None else average.swapped_into(model):
             for name in ("final_model.safetensors", "final_model.pth"):
                 save_model(model, folder / name, overwrite=True, training_step=progress.step)
         if config.save_model_card:
             card = model_card(config, folder, model, progress, command=command)
             (folder / "model_card.md").write_text(card, encoding="utf-8")
     except WRITE_FAULTS as fault:
-        reason = why_not_written(fault, folder, needed_bytes=2 * state_bytes(config).weights)
+        reason = why_not_written(fault, folder, needed_bytes=2 * state_bytes(config)[0])
         raise UserError(
             f"the final model could not be written to {folder} ({reason}); make room and go on with --resume latest: "
             "only the last files are missing."
@@ -66,7 +58,6 @@ def model_card(config: TrainConfig, folder: Path, model: TAEHV, progress: Progre
     """A model card in Markdown: what the weights are, how they were made, how good they are, how to use them."""
     history = folder / "validation_history.json"
     entries = json.loads(history.read_text()) if history.is_file() else []
-    n_frames, height, width = config.validation_size
     weights = {key.removesuffix("_loss_weight"): getattr(config, key) for key in FIELDS if key.endswith("_loss_weight")}
     template = resources.files("tinyvae.training").joinpath("model_card.md").read_text(encoding="utf-8")
     return jinja2.Template(template, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True).render(
@@ -83,9 +74,7 @@ def model_card(config: TrainConfig, folder: Path, model: TAEHV, progress: Progre
         # A run that is resumed with LPIPS weights has the score from there on.
         metrics=[name for name in ("psnr", "ssim", "lpips") if any(name in entry for entry in entries)],
         best_step=next((entry["step"] for entry in reversed(entries) if entry["is_best"]), None),
-        validation_frames=n_frames,
-        validation_height=height,
-        validation_width=width,
+        validation_size=config.validation_size,
         count_of=count_of,
         score_in_words=score_in_words,
         settings=to_json(config),
@@ -95,10 +84,9 @@ def model_card(config: TrainConfig, folder: Path, model: TAEHV, progress: Progre
 def write_run_report(
     config: TrainConfig, folder: Path, data: RunData, lpips: LPIPS | None, *, device: torch.device, command: str
 ) -> None:
-    """Evaluate the run's best model (else its final one) and write ``results.json`` and ``report.html``.
+    """Evaluate the run's best model (else its final one) on its validation clips: ``results.json``, ``report.html``.
 
-    It takes the clips of the run's validations, so its numbers are those of the best validation. If the report cannot
-    be made, that is a warning.
+    If the report cannot be made, that is a warning.
     """
     index, rows = data.validation.index, data.validation.rows[: config.num_validation_samples]
     clips = [ClipSource(name=row.path, path=index.full_path(row)) for row in (index.row(int(n)) for n in rows)]

@@ -1,8 +1,7 @@
 """What can go wrong while a run is running, and how all ranks then act together.
 
-After each step every rank tells the others how its work went, as a number. The largest number decides for all of them,
-so no rank acts alone. Seraena asks the same question before it averages: a rank that fails stops its work, gives its
-number once, and meets the others at the next question.
+After each step every rank tells the others how its work went, as a number, and the largest number decides for all.
+Seraena asks the same question before it averages: a rank that fails gives its number there and goes to the next one.
 """
 
 from __future__ import annotations
@@ -30,14 +29,12 @@ if TYPE_CHECKING:
     from tinyvae.training.engine import Engine
 
 SIGHUP = getattr(signal, "SIGHUP", None)  # Windows has none
-STOP_SIGNALS = tuple(
-    signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
-)
+STOP_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+STOP_SIGNALS = tuple(signal.Signals[name] for name in STOP_NAMES if hasattr(signal, name))
 LAUNCHER_CHECK_S = 1.0
 SAME_ORDER_S, SAME_ORDER_BY_TORCHRUN_S = 0.3, 1.0
-"""Seconds in which a signal that comes again is the same order to stop. Slurm and systemd signal every process of a
-job, ``timeout`` signals its child and then the group, and each launcher passes on what it gets. Under torchrun any
-signal counts as the same one, because torchrun answers a signal during its shutdown with SIGTERM to its processes."""
+"""Seconds in which a signal that comes again is the same order to stop: schedulers signal every process, and launchers
+pass on what they get. Under torchrun any signal counts, because a signal during its shutdown makes it send SIGTERM."""
 OUT_OF_MEMORY_WORDS = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDA error: out of memory",  # pinned memory, or a library beside torch's allocator
@@ -45,9 +42,6 @@ OUT_OF_MEMORY_WORDS = (
 )
 END = 0  # no signal has this number
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-
-
-# a step that fails
 
 
 class Status(IntEnum):
@@ -82,9 +76,8 @@ def is_out_of_memory(fault: BaseException) -> bool:
     """Whether an exception means that memory ran out, on a GPU or on a CPU."""
     import torch  # here: the launcher uses this module and needs no torch
 
-    if isinstance(fault, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(fault, RuntimeError) and any(words in str(fault) for words in OUT_OF_MEMORY_WORDS)
+    said = isinstance(fault, RuntimeError) and any(words in str(fault) for words in OUT_OF_MEMORY_WORDS)
+    return said or isinstance(fault, torch.OutOfMemoryError | MemoryError)
 
 
 def out_of_memory_error(n_frames: int, height: int, width: int) -> UserError:
@@ -100,11 +93,9 @@ def check_skipped(skipped_in_a_row: int, *, limit: int, mixed_precision: str) ->
     """End the run after too many skipped steps in a row, and say what to look at."""
     if skipped_in_a_row < limit:
         return
-    likely = (
-        "fp16 overflows easily: use bf16"
-        if mixed_precision == "fp16"
-        else "the learning rate is too high, or the weights it started from hold values that are not finite"
-    )
+    likely = "the learning rate is too high, or the weights it started from hold values that are not finite"
+    if mixed_precision == "fp16":
+        likely = "fp16 overflows easily: use bf16"
     raise UserError(
         f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite, so the run stops: the weights "
         f"are those of the last good step. Likely: {likely}. The log names the clips of each skipped step. "
@@ -112,28 +103,20 @@ def check_skipped(skipped_in_a_row: int, *, limit: int, mixed_precision: str) ->
     )
 
 
-# signals
-
-
 class StopRequested(Exception):  # noqa: N818 (a request, not an error)
     """A signal asked the run to end; the emergency checkpoint is written."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
-        self.signal_number = signal_number
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.signal_number
+        self.exit_code = 128 + signal_number
 
 
 class SignalWatch:
     """Keeps the first stop signal in ``received``, for the loop to see at the end of its step. A second signal ends the
     process and its children at once, and so does the first one before `hold`: there is nothing to save yet.
 
-    Python runs a signal handler only when the main thread is free, and a rank can wait for another one for hours. So
-    the signal's number goes through a socket to a thread, which can end the process at any time. If torchrun dies,
-    that counts as SIGTERM. ``pass_on``: for a launcher; it is called with the first signal.
+    The signal's number goes through a socket to a thread: Python's own handlers wait for the main thread, which can
+    wait for another rank for hours. A torchrun that dies counts as SIGTERM. A launcher gets the first by ``pass_on``.
     """
 
     def __init__(self, pass_on: Callable[[int], None] | None = None) -> None:

@@ -20,8 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tinyvae.config.schema import FIELDS, TrainConfig, shown_value, to_json
-from tinyvae.files import atomic_write
-from tinyvae.training.checkpoint import why_not_written
+from tinyvae.files import atomic_write, why_not_written
 from tinyvae.training.engine import Engine, StepResult
 from tinyvae.training.optim import learning_rates
 

@@ -1,13 +1,6 @@
 """``notify_command``: the user's shell command that is told how a run ends, and when it stalls.
 
-The main process runs it. Its environment says what happened:
-
-  TINYVAE_EVENT       finished, early_stop, stopped (by a signal), failed or stalled
-  TINYVAE_REASON      the same in one sentence
-  TINYVAE_RUN         the run's folder
-  TINYVAE_STEP        optimizer steps done, of TINYVAE_MAX_STEPS
-  TINYVAE_METRIC      what decides on the best model; TINYVAE_BEST: its best score (empty before the first validation),
-                      reached at TINYVAE_BEST_STEP
+The main process runs it. Its environment says what happened; docs/guide-training.md lists the ``TINYVAE_`` variables.
 """
 
 from __future__ import annotations
@@ -19,8 +12,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Literal
 
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
@@ -31,8 +22,6 @@ log = logging.getLogger(__name__)
 
 COMMAND_LIMIT_S = 60.0
 LOOKS_PER_STALL = 20
-
-Event = Literal["finished", "early_stop", "stopped", "failed", "stalled"]
 
 
 class Notifier:
@@ -59,20 +48,16 @@ class Notifier:
         """The loop has started, or something in it is done: the run does not stall."""
         self._progress, self._alive_at = progress, time.monotonic()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, fault: BaseException | None, traceback: object) -> None:
         self._ended.set()
         self._tell(*self._end(fault))
 
-    def _end(self, fault: BaseException | None) -> tuple[Event, str]:
+    def _end(self, fault: BaseException | None) -> tuple[str, str]:
         config, progress = self._config, self._progress
         if isinstance(fault, StopRequested):
             return "stopped", f"stopped by {fault} at step {progress.step}; the run is saved"
-        if isinstance(fault, UserError):
-            return "failed", str(fault)
         if fault is not None:
-            return "failed", f"{type(fault).__name__}: {fault}"
+            return "failed", str(fault) if isinstance(fault, UserError) else f"{type(fault).__name__}: {fault}"
         if progress.step < config.max_train_steps:
             return "early_stop", f"no better {config.metric_for_best_model} in {progress.stale_validations} validations"
         return "finished", f"all {progress.step} steps are done"
@@ -85,15 +70,26 @@ class Notifier:
                 self._alive_at = None
                 self._tell("stalled", f"no step has finished for {limit_s:g} s after step {self._progress.step}")
 
-    def _tell(self, event: Event, reason: str) -> None:
+    def _tell(self, event: str, reason: str) -> None:
         """Run the command. If it fails, that is a warning: the run is more important."""
         if self._command is None:
             return
+        progress = self._progress
+        facts = {
+            "TINYVAE_EVENT": event,
+            "TINYVAE_REASON": reason,
+            "TINYVAE_RUN": str(self._folder),
+            "TINYVAE_STEP": str(progress.step),
+            "TINYVAE_MAX_STEPS": str(self._config.max_train_steps),
+            "TINYVAE_METRIC": self._config.metric_for_best_model,
+            "TINYVAE_BEST": "" if progress.best_score is None else f"{progress.best_score:.6g}",
+            "TINYVAE_BEST_STEP": "" if progress.best_step is None else str(progress.best_step),
+        }
         with self._one_at_a_time, tempfile.TemporaryFile() as said:
             process = subprocess.Popen(
                 self._command,
                 shell=True,
-                env={**os.environ, **self._environment(event, reason)},
+                env={**os.environ, **facts},
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
@@ -112,16 +108,3 @@ class Notifier:
                 lines = said.read().decode(errors="replace").split("\n")
                 last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
                 log.warning("notify_command (%s) failed with exit code %d: %s", event, code, last)
-
-    def _environment(self, event: Event, reason: str) -> dict[str, str]:
-        progress = self._progress
-        return {
-            "TINYVAE_EVENT": event,
-            "TINYVAE_REASON": reason,
-            "TINYVAE_RUN": str(self._folder),
-            "TINYVAE_STEP": str(progress.step),
-            "TINYVAE_MAX_STEPS": str(self._config.max_train_steps),
-            "TINYVAE_METRIC": self._config.metric_for_best_model,
-            "TINYVAE_BEST": "" if progress.best_score is None else f"{progress.best_score:.6g}",
-            "TINYVAE_BEST_STEP": "" if progress.best_step is None else str(progress.best_step),
-        }

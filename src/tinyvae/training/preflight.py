@@ -1,13 +1,12 @@
 """Checks before a long run: each is one line of `tinyvae check`, with a tick or with the fix.
 
-The last ones take a real training step. On a GPU it has full size. On a CPU it has a few small clips and is scaled by
-the number of pixels, except for the optimizer, whose time depends on the weights alone.
+The last ones take a real training step: on a GPU at full size, on a CPU with a few small clips, scaled by pixels.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import math
 import re
 import shutil
 import socket
@@ -15,8 +14,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import distributions, requires
 from itertools import islice
 from pathlib import Path
@@ -33,11 +33,12 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.data.annotations import default_data_root, iterate_entries
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.index import VideoIndex, hash_of_path, is_index, open_index
-from tinyvae.data.index_build import build_index
+from tinyvae.data.index_build import build_index, usable_cores
 from tinyvae.data.splits import split
 from tinyvae.errors import UserError
 from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
-from tinyvae.training.clips import lack_of_files, lack_of_validation, loading_processes, usable_cores
+from tinyvae.training.checkpoint import checkpoint_bytes, state_bytes
+from tinyvae.training.clips import lack_of_files, lack_of_validation, loading_processes
 from tinyvae.training.deepspeed import LaunchConfig
 from tinyvae.training.guards import is_out_of_memory
 
@@ -47,9 +48,9 @@ SAMPLED_FILES = 24
 LISTED_FILES = 100_000
 SPARE_SAVES = 3  # beside the kept ones: the one being written, the best, and the last emergency one
 FULL_MEMORY = 0.95
-LARGEST_CPU_STEP = 10_000_000
-"""Pixels of all frames of a step, at full model width; a larger step takes a CPU many minutes."""
+LARGEST_CPU_STEP = 10_000_000  # pixels of all frames, at full model width; a larger step takes a CPU many minutes
 SLOW_RUN_S = 3 * 86_400.0
+NO_TEACHER: dict[str, Any] = {"use_ref_vae": False, "encoder_loss_weight": 0.0, "decoder_loss_weight": 0.0}
 SMALL_SIDE = 64
 SMALL_BATCH = 4
 SAVE_MEMORY = "use --gradient_checkpointing true, a smaller --train_batch_size, fewer frames or smaller ones"
@@ -81,17 +82,10 @@ def preflight(
     """All checks. ``processes``: on this machine; ``port``: where several processes meet (None: only one)."""
     missing = path_complaints(config, given_paths)
     missing_keys = {key for complaint in missing for key in complaint.keys}
-    checks = [
-        *_settings(config),
-        *_launch(config, launch),
-        *_gpus(config, processes),
-        _packages(config, launch),
-        *_files(missing),
-    ]
+    checks = [*_settings(config), *_launch(config, launch), *_gpus(config, processes), _packages(config, launch)]
+    checks += [Check(name="files", found="not as the settings say", fix=complaint.text) for complaint in missing]
     if not missing:
-        start = config.pretrained_model_path
-        checks.append(Check(name="weights", found=f"start from {start}" if start else f"fresh ({config.init})"))
-        checks += [*_teacher(config), *_lpips(config)]
+        checks += [Check(name="files", found="all that the settings name are there"), *_weights(config)]
     if not missing_keys & {"data_root", "annotation_file", "index_path"}:
         checks += _data(config)
     checks += [_disk(config, processes), *_port(port)]
@@ -108,20 +102,14 @@ def checks_at_start(config: TrainConfig, *, processes: int) -> list[Check]:
 def print_table(checks: Iterable[Check], stream: TextIO | None = None) -> None:
     """One line for each check; the fix is on the next line."""
     rows, stream = list(checks), stream or sys.stdout
-    try:
-        "✓✗".encode(stream.encoding or "ascii")
-        good, warning, bad = "✓", "!", "✗"
-    except UnicodeEncodeError:
-        good, warning, bad = "ok", "!!", "NO"
+    has_ticks = (stream.encoding or "").lower().startswith("utf")
+    good, warning, bad = ("✓", "!", "✗") if has_ticks else ("ok", "!!", "NO")
     width = max(len(check.name) for check in rows)
     for check in rows:
         mark = good if not check.fix else warning if check.only_warns else bad
         print(f" {mark:<2} {check.name:<{width}}  {check.found}", file=stream)
         if check.fix:
             print(f"    {'':<{width}}  fix: {check.fix}", file=stream)
-
-
-# settings
 
 
 def _settings(config: TrainConfig) -> Iterator[Check]:
@@ -131,8 +119,8 @@ def _settings(config: TrainConfig) -> Iterator[Check]:
     if not complaints:
         spec = config.spec
         latents, back = spec.latents(config.n_frames), spec.frames_out(config.n_frames)
-        frames = f"{count_of(config.n_frames, 'frame')} -> {count_of(latents, 'latent')} -> {count_of(back, 'frame')}"
-        frames += f" of {config.height}x{config.width}"
+        frames = f"{count_of(config.n_frames, 'frame')} -> {count_of(latents, 'latent')} -> "
+        frames += f"{count_of(back, 'frame')} of {config.height}x{config.width}"
         if config.use_seraena:
             groups = spec.padded_frames(config.n_frames) // config.n_seraena_frames
             frames += f"; Seraena sees {count_of(groups, 'group')} of {config.n_seraena_frames}"
@@ -140,18 +128,10 @@ def _settings(config: TrainConfig) -> Iterator[Check]:
 
 
 def _launch(config: TrainConfig, launch: LaunchConfig | None) -> Iterator[Check]:
-    if launch is None:
-        return
-    clashes = launch.disagreements(config)
-    engine = "DDP"
-    if launch.deepspeed is not None:
-        engine = f"DeepSpeed ZeRO-{launch.deepspeed.zero_optimization.stage}"
-        if config.optimizer == "muon":
-            clashes = [*clashes, "DeepSpeed cannot run optimizer=muon: use --optimizer adamw"]
-    yield Check(name="launch", found=f"{engine}, {launch.place}", fix="; ".join(clashes))
-
-
-# the machine
+    if launch is not None:
+        deepspeed = launch.deepspeed
+        engine = "DDP" if deepspeed is None else f"DeepSpeed ZeRO-{deepspeed.zero_optimization.stage}"
+        yield Check(name="launch", found=f"{engine}, {launch.place}", fix="; ".join(launch.disagreements(config)))
 
 
 def machine_complaints(config: TrainConfig) -> list[Complaint]:
@@ -182,23 +162,15 @@ def _gpus(config: TrainConfig, processes: int) -> Iterator[Check]:
     kinds = sorted({f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for p in properties})
     lacking = f"{processes} are wanted: ask for at most {count}, or look at CUDA_VISIBLE_DEVICES"
     yield Check(name="GPUs", found=f"{count} x {' / '.join(kinds)}", fix=lacking if count < processes else "")
-    yield _driver()
+    file = Path("/proc/driver/nvidia/version")
+    driver = parse_driver_version(file.read_text()) if file.is_file() else ()
+    found = f"{'.'.join(map(str, driver)) or 'unknown'}; torch {torch.__version__} for CUDA {torch.version.cuda}"
+    newer = f"install a driver of at least {'.'.join(map(str, OLDEST_DRIVER))}"
+    yield Check(name="driver", found=found, fix=newer if () < driver < OLDEST_DRIVER else "", only_warns=True)
     if config.mixed_precision == "bf16":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
         fix = "" if fast else "this GPU has no bf16: use --mixed_precision fp16 or no"
         yield Check(name="bf16", found="the GPU computes in it" if fast else "not on this GPU", fix=fix)
-
-
-def _driver() -> Check:
-    file = Path("/proc/driver/nvidia/version")
-    driver = parse_driver_version(file.read_text()) if file.is_file() else ()
-    old = () < driver < OLDEST_DRIVER
-    return Check(
-        name="driver",
-        found=f"{'.'.join(map(str, driver)) or 'unknown'}; torch {torch.__version__} for CUDA {torch.version.cuda}",
-        fix=f"install a driver of at least {'.'.join(map(str, OLDEST_DRIVER))}" if old else "",
-        only_warns=True,
-    )
 
 
 def parse_driver_version(text: str) -> tuple[int, ...]:
@@ -224,57 +196,22 @@ def _packages(config: TrainConfig, launch: LaunchConfig | None) -> Check:
         if p.name not in installed or not p.specifier.contains(installed[p.name], prereleases=True)
     ]
     shown = [f"{name} {installed[name]}" for name in SHOWN_PACKAGES if name in installed]
-    more = f" and {len(installed) - len(shown)} more"
-    return Check(name="packages", found=", ".join(shown) + more, fix="; ".join(fixes))
-
-
-class StateBytes(NamedTuple):
-    """float32 bytes of the student's weights, and of Seraena's discriminator (0 without one)."""
-
-    weights: int
-    discriminator: int
-
-
-def state_bytes(config: TrainConfig) -> StateBytes:
-    """From the shapes alone: nothing is allocated."""
-    from tinyvae.losses.seraena.discriminator import SeraenaDiscriminator
-    from tinyvae.models.taehv import TAEHV
-
-    with torch.device("meta"):
-        networks: list[torch.nn.Module] = [TAEHV(config.variant, width=config.model_width)]
-        if config.use_seraena:
-            networks.append(SeraenaDiscriminator(3 * config.n_seraena_frames, config.spec.latent_channels))
-    sizes = [4 * sum(p.numel() for p in network.parameters()) for network in networks]
-    return StateBytes(sizes[0], sum(sizes[1:]))
-
-
-def checkpoint_bytes(config: TrainConfig, processes: int) -> int:
-    """Bytes of one checkpoint at most: weights, moments, average, the model to use, Seraena with its buffers."""
-    state = state_bytes(config)
-    total = state.weights * (2 + 2 + (1 if config.ema_decay > 0 else 0))  # both models, both moments, the average
-    if config.use_seraena:
-        total += 3 * state.discriminator + processes * config.seraena_buffer_mb * 2**20
-    return total
+    found = f"{', '.join(shown)} and {len(installed) - len(shown)} more"
+    return Check(name="packages", found=found, fix="; ".join(fixes))
 
 
 def _disk(config: TrainConfig, processes: int) -> Check:
     """Room for the checkpoints to come, from the number of parameters."""
     place = next(parent for parent in (config.output_dir, *config.output_dir.absolute().parents) if parent.exists())
-    if not os.access(place, os.W_OK):
-        return Check(name="disk", found=f"{place} cannot be written to", fix="choose another --output_dir")
-    free = shutil.disk_usage(place).free
-    one = checkpoint_bytes(config, processes)
-    every = config.checkpointing_steps or config.max_train_steps
+    free, one = shutil.disk_usage(place).free, checkpoint_bytes(config, processes)
     kept = config.checkpoints_total_limit
-    kept = -(-config.max_train_steps // every) if kept is None else kept
-    wanted = one * (kept + SPARE_SAVES)
-    lack = bytes_in_words(wanted - free)
-    fix = f"make room for {lack} more, keep fewer (--checkpoints_total_limit), or choose another --output_dir"
-    return Check(
-        name="disk",
-        found=f"{bytes_in_words(free)} free at {place}; {kept} + {SPARE_SAVES} checkpoints of {bytes_in_words(one)}",
-        fix=fix if wanted > free else "",
-    )
+    if kept is None:
+        kept = math.ceil(config.max_train_steps / (config.checkpointing_steps or config.max_train_steps))
+    lack = one * (kept + SPARE_SAVES) - free
+    found = f"{bytes_in_words(free)} free at {place}; {kept} + {SPARE_SAVES} checkpoints of {bytes_in_words(one)}"
+    others = "keep fewer (--checkpoints_total_limit), or choose another --output_dir"
+    fix = f"make room for {bytes_in_words(lack)} more, {others}" if lack > 0 else ""
+    return Check(name="disk", found=found, fix=fix)
 
 
 def _port(port: int | None) -> Iterator[Check]:
@@ -284,43 +221,22 @@ def _port(port: int | None) -> Iterator[Check]:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
+            yield Check(name="port", found=f"{port} is free")
         except OSError as fault:
             fix = "another job uses it: stop that one, or set MASTER_PORT to a free port"
             yield Check(name="port", found=f"{port}: {fault.strerror}", fix=fix)
-            return
-    yield Check(name="port", found=f"{port} is free")
 
 
-# weights, teacher, data
-
-
-def _files(missing: list[Complaint]) -> Iterator[Check]:
-    for complaint in missing:
-        yield Check(name="files", found="not as the settings say", fix=complaint.text)
-    if not missing:
-        yield Check(name="files", found="all that the settings name are there")
-
-
-def _teacher(config: TrainConfig) -> Iterator[Check]:
-    if config.teacher_path is None:
-        return
-    from tinyvae.teachers import check_teacher
-
-    try:
-        check_teacher(config.teacher_path, config.ref_vae_type, config.spec)
-        yield Check(name="teacher", found=config.teacher_path)
-    except UserError as mistake:
-        yield Check(name="teacher", found=config.teacher_path, fix=str(mistake))
-
-
-def _lpips(config: TrainConfig) -> Iterator[Check]:
+def _weights(config: TrainConfig) -> Iterator[Check]:
+    """What the run starts from and learns from; `path_complaints` has looked into these files."""
     from tinyvae.losses.perceptual import find_lpips_weights
 
-    try:
+    start = config.pretrained_model_path
+    yield Check(name="weights", found=f"start from {start}" if start else f"fresh ({config.init})")
+    if config.teacher_path is not None:
+        yield Check(name="teacher", found=config.teacher_path)
+    with suppress(UserError):  # no loss needs them, and the metric is left out
         yield Check(name="LPIPS", found=str(find_lpips_weights(config.lpips_weights)))
-    except UserError as mistake:
-        if config.perceptual_loss_weight > 0:  # without a loss on it the metric is just left out
-            yield Check(name="LPIPS", found="no weights", fix=str(mistake))
 
 
 def _data(config: TrainConfig) -> Iterator[Check]:
@@ -343,8 +259,6 @@ def _sampled_data(config: TrainConfig, source: Path) -> Check:
     """Index a few files of the source in a temporary folder: a whole index can take hours."""
     root = config.data_root or default_data_root(source)
     entries = list(islice(iterate_entries(source, config.data_root), LISTED_FILES))
-    if not entries:
-        raise UserError(f"there is no video in {source}; is it the right folder?")
     chosen = sorted(entries, key=lambda entry: hash_of_path(entry.path))[:SAMPLED_FILES]
     whole = len(chosen) == len(entries)
     count = f"{len(entries)} files" if len(entries) < LISTED_FILES else f"{LISTED_FILES} files or more"
@@ -353,14 +267,14 @@ def _sampled_data(config: TrainConfig, source: Path) -> Check:
         listing, output = Path(folder, "sample.jsonl"), Path(folder, "sample.tvi")
         listing.write_text("".join(json.dumps({"path": e.path, "split": e.split}) + "\n" for e in chosen))
         workers, timeout_s = max(1, loading_processes(config)), config.decode_timeout_s
-        build_index(listing, output, data_root=root, num_workers=workers, timeout_s=timeout_s, show_progress_bar=False)
-        index = open_index(output, root)
+        options: dict[str, Any] = {"num_workers": workers, "timeout_s": timeout_s, "show_progress_bar": False}
+        index = build_index(listing, output, data_root=root, **options).index
         index.source = str(source)  # messages name the source, not our list
         return _split(config, index, note, whole=whole)
 
 
 def _split(config: TrainConfig, index: VideoIndex, note: str, *, whole: bool) -> Check:
-    """``whole``: the index holds all files. The hash can put a whole sample on one side, so sides do not count then."""
+    """``whole``: the index holds all files. Of a sample the sides do not count: the hash may put it all on one."""
     train, validation = split(
         index,
         ClipSettings.from_config(config),
@@ -368,15 +282,11 @@ def _split(config: TrainConfig, index: VideoIndex, note: str, *, whole: bool) ->
         split_by=config.split_by if whole else "hash",
         bad_file_limit=config.bad_file_limit,
     )
-    usable = len(train) + len(validation)
-    note += f": {len(train)} train, {len(validation)} validate" if whole else f": {usable} of {len(index)} usable"
+    note += f": {len(train)} train, {len(validation)} validate" if whole else f": {len(train)} of {len(index)} usable"
     if train.excluded.total:
         note += f"; left out: {train.excluded.sentence()}"
     fix = lack_of_files(config, train) or (lack_of_validation(config, validation) if whole else "")
     return Check(name="data", found=note, fix=fix)
-
-
-# one step
 
 
 class TrialStep(NamedTuple):
@@ -388,27 +298,11 @@ class TrialStep(NamedTuple):
     seconds: float
 
 
-class StepCost(NamedTuple):
-    """``micro_batch_s``: forward and backward of one micro-batch. ``optimizer_s``: once per step. ``kept_bytes``: what
-    autograd keeps of a micro-batch for its backward pass. ``gpu_bytes``: what torch reserved (0 on a CPU)."""
-
-    micro_batch_s: float
-    optimizer_s: float
-    kept_bytes: int
-    gpu_bytes: int = 0
-
-    def step_s(self, *, micro_batches: int, scale: float = 1.0) -> float:
-        """Seconds of an optimizer step whose micro-batches are ``scale`` times as large."""
-        return self.micro_batch_s * scale * micro_batches + self.optimizer_s
-
-
 def _without(config: TrainConfig, missing_keys: set[str]) -> TrainConfig:
     """The same run without what is missing, so that a step can be tried before everything is there."""
-    changes: dict[str, Any] = {}
-    if "pretrained_model_path" in missing_keys:
-        changes |= {"pretrained_model_path": None}
+    changes: dict[str, Any] = {"pretrained_model_path": None} if "pretrained_model_path" in missing_keys else {}
     if missing_keys & {"ref_vae_path", "cogvideox_model_path"}:
-        changes |= {"use_ref_vae": False, "encoder_loss_weight": 0.0, "decoder_loss_weight": 0.0}
+        changes |= NO_TEACHER
     if "lpips_weights" in missing_keys:
         changes |= {"perceptual_loss_weight": 0.0, "lpips_weights": None, "metric_for_best_model": "psnr"}
     return replace(config, **changes)
@@ -424,39 +318,36 @@ def _trial_step(config: TrainConfig) -> Iterator[Check]:
     full = trial.memory_bytes > FULL_MEMORY * trial.available_bytes
     yield Check(name="memory", found=f"{memory} ({trial.measured_at})", fix=SAVE_MEMORY if full else "")
     total_s = trial.seconds * config.max_train_steps
-    duration = duration_in_words(total_s)
-    slow = f"no GPU is visible, and on this CPU the run would take about {duration}: run it on a machine with a GPU"
-    steps = f"{config.max_train_steps:,} steps"
-    yield Check(
-        name="one step",
-        found=f"{duration_in_words(trial.seconds)}, so about {duration} for {steps} on one device",
-        fix=slow if not torch.cuda.is_available() and total_s > SLOW_RUN_S else "",
-    )
+    duration = f"about {duration_in_words(total_s)}"
+    found = f"{duration_in_words(trial.seconds)}, so {duration} for {config.max_train_steps:,} steps on one device"
+    slow = f"no GPU is visible, and on this CPU the run would take {duration}: run it on a machine with a GPU"
+    fits = torch.cuda.is_available() or total_s <= SLOW_RUN_S
+    yield Check(name="one step", found=found, fix="" if fits else slow)
 
 
 def try_step(config: TrainConfig) -> TrialStep:
     """Take a step on this machine's first device; raises `UserError` if it cannot be taken."""
     on_gpu = torch.cuda.is_available()
     tried = config if on_gpu else _small(config)
-    scale = _pixels(config) / _pixels(tried)
+    pixels, tried_pixels = (c.train_batch_size * c.height * c.width for c in (config, tried))
+    scale = pixels / tried_pixels
     clips = count_of(tried.train_batch_size, "clip")
     place = "measured" if on_gpu else "on the CPU" + (", scaled by pixels" if scale > 1 else "")
     place += ", without the teacher" if config.use_ref_vae and not tried.use_ref_vae else ""
     free, total = torch.cuda.mem_get_info(0) if on_gpu else (0, 0)
     try:
-        cost = _take_steps(tried, torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
+        micro_batch_s, optimizer_s, kept, reserved = measure_step(tried, torch.device("cuda:0" if on_gpu else "cpu"))
     except (RuntimeError, MemoryError) as fault:
         if not is_out_of_memory(fault):
             raise
         raise UserError(f"out of memory: {SAVE_MEMORY}") from None
-    state = state_bytes(config)
-    # weights, gradients, two moments, the average; Seraena has no average
-    fixed = 5 * state.weights + 4 * state.discriminator
+    weights, discriminator = state_bytes(config)
+    fixed = 5 * weights + 4 * discriminator  # weights, gradients, two moments, the average (not of Seraena)
     return TrialStep(
         measured_at=f"{clips} of {tried.n_frames} frames of {tried.height}x{tried.width} {place}",
-        memory_bytes=cost.gpu_bytes + total - free if on_gpu else int(fixed + cost.kept_bytes * scale),
+        memory_bytes=reserved + total - free if on_gpu else int(fixed + kept * scale),
         available_bytes=total if on_gpu else psutil.virtual_memory().available,
-        seconds=cost.step_s(micro_batches=config.gradient_accumulation_steps, scale=scale),
+        seconds=micro_batch_s * scale * config.gradient_accumulation_steps + optimizer_s,
     )
 
 
@@ -468,19 +359,14 @@ def _small(config: TrainConfig) -> TrainConfig:
         height=min(config.height, side),
         width=min(config.width, side),
         train_batch_size=min(config.train_batch_size, SMALL_BATCH),
-        use_ref_vae=False,
-        encoder_loss_weight=0.0,
-        decoder_loss_weight=0.0,
         compile_model=False,
+        **NO_TEACHER,
     )
 
 
-def _pixels(config: TrainConfig) -> int:
-    return config.train_batch_size * config.height * config.width
-
-
-def _take_steps(config: TrainConfig, device: torch.device) -> StepCost:
-    """What a micro-batch and the optimizer cost in the second of two steps; the first warms up and counts bytes."""
+def measure_step(config: TrainConfig, device: torch.device) -> tuple[float, float, int, int]:
+    """Seconds of a micro-batch (forward and backward) and of the optimizer, bytes that autograd keeps of a micro-batch,
+    bytes that torch reserved on a GPU. The first of two steps warms up and counts bytes, the second takes the time."""
     from tinyvae.training.build import build_model, build_task
     from tinyvae.training.engine import Engine
     from tinyvae.training.optim import make_optimizers
@@ -493,6 +379,7 @@ def _take_steps(config: TrainConfig, device: torch.device) -> StepCost:
     engine.prepare(model, make_optimizers(model, config))
     task = build_task(config, engine, model)
     frames = torch.rand(config.train_batch_size, config.n_frames, 3, config.height, config.width, device=device)
+    optimize = partial(engine.finish_step, max_grad_norm=config.max_grad_norm)
     kept: dict[int, int] = {}  # bytes by address: autograd keeps some storages several times
 
     def count(tensor: Tensor) -> Tensor:
@@ -505,10 +392,7 @@ def _take_steps(config: TrainConfig, device: torch.device) -> StepCost:
             losses = task.losses(frames, use_seraena=config.use_seraena)
         engine.backward(losses.total)
 
-    def optimizer() -> None:
-        engine.finish_step(max_grad_norm=config.max_grad_norm)
-
-    def seconds_of(work: Callable[[], None]) -> float:
+    def seconds_of(work: Callable[[], object]) -> float:
         started = time.perf_counter()
         work()
         if on_gpu:
@@ -516,6 +400,6 @@ def _take_steps(config: TrainConfig, device: torch.device) -> StepCost:
         return time.perf_counter() - started
 
     micro_batch(torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor))
-    optimizer()
-    seconds = seconds_of(micro_batch), seconds_of(optimizer)
-    return StepCost(*seconds, sum(kept.values()), torch.cuda.max_memory_reserved(device) if on_gpu else 0)
+    optimize()
+    seconds = seconds_of(micro_batch), seconds_of(optimize)
+    return *seconds, sum(kept.values()), torch.cuda.max_memory_reserved(device) if on_gpu else 0

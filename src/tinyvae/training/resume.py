@@ -1,7 +1,7 @@
 """Exact resume: what a run remembers, which checkpoint it goes on from, and how it takes its state back.
 
-All ranks share weights, their average, optimizer, loss scale, discriminator and progress. Each rank has its own random
-states and Seraena replay buffer. The data order needs no state: it follows from ``Progress.samples_seen``.
+Ranks have random states and a Seraena replay buffer of their own; all else is shared. The data order needs no state: it
+follows from ``Progress.samples_seen``.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tinyvae.config.schema import FIELDS, TrainConfig, to_json
 from tinyvae.errors import MissingFileError, UserError
-from tinyvae.files import atomic_write
 from tinyvae.losses.seraena import Seraena, saved_ranks_for
 from tinyvae.losses.seraena.start import SeraenaStart
 from tinyvae.models.taehv import TAEHV
@@ -38,11 +37,12 @@ from tinyvae.training.clips import RunData
 from tinyvae.training.engine import Engine
 from tinyvae.training.optim import WeightAverage
 from tinyvae.training.run_folder import earlier_run_folders
-from tinyvae.training.validation import write_best_model
+from tinyvae.training.validation import write_best_model, write_json
 
 log = logging.getLogger(__name__)
 
 HIGHER_IS_BETTER = {"psnr": True, "ssim": True, "lpips": False, "mse": False}
+VALIDATION_SIZE = ("validation_n_frames", "validation_height", "validation_width")
 SHOWN_NAMES = 3
 
 FIXED_SETTINGS = {
@@ -51,8 +51,7 @@ FIXED_SETTINGS = {
     "color_jitter_params", "gaussian_blur", "gaussian_blur_sigma", "gaussian_blur_probability",
     "use_seraena", "n_seraena_frames", "use_ref_vae",
 }  # fmt: skip
-"""Settings of the model, the clips and the state in a checkpoint: a resumed run must have the same. The place of the
-videos is not one of them: the fingerprint of the training files tells whether they are the same."""
+"""A resumed run must have the same. Whether its videos are the same, their fingerprint tells, not their place."""
 
 UNTOLD_SETTINGS = {
     "resume_from_checkpoint", "allow_changed_settings", "allow_cpu", "output_dir",
@@ -63,9 +62,8 @@ UNTOLD_SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run is. ``step``: optimizer steps done, with the skipped ones (they used up their clips).
-    ``samples_seen``: clips that all ranks together have drawn. ``training_s``: seconds in training steps, without
-    start-up and validation."""
+    """Where a run is. ``step``: optimizer steps done, with the skipped ones. ``samples_seen``: clips that all ranks
+    together have drawn. ``training_s``: seconds in training steps, without start-up and validation."""
 
     step: int = 0
     samples_seen: int = 0
@@ -79,9 +77,8 @@ class Progress:
 
     def improved_by(self, score: float, metric: str) -> bool:
         """Whether a validation's score is better than the best so far; the first score always is."""
-        if self.best_score is None:
-            return True
-        return score > self.best_score if HIGHER_IS_BETTER[metric] else score < self.best_score
+        best = self.best_score
+        return best is None or (score > best if HIGHER_IS_BETTER[metric] else score < best)
 
     def without_scores(self) -> Progress:
         """The same, as before the first validation: the next one is the best so far."""
@@ -90,95 +87,75 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopState:
-    """What the loop itself remembers. ``step_log``: this rank's numbers since the last log line, by
-    `tinyvae.training.logs.StepLog.state_dict`; None: a new line starts."""
+    """What the loop remembers. ``step_log``: this rank's `StepLog.state_dict` since the last log line, if any."""
 
     progress: Progress
     seraena_start: SeraenaStart | None
     step_log: dict[str, Any] | None = None
 
 
-# the checkpoint to go on from
+class SavedRun:
+    """An intact checkpoint, opened; `asked_checkpoint` has found it."""
 
-
-class FoundCheckpoint(NamedTuple):
-    """A checkpoint whose every file was checked. ``passed_over``: what is wrong with newer ones."""
-
-    folder: Path
-    passed_over: list[str]
-
-
-class SavedRun(NamedTuple):
-    """An intact checkpoint, opened."""
-
-    folder: Path
-    manifest: dict[str, Any]
-    shared: dict[str, Any]
-
-    @property
-    def world_size(self) -> int:
-        return int(self.manifest["world_size"])
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.manifest = folder, _manifest_of(folder)
+        self.shared = read_state(folder / SHARED_STATE)
+        self.world_size: int = self.manifest["world_size"]
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         return read_state(self.folder / rank_file(rank))
 
 
-def asked_checkpoint(asked: str, config: TrainConfig) -> FoundCheckpoint:
-    """The checkpoint that ``--resume`` asks for, if this configuration can go on from it. Nothing is written.
+def asked_checkpoint(asked: str, config: TrainConfig) -> tuple[Path, list[str]]:
+    """The checkpoint that ``--resume`` asks for, if this configuration can go on from it, and what is wrong with newer
+    ones. Nothing is written. It reads and hashes every file: let one process do it for all.
 
-    Reads and hashes every file: let one process do it for all. Example: ``asked_checkpoint("latest", config).folder``.
+    Example: ``folder, faults = asked_checkpoint("latest", config)``.
     """
-    found = _find(asked, config)
-    manifest = read_manifest(found.folder)
-    assert manifest is not None, "an intact checkpoint has a manifest"
+    folder, faults = _find(asked, config)
+    manifest = _manifest_of(folder)
     if config.max_train_steps < manifest["step"]:
         raise UserError(
-            f"the run in {found.folder} has already taken {manifest['step']} steps, and max_train_steps is "
+            f"the run in {folder} has already taken {manifest['step']} steps, and max_train_steps is "
             f"{config.max_train_steps}; raise --max_train_steps, or resume from an earlier checkpoint."
         )
     changes, _ = _changed_settings(manifest["config"], config)
-    _refuse(found.folder, changes, config)
-    return found
+    _refuse(folder, changes, config)
+    return folder, faults
 
 
-def open_checkpoint(folder: Path) -> SavedRun:
-    """Read a checkpoint that `asked_checkpoint` has found."""
+def _manifest_of(folder: Path) -> dict[str, Any]:
     manifest = read_manifest(folder)
     assert manifest is not None, "an intact checkpoint has a manifest"
-    return SavedRun(folder, manifest, read_state(folder / SHARED_STATE))
+    return manifest
 
 
-def _find(asked: str, config: TrainConfig) -> FoundCheckpoint:
+def _find(asked: str, config: TrainConfig) -> tuple[Path, list[str]]:
     """``asked``: a path, a run folder (its newest checkpoint), a bare name, or ``latest``."""
     runs = earlier_run_folders(config.output_dir)
     places = _first_few(list(map(str, runs))) or f"{config.output_dir} (no run folder yet)"
     path = Path(asked)
-    if asked == "latest":
-        return _newest_of(runs, asked, places)
-    if path.is_dir() and list_checkpoints(path) and not (path / SHARED_STATE).exists():
-        return _newest_of([path], asked, str(path))
+    is_run = path.is_dir() and list_checkpoints(path) and not (path / SHARED_STATE).exists()
+    if asked == "latest" or is_run:
+        newest, faults = newest_intact(runs if asked == "latest" else [path])
+        if newest is not None:
+            return newest, faults
+        damaged = f" (damaged: {_first_few(faults)})" if faults else ""
+        raise MissingFileError(
+            f"resume_from_checkpoint is {asked!r}, but there is no intact checkpoint in "
+            f"{places if asked == 'latest' else path}{damaged}; start without --resume, or name a checkpoint."
+        )
     by_name = [run / asked for run in runs if len(path.parts) == 1 and (run / asked).is_dir()]
     for folder in [path] if path.is_dir() else by_name[:1]:
         fault = broken_reason(folder)
         if fault is not None:
             raise UserError(f"cannot resume from {folder}: {fault}; use --resume latest for the newest intact one.")
-        return FoundCheckpoint(folder, [])
-    newest = _first_few([str(info.folder) for info in reversed(list_checkpoints(*runs))]) or "none"
+        return folder, []
+    known = _first_few([str(info.folder) for info in reversed(list_checkpoints(*runs))]) or "none"
     raise MissingFileError(
         f"resume_from_checkpoint is {asked!r}, but there is no such folder (looked at {path.absolute()} and in "
-        f"{places}); the newest checkpoints there: {newest}."
+        f"{places}); the newest checkpoints there: {known}."
     )
-
-
-def _newest_of(runs: list[Path], asked: str, places: str) -> FoundCheckpoint:
-    folder, faults = newest_intact(runs)
-    if folder is None:
-        damaged = f" (damaged: {_first_few(faults)})" if faults else ""
-        raise MissingFileError(
-            f"resume_from_checkpoint is {asked!r}, but there is no intact checkpoint in {places}{damaged}; start "
-            "without --resume, or name a checkpoint."
-        )
-    return FoundCheckpoint(folder, faults)
 
 
 def _first_few(names: list[str]) -> str:
@@ -209,13 +186,8 @@ def _changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> tuple[li
 
 def _refuse(folder: Path, changes: list[str], config: TrainConfig) -> None:
     if changes and not config.allow_changed_settings:
-        raise UserError(
-            f"{folder} belongs to a run with other settings: {'; '.join(changes)}. Set them back, or pass "
-            "--allow_changed_settings to go on regardless."
-        )
-
-
-# saving and restoring
+        way_out = "Set them back, or pass --allow_changed_settings to go on regardless"
+        raise UserError(f"{folder} belongs to a run with other settings: {'; '.join(changes)}. {way_out}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +215,7 @@ class RunState:
                 "step": progress.step,
                 "world_size": self.engine.world_size,
                 "engine": self.engine.kind,
-                "data_fingerprint": self.data.fingerprint,
+                "data_fingerprint": self.data.train.fingerprint,
                 "best_model": self._best_model(progress),
                 "config": json.loads(to_json(self.config)),
             },
@@ -263,23 +235,20 @@ class RunState:
         }
 
     def _of_rank(self, loop: LoopState) -> dict[str, Any]:
-        on_gpu = self.engine.device.type == "cuda"
+        device = self.engine.device
         return {
             "cpu_random": torch.get_rng_state(),
-            "cuda_random": torch.cuda.get_rng_state(self.engine.device) if on_gpu else None,
+            "cuda_random": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
             "seraena": None if self.seraena is None else self.seraena.rank_state_dict(),
             "step_log": loop.step_log,
         }
 
     def _write_model(self, target: Path, step: int) -> None:
-        with ExitStack() as swapped:
-            if self.average is not None:
-                swapped.enter_context(self.average.swapped_into(self.model))
+        with nullcontext() if self.average is None else self.average.swapped_into(self.model):
             save_model(self.model, target, overwrite=True, training_step=step, formats=(".safetensors",))
 
     def _best_model(self, progress: Progress) -> dict[str, Any] | None:
-        """What identifies ``best_model/``: its ``model_info.json``, or step and score if a full disk kept it from being
-        written. None before the first validation."""
+        """What identifies ``best_model/``: its ``model_info.json``, or step and score if a full disk prevented it."""
         if progress.best_step is None:
             return None
         info = _read_info(self.folder / "best_model")
@@ -290,13 +259,10 @@ class RunState:
     def _meaning_of_scores(self) -> dict[str, Any]:
         """What two validations must have in common for their scores to be compared, in plain values."""
         config, validation = self.config, self.data.validation
-        n_frames, height, width = config.validation_size
         return {
             "metric_for_best_model": config.metric_for_best_model,
             "num_validation_samples": min(config.num_validation_samples, len(validation)),
-            "validation_n_frames": n_frames,
-            "validation_height": height,
-            "validation_width": width,
+            **dict(zip(VALIDATION_SIZE, config.validation_size, strict=True)),
             "min_frame_delta": config.min_frame_delta,
             "validation files": validation.fingerprint,
         }
@@ -305,13 +271,11 @@ class RunState:
         """Take over a checkpoint's state; return where the loop was. ``fresh``: the loop of a new run."""
         shared, seraena_start = saved.shared, fresh.seraena_start
         self._restore_model(saved)
-        self._restore_optimizer(saved)
-        if self.average is not None:
-            if shared["average"] is None:
-                raise UserError(
-                    f"{saved.folder} was written without averaged weights; set ema_decay to 0 to go on from it."
-                )
-            self.average.load_state_dict(shared["average"])
+        old, new = saved.manifest["config"]["optimizer"], self.config.optimizer
+        if old == new:
+            self.engine.load_state_dict(shared["engine"])
+        elif self.engine.is_main:
+            log.warning("the checkpoint was written with %s: the moments of %s start from zero", old, new)
         if seraena_start is not None and shared["seraena_start"] is not None:
             seraena_start = seraena_start.with_past_of(SeraenaStart.from_state_dict(shared["seraena_start"]))
         self._restore_seraena(saved)
@@ -327,18 +291,15 @@ class RunState:
         wanted = {name: value.shape for name, value in self.model.state_dict().items()}
         if wanted != {name: value.shape for name, value in saved.shared["model"].items()}:
             raise UserError(
-                f"the weights in {saved.folder} are those of another network, so there is nothing to go on from; "
-                "give variant and model_width as they were, or start a new run with --pretrained_model_path."
+                f"the weights in {saved.folder} are those of another network; give variant and model_width as they "
+                "were, or start a new run with --pretrained_model_path."
             )
         self.model.load_state_dict(saved.shared["model"])
         self.engine.weights_were_loaded()
-
-    def _restore_optimizer(self, saved: SavedRun) -> None:
-        old, new = saved.manifest["config"].get("optimizer"), self.config.optimizer
-        if old == new:
-            self.engine.load_state_dict(saved.shared["engine"])
-        elif self.engine.is_main:
-            log.warning("the checkpoint was written with %s: the moments of %s start from zero", old, new)
+        if self.average is not None:
+            if saved.shared["average"] is None:
+                raise UserError(f"{saved.folder} has no averaged weights; set ema_decay to 0 to go on from it.")
+            self.average.load_state_dict(saved.shared["average"])
 
     def _restore_seraena(self, saved: SavedRun) -> None:
         if self.seraena is None or saved.shared["seraena"] is None:
@@ -356,11 +317,9 @@ class RunState:
         if saved.world_size != self.engine.world_size:
             if self.engine.is_main:
                 counts = f"{saved.world_size} process(es) and the run goes on with {self.engine.world_size}"
-                log.warning(
-                    f"the checkpoint was written with {counts}: weights, optimizer, schedule, data position and scores "
-                    "carry over; torch's random states, Seraena's draws and the averages of the next log line start "
-                    "again"
-                )
+                kept = "weights, optimizer, schedule, data position and scores carry over"
+                lost = "torch's random states, Seraena's draws and the averages of the next log line start again"
+                log.warning("the checkpoint was written with %s: %s; %s", counts, kept, lost)
             return None
         own = saved.rank_state(self.engine.rank)
         torch.set_rng_state(own["cpu_random"])
@@ -370,15 +329,14 @@ class RunState:
 
     def _scores_compare(self, saved: SavedRun) -> bool:
         """Whether the checkpoint's scores can be compared with those to come; a warning says it if not."""
-        old, new = saved.shared.get("scored_with"), self._meaning_of_scores()
-        if old in (None, new):  # None: an older version did not write it
+        new = self._meaning_of_scores()
+        old = saved.shared.get("scored_with", new)  # older versions did not write it
+        if old == new:
             return True
         if self.engine.is_main and saved.shared["progress"]["best_score"] is not None:
-            changes = "; ".join(f"{key}: {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key])
-            log.warning(
-                f"the scores so far cannot be compared with those to come ({changes}): best score, early stopping and "
-                "the automatic start of Seraena start again with the next validation"
-            )
+            changes = "; ".join(f"{key}: {old[key]} -> {new[key]}" for key in new if old[key] != new[key])
+            what = "best score, early stopping and the automatic start of Seraena start again"
+            log.warning("old and new scores cannot be compared (%s): %s with the next validation", changes, what)
         return False
 
 
@@ -390,32 +348,27 @@ def restore_best_model(progress: Progress, saved: SavedRun, folder: Path) -> Pro
     """
     if progress.best_step is None:
         return progress
-    run = saved.folder.parent
-    best = saved.manifest.get("best_model") or _read_info(run / "best_model") or {}
+    best = saved.manifest.get("best_model") or _read_info(saved.folder.parent / "best_model") or {}
     is_known = best.get("step") == progress.best_step
     if is_known and best == _read_info(folder / "best_model"):
         return progress
-    fault = f"no checkpoint of step {progress.best_step} is left in {run}"
     try:
         source = _find_best(best, saved) if is_known else None
         if source is not None:
             write_best_model(folder, load_model(source / "model.safetensors"), best)
-            with atomic_write(folder / "best_model" / "model_info.json", "w") as stream:
-                json.dump(best, stream, indent=1)  # with the time of its validation, not of now
+            write_json(folder / "best_model" / "model_info.json", best)  # with the time of its validation, not of now
             log.info("best_model/ is that of step %d again, from %s", progress.best_step, source)
             return progress
+        fault = f"no checkpoint of step {progress.best_step} is left in {saved.folder.parent}"
     except (*WRITE_FAULTS, UserError) as reason:
         fault = str(reason).splitlines()[0]
-    log.warning(
-        f"best_model/ cannot be made that of step {progress.best_step} ({fault}): best score and early stopping start "
-        "again with the next validation, which writes it"
-    )
+    what = "best score and early stopping start again with the next validation, which writes it"
+    log.warning("best_model/ cannot be made that of step %d (%s): %s", progress.best_step, fault, what)
     return progress.without_scores()
 
 
 def _find_best(best: Mapping[str, Any], saved: SavedRun) -> Path | None:
-    """The folder whose ``model.safetensors`` is the best model; None if there is none. In a checkpoint that file holds
-    the weights that a validation scored: averaged ones if there are any."""
+    """The folder whose ``model.safetensors`` is the best model, as its validation scored it; None if there is none."""
     run = saved.folder.parent
     if best == _read_info(run / "best_model"):
         return run / "best_model"

@@ -1,7 +1,6 @@
 """The folder of a run: which one it is, that no other run writes to it, and what the run puts there first.
 
-A resume can be refused until its whole past is taken over, and a refused one leaves the old run as it was. Until
-`RunPlace.settle` the folder gets only the marker ``.running`` and one hidden folder for the index.
+A refused resume leaves the old run as it was: until `RunPlace.settle` only a marker and one hidden folder are written.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -27,28 +25,22 @@ import psutil
 from tinyvae.config.schema import RUN_FORMAT, TIME_DIRECTIVES, TrainConfig, to_json
 from tinyvae.data.index_build import CACHED_INDEX
 from tinyvae.errors import UserError
-from tinyvae.files import atomic_write
+from tinyvae.files import atomic_write, writing_to
 from tinyvae.terminal import duration_in_words
-from tinyvae.training.checkpoint import UNFINISHED, remove_unfinished, why_not_written
+from tinyvae.training.checkpoint import UNFINISHED, remove_unfinished
 from tinyvae.training.validation import put_best_model_back
 
 log = logging.getLogger(__name__)
 
 MARKER = ".running"
-HALF_WRITTEN_S = 2.0
-"""How long to wait for an empty marker: its process is between two system calls, or was killed there."""
-BEAT_S = 30.0
-"""How often a run touches its marker."""
-SILENT_S = 300.0
-"""A run on another machine that has not touched its marker for this long has ended."""
+HALF_WRITTEN_S = 2.0  # how long to wait for an empty marker: its process is writing it, or was killed there
+BEAT_S = 30.0  # how often a run touches its marker
+SILENT_S = 300.0  # a run on another machine that has not touched its marker for this long has ended
 LATEST = "latest"
 STAGED = f"{UNFINISHED}index"
 TRIES_FOR_A_TIME = 60
 
 _DIRECTIVE = re.compile(f"%[{TIME_DIRECTIVES}]")
-
-
-# names with a time
 
 
 def new_run_folder(output_dir: Path, now: datetime) -> Path:
@@ -76,9 +68,6 @@ def earlier_run_folders(output_dir: Path) -> list[Path]:
             values = dict(zip(directives, match.groups(), strict=True))
             found.append((tuple(values.get(f"%{letter}", "") for letter in TIME_DIRECTIVES), Path(name)))
     return [folder for _, folder in sorted(found, reverse=True)]
-
-
-# one run in a folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +105,12 @@ class Holder:
         if here:
             return f"{text}; wait for its end, stop it with: kill {self.pid}, or choose another --output_dir."
         silent, limit = duration_in_words(silent_s), duration_in_words(SILENT_S)
-        return (
-            f"{text}, and gave its last sign of life {silent} ago; wait for its end, or choose another --output_dir. "
-            f"If its machine has died, start again in {limit}, or remove {marker} now."
-        )
+        died = f"if its machine has died, start again in {limit}, or remove {marker}"
+        return f"{text}, last active {silent} ago; wait for its end, or choose another --output_dir; {died}."
 
 
 def _start_of(pid: int) -> float:
-    """When a process started: in kernel ticks since the machine's start, which no change of the clock moves; by the
-    clock where there are no ticks to read. Raises psutil's ``NoSuchProcess``."""
+    """When a process started: in kernel ticks, which no change of the clock moves; without these by the clock."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -133,16 +119,15 @@ def _start_of(pid: int) -> float:
 
 
 class RunClaim:
-    """A folder that only this process writes to, until `release`. Nothing except the marker is touched.
+    """A folder that only this process writes to, until `release`; a ``UserError`` if another run has it.
 
-    Raises ``UserError`` at once if another run has the folder. Set ``is_used`` when the run writes into the folder.
+    Nothing except the marker is touched. Set ``is_used`` when the run writes into the folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.is_used = False
-        before = folder.stat()
-        self._times = (before.st_atime_ns, before.st_mtime_ns)
+        self._before = folder.stat()
         self._marker = folder / MARKER
         self._holder = _claim(self._marker)
         self._ends = threading.Event()
@@ -156,8 +141,9 @@ class RunClaim:
                     os.utime(self._marker)
 
     def _is_ours(self) -> bool:
-        holder = _read(self._marker)
-        return holder is not None and holder.token == self._holder.token
+        with suppress(FileNotFoundError):
+            return _read(self._marker).token == self._holder.token
+        return False
 
     def release(self) -> None:
         """Remove the marker. An unused folder gets its old time back."""
@@ -168,7 +154,7 @@ class RunClaim:
         self._marker.unlink(missing_ok=True)
         if not self.is_used:
             with suppress(OSError):  # the folder is another user's: its time stays that of now
-                os.utime(self.folder, ns=self._times)
+                os.utime(self.folder, ns=(self._before.st_atime_ns, self._before.st_mtime_ns))
 
 
 def _claim(marker: Path) -> Holder:
@@ -176,10 +162,10 @@ def _claim(marker: Path) -> Holder:
         me = Holder()
         if _make(marker, me):
             return me
-        there = _read(marker)
-        if there is None:
-            continue  # it was removed just now
-        silent_s = _seconds_since_touched(marker)
+        try:
+            there, silent_s = _read(marker), max(0.0, time.time() - marker.stat().st_mtime)
+        except FileNotFoundError:  # it was removed just now
+            continue
         if not there.is_gone(silent_s=silent_s):
             raise UserError(there.refusal(marker, silent_s))
         # Several processes may see the marker of a dead one, and one of them may replace it. They claim that right in
@@ -187,9 +173,9 @@ def _claim(marker: Path) -> Holder:
         turn = marker.with_name(f"{marker.name}-after-{there.token}")
         _claim(turn)
         try:
-            still = _read(marker)
-            if still is not None and still.token == there.token:
-                marker.unlink()
+            with suppress(FileNotFoundError):
+                if _read(marker).token == there.token:
+                    marker.unlink()
         finally:
             turn.unlink(missing_ok=True)
 
@@ -197,60 +183,43 @@ def _claim(marker: Path) -> Holder:
 def _make(marker: Path, holder: Holder) -> bool:
     """Make the marker; False if it is there already."""
     try:
-        descriptor = os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        stream = marker.open("x")
     except FileExistsError:
         return False
     try:
-        os.write(descriptor, json.dumps(asdict(holder)).encode())
+        with stream:
+            json.dump(asdict(holder), stream)
     except OSError:
         marker.unlink(missing_ok=True)
         raise
-    finally:
-        os.close(descriptor)
     return True
 
 
-def _read(marker: Path) -> Holder | None:
-    """The marker's holder; None if there is no marker."""
+def _read(marker: Path) -> Holder:
+    """The marker's holder. Raises ``FileNotFoundError`` if there is no marker."""
     deadline = time.monotonic() + HALF_WRITTEN_S
     while True:
         try:
             return Holder(**json.loads(marker.read_bytes()))
-        except FileNotFoundError:
-            return None
         except (ValueError, TypeError):
             if time.monotonic() > deadline:
-                raise UserError(
-                    f"{marker} is damaged, so nobody can tell which run has this folder; if no run does, remove the "
-                    "file and start again."
-                ) from None
+                way_out = "if no run writes to this folder, remove the file and start again"
+                raise UserError(f"{marker} is damaged; {way_out}.") from None
             time.sleep(0.02)
 
 
-def _seconds_since_touched(marker: Path) -> float:
-    try:
-        return max(0.0, time.time() - marker.stat().st_mtime)
-    except FileNotFoundError:  # it was removed just now
-        return 0.0
-
-
-# the run's place
-
-
 class RunPlace:
-    """The folder of a run, on its main process: claimed at once, then settled or left as it was.
+    """The folder of a run, on its main process: claimed at once, then settled or left as it was. Call `leave` last.
 
-    Raises ``UserError`` if the folder holds another run or cannot be written. ``note``: why a resumed run gets a new
-    folder. Call `leave` at the end.
+    A ``UserError`` if it holds another run or cannot be written. ``note``: why a resumed run gets a new folder.
     """
 
     def __init__(self, config: TrainConfig, checkpoint: Path | None) -> None:
         self.note = ""
         self._is_new = False
-        self._is_settled = False
         self._is_timed = has_time(config.output_dir)
         self.folder = self._choose(config, checkpoint)
-        with writing_to_run(self.folder):
+        with writing_to(self.folder):
             self._claim = RunClaim(self.folder)
         try:
             self._refuse_other_run(checkpoint)
@@ -259,8 +228,7 @@ class RunPlace:
             raise
 
     def _choose(self, config: TrainConfig, checkpoint: Path | None) -> Path:
-        """A resumed run goes on in the folder of its checkpoint, unless ``output_dir`` is one fixed folder or the
-        checkpoint lies outside a run's folder (a copy). Every other run gets a folder with the time of its start."""
+        """A fixed ``output_dir``; else the folder of the checkpoint's run; else a new one with the time in its name."""
         if checkpoint is not None and self._is_timed:
             home = checkpoint.parent
             if is_run_folder(home):
@@ -268,7 +236,7 @@ class RunPlace:
             self.note = f"{home} is no run's folder (it has no config.json of a run), so this run gets a new one"
         for _ in range(TRIES_FOR_A_TIME):
             folder = new_run_folder(config.output_dir, datetime.now()).absolute()
-            with writing_to_run(folder):
+            with writing_to(folder):
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     folder.mkdir()
@@ -291,23 +259,18 @@ class RunPlace:
             raise UserError(f"{self.folder} already holds {other}; {way_out}.")
 
     def index_folder(self) -> Path:
-        """Where to make the list of videos. A run that may still be refused makes it beside the old list, from a second
-        name of it, so that known videos are not read again."""
+        """Where to make the list of videos. A resumed run may still be refused, so it changes a copy of the list."""
         if not is_run_folder(self.folder):
             return self.folder
         staged, old = self.folder / STAGED, self.folder / CACHED_INDEX
-        with writing_to_run(self.folder):
+        with writing_to(self.folder):
             staged.mkdir(exist_ok=True)  # one that a kill left may hold half of the work
             if old.exists() and not (staged / CACHED_INDEX).exists():
-                try:
-                    os.link(old, staged / CACHED_INDEX)
-                except OSError:  # a file system without links
-                    shutil.copy2(old, staged / CACHED_INDEX)
+                shutil.copy2(old, staged / CACHED_INDEX)
         return staged
 
     def settle(self) -> None:
         """The run is accepted: from here on it writes to the folder. Raises ``OSError`` if it cannot."""
-        self._is_settled = True
         self._claim.is_used = True
         staged = self.folder / STAGED / CACHED_INDEX
         if staged.exists():
@@ -323,15 +286,12 @@ class RunPlace:
 
     def leave(self) -> None:
         """The run has ended, well or not. A folder made for a run that never started is removed."""
-        if not self._is_settled:
+        if not self._claim.is_used:
             shutil.rmtree(self.folder / STAGED, ignore_errors=True)
         self._claim.release()
-        if self._is_new and not self._is_settled:
-            if self._is_timed:  # nobody will come back to it
-                shutil.rmtree(self.folder, ignore_errors=True)
-            else:
-                with suppress(OSError):  # it is not empty: the next start uses the list of videos in it
-                    self.folder.rmdir()
+        if self._is_new and not self._claim.is_used:
+            with suppress(OSError):  # a fixed folder with a list of videos stays: the next start uses it
+                shutil.rmtree(self.folder, ignore_errors=True) if self._is_timed else self.folder.rmdir()
 
 
 def is_run_folder(folder: Path) -> bool:
@@ -341,21 +301,6 @@ def is_run_folder(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(content, dict) and content.get("format") == RUN_FORMAT
-
-
-@contextmanager
-def writing_to_run(folder: Path) -> Iterator[None]:
-    """Around writes to a run folder: one that cannot be written is a ``UserError`` with the reason."""
-    try:
-        yield
-    except UserError:
-        raise
-    except OSError as fault:
-        place = next((there for there in (folder, *folder.parents) if there.is_dir()), folder)
-        reason = why_not_written(fault, place)
-        raise UserError(
-            f"cannot write to the run folder {folder} ({reason}); make room, or choose another --output_dir."
-        ) from None
 
 
 def copy_past(old_run: Path, folder: Path) -> None:

@@ -1,7 +1,4 @@
-"""From a configuration to a finished run: check, join the processes, build the parts, train, finish.
-
-Mistakes of the user are found here, before a GPU or a process group is touched where that is possible.
-"""
+"""From a configuration to a finished run: check, join the processes, build the parts, train, finish."""
 
 from __future__ import annotations
 
@@ -16,10 +13,11 @@ from tinyvae.config.load import LoadedConfig
 from tinyvae.config.rules import check_config
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
+from tinyvae.files import writing_to
 from tinyvae.models.taehv import TAEHV
 from tinyvae.terminal import count_of
 from tinyvae.training.build import build_model, build_task, make_seraena_start
-from tinyvae.training.checkpoint import CheckpointWriter
+from tinyvae.training.checkpoint import CheckpointWriter, checkpoint_bytes
 from tinyvae.training.clips import RunData, loading_processes, open_data
 from tinyvae.training.deepspeed import start_engine
 from tinyvae.training.diagnostics import StepProfiler
@@ -30,17 +28,17 @@ from tinyvae.training.logs import RunLog
 from tinyvae.training.loop import LoopParts, Trainer
 from tinyvae.training.notify import Notifier
 from tinyvae.training.optim import WeightAverage, make_optimizers
-from tinyvae.training.preflight import checkpoint_bytes, checks_at_start, machine_complaints
+from tinyvae.training.preflight import checks_at_start, machine_complaints
 from tinyvae.training.resume import (
     LoopState,
     Progress,
     RunState,
+    SavedRun,
     asked_checkpoint,
     check_same_data,
-    open_checkpoint,
     restore_best_model,
 )
-from tinyvae.training.run_folder import RunPlace, copy_past, writing_to_run
+from tinyvae.training.run_folder import RunPlace, copy_past
 from tinyvae.training.validation import Validator
 
 log = logging.getLogger(__name__)
@@ -57,8 +55,8 @@ class FinishedRun:
 
 def check_before_start(loaded: LoadedConfig) -> None:
     """Refuse what can be refused before any process group or GPU is touched; `tinyvae check --quick` does it too."""
-    here = machine_complaints(loaded.config)
-    check_config(loaded.config, loaded.given_paths, also=here, heading=loaded.source)
+    config = loaded.config
+    check_config(config, loaded.given_paths, also=machine_complaints(config), heading=loaded.source)
 
 
 def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
@@ -90,29 +88,30 @@ class _Run:
         at_end.callback(engine.close_quietly)
         self.signals = SignalWatch()
         at_end.callback(self.signals.close)
-        # The main process decides: only it reads every file of a checkpoint to check it, and the clocks of the others
-        # would give other folders.
-        asked = config.resume_from_checkpoint
-        found = None if asked is None else engine.from_main(lambda: asked_checkpoint(asked, config))
+        # The main process decides: only it checks every file, and the clocks of the others would give other folders.
+        checkpoint: Path | None = None
+        faults: list[str] = []
+        if (asked := config.resume_from_checkpoint) is not None:
+            checkpoint, faults = engine.from_main(lambda: asked_checkpoint(asked, config))
         self.place: RunPlace | None = None  # on the main process
 
         def take_place() -> tuple[Path, Path]:
-            self.place = RunPlace(config, None if found is None else found.folder)
+            self.place = RunPlace(config, checkpoint)
             at_end.callback(self.place.leave)
             return self.place.folder, self.place.index_folder()
 
         self.folder, self.index_folder = engine.from_main(take_place)
-        self.saved = None if found is None else open_checkpoint(found.folder)
+        self.saved = None if checkpoint is None else SavedRun(checkpoint)
         self.run_log = RunLog(self.folder, config, is_main=engine.is_main)
         at_end.callback(self.run_log.close)
         self.notifier = at_end.enter_context(Notifier(config, self.folder, is_main=engine.is_main))
         if self.place is not None:
-            self._log_notices(loaded, [] if found is None else found.passed_over)
+            self._log_notices(loaded, faults)
             log.info("run folder: %s%s", self.folder, f" ({self.place.note})" if self.place.note else "")
 
-    def _log_notices(self, loaded: LoadedConfig, passed_over: list[str]) -> None:
+    def _log_notices(self, loaded: LoadedConfig, faults: list[str]) -> None:
         """Log what was decided for the user, and what does not stop the run but may trouble it."""
-        for fault in passed_over:
+        for fault in faults:
             log.warning("passing over a damaged checkpoint: %s", fault)
         for notice in loaded.notices:
             log.info("note: %s", notice)
@@ -126,7 +125,7 @@ class _Run:
         torch.manual_seed(config.seed)
         data = open_data(config, engine, folder, index_folder=self.index_folder)
         if self.saved is not None:
-            check_same_data(self.saved, config, data_fingerprint=data.fingerprint)
+            check_same_data(self.saved, config, data_fingerprint=data.train.fingerprint)
         model = build_model(config).to(engine.device)
         optimizers = make_optimizers(model, config)
         engine.prepare(model, optimizers)
@@ -135,7 +134,7 @@ class _Run:
         state = RunState(
             config=config, engine=engine, folder=folder, data=data, model=model, average=average, seraena=task.seraena
         )
-        loop, data = self._settle(self._first_loop_state(state), data)
+        loop, data = self._settle(state, data)
         validator = Validator(
             config,
             engine,
@@ -179,31 +178,25 @@ class _Run:
         trainer.check_saved(folder)
         return progress
 
-    def _first_loop_state(self, state: RunState) -> LoopState:
-        """Where the loop starts: at step 0, or where the checkpoint was. Nothing is written."""
+    def _settle(self, state: RunState, data: RunData) -> tuple[LoopState, RunData]:
+        """Restore the checkpoint, if any. Nothing can refuse the run after that: write its first files."""
         loop = LoopState(progress=Progress(), seraena_start=make_seraena_start(self.config))
         if self.saved is not None:
             loop = state.restore(self.saved, loop)
             log.info("resumed from %s at step %d", self.saved.folder, loop.progress.step)
-        return loop
+        progress = self.engine.from_main(lambda: self._write_first_files(loop.progress, data))
+        return replace(loop, progress=progress), data.settled(self.index_folder, self.folder)
 
-    def _settle(self, loop: LoopState, data: RunData) -> tuple[LoopState, RunData]:
-        """Nothing can refuse the run any more: write its first files and make ``best_model/`` the right one."""
-        self.engine.from_main(lambda: self._write_first_files(loop.progress, data))
-        if (saved := self.saved) is not None:
-            progress = self.engine.from_main(lambda: restore_best_model(loop.progress, saved, self.folder))
-            loop = replace(loop, progress=progress)
-        return loop, data.settled(self.index_folder, self.folder)
-
-    def _write_first_files(self, progress: Progress, data: RunData) -> None:
+    def _write_first_files(self, progress: Progress, data: RunData) -> Progress:
         assert self.place is not None, "only the main process writes"
-        with writing_to_run(self.folder):
+        with writing_to(self.folder):
             self.place.settle()
             if self.saved is not None:
                 copy_past(self.saved.folder.parent, self.folder)
             self.run_log.begin(from_step=progress.step, with_validation=progress.validated_step == progress.step)
             data.name_bad_files()
             self.place.sign(self.config)
+        return progress if self.saved is None else restore_best_model(progress, self.saved, self.folder)
 
 
 def _log_size(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) -> None:

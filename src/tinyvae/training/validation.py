@@ -24,12 +24,12 @@ from tinyvae.errors import UserError
 from tinyvae.evaluation.cost import without_cudnn_trials
 from tinyvae.evaluation.metrics import ClipMetrics, clip_metrics
 from tinyvae.evaluation.statistics import summarise
-from tinyvae.files import atomic_write
+from tinyvae.files import atomic_write, why_not_written
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.models.codec import VideoCodec
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model
-from tinyvae.training.checkpoint import WRITE_FAULTS, why_not_written
+from tinyvae.training.checkpoint import WRITE_FAULTS
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import Status, StopRequested, is_out_of_memory
 from tinyvae.training.logs import RunLog
