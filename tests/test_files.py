@@ -26,7 +26,10 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"writing to .* failed \(No space left on device\)"), writing_to(tmp_path):
+    with (
+        pytest.raises(UserError, match=r"writing to .* failed \(No space left on device: .* free in .*\)"),
+        writing_to(tmp_path),
+    ):
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(MissingFileError, match="gone"), writing_to(tmp_path):
         raise MissingFileError("gone")

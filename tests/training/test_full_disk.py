@@ -15,8 +15,9 @@ import torch
 from tests.training.tiny_runs import arguments_for, launch, train_here
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
+from tinyvae.files import why_not_written
 from tinyvae.models.taehv import TAEHV
-from tinyvae.training.checkpoint import CheckpointWriter, why_not_written
+from tinyvae.training.checkpoint import CheckpointWriter
 from tinyvae.training.finish import write_final_model
 from tinyvae.training.resume import Progress
 from tinyvae.training.validation import write_best_model

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from tinyvae import __version__
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
-from tinyvae.files import atomic_write, sha256_of
+from tinyvae.files import atomic_write, sha256_of, why_not_written
 from tinyvae.training.engine import Engine
 
 log = logging.getLogger(__name__)
