@@ -203,7 +203,7 @@ def test_data_that_cannot_be_is_said_before_anything_starts(tmp_path: Path, data
     for wrong, says in (
         ({"data_root": empty}, "mount is an empty folder; .*not mounted"),
         ({"data_root": notes}, "notes names no video"),
-        ({"data_root": data, "annotation_file": broken}, "broken.jsonl, line 1: this is not JSON"),
+        ({"data_root": data, "annotation_file": broken}, "broken.jsonl, line 1 is not JSON"),
         ({"data_root": data, "annotation_file": blank}, "blank.jsonl names no video"),
         ({"data_root": data, "annotation_file": other}, r"list.txt is no annotation file .*\.json or \.jsonl"),
         ({"data_root": data, "index_path": other}, "list.txt is no index; name the file that `tinyvae data index`"),

@@ -197,7 +197,7 @@ def test_pretrained_weights_are_where_training_starts(clips: Path, tmp_path: Pat
         ({"perceptual_loss_weight": 0.1, "lpips_weights": "no/such/file"}, "lpips_weights"),
         ({"pretrained_model_path": "no/such/model.pth"}, "no/such/model.pth"),
         ({"data_root": "no/such/folder"}, "data_root"),
-        ({"train_split": 1.0}, "validation"),
+        ({"train_split": 1.0}, "no file to validate on"),
         ({"height": 320, "width": 320}, "320"),
     ],
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinyvae.training.state import Progress
+from tinyvae.training.resume import Progress
 from torch import Tensor
 
 from tinyvae import TAEHV, get_spec, load_model
