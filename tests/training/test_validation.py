@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinyvae.training.resume import Progress
 from torch import Tensor
 
 from tinyvae import TAEHV, get_spec, load_model
@@ -27,6 +26,7 @@ from tinyvae.models.codec import VideoCodec
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import Status
 from tinyvae.training.logs import RunLog
+from tinyvae.training.resume import Progress
 from tinyvae.training.validation import (
     ValidationCut,
     ValidationResult,
