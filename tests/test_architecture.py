@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.data_flow import DataFlow
-from tests.training.test_golden_losses import write_films, write_lpips, write_teacher
-from tests.training.tiny_runs import SERAENA, arguments_for, train_here
+from tests.training.test_golden_losses import recipe_for, write_films
+from tests.training.tiny_runs import train_here
 from tinyvae import TAEHV, load_model, save_model
 from tinyvae.cli.main import run
 
@@ -40,24 +40,7 @@ def check_way(heading: str, flow: DataFlow, *, at_most: int) -> None:
 
 
 def test_the_way_of_a_video_into_a_checkpoint(tmp_path: Path) -> None:
-    settings: dict[str, object] = {
-        "variant": "taecvx",
-        "use_ref_vae": True,
-        "cogvideox_model_path": write_teacher(tmp_path / "teacher"),
-        "lpips_weights": write_lpips(tmp_path / "lpips.safetensors"),
-        "encoder_loss_weight": 0.1,
-        "decoder_loss_weight": 0.1,
-        "perceptual_loss_weight": 0.1,
-        "color_jitter": True,
-        "ref_vae_dtype": "float32",
-        "seraena_start": 1,
-        "n_frames": 8,
-        "max_train_steps": 3,
-        "validation_steps": 0,
-        "early_stopping_patience": 0,
-        **SERAENA,
-    }
-    arguments = arguments_for(write_films(tmp_path / "films"), tmp_path / "run", **settings)
+    arguments = recipe_for(tmp_path, seraena_start=1, max_train_steps=3, lr_warmup_steps=1, checkpointing_steps=3)
     with DataFlow() as flow:
         train_here(arguments)
     check_way("From a video to a checkpoint", flow, at_most=32)

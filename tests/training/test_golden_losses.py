@@ -50,8 +50,8 @@ def write_lpips(file: Path) -> Path:
     return file
 
 
-def losses_of_a_run(folder: Path) -> dict[str, list[float]]:
-    """Every loss of every step, by name."""
+def recipe_for(folder: Path, **changes: object) -> list[str]:
+    """The command line behind ``tinyvae train`` of the whole recipe on a CPU, with its files in ``folder``."""
     settings: dict[str, object] = {
         "variant": "taecvx",
         "use_ref_vae": True,
@@ -71,8 +71,14 @@ def losses_of_a_run(folder: Path) -> dict[str, list[float]]:
         "checkpointing_steps": STEPS,
         "log_every": 1,
         **SERAENA,
+        **changes,
     }
-    train_here(arguments_for(write_films(folder / "films"), folder / "run", **settings))
+    return arguments_for(write_films(folder / "films"), folder / "run", **settings)
+
+
+def losses_of_a_run(folder: Path) -> dict[str, list[float]]:
+    """Every loss of every step, by name."""
+    train_here(recipe_for(folder))
     lines = read_lines(folder / "run" / "metrics.jsonl")
     return {term: [line[f"train/{term}"] for line in lines if f"train/{term}" in line] for term in TERMS}
 
