@@ -20,7 +20,7 @@ def loaded_after(statement: str) -> str:
 
 
 def test_metrics_need_no_video_library() -> None:
-    assert loaded_after("from tinyvae.evaluation import clip_metrics, summarise") == "[]"
+    assert loaded_after("from tinyvae.evaluation import clip_metrics, summarize") == "[]"
 
 
 def test_evaluate_is_the_function_after_any_import() -> None:

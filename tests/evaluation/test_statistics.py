@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tinyvae.evaluation.metrics import METRICS, ClipMetrics, clip_metrics
-from tinyvae.evaluation.statistics import Summary, estimate, paired_difference, student_t_975, summarise
+from tinyvae.evaluation.statistics import Summary, estimate, paired_difference, student_t_975, summarize
 
 
 def clip_with_noise(seed: int, deviation: float, num_frames: int = 3) -> ClipMetrics:
@@ -42,22 +42,22 @@ def test_the_interval_covers_the_true_mean_95_times_in_100() -> None:
 
 
 def test_a_single_clip_has_no_interval() -> None:
-    summary = summarise([clip_with_noise(0, 0.05)])
+    summary = summarize([clip_with_noise(0, 0.05)])
     assert summary.psnr is not None and summary.psnr.low is None and summary.psnr.std is None
     assert summary.lpips is None and summary.num_clips == 1 and summary.num_frames == 3
 
 
 def test_intervals_are_over_clips_not_frames() -> None:
     """The same two clips with ten times the frames must not look ten times as sure."""
-    short = summarise([clip_with_noise(seed, 0.02 + 0.03 * seed, 3) for seed in range(2)])
-    long = summarise([clip_with_noise(seed, 0.02 + 0.03 * seed, 30) for seed in range(2)])
+    short = summarize([clip_with_noise(seed, 0.02 + 0.03 * seed, 3) for seed in range(2)])
+    long = summarize([clip_with_noise(seed, 0.02 + 0.03 * seed, 30) for seed in range(2)])
     assert short.psnr is not None and long.psnr is not None
     assert short.psnr.count == long.psnr.count == 2
     assert long.psnr.high - long.psnr.low == pytest.approx(short.psnr.high - short.psnr.low, rel=0.2)
 
 
 def test_clips_without_a_value_are_left_out_of_its_mean() -> None:
-    summary = summarise([clip_with_noise(0, 0.05, 1), clip_with_noise(1, 0.05, 4)])
+    summary = summarize([clip_with_noise(0, 0.05, 1), clip_with_noise(1, 0.05, 4)])
     assert summary.flicker_error is not None and summary.flicker_error.count == 1
     assert summary.psnr is not None and summary.psnr.count == 2
     assert set(summary.means()) == {"psnr", "ssim", "mse", "mae", "flicker_error", "flicker_energy"}
@@ -66,7 +66,7 @@ def test_clips_without_a_value_are_left_out_of_its_mean() -> None:
 def test_pairing_finds_a_small_difference_among_very_different_clips() -> None:
     baseline = {f"c{i}": clip_with_noise(i, 0.02 * (i + 1)) for i in range(6)}
     candidate = {f"c{i}": clip_with_noise(i, 0.02 * (i + 1) * 0.97) for i in range(6)}
-    before, after = summarise(list(baseline.values())).psnr, summarise(list(candidate.values())).psnr
+    before, after = summarize(list(baseline.values())).psnr, summarize(list(candidate.values())).psnr
     assert before is not None and after is not None and after.low < before.mean  # unpaired: nothing to see
     result = paired_difference("psnr", baseline, candidate)
     assert result is not None and result.verdict == "better" and (result.wins, result.losses) == (6, 0)

@@ -287,7 +287,7 @@ def _surroundings(folder: Path, base: Path) -> Iterator[None]:
     finally:
         builtins.__import__ = plain_import
         sys.path[:] = path
-        for name in set(sys.modules) - loaded:  # another file may have other neighbours of the same names
+        for name in set(sys.modules) - loaded:  # another file may have other neighbors of the same names
             package = name.partition(".")[0]
             place = getattr(sys.modules.get(package), "__file__", None)
             if package not in loaded and place is not None and folder in Path(place).parents[:2]:

@@ -34,7 +34,7 @@ _GONE: Mapping[str, str] = {
     "dataloader_drop_last": "batches run across epochs, so none is incomplete",
     "dataloader_timeout": "decode_timeout_s bounds the time of each clip",
     "save_on_each_node": "one process writes each checkpoint",
-    "sync_each_batch": "gradients are exchanged once per optimiser step",
+    "sync_each_batch": "gradients are exchanged once per optimizer step",
     "save_optimizer_states": "checkpoints always hold all that an exact resume needs",
     "use_distributed_sampler shuffle_data": "the seed decides the order of clips; every process takes its own share",
     "dist_backend": "accelerate takes nccl on GPUs and gloo on CPUs",

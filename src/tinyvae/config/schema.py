@@ -68,7 +68,7 @@ class TrainConfig:
     random_crop: bool = option(True, "Crop at a random place; off: the centre.", group="Augmentation")
     random_resize: bool = option(True, "Scale each crop down from a random window; off: pixels stay as they are.")
     random_flip: bool = option(True, "Mirror half of the clips left to right.")
-    color_jitter: bool = option(False, "Change the colours of each clip by color_jitter_params.")
+    color_jitter: bool = option(False, "Change the colors of each clip by color_jitter_params.")
     color_jitter_params: tuple[float, float, float, float] = option(
         (0.15, 0.15, 0.15, 0.08),
         "Largest change of brightness, contrast, saturation (shares), hue (turns).",
@@ -79,7 +79,7 @@ class TrainConfig:
     gaussian_blur_probability: float = option(0.5, "Share of the clips that gaussian_blur blurs.", ge=0, le=1)
     gaussian_blur_sigma: tuple[float, float] = option((0.1, 2.0), "Smallest and largest sigma, pixels.", gt=0, le=10)
 
-    max_train_steps: int = option(10_000, "Optimiser steps of the whole run.", ge=1, group="Steps and precision")
+    max_train_steps: int = option(10_000, "Optimizer steps of the whole run.", ge=1, group="Steps and precision")
     train_batch_size: int = option(4, "Clips of one micro-batch on one device.", ge=1)
     gradient_accumulation_steps: int = option(1, "Micro-batches of a step; as one larger batch (except Seraena).", ge=1)
     mixed_precision: Literal["no", "fp16", "bf16"] = option("no", "Precision of the networks; losses are in fp32.")
@@ -99,8 +99,8 @@ class TrainConfig:
     muon_momentum: float = option(0.95, "Momentum of Muon.", ge=0, lt=1)
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
-    ] = option("cosine", "How the learning rates move after the warm-up; counted in optimiser steps.")
-    lr_warmup_steps: int = option(100, "Optimiser steps over which the learning rates rise from 0.", ge=0)
+    ] = option("cosine", "How the learning rates move after the warm-up; counted in optimizer steps.")
+    lr_warmup_steps: int = option(100, "Optimizer steps over which the learning rates rise from 0.", ge=0)
     lr_num_cycles: int = option(1, "Number of cosine decays of cosine_with_restarts.", ge=1)
     lr_power: float = option(1.0, "Power of the polynomial schedule.", gt=0)
     beta1: float = option(0.9, "AdamW: decay of the mean of gradients.", ge=0, lt=1)
@@ -155,14 +155,14 @@ class TrainConfig:
     output_dir: Path = option(
         Path("output/%Y-%m-%d_%H-%M-%S"), "The run's folder; %Y to %S: time of its start.", group="Output and resume"
     )
-    checkpointing_steps: int = option(500, "Optimiser steps between checkpoints; 0: at the end only.", ge=0)
+    checkpointing_steps: int = option(500, "Optimizer steps between checkpoints; 0: at the end only.", ge=0)
     checkpoints_total_limit: int | None = option(5, "Checkpoints kept beside best and emergency ones; none: all.", ge=1)
     resume_from_checkpoint: str | None = option(None, "Go on from a checkpoint's path, its name, or latest (--resume).")
     allow_changed_settings: bool = option(False, "Resume although model or data settings differ from the checkpoint's.")
     save_model_card: bool = option(True, "Write a model card beside the final model.")
     report: bool = option(True, "Write report.html at the end of the run.")
 
-    log_every: int = option(10, "Optimiser steps between log lines.", ge=1, group="Logging")
+    log_every: int = option(10, "Optimizer steps between log lines.", ge=1, group="Logging")
     report_to: Literal["tensorboard", "none"] = option("tensorboard", "Tracker; metrics.jsonl is always written.")
     tracker_name: str = option("tinyvae", "Name of the run in the tracker.")
     logging_dir: Path = option(Path("logs"), "Folder of the tracker's files; relative: inside the run's folder.")

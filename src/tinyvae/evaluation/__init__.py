@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tinyvae.evaluation.metrics import ClipMetrics, clip_metrics
-from tinyvae.evaluation.statistics import Summary, summarise
+from tinyvae.evaluation.statistics import Summary, summarize
 
 if TYPE_CHECKING:
     from tinyvae.evaluation.evaluating import EvaluationResult, evaluate
 
-__all__ = ["ClipMetrics", "EvaluationResult", "Summary", "clip_metrics", "evaluate", "summarise"]
+__all__ = ["ClipMetrics", "EvaluationResult", "Summary", "clip_metrics", "evaluate", "summarize"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from tinyvae.evaluation.cost import choose_devices
 from tinyvae.evaluation.evaluating import EvaluationResult, EvaluationSettings, evaluate_models
 from tinyvae.evaluation.metrics import METRICS, ClipMetrics
 from tinyvae.evaluation.round_trip import Model, RoundTrip, open_model
-from tinyvae.evaluation.statistics import PairedDifference, paired_difference, summarise
+from tinyvae.evaluation.statistics import PairedDifference, paired_difference, summarize
 
 if TYPE_CHECKING:
     from tinyvae.losses.perceptual import LPIPS
@@ -97,7 +97,7 @@ def compare_results(evaluations: Sequence[EvaluationResult]) -> Comparison:
     note = f"not every model could do every clip; {len(left_out)} are left out of the means and differences: {named}"
     notes = (note,) if left_out else ()
     evaluations = [
-        replace(evaluation, summary=summarise(list(table.values())), notes=(*evaluation.notes, *notes))
+        replace(evaluation, summary=summarize(list(table.values())), notes=(*evaluation.notes, *notes))
         for evaluation, table in zip(evaluations, tables, strict=True)
     ]
     candidates = []

@@ -26,7 +26,7 @@ from tinyvae.evaluation.clip_sources import ClipSource, Middle, choose_split, fi
 from tinyvae.evaluation.cost import StageTimes, choose_devices, environment_facts, fitting_in_memory, free_memory
 from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics, open_lpips
 from tinyvae.evaluation.round_trip import TEACHER_KIND, Model, ModelFacts, RoundTrip, in_chunks_that_fit, open_model
-from tinyvae.evaluation.statistics import Summary, summarise
+from tinyvae.evaluation.statistics import Summary, summarize
 from tinyvae.terminal import count_of, progress_bar
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def evaluate_round_trip(
     return EvaluationResult(
         model=round_trip.facts,
         settings=settings,
-        summary=summarise([clip.metrics for clip in results]),
+        summary=summarize([clip.metrics for clip in results]),
         clips=results,
         skipped=skipped,
         cost=_cost(workers),

@@ -64,7 +64,7 @@ class PairedDifference:
     verdict: str  # better, worse, or unclear: the interval holds zero, or a single clip gives none
 
 
-def summarise(clips: Sequence[ClipMetrics]) -> Summary:
+def summarize(clips: Sequence[ClipMetrics]) -> Summary:
     """Mean, deviation and 95 % interval over clips of every metric."""
     estimates: dict[str, Estimate | None] = {}
     for name in METRICS:

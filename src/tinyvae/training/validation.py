@@ -23,7 +23,7 @@ from tinyvae.data.loader import ValidationLoader
 from tinyvae.errors import UserError
 from tinyvae.evaluation.cost import without_cudnn_trials
 from tinyvae.evaluation.metrics import ClipMetrics, clip_metrics
-from tinyvae.evaluation.statistics import summarise
+from tinyvae.evaluation.statistics import summarize
 from tinyvae.files import atomic_write, why_not_written
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.models.codec import VideoCodec
@@ -250,7 +250,7 @@ def validate(
     clips = {name: metrics for of_rank, _ in everybody for name, metrics in of_rank.items()}
     assert clips, "a validation without a clip that passed the loader's check"
     # Sorted by name, so that the sums do not depend on how the clips were shared out.
-    summary = summarise([clips[name] for name in sorted(clips)])
+    summary = summarize([clips[name] for name in sorted(clips)])
     metrics: dict[str, float] = {}
     for name in RECORDED_METRICS:
         if (estimate := summary.value(name)) is not None:

@@ -4,7 +4,7 @@ Command:   ./train_taehv_h100.sh 1 1gpu_h100 --data_root FOLDER    (or: tinyvae 
 Hardware:  1 x H100 80 GB, 8 CPU cores; one step is 16 clips of 17 frames at 720x480.
 Needs:     what h100 needs.
 Expect:    18-22 dB after 100 steps from the released weights, about 25 dB at the end (500 steps).
-           (Values in circulation for this recipe, not measured by us.)
+           (Reported values for this recipe; we did not measure them.)
 """
 
 from dataclasses import replace

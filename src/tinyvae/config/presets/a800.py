@@ -5,7 +5,7 @@ Hardware:  8 x A800 80 GB; one step is 64 clips of 16 frames at 720x480.
 Needs:     what h100 needs.
 Expect:    more than 25 dB after 1,000 steps, 27-30 dB after 5,000; within 0.5 dB of an H100 machine at the same step
            (2 dB apart means another seed, data set or configuration).
-           (Values in circulation for this recipe, not measured by us.)
+           (Reported values for this recipe; we did not measure them.)
 """
 
 from dataclasses import replace

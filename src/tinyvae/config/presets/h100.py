@@ -6,7 +6,7 @@ Hardware:  8 x H100 80 GB, 64 CPU cores or more; one step is 64 clips of 16 fram
 Needs:     checkpoints/taecvx.pth, the folder CogVideoX-2b (or --ref_vae_path owner/name), LPIPS weights.
 Expect:    from the released weights 25-28 dB after 1,000 steps, 28-31 dB after 10,000, 29-32 dB after 50,000;
            SSIM 0.92-0.95 and LPIPS 0.05-0.08 at the end.
-           (Values in circulation for this recipe, not measured by us.)
+           (Reported values for this recipe; we did not measure them.)
 """
 
 from pathlib import Path

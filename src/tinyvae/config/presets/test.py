@@ -4,7 +4,7 @@ Command:   ./train_taehv_h100.sh 4 test --data_root FOLDER    (or: tinyvae train
 Hardware:  one to four GPUs with 16 GB; one step is 4 clips of 16 frames at 128x128 on each.
 Needs:     checkpoints/taecvx.pth, the folder CogVideoX-2b (or --ref_vae_path owner/name), LPIPS weights.
 Expect:    18-22 dB after 100 steps from the released weights, more than 25 dB after 1,000; a smooth loss curve,
-           best_model/ written, no out-of-memory. (Values in circulation for this recipe, not measured by us.)
+           best_model/ written, no out-of-memory. (Reported values for this recipe; we did not measure them.)
 """
 
 from dataclasses import replace
