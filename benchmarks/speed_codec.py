@@ -19,6 +19,7 @@ import torch
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder
 from tinyvae.convert.bench import (
     BenchmarkCase,
+    Timing,
     peak_bytes,
     relative_error,
     run_benchmark,
@@ -129,6 +130,21 @@ def stream_parts(codec: VideoCodec, latents: torch.Tensor) -> list[torch.Tensor]
     return [stream.push(part) for part in latents.split(1, dim=1)]
 
 
+def comparison_row(plain: Timing, fast: Timing) -> dict[str, float]:
+    return {
+        "plain_ms": plain.milliseconds,
+        "fused_ms": fast.milliseconds,
+        "ratio": plain.milliseconds / fast.milliseconds,
+        "plain_GiB": (plain.peak_bytes or 0) / 2**30,
+        "fused_GiB": (fast.peak_bytes or 0) / 2**30,
+        "plain_error": plain.relative_error,
+        "fused_error": fast.relative_error,
+        "share_of_flops": fast.share_of_flops,
+        "share_of_bytes": fast.share_of_bytes,
+        "spread": fast.spread,
+    }
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -141,7 +157,7 @@ def main() -> None:
         type=int,
         nargs="*",
         default=sorted(hopper.CUDNN_CHANNELS),
-        help="memory blocks of so many channels take cuDNN's fused convolutions where they can",
+        help="memory blocks of this many channels take cuDNN's fused convolutions where they can",
     )
     parser.add_argument("--check_variants", action="store_true", help="also compare every variant with float32")
     parser.add_argument("--output", type=Path, help="folder for codec.json")
@@ -162,18 +178,7 @@ def main() -> None:
         found = {(timing.operation, timing.codec): timing for timing in timings}
         for operation in ("decode", "encode"):
             plain, fast = found[operation, "plain"], found[operation, "fused"]
-            rows[operation] = {
-                "plain_ms": plain.milliseconds,
-                "fused_ms": fast.milliseconds,
-                "ratio": plain.milliseconds / fast.milliseconds,
-                "plain_GiB": (plain.peak_bytes or 0) / 2**30,
-                "fused_GiB": (fast.peak_bytes or 0) / 2**30,
-                "plain_error": plain.relative_error,
-                "fused_error": fast.relative_error,
-                "share_of_flops": fast.share_of_flops,
-                "share_of_bytes": fast.share_of_bytes,
-                "spread": fast.spread,
-            }
+            rows[operation] = comparison_row(plain, fast)
             words = ", ".join(f"{name} {value:.4g}" for name, value in rows[operation].items())
             print(f"  {operation}: {words}", flush=True)
         video = torch.rand(1, frames, 3, height, width, device=device).to(model.dtype)

@@ -41,13 +41,13 @@ def test_it_trains_validates_and_reports_at_480x720(run_folder: Path) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--dtype", "float16", "--fused"]], ids=["plain", "fused"])
 def test_eval(run_folder: Path, clips: Path, lpips_file: Path, tmp_path: Path, options: list[str]) -> None:
-    words = ["eval", str(run_folder), "--data", str(clips / "val"), "--max_frames", "17", "--lpips", str(lpips_file)]
+    words = ["eval", str(run_folder), "--data", str(clips / "val"), "--frames", "17", "--lpips", str(lpips_file)]
     assert run_verb([*words, "--output_dir", str(tmp_path), *options]) == 0
     assert (tmp_path / "report.html").stat().st_size > 50_000, "frames of 720 are wider than the report's pictures"
 
 
 def test_compare_with_the_teacher(run_folder: Path, teacher: Path, clips: Path, tmp_path: Path) -> None:
-    words = ["compare", str(run_folder), str(teacher), "--data", str(clips / "val"), "--max_frames", "9"]
+    words = ["compare", str(run_folder), str(teacher), "--data", str(clips / "val"), "--frames", "9"]
     assert run_verb([*words, "--lpips", "off", "--output_dir", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").is_file()
 

@@ -195,15 +195,15 @@ def is_index(file: Path) -> bool:
 
 def _read_header(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise MissingFileError(f"there is no index at {file}; make it with: tinyvae data index DATA -o {file}")
+        raise MissingFileError(f"there is no index at {file}; make it with: tinyvae data index DATA --output {file}")
     with open(file, "rb") as stream:
         start = stream.read(HEADER_BYTES)
     if not start.startswith(ANY_MAGIC):
-        raise UserError(f"{file} is not an index of tinyvae; make one with: tinyvae data index DATA -o INDEX")
+        raise UserError(f"{file} is not an index of tinyvae; make one with: tinyvae data index DATA --output INDEX")
     if not start.startswith(MAGIC):
         raise UserError(
             f"the index {file} was written by another version of tinyvae; "
-            f"make it again with: tinyvae data index DATA -o {file}"
+            f"make it again with: tinyvae data index DATA --output {file}"
         )
     try:
         header: dict[str, Any] = json.loads(start[len(MAGIC) :])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Piece:
     target: Tensor
 
 
-class RoundTrip:
+class RoundTrip(ABC):
     """A model that can be evaluated; ``spec`` counts its frames and latents."""
 
     is_stream = True  # chunks go through one by one, so smaller chunks need less memory
@@ -72,18 +73,18 @@ class RoundTrip:
         self.chunk_pixels: int | None = None  # less than CHUNK_PIXELS where memory did not suffice for that
 
     @property
-    def device(self) -> torch.device:
-        raise NotImplementedError
+    @abstractmethod
+    def device(self) -> torch.device: ...
 
+    @abstractmethod
     def to(self, device: torch.device) -> RoundTrip:
-        """The same model on a device (itself, where it is there already)."""
-        raise NotImplementedError
+        """The same model on a device (itself if it is there already)."""
 
+    @abstractmethod
     def run(
         self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes, on_latents: OnLatents | None = None
     ) -> Iterator[Piece]:
         """Pieces in order for chunks of uint8 TCHW frames, ``num_frames`` in all."""
-        raise NotImplementedError
 
     def used_frames(self, num_frames: int) -> int:
         """How many leading frames of a T-frame clip go into the encoder."""

