@@ -281,7 +281,7 @@ def test_an_lpips_file_that_is_none_is_refused_before_the_data_are_indexed(tmp_p
     for wrong, says in (
         ("text", "no readable safetensors file"),
         ("student.safetensors", "does not hold LPIPS weights for AlexNet"),
-        ("data", "is a folder; name the LPIPS weights file itself"),
+        ("data", "is a folder; name the file itself"),
     ):
         with pytest.raises(UserError, match=f"lpips_weights: .*{says}"):
             check_paths(TrainConfig(data_root=data, lpips_weights=tmp_path / wrong))
