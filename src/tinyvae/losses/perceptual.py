@@ -142,9 +142,7 @@ def find_lpips_weights(named: Path | None) -> Path:
     if named is not None:
         path = Path(named)
         if path.is_dir():
-            raise UserError(
-                f"{path} is a folder; name the file itself ({COMMAND} --output FILE makes it)"
-            )
+            raise UserError(f"{path} is a folder; name the file itself ({COMMAND} --output FILE makes it)")
         missing = f"there are no LPIPS weights at {path}; get them with: {COMMAND} --output {path}"
     elif from_environment := os.environ.get(ENVIRONMENT_VARIABLE):
         path = Path(from_environment)
