@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tinyvae.config.rules import Complaint
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.latent_store import LatentStore
@@ -147,15 +148,29 @@ def open_latents(config: TrainConfig, train: ClipSet | None) -> LatentStore | No
     if config.latent_store is None:
         return None
     store = LatentStore.open(config.latent_store)
-    wanted = clip_facts(config, train)
-    if config.use_ref_vae:
-        known = None if config.ref_vae_path is None else identify_teacher(config.ref_vae_path)
-        wanted["teacher"] = {**(known or {}), "dtype": config.ref_vae_dtype}
-    if config.ref_vae_sample:
-        wanted["has_std"] = True
-    store.check_fits(wanted)
+    store.check_fits(_latent_facts(config, train))
+    known = identify_teacher(config.ref_vae_path) if config.use_ref_vae and config.ref_vae_path else None
+    store.check_fits({"teacher": known or {}})  # a teacher that is not here cannot be compared
     store.check_complete()
     return store
+
+
+def latent_complaints(config: TrainConfig) -> list[Complaint]:
+    """What is wrong with a latent store, as far as it shows at once: before files are indexed and weights read."""
+    if config.latent_store is None or not config.latent_store.exists():  # the latter is complained of already
+        return []
+    try:
+        LatentStore.open(config.latent_store).check_fits(_latent_facts(config, None))
+    except UserError as mistake:
+        return [Complaint(keys=("latent_store",), text=str(mistake))]
+    return []
+
+
+def _latent_facts(config: TrainConfig, train: ClipSet | None) -> dict[str, Any]:
+    """The facts that a store must have for a run, except which teacher made it."""
+    facts = clip_facts(config, train)
+    facts |= {"teacher": {"dtype": config.ref_vae_dtype}} if config.use_ref_vae else {}
+    return facts | ({"has_std": True} if config.ref_vae_sample else {})  # a run that does not sample needs no spread
 
 
 def clip_facts(config: TrainConfig, train: ClipSet | None) -> dict[str, Any]:

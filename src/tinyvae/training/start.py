@@ -16,7 +16,7 @@ from tinyvae.errors import UserError
 from tinyvae.files import writing_to
 from tinyvae.models.taehv import TAEHV
 from tinyvae.terminal import count_of
-from tinyvae.training.build import build_model, build_task, make_seraena_start, open_latents
+from tinyvae.training.build import build_model, build_task, latent_complaints, make_seraena_start, open_latents
 from tinyvae.training.checkpoint import CheckpointWriter, checkpoint_bytes
 from tinyvae.training.clips import RunData, loading_processes, open_data
 from tinyvae.training.deepspeed import start_engine
@@ -56,7 +56,8 @@ class FinishedRun:
 def check_before_start(loaded: LoadedConfig) -> None:
     """Refuse what can be refused before any process group or GPU is touched; `tinyvae check --quick` does it too."""
     config = loaded.config
-    check_config(config, loaded.given_paths, also=machine_complaints(config), heading=loaded.source)
+    also = [*machine_complaints(config), *latent_complaints(config)]
+    check_config(config, loaded.given_paths, also=also, heading=loaded.source)
 
 
 def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
