@@ -226,7 +226,7 @@ def test_history_forgets_what_lies_beyond_the_resumed_step(tmp_path: Path, engin
 
     def record(validator: Validator, step: int, score: float) -> None:
         result = ValidationResult(metrics={"psnr": score}, num_clips=1, shown=[])
-        validator._record(Progress(step=step, best_step=step), result, None, None)
+        validator._record(Progress(step=step, best_step=step), result, None, seconds=1.0)
 
     first = begin(0)
     for step in (10, 20, 30):
