@@ -215,7 +215,7 @@ class ValidationLoader(_Loader):
         fits = self._num_bytes <= MAX_KEPT_BYTES
         if not fits and not self.bad_files.num_tries:  # said at the first iteration
             sizes = f"{bytes_in_words(self._num_bytes)}, more than the {bytes_in_words(MAX_KEPT_BYTES)} that are kept"
-            log.info("the validation clips take %s in memory; they are decoded again for each validation", sizes)
+            log.info("the validation clips take %s in memory: they are decoded again for each validation", sizes)
         started, self._started = self._started, None
         if not fits:
             yield from self._reads(started)
