@@ -21,6 +21,7 @@ from tinyvae.config.schema import FIELDS, TrainConfig, to_json
 from tinyvae.data.index import IndexRow, VideoIndex
 from tinyvae.errors import UserError
 from tinyvae.evaluation.clip_sources import ClipSource, Middle
+from tinyvae.evaluation.cost import without_cudnn_trials
 from tinyvae.evaluation.evaluating import EvaluationSettings, evaluate_round_trip
 from tinyvae.evaluation.report import publish
 from tinyvae.evaluation.round_trip import open_model
@@ -117,9 +118,9 @@ def write_run_report(
     )
     try:
         round_trip = open_model(best, variant=config.variant, device=device, label=config.variant)
-        with torch.no_grad():
+        with torch.no_grad(), without_cudnn_trials():
             result = evaluate_round_trip(round_trip, clips, settings, devices=[device], lpips=lpips)
-        publish(result, [round_trip], folder, command=command, clips=clips)
+            publish(result, [round_trip], folder, command=command, clips=clips)
     except Exception as fault:
         words = ["--data", str(config.data_source), "--frames", str(n_frames), "--size", f"{height}x{width}"]
         log.warning(
