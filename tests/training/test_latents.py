@@ -87,6 +87,22 @@ def test_training_from_a_store_is_training_with_the_teacher(
     assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
 
 
+@pytest.mark.slow
+def test_a_run_resumes_exactly_and_not_with_a_store_that_has_grown(clips: Path, teacher: Path, tmp_path: Path) -> None:
+    """Four steps of two clips go round a store of five."""
+    words, store = live(clips, tmp_path / "made", teacher), tmp_path / "store"
+    make(words, store, 5)
+    train_here(recipe(clips, tmp_path / "whole", latent_store=store, checkpointing_steps=2))
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoint-4")
+    again = recipe(clips, tmp_path / "cut", latent_store=store, checkpointing_steps=2, resume_from_checkpoint="latest")
+    train_here(again)
+    assert run_differences(tmp_path / "whole", tmp_path / "cut", STEPS) == []
+    make(words, store, 6)
+    with pytest.raises(UserError, match="clips in the latent store: 5 -> 6, which changes their order"):
+        train_here([*again, "--max_train_steps", "6"])
+
+
 def test_bfloat16_is_a_rounding_of_float32_and_shards_do_not_show(
     clips: Path, teacher: Path, tmp_path: Path, small_shards: None
 ) -> None:

@@ -151,7 +151,7 @@ def encode_clips(teacher: Teacher, batch: ClipBatch, spec: VariantSpec, *, with_
     except (RuntimeError, MemoryError) as fault:
         if not is_out_of_memory(fault):
             raise
-        raise UserError("out of memory in the teacher; use a smaller --train_batch_size or clip.") from None
+        raise UserError("out of memory in the teacher; use smaller clips or a smaller --train_batch_size.") from None
     return StoredLatents(mean=mean, std=std).to("cpu")
 
 
