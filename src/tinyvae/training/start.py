@@ -83,7 +83,7 @@ class _Run:
     """A run from its first process group to its last file."""
 
     def __init__(self, loaded: LoadedConfig, at_end: ExitStack) -> None:
-        """Join the processes, seed torch, find the checkpoint and take the folder. ``at_end`` gets what must be closed."""
+        """Join the processes, seed torch, find the checkpoint, take the folder. ``at_end`` gets what must be closed."""
         self.config = config = loaded.config
         self.engine = engine = start_engine(config)
         torch.manual_seed(config.seed)
