@@ -17,7 +17,7 @@ import torch
 
 from tests.training.test_full_disk import fill, small_disk  # noqa: F401  (a fixture)
 from tests.training.test_golden_losses import write_teacher
-from tests.training.tiny_runs import arguments_for, run_differences, train_here
+from tests.training.tiny_runs import arguments_for, launch, run_differences, train_here
 from tinyvae.cli.main import run
 from tinyvae.config.load import load_config
 from tinyvae.data import latent_store
@@ -84,6 +84,19 @@ def test_training_from_a_store_is_training_with_the_teacher(
     assert make(words, tmp_path / "store", dtype=dtype) == 0
     train_here(words)
     train_here(recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store"))
+    assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
+
+
+@pytest.mark.slow
+def test_two_ranks_train_from_a_store_as_with_the_teacher(clips: Path, teacher: Path, tmp_path: Path) -> None:
+    """Each rank reads its own clips, with a worker, and draws for them."""
+    changes: dict[str, object] = {"train_batch_size": 1, "max_train_steps": STEPS}
+    words = live(clips, tmp_path / "live", teacher, **changes)
+    make(words, tmp_path / "store", 8)
+    stored = recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store", dataloader_num_workers=1, **changes)
+    for command in (words, stored):
+        running = launch(command, tmp_path / "logs", ranks=2)
+        assert running.wait(120) == [0, 0], running.both_logs()
     assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
 
 
