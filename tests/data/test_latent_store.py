@@ -192,4 +192,8 @@ fill(store)
     written = store.num_shards - len(list(store.missing_shards()))
     assert 5 <= written < 200 and written == len(list(tmp_path.glob("latents-*")))
     mean = store.read(list(range(written * CLIPS_PER_SHARD))).mean
+    for part in tmp_path.glob(".latents-*.part"):
+        os.utime(part, (0, 0))
+    new_store(tmp_path)
+    assert not list(tmp_path.glob(".latents-*.part")), "what a killed process leaves is removed later"
     assert torch.equal(mean, latents_of(range(written * CLIPS_PER_SHARD)))

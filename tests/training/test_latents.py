@@ -63,6 +63,11 @@ def live(clips: Path, run: Path, teacher: Path, **changes: object) -> list[str]:
     return recipe(clips, run, use_ref_vae=True, ref_vae_path=teacher, **changes)
 
 
+def without_own_files(folder: Path) -> dict[str, object]:
+    """Settings of a run whose other files are not on the machine that makes its latents."""
+    return {"pretrained_model_path": folder / "gone.pth", "perceptual_loss_weight": 0.1, "lpips_weights": folder / "no"}
+
+
 def make(words: list[str], folder: Path, num_clips: int = 8, **job: object) -> int:
     job = {"dtype": "float32", **job}
     return make_latents(load_config(words[0], words[1:]), LatentJob(folder=folder, num_clips=num_clips, **job))  # type: ignore[arg-type]
@@ -136,7 +141,7 @@ def test_bfloat16_is_a_rounding_of_float32_and_shards_do_not_show(
 def made(clips: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small store without spread. Treat as read-only."""
     folder = tmp_path_factory.mktemp("store")
-    make(live(clips, folder / "run", teacher, ref_vae_sample=False), folder, 2)
+    make(live(clips, folder / "run", teacher, ref_vae_sample=False, **without_own_files(folder)), folder, 2)
     return folder
 
 

@@ -6,7 +6,6 @@ A shard goes three ways, each a function of its own: `read_clips` (CPU), `encode
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tinyvae.config.load import LoadedConfig
-from tinyvae.config.rules import check_config
+from tinyvae.config.rules import path_complaints, raise_complaints, value_complaints
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import ClipBatch, Clips
@@ -33,7 +32,8 @@ from tinyvae.training.clips import RunData, loading_processes, open_data
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import is_out_of_memory
 
-log = logging.getLogger(__name__)
+NOT_NEEDED = {"pretrained_model_path", "lpips_weights", "output_dir"}
+"""Settings that name files of a run that its latents do not need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,9 @@ def check_job(loaded: LoadedConfig) -> None:
     if config.teacher_path is None:
         text = "there is no teacher whose latents could be stored; use --use_ref_vae true --ref_vae_path FOLDER"
         raise UserError(f"{loaded.source}: {text}, and a weight for encoder_loss_weight or decoder_loss_weight.")
-    check_config(config, loaded.given_paths, heading=loaded.source)
+    complaints = [*value_complaints(config), *path_complaints(config, loaded.given_paths)]
+    needed = [complaint for complaint in complaints if not NOT_NEEDED & set(complaint.keys)]
+    raise_complaints(needed, heading=loaded.source)
 
 
 def open_clips(config: TrainConfig, engine: Engine, folder: Path) -> RunData:
