@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tinyvae.data import latent_store
 from tinyvae.data.latent_store import LatentStore
 from tinyvae.errors import UserError
 from tinyvae.training.latents import LatentJob, make_latents
+from tinyvae.training.loop import Trainer
 from tinyvae.training.preflight import preflight
 
 STEPS = 4
@@ -87,6 +89,25 @@ def test_training_from_a_store_is_training_with_the_teacher(
     """To the last bit; a store in bfloat16 keeps all that a teacher in bfloat16 says. The run loads no teacher."""
     words = live(clips, tmp_path / "live", teacher, ref_vae_dtype=teacher_dtype)
     assert make(words, tmp_path / "store", dtype=dtype) == 0
+    train_here(words)
+    train_here(recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store"))
+    assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
+
+
+@pytest.mark.slow
+def test_micro_batches_in_parts_take_their_own_latents(
+    clips: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after memory ran out: each part of a micro-batch has the latents and draws of its own clips."""
+    begin = Trainer.__init__
+
+    def begin_in_parts(self: Trainer, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self.slices = 2
+
+    monkeypatch.setattr(Trainer, "__init__", begin_in_parts)
+    words = live(clips, tmp_path / "live", teacher)
+    make(words, tmp_path / "store")
     train_here(words)
     train_here(recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store"))
     assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []

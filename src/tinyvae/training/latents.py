@@ -1,7 +1,8 @@
 """Making a latent store: the teacher's latents of a run's first N clips, in the run's own order.
 
-A shard goes three ways, each a function of its own: `read_clips` (CPU), `encode_clips` (where the teacher is) and
-`LatentStore.write`. `make_latents` sends all missing shards through them in this process, with the run's own loader.
+A shard is made in three steps, each a function of its own: read its micro-batches (`data.clip_reading.Clips`, CPU),
+`encode_clips` (where the teacher is), and `LatentStore.write`. `make_shards` does them in this process, with the run's
+own loader.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tinyvae.config.load import LoadedConfig
 from tinyvae.config.rules import path_complaints, raise_complaints, value_complaints
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip import ClipSettings
-from tinyvae.data.clip_reading import ClipBatch, Clips
+from tinyvae.data.clip_reading import ClipBatch
 from tinyvae.data.latent_store import DTYPES, LOCK, SHARDS, LatentStore, StoredLatents, StoreFacts
 from tinyvae.data.loader import make_position_loader
 from tinyvae.data.splits import ClipSet
@@ -136,14 +137,6 @@ def micro_batches(store: LatentStore, shard: int, batch_size: int) -> list[range
     """The positions of a shard in the run's own micro-batches: a clip then has the same neighbors as in the run."""
     positions = store.positions(shard)
     return [positions[first : first + batch_size] for first in range(0, len(positions), batch_size)]
-
-
-def read_clips(clips: Clips, positions: range) -> ClipBatch:
-    """Read the clips at some positions in this process; ``UserError`` where they cannot be read."""
-    read = clips.__getitems__(list(positions))
-    if read.failure or read.batch is None:
-        raise UserError(read.failure)
-    return read.batch
 
 
 def encode_clips(teacher: Teacher, batch: ClipBatch, spec: VariantSpec, *, with_std: bool) -> StoredLatents:
