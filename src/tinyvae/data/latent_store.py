@@ -212,7 +212,7 @@ class LatentStore:
             except DamagedShardError as damage:
                 if not skip_damaged:
                     raise
-                log.warning("%s is damaged (%s); it is made again", damage.file, damage.reason)
+                log.warning("%s is damaged (%s) and counts as missing", damage.file, damage.reason)
                 is_missing = True
             if is_missing:
                 yield shard

@@ -73,7 +73,7 @@ def make_latents(loaded: LoadedConfig, job: LatentJob) -> int:
     shards = list(store.missing_shards(job.part, job.num_parts, skip_damaged=True))
     print(f"{count_of(store.num_shards, 'shard')} in all, {len(shards)} to make here", flush=True)
     make_shards(config, data, store, teacher, shards)
-    return len(list(store.missing_shards()))
+    return len(list(store.missing_shards(skip_damaged=True)))
 
 
 def check_job(loaded: LoadedConfig) -> None:
