@@ -16,7 +16,7 @@ from tinyvae.errors import UserError
 from tinyvae.files import writing_to
 from tinyvae.models.taehv import TAEHV
 from tinyvae.terminal import count_of
-from tinyvae.training.build import build_model, build_task, make_seraena_start
+from tinyvae.training.build import build_model, build_task, latent_complaints, make_seraena_start, open_latents
 from tinyvae.training.checkpoint import CheckpointWriter, checkpoint_bytes
 from tinyvae.training.clips import RunData, loading_processes, open_data
 from tinyvae.training.deepspeed import start_engine
@@ -56,7 +56,8 @@ class FinishedRun:
 def check_before_start(loaded: LoadedConfig) -> None:
     """Refuse what can be refused before any process group or GPU is touched; `tinyvae check --quick` does it too."""
     config = loaded.config
-    check_config(config, loaded.given_paths, also=machine_complaints(config), heading=loaded.source)
+    also = [*machine_complaints(config), *latent_complaints(config)]
+    check_config(config, loaded.given_paths, also=also, heading=loaded.source)
 
 
 def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
@@ -126,10 +127,11 @@ class _Run:
         data = open_data(config, engine, folder, index_folder=self.index_folder)
         if self.saved is not None:
             check_same_data(self.saved, config, data_fingerprint=data.train.fingerprint)
+        data = replace(data, latents=engine.from_main(lambda: open_latents(config, data.train)))
         model = build_model(config).to(engine.device)
         optimizers = make_optimizers(model, config)
         engine.prepare(model, optimizers)
-        task = build_task(config, engine, model)
+        task = build_task(config, engine, model, latents=data.latents)
         average = WeightAverage(model, decay=config.ema_decay) if config.ema_decay > 0 else None
         state = RunState(
             config=config, engine=engine, folder=folder, data=data, model=model, average=average, seraena=task.seraena
