@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -134,14 +134,13 @@ class _Run:
             config=config, engine=engine, folder=folder, data=data, model=model, average=average, seraena=task.seraena
         )
         loop, data = self._settle(state, data)
-        validation_clips = data.validation_loader(engine) if config.validation_steps > 0 else None
         validator = Validator(
             config,
             engine,
             folder,
             model=model,
             average=average,
-            loader=validation_clips,
+            loader=data.validation_loader(engine) if config.validation_steps > 0 else None,
             lpips=task.lpips,
             run_log=self.run_log,
             stop_signal=lambda: self.signals.received,
@@ -166,17 +165,12 @@ class _Run:
         )
         _log_size(config, engine, data, model)
         trainer = Trainer(parts, loop)
-        with ExitStack() as at_end:  # else each worker is waited for 5 s at the exit
-            at_end.callback(profiler.close)
-            at_end.callback(parts.batches.close)
-            if validation_clips is not None:
-                at_end.callback(validation_clips.close)
-                validation_clips.start()
+        with closing(profiler), closing(parts.batches), validator.reading_ahead():  # else workers cost 5 s at the exit
             progress = trainer.train()
         if engine.is_main:
             write_final_model(config, folder, model, average, progress, command=command)
             if config.report:
-                known = {} if validation_clips is None else validation_clips.kept_clips
+                known = validator.known_clips
                 write_run_report(config, folder, data, known, task.lpips, device=engine.device, command=command)
         engine.barrier()
         trainer.check_saved(folder)
