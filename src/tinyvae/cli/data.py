@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyvae.cli.options import OldWord, add_options, number
+from tinyvae.cli.options import OldWord, add_options, number, place
 from tinyvae.errors import MissingFileError
 
 if TYPE_CHECKING:
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="index|check|sample")
     index = actions.add_parser("index", help="probe the videos of a data set and write an index")
-    index.add_argument("source", type=Path, help="a folder tree, a .jsonl file, or an annotation .json")
+    index.add_argument("source", type=place, help="a folder tree, a .jsonl file, or an annotation .json; or its URL")
     add_options(index, "--output", required=True, metavar="INDEX", help="the index file to write")
     _add_probe_arguments(index)
 
     check = actions.add_parser("check", help="say what is in a data set and draw a contact sheet")
-    check.add_argument("source", type=Path, help="an index, a folder tree, a .jsonl file, or an annotation .json")
+    check.add_argument(
+        "source", type=place, help="an index, a folder tree, a .jsonl file, or an annotation .json; or its URL"
+    )
     check.add_argument("--preset", metavar="NAME_OR_FILE", help="say what this preset or settings file would use")
     sheet = Path("contact_sheet.png")
     check.add_argument("--contact_sheet", type=Path, default=sheet, metavar="PNG", help=f"picture (default: {sheet})")

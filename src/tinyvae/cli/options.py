@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tinyvae.errors import UserError, nearest_name
+from tinyvae.storage import Place, place_of
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}  # with the short forms
 MODEL = "weights file, model, checkpoint or run folder"
@@ -72,8 +73,16 @@ def dtype(text: str) -> Any:
     return getattr(torch, name)
 
 
+def place(text: str) -> Place:
+    """A path or a URL. A URL that is refused is not shown as it was written: it may hold a password."""
+    try:
+        return place_of(text)
+    except UserError as mistake:
+        raise argparse.ArgumentTypeError(str(mistake)) from None
+
+
 SHARED: dict[str, dict[str, Any]] = {
-    "--data_root": {"type": Path, "help": "folder that relative paths start from (default: beside the file)"},
+    "--data_root": {"type": place, "help": "folder or URL that relative paths start from (default: beside the file)"},
     "--device": {"help": "cpu, cuda or cuda:1; default: the first GPU, else the CPU"},
     "--dtype": {
         "type": dtype,

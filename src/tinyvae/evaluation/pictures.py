@@ -22,6 +22,7 @@ from tinyvae.evaluation.cost import StageTimes, fitting_in_memory
 from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
 from tinyvae.evaluation.metrics import sortable
 from tinyvae.evaluation.round_trip import RoundTrip, in_chunks_that_fit
+from tinyvae.storage import place_of
 from tinyvae.terminal import progress_bar
 
 PLAYER_FRAMES = 96
@@ -183,7 +184,7 @@ def gather_evidence(
     chosen, settings = choose_clips(evaluations, limit=limit), evaluations[0].settings
     for name, why in progress_bar(chosen, desc="films for the report", unit="clip", disable=not show_progress_bar):
         results = [next(clip for clip in e.clips if clip.name == name) for e in evaluations]
-        source = ClipSource(name=name, path=Path(results[0].path))
+        source = ClipSource(name=name, path=place_of(results[0].path))
         part = measure_clip(source, max_frames=settings.max_frames, size=settings.size, middle=settings.middle)
         with fitting_in_memory(part.path):
             shown.append(_evidence_of(part, why, round_trips, results))
