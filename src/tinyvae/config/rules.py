@@ -324,7 +324,7 @@ def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list
             continue
         is_there, refusal = _look_at(named if isinstance(named, Url) else Path(named))
         if refusal:
-            complaints.append(Complaint(keys=(key,), text=f"{key}={named}: {refusal}."))
+            complaints.append(Complaint(keys=(key,), text=f"{key}={named} {refusal}."))
         elif not is_there and not may_be_absent:
             complaints.append(_missing(config, key, given))
     wrong = {key for complaint in complaints for key in complaint.keys}
@@ -355,12 +355,12 @@ def _look_at(place: Place) -> tuple[bool, str]:
         is_there = place.exists()
         if is_there and isinstance(place, Path):
             may_be_read = os.access(place, os.R_OK | (os.X_OK if place.is_dir() else 0))
-            return True, "" if may_be_read else "you may not read it; fix its permissions or name another"
+            return True, "" if may_be_read else "may not be read by you; fix its permissions or name another"
         return is_there, ""
     except PermissionError as denied:
-        return True, f"you may not read it ({denied.strerror}); fix its permissions or name another"
+        return True, f"may not be read by you ({denied.strerror}); fix its permissions or name another"
     except UserError as mistake:  # of the storage behind a URL
-        return True, str(mistake)
+        return True, f"cannot be opened: {mistake}"
 
 
 def _missing(config: TrainConfig, key: str, given: Mapping[str, GivenPath]) -> Complaint:
