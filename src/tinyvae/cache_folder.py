@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 import re
+import shutil
 import tempfile
 import time
 from contextlib import suppress
@@ -62,6 +63,7 @@ class CacheFolder:
         nothing is deleted then. Copies used after ``keep_used_since`` stay."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # what is private in its place stays private
         surplus = size - int(self.max_gb * GIB)
+        lack = size - shutil.disk_usage(self.folder).free  # the disk may be full before the cache is
         deletable: list[tuple[float, int, str]] = []
         for entry in os.scandir(self.folder):
             is_part = entry.name.endswith(".part")
@@ -72,6 +74,7 @@ class CacheFolder:
                     used_at = found.st_mtime if is_part else found.st_atime
                     if used_at < (time.time() - ABANDONED_S if is_part else keep_used_since):
                         deletable.append((used_at, found.st_size, entry.path))
+        surplus = max(surplus, lack)
         if surplus > sum(copy_size for _, copy_size, _ in deletable):
             return False
         for used_at, copy_size, file in sorted(deletable):

@@ -16,12 +16,13 @@ import logging
 import os
 import posixpath
 import re
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from tinyvae.cache_folder import CacheFolder, CacheNote, default_cache_folder, open_copy
 from tinyvae.errors import UserError, require_package
@@ -97,6 +98,9 @@ class Url:
     def parent(self) -> Url:
         return Url(self.text[: len(self.text) - len(self.name)])
 
+    def absolute(self) -> Url:
+        return self
+
     def exists(self) -> bool:
         return _facts(self) is not None
 
@@ -169,9 +173,36 @@ def local_file(place: Place, version: FileVersion | None = None) -> Path:
 
 def upload(file: Path, url: Url) -> None:
     """Write a local file to a URL. On object storage it appears there complete or not at all."""
-    with _reaching(url):
-        system, path = _open_system(url)
-        system.put_file(str(file), path)
+    try:
+        with _reaching(url):
+            system, path = _open_system(url)
+            system.put_file(str(file), path)
+    except OSError as fault:
+        raise StorageError(f"{url} cannot be written ({fault.strerror or fault}); name another place") from None
+
+
+@contextmanager
+def writing(place: Place, mode: str = "wb") -> Iterator[IO[Any]]:
+    """`atomic_write` for a path or a URL: what is written appears there complete or not at all.
+
+    Example: ``with writing(folder / "store.json", "w") as stream: json.dump(values, stream)``
+    """
+    if isinstance(place, Path):
+        with atomic_write(place, mode) as stream:
+            yield stream
+        return
+    with tempfile.TemporaryDirectory(prefix="tinyvae-upload-") as folder:
+        with atomic_write(Path(folder, "file"), mode, sync=False) as stream:
+            yield stream
+        upload(Path(folder, "file"), place)
+
+
+def work_folder(place: Place) -> Path:
+    """A local folder for work that ends in ``place``: itself, or one beside the fetched files, always the same."""
+    if isinstance(place, Path):
+        return place
+    copies = file_cache().copies
+    return copies.folder / f"work-{copies.place(str(place), '').name}"
 
 
 # the cache of fetched files

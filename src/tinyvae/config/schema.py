@@ -138,7 +138,9 @@ class TrainConfig:
     ref_vae_path: str | None = option(None, "The teacher: a diffusers folder or a hub name (owner/name).")
     ref_vae_dtype: Literal["float32", "float16", "bfloat16"] = option("bfloat16", "Precision of the teacher.")
     ref_vae_sample: bool = option(False, "Draw the teacher's latents from their distribution; off: take its mode.")
-    latent_store: Path | None = option(None, "The teacher's latents (`tinyvae latents` makes them); none: it runs.")
+    latent_store: Path | Url | None = option(
+        None, "The teacher's latents (`tinyvae latents` makes them); none: it runs."
+    )
 
     use_seraena: bool = option(False, "Train with Seraena's correction targets.", group="Seraena")
     seraena_loss_weight: float = option(0.0, "Weight: distance to the corrected frames.", ge=0)
