@@ -183,9 +183,7 @@ class LatentStore:
         listed = {name for name, _ in list_files(self.folder)} if isinstance(self.folder, Url) else None
         for shard in range(part, self.num_shards, num_parts):
             try:
-                is_missing = (
-                    self._file(shard).name not in listed if listed is not None else not self._is_complete(shard)
-                )
+                is_missing = not (self._is_complete(shard) if listed is None else self._file(shard).name in listed)
             except UserError as mistake:
                 if not skip_damaged:
                     raise

@@ -26,6 +26,7 @@ from tinyvae.data.splits import ClipSet
 from tinyvae.errors import UserError
 from tinyvae.files import lock_file, make_output_folder, writing_to
 from tinyvae.models.variants import VariantSpec
+from tinyvae.storage import Place, Url, use_file_cache, work_folder
 from tinyvae.teachers import Teacher, identify_teacher
 from tinyvae.terminal import bytes_in_words, count_of, progress_bar
 from tinyvae.training.build import build_teacher, clip_facts
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 class LatentJob:
     """What one command makes: ``num_clips`` clips in ``folder``; of the shards every ``num_parts``-th from ``part``."""
 
-    folder: Path
+    folder: Place
     num_clips: int
     dtype: str = "bfloat16"
     part: int = 0
@@ -57,9 +58,9 @@ def make_latents(loaded: LoadedConfig, job: LatentJob) -> LatentStore:
     """
     config = loaded.config
     check_job(loaded)
-    make_output_folder(job.folder)
+    make_output_folder(work_folder(job.folder))
     engine = Engine(config)
-    data = open_clips(config, engine, job.folder)
+    data = open_clips(config, engine, work_folder(job.folder))
     teacher = build_teacher(config, engine.device)
     store = begin_store(config, data.train, teacher, job)
     shards = list(store.missing_shards(job.part, job.num_parts, skip_damaged=True))
@@ -71,6 +72,7 @@ def make_latents(loaded: LoadedConfig, job: LatentJob) -> LatentStore:
 def check_job(loaded: LoadedConfig) -> None:
     """Refuse settings that no store can be made from."""
     config = loaded.config
+    use_file_cache(config.file_cache_dir, config.file_cache_gb)
     if config.latent_store is not None:
         raise UserError("latent_store is set, but a store is made by the teacher itself; leave it out here.")
     if config.teacher_path is None:
@@ -98,7 +100,7 @@ def begin_store(config: TrainConfig, train: ClipSet, teacher: Teacher, job: Late
         dtype=job.dtype,
         has_std=config.ref_vae_sample,
     )
-    with writing_to(job.folder):
+    with writing_to(work_folder(job.folder)):
         return LatentStore.create(job.folder, facts, num_clips=job.num_clips, batch_size=config.train_batch_size)
 
 
@@ -114,10 +116,14 @@ def print_size(config: TrainConfig, store: LatentStore, shards: Sequence[int]) -
     """Say how large the work is, and refuse it where the disk cannot hold it."""
     one = latent_bytes(config, store.facts)
     needed = one * sum(len(store.positions(shard)) for shard in shards)
-    free = shutil.disk_usage(store.folder).free
     clips = f"{count_of(store.num_clips, 'clip')} of {bytes_in_words(one)} in {store.facts.dtype}"
     print(f"{store.folder}: {clips}: {bytes_in_words(one * store.num_clips)} in {count_of(store.num_shards, 'shard')}")
-    print(f"to make here: {count_of(len(shards), 'shard')}, {bytes_in_words(needed)}; {bytes_in_words(free)} are free")
+    to_make = f"to make here: {count_of(len(shards), 'shard')}, {bytes_in_words(needed)}"
+    if isinstance(store.folder, Url):  # nobody tells how much room is there
+        print(to_make)
+        return
+    free = shutil.disk_usage(store.folder).free
+    print(f"{to_make}; {bytes_in_words(free)} are free")
     if needed > free:
         lack = bytes_in_words(needed - free)
         raise UserError(
@@ -184,6 +190,6 @@ def make_shards(
             files += batch.names
             bar.update(len(batch))
             if positions.stop == store.positions(shard).stop:
-                with writing_to(store.folder):
+                with writing_to(work_folder(store.folder)):
                     store.write(shard, join(made), files)
                 made, files = [], []
