@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -218,9 +219,9 @@ class FileCache:
         """The copy of a file; processes that want the same one at the same time fetch it once."""
         key = f"{url}\0{version.size}\0{version.tag}"
         file = self.copies.place(key, url.suffix if re.fullmatch(r"\.\w{1,8}", url.suffix) else ".file")
-        if self._is_there(file, version):
-            return file
         try:
+            if self._is_there(file, version):
+                return file
             self.copies.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with open(self.copies.folder / f"lock-{int(file.name[:8], 16) % NUM_LOCKS}", "ab") as lock:
                 lock_file(lock, wait=True)
@@ -364,7 +365,8 @@ def _facts(url: Url) -> dict[str, Any] | None:
 
 def _version(facts: dict[str, Any]) -> FileVersion:
     size = facts.get("size")
-    words = next((str(facts[key]) for key in VERSION_KEYS if facts.get(key) is not None), "")
+    stated = next((facts[key] for key in VERSION_KEYS if facts.get(key) is not None), "")
+    words = str(stated.timestamp() if isinstance(stated, datetime) else stated)  # a list may tell it as a number
     tag = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little") >> 1
     return FileVersion(-1 if size is None else int(size), tag)
 
