@@ -22,11 +22,14 @@ import pytest
 import torch
 
 from tests.remote_storage import SECRET_KEY, ShelfFileSystem, s3_server
+from tests.training.test_golden_losses import write_teacher
+from tests.training.test_latents import make, recipe, with_teacher
 from tests.training.tiny_runs import arguments_for, run_differences, train_here, write_clips
 from tinyvae import storage
 from tinyvae.cache_folder import GIB
 from tinyvae.cli.main import main
 from tinyvae.data import ClipSettings, build_index, make_train_loader, open_index, split
+from tinyvae.data.latent_store import LatentStore
 from tinyvae.errors import UserError
 from tinyvae.evaluation.clip_sources import find_clips, frame_chunks, measure_clip
 from tinyvae.storage import (
@@ -338,3 +341,82 @@ def test_a_run_on_s3_is_the_run_on_local_files_and_shows_no_secret(s3: Url, vide
     assert json.loads((tmp_path / "remote" / "config.json").read_text())["data_root"] == "s3://bucket/videos"
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or SECRET_KEY.encode() not in file.read_bytes(), file
+
+
+@pytest.mark.slow
+def test_a_file_that_changed_on_s3_is_a_bad_file_until_it_is_indexed_again(
+    s3: Url, videos: Path, tmp_path: Path
+) -> None:
+    upload(videos / "clip_0.mp4", s3.parent / "changing/a.mp4")
+    upload(videos / "clip_1.mp4", s3.parent / "changing/b.mp4")
+    index = open_index(indexed(s3.parent / "changing", tmp_path / "i.tvi"))
+    shutil.rmtree(tmp_path / "fetched")
+    upload(videos / "clip_2.mp4", s3.parent / "changing/a.mp4")
+    train, _ = split(index, SETTINGS, train_split=1.0)
+    loader = make_train_loader(train, SETTINGS, batch_size=1)
+    assert {name for batch in islice(iter(loader), 6) for name in batch.names} == {"b.mp4"}
+    assert "when it was listed or indexed; run `tinyvae data index`" in loader.bad_files.named["a.mp4"]
+    report = build_index(s3.parent / "changing", tmp_path / "i.tvi", num_workers=0, show_progress_bar=False)
+    assert (report.num_probed, report.num_reused) == (1, 1)
+
+
+@pytest.mark.slow
+def test_wrong_places_on_s3_are_one_sentence(
+    s3: Url, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said_of(place: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["data", "index", place, "--output", str(tmp_path / "i.tvi")])
+        said = capsys.readouterr().err.strip()
+        assert ended.value.code == 2 and said.count("\n") == 0 and SECRET_KEY not in said
+        return said
+
+    assert "s3://no-such-bucket/videos does not exist" in said_of("s3://no-such-bucket/videos")
+    assert "s3://bucket/nothing does not exist" in said_of("s3://bucket/nothing")
+    assert "Invalid bucket name" in said_of("s3://no bucket/videos")
+    fsspec.filesystem("s3").clear_instance_cache()
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    assert "there are no credentials for s3://bucket/videos" in said_of("s3://bucket/videos")
+
+
+@pytest.mark.slow
+def test_an_index_and_a_latent_store_are_made_on_s3_and_trained_from(s3: Url, videos: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "index", str(s3), "--output", str(s3.parent / "videos.tvi")])
+    assert ended.value.code == 0
+    index = {"index_path": s3.parent / "videos.tvi", "data_root": "none"}
+    teacher = with_teacher(write_teacher(tmp_path / "teacher"))
+    words = recipe(videos, tmp_path / "live", **teacher)
+    store = s3.parent / "latents"
+    make(recipe(videos, tmp_path / "made", **teacher, **index), store)  # type: ignore[arg-type]
+    opened = LatentStore.open(store)
+    opened.check_complete()
+    assert opened.num_clips == 8 and opened.num_bytes > 0
+    train_here(words)
+    train_here(recipe(videos, tmp_path / "stored", latent_store=store, **index))
+    assert run_differences(tmp_path / "live", tmp_path / "stored", 4) == []
+    with pytest.raises(UserError, match="holds 8 clips and cannot grow behind a URL"):
+        LatentStore.create(store, opened.facts, num_clips=9)
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_ends_the_run_with_one_sentence(
+    videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with s3_server() as (environment, _):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        system = fsspec.filesystem("s3", skip_instance_cache=True)
+        system.mkdir("bucket")
+        system.put(f"{videos}/", "bucket/videos/", recursive=True)
+        index = indexed(Url("s3://bucket/videos"), tmp_path / "i.tvi")
+        shutil.rmtree(tmp_path / "fetched")
+    words = arguments_for(videos, tmp_path / "run", index_path=index, data_root="none", dataloader_num_workers=2)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *words])
+    assert ended.value.code == 2
+    said = capfd.readouterr().err
+    assert "the storage of s3://bucket/videos/clip_" in said and "cannot be reached" in said and "Traceback" not in said
+    fsspec.filesystem("s3").clear_instance_cache()
