@@ -237,8 +237,8 @@ def remote_videos(videos: Path) -> Iterator[Url]:
     system.rm("/videos", recursive=True)
 
 
-def indexed(source: storage.Place, output: Path) -> Path:
-    build_index(source, output, num_workers=2, show_progress_bar=False)
+def indexed(source: storage.Place, output: Path, *, num_workers: int = 0) -> Path:
+    build_index(source, output, num_workers=num_workers, show_progress_bar=False)
     return output
 
 
@@ -250,7 +250,7 @@ def test_batches_are_those_of_the_local_files(
         height=32, width=40, n_frames=5, max_frame_delta=2,
         decoded_cache_gb=decoded_cache_gb, decoded_cache_dir=tmp_path / "decoded",
     )  # fmt: skip
-    upload(indexed(remote_videos, tmp_path / "remote.tvi"), remote_videos / "i.tvi")
+    upload(indexed(remote_videos, tmp_path / "remote.tvi", num_workers=2), remote_videos / "i.tvi")
     remote, local = open_index(remote_videos / "i.tvi"), open_index(indexed(videos, tmp_path / "local.tvi"))
     assert remote.fingerprint == local.fingerprint and remote.num_bad == 0 and len(remote) == 5
     assert pickle.loads(pickle.dumps(remote)).data_root == remote_videos
