@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -38,10 +39,21 @@ from tinyvae.storage import Place, Url, list_files, local_file, writing
 log = logging.getLogger(__name__)
 
 MANIFEST = "store.json"
+SHARDS = "latents-*.safetensors"
 LOCK = ".store.lock"
 VERSION = 1
 CLIPS_PER_SHARD = 64
 """At most; a shard holds whole micro-batches."""
+LABELS = {
+    "has_std": "ref_vae_sample",
+    "teacher.dtype": "ref_vae_dtype",
+    "teacher.class": "the teacher's class",
+    "teacher.config": "the hash of the teacher's config.json",
+    "teacher.weights": "the hash of the teacher's weights",
+    "data.files": "the number of training files",
+    "data.hash": "the hash of the list of training files",
+}
+"""Fact -> what a message calls it; those of the clips have the names of their settings."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -66,7 +78,8 @@ class StoreFacts:
         mine = _flat(asdict(self))
         for key, value in _flat(wanted).items():
             if mine.get(key) != value:
-                return f"{key} is {value} here and {mine.get(key)} in the store"
+                label = LABELS.get(key, key.removeprefix("clips."))
+                return f"{label} is {value} here and {mine.get(key)} in the store"
         return None
 
     @property
@@ -167,9 +180,7 @@ class LatentStore:
     @property
     def num_bytes(self) -> int:
         """What the shards that are there take on the disk."""
-        if isinstance(self.folder, Url):
-            return sum(version.size for name, version in list_files(self.folder) if name.endswith(".safetensors"))
-        return sum(file.stat().st_size for file in self.folder.glob("latents-*.safetensors"))
+        return sum(shard_sizes(self.folder).values())
 
     def positions(self, shard: int) -> range:
         return range(shard * self.clips_per_shard, min((shard + 1) * self.clips_per_shard, self.num_clips))
@@ -179,11 +190,12 @@ class LatentStore:
 
         A damaged one is an error; with ``skip_damaged`` it is named in the log and counts as missing.
         """
-        # Behind a URL a shard that is there is complete, and to open it is to fetch it.
-        listed = {name for name, _ in list_files(self.folder)} if isinstance(self.folder, Url) else None
+        there = shard_sizes(self.folder)
         for shard in range(part, self.num_shards, num_parts):
             try:
-                is_missing = not (self._is_complete(shard) if listed is None else self._file(shard).name in listed)
+                # Behind a URL a shard that is there is complete, and to open it is to fetch it.
+                is_missing = self._file(shard).name not in there
+                is_missing = is_missing or (not isinstance(self.folder, Url) and not self._is_complete(shard))
             except UserError as mistake:
                 if not skip_damaged:
                     raise
@@ -252,14 +264,19 @@ class LatentStore:
 
     def _is_complete(self, shard: int) -> bool:
         """Whether a shard holds all of its positions: the last one of a store that has grown may not."""
-        if not self._file(shard).exists():
-            return False
         return len(self._open(shard).files) == len(self.positions(shard))
 
     def _write_manifest(self) -> None:
         values = {"version": VERSION, "num_clips": self.num_clips, "clips_per_shard": self.clips_per_shard}
         with writing(self.folder / MANIFEST, "w") as stream:
             json.dump(values | {"facts": asdict(self.facts)}, stream, indent=1)
+
+
+def shard_sizes(folder: Place) -> dict[str, int]:
+    """Name -> bytes of each shard that is there."""
+    if isinstance(folder, Url):
+        return {name: version.size for name, version in list_files(folder) if fnmatch(name, SHARDS)}
+    return {file.name: file.stat().st_size for file in folder.glob(SHARDS)}
 
 
 @contextmanager

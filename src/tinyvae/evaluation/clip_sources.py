@@ -24,7 +24,7 @@ from tinyvae.data.annotations import SPLIT_NAMES, VIDEO_SUFFIXES, default_data_r
 from tinyvae.data.index import is_index, open_index
 from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
 from tinyvae.storage import Place, local_file
-from tinyvae.video.decode import iterate_frames, probe_video, uneven_times_s
+from tinyvae.video.decode import VideoInfo, iterate_frames, probe_video, uneven_times_s
 
 PROBE_TIMEOUT_S = 600.0  # probing reads all packets: minutes for a film of hours on a slow disk
 FALLBACK_FPS = 24.0  # for files that state no frame rate
@@ -37,6 +37,9 @@ class ClipSource:
     name: str
     path: Place
     known_bad: str = ""
+    info: VideoInfo | None = None  # of a probe that was made before; None: the file is probed
+    # The frames of the part that will be evaluated, where they are in memory already: uint8 TCHW.
+    frames: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,7 @@ class ClipPart:
     pixel_aspect: float = 1.0  # width / height of one pixel as it should be shown
     # When each frame is shown, in seconds after the first; None where frames follow each other evenly.
     times_s: npt.NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
+    frames: Tensor | None = field(default=None, compare=False, repr=False)  # as in `ClipSource`
 
 
 def choose_split(data: Place, *, data_root: Place | None, wanted: str | None) -> tuple[str | None, str]:
@@ -152,13 +156,16 @@ def measure_clip(
     """
     if clip.known_bad:
         raise UnreadableVideoError(clip.path, f"{clip.known_bad} (as its index says)")
-    with _local_copy(clip.path) as path:
-        info = probe_video(path, thorough=False, timeout_s=PROBE_TIMEOUT_S)
-        times_s = uneven_times_s(path, info, timeout_s=PROBE_TIMEOUT_S) if with_times else None
+    info, times_s = clip.info, None
+    if info is None or with_times:
+        with _local_copy(clip.path) as path:
+            info = info or probe_video(path, thorough=False, timeout_s=PROBE_TIMEOUT_S)
+            times_s = uneven_times_s(path, info, timeout_s=PROBE_TIMEOUT_S) if with_times else None
     height, width = size if size is not None else (info.height, info.width)
     step = middle.frame_step if middle is not None else 1
     available = (info.frames - 1) // step + 1
     num_frames = available if max_frames is None else min(available, max_frames)
+    assert clip.frames is None or clip.frames.shape == (num_frames, 3, height, width), "other frames than asked for"
     return ClipPart(
         path=clip.path,
         num_frames=num_frames,
@@ -171,11 +178,15 @@ def measure_clip(
         scaled=middle is None or middle.scaled,
         pixel_aspect=info.pixel_aspect,
         times_s=times_s[:num_frames] if times_s is not None else None,
+        frames=clip.frames,
     )
 
 
 def frame_chunks(part: ClipPart, *, chunk_frames: int) -> Iterator[Tensor]:
     """The frames of a part, ``chunk_frames`` at a time: uint8 TCHW. Holds one chunk in memory."""
+    if part.frames is not None:
+        yield from part.frames.split(chunk_frames)
+        return
     stop = part.first_frame + (part.num_frames - 1) * part.frame_step + 1
     with _local_copy(part.path) as path:
         frames = islice(iterate_frames(path, start=part.first_frame, stop=stop), 0, None, part.frame_step)
