@@ -23,11 +23,11 @@ import torch
 
 from tests.remote_storage import SECRET_KEY, ShelfFileSystem, s3_server
 from tests.training.test_golden_losses import write_teacher
-from tests.training.test_latents import make, recipe, with_teacher
+from tests.training.test_latents import live, recipe
 from tests.training.tiny_runs import arguments_for, run_differences, train_here, write_clips
 from tinyvae import storage
 from tinyvae.cache_folder import GIB
-from tinyvae.cli.main import main
+from tinyvae.cli.main import main, run
 from tinyvae.data import ClipSettings, build_index, make_train_loader, open_index, split
 from tinyvae.data.latent_store import LatentStore
 from tinyvae.errors import UserError
@@ -382,18 +382,15 @@ def test_wrong_places_on_s3_are_one_sentence(
 
 @pytest.mark.slow
 def test_an_index_and_a_latent_store_are_made_on_s3_and_trained_from(s3: Url, videos: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["data", "index", str(s3), "--output", str(s3.parent / "videos.tvi")])
-    assert ended.value.code == 0
+    assert run(["data", "index", str(s3), "--output", str(s3.parent / "videos.tvi")]) == 0
     index = {"index_path": s3.parent / "videos.tvi", "data_root": "none"}
-    teacher = with_teacher(write_teacher(tmp_path / "teacher"))
-    words = recipe(videos, tmp_path / "live", **teacher)
-    store = s3.parent / "latents"
-    make(recipe(videos, tmp_path / "made", **teacher, **index), store)  # type: ignore[arg-type]
+    teacher, store = write_teacher(tmp_path / "teacher"), s3.parent / "latents"
+    words = live(videos, tmp_path / "made", teacher, **index)
+    assert run(["latents", *words, "--clips", "8", "--dtype", "float32", "--output", str(store)]) == 0
     opened = LatentStore.open(store)
     opened.check_complete()
     assert opened.num_clips == 8 and opened.num_bytes > 0
-    train_here(words)
+    train_here(live(videos, tmp_path / "live", teacher))
     train_here(recipe(videos, tmp_path / "stored", latent_store=store, **index))
     assert run_differences(tmp_path / "live", tmp_path / "stored", 4) == []
     with pytest.raises(UserError, match="holds 8 clips and cannot grow behind a URL"):
