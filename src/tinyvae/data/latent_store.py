@@ -20,9 +20,10 @@ import functools
 import hashlib
 import json
 import logging
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
@@ -42,6 +43,7 @@ MANIFEST = "store.json"
 SHARDS = "latents-*.safetensors"
 LOCK = ".store.lock"
 VERSION = 1
+STALE_S = 600.0  # no shard takes this long to write
 CLIPS_PER_SHARD = 64
 """At most; a shard holds whole micro-batches."""
 LABELS = {
@@ -55,6 +57,18 @@ LABELS = {
 }
 """Fact -> what a message calls it; those of the clips have the names of their settings."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class DamagedShardError(UserError):
+    """A shard that is not what was written."""
+
+    def __init__(self, file: Place, reason: str) -> None:
+        super().__init__(file, reason)  # both as arguments: the error can then travel between processes
+        self.file, self.reason = file, reason
+
+    def __str__(self) -> str:
+        remedy = "delete it and run the same tinyvae latents command again, which makes it again"
+        return f"{self.file} is damaged ({self.reason}); {remedy}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,10 +210,10 @@ class LatentStore:
                 # Behind a URL a shard that is there is complete, and to open it is to fetch it.
                 is_missing = self._file(shard).name not in there
                 is_missing = is_missing or (not isinstance(self.folder, Url) and not self._is_complete(shard))
-            except UserError as mistake:
+            except DamagedShardError as damage:
                 if not skip_damaged:
                     raise
-                log.warning("%s", mistake)
+                log.warning("%s is damaged (%s); it is made again", damage.file, damage.reason)
                 is_missing = True
             if is_missing:
                 yield shard
@@ -250,7 +264,7 @@ class LatentStore:
         clips = {name: opened.tensors.get_slice(name)[row] for name in opened.checksums}
         for name, clip in clips.items():
             if _checksum(clip) != opened.checksums[name][row]:
-                raise damaged(self._file(shard), f"the {name} of clip {position} has changed")
+                raise DamagedShardError(self._file(shard), f"the {name} of clip {position} has changed")
         return clips["mean"], clips.get("std")
 
     def _file(self, shard: int) -> Place:
@@ -259,7 +273,7 @@ class LatentStore:
     def _open(self, shard: int) -> _Shard:
         opened = _open_shard(self._file(shard))
         if opened.facts != self.facts.digest:
-            raise damaged(self._file(shard), "it belongs to another store")
+            raise DamagedShardError(self._file(shard), "it belongs to another store")
         return opened
 
     def _is_complete(self, shard: int) -> bool:
@@ -288,13 +302,11 @@ def _locked(folder: Place) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "ab") as stream:
         lock_file(stream, wait=True)
+        for part in folder.glob(".latents-*.part"):  # of a process that was killed as it wrote, or writes now
+            with suppress(FileNotFoundError):
+                if time.time() - part.stat().st_mtime > STALE_S:
+                    part.unlink()
         yield
-
-
-def damaged(file: Place, reason: str) -> UserError:
-    return UserError(
-        f"{file} is damaged ({reason}); delete it and run the same tinyvae latents command again, which makes it again."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +331,7 @@ def _open_shard(file: Place) -> _Shard:
     except OSError as fault:
         raise UserError(f"{file} cannot be read ({fault.strerror or fault}); fix its permissions.") from None
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as fault:
-        raise damaged(file, str(fault) or type(fault).__name__) from None
+        raise DamagedShardError(file, str(fault) or type(fault).__name__) from None
 
 
 def _checksum(values: Tensor) -> int:
