@@ -94,8 +94,9 @@ class _Loader:
 
     def _reads_from(self, first: int) -> Iterator[ReadBatch]:
         borrowed = BorrowedBatches(self._clips.board)
-        with starting_workers():
-            reads = iter(self._make_loader(batch_sampler=self._positions(first)))
+        loader = self._make_loader(batch_sampler=self._positions(first))
+        with starting_workers(loader.num_workers):
+            reads = iter(loader)
         for read in reads:
             self.bad_files.see(read.bad_files, read.num_tries)
             if self._clips.training:
