@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvae.cli.options import OldWord, add_options, number
-from tinyvae.errors import MissingFileError
+from tinyvae.errors import MissingFileError, UserError
 
 if TYPE_CHECKING:
     from tinyvae.data.check import PlannedUse
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     index = actions.add_parser("index", help="probe the videos of a data set and write an index")
     index.add_argument("source", type=Path, help="a folder tree, a .jsonl file, or an annotation .json")
     add_options(index, "--output", required=True, metavar="INDEX", help="the index file to write")
+    add_options(index, "--ray")
     _add_probe_arguments(index)
 
     check = actions.add_parser("check", help="say what is in a data set and draw a contact sheet")
@@ -90,7 +91,9 @@ def run_index(arguments: argparse.Namespace) -> int:
     from tinyvae.files import check_output_file
 
     check_output_file(arguments.output, option="--output")
-    report = _build(arguments, arguments.output)
+    if arguments.ray is not None and arguments.workers == 0:
+        raise UserError("--workers 0 probes in this process, and --ray on a cluster; leave one of them out")
+    report = _build(arguments, arguments.output, ray=arguments.ray)
     print(report.sentence())
     index = report.index
     bad_list = arguments.output.with_name(arguments.output.name + ".bad_files.jsonl")
@@ -140,7 +143,7 @@ def run_sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _build(arguments: argparse.Namespace, output: Path) -> BuildReport:
+def _build(arguments: argparse.Namespace, output: Path, *, ray: str | None = None) -> BuildReport:
     from tinyvae.data.index_build import build_index
 
     return build_index(
@@ -148,6 +151,7 @@ def _build(arguments: argparse.Namespace, output: Path) -> BuildReport:
         output,
         data_root=arguments.data_root,
         num_workers=arguments.workers,
+        ray=ray,
         timeout_s=arguments.timeout_s,
         thorough=arguments.thorough,
     )

@@ -3,18 +3,20 @@
 The source is read twice: once to check and count its entries (a wrong path ends the build in seconds), once to probe.
 A second build probes only files that are new, changed or were bad. A killed build continues where it was.
 
-Files are probed in parallel processes. When a process dies or never answers, each file of its batch is probed again in
-a process of its own, and the one at fault becomes a bad file.
+Files are probed in parallel processes, here or on the machines of a Ray cluster. When a process dies or never answers,
+each file of its batch is probed again in a process of its own, and the one at fault becomes a bad file.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import faulthandler
 import functools
 import gc
 import logging
 import multiprocessing
 import os
+import socket
 import sys
 import time
 from collections import Counter
@@ -27,6 +29,7 @@ from typing import Any, NamedTuple
 
 from tinyvae.data.annotations import VideoEntry, default_data_root, iterate_entries
 from tinyvae.data.index import IndexJournal, IndexRow, VideoIndex, hash_of_path, is_index, open_index
+from tinyvae.data.ray_cluster import check_address, ray_cluster
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.terminal import progress_bar
 from tinyvae.video.decode import VideoInfo, probe_video
@@ -35,6 +38,7 @@ log = logging.getLogger(__name__)
 
 CACHED_INDEX = "data_index.tvi"
 BATCH, BATCHES_AHEAD = 8, 4
+NOT_THERE = "the file is not there"
 GRACE_S = 30.0
 """How much longer than the deadlines of its files together a batch may take before its process is killed."""
 
@@ -64,6 +68,7 @@ def build_index(
     *,
     data_root: Path | None = None,
     num_workers: int | None = None,
+    ray: str | None = None,
     timeout_s: float = 30.0,
     thorough: bool = False,
     show_progress_bar: bool = True,
@@ -78,6 +83,7 @@ def build_index(
         output: the index file; an index already there is updated and replaced at once at the end.
         data_root: folder that relative paths start from; default: the tree itself, or the annotation file's folder.
         num_workers: probing processes; default: one per CPU core, 0 probes in this process.
+        ray: address of a Ray cluster that probes (see `ray_cluster`); all its machines must see the files.
         timeout_s: deadline for each file.
         thorough: decode every frame, so that damage in the middle of a file is found now and not when it is read.
         probe: what looks at one file.
@@ -85,6 +91,8 @@ def build_index(
     started = time.monotonic()
     source, output = Path(source), Path(output)
     _check_output(source, output)
+    if ray is not None:
+        check_address(ray)  # the survey may take long
     facts = _survey(source, data_root)
     num_entries, root = facts["num_entries"], facts["data_root"]
     if num_entries == 0:
@@ -96,7 +104,10 @@ def build_index(
         for entry in iterate_entries(source, data_root)
     )
     look = functools.partial(_row_of, probe=probe, timeout_s=timeout_s, thorough=thorough)
-    rows = _probe_all(tasks, look, usable_cores() if num_workers is None else num_workers, timeout_s)
+    if ray is None:
+        rows = _probe_all(tasks, look, usable_cores() if num_workers is None else num_workers, timeout_s)
+    else:
+        rows = _probe_on_cluster(tasks, look, ray, num_workers, timeout_s)
     counts: Counter[bool] = Counter()
     bar = progress_bar(rows, total=num_entries, unit="file", desc="indexing", disable=not show_progress_bar)
     try:
@@ -216,7 +227,7 @@ def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) 
         info |= {"path": row.path, "ends_crc": info["ends_crc"] or 0}
         return replace(row, thorough=thorough, **info), True
     except FileNotFoundError:
-        reason = "the file is not there"
+        reason = NOT_THERE
     except UnreadableVideoError as refused:
         reason = refused.reason
     except OSError as failed:
@@ -267,6 +278,56 @@ def _look_at_batch(look: Look, batch: Sequence[ProbeTask]) -> list[tuple[IndexRo
     return [look(task) for task in batch]
 
 
+# on a Ray cluster
+
+NumberedBatch = tuple[int, list[ProbeTask]]
+
+
+def _probe_on_cluster(
+    tasks: Iterable[ProbeTask], look: Look, address: str, num_workers: int | None, timeout_s: float
+) -> Iterator[tuple[IndexRow, bool]]:
+    """What ``look`` finds for every task, in their order. Batches are finished in any order and wait for their turn."""
+    stream = iter(tasks)
+    batches = enumerate(iter(lambda: list(islice(stream, BATCH)), []))
+    waiting: dict[int, list[tuple[IndexRow, bool]]] = {}
+    due = 0
+    with ray_cluster(address, num_workers=num_workers) as cluster:
+        in_time = functools.partial(_look_in_time, look, limit_s=BATCH * timeout_s + GRACE_S)
+        alone = functools.partial(_look_alone, look, limit_s=timeout_s + GRACE_S)
+        for (number, batch), (machine, rows) in cluster.map(in_time, batches, again=alone):
+            _check_same_storage(machine, batch, rows, look)
+            waiting[number] = rows
+            while due in waiting:
+                yield from waiting.pop(due)
+                due += 1
+
+
+def _look_in_time(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tuple[str, list[tuple[IndexRow, bool]]]:
+    """The rows of a batch, and which machine found them. A process that hangs ends itself."""
+    faulthandler.dump_traceback_later(limit_s, exit=True)
+    try:
+        return socket.gethostname(), _look_at_batch(look, numbered[1])
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _look_alone(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tuple[str, list[tuple[IndexRow, bool]]]:
+    """The same for a batch that was lost: each file in a process of its own."""
+    return socket.gethostname(), [_probe_alone(task, look, limit_s) for task in numbered[1]]
+
+
+def _check_same_storage(
+    machine: str, batch: Sequence[ProbeTask], rows: Sequence[tuple[IndexRow, bool]], look: Look
+) -> None:
+    """Refuse a machine that does not find a file which this one finds."""
+    for task, (row, _) in zip(batch, rows, strict=True):
+        if row.reason == NOT_THERE and look(task)[0].reason != NOT_THERE:
+            raise UserError(
+                f"machine {machine} of the Ray cluster does not see {task.full_path}, and this machine does; --ray "
+                "needs the same storage under the same path on all machines"
+            )
+
+
 def _probe_alone(task: ProbeTask, look: Look, limit_s: float) -> tuple[IndexRow, bool]:
     """In a process of its own, so that the file at fault is known."""
     pool = _new_pool(1)
@@ -282,10 +343,10 @@ def _probe_alone(task: ProbeTask, look: Look, limit_s: float) -> tuple[IndexRow,
 
 
 def _new_pool(num_workers: int) -> concurrent.futures.ProcessPoolExecutor:
-    """Fork is quick and needs no importable main module; it is not allowed once CUDA is in use."""
+    """Fork is quick and needs no importable main module; it is not allowed once CUDA or Ray is in use."""
     torch = sys.modules.get("torch")
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    if torch is not None and torch.cuda.is_initialized():
+    if (torch is not None and torch.cuda.is_initialized()) or "ray" in sys.modules:  # Ray's threads do not fork either
         method = "forkserver"
     context = multiprocessing.get_context(method)
     return concurrent.futures.ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_prober)
