@@ -32,6 +32,7 @@ WAITING_PER_ACTOR = 2
 ANSWER_S = 10.0
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_BACKEND_LOG_LEVEL": "error",
     "RAY_NUM_REDIS_GET_RETRIES": "1",  # how often to ask an address that answers but is no cluster; each time 40 s
 }
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -42,20 +43,21 @@ class LostWorkError(UserError):
 
 
 def check_address(address: str) -> None:
-    """Refuse what no cluster can be reached by: no Ray here, no address, or nobody who answers there."""
-    _import_ray()
-    if address in ("local", "auto"):
-        return
+    """Refuse what no cluster can be reached by: no address, no Ray here, or nobody who answers there."""
     place = urlsplit(address if "://" in address else f"//{address}")
     try:
-        if place.scheme not in ("", "ray") or not place.hostname or not place.port:
-            raise ValueError
+        is_whole = place.scheme in ("", "ray") and place.hostname and place.port
     except ValueError:  # a port that is no number
-        raise UserError(f"--ray {address!r} is no address; use local, auto, HOST:PORT or ray://HOST:PORT") from None
-    try:
-        socket.create_connection((place.hostname, place.port), timeout=ANSWER_S).close()
-    except OSError as fault:
-        raise _no_answer(address, fault.strerror or str(fault)) from None
+        is_whole = False
+    is_name = address in ("local", "auto")
+    if not (is_name or is_whole):
+        raise UserError(f"--ray {address!r} is no address; use local, auto, HOST:PORT or ray://HOST:PORT")
+    _import_ray()
+    if not is_name:
+        try:
+            socket.create_connection((place.hostname, place.port), timeout=ANSWER_S).close()
+        except OSError as fault:
+            raise _no_answer(address, fault.strerror or str(fault)) from None
 
 
 @contextmanager
@@ -139,7 +141,9 @@ class Cluster:
             max_task_retries=RETRIES,
             scheduling_strategy="SPREAD",
         )(_Actor)
-        actors = [actor_class.remote(make_worker) for _ in range(self.num_gpus or max(1, self.num_tasks // 2))]
+        actors = [
+            actor_class.remote(make_worker, os.getcwd()) for _ in range(self.num_gpus or max(1, self.num_tasks // 2))
+        ]
         load = Counter(dict.fromkeys(range(len(actors)), 0))
         actor_of: dict[Any, int] = {}
         prepare_part = self._task(prepare, max_retries=RETRIES)
@@ -162,7 +166,7 @@ class Cluster:
     def _task(self, function: Callable[..., Any], *, max_retries: int) -> Callable[[Any], Any]:
         remote = self.ray.remote(num_cpus=1, max_retries=max_retries)(_call)
         shared = self.ray.put(function)  # once, not with every call
-        return lambda item: remote.remote(shared, item, __version__)
+        return lambda item: remote.remote(shared, item, os.getcwd(), __version__)
 
     def _results(
         self,
@@ -213,8 +217,9 @@ class Cluster:
             ) from None
 
 
-def _call(function: Callable[[Any], Any], item: Any, version: str) -> Any:
+def _call(function: Callable[[Any], Any], item: Any, folder: str, version: str) -> Any:
     """Runs in a worker."""
+    _enter(folder)
     if version != __version__:
         raise UserError(
             f"machine {socket.gethostname()} of the Ray cluster has tinyvae {__version__}, and this command is of "
@@ -226,7 +231,8 @@ def _call(function: Callable[[Any], Any], item: Any, version: str) -> Any:
 class _Actor:
     """Holds a worker, made at the first call: an error there is then told like any other."""
 
-    def __init__(self, make_worker: Callable[[], Callable[..., Any]]) -> None:
+    def __init__(self, make_worker: Callable[[], Callable[..., Any]], folder: str) -> None:
+        _enter(folder)
         self._make_worker = make_worker
         self._worker: Callable[..., Any] | None = None
 
@@ -234,3 +240,9 @@ class _Actor:
         if self._worker is None:
             self._worker = self._make_worker()
         return self._worker(item, *parts)
+
+
+def _enter(folder: str) -> None:
+    """Work in the folder of the command, where this machine has it: relative paths then mean the same files."""
+    if os.path.isdir(folder):
+        os.chdir(folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +35,9 @@ from tinyvae.training.guards import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
+MakeShards = Callable[[TrainConfig, RunData, LatentStore, Teacher, Sequence[int]], None]
+"""What makes the missing shards: `make_shards` in this process, or `latent_cluster.make_shards_on_cluster`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentJob:
@@ -47,7 +50,7 @@ class LatentJob:
     num_parts: int = 1
 
 
-def make_latents(loaded: LoadedConfig, job: LatentJob) -> LatentStore:
+def make_latents(loaded: LoadedConfig, job: LatentJob, *, make: MakeShards | None = None) -> LatentStore:
     """Make what is missing of a store; raises `UserError` for mistakes. Shards that are there stay.
 
     Example::
@@ -64,7 +67,7 @@ def make_latents(loaded: LoadedConfig, job: LatentJob) -> LatentStore:
     store = begin_store(config, data.train, teacher, job)
     shards = list(store.missing_shards(job.part, job.num_parts, skip_damaged=True))
     print_size(config, store, shards)
-    make_shards(config, data, store, teacher, shards)
+    (make or make_shards)(config, data, store, teacher, shards)
     return store
 
 

@@ -1,0 +1,41 @@
+"""A latent store made on a real Ray cluster is the store of one process; killed workers cost nothing but time."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.data.ray_workers import GivesKilled, KilledOnce
+from tests.training.test_golden_losses import write_teacher
+from tests.training.test_latents import recipe, with_teacher
+from tinyvae.config.load import load_config
+from tinyvae.data import latent_store
+from tinyvae.training import latent_cluster
+from tinyvae.training.latents import LatentJob, make_latents
+
+pytestmark = pytest.mark.slow
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix in (".json", ".safetensors")}
+
+
+def test_the_store_is_that_of_one_process(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process that reads clips and one that encodes them are killed with SIGKILL in the middle."""
+    pytest.importorskip("ray")
+    monkeypatch.setattr(latent_store, "CLIPS_PER_SHARD", 4)
+    words = recipe(clips, tmp_path / "run", **with_teacher(write_teacher(tmp_path / "teacher")))
+    loaded = load_config(words[0], words[1:])
+    make_latents(loaded, LatentJob(folder=tmp_path / "alone", num_clips=18, dtype="float32"))
+
+    reading = KilledOnce(latent_cluster.read_part, tmp_path / "reading", call=2)
+    encoding = GivesKilled(latent_cluster.open_encoder, tmp_path / "encoding", call=2)
+    monkeypatch.setattr(latent_cluster, "read_part", reading)
+    monkeypatch.setattr(latent_cluster, "open_encoder", encoding)
+    make = partial(latent_cluster.make_shards_on_cluster, "local")
+    make_latents(loaded, LatentJob(folder=tmp_path / "cluster", num_clips=18, dtype="float32"), make=make)
+    assert reading.num_calls > 9 and encoding.killed.num_calls > 5, "the killed ones came again"
+    alone, cluster = contents(tmp_path / "alone"), contents(tmp_path / "cluster")
+    assert len(alone) == 6 and cluster == alone
