@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from tests.data.ray_workers import GivesKilled, KilledOnce
 from tests.training.test_golden_losses import write_teacher
@@ -18,8 +20,14 @@ from tinyvae.training.latents import LatentJob, make_latents
 pytestmark = pytest.mark.slow
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix in (".json", ".safetensors")}
+def contents(folder: Path) -> dict[str, Any]:
+    """The manifest, and what each shard says and holds; the bytes of its tensors."""
+    found: dict[str, Any] = {"manifest": (folder / "store.json").read_text()}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "np") as shard:
+            tensors = {name: shard.get_tensor(name).tobytes() for name in shard.keys()}  # noqa: SIM118 - no dictionary
+            found[file.name] = (dict(shard.metadata()), tensors)
+    return found
 
 
 def test_the_store_is_that_of_one_process(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,10 +36,21 @@ from tinyvae.files import atomic_write, lock_file
 log = logging.getLogger(__name__)
 
 MANIFEST = "store.json"
+SHARDS = "latents-*.safetensors"
 LOCK = ".store.lock"
 VERSION = 1
 CLIPS_PER_SHARD = 64
 """At most; a shard holds whole micro-batches."""
+LABELS = {
+    "has_std": "ref_vae_sample",
+    "teacher.dtype": "ref_vae_dtype",
+    "teacher.class": "the teacher's class",
+    "teacher.config": "the hash of the teacher's config.json",
+    "teacher.weights": "the hash of the teacher's weights",
+    "data.files": "the number of training files",
+    "data.hash": "the hash of the list of training files",
+}
+"""Fact -> what a message calls it; those of the clips have the names of their settings."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -64,7 +75,8 @@ class StoreFacts:
         mine = _flat(asdict(self))
         for key, value in _flat(wanted).items():
             if mine.get(key) != value:
-                return f"{key} is {value} here and {mine.get(key)} in the store"
+                label = LABELS.get(key, key.removeprefix("clips."))
+                return f"{label} is {value} here and {mine.get(key)} in the store"
         return None
 
     @property
@@ -164,7 +176,7 @@ class LatentStore:
     @property
     def num_bytes(self) -> int:
         """What the shards that are there take on the disk."""
-        return sum(file.stat().st_size for file in self.folder.glob("latents-*.safetensors"))
+        return sum(file.stat().st_size for file in self.folder.glob(SHARDS))
 
     def positions(self, shard: int) -> range:
         return range(shard * self.clips_per_shard, min((shard + 1) * self.clips_per_shard, self.num_clips))
@@ -174,9 +186,10 @@ class LatentStore:
 
         A damaged one is an error; with ``skip_damaged`` it is named in the log and counts as missing.
         """
+        there = {file.name for file in self.folder.glob(SHARDS)}
         for shard in range(part, self.num_shards, num_parts):
             try:
-                is_missing = not self._is_complete(shard)
+                is_missing = self._file(shard).name not in there or not self._is_complete(shard)
             except UserError as mistake:
                 if not skip_damaged:
                     raise
@@ -245,8 +258,6 @@ class LatentStore:
 
     def _is_complete(self, shard: int) -> bool:
         """Whether a shard holds all of its positions: the last one of a store that has grown may not."""
-        if not self._file(shard).exists():
-            return False
         return len(self._open(shard).files) == len(self.positions(shard))
 
     def _write_manifest(self) -> None:

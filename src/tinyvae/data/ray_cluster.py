@@ -32,7 +32,6 @@ WAITING_PER_ACTOR = 2
 ANSWER_S = 10.0
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_BACKEND_LOG_LEVEL": "error",
     "RAY_NUM_REDIS_GET_RETRIES": "1",  # how often to ask an address that answers but is no cluster; each time 40 s
 }
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tinyvae.config.rules import Complaint
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.latent_store import LatentStore
@@ -81,11 +82,9 @@ def build_task(
     config: TrainConfig, engine: Engine, model: TAEHV, *, latents: LatentStore | None = None
 ) -> TrainingTask:
     """The task of a run; ``latents``: the store of a run that has one (`open_latents`)."""
-    if config.compile_model and engine.device.type == "cpu":
-        log.info("compile_model is left out: it is for GPUs, on a CPU it takes minutes at the start and brings little")
-        config = replace(config, compile_model=False)
+    config = settle_compilation(config, engine.device)
     teacher = None if config.teacher_path is None else build_teacher(config, engine.device)
-    seraena = None
+    seraena, on_gpu = None, engine.device.type == "cuda"
     if config.use_seraena:
         seraena = Seraena(
             config.spec,
@@ -98,6 +97,8 @@ def build_task(
             normalization=config.seraena_normalisation,
             seed=config.seed,
             rank=engine.rank,
+            dtype=torch.bfloat16 if on_gpu and config.mixed_precision == "bf16" else torch.float32,
+            compiled=config.compile_model,
         )
         seraena.check_batch(config.train_batch_size, config.height, config.width)
     if (lpips := find_lpips(config)) is not None:
@@ -107,11 +108,39 @@ def build_task(
     return TrainingTask(config, model, teacher=teacher, space=space, lpips=lpips, seraena=seraena, average=average)
 
 
+def settle_compilation(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """The settings with ``compile_model`` off where it is useless (a CPU) or cannot work (no Triton, no C compiler).
+
+    The trial takes a few seconds, which the first compilation of a process takes anyway.
+    """
+    if not config.compile_model:
+        return config
+    if device.type == "cpu":
+        log.info("compile_model is left out: it is for GPUs, on a CPU it takes minutes at the start and brings little")
+        return replace(config, compile_model=False)
+    if config.deterministic:
+        log.info("compile_model is left out: a compiled step need not have the same bits every time (deterministic)")
+        return replace(config, compile_model=False)
+    try:
+        torch.compile(lambda x: (x + 1).relu())(torch.zeros(8, device=device))
+    except (RuntimeError, ImportError) as fault:
+        reason = " ".join(str(fault).split()[:40])
+        log.warning("compile_model is left out, and a step takes twice as long: torch.compile fails here (%s)", reason)
+        return replace(config, compile_model=False)
+    return config
+
+
 def build_teacher(config: TrainConfig, device: torch.device) -> Teacher:
     """The teacher that the settings name, on a device."""
     assert config.teacher_path is not None
-    dtype = getattr(torch, config.ref_vae_dtype)
-    return load_teacher(config.ref_vae_type, config.teacher_path, dtype=dtype, device=device, spec=config.spec)
+    return load_teacher(
+        config.ref_vae_type,
+        config.teacher_path,
+        dtype=getattr(torch, config.ref_vae_dtype),
+        device=device,
+        spec=config.spec,
+        compiled=config.compile_model,
+    )
 
 
 def open_latents(config: TrainConfig, train: ClipSet | None) -> LatentStore | None:
@@ -119,15 +148,29 @@ def open_latents(config: TrainConfig, train: ClipSet | None) -> LatentStore | No
     if config.latent_store is None:
         return None
     store = LatentStore.open(config.latent_store)
-    wanted = clip_facts(config, train)
-    if config.use_ref_vae:
-        known = None if config.ref_vae_path is None else identify_teacher(config.ref_vae_path)
-        wanted["teacher"] = {**(known or {}), "dtype": config.ref_vae_dtype}
-    if config.ref_vae_sample:
-        wanted["has_std"] = True
-    store.check_fits(wanted)
+    store.check_fits(_latent_facts(config, train))
+    known = identify_teacher(config.ref_vae_path) if config.use_ref_vae and config.ref_vae_path else None
+    store.check_fits({"teacher": known or {}})  # a teacher that is not here cannot be compared
     store.check_complete()
     return store
+
+
+def latent_complaints(config: TrainConfig) -> list[Complaint]:
+    """What is wrong with a latent store, as far as it shows at once: before files are indexed and weights read."""
+    if config.latent_store is None or not config.latent_store.exists():  # the latter is complained of already
+        return []
+    try:
+        LatentStore.open(config.latent_store).check_fits(_latent_facts(config, None))
+    except UserError as mistake:
+        return [Complaint(keys=("latent_store",), text=str(mistake))]
+    return []
+
+
+def _latent_facts(config: TrainConfig, train: ClipSet | None) -> dict[str, Any]:
+    """The facts that a store must have for a run, except which teacher made it."""
+    facts = clip_facts(config, train)
+    facts |= {"teacher": {"dtype": config.ref_vae_dtype}} if config.use_ref_vae else {}
+    return facts | ({"has_std": True} if config.ref_vae_sample else {})  # a run that does not sample needs no spread
 
 
 def clip_facts(config: TrainConfig, train: ClipSet | None) -> dict[str, Any]:

@@ -38,13 +38,15 @@ def make_shards_on_cluster(
     address: str, config: TrainConfig, data: RunData, store: LatentStore, teacher: Teacher, shards: Sequence[int]
 ) -> None:
     """As `latents.make_shards`, on the cluster at ``address``; there each actor loads a teacher of its own."""
+    if not shards:
+        return
     clips = Clips(data.train, ClipSettings.from_config(config), training=True)
     watch = BadFileWatch(limit=config.bad_file_limit, written_to=data.bad_files)
     work = ((shard, micro_batches(store, shard, config.train_batch_size)) for shard in shards)
     total = sum(len(store.positions(shard)) for shard in shards)
     with (
         ray_cluster(address) as cluster,
-        progress_bar(total=total, desc="latents", unit="clip", disable=not shards) as bar,
+        progress_bar(total=total, desc="latents", unit="clip") as bar,
     ):
         make_worker = partial(open_encoder, config, store, "cuda" if cluster.num_gpus else "cpu")
         for shard, reads in cluster.feed(partial(read_part, clips), make_worker, work):

@@ -1,7 +1,7 @@
 """Making a latent store: the teacher's latents of a run's first N clips, in the run's own order.
 
-A shard goes three ways, each a function of its own: `read_clips` (CPU), `encode_clips` (where the teacher is) and
-`LatentStore.write`. `make_latents` sends all missing shards through them in this process, with the run's own loader.
+The run's own loader reads the micro-batches of a shard, `encode_clips` encodes each, and `LatentStore.write` writes the
+shard. `make_shards` does this in this process, `latent_cluster.make_shards_on_cluster` on a Ray cluster.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tinyvae.config.load import LoadedConfig
 from tinyvae.config.rules import check_config
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip import ClipSettings
-from tinyvae.data.clip_reading import ClipBatch, Clips
-from tinyvae.data.latent_store import DTYPES, LOCK, LatentStore, StoredLatents, StoreFacts
+from tinyvae.data.clip_reading import ClipBatch
+from tinyvae.data.latent_store import DTYPES, LOCK, SHARDS, LatentStore, StoredLatents, StoreFacts
 from tinyvae.data.loader import make_position_loader
 from tinyvae.data.splits import ClipSet
 from tinyvae.errors import UserError
@@ -50,8 +50,10 @@ class LatentJob:
     num_parts: int = 1
 
 
-def make_latents(loaded: LoadedConfig, job: LatentJob, *, make: MakeShards | None = None) -> LatentStore:
-    """Make what is missing of a store; raises `UserError` for mistakes. Shards that are there stay.
+def make_latents(loaded: LoadedConfig, job: LatentJob, *, make: MakeShards | None = None) -> int:
+    """Make what is missing of a store, and return how many shards of other parts are still missing.
+
+    Raises `UserError` for mistakes. Shards that are there stay.
 
     Example::
 
@@ -64,11 +66,14 @@ def make_latents(loaded: LoadedConfig, job: LatentJob, *, make: MakeShards | Non
     engine = Engine(config)
     data = open_clips(config, engine, job.folder)
     teacher = build_teacher(config, engine.device)
-    store = begin_store(config, data.train, teacher, job)
+    facts = facts_of(config, data.train, teacher, job.dtype)
+    check_room(config, facts, job)
+    with writing_to(job.folder):
+        store = LatentStore.create(job.folder, facts, num_clips=job.num_clips, batch_size=config.train_batch_size)
     shards = list(store.missing_shards(job.part, job.num_parts, skip_damaged=True))
-    print_size(config, store, shards)
+    print(f"{count_of(store.num_shards, 'shard')} in all, {len(shards)} to make here", flush=True)
     (make or make_shards)(config, data, store, teacher, shards)
-    return store
+    return len(list(store.missing_shards()))
 
 
 def check_job(loaded: LoadedConfig) -> None:
@@ -89,20 +94,18 @@ def open_clips(config: TrainConfig, engine: Engine, folder: Path) -> RunData:
         return open_data(config, engine, folder, index_folder=folder)
 
 
-def begin_store(config: TrainConfig, train: ClipSet, teacher: Teacher, job: LatentJob) -> LatentStore:
-    """The store to write into, new or begun before with the same settings."""
+def facts_of(config: TrainConfig, train: ClipSet, teacher: Teacher, dtype: str) -> StoreFacts:
+    """What a store of this run's latents in ``dtype`` says of itself."""
     assert config.teacher_path is not None
     known = identify_teacher(config.teacher_path)
     assert known is not None, "a teacher that was loaded is on this machine"
-    facts = StoreFacts(
+    return StoreFacts(
         teacher={**known, "dtype": config.ref_vae_dtype},
         **clip_facts(config, train),
         space=asdict(teacher.space),
-        dtype=job.dtype,
+        dtype=dtype,
         has_std=config.ref_vae_sample,
     )
-    with writing_to(job.folder):
-        return LatentStore.create(job.folder, facts, num_clips=job.num_clips, batch_size=config.train_batch_size)
 
 
 def latent_bytes(config: TrainConfig, facts: StoreFacts) -> int:
@@ -113,19 +116,18 @@ def latent_bytes(config: TrainConfig, facts: StoreFacts) -> int:
     return values * DTYPES[facts.dtype].itemsize * (2 if facts.has_std else 1)
 
 
-def print_size(config: TrainConfig, store: LatentStore, shards: Sequence[int]) -> None:
-    """Say how large the work is, and refuse it where the disk cannot hold it."""
-    one = latent_bytes(config, store.facts)
-    needed = one * sum(len(store.positions(shard)) for shard in shards)
-    free = shutil.disk_usage(store.folder).free
-    clips = f"{count_of(store.num_clips, 'clip')} of {bytes_in_words(one)} in {store.facts.dtype}"
-    print(f"{store.folder}: {clips}: {bytes_in_words(one * store.num_clips)} in {count_of(store.num_shards, 'shard')}")
-    print(f"to make here: {count_of(len(shards), 'shard')}, {bytes_in_words(needed)}; {bytes_in_words(free)} are free")
+def check_room(config: TrainConfig, facts: StoreFacts, job: LatentJob) -> None:
+    """Say how large the store will be, and refuse what the disk cannot hold, before anything is written."""
+    one, free = latent_bytes(config, facts), shutil.disk_usage(job.folder).free
+    there = sum(file.stat().st_size for file in job.folder.glob(SHARDS))
+    needed = max(0, one * job.num_clips - there) // job.num_parts
+    clips = f"{count_of(job.num_clips, 'clip')} of {bytes_in_words(one)} in {facts.dtype}"
+    print(f"{job.folder}: {clips}, {bytes_in_words(one * job.num_clips)} in all")
+    print(f"{bytes_in_words(there)} there, {bytes_in_words(needed)} to write here, {bytes_in_words(free)} free")
     if needed > free:
-        lack = bytes_in_words(needed - free)
         raise UserError(
-            f"the disk of {store.folder} has {bytes_in_words(free)} free, and {bytes_in_words(needed)} are needed; "
-            f"make room for {lack} more, name another --output, or store fewer --clips or in bfloat16."
+            f"the disk of {job.folder} has {bytes_in_words(free)} free, and {bytes_in_words(needed)} are needed; make "
+            f"room for {bytes_in_words(needed - free)} more, name another --output, or store fewer --clips."
         )
 
 
@@ -133,14 +135,6 @@ def micro_batches(store: LatentStore, shard: int, batch_size: int) -> list[range
     """The positions of a shard in the run's own micro-batches: a clip then has the same neighbors as in the run."""
     positions = store.positions(shard)
     return [positions[first : first + batch_size] for first in range(0, len(positions), batch_size)]
-
-
-def read_clips(clips: Clips, positions: range) -> ClipBatch:
-    """Read the clips at some positions in this process; ``UserError`` where they cannot be read."""
-    read = clips.__getitems__(list(positions))
-    if read.failure or read.batch is None:
-        raise UserError(read.failure)
-    return read.batch
 
 
 def encode_clips(teacher: Teacher, batch: ClipBatch, spec: VariantSpec, *, with_std: bool) -> StoredLatents:
