@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ from safetensors import safe_open
 
 from tests.data.ray_workers import GivesKilled, KilledOnce
 from tests.training.test_golden_losses import write_teacher
-from tests.training.test_latents import recipe, with_teacher
-from tinyvae.config.load import load_config
+from tests.training.test_latents import live
+from tinyvae.cli.main import run
 from tinyvae.data import latent_store
 from tinyvae.training import latent_cluster
-from tinyvae.training.latents import LatentJob, make_latents
 
 pytestmark = pytest.mark.slow
 
@@ -34,16 +32,14 @@ def test_the_store_is_that_of_one_process(clips: Path, tmp_path: Path, monkeypat
     """One process that reads clips and one that encodes them are killed with SIGKILL in the middle."""
     pytest.importorskip("ray")
     monkeypatch.setattr(latent_store, "CLIPS_PER_SHARD", 4)
-    words = recipe(clips, tmp_path / "run", **with_teacher(write_teacher(tmp_path / "teacher")))
-    loaded = load_config(words[0], words[1:])
-    make_latents(loaded, LatentJob(folder=tmp_path / "alone", num_clips=18, dtype="float32"))
-
+    words = live(clips, tmp_path / "run", write_teacher(tmp_path / "teacher"))
+    options = ["--clips", "18", "--dtype", "float32", "--output"]
+    assert run(["latents", *words, *options, str(tmp_path / "alone")]) == 0
     reading = KilledOnce(latent_cluster.read_part, tmp_path / "reading", call=2)
     encoding = GivesKilled(latent_cluster.open_encoder, tmp_path / "encoding", call=2)
     monkeypatch.setattr(latent_cluster, "read_part", reading)
     monkeypatch.setattr(latent_cluster, "open_encoder", encoding)
-    make = partial(latent_cluster.make_shards_on_cluster, "local")
-    make_latents(loaded, LatentJob(folder=tmp_path / "cluster", num_clips=18, dtype="float32"), make=make)
+    assert run(["latents", *words, *options, str(tmp_path / "cluster"), "--ray", "local"]) == 0
     assert reading.num_calls > 9 and encoding.killed.num_calls > 5, "the killed ones came again"
     alone, cluster = contents(tmp_path / "alone"), contents(tmp_path / "cluster")
     assert len(alone) == 6 and cluster == alone
