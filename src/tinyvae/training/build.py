@@ -139,7 +139,7 @@ def build_teacher(config: TrainConfig, device: torch.device) -> Teacher:
         dtype=getattr(torch, config.ref_vae_dtype),
         device=device,
         spec=config.spec,
-        compiled=config.compile_model,
+        compiled=settle_compilation(config, device).compile_model,
     )
 
 
