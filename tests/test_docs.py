@@ -150,10 +150,11 @@ def is_setting(flag: str) -> bool:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_flags_exist(path: Path) -> None:
-    """Flags of `tinyvae train` and of the launchers are settings; `check` has some besides; other verbs their own."""
+    """Flags of `tinyvae train` and of the launchers are settings; `check` and `latents` have some besides; other verbs
+    their own."""
     for verb, words in calls(path):
         flags = flags_in(words) - {"help"}
-        if verb in ("train", "check"):
+        if verb in ("train", "check", "latents"):
             own = flags_of_verb(build_parser(verb))
             wrong = {flag for flag in flags if not is_setting(flag) and flag not in own}
         else:

@@ -88,11 +88,14 @@ def run_index(arguments: argparse.Namespace) -> int:
     """Build or update an index; 1 when not a single file is good."""
     from tinyvae.data.check import bad_file_lines
     from tinyvae.data.clip_reading import BadFileLog
+    from tinyvae.data.ray_cluster import check_address
     from tinyvae.files import check_output_file
 
     check_output_file(arguments.output, option="--output")
-    if arguments.ray is not None and arguments.workers == 0:
-        raise UserError("--workers 0 probes in this process, and --ray on a cluster; leave one of them out")
+    if arguments.ray is not None:
+        if arguments.workers == 0:
+            raise UserError("--workers 0 probes in this process, and --ray on a cluster; leave one of them out")
+        check_address(arguments.ray)  # before the source is read, which may take long
     report = _build(arguments, arguments.output, ray=arguments.ray)
     print(report.sentence())
     index = report.index

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from tinyvae.data.annotations import VideoEntry, default_data_root, iterate_entries
 from tinyvae.data.index import IndexJournal, IndexRow, VideoIndex, hash_of_path, is_index, open_index
-from tinyvae.data.ray_cluster import check_address, ray_cluster
+from tinyvae.data.ray_cluster import ray_cluster
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.terminal import progress_bar
 from tinyvae.video.decode import VideoInfo, probe_video
@@ -90,8 +90,6 @@ def build_index(
     started = time.monotonic()
     source, output = Path(source), Path(output)
     _check_output(source, output)
-    if ray is not None:
-        check_address(ray)  # the survey may take long
     facts = _survey(source, data_root)
     num_entries, root = facts["num_entries"], facts["data_root"]
     if num_entries == 0:
@@ -103,10 +101,8 @@ def build_index(
         for entry in iterate_entries(source, data_root)
     )
     look = functools.partial(_row_of, probe=probe, timeout_s=timeout_s, thorough=thorough)
-    if ray is None:
-        rows = _probe_all(tasks, look, usable_cores() if num_workers is None else num_workers, timeout_s)
-    else:
-        rows = _probe_on_cluster(tasks, look, ray, num_workers, timeout_s)
+    probe_all = _probe_all if ray is None else functools.partial(_probe_on_cluster, ray)
+    rows = probe_all(tasks, look, num_workers, timeout_s)
     counts: Counter[bool] = Counter()
     bar = progress_bar(rows, total=num_entries, unit="file", desc="indexing", disable=not show_progress_bar)
     try:
@@ -238,9 +234,10 @@ Look = Callable[[ProbeTask], tuple[IndexRow, bool]]
 
 
 def _probe_all(
-    tasks: Iterable[ProbeTask], look: Look, num_workers: int, timeout_s: float
+    tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float
 ) -> Iterator[tuple[IndexRow, bool]]:
     """What ``look`` finds for every task, in whatever order. A process that is far behind its deadline is killed."""
+    num_workers = usable_cores() if num_workers is None else num_workers
     if num_workers == 0:
         yield from map(look, tasks)
         return
@@ -283,7 +280,7 @@ NumberedBatch = tuple[int, list[ProbeTask]]
 
 
 def _probe_on_cluster(
-    tasks: Iterable[ProbeTask], look: Look, address: str, num_workers: int | None, timeout_s: float
+    address: str, tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float
 ) -> Iterator[tuple[IndexRow, bool]]:
     """What ``look`` finds for every task, in their order. Batches are finished in any order and wait for their turn."""
     stream = iter(tasks)
