@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -164,7 +165,7 @@ class Cluster:
 
     def _task(self, function: Callable[..., Any], *, max_retries: int) -> Callable[[Any], Any]:
         remote = self.ray.remote(num_cpus=1, max_retries=max_retries)(_call)
-        shared = self.ray.put(function)  # once, not with every call
+        shared = self.ray.put(self.ray.cloudpickle.dumps(function))  # once, not with every call
         return lambda item: remote.remote(shared, item, os.getcwd(), __version__)
 
     def _results(
@@ -206,8 +207,10 @@ class Cluster:
         except errors.RayTaskError as failed:
             if isinstance(failed.cause, UserError):
                 raise failed.cause from None
-            if "No module named 'tinyvae'" in str(failed):
-                raise UserError(f"a machine of the Ray cluster has no tinyvae; install {__version__} on all") from None
+            if "No module named 'tinyvae" in str(failed):
+                raise UserError(
+                    f"a machine of the Ray cluster has not tinyvae {__version__}; install it on all"
+                ) from None
             raise
         except errors.RayError as lost:
             raise LostWorkError(
@@ -216,32 +219,34 @@ class Cluster:
             ) from None
 
 
-def _call(function: Callable[[Any], Any], item: Any, folder: str, version: str) -> Any:
+def _call(packed: bytes, item: Any, folder: str, version: str) -> Any:
     """Runs in a worker."""
-    _enter(folder)
     if version != __version__:
         raise UserError(
             f"machine {socket.gethostname()} of the Ray cluster has tinyvae {__version__}, and this command is of "
             f"{version}; install the same version on all machines"
         )
-    return function(item)
+    return _unpack(packed, folder)(item)
 
 
 class _Actor:
     """Holds a worker, made at the first call: an error there is then told like any other."""
 
-    def __init__(self, make_worker: Callable[[], Callable[..., Any]], folder: str) -> None:
-        _enter(folder)
-        self._make_worker = make_worker
+    def __init__(self, packed: bytes, folder: str) -> None:
+        self._sent = (packed, folder)
         self._worker: Callable[..., Any] | None = None
 
     def run(self, item: Any, *parts: Any) -> Any:
         if self._worker is None:
-            self._worker = self._make_worker()
+            self._worker = _unpack(*self._sent)()
         return self._worker(item, *parts)
 
 
-def _enter(folder: str) -> None:
-    """Work in the folder of the command, where this machine has it: relative paths then mean the same files."""
+def _unpack(packed: bytes, folder: str) -> Callable[..., Any]:
+    """A function that was sent here. What it needs is opened here: Ray itself would wrap a `UserError` of that."""
     if os.path.isdir(folder):
-        os.chdir(folder)
+        os.chdir(folder)  # the command's: relative paths then mean the same files
+    try:
+        return pickle.loads(packed)
+    except UserError as mistake:
+        raise UserError(f"on machine {socket.gethostname()} of the Ray cluster: {mistake}") from None
