@@ -141,9 +141,8 @@ class Cluster:
             max_task_retries=RETRIES,
             scheduling_strategy="SPREAD",
         )(_Actor)
-        actors = [
-            actor_class.remote(make_worker, os.getcwd()) for _ in range(self.num_gpus or max(1, self.num_tasks // 2))
-        ]
+        packed, num_actors = ray.cloudpickle.dumps(make_worker), self.num_gpus or max(1, self.num_tasks // 2)
+        actors = [actor_class.remote(packed, os.getcwd()) for _ in range(num_actors)]
         load = Counter(dict.fromkeys(range(len(actors)), 0))
         actor_of: dict[Any, int] = {}
         prepare_part = self._task(prepare, max_retries=RETRIES)
