@@ -11,19 +11,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.training.test_full_disk import fill, small_disk  # noqa: F401  (a fixture)
 from tests.training.test_golden_losses import write_teacher
-from tests.training.tiny_runs import arguments_for, run_differences, train_here
+from tests.training.tiny_runs import arguments_for, launch, run_differences, train_here
 from tinyvae.cli.main import run
 from tinyvae.config.load import load_config
 from tinyvae.data import latent_store
 from tinyvae.data.latent_store import LatentStore
 from tinyvae.errors import UserError
 from tinyvae.training.latents import LatentJob, make_latents
+from tinyvae.training.loop import Trainer
 from tinyvae.training.preflight import preflight
 
 STEPS = 4
@@ -63,6 +65,11 @@ def live(clips: Path, run: Path, teacher: Path, **changes: object) -> list[str]:
     return recipe(clips, run, use_ref_vae=True, ref_vae_path=teacher, **changes)
 
 
+def without_own_files(folder: Path) -> dict[str, object]:
+    """Settings of a run whose other files are not on the machine that makes its latents."""
+    return {"pretrained_model_path": folder / "gone.pth", "perceptual_loss_weight": 0.1, "lpips_weights": folder / "no"}
+
+
 def make(words: list[str], folder: Path, num_clips: int = 8, **job: object) -> int:
     job = {"dtype": "float32", **job}
     return make_latents(load_config(words[0], words[1:]), LatentJob(folder=folder, num_clips=num_clips, **job))  # type: ignore[arg-type]
@@ -87,6 +94,54 @@ def test_training_from_a_store_is_training_with_the_teacher(
     assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
 
 
+@pytest.mark.slow
+def test_micro_batches_in_parts_take_their_own_latents(
+    clips: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after memory ran out: each part of a micro-batch has the latents and draws of its own clips."""
+    begin = Trainer.__init__
+
+    def begin_in_parts(self: Trainer, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self.slices = 2
+
+    monkeypatch.setattr(Trainer, "__init__", begin_in_parts)
+    words = live(clips, tmp_path / "live", teacher)
+    make(words, tmp_path / "store")
+    train_here(words)
+    train_here(recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store"))
+    assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
+
+
+@pytest.mark.slow
+def test_two_ranks_train_from_a_store_as_with_the_teacher(clips: Path, teacher: Path, tmp_path: Path) -> None:
+    """Each rank reads its own clips, with a worker, and draws for them."""
+    changes: dict[str, object] = {"train_batch_size": 1, "max_train_steps": STEPS}
+    words = live(clips, tmp_path / "live", teacher, **changes)
+    make(words, tmp_path / "store", 8)
+    stored = recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store", dataloader_num_workers=1, **changes)
+    for command in (words, stored):
+        running = launch(command, tmp_path / "logs", ranks=2)
+        assert running.wait(120) == [0, 0], running.both_logs()
+    assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
+
+
+@pytest.mark.slow
+def test_a_run_resumes_exactly_and_not_with_a_store_that_has_grown(clips: Path, teacher: Path, tmp_path: Path) -> None:
+    """Four steps of two clips go round a store of five."""
+    words, store = live(clips, tmp_path / "made", teacher), tmp_path / "store"
+    make(words, store, 5)
+    train_here(recipe(clips, tmp_path / "whole", latent_store=store, checkpointing_steps=2))
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoint-4")
+    again = recipe(clips, tmp_path / "cut", latent_store=store, checkpointing_steps=2, resume_from_checkpoint="latest")
+    train_here(again)
+    assert run_differences(tmp_path / "whole", tmp_path / "cut", STEPS) == []
+    make(words, store, 6)
+    with pytest.raises(UserError, match="clips in the latent store: 5 -> 6, which changes their order"):
+        train_here([*again, "--max_train_steps", "6"])
+
+
 def test_bfloat16_is_a_rounding_of_float32_and_shards_do_not_show(
     clips: Path, teacher: Path, tmp_path: Path, small_shards: None
 ) -> None:
@@ -107,7 +162,7 @@ def test_bfloat16_is_a_rounding_of_float32_and_shards_do_not_show(
 def made(clips: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small store without spread. Treat as read-only."""
     folder = tmp_path_factory.mktemp("store")
-    make(live(clips, folder / "run", teacher, ref_vae_sample=False), folder, 2)
+    make(live(clips, folder / "run", teacher, ref_vae_sample=False, **without_own_files(folder)), folder, 2)
     return folder
 
 
@@ -221,7 +276,7 @@ def test_a_full_disk_is_one_sentence_and_what_is_written_stays(
 def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path, teacher: Path, tmp_path: Path) -> None:
     """The real command: killed, damaged, started again in two processes at once; the store is that of one process."""
     words = live(clips, tmp_path / "run", teacher, train_batch_size=4, dataloader_num_workers=2)
-    command = [sys.executable, "-m", "tinyvae", "latents", *words, "--clips", "200", "--dtype", "fp32", "--output"]
+    command = [sys.executable, "-m", "tinyvae", "latents", *words, "--clips", "96", "--dtype", "fp32", "--output"]
     folder, environment = tmp_path / "store", {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*command, str(folder)], env=environment, start_new_session=True)
     deadline = time.monotonic() + 120
@@ -231,7 +286,7 @@ def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path,
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     store = LatentStore.open(folder)
-    assert 1 <= store.num_shards - len(list(store.missing_shards())) < 4
+    assert 1 <= store.num_shards - len(list(store.missing_shards())) < 2
     first = folder / "latents-00000.safetensors"
     first.write_bytes(first.read_bytes()[:1000])
     pair = [
@@ -241,8 +296,8 @@ def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path,
     messages = [process.communicate(timeout=120)[1].decode() for process in pair]
     assert [process.returncode for process in pair] == [0, 0], messages
     assert "latents-00000.safetensors is damaged" in messages[0]
-    make(words, tmp_path / "again", 200)
-    both = [LatentStore.open(made).read(range(200)) for made in (folder, tmp_path / "again")]
+    make(words, tmp_path / "again", 96)
+    both = [LatentStore.open(made).read(range(96)) for made in (folder, tmp_path / "again")]
     assert torch.equal(both[0].mean, both[1].mean)
     assert both[0].std is not None and both[1].std is not None and torch.equal(both[0].std, both[1].std)
-    assert json.loads((folder / "store.json").read_text())["num_clips"] == 200
+    assert json.loads((folder / "store.json").read_text())["num_clips"] == 96

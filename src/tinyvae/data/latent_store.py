@@ -19,8 +19,10 @@ import functools
 import hashlib
 import json
 import logging
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ MANIFEST = "store.json"
 SHARDS = "latents-*.safetensors"
 LOCK = ".store.lock"
 VERSION = 1
+STALE_S = 600.0  # no shard takes this long to write
 CLIPS_PER_SHARD = 64
 """At most; a shard holds whole micro-batches."""
 LABELS = {
@@ -52,6 +55,18 @@ LABELS = {
 }
 """Fact -> what a message calls it; those of the clips have the names of their settings."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class DamagedShardError(UserError):
+    """A shard that is not what was written."""
+
+    def __init__(self, file: Path, reason: str) -> None:
+        super().__init__(file, reason)  # both as arguments: the error can then travel between processes
+        self.file, self.reason = file, reason
+
+    def __str__(self) -> str:
+        remedy = "delete it and run the same tinyvae latents command again, which makes it again"
+        return f"{self.file} is damaged ({self.reason}); {remedy}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +173,10 @@ class LatentStore:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / LOCK, "ab") as stream:
             lock_file(stream, wait=True)
+            for part in folder.glob(".latents-*.part"):  # of a process that was killed as it wrote, or writes now
+                with suppress(FileNotFoundError):
+                    if time.time() - part.stat().st_mtime > STALE_S:
+                        part.unlink()
             if (folder / MANIFEST).exists():
                 begun = cls.open(folder)
                 differs = begun.facts.difference(asdict(facts))
@@ -190,10 +209,10 @@ class LatentStore:
         for shard in range(part, self.num_shards, num_parts):
             try:
                 is_missing = self._file(shard).name not in there or not self._is_complete(shard)
-            except UserError as mistake:
+            except DamagedShardError as damage:
                 if not skip_damaged:
                     raise
-                log.warning("%s", mistake)
+                log.warning("%s is damaged (%s) and counts as missing", damage.file, damage.reason)
                 is_missing = True
             if is_missing:
                 yield shard
@@ -244,7 +263,7 @@ class LatentStore:
         clips = {name: opened.tensors.get_slice(name)[row] for name in opened.checksums}
         for name, clip in clips.items():
             if _checksum(clip) != opened.checksums[name][row]:
-                raise damaged(self._file(shard), f"the {name} of clip {position} has changed")
+                raise DamagedShardError(self._file(shard), f"the {name} of clip {position} has changed")
         return clips["mean"], clips.get("std")
 
     def _file(self, shard: int) -> Path:
@@ -253,7 +272,7 @@ class LatentStore:
     def _open(self, shard: int) -> _Shard:
         opened = _open_shard(self._file(shard))
         if opened.facts != self.facts.digest:
-            raise damaged(self._file(shard), "it belongs to another store")
+            raise DamagedShardError(self._file(shard), "it belongs to another store")
         return opened
 
     def _is_complete(self, shard: int) -> bool:
@@ -264,12 +283,6 @@ class LatentStore:
         values = {"version": VERSION, "num_clips": self.num_clips, "clips_per_shard": self.clips_per_shard}
         with atomic_write(self.folder / MANIFEST, "w") as stream:
             json.dump(values | {"facts": asdict(self.facts)}, stream, indent=1)
-
-
-def damaged(file: Path, reason: str) -> UserError:
-    return UserError(
-        f"{file} is damaged ({reason}); delete it and run the same tinyvae latents command again, which makes it again."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +305,7 @@ def _open_shard(file: Path) -> _Shard:
     except FileNotFoundError:
         raise MissingFileError(f"{file} is gone; run the same tinyvae latents command again.") from None
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as fault:
-        raise damaged(file, str(fault) or type(fault).__name__) from None
+        raise DamagedShardError(file, str(fault) or type(fault).__name__) from None
 
 
 def _checksum(values: Tensor) -> int:

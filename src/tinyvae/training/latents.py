@@ -1,12 +1,12 @@
 """Making a latent store: the teacher's latents of a run's first N clips, in the run's own order.
 
-The run's own loader reads the micro-batches of a shard, `encode_clips` encodes each, and `LatentStore.write` writes the
-shard. `make_shards` does this in this process, `latent_cluster.make_shards_on_cluster` on a Ray cluster.
+A shard is made in three steps, each a function of its own: read its micro-batches (`data.clip_reading.Clips`, CPU),
+`encode_clips` (where the teacher is), and `LatentStore.write`. `make_shards` does them in this process, with the run's
+own loader, and `latent_cluster.make_shards_on_cluster` on a Ray cluster.
 """
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from tinyvae.config.load import LoadedConfig
-from tinyvae.config.rules import check_config
+from tinyvae.config.rules import path_complaints, raise_complaints, value_complaints
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import ClipBatch
@@ -33,7 +33,8 @@ from tinyvae.training.clips import RunData, loading_processes, open_data
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import is_out_of_memory
 
-log = logging.getLogger(__name__)
+NOT_NEEDED = {"pretrained_model_path", "lpips_weights", "output_dir"}
+"""Settings that name files of a run that its latents do not need."""
 
 MakeShards = Callable[[TrainConfig, RunData, LatentStore, Teacher, Sequence[int]], None]
 """What makes the missing shards: `make_shards` in this process, or `latent_cluster.make_shards_on_cluster`."""
@@ -64,6 +65,8 @@ def make_latents(loaded: LoadedConfig, job: LatentJob, *, make: MakeShards | Non
     check_job(loaded)
     make_output_folder(job.folder)
     engine = Engine(config)
+    if engine.world_size > 1:
+        raise UserError("a launcher started several processes; start each by itself, with --shard 1/8, 2/8 and so on.")
     data = open_clips(config, engine, job.folder)
     teacher = build_teacher(config, engine.device)
     facts = facts_of(config, data.train, teacher, job.dtype)
@@ -73,18 +76,20 @@ def make_latents(loaded: LoadedConfig, job: LatentJob, *, make: MakeShards | Non
     shards = list(store.missing_shards(job.part, job.num_parts, skip_damaged=True))
     print(f"{count_of(store.num_shards, 'shard')} in all, {len(shards)} to make here", flush=True)
     (make or make_shards)(config, data, store, teacher, shards)
-    return len(list(store.missing_shards()))
+    return len(list(store.missing_shards(skip_damaged=True)))
 
 
 def check_job(loaded: LoadedConfig) -> None:
     """Refuse settings that no store can be made from."""
     config = loaded.config
     if config.latent_store is not None:
-        raise UserError("latent_store is set, but a store is made by the teacher itself; leave it out here.")
+        raise UserError("latent_store is set, but a store is made by the teacher itself; use --latent_store none.")
     if config.teacher_path is None:
         text = "there is no teacher whose latents could be stored; use --use_ref_vae true --ref_vae_path FOLDER"
         raise UserError(f"{loaded.source}: {text}, and a weight for encoder_loss_weight or decoder_loss_weight.")
-    check_config(config, loaded.given_paths, heading=loaded.source)
+    complaints = [*value_complaints(config), *path_complaints(config, loaded.given_paths)]
+    needed = [complaint for complaint in complaints if not NOT_NEEDED & set(complaint.keys)]
+    raise_complaints(needed, heading=loaded.source)
 
 
 def open_clips(config: TrainConfig, engine: Engine, folder: Path) -> RunData:
@@ -146,7 +151,7 @@ def encode_clips(teacher: Teacher, batch: ClipBatch, spec: VariantSpec, *, with_
     except (RuntimeError, MemoryError) as fault:
         if not is_out_of_memory(fault):
             raise
-        raise UserError("out of memory in the teacher; use a smaller --train_batch_size or clip.") from None
+        raise UserError("out of memory in the teacher; use smaller clips or a smaller --train_batch_size.") from None
     return StoredLatents(mean=mean, std=std).to("cpu")
 
 
