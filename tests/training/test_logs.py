@@ -18,9 +18,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.training.tiny_runs import arguments_for, launch, train_here
 from tinyvae.config.schema import TrainConfig
+from tinyvae.data.sizes import ClipSize
 from tinyvae.training.engine import Engine, StepResult
 from tinyvae.training.logs import RunLog, StepLog, side_by_side, system_stats
 
+SIZE = ClipSize(8, 32, 32)
 CONFIG = TrainConfig(data_root=Path("/data/of the run"), color_jitter_params=(0.1, 0.2, 0.3, 0.04), tracker_name="t")
 
 
@@ -171,7 +173,7 @@ def add_step(log: StepLog, *losses: float, norm: float = 1.0, stepped: bool = Tr
     log.begin_step()
     for value in losses:
         log.add({"loss": torch.tensor(value)}, share=1 / len(losses))
-    log.end_step(StepResult(gradient_norm=norm, stepped=stepped), num_clips=4, seconds=0.5)
+    log.end_step(StepResult(gradient_norm=norm, stepped=stepped), num_clips=4, size=SIZE, seconds=0.5)
 
 
 def test_a_line_is_the_mean_of_its_steps_and_their_parts() -> None:
@@ -190,7 +192,7 @@ def test_a_line_is_the_mean_of_its_steps_and_their_parts() -> None:
 def add_terms(log: StepLog, **terms: float) -> None:
     log.begin_step()
     log.add({name: torch.tensor(value) for name, value in terms.items()}, share=1.0)
-    log.end_step(StepResult(gradient_norm=1.0, stepped=True), num_clips=4, seconds=0.5)
+    log.end_step(StepResult(gradient_norm=1.0, stepped=True), num_clips=4, size=SIZE, seconds=0.5)
 
 
 def test_a_term_that_begins_in_mid_line_is_the_mean_of_its_own_steps() -> None:

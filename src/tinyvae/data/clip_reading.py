@@ -23,6 +23,7 @@ from tinyvae.data.augment import to_model_input
 from tinyvae.data.clip import ClipChoice, ClipSettings, choose_clip, choose_validation_clip, file_of
 from tinyvae.data.decoded_cache import CacheEvent, DecodedCache, default_cache_dir
 from tinyvae.data.index import IndexRow, VideoIndex
+from tinyvae.data.sizes import SizesOfPositions
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
 from tinyvae.data.workers import Loan, SharedMemoryError, WorkerBuffers, free_clip_memory
 from tinyvae.errors import UnreadableVideoError, UserError
@@ -169,8 +170,17 @@ class ReadBatch:
 class Clips(torch.utils.data.Dataset[ReadBatch]):
     """Batches by position: global positions in training, the numbers of the files in validation."""
 
-    def __init__(self, clips: ClipSet, settings: ClipSettings, *, training: bool, board: Tensor | None) -> None:
-        self.clips, self.settings, self.training = clips, settings, training
+    def __init__(
+        self,
+        clips: ClipSet,
+        settings: ClipSettings,
+        *,
+        training: bool,
+        board: Tensor | None,
+        sizes: SizesOfPositions | None = None,
+    ) -> None:
+        """``sizes``: where clips have several sizes; else all have that of ``settings``."""
+        self.clips, self.settings, self.training, self._sizes = clips, settings, training, sizes
         self.cache: DecodedCache | None = None
         if settings.decoded_cache_gb > 0:  # what is used from now on stays there for this loader
             folder = settings.decoded_cache_dir or default_cache_dir()
@@ -179,19 +189,23 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
         self._buffers = WorkerBuffers(board)
         self._num_read = 0
 
-    def _candidates(self, position: int) -> Iterator[tuple[IndexRow, ClipChoice]]:
+    def _candidates(self, position: int, settings: ClipSettings) -> Iterator[tuple[IndexRow, ClipChoice]]:
         """The clips for a position: the first one that can be read is taken. Validation has no second choice."""
         if not self.training:
             row = self.clips.row(position)
-            yield row, choose_validation_clip(row, self.settings)
+            yield row, choose_validation_clip(row, settings)
             return
         num_files = len(self.clips)
         for attempt in range(MAX_ATTEMPTS):
-            row = self.clips.row(file_of(position, num_files, self.settings.seed, attempt))
-            yield row, choose_clip(row, self.settings, position, num_files, attempt)
+            row = self.clips.row(file_of(position, num_files, settings.seed, attempt))
+            yield row, choose_clip(row, settings, position, num_files, attempt)
 
     def __getitems__(self, positions: list[int]) -> ReadBatch:
-        shape = (len(positions), self.settings.n_frames, 3, self.settings.height, self.settings.width)
+        settings = self.settings
+        if self._sizes is not None:  # a batch is of one step, so its clips have one size
+            settings = self._sizes.settings_at(positions[0], settings)
+            assert settings == self._sizes.settings_at(positions[-1], settings), "a batch of two steps"
+        shape = (len(positions), settings.n_frames, 3, settings.height, settings.width)
         try:
             frames, loan = self._buffers.take(shape)
         except SharedMemoryError as full:
@@ -199,9 +213,9 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
         taken: list[tuple[int, IndexRow, ClipChoice]] = []
         bad: list[BadFile] = []
         for position in positions:
-            for row, choice in self._candidates(position):
+            for row, choice in self._candidates(position, settings):
                 try:
-                    read_clip(self.clips.index, row, choice, self.settings, self.cache, out=frames[len(taken)])
+                    read_clip(self.clips.index, row, choice, settings, self.cache, out=frames[len(taken)])
                 except (UnreadableVideoError, OSError) as fault:
                     bad.append(BadFile.of(row, fault))
                     continue

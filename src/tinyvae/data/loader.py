@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import BadFile, BadFileLog, BadFileWatch, ClipBatch, Clips, ReadBatch
 from tinyvae.data.decoded_cache import CacheEvent
+from tinyvae.data.sizes import SizesOfPositions
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
 from tinyvae.data.workers import BorrowedBatches, make_board, start_worker, starting_workers
 from tinyvae.errors import UserError
@@ -197,6 +198,7 @@ def make_train_loader(
     prefetch_factor: int = 2,
     pin_memory: bool = False,
     start_sample: int = 0,
+    sizes: SizesOfPositions | None = None,
     bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
     bad_file_log: BadFileLog | None = None,
 ) -> TrainLoader:
@@ -208,6 +210,7 @@ def make_train_loader(
     Args:
         batch_size: samples of one batch of this rank.
         start_sample: samples that all ranks together have consumed before.
+        sizes: the size of the clip at each position, where they differ; ``clips`` must fit all of them.
         bad_file_limit: share of bad reads above which iterating raises ``UserError``.
     """
     _check_counts(batch_size, rank, world_size, num_workers)
@@ -221,7 +224,7 @@ def make_train_loader(
         return range(first, first + batch_size)
 
     return TrainLoader(
-        Clips(clips, settings, training=True, board=make_board(num_workers)),
+        Clips(clips, settings, training=True, board=make_board(num_workers), sizes=sizes),
         positions_of,
         None,  # without end
         BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),

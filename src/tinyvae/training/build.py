@@ -91,9 +91,10 @@ def build_task(config: TrainConfig, engine: Engine, model: TAEHV) -> TrainingTas
     if config.use_seraena:
         seraena = Seraena(
             config.spec,
-            config.n_frames,
+            [size.n_frames for size in config.sizes.sizes],
             config.n_seraena_frames,
             buffer_mb=config.seraena_buffer_mb,
+            buffer_sizes=config.sizes.pictures_at_once,
             buffer_device="cpu" if config.seraena_buffer_device == "cpu" else engine.device,
             device=engine.device,
             learning_rate=config.seraena_learning_rate,
@@ -101,7 +102,8 @@ def build_task(config: TrainConfig, engine: Engine, model: TAEHV) -> TrainingTas
             seed=config.seed,
             rank=engine.rank,
         )
-        seraena.check_batch(config.train_batch_size, config.height, config.width)
+        for _, height, width in config.sizes.sizes:
+            seraena.check_batch(config.train_batch_size, height, width)
     if (lpips := find_lpips(config)) is not None:
         lpips.to(engine.device)
     average = average_when_all_are_well(engine) if engine.many else None

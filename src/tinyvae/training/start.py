@@ -157,7 +157,9 @@ class _Run:
             task=task,
             optimizers=optimizers,
             average=average,
-            batches=data.training_batches(engine, start_sample=loop.progress.samples_seen),
+            batches=data.training_batches(
+                engine, start_sample=loop.progress.samples_seen, start_step=loop.progress.step
+            ),
             run_log=self.run_log,
             profiler=profiler,
             signals=self.signals,
@@ -205,5 +207,6 @@ def _log_size(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) 
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     network = f"{config.variant} ({parameters:.2f} M parameters) on {engine.world_size} x {engine.device.type}"
     clips = count_of(config.train_batch_size * config.gradient_accumulation_steps * engine.world_size, "clip")
-    clips += f" of {config.n_frames} x {config.height} x {config.width} a step"
+    one_size = f" of {config.n_frames} x {config.height} x {config.width} a step"
+    clips += one_size if len(config.sizes.sizes) == 1 else f" a step, of {config.sizes.in_words()}"
     log.info("%s; %s; %d files train, %d validate", network, clips, len(data.train), len(data.validation))

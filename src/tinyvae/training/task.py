@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,8 +53,17 @@ class TrainingTask:
         self.seraena = seraena
         self._average = average
         self._tells_more = config.debug  # the first call of `losses` logs what it works with
-        compiled = torch.compile(self._student, mode=config.compile_mode) if config.compile_model else None
-        self._forward = compiled or self._student
+        self._forward = self._compiled() if config.compile_model else self._student
+
+    def _compiled(self) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
+        """The student's work, compiled. With several clip sizes each has a graph of its own: torch would compile one
+        for all sizes, which is slower."""
+        num_sizes = len(self.config.sizes.sizes)
+        if num_sizes == 1:
+            return torch.compile(self._student, mode=self.config.compile_mode)
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, 2 * num_sizes)  # and once more for its parts, if any
+        return torch.compile(self._student, mode=self.config.compile_mode, dynamic=False)
 
     def begin_step(self, step: int) -> None:
         """The computation of an optimizer step starts, or starts again; what it draws depends on the step alone."""
