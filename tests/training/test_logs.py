@@ -212,6 +212,19 @@ def test_a_term_that_begins_in_mid_line_is_the_mean_of_its_own_steps() -> None:
     assert log.take(4)["train/seraena_loss"] == pytest.approx(3.0), "the count of the line before is still in it"
 
 
+def test_a_line_of_several_sizes_counts_real_frames_and_tells_the_sizes_apart() -> None:
+    log = log_of(resolutions=("8x32x32", "4x64x64"))
+    for loss, size in ((1.0, SIZE), (2.0, SIZE), (6.0, ClipSize(4, 64, 64))):
+        log.begin_step()
+        log.add({"loss": torch.tensor(loss)}, share=1.0)
+        log.end_step(StepResult(gradient_norm=1.0, stepped=True), num_clips=2, size=size, seconds=0.5)
+    line = log.take(3)
+    assert line["train/loss"] == pytest.approx(3.0) and line["train/loss_8x32x32"] == pytest.approx(1.5)
+    assert line["train/loss_4x64x64"] == pytest.approx(6.0)
+    assert (line["train/steps_8x32x32"], line["train/steps_4x64x64"]) == (2, 1)
+    assert line["train/frames_per_second"] == pytest.approx(2 * (8 + 8 + 4) / 1.5)
+
+
 def test_the_line_of_an_older_checkpoint_goes_on() -> None:
     """It had one count of steps for all terms."""
     log, older = log_of(), log_of()

@@ -394,22 +394,20 @@ class _Merging:
         """One size and ``resolutions`` exclude each other: the later layer wins; in one layer they must agree."""
         if not self.values.get("resolutions"):
             return
-        largest = TrainConfig(resolutions=self.values["resolutions"]).sizes.largest._asdict()
-        others = [key for key in largest if key in self.values and self.values[key] != largest[key]]
-        later = [key for key in others if self._is_later(key, "resolutions")]
-        if later:
-            because = f"{self._layer_of(later[0])} sets {later[0]}"
-            self._decide("resolutions", (), because)
+        largest = TrainConfig(resolutions=self.values["resolutions"]).sizes.largest
+        others = [key for key, number in largest._asdict().items() if self.values.get(key, number) != number]
+        if not others:
             return
-        for key in others:
-            if self._is_later("resolutions", key):
-                because = f"that is of the largest of {self._layer_of('resolutions')}'s resolutions"
-                self._decide(key, largest[key], because)
-            else:
-                text = (
-                    f"{key}={self.values[key]} and resolutions ({self._layer_of(key)}) exclude each other; leave one "
-                )
-                self._complain((key, "resolutions"), text + "out (a validation has its own size: validation_height).")
+        if later := [key for key in others if self._is_later(key, "resolutions")]:
+            self._decide("resolutions", (), f"{self._layer_of(later[0])} sets {later[0]}")
+        elif both := [key for key in others if not self._is_later("resolutions", key)]:
+            text = f"{both[0]}={self.values[both[0]]} and resolutions ({self._layer_of(both[0])}) exclude each other; "
+            self._complain(
+                (*both, "resolutions"), text + "leave one out (validation_height is the size of validations)."
+            )
+        else:
+            because = f"that is the largest of the resolutions that {self._layer_of('resolutions')} sets"
+            self.notices.append(f"the size for validation and messages is {largest}, because {because}.")
 
     def _settle_variant(self) -> None:
         """Where no layer names the variant: the teacher does, else the weights to start from, else the default."""

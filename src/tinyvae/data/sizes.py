@@ -122,10 +122,11 @@ class SizeSchedule:
         return self.stage_at(step).draw(seed, step)
 
     def in_words(self) -> str:
-        """``16x480x720 (0.3), 16x256x256 (0.7)``; stages with their first steps, a semicolon between."""
-        if len(self.stages) == 1:
-            return self.stages[0].in_words()
-        return "; ".join(f"from step {stage.first_step} on {stage.in_words()}" for stage in self.stages)
+        """``12x128x128, from step 2000 on 16x480x720 (0.3), 16x256x256 (0.7)``."""
+        first, *later = self.stages
+        return ", ".join(
+            [first.in_words(), *(f"from step {stage.first_step} on {stage.in_words()}" for stage in later)]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

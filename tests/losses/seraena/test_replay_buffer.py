@@ -80,6 +80,25 @@ def test_a_new_frame_size_starts_a_new_buffer() -> None:
     assert [images.shape for images, _ in buffer.items()] == [(1, 3, 8, 8)]
 
 
+def test_sizes_share_the_bound_and_the_one_that_was_written_longest_ago_goes() -> None:
+    buffer = ReplayBuffer(max_mb=(8 * ITEM_BYTES + 2) / 2**20, device="cpu", num_sizes=2)
+    generator = torch.Generator().manual_seed(0)
+    put(buffer, [1.0, 2.0, 3.0, 4.0, 5.0], generator)
+    put(buffer, [6.0], generator, size=8)
+    assert [len(images) for images, _ in buffer.items()] == [4, 1], "four of eight items fit into half"
+    put(buffer, [7.0], generator)
+    assert 7.0 in buffer.items()[1][0][:, 0, 0, 0], "items of a size replace their own"
+    put(buffer, [8.0], generator, size=4)
+    assert [images.shape[1:] for images, _ in buffer.items()] == [(3, 16, 16), (3, 4, 4)]
+    copy = ReplayBuffer(max_mb=buffer.max_mb, device="cpu", num_sizes=2)
+    for images, contexts in buffer.items():
+        copy.replace(images, contexts)
+    for ours, theirs in zip(copy.items(), buffer.items(), strict=True):
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    with pytest.raises(UserError, match="a part for each of 2 sizes, does not hold one group"):
+        buffer.capacity(torch.Size((3, 48, 48)), torch.Size((4, 2, 2)))
+
+
 def test_values_beyond_fp16_saturate() -> None:
     buffer = buffer_of(1)
     put(buffer, [1e6], torch.Generator())
