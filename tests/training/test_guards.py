@@ -113,7 +113,8 @@ def test_out_of_memory_at_one_size_leaves_the_others_whole(
     assert seen == [*small, (32, 2), *large, *large, *small, *large]
     text = (tmp_path / "run/train.log").read_text()
     assert (
-        "going on with micro-batches of 4x32x32 in 2 parts" in text and "from step 3 on the clips are 4x16x16" in text
+        "going on with micro-batches in 2 parts for clips of 4x32x32" in text
+        and "from step 3 on the clips are 4x16x16" in text
     )
 
 

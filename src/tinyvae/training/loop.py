@@ -202,10 +202,9 @@ class Trainer:
             n_frames, _, height, width = size
             raise out_of_memory_error(n_frames, height, width)
         self.slices[size] = min(most, 2 * slices)
-        of_size = "" if len(self.config.sizes.sizes) == 1 else f" of {size[0]}x{size[2]}x{size[3]}"
-        log.warning(
-            "going on with micro-batches%s in %d parts: the same maths in less memory", of_size, self.slices[size]
-        )
+        of_size = "" if len(self.config.sizes.sizes) == 1 else f" for clips of {size[0]}x{size[2]}x{size[3]}"
+        what = f"{self.slices[size]} parts{of_size}"
+        log.warning("going on with micro-batches in %s: the same maths in less memory", what)
 
     def _apply_gradients(self) -> StepResult:
         try:
