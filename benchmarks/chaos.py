@@ -303,9 +303,9 @@ class Faults:
 
         build = start.build_task
 
-        def build_and_see(config: Any, engine: Any, model: Any) -> Any:
+        def build_and_see(config: Any, engine: Any, model: Any, **options: Any) -> Any:
             self.seen = model
-            return build(config, engine, model)
+            return build(config, engine, model, **options)
 
         Trainer.step, TrainingTask.losses = step_with_number, faulty  # type: ignore[method-assign]
         Engine.close, start.build_task = close_and_keep, build_and_see  # type: ignore

@@ -121,7 +121,7 @@ class TrainConfig:
         "mse", "What the reconstruction and decoder losses measure.", group="Losses"
     )
     reconstruction_loss_weight: float = option(10.0, "Weight: the student's own round trip against the frames.", ge=0)
-    encoder_loss_weight: float = option(0.0, "Weight: student latents against the teacher's (needs use_ref_vae).", ge=0)
+    encoder_loss_weight: float = option(0.0, "Weight: student latents against the teacher's.", ge=0)
     decoder_loss_weight: float = option(0.0, "Weight: the teacher's latents decoded, against the frames.", ge=0)
     perceptual_loss_weight: float = option(0.0, "Weight: LPIPS (needs LPIPS weights).", ge=0)
     perceptual_frames: int | None = option(None, "Frames of a clip that LPIPS sees in a step; none: all.", ge=1)
@@ -133,6 +133,7 @@ class TrainConfig:
     ref_vae_path: str | None = option(None, "The teacher: a diffusers folder or a hub name (owner/name).")
     ref_vae_dtype: Literal["float32", "float16", "bfloat16"] = option("bfloat16", "Precision of the teacher.")
     ref_vae_sample: bool = option(False, "Draw the teacher's latents from their distribution; off: take its mode.")
+    latent_store: Path | None = option(None, "The teacher's latents (`tinyvae latents` makes them); none: it runs.")
 
     use_seraena: bool = option(False, "Train with Seraena's correction targets.", group="Seraena")
     seraena_loss_weight: float = option(0.0, "Weight: distance to the corrected frames.", ge=0)
@@ -215,8 +216,8 @@ class TrainConfig:
 
     @property
     def teacher_path(self) -> str | None:
-        """The teacher's folder or hub name; None without a teacher."""
-        return self.ref_vae_path if self.use_ref_vae else None
+        """The folder or hub name of the teacher that the run loads; None without one, and with a latent store."""
+        return self.ref_vae_path if self.use_ref_vae and self.latent_store is None else None
 
     @property
     def validation_size(self) -> tuple[int, int, int]:

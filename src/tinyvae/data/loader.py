@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import BadFile, BadFileLog, BadFileWatch, ClipBatch, Clips, ReadBatch
 from tinyvae.data.decoded_cache import CacheEvent
+from tinyvae.data.latent_store import LatentStore
 from tinyvae.data.sizes import SizesOfPositions
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
 from tinyvae.data.workers import BorrowedBatches, make_board, start_worker, starting_workers
@@ -201,6 +202,7 @@ def make_train_loader(
     sizes: SizesOfPositions | None = None,
     bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
     bad_file_log: BadFileLog | None = None,
+    latents: LatentStore | None = None,
 ) -> TrainLoader:
     """Training batches of this rank.
 
@@ -212,6 +214,7 @@ def make_train_loader(
         start_sample: samples that all ranks together have consumed before.
         sizes: the size of the clip at each position, where they differ; ``clips`` must fit all of them.
         bad_file_limit: share of bad reads above which iterating raises ``UserError``.
+        latents: the store whose latents come with the frames.
     """
     _check_counts(batch_size, rank, world_size, num_workers)
     if len(clips) == 0:
@@ -224,9 +227,33 @@ def make_train_loader(
         return range(first, first + batch_size)
 
     return TrainLoader(
-        Clips(clips, settings, training=True, board=make_board(num_workers), sizes=sizes),
+        Clips(clips, settings, training=True, board=make_board(num_workers), latents=latents, sizes=sizes),
         positions_of,
         None,  # without end
+        BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        pin_memory=pin_memory,
+    )
+
+
+def make_position_loader(
+    clips: ClipSet,
+    settings: ClipSettings,
+    batches: Sequence[range],
+    *,
+    num_workers: int = 0,
+    prefetch_factor: int = 2,
+    pin_memory: bool = False,
+    bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
+    bad_file_log: BadFileLog | None = None,
+) -> TrainLoader:
+    """The training clips at chosen positions, one batch for each range; options as for `make_train_loader`."""
+    _check_counts(1, 0, 1, num_workers)
+    return TrainLoader(
+        Clips(clips, settings, training=True, board=make_board(num_workers)),
+        batches.__getitem__,
+        len(batches),
         BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,

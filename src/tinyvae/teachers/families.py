@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from tinyvae.errors import UserError
 from tinyvae.models.variants import VARIANTS, VariantSpec
+from tinyvae.teachers.latent_space import LatentSpace
 
 TeacherKind = Literal["cogvideox", "wan", "hunyuan", "ltx", "minimax"]
 TEACHER_KINDS: tuple[str, ...] = get_args(TeacherKind)
@@ -116,8 +117,8 @@ _FAMILIES = (
 FAMILIES: dict[str, TeacherFamily] = {family.class_name: family for family in _FAMILIES}
 
 
-def latent_space_of(config: Config, channels: int) -> tuple[list[float], list[float], float]:
-    """(mean, std, factor) of a VAE with this config. LTX keeps mean and std among its weights: the caller adds them.
+def latent_space_of(config: Config, channels: int) -> LatentSpace:
+    """The latent space of a VAE with this config. LTX keeps mean and std among its weights: the caller adds them.
 
     CogVideoX's ``invert_scale_latents`` is not used: it concerns only the first image of its image-to-video models.
     """
@@ -132,4 +133,4 @@ def latent_space_of(config: Config, channels: int) -> tuple[list[float], list[fl
         wrong = f"scaling_factor of {factor} or one of its latents_std is not above 0"
     if wrong:
         raise UserError(f"the teacher's {wrong}; take the config.json that belongs to its weights.")
-    return list(mean), list(std), factor
+    return LatentSpace(mean=tuple(mean), std=tuple(std), factor=factor)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
 from tinyvae.config.schema import TrainConfig
+from tinyvae.data.clip import ClipSettings
+from tinyvae.data.latent_store import LatentStore
+from tinyvae.data.splits import ClipSet
 from tinyvae.errors import UserError
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.losses.seraena import Seraena
@@ -19,7 +23,7 @@ from tinyvae.losses.seraena.start import SeraenaStart
 from tinyvae.models.blocks import MemBlock, SuperMemBlock
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import load_model
-from tinyvae.teachers import load_teacher
+from tinyvae.teachers import LatentSpace, Teacher, identify_teacher, load_teacher
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import average_when_all_are_well
 from tinyvae.training.resume import HIGHER_IS_BETTER
@@ -73,21 +77,15 @@ def _convs(stack: nn.Sequential) -> Iterator[tuple[nn.Conv2d, nn.Module | None, 
             yield from ((part, following, False) for part in layer.modules() if isinstance(part, nn.Conv2d))
 
 
-def build_task(config: TrainConfig, engine: Engine, model: TAEHV) -> TrainingTask:
+def build_task(
+    config: TrainConfig, engine: Engine, model: TAEHV, *, latents: LatentStore | None = None
+) -> TrainingTask:
+    """The task of a run; ``latents``: the store of a run that has one (`open_latents`)."""
     if config.compile_model and engine.device.type == "cpu":
         log.info("compile_model is left out: it is for GPUs, on a CPU it takes minutes at the start and brings little")
         config = replace(config, compile_model=False)
-    teacher = seraena = None
-    if config.teacher_path is not None:
-        teacher = load_teacher(
-            config.ref_vae_type,
-            config.teacher_path,
-            dtype=getattr(torch, config.ref_vae_dtype),
-            device=engine.device,
-            sample=config.ref_vae_sample,
-            seed=config.seed + engine.rank,
-            spec=config.spec,
-        )
+    teacher = None if config.teacher_path is None else build_teacher(config, engine.device)
+    seraena = None
     if config.use_seraena:
         seraena = Seraena(
             config.spec,
@@ -107,7 +105,42 @@ def build_task(config: TrainConfig, engine: Engine, model: TAEHV) -> TrainingTas
     if (lpips := find_lpips(config)) is not None:
         lpips.to(engine.device)
     average = average_when_all_are_well(engine) if engine.many else None
-    return TrainingTask(config, model, teacher=teacher, lpips=lpips, seraena=seraena, average=average)
+    space = None if latents is None else LatentSpace.of(latents.facts.space)
+    return TrainingTask(config, model, teacher=teacher, space=space, lpips=lpips, seraena=seraena, average=average)
+
+
+def build_teacher(config: TrainConfig, device: torch.device) -> Teacher:
+    """The teacher that the settings name, on a device."""
+    assert config.teacher_path is not None
+    dtype = getattr(torch, config.ref_vae_dtype)
+    return load_teacher(config.ref_vae_type, config.teacher_path, dtype=dtype, device=device, spec=config.spec)
+
+
+def open_latents(config: TrainConfig, train: ClipSet | None) -> LatentStore | None:
+    """The latent store of a run, checked against its settings, its files (None: not known yet) and its teacher."""
+    if config.latent_store is None:
+        return None
+    store = LatentStore.open(config.latent_store)
+    wanted = clip_facts(config, train)
+    if config.use_ref_vae:
+        known = None if config.ref_vae_path is None else identify_teacher(config.ref_vae_path)
+        wanted["teacher"] = {**(known or {}), "dtype": config.ref_vae_dtype}
+    if config.ref_vae_sample:
+        wanted["has_std"] = True
+    store.check_fits(wanted)
+    store.check_complete()
+    return store
+
+
+def clip_facts(config: TrainConfig, train: ClipSet | None) -> dict[str, Any]:
+    """What decides over the pixels of a run's clips, for a latent store: the settings and the files."""
+    clips = asdict(ClipSettings.from_config(config))
+    unused = ["decode_timeout_s", "decoded_cache_gb", "decoded_cache_dir"]
+    unused += [] if config.color_jitter else ["color_jitter_params"]
+    unused += [] if config.gaussian_blur else ["gaussian_blur_sigma", "gaussian_blur_probability"]
+    for key in unused:
+        del clips[key]
+    return {"clips": clips} | ({} if train is None else {"data": {"files": len(train), "hash": train.fingerprint}})
 
 
 def find_lpips(config: TrainConfig) -> LPIPS | None:

@@ -12,6 +12,7 @@ from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import BadFileLog, ClipBatch
 from tinyvae.data.index import VideoIndex, is_index, open_index
 from tinyvae.data.index_build import CACHED_INDEX, bring_up_to_date, usable_cores
+from tinyvae.data.latent_store import LatentStore
 from tinyvae.data.loader import ValidationLoader, make_train_loader, make_validation_loader
 from tinyvae.data.sizes import SizesOfPositions, with_size
 from tinyvae.data.splits import ClipSet, split
@@ -56,6 +57,8 @@ class RunData:
     train: ClipSet
     validation: ClipSet
     bad_files: BadFileLog
+    latents: LatentStore | None = None
+    """The teacher's latents of the training clips, where the run takes them from a store."""
 
     def settled(self, index_folder: Path, folder: Path) -> RunData:
         """The same data, after its index was moved from ``index_folder`` to ``folder``: workers open it by its name."""
@@ -94,6 +97,7 @@ class RunData:
             sizes=sizes,
             bad_file_limit=config.bad_file_limit,
             bad_file_log=self.bad_files,
+            latents=self.latents,
         )
 
     def validation_loader(self, engine: Engine) -> ValidationLoader:

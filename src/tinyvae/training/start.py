@@ -16,7 +16,7 @@ from tinyvae.errors import UserError
 from tinyvae.files import writing_to
 from tinyvae.models.taehv import TAEHV
 from tinyvae.terminal import count_of
-from tinyvae.training.build import build_model, build_task, make_seraena_start
+from tinyvae.training.build import build_model, build_task, make_seraena_start, open_latents
 from tinyvae.training.checkpoint import CheckpointWriter, checkpoint_bytes
 from tinyvae.training.clips import RunData, loading_processes, open_data
 from tinyvae.training.deepspeed import start_engine
@@ -126,10 +126,11 @@ class _Run:
         data = open_data(config, engine, folder, index_folder=self.index_folder)
         if self.saved is not None:
             check_same_data(self.saved, config, data_fingerprint=data.train.fingerprint)
+        data = replace(data, latents=engine.from_main(lambda: open_latents(config, data.train)))
         model = build_model(config).to(engine.device)
         optimizers = make_optimizers(model, config)
         engine.prepare(model, optimizers)
-        task = build_task(config, engine, model)
+        task = build_task(config, engine, model, latents=data.latents)
         average = WeightAverage(model, decay=config.ema_decay) if config.ema_decay > 0 else None
         state = RunState(
             config=config, engine=engine, folder=folder, data=data, model=model, average=average, seraena=task.seraena
