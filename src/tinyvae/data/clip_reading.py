@@ -174,7 +174,7 @@ class ReadBatch:
 class Clips(torch.utils.data.Dataset[ReadBatch]):
     """Batches by position: global positions in training, the numbers of the files in validation.
 
-    With a store of N clips (``latents``), position p gets clip p mod N, as it was when its latents were made.
+    With a store (``latents``), position p gets clip ``latents.clip_of(p)``, as it was when its latents were made.
     ``sizes``: where clips have several sizes; else all have that of ``settings``.
     """
 
@@ -205,18 +205,25 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
             row = self.clips.row(position)
             yield row, choose_validation_clip(row, settings)
             return
-        if self.latents is not None:
-            position %= self.latents.num_clips
+        position = self._clip_of(position)
         num_files = len(self.clips)
         for attempt in range(MAX_ATTEMPTS):
             row = self.clips.row(file_of(position, num_files, settings.seed, attempt))
             yield row, choose_clip(row, settings, position, num_files, attempt)
 
+    def _clip_of(self, position: int) -> int:
+        return position if self.latents is None else self.latents.clip_of(position)
+
+    def _settings_of(self, positions: list[int]) -> ClipSettings:
+        """The settings of a batch: it is of one step, so its clips have one size."""
+        if self._sizes is None:
+            return self.settings
+        first, last = (self._sizes.settings_at(self._clip_of(positions[i]), self.settings) for i in (0, -1))
+        assert first == last, "a batch of two steps"
+        return first
+
     def __getitems__(self, positions: list[int]) -> ReadBatch:
-        settings = self.settings
-        if self._sizes is not None:  # a batch is of one step, so its clips have one size
-            settings = self._sizes.settings_at(positions[0], settings)
-            assert settings == self._sizes.settings_at(positions[-1], settings), "a batch of two steps"
+        settings = self._settings_of(positions)
         shape = (len(positions), settings.n_frames, 3, settings.height, settings.width)
         try:
             frames, loan = self._buffers.take(shape)
@@ -271,7 +278,7 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
             stored = self.latents.file_of(position)
             if stored != row.path:
                 raise UserError(
-                    f"the latents of clip {position % self.latents.num_clips} in {self.latents.folder} are those of "
+                    f"the latents of clip {self.latents.clip_of(position)} in {self.latents.folder} are those of "
                     f"{stored!r}, and the run read {row.path!r} in its place, because not the same files can be read "
                     "as when the store was made; restore the files, or make the store again with tinyvae latents"
                 )

@@ -242,6 +242,7 @@ def make_position_loader(
     settings: ClipSettings,
     batches: Sequence[range],
     *,
+    sizes: SizesOfPositions | None = None,
     num_workers: int = 0,
     prefetch_factor: int = 2,
     pin_memory: bool = False,
@@ -251,7 +252,7 @@ def make_position_loader(
     """The training clips at chosen positions, one batch for each range; options as for `make_train_loader`."""
     _check_counts(1, 0, 1, num_workers)
     return TrainLoader(
-        Clips(clips, settings, training=True, board=make_board(num_workers)),
+        Clips(clips, settings, training=True, board=make_board(num_workers), sizes=sizes),
         batches.__getitem__,
         len(batches),
         BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),

@@ -141,10 +141,13 @@ class SizesOfPositions:
     start_sample: int = 0
     start_step: int = 0
 
+    def size_at(self, position: int, *, seed: int) -> ClipSize:
+        step = self.start_step + (position - self.start_sample) // self.clips_per_step
+        return self.schedule.size_at(step=step, seed=seed)
+
     def settings_at(self, position: int, settings: ClipSettings) -> ClipSettings:
         """The settings of the clip at a position: ``settings`` with its size."""
-        step = self.start_step + (position - self.start_sample) // self.clips_per_step
-        return with_size(settings, self.schedule.size_at(step=step, seed=settings.seed))
+        return with_size(settings, self.size_at(position, seed=settings.seed))
 
 
 def with_size(settings: ClipSettings, size: ClipSize) -> ClipSettings:

@@ -116,12 +116,12 @@ def build_teacher(config: TrainConfig, device: torch.device) -> Teacher:
     return load_teacher(config.ref_vae_type, config.teacher_path, dtype=dtype, device=device, spec=config.spec)
 
 
-def open_latents(config: TrainConfig, train: ClipSet | None) -> LatentStore | None:
+def open_latents(config: TrainConfig, train: ClipSet | None, *, processes: int) -> LatentStore | None:
     """The latent store of a run, checked against its settings, its files (None: not known yet) and its teacher."""
     if config.latent_store is None:
         return None
     store = LatentStore.open(config.latent_store)
-    wanted = clip_facts(config, train)
+    wanted = clip_facts(config, train, processes=processes)
     if config.use_ref_vae:
         known = None if config.ref_vae_path is None else identify_teacher(config.ref_vae_path)
         wanted["teacher"] = {**(known or {}), "dtype": config.ref_vae_dtype}
@@ -132,14 +132,18 @@ def open_latents(config: TrainConfig, train: ClipSet | None) -> LatentStore | No
     return store
 
 
-def clip_facts(config: TrainConfig, train: ClipSet | None) -> dict[str, Any]:
-    """What decides over the pixels of a run's clips, for a latent store: the settings and the files."""
+def clip_facts(config: TrainConfig, train: ClipSet | None, *, processes: int) -> dict[str, Any]:
+    """What decides over the pixels of a run's clips, for a latent store: the settings and the files. Where clips have
+    several sizes, which one a position gets depends on the clips of a step, and so on the number of processes."""
     clips = asdict(ClipSettings.from_config(config))
     unused = ["decode_timeout_s", "decoded_cache_gb", "decoded_cache_dir"]
     unused += [] if config.color_jitter else ["color_jitter_params"]
     unused += [] if config.gaussian_blur else ["gaussian_blur_sigma", "gaussian_blur_probability"]
     for key in unused:
         del clips[key]
+    clips["resolutions"] = list(config.resolutions)
+    if config.resolutions:
+        clips["clips_per_step"] = config.train_batch_size * config.gradient_accumulation_steps * processes
     return {"clips": clips} | ({} if train is None else {"data": {"files": len(train), "hash": train.fingerprint}})
 
 

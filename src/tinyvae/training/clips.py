@@ -72,18 +72,29 @@ class RunData:
         if num_bad := self.bad_files.add_index(self.train.index):
             log.warning("%d bad files are named in %s", num_bad, self.bad_files.file)
 
+    def check_start(self, start_sample: int, start_step: int) -> None:
+        """Refuse a latent store of several sizes where the run's steps did not always have as many clips as now."""
+        sizes = None if self.latents is None else self.latents.facts.sizes
+        if sizes is not None and start_sample != start_step * sizes.clips_per_step:
+            raise UserError(
+                f"the run has taken {start_sample} clips in {start_step} steps, and the latent store has "
+                f"{sizes.clips_per_step} clips for each step, which decides over their sizes; go on with the teacher "
+                "itself (--latent_store none), or start a new run."
+            )
+
     def training_batches(
         self, engine: Engine, *, start_sample: int, start_step: int
     ) -> Generator[ClipBatch, None, None]:
         """Endless micro-batches of this rank, from the clips that come after ``start_sample``; ``start_step``: the
         optimizer step that they are for, which decides over their size. Close it at the end."""
         config = self.config
-        sizes = SizesOfPositions(
-            schedule=config.sizes,
-            clips_per_step=config.train_batch_size * config.gradient_accumulation_steps * engine.world_size,
-            start_sample=start_sample,
-            start_step=start_step,
-        )
+        if self.latents is not None:
+            sizes = self.latents.facts.sizes
+        else:
+            clips_per_step = config.train_batch_size * config.gradient_accumulation_steps * engine.world_size
+            sizes = SizesOfPositions(
+                schedule=config.sizes, clips_per_step=clips_per_step, start_sample=start_sample, start_step=start_step
+            )
         yield from make_train_loader(
             self.train,
             training_settings(config),

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from tinyvae.config.load import LoadedConfig
 from tinyvae.config.rules import check_config
 from tinyvae.config.schema import TrainConfig
-from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import ClipBatch, Clips
 from tinyvae.data.latent_store import DTYPES, LOCK, LatentStore, StoredLatents, StoreFacts
 from tinyvae.data.loader import make_position_loader
@@ -29,7 +27,7 @@ from tinyvae.models.variants import VariantSpec
 from tinyvae.teachers import Teacher, identify_teacher
 from tinyvae.terminal import bytes_in_words, count_of, progress_bar
 from tinyvae.training.build import build_teacher, clip_facts
-from tinyvae.training.clips import RunData, loading_processes, open_data
+from tinyvae.training.clips import RunData, loading_processes, open_data, training_settings
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import is_out_of_memory
 
@@ -45,6 +43,8 @@ class LatentJob:
     dtype: str = "bfloat16"
     part: int = 0
     num_parts: int = 1
+    processes: int = 1
+    """How many the run will have; only counts for clips of several sizes."""
 
 
 def make_latents(loaded: LoadedConfig, job: LatentJob) -> LatentStore:
@@ -93,7 +93,7 @@ def begin_store(config: TrainConfig, train: ClipSet, teacher: Teacher, job: Late
     assert known is not None, "a teacher that was loaded is on this machine"
     facts = StoreFacts(
         teacher={**known, "dtype": config.ref_vae_dtype},
-        **clip_facts(config, train),
+        **clip_facts(config, train, processes=job.processes),
         space=asdict(teacher.space),
         dtype=job.dtype,
         has_std=config.ref_vae_sample,
@@ -102,21 +102,29 @@ def begin_store(config: TrainConfig, train: ClipSet, teacher: Teacher, job: Late
         return LatentStore.create(job.folder, facts, num_clips=job.num_clips, batch_size=config.train_batch_size)
 
 
-def latent_bytes(config: TrainConfig, facts: StoreFacts) -> int:
-    """What the latents of one clip take in the store."""
-    spec = config.spec
-    values = spec.latents(config.n_frames) * spec.latent_channels
-    values *= (config.height // spec.space_factor) * (config.width // spec.space_factor)
-    return values * DTYPES[facts.dtype].itemsize * (2 if facts.has_std else 1)
+def latent_bytes(config: TrainConfig, store: LatentStore, shards: Iterable[int]) -> int:
+    """What the latents of some shards take."""
+    spec, facts, sizes = config.spec, store.facts, store.facts.sizes
+    if sizes is None:
+        clips = Counter({config.sizes.largest: sum(len(store.positions(shard)) for shard in shards)})
+    else:
+        positions = (position for shard in shards for position in store.positions(shard))
+        clips = Counter(sizes.size_at(position, seed=config.seed) for position in positions)
+    factor = spec.space_factor
+    pixels = sum(
+        count * spec.latents(size.n_frames) * (size.height // factor) * (size.width // factor)
+        for size, count in clips.items()
+    )
+    return pixels * spec.latent_channels * DTYPES[facts.dtype].itemsize * (2 if facts.has_std else 1)
 
 
 def print_size(config: TrainConfig, store: LatentStore, shards: Sequence[int]) -> None:
     """Say how large the work is, and refuse it where the disk cannot hold it."""
-    one = latent_bytes(config, store.facts)
-    needed = one * sum(len(store.positions(shard)) for shard in shards)
+    whole, needed = (latent_bytes(config, store, numbers) for numbers in (store.shards, shards))
     free = shutil.disk_usage(store.folder).free
-    clips = f"{count_of(store.num_clips, 'clip')} of {bytes_in_words(one)} in {store.facts.dtype}"
-    print(f"{store.folder}: {clips}: {bytes_in_words(one * store.num_clips)} in {count_of(store.num_shards, 'shard')}")
+    num_clips = sum(map(len, store.stages))
+    clips = f"{count_of(num_clips, 'clip')} of {bytes_in_words(whole // num_clips)} in {store.facts.dtype}"
+    print(f"{store.folder}: {clips}: {bytes_in_words(whole)} in {count_of(store.num_shards, 'shard')}")
     print(f"to make here: {count_of(len(shards), 'shard')}, {bytes_in_words(needed)}; {bytes_in_words(free)} are free")
     if needed > free:
         lack = bytes_in_words(needed - free)
@@ -128,8 +136,9 @@ def print_size(config: TrainConfig, store: LatentStore, shards: Sequence[int]) -
 
 def micro_batches(store: LatentStore, shard: int, batch_size: int) -> list[range]:
     """The positions of a shard in the run's own micro-batches: a clip then has the same neighbors as in the run."""
-    positions = store.positions(shard)
-    return [positions[first : first + batch_size] for first in range(0, len(positions), batch_size)]
+    return [
+        piece[first : first + batch_size] for piece in store.pieces(shard) for first in range(0, len(piece), batch_size)
+    ]
 
 
 def read_clips(clips: Clips, positions: range) -> ClipBatch:
@@ -153,12 +162,6 @@ def encode_clips(teacher: Teacher, batch: ClipBatch, spec: VariantSpec, *, with_
     return StoredLatents(mean=mean, std=std).to("cpu")
 
 
-def join(parts: Sequence[StoredLatents]) -> StoredLatents:
-    """The latents of several micro-batches as one."""
-    stds = [part.std for part in parts if part.std is not None]
-    return StoredLatents(mean=torch.cat([part.mean for part in parts]), std=torch.cat(stds) if stds else None)
-
-
 def make_shards(
     config: TrainConfig, data: RunData, store: LatentStore, teacher: Teacher, shards: Sequence[int]
 ) -> None:
@@ -166,8 +169,9 @@ def make_shards(
     batches = [(shard, part) for shard in shards for part in micro_batches(store, shard, config.train_batch_size)]
     loader = make_position_loader(
         data.train,
-        ClipSettings.from_config(config),
+        training_settings(config),
         [positions for _, positions in batches],
+        sizes=store.facts.sizes,
         num_workers=loading_processes(config),
         prefetch_factor=config.prefetch_factor,
         pin_memory=config.pin_memory,
@@ -183,7 +187,7 @@ def make_shards(
             made.append(encode_clips(teacher, batch, config.spec, with_std=store.facts.has_std))
             files += batch.names
             bar.update(len(batch))
-            if positions.stop == store.positions(shard).stop:
+            if positions[-1] == store.positions(shard)[-1]:
                 with writing_to(store.folder):
-                    store.write(shard, join(made), files)
+                    store.write(shard, made, files)
                 made, files = [], []

@@ -126,7 +126,9 @@ class _Run:
         data = open_data(config, engine, folder, index_folder=self.index_folder)
         if self.saved is not None:
             check_same_data(self.saved, config, data_fingerprint=data.train.fingerprint)
-        data = replace(data, latents=engine.from_main(lambda: open_latents(config, data.train)))
+        processes = engine.world_size
+        latents = engine.from_main(lambda: open_latents(config, data.train, processes=processes))
+        data = replace(data, latents=latents)
         model = build_model(config).to(engine.device)
         optimizers = make_optimizers(model, config)
         engine.prepare(model, optimizers)
@@ -186,6 +188,7 @@ class _Run:
         loop = LoopState(progress=Progress(), seraena_start=make_seraena_start(self.config))
         if self.saved is not None:
             loop = state.restore(self.saved, loop)
+            data.check_start(loop.progress.samples_seen, loop.progress.step)
             log.info("resumed from %s at step %d", self.saved.folder, loop.progress.step)
         progress = self.engine.from_main(lambda: self._write_first_files(loop.progress, data))
         return replace(loop, progress=progress), data.settled(self.index_folder, self.folder)
