@@ -144,7 +144,7 @@ def test_several_sizes_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         torch, "compile", lambda function, *, mode, dynamic: plain(function, backend=backend, dynamic=dynamic)
     )
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    monkeypatch.setattr(torch._dynamo.config, "cache_size_limit", 8)
     sizes = [f"{n_frames}x{side}x{side}" for n_frames in (4, 8) for side in (16, 24, 32, 40, 48)]
     task = make_task(compile_model=True, resolutions=tuple(sizes))
     monkeypatch.setattr(task.model, "encode", lambda frames: frames * 2)

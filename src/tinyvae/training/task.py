@@ -66,8 +66,9 @@ class TrainingTask:
         num_sizes = len(self.config.sizes.sizes)
         if num_sizes == 1:
             return torch.compile(self._student, mode=self.config.compile_mode)
-        limit = torch._dynamo.config.recompile_limit
-        torch._dynamo.config.recompile_limit = max(limit, 2 * num_sizes)  # and once more for its parts, if any
+        limits = torch._dynamo.config
+        # The name that torch 2.6 has too. Twice: a size that runs out of memory is compiled again for its parts.
+        limits.cache_size_limit = max(limits.cache_size_limit, 2 * num_sizes)
         return torch.compile(self._student, mode=self.config.compile_mode, dynamic=False)
 
     def begin_step(self, step: int) -> None:
