@@ -218,6 +218,29 @@ def test_autocast_and_batch_parts_change_nothing(folders: dict[str, Path], monke
     torch.testing.assert_close(teacher.encode(frames), whole, atol=1e-5, rtol=0)
 
 
+def test_fewer_clips_at_once_where_memory_runs_out(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    teacher, frames = load(folders, "taecvx"), clip("taecvx", batch=5)
+    alone = teacher.encode(frames)
+    monkeypatch.setattr(teacher, "_one_at_a_time", False)  # as on a GPU
+    sizes: list[int] = []
+    run = teacher._encode_part
+
+    def run_two(part: Tensor) -> Any:
+        sizes.append(len(part))
+        if len(part) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(part)
+
+    monkeypatch.setattr(teacher, "_encode_part", run_two)
+    caplog.set_level("INFO")
+    for _ in range(2):
+        torch.testing.assert_close(teacher.encode(frames), alone, rtol=1e-4, atol=1e-5)
+    assert sizes == [5, 2, 2, 1, 2, 2, 1], "and it stays so"
+    assert caplog.text.count("fewer clips at once") == 1
+
+
 def test_bf16_weights_give_fp32_latents(folders: dict[str, Path]) -> None:
     teacher = load(folders, "taew2_1", dtype=torch.bfloat16)
     assert teacher.dtype == torch.bfloat16

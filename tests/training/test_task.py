@@ -124,34 +124,11 @@ def test_a_teachers_term_of_weight_zero_is_not_computed(monkeypatch: pytest.Monk
 
 def test_the_compile_switch_compiles_the_students_step(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(torch, "compile", lambda function, *, mode: asked.append(mode) or function)
+    monkeypatch.setattr(torch, "compile", lambda function, *, mode, dynamic: asked.append(mode) or function)
     make_task()
     assert asked == []
     make_task(compile_model=True, compile_mode="max-autotune")
     assert asked == ["max-autotune"]
-
-
-@pytest.mark.slow
-def test_several_sizes_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has static shapes, and more than torch's limit of eight are compiled too."""
-    compiled: list[list[int]] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        compiled.append(list(inputs[0].shape))
-        return graph
-
-    plain = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda function, *, mode, dynamic: plain(function, backend=backend, dynamic=dynamic)
-    )
-    monkeypatch.setattr(torch._dynamo.config, "cache_size_limit", 8)
-    sizes = [f"{n_frames}x{side}x{side}" for n_frames in (4, 8) for side in (16, 24, 32, 40, 48)]
-    task = make_task(compile_model=True, resolutions=tuple(sizes))
-    monkeypatch.setattr(task.model, "encode", lambda frames: frames * 2)
-    monkeypatch.setattr(task.model, "decode", lambda latents: latents / 2)
-    for size in task.config.sizes.sizes * 2:
-        task._forward(torch.zeros(1, size.n_frames, 3, size.height, size.width), None)
-    assert len(compiled) == len(sizes)
 
 
 def test_slices_of_a_batch_average_to_the_whole() -> None:

@@ -94,7 +94,7 @@ class TrainConfig:
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = option(
         "default", "Mode of torch.compile where compile_model is on."
     )
-    deterministic: bool = option(False, "The same bits from the same run on one GPU; a tenth slower; not if compiled.")
+    deterministic: bool = option(False, "The same bits from the same run on one GPU; slower: nothing is compiled.")
     seed: int = option(42, "Seed of weights, data order and augmentation.", ge=0, lt=2**32)
 
     optimizer: Literal["adamw", "muon"] = option(
@@ -145,7 +145,7 @@ class TrainConfig:
         "size_independent", "golden: as published, fades with the picture size; size_independent: the same at any size."
     )
     seraena_buffer_mb: int = option(512, "Bound of each process's replay buffer, 2**20 bytes.", ge=1)
-    seraena_buffer_device: Literal["cpu", "device"] = option("cpu", "cpu: the buffer lies in main memory.")
+    seraena_buffer_device: Literal["cpu", "device"] = option("device", "cpu: the buffer lies in main memory.")
 
     validation_steps: int = option(500, "Steps between validations, and one last; 0: never.", ge=0, group="Validation")
     num_validation_samples: int = option(20, "Clips of a validation, over all processes.", ge=1)

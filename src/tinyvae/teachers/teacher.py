@@ -6,7 +6,9 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,15 @@ from tinyvae.teachers.families import (
     latent_space_of,
 )
 
+log = logging.getLogger(__name__)
+
 CONFIG_NAME = "config.json"
 WEIGHTS_PATTERN = "diffusion_pytorch_model*"
 HUB_TIMEOUT_S = 10
 HASH_DIGITS = 16
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
-PIXELS_PER_CALL = 6_000_000  # of one pass through the VAE (17 frames of 480x720), to bound its memory
+PIXELS_PER_CALL = 24_000_000  # of one pass through the VAE (4 clips of 16 frames of 480x720); less if memory runs out
 
 
 class TeacherError(UserError):
@@ -50,10 +54,14 @@ class Teacher:
         latents_NTCHW = teacher.encode(model.target(frames_NTCHW))
     """
 
-    def __init__(self, vae: Any, found: FoundTeacher, spec: VariantSpec | None) -> None:
-        """``vae``: a diffusers VAE on its device. ``spec``: the student that its latents must fit."""
+    def __init__(self, vae: Any, found: FoundTeacher, spec: VariantSpec | None, *, compiled: bool = False) -> None:
+        """``vae``: a diffusers VAE on its device. ``spec``: the student that its latents must fit. ``compiled``:
+        compile the encoder, if its family can be compiled."""
         family = found.family
         self._vae = vae.eval().requires_grad_(False)
+        if compiled and family.compiles:
+            self._vae.encoder.compile(dynamic=False)
+        self._pixels_per_call = PIXELS_PER_CALL
         self._spec = spec
         self.class_name = family.class_name
         self.geometry = found.geometry
@@ -85,7 +93,7 @@ class Teacher:
             aligned = self._spec.aligned_frames(num_frames)
             assert aligned == num_frames, f"give the {aligned} frames of VideoCodec.target, not all {num_frames}"
         with torch.autocast(device_type=self.device.type, enabled=False):
-            parts = [self._encode_part(part) for part in self._parts(frames_NTCHW, frames_NTCHW[0].numel() // 3)]
+            parts = self._in_parts(self._encode_part, frames_NTCHW, frames_NTCHW[0].numel() // 3)
         mean = torch.cat([part.mode() for part in parts]).transpose(1, 2)
         std = torch.cat([part.std for part in parts]).transpose(1, 2) if with_std else None
         for values in (mean, std):
@@ -98,11 +106,21 @@ class Teacher:
         """Frames NTCHW in [0, 1], fp32, of latents NTCHW in diffusion space: the quality a student is measured by."""
         pixels = latents_NTCHW[0, :, 0].numel() * self.geometry.time_factor * self.geometry.space_factor**2
         with torch.autocast(device_type=self.device.type, enabled=False):
-            parts = [self._decode_part(part) for part in self._parts(latents_NTCHW, pixels)]
+            parts = self._in_parts(self._decode_part, latents_NTCHW, pixels)
         return torch.cat(parts).transpose(1, 2)
 
-    def _parts(self, videos_NTCHW: Tensor, pixels_each: int) -> tuple[Tensor, ...]:
-        return videos_NTCHW.split(1 if self._one_at_a_time else max(1, PIXELS_PER_CALL // pixels_each))
+    def _in_parts(self, run: Callable[[Tensor], Any], videos_NTCHW: Tensor, pixels_each: int) -> list[Any]:
+        """``run`` over as many videos at once as memory holds. Where it runs out, fewer, from then on."""
+        while True:
+            size = 1 if self._one_at_a_time else max(1, self._pixels_per_call // pixels_each)
+            try:
+                return [run(part) for part in videos_NTCHW.split(size)]
+            except torch.OutOfMemoryError:
+                if min(size, len(videos_NTCHW)) == 1:
+                    raise
+            self._pixels_per_call = min(size, len(videos_NTCHW)) * pixels_each // 2
+            torch.cuda.empty_cache()
+            log.info("the teacher takes fewer clips at once from now on: memory ran out")
 
     def _encode_part(self, frames_NTCHW: Tensor) -> Any:
         """diffusers' distribution of the latents NCTHW."""
@@ -143,10 +161,12 @@ def load_teacher(
     dtype: torch.dtype,
     device: torch.device | str,
     spec: VariantSpec | None = None,
+    compiled: bool = False,
 ) -> Teacher:
     """The frozen teacher of a local folder (a VAE's or a whole pipeline's) or of a hub name.
 
     ``kind`` None: what config.json says. ``spec``: the student that it must fit; its latents are checked at every call.
+    ``compiled``: compile its encoder, where that is faster (a GPU).
     """
     if spec is not None:
         check_teacher(path, kind, spec)
@@ -158,7 +178,7 @@ def load_teacher(
         # diffusers reports a missing, truncated or mismatched weights file as one of these.
         why = _first_line(failure)
         raise UserError(f"the teacher {path} cannot be loaded: {why} (download its weights again).") from failure
-    return Teacher(vae.to(device), found, spec)
+    return Teacher(vae.to(device), found, spec, compiled=compiled)
 
 
 def check_teacher(path: str | Path, kind: str | None, spec: VariantSpec, *, seen_from: Path | None = None) -> None:

@@ -31,6 +31,7 @@ from tinyvae.training.task import TrainingTask
 
 log = logging.getLogger(__name__)
 
+GRAPHS_PER_SIZE = 8  # as torch allows for one; the teacher's encoder has several shapes inside
 QUIET_BRANCH = 0.03  # a tenth of a dB better after 1,000 steps than 0.1; 0.01 is as good (docs/results.md)
 
 
@@ -81,11 +82,9 @@ def build_task(
     config: TrainConfig, engine: Engine, model: TAEHV, *, latents: LatentStore | None = None
 ) -> TrainingTask:
     """The task of a run; ``latents``: the store of a run that has one (`open_latents`)."""
-    if config.compile_model and engine.device.type == "cpu":
-        log.info("compile_model is left out: it is for GPUs, on a CPU it takes minutes at the start and brings little")
-        config = replace(config, compile_model=False)
+    config = settle_compilation(config, engine.device)
     teacher = None if config.teacher_path is None else build_teacher(config, engine.device)
-    seraena = None
+    seraena, on_gpu = None, engine.device.type == "cuda"
     if config.use_seraena:
         seraena = Seraena(
             config.spec,
@@ -99,6 +98,8 @@ def build_task(
             normalization=config.seraena_normalisation,
             seed=config.seed,
             rank=engine.rank,
+            dtype=torch.bfloat16 if on_gpu and config.mixed_precision == "bf16" else torch.float32,
+            compiled=config.compile_model,
         )
         for _, height, width in config.sizes.sizes:
             seraena.check_batch(config.train_batch_size, height, width)
@@ -109,11 +110,42 @@ def build_task(
     return TrainingTask(config, model, teacher=teacher, space=space, lpips=lpips, seraena=seraena, average=average)
 
 
+def settle_compilation(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """The settings with ``compile_model`` off where it is useless (a CPU) or cannot work (no Triton, no C compiler).
+
+    The trial takes a few seconds, which the first compilation of a process takes anyway.
+    """
+    if not config.compile_model:
+        return config
+    if device.type == "cpu":
+        log.info("compile_model is left out: it is for GPUs, on a CPU it takes minutes at the start and brings little")
+        return replace(config, compile_model=False)
+    if config.deterministic:
+        log.info("compile_model is left out: a compiled step need not have the same bits every time (deterministic)")
+        return replace(config, compile_model=False)
+    try:
+        torch.compile(lambda x: (x + 1).relu())(torch.zeros(8, device=device))
+    except (RuntimeError, ImportError) as fault:
+        reason = " ".join(str(fault).split()[:40])
+        log.warning("compile_model is left out, and a step takes twice as long: torch.compile fails here (%s)", reason)
+        return replace(config, compile_model=False)
+    # Beyond its limit torch runs a new shape without a compiled graph. This is the name that torch 2.6 has too.
+    limits = torch._dynamo.config
+    limits.cache_size_limit = max(limits.cache_size_limit, GRAPHS_PER_SIZE * len(config.sizes.sizes))
+    return config
+
+
 def build_teacher(config: TrainConfig, device: torch.device) -> Teacher:
     """The teacher that the settings name, on a device."""
     assert config.teacher_path is not None
-    dtype = getattr(torch, config.ref_vae_dtype)
-    return load_teacher(config.ref_vae_type, config.teacher_path, dtype=dtype, device=device, spec=config.spec)
+    return load_teacher(
+        config.ref_vae_type,
+        config.teacher_path,
+        dtype=getattr(torch, config.ref_vae_dtype),
+        device=device,
+        spec=config.spec,
+        compiled=config.compile_model,
+    )
 
 
 def open_latents(config: TrainConfig, train: ClipSet | None, *, processes: int) -> LatentStore | None:

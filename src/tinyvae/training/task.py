@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,18 +58,11 @@ class TrainingTask:
         self.seraena = seraena
         self._average = average
         self._tells_more = config.debug  # the first call of `losses` logs what it works with
-        self._forward = self._compiled() if config.compile_model else self._student
-
-    def _compiled(self) -> Callable[..., tuple[Tensor, Tensor, Tensor | None]]:
-        """The student's work, compiled. With several clip sizes each has a graph of its own: torch would compile one
-        for all sizes, which is slower."""
-        num_sizes = len(self.config.sizes.sizes)
-        if num_sizes == 1:
-            return torch.compile(self._student, mode=self.config.compile_mode)
-        limits = torch._dynamo.config
-        # The name that torch 2.6 has too. Twice: a size that runs out of memory is compiled again for its parts.
-        limits.cache_size_limit = max(limits.cache_size_limit, 2 * num_sizes)
-        return torch.compile(self._student, mode=self.config.compile_mode, dynamic=False)
+        # With several clip sizes each has a graph of its own: a graph for any size would be slower.
+        compiled = (
+            torch.compile(self._student, mode=config.compile_mode, dynamic=False) if config.compile_model else None
+        )
+        self._forward = compiled or self._student
 
     def begin_step(self, step: int) -> None:
         """The computation of an optimizer step starts, or starts again; what it draws depends on the step alone."""
