@@ -180,7 +180,8 @@ def _variant_rules(config: TrainConfig) -> Findings:
         return
     found = [finding for size in config.sizes.sizes for finding in _size_rules(config, size)]
     yield from found
-    if not found and (refusal := _refusal(config.spec.check_size, *config.validation_size[1:])):
+    fits = not any(keys.startswith("height") for keys, _ in found)  # else it would be told twice
+    if fits and (refusal := _refusal(config.spec.check_size, *config.validation_size[1:])):
         yield "validation_height validation_width", f"validation size: {refusal}"
 
 
