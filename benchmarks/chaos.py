@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchmetrics  # noqa: F401 (imported once here rather than in every run)
 
 from tinyvae.cli.main import main as tinyvae
 from tinyvae.config.load import load_config

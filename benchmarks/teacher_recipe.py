@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,14 +42,9 @@ FRAMES, HEIGHT, WIDTH, CLIPS = 16, 480, 720, 2
 
 def prepare(work: Path) -> None:
     """Films, teacher and student; nothing where they are there."""
-    for number in range(24):
-        file = work / "clips" / f"clip_{number:02}.mp4"
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            small = render_clip(number, height=HEIGHT // 2, width=WIDTH // 2, frames=65, seed=0)
-            frames = F.interpolate(small.float(), scale_factor=2, mode="bilinear").round().to(torch.uint8)
-            with VideoWriter(file, fps=24, width=WIDTH, height=HEIGHT) as writer:
-                writer.write(frames)
+    (work / "clips").mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor() as pool:
+        list(pool.map(make_film, [work / "clips" / f"clip_{number:02}.mp4" for number in range(32)]))
     if not (work / "teacher").exists():
         from diffusers import AutoencoderKLCogVideoX
 
@@ -58,6 +54,15 @@ def prepare(work: Path) -> None:
         model = TAEHV("taecvx")
         initialize_he(model, seed=0)
         save_model(model, work / "student.safetensors")
+
+
+def make_film(file: Path) -> None:
+    if not file.exists():
+        torch.set_num_threads(1)
+        small = render_clip(int(file.stem[-2:]), height=HEIGHT // 2, width=WIDTH // 2, frames=49, seed=0)
+        frames = F.interpolate(small.float(), scale_factor=2, mode="bilinear").round().to(torch.uint8)
+        with VideoWriter(file, fps=24, width=WIDTH, height=HEIGHT) as writer:
+            writer.write(frames)
 
 
 def settings(work: Path, **changes: object) -> dict[str, object]:

@@ -116,9 +116,9 @@ def test_several_sizes_each_stage_has_its_own_clips(tmp_path: Path) -> None:
     ("change", "named"),
     [
         ({"teacher": {**FACTS.teacher, "sha256": "cd34"}}, "teacher.sha256 is cd34 here and ab12 in the store"),
-        ({"clips": {**FACTS.clips, "height": 64}}, "clips.height is 64 here and 32 in the store"),
+        ({"clips": {**FACTS.clips, "height": 64}}, "height is 64 here and 32 in the store"),
         ({"data": {"fingerprint": "bee"}}, "data.fingerprint is bee here and f00 in the store"),
-        ({"has_std": True}, "has_std is True here and False in the store"),
+        ({"has_std": True}, "ref_vae_sample is True here and False in the store"),
     ],
 )
 def test_a_store_of_something_else_is_refused_by_the_difference(

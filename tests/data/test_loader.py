@@ -231,6 +231,50 @@ def test_validation_leaves_bad_files_out(damaged: ClipSet) -> None:
     assert set(loader.bad_files.named) == {"3.mp4", "4.mp4"}
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_validation_files_are_read_once(damaged: ClipSet, num_workers: int) -> None:
+    loader = make_validation_loader(damaged, SETTINGS, batch_size=4, num_workers=num_workers)
+    assert loader.kept_clips == {}
+    loader.start()
+    first = list(loader)
+    shutil.rmtree(damaged.index.data_root)
+    assert_equal(list(loader), first)
+    assert loader.reads.num_clips == 18 and loader.reads.num_tries == 40 and loader.reads.num_bad_tries == 4
+    assert len(loader.kept_clips) == 18 and loader.kept_clips[first[1].names[0]].equal(first[1].frames[0])
+    assert not any(batch.frames.is_shared() for batch in first), "the workers' shared memory is free again"
+
+
+def test_an_iteration_that_is_cut_off_keeps_nothing(damaged: ClipSet) -> None:
+    loader = make_validation_loader(damaged, SETTINGS, batch_size=4)
+    next(iter(loader))
+    assert loader.kept_clips == {} and sum(map(len, loader)) == 18
+
+
+def test_validation_clips_that_do_not_fit_are_read_again_each_time(
+    damaged: ClipSet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tinyvae.data.loader.MAX_KEPT_BYTES", 20 * 5 * 3 * 32 * 48 - 1)
+    loader = make_validation_loader(damaged, SETTINGS, batch_size=4, num_workers=2)
+    with caplog.at_level("INFO", logger="tinyvae"):
+        assert_equal(list(loader), list(loader))
+    assert caplog.text.count("they are decoded again for each validation") == 1
+    assert "take 450 KiB, more than the 450 KiB that are kept in memory:" in caplog.text and loader.kept_clips == {}
+    shutil.rmtree(damaged.index.data_root)
+    with pytest.raises(UserError, match="not one validation clip could be read"):
+        list(loader)
+
+
+def test_workers_that_nobody_used_end_with_their_loader(sides: tuple[ClipSet, ClipSet]) -> None:
+    others = set(psutil.Process().children())
+    loader = make_validation_loader(sides[1], SETTINGS, batch_size=1, num_workers=2)
+    loader.start()
+    workers = [child for child in psutil.Process().children() if child not in others]
+    assert len(workers) >= 2
+    loader.close()
+    assert not psutil.wait_procs(workers, timeout=20)[1]
+    assert sum(map(len, loader)) == len(sides[1]), "it can still be used"
+
+
 def test_ranks_judge_bad_validation_files_together(damaged: ClipSet) -> None:
     """Each of 20 ranks has one clip: a rank whose only clip is bad is no error, as it is none for a single process."""
 

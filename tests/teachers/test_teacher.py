@@ -272,7 +272,7 @@ def test_what_tells_one_teacher_from_another(folders: dict[str, Path], tmp_path:
     changed = identify_teacher(folder)
     assert changed is not None and {key for key in known if known[key] != changed[key]} == {"config"}
     weights = folder / "diffusion_pytorch_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     retrained = identify_teacher(folder)
     assert retrained is not None and retrained["weights"] != known["weights"]
     weights.unlink()

@@ -170,6 +170,12 @@ class ReadBatch:
     def pin_memory(self) -> ReadBatch:
         return replace(self, batch=None if self.batch is None else self.batch.pin_memory())
 
+    def copied(self) -> ReadBatch:
+        """The same in memory of its own, which no worker writes over."""
+        if self.batch is None or not self.batch.frames.is_shared():
+            return self
+        return replace(self, batch=replace(self.batch, frames=self.batch.frames.clone()), loan=None)
+
 
 class Clips(torch.utils.data.Dataset[ReadBatch]):
     """Batches by position: global positions in training, the numbers of the files in validation.

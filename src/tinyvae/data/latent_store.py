@@ -38,10 +38,22 @@ from tinyvae.files import atomic_write, lock_file
 log = logging.getLogger(__name__)
 
 MANIFEST = "store.json"
+SHARDS = "latents-*.safetensors"
 LOCK = ".store.lock"
 VERSION = 1
 CLIPS_PER_SHARD = 64
 """At most; a shard holds whole micro-batches."""
+LABELS = {
+    "has_std": "ref_vae_sample",
+    "teacher.dtype": "ref_vae_dtype",
+    "teacher.class": "the teacher's class",
+    "teacher.config": "the hash of the teacher's config.json",
+    "teacher.weights": "the hash of the teacher's weights",
+    "clips.clips_per_step": "the number of clips of a step (tinyvae latents --gpus)",
+    "data.files": "the number of training files",
+    "data.hash": "the hash of the list of training files",
+}
+"""Fact -> what a message calls it; those of the clips have the names of their settings."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -66,7 +78,8 @@ class StoreFacts:
         mine = _flat(asdict(self))
         for key, value in _flat(wanted).items():
             if mine.get(key) != value:
-                return f"{key} is {value} here and {mine.get(key)} in the store"
+                label = LABELS.get(key, key.removeprefix("clips."))
+                return f"{label} is {value} here and {mine.get(key)} in the store"
         return None
 
     @property
@@ -117,7 +130,7 @@ class LatentStore:
     folder: Path
     facts: StoreFacts
     num_clips: int
-    """Of each stage of sizes; most runs have one stage."""
+    """Of each stage of sizes, at least; most runs have one stage."""
     clips_per_shard: int = CLIPS_PER_SHARD
 
     @classmethod
@@ -152,8 +165,6 @@ class LatentStore:
         store at the same time wait for each other.
         """
         assert facts.dtype in DTYPES
-        if facts.sizes is not None:  # whole steps, so that a step that comes round again has one size
-            num_clips += -num_clips % facts.sizes.clips_per_step
         clips_per_shard = batch_size * max(1, CLIPS_PER_SHARD // batch_size)
         store = cls(folder=folder, facts=facts, num_clips=num_clips, clips_per_shard=clips_per_shard)
         folder.mkdir(parents=True, exist_ok=True)
@@ -172,12 +183,14 @@ class LatentStore:
 
     @functools.cached_property
     def stages(self) -> list[range]:
-        """The stored positions of each stage."""
-        sizes, starts = self.facts.sizes, [0]
-        if sizes is not None:
-            starts = [stage.first_step * sizes.clips_per_step for stage in sizes.schedule.stages]
-        ends = [*starts[1:], starts[-1] + self.num_clips]
-        return [range(start, min(start + self.num_clips, end)) for start, end in zip(starts, ends, strict=True)]
+        """The stored positions of each stage: whole steps, so that a step that comes round again has one size."""
+        sizes = self.facts.sizes
+        if sizes is None:
+            return [range(self.num_clips)]
+        wanted = self.num_clips + -self.num_clips % sizes.clips_per_step
+        starts = [stage.first_step * sizes.clips_per_step for stage in sizes.schedule.stages]
+        ends = [*starts[1:], starts[-1] + wanted]
+        return [range(start, min(start + wanted, end)) for start, end in zip(starts, ends, strict=True)]
 
     def clip_of(self, position: int) -> int:
         """The stored position whose clip a position of the run gets."""
@@ -197,7 +210,7 @@ class LatentStore:
     @property
     def num_bytes(self) -> int:
         """What the shards that are there take on the disk."""
-        return sum(file.stat().st_size for file in self.folder.glob("latents-*.safetensors"))
+        return sum(file.stat().st_size for file in self.folder.glob(SHARDS))
 
     def pieces(self, shard: int) -> list[range]:
         """The positions of a shard: one range, or several where stages are short."""
@@ -213,9 +226,10 @@ class LatentStore:
 
         A damaged one is an error; with ``skip_damaged`` it is named in the log and counts as missing.
         """
+        there = {file.name for file in self.folder.glob(SHARDS)}
         for shard in self.shards[part::num_parts]:
             try:
-                is_missing = not self._is_complete(shard)
+                is_missing = self._file(shard).name not in there or not self._is_complete(shard)
             except UserError as mistake:
                 if not skip_damaged:
                     raise
@@ -292,8 +306,6 @@ class LatentStore:
 
     def _is_complete(self, shard: int) -> bool:
         """Whether a shard holds all of its positions: the last one of a store that has grown may not."""
-        if not self._file(shard).exists():
-            return False
         return len(self._open(shard).files) == len(self.positions(shard))
 
     def _write_manifest(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tinyvae.config.rules import Complaint
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.latent_store import LatentStore
@@ -144,29 +145,43 @@ def build_teacher(config: TrainConfig, device: torch.device) -> Teacher:
         dtype=getattr(torch, config.ref_vae_dtype),
         device=device,
         spec=config.spec,
-        compiled=config.compile_model,
+        compiled=settle_compilation(config, device).compile_model,
     )
 
 
-def open_latents(config: TrainConfig, train: ClipSet | None, *, processes: int) -> LatentStore | None:
+def open_latents(config: TrainConfig, train: ClipSet | None, *, processes: int | None) -> LatentStore | None:
     """The latent store of a run, checked against its settings, its files (None: not known yet) and its teacher."""
     if config.latent_store is None:
         return None
     store = LatentStore.open(config.latent_store)
-    wanted = clip_facts(config, train, processes=processes)
-    if config.use_ref_vae:
-        known = None if config.ref_vae_path is None else identify_teacher(config.ref_vae_path)
-        wanted["teacher"] = {**(known or {}), "dtype": config.ref_vae_dtype}
-    if config.ref_vae_sample:
-        wanted["has_std"] = True
-    store.check_fits(wanted)
+    store.check_fits(_latent_facts(config, train, processes))
+    known = identify_teacher(config.ref_vae_path) if config.use_ref_vae and config.ref_vae_path else None
+    store.check_fits({"teacher": known or {}})  # a teacher that is not here cannot be compared
     store.check_complete()
     return store
 
 
-def clip_facts(config: TrainConfig, train: ClipSet | None, *, processes: int) -> dict[str, Any]:
-    """What decides over the pixels of a run's clips, for a latent store: the settings and the files. Where clips have
-    several sizes, which one a position gets depends on the clips of a step, and so on the number of processes."""
+def latent_complaints(config: TrainConfig) -> list[Complaint]:
+    """What is wrong with a latent store, as far as it shows at once: before files are indexed and weights read."""
+    if config.latent_store is None or not config.latent_store.exists():  # the latter is complained of already
+        return []
+    try:
+        LatentStore.open(config.latent_store).check_fits(_latent_facts(config, None, None))
+    except UserError as mistake:
+        return [Complaint(keys=("latent_store",), text=str(mistake))]
+    return []
+
+
+def _latent_facts(config: TrainConfig, train: ClipSet | None, processes: int | None) -> dict[str, Any]:
+    """The facts that a store must have for a run, except which teacher made it."""
+    facts = clip_facts(config, train, processes=processes)
+    facts |= {"teacher": {"dtype": config.ref_vae_dtype}} if config.use_ref_vae else {}
+    return facts | ({"has_std": True} if config.ref_vae_sample else {})  # a run that does not sample needs no spread
+
+
+def clip_facts(config: TrainConfig, train: ClipSet | None, *, processes: int | None) -> dict[str, Any]:
+    """What decides over the pixels of a run's clips, for a latent store: the settings, the files (None: not known yet)
+    and, where clips have several sizes, the clips of a step, and so the number of processes (None: not known yet)."""
     clips = asdict(ClipSettings.from_config(config))
     unused = ["decode_timeout_s", "decoded_cache_gb", "decoded_cache_dir"]
     unused += [] if config.color_jitter else ["color_jitter_params"]
@@ -174,7 +189,7 @@ def clip_facts(config: TrainConfig, train: ClipSet | None, *, processes: int) ->
     for key in unused:
         del clips[key]
     clips["resolutions"] = list(config.resolutions)
-    if config.resolutions:
+    if config.resolutions and processes is not None:
         clips["clips_per_step"] = config.train_batch_size * config.gradient_accumulation_steps * processes
     return {"clips": clips} | ({} if train is None else {"data": {"files": len(train), "hash": train.fingerprint}})
 

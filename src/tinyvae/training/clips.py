@@ -121,6 +121,9 @@ class RunData:
             rank=engine.rank,
             world_size=engine.world_size,
             num_samples=config.num_validation_samples,
+            num_workers=loading_processes(config),
+            prefetch_factor=config.prefetch_factor,
+            pin_memory=config.pin_memory,
             bad_file_limit=config.bad_file_limit,
             bad_file_log=self.bad_files,
         )

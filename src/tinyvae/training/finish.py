@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from importlib import resources
@@ -12,11 +14,14 @@ from pathlib import Path
 
 import jinja2
 import torch
+from torch import Tensor
 
 from tinyvae import __version__
 from tinyvae.config.schema import FIELDS, TrainConfig, to_json
+from tinyvae.data.index import IndexRow, VideoIndex
 from tinyvae.errors import UserError
 from tinyvae.evaluation.clip_sources import ClipSource, Middle
+from tinyvae.evaluation.cost import without_cudnn_trials
 from tinyvae.evaluation.evaluating import EvaluationSettings, evaluate_round_trip
 from tinyvae.evaluation.report import publish
 from tinyvae.evaluation.round_trip import open_model
@@ -82,14 +87,23 @@ def model_card(config: TrainConfig, folder: Path, model: TAEHV, progress: Progre
 
 
 def write_run_report(
-    config: TrainConfig, folder: Path, data: RunData, lpips: LPIPS | None, *, device: torch.device, command: str
+    config: TrainConfig,
+    folder: Path,
+    data: RunData,
+    known: Mapping[str, Tensor],
+    lpips: LPIPS | None,
+    *,
+    device: torch.device,
+    command: str,
 ) -> None:
     """Evaluate the run's best model (else its final one) on its validation clips: ``results.json``, ``report.html``.
 
-    If the report cannot be made, that is a warning.
+    ``known``: validation clips that are in memory, by name (uint8 TCHW); the others are read from their files. If the
+    report cannot be made, that is a warning.
     """
+    started = time.perf_counter()
     index, rows = data.validation.index, data.validation.rows[: config.num_validation_samples]
-    clips = [ClipSource(name=row.path, path=index.full_path(row)) for row in (index.row(int(n)) for n in rows)]
+    clips = [_report_clip(index, index.row(int(number)), known) for number in rows]
     if not clips:
         log.info("no report: the run has no validation files")
         return
@@ -104,9 +118,9 @@ def write_run_report(
     )
     try:
         round_trip = open_model(best, variant=config.variant, device=device, label=config.variant)
-        with torch.no_grad():
+        with torch.no_grad(), without_cudnn_trials():
             result = evaluate_round_trip(round_trip, clips, settings, devices=[device], lpips=lpips)
-        publish(result, [round_trip], folder, command=command)
+            publish(result, [round_trip], folder, command=command, clips=clips)
     except Exception as fault:
         words = ["--data", str(config.data_source), "--frames", str(n_frames), "--size", f"{height}x{width}"]
         log.warning(
@@ -116,4 +130,11 @@ def write_run_report(
             exc_info=not isinstance(fault, UserError),  # a bug of ours comes with its traceback
         )
         return
-    log.info("report: %s", folder / "report.html")
+    log.info("report: %s; %.1f s", folder / "report.html", time.perf_counter() - started)
+
+
+def _report_clip(index: VideoIndex, row: IndexRow, known: Mapping[str, Tensor]) -> ClipSource:
+    """A validation clip; what is known of it from the run is not read again."""
+    frames = known.get(row.path)
+    info = None if frames is None else index.info(row)
+    return ClipSource(name=row.path, path=index.full_path(row), info=info, frames=frames)

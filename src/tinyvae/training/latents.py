@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -47,8 +46,10 @@ class LatentJob:
     """How many the run will have; only counts for clips of several sizes."""
 
 
-def make_latents(loaded: LoadedConfig, job: LatentJob) -> LatentStore:
-    """Make what is missing of a store; raises `UserError` for mistakes. Shards that are there stay.
+def make_latents(loaded: LoadedConfig, job: LatentJob) -> int:
+    """Make what is missing of a store, and return how many shards of other parts are still missing.
+
+    Raises `UserError` for mistakes. Shards that are there stay.
 
     Example::
 
@@ -61,11 +62,14 @@ def make_latents(loaded: LoadedConfig, job: LatentJob) -> LatentStore:
     engine = Engine(config)
     data = open_clips(config, engine, job.folder)
     teacher = build_teacher(config, engine.device)
-    store = begin_store(config, data.train, teacher, job)
+    facts = facts_of(config, data.train, teacher, job)
+    check_room(config, facts, job)
+    with writing_to(job.folder):
+        store = LatentStore.create(job.folder, facts, num_clips=job.num_clips, batch_size=config.train_batch_size)
     shards = list(store.missing_shards(job.part, job.num_parts, skip_damaged=True))
-    print_size(config, store, shards)
+    print(f"{count_of(store.num_shards, 'shard')} in all, {len(shards)} to make here", flush=True)
     make_shards(config, data, store, teacher, shards)
-    return store
+    return len(list(store.missing_shards()))
 
 
 def check_job(loaded: LoadedConfig) -> None:
@@ -86,51 +90,44 @@ def open_clips(config: TrainConfig, engine: Engine, folder: Path) -> RunData:
         return open_data(config, engine, folder, index_folder=folder)
 
 
-def begin_store(config: TrainConfig, train: ClipSet, teacher: Teacher, job: LatentJob) -> LatentStore:
-    """The store to write into, new or begun before with the same settings."""
+def facts_of(config: TrainConfig, train: ClipSet, teacher: Teacher, job: LatentJob) -> StoreFacts:
+    """What a store of this run's latents says of itself."""
     assert config.teacher_path is not None
     known = identify_teacher(config.teacher_path)
     assert known is not None, "a teacher that was loaded is on this machine"
-    facts = StoreFacts(
+    return StoreFacts(
         teacher={**known, "dtype": config.ref_vae_dtype},
         **clip_facts(config, train, processes=job.processes),
         space=asdict(teacher.space),
         dtype=job.dtype,
         has_std=config.ref_vae_sample,
     )
-    with writing_to(job.folder):
-        return LatentStore.create(job.folder, facts, num_clips=job.num_clips, batch_size=config.train_batch_size)
 
 
-def latent_bytes(config: TrainConfig, store: LatentStore, shards: Iterable[int]) -> int:
-    """What the latents of some shards take."""
-    spec, facts, sizes = config.spec, store.facts, store.facts.sizes
-    if sizes is None:
-        clips = Counter({config.sizes.largest: sum(len(store.positions(shard)) for shard in shards)})
-    else:
-        positions = (position for shard in shards for position in store.positions(shard))
-        clips = Counter(sizes.size_at(position, seed=config.seed) for position in positions)
-    factor = spec.space_factor
-    pixels = sum(
-        count * spec.latents(size.n_frames) * (size.height // factor) * (size.width // factor)
-        for size, count in clips.items()
-    )
-    return pixels * spec.latent_channels * DTYPES[facts.dtype].itemsize * (2 if facts.has_std else 1)
+def latent_bytes(config: TrainConfig, store: LatentStore) -> int:
+    """What a whole store takes, as far as it can be told before: the shares of several sizes hold on average."""
+    spec, factor = config.spec, config.spec.space_factor
+    values = 0.0
+    for stage, positions in zip(config.sizes.stages, store.stages, strict=True):
+        for (n_frames, height, width), share in zip(stage.sizes, stage.shares, strict=True):
+            values += len(positions) * share * spec.latents(n_frames) * (height // factor) * (width // factor)
+    itemsize = DTYPES[store.facts.dtype].itemsize * (2 if store.facts.has_std else 1)
+    return round(values) * spec.latent_channels * itemsize
 
 
-def print_size(config: TrainConfig, store: LatentStore, shards: Sequence[int]) -> None:
-    """Say how large the work is, and refuse it where the disk cannot hold it."""
-    whole, needed = (latent_bytes(config, store, numbers) for numbers in (store.shards, shards))
-    free = shutil.disk_usage(store.folder).free
-    num_clips = sum(map(len, store.stages))
-    clips = f"{count_of(num_clips, 'clip')} of {bytes_in_words(whole // num_clips)} in {store.facts.dtype}"
-    print(f"{store.folder}: {clips}: {bytes_in_words(whole)} in {count_of(store.num_shards, 'shard')}")
-    print(f"to make here: {count_of(len(shards), 'shard')}, {bytes_in_words(needed)}; {bytes_in_words(free)} are free")
+def check_room(config: TrainConfig, facts: StoreFacts, job: LatentJob) -> None:
+    """Say how large the store will be, and refuse what the disk cannot hold, before anything is written."""
+    store = LatentStore(folder=job.folder, facts=facts, num_clips=job.num_clips)
+    whole, num_clips = latent_bytes(config, store), sum(map(len, store.stages))
+    free, there = shutil.disk_usage(job.folder).free, store.num_bytes
+    needed = max(0, whole - there) // job.num_parts
+    clips = f"{count_of(num_clips, 'clip')} of {bytes_in_words(whole // num_clips)} in {facts.dtype}"
+    print(f"{job.folder}: {clips}, {bytes_in_words(whole)} in all")
+    print(f"{bytes_in_words(there)} there, {bytes_in_words(needed)} to write here, {bytes_in_words(free)} free")
     if needed > free:
-        lack = bytes_in_words(needed - free)
         raise UserError(
-            f"the disk of {store.folder} has {bytes_in_words(free)} free, and {bytes_in_words(needed)} are needed; "
-            f"make room for {lack} more, name another --output, or store fewer --clips or in bfloat16."
+            f"the disk of {job.folder} has {bytes_in_words(free)} free, and {bytes_in_words(needed)} are needed; make "
+            f"room for {bytes_in_words(needed - free)} more, name another --output, or store fewer --clips."
         )
 
 

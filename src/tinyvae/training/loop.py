@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 from tqdm import tqdm
 
@@ -101,6 +102,8 @@ class Trainer:
                 self._count(clips, result, seconds=time.perf_counter() - started)
                 parts.profiler.step()
                 bar.update()
+                if self.progress.step == begun_at + 1:
+                    log.info("first step done %.1f s after the start", time.time() - psutil.Process().create_time())
                 if self.step_log.is_due(self.progress.step):
                     self._log(bar)
                 (signal_number,) = parts.engine.worst(parts.signals.received)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tinyvae.errors import UserError
 from tinyvae.files import writing_to
 from tinyvae.models.taehv import TAEHV
 from tinyvae.terminal import count_of
-from tinyvae.training.build import build_model, build_task, make_seraena_start, open_latents
+from tinyvae.training.build import build_model, build_task, latent_complaints, make_seraena_start, open_latents
 from tinyvae.training.checkpoint import CheckpointWriter, checkpoint_bytes
 from tinyvae.training.clips import RunData, loading_processes, open_data
 from tinyvae.training.deepspeed import start_engine
@@ -56,7 +56,8 @@ class FinishedRun:
 def check_before_start(loaded: LoadedConfig) -> None:
     """Refuse what can be refused before any process group or GPU is touched; `tinyvae check --quick` does it too."""
     config = loaded.config
-    check_config(config, loaded.given_paths, also=machine_complaints(config), heading=loaded.source)
+    also = [*machine_complaints(config), *latent_complaints(config)]
+    check_config(config, loaded.given_paths, also=also, heading=loaded.source)
 
 
 def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
@@ -138,13 +139,14 @@ class _Run:
             config=config, engine=engine, folder=folder, data=data, model=model, average=average, seraena=task.seraena
         )
         loop, data = self._settle(state, data)
+        validation_clips = data.validation_loader(engine) if config.validation_steps > 0 else None
         validator = Validator(
             config,
             engine,
             folder,
             model=model,
             average=average,
-            loader=data.validation_loader(engine) if config.validation_steps > 0 else None,
+            loader=validation_clips,
             lpips=task.lpips,
             run_log=self.run_log,
             stop_signal=lambda: self.signals.received,
@@ -173,12 +175,18 @@ class _Run:
         if engine.is_main:
             _log_size(config, engine, data, model)
         trainer = Trainer(parts, loop)
-        with closing(profiler), closing(parts.batches):  # else each worker is waited for 5 s at the exit
+        with ExitStack() as at_end:  # else each worker is waited for 5 s at the exit
+            at_end.callback(profiler.close)
+            at_end.callback(parts.batches.close)
+            if validation_clips is not None:
+                at_end.callback(validation_clips.close)
+                validation_clips.start()
             progress = trainer.train()
         if engine.is_main:
             write_final_model(config, folder, model, average, progress, command=command)
             if config.report:
-                write_run_report(config, folder, data, task.lpips, device=engine.device, command=command)
+                known = {} if validation_clips is None else validation_clips.kept_clips
+                write_run_report(config, folder, data, known, task.lpips, device=engine.device, command=command)
         engine.barrier()
         trainer.check_saved(folder)
         return progress
