@@ -120,16 +120,20 @@ class _Run:
             if check.fix:
                 log.warning("%s: %s; fix: %s", check.name, check.found, check.fix)
 
+    def _open_data(self) -> RunData:
+        """The run's clips and latent store; refuses clips that are not those of the checkpoint."""
+        config, engine = self.config, self.engine
+        data = open_data(config, engine, self.folder, index_folder=self.index_folder)
+        if self.saved is not None:
+            check_same_data(self.saved, config, data_fingerprint=data.train.fingerprint)
+        latents = engine.from_main(lambda: open_latents(config, data.train, processes=engine.world_size))
+        return replace(data, latents=latents)
+
     def build_and_train(self, command: str) -> Progress:
         """Build what the loop drives, restore a checkpoint, train, and write what a finished run leaves."""
         config, engine, folder = self.config, self.engine, self.folder
         torch.manual_seed(config.seed)
-        data = open_data(config, engine, folder, index_folder=self.index_folder)
-        if self.saved is not None:
-            check_same_data(self.saved, config, data_fingerprint=data.train.fingerprint)
-        processes = engine.world_size
-        latents = engine.from_main(lambda: open_latents(config, data.train, processes=processes))
-        data = replace(data, latents=latents)
+        data = self._open_data()
         model = build_model(config).to(engine.device)
         optimizers = make_optimizers(model, config)
         engine.prepare(model, optimizers)
