@@ -12,6 +12,7 @@ import torch
 from tinyvae.config.load import LoadedConfig
 from tinyvae.config.rules import check_config
 from tinyvae.config.schema import TrainConfig
+from tinyvae.data.loader import ValidationLoader
 from tinyvae.errors import UserError
 from tinyvae.files import writing_to
 from tinyvae.models.taehv import TAEHV
@@ -179,13 +180,7 @@ class _Run:
         if engine.is_main:
             _log_size(config, engine, data, model)
         trainer = Trainer(parts, loop)
-        with ExitStack() as at_end:  # else each worker is waited for 5 s at the exit
-            at_end.callback(profiler.close)
-            at_end.callback(parts.batches.close)
-            if validation_clips is not None:
-                at_end.callback(validation_clips.close)
-                validation_clips.start()
-            progress = trainer.train()
+        progress = _train(trainer, validation_clips)
         if engine.is_main:
             write_final_model(config, folder, model, average, progress, command=command)
             if config.report:
@@ -215,6 +210,17 @@ class _Run:
             data.name_bad_files()
             self.place.sign(self.config)
         return progress if self.saved is None else restore_best_model(progress, self.saved, self.folder)
+
+
+def _train(trainer: Trainer, validation_clips: ValidationLoader | None) -> Progress:
+    """Train to the end, and close the loaders: else each worker is waited for 5 s at the exit."""
+    with ExitStack() as at_end:
+        at_end.callback(trainer.parts.profiler.close)
+        at_end.callback(trainer.parts.batches.close)
+        if validation_clips is not None:
+            at_end.callback(validation_clips.close)
+            validation_clips.start()
+        return trainer.train()
 
 
 def _log_size(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) -> None:
