@@ -57,6 +57,18 @@ LABELS = {
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+class DamagedShardError(UserError):
+    """A shard that is not what was written."""
+
+    def __init__(self, file: Path, reason: str) -> None:
+        super().__init__(file, reason)  # both as arguments: the error can then travel between processes
+        self.file, self.reason = file, reason
+
+    def __str__(self) -> str:
+        remedy = "delete it and run the same tinyvae latents command again, which makes it again"
+        return f"{self.file} is damaged ({self.reason}); {remedy}."
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreFacts:
     """What two stores must have in common to hold the same latents. Plain values, for JSON.
@@ -230,10 +242,10 @@ class LatentStore:
         for shard in self.shards[part::num_parts]:
             try:
                 is_missing = self._file(shard).name not in there or not self._is_complete(shard)
-            except UserError as mistake:
+            except DamagedShardError as damage:
                 if not skip_damaged:
                     raise
-                log.warning("%s", mistake)
+                log.warning("%s is damaged (%s); it is made again", damage.file, damage.reason)
                 is_missing = True
             if is_missing:
                 yield shard
@@ -292,7 +304,7 @@ class LatentStore:
         clips = {name: opened.tensors.get_tensor(f"{name}-{row:05}") for name in opened.checksums}
         for name, clip in clips.items():
             if _checksum(clip) != opened.checksums[name][row]:
-                raise damaged(self._file(shard), f"the {name} of clip {position} has changed")
+                raise DamagedShardError(self._file(shard), f"the {name} of clip {position} has changed")
         return clips["mean"], clips.get("std")
 
     def _file(self, shard: int) -> Path:
@@ -301,7 +313,7 @@ class LatentStore:
     def _open(self, shard: int) -> _Shard:
         opened = _open_shard(self._file(shard))
         if opened.facts != self.facts.digest:
-            raise damaged(self._file(shard), "it belongs to another store")
+            raise DamagedShardError(self._file(shard), "it belongs to another store")
         return opened
 
     def _is_complete(self, shard: int) -> bool:
@@ -312,12 +324,6 @@ class LatentStore:
         values = {"version": VERSION, "num_clips": self.num_clips, "clips_per_shard": self.clips_per_shard}
         with atomic_write(self.folder / MANIFEST, "w") as stream:
             json.dump(values | {"facts": asdict(self.facts)}, stream, indent=1)
-
-
-def damaged(file: Path, reason: str) -> UserError:
-    return UserError(
-        f"{file} is damaged ({reason}); delete it and run the same tinyvae latents command again, which makes it again."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,7 +346,7 @@ def _open_shard(file: Path) -> _Shard:
     except FileNotFoundError:
         raise MissingFileError(f"{file} is gone; run the same tinyvae latents command again.") from None
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as fault:
-        raise damaged(file, str(fault) or type(fault).__name__) from None
+        raise DamagedShardError(file, str(fault) or type(fault).__name__) from None
 
 
 def _checksum(values: Tensor) -> int:

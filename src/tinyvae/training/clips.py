@@ -60,6 +60,11 @@ class RunData:
     latents: LatentStore | None = None
     """The teacher's latents of the training clips, where the run takes them from a store."""
 
+    @property
+    def stored_clips(self) -> int | None:
+        """After how many clips the first one comes again; None without a latent store."""
+        return None if self.latents is None else self.latents.num_clips
+
     def settled(self, index_folder: Path, folder: Path) -> RunData:
         """The same data, after its index was moved from ``index_folder`` to ``folder``: workers open it by its name."""
         if index_folder == folder or self.train.index.file.parent != index_folder:

@@ -60,6 +60,8 @@ def make_latents(loaded: LoadedConfig, job: LatentJob) -> int:
     check_job(loaded)
     make_output_folder(job.folder)
     engine = Engine(config)
+    if engine.world_size > 1:
+        raise UserError("a launcher started several processes; start each by itself, with --shard 1/8, 2/8 and so on.")
     data = open_clips(config, engine, job.folder)
     teacher = build_teacher(config, engine.device)
     facts = facts_of(config, data.train, teacher, job)
@@ -76,7 +78,7 @@ def check_job(loaded: LoadedConfig) -> None:
     """Refuse settings that no store can be made from."""
     config = loaded.config
     if config.latent_store is not None:
-        raise UserError("latent_store is set, but a store is made by the teacher itself; leave it out here.")
+        raise UserError("latent_store is set, but a store is made by the teacher itself; use --latent_store none.")
     if config.teacher_path is None:
         text = "there is no teacher whose latents could be stored; use --use_ref_vae true --ref_vae_path FOLDER"
         raise UserError(f"{loaded.source}: {text}, and a weight for encoder_loss_weight or decoder_loss_weight.")
@@ -155,7 +157,7 @@ def encode_clips(teacher: Teacher, batch: ClipBatch, spec: VariantSpec, *, with_
     except (RuntimeError, MemoryError) as fault:
         if not is_out_of_memory(fault):
             raise
-        raise UserError("out of memory in the teacher; use a smaller --train_batch_size or clip.") from None
+        raise UserError("out of memory in the teacher; use smaller clips or a smaller --train_batch_size.") from None
     return StoredLatents(mean=mean, std=std).to("cpu")
 
 

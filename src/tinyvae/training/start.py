@@ -84,9 +84,10 @@ class _Run:
     """A run from its first process group to its last file."""
 
     def __init__(self, loaded: LoadedConfig, at_end: ExitStack) -> None:
-        """Join the processes, find the checkpoint and take the folder. ``at_end`` gets what has to be closed."""
+        """Join the processes, seed torch, find the checkpoint, take the folder. ``at_end`` gets what must be closed."""
         self.config = config = loaded.config
         self.engine = engine = start_engine(config)
+        torch.manual_seed(config.seed)
         at_end.callback(engine.close_quietly)
         self.signals = SignalWatch()
         at_end.callback(self.signals.close)
@@ -121,19 +122,9 @@ class _Run:
             if check.fix:
                 log.warning("%s: %s; fix: %s", check.name, check.found, check.fix)
 
-    def _open_data(self) -> RunData:
-        """The run's clips and latent store; refuses clips that are not those of the checkpoint."""
-        config, engine = self.config, self.engine
-        data = open_data(config, engine, self.folder, index_folder=self.index_folder)
-        if self.saved is not None:
-            check_same_data(self.saved, config, data_fingerprint=data.train.fingerprint)
-        latents = engine.from_main(lambda: open_latents(config, data.train, processes=engine.world_size))
-        return replace(data, latents=latents)
-
     def build_and_train(self, command: str) -> Progress:
         """Build what the loop drives, restore a checkpoint, train, and write what a finished run leaves."""
         config, engine, folder = self.config, self.engine, self.folder
-        torch.manual_seed(config.seed)
         data = self._open_data()
         model = build_model(config).to(engine.device)
         optimizers = make_optimizers(model, config)
@@ -159,8 +150,7 @@ class _Run:
         )
         needed_bytes = checkpoint_bytes(config, engine.world_size)
         writer = CheckpointWriter(folder, engine, keep=config.checkpoints_total_limit, needed_bytes=needed_bytes)
-        profile = folder / "profile.json" if config.enable_profiler and engine.is_main else None
-        profiler = StepProfiler(profile, device=engine.device, steps_left=config.max_train_steps - loop.progress.step)
+        profiler = self._profiler(loop)
         parts = LoopParts(
             config=config,
             engine=engine,
@@ -177,8 +167,7 @@ class _Run:
             validate=validator.validate,
             save=lambda loop, emergency: state.save(writer, loop, emergency=emergency),
         )
-        if engine.is_main:
-            _log_size(config, engine, data, model)
+        _log_size(config, engine, data, model)
         trainer = Trainer(parts, loop)
         progress = _train(trainer, validation_clips)
         if engine.is_main:
@@ -189,6 +178,21 @@ class _Run:
         engine.barrier()
         trainer.check_saved(folder)
         return progress
+
+    def _profiler(self, loop: LoopState) -> StepProfiler:
+        steps_left = self.config.max_train_steps - loop.progress.step
+        profile = self.folder / "profile.json" if self.config.enable_profiler and self.engine.is_main else None
+        return StepProfiler(profile, device=self.engine.device, steps_left=steps_left)
+
+    def _open_data(self) -> RunData:
+        """The run's files, with its latent store if it has one; refused if a checkpoint was made with others."""
+        config, engine = self.config, self.engine
+        data = open_data(config, engine, self.folder, index_folder=self.index_folder)
+        latents = engine.from_main(lambda: open_latents(config, data.train, processes=engine.world_size))
+        data = replace(data, latents=latents)
+        if self.saved is not None:
+            check_same_data(self.saved, config, data)
+        return data
 
     def _settle(self, state: RunState, data: RunData) -> tuple[LoopState, RunData]:
         """Restore the checkpoint, if any. Nothing can refuse the run after that: write its first files."""
@@ -224,6 +228,8 @@ def _train(trainer: Trainer, validation_clips: ValidationLoader | None) -> Progr
 
 
 def _log_size(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) -> None:
+    if not engine.is_main:
+        return
     if (workers := loading_processes(config)) < config.dataloader_num_workers:
         log.info("clips are loaded by %d processes, not %d: as many as cores", workers, config.dataloader_num_workers)
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
