@@ -95,7 +95,14 @@ def start(verb: str, work: Path, *options: str, src: Path | None = None, **chang
 def time_run(name: str, work: Path, steps: int, *, src: Path | None = None, **changes: object) -> None:
     """Frames per second of the log lines, without the first half, and the memory of a run."""
     folder = Path(tempfile.mkdtemp(dir=work)) / "run"
-    quick = {"max_train_steps": steps, "lr_warmup_steps": 1, "log_every": 5, "validation_steps": 0, "report": "false"}
+    quick = {
+        "max_train_steps": steps,
+        "lr_warmup_steps": 1,
+        "log_every": 5,
+        "validation_steps": 0,
+        "report": "false",
+        "early_stopping_patience": 0,
+    }
     seconds = start(
         "train", work, src=src, output_dir=folder, checkpointing_steps=0, report_to="none", **quick, **changes
     )

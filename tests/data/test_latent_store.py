@@ -20,9 +20,9 @@ from tinyvae.data.latent_store import CLIPS_PER_SHARD, LatentStore, StoredLatent
 from tinyvae.errors import MissingFileError, UserError
 
 FACTS = StoreFacts(
-    teacher={"class": "AutoencoderKLWan", "sha256": "ab12", "dtype": "float32"},
+    teacher={"class": "AutoencoderKLWan", "weights": "ab12", "dtype": "float32"},
     clips={"height": 32, "width": 48, "seed": 42},
-    data={"fingerprint": "f00"},
+    data={"hash": "f00"},
     space={"mean": [0.0] * 16, "std": [1.0] * 16, "factor": 0.7},
     dtype="float32",
     has_std=False,
@@ -115,9 +115,12 @@ def test_several_sizes_each_stage_has_its_own_clips(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"teacher": {**FACTS.teacher, "sha256": "cd34"}}, "teacher.sha256 is cd34 here and ab12 in the store"),
+        (
+            {"teacher": {**FACTS.teacher, "weights": "cd34"}},
+            "the hash of the teacher's weights is cd34 here and ab12 in the store",
+        ),
         ({"clips": {**FACTS.clips, "height": 64}}, "height is 64 here and 32 in the store"),
-        ({"data": {"fingerprint": "bee"}}, "data.fingerprint is bee here and f00 in the store"),
+        ({"data": {"hash": "bee"}}, "the hash of the list of training files is bee here and f00 in the store"),
         ({"has_std": True}, "ref_vae_sample is True here and False in the store"),
     ],
 )
@@ -163,7 +166,7 @@ def test_a_file_that_is_no_shard_is_named(tmp_path: Path, content: bytes) -> Non
 def test_a_shard_of_another_store_is_no_part_of_this_one(tmp_path: Path) -> None:
     """As two different commands leave it that began in one folder at the same moment."""
     store = fill(new_store(tmp_path / "a"))
-    other = LatentStore.create(tmp_path / "b", replace(FACTS, data={"fingerprint": "bee"}), num_clips=150)
+    other = LatentStore.create(tmp_path / "b", replace(FACTS, data={"hash": "bee"}), num_clips=150)
     fill(other)
     shutil.copy(tmp_path / "b" / "latents-00001.safetensors", tmp_path / "a")
     with pytest.raises(UserError, match=r"latents-00001\.safetensors is damaged \(it belongs to another store\)"):
@@ -220,4 +223,8 @@ fill(store)
     written = store.num_shards - len(list(store.missing_shards()))
     assert 5 <= written < 200 and written == len(list(tmp_path.glob("latents-*")))
     mean = store.read(list(range(written * CLIPS_PER_SHARD))).mean
+    for part in tmp_path.glob(".latents-*.part"):
+        os.utime(part, (0, 0))
+    new_store(tmp_path)
+    assert not list(tmp_path.glob(".latents-*.part")), "what a killed process leaves is removed later"
     assert torch.equal(mean, latents_of(range(written * CLIPS_PER_SHARD)))

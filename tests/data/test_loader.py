@@ -25,6 +25,7 @@ from tinyvae.data import (
     ClipSet,
     ClipSettings,
     build_index,
+    latent_store,
     make_train_loader,
     make_validation_loader,
     split,
@@ -32,6 +33,7 @@ from tinyvae.data import (
 )
 from tinyvae.data import loader as loader_module
 from tinyvae.data.clip import choose_clip, file_of
+from tinyvae.data.latent_store import LatentStore, StoredLatents, StoreFacts
 from tinyvae.data.loader import ValidationReads
 from tinyvae.data.sizes import SizeSchedule, SizesOfPositions, with_size
 from tinyvae.errors import UserError
@@ -62,6 +64,41 @@ def assert_equal(ours: list[ClipBatch], theirs: list[ClipBatch]) -> None:
 
 def joined(batches: list[ClipBatch]) -> torch.Tensor:
     return torch.cat([batch.frames for batch in batches])
+
+
+def store_of(clips: ClipSet, folder: Path, num_clips: int) -> LatentStore:
+    """A store whose latents are the clips' positions."""
+    facts = StoreFacts(teacher={}, clips={}, data={}, space={}, dtype="float32", has_std=False)
+    store = LatentStore.create(folder, facts, num_clips=num_clips)
+    mean = torch.arange(float(num_clips)).view(-1, 1, 1, 1, 1).expand(-1, 2, 4, 4, 6)
+    names = [name for batch in take(clips, num_clips, batch_size=1) for name in batch.names]
+    store.write(0, StoredLatents(mean=mean), names)
+    return store
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_stored_latents_come_with_their_clips_and_go_round(
+    sides: tuple[ClipSet, ClipSet], tmp_path: Path, num_workers: int
+) -> None:
+    """Position p has the pixels, colors and latents of clip p mod N; its position stays p."""
+    store = store_of(sides[0], tmp_path, 5)
+    alone = [batch.frames[0] for batch in take(sides[0], 5, batch_size=1)]
+    loader = make_train_loader(sides[0], SETTINGS, batch_size=2, num_workers=num_workers, latents=store)
+    for number, batch in enumerate(islice(iter(loader), 6)):
+        assert batch.positions == [2 * number, 2 * number + 1] and batch.latents is not None
+        clips = [position % 5 for position in batch.positions]
+        assert batch.latents.mean[:, 1, 2, 3, 4].tolist() == clips
+        assert all(torch.equal(frames, alone[clip]) for frames, clip in zip(batch.frames, clips, strict=True))
+    assert take(sides[0], 1, batch_size=2)[0].latents is None
+
+
+def test_a_damaged_store_ends_the_run_with_its_shard(sides: tuple[ClipSet, ClipSet], tmp_path: Path) -> None:
+    store = store_of(sides[0], tmp_path, 5)
+    (shard,) = tmp_path.glob("latents-*")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    latent_store._open_shard.cache_clear()  # a run has not written it itself
+    with pytest.raises(UserError, match=r"latents-00000\.safetensors is damaged \(the mean of clip 4 has changed\)"):
+        list(islice(iter(make_train_loader(sides[0], SETTINGS, batch_size=5, latents=store)), 1))
 
 
 def test_a_batch_holds_what_the_pure_function_says(sides: tuple[ClipSet, ClipSet]) -> None:

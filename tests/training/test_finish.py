@@ -106,11 +106,11 @@ def test_a_report_that_fails_is_a_warning_with_the_command(
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-@pytest.mark.parametrize(("size", "scaled"), [((24, 32), True), ((24, 16), False)])
-def test_a_report_reads_no_clip_again_and_shows_the_same_frames(
-    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], scaled: bool
+@pytest.mark.parametrize(("size", "scaled", "validations"), [((24, 32), True, 2), ((24, 16), False, 0)])
+def test_a_report_has_its_clips_in_memory_and_shows_the_same_frames(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], scaled: bool, validations: int
 ) -> None:
-    """What the validation left in memory is bit for bit what an evaluation reads from the files."""
+    """From the validations, or where there was none read by threads: bit for bit what an evaluation would read."""
     seen: dict[str, Any] = {}
 
     def evaluated(trip: Any, sources: list[ClipSource], settings: EvaluationSettings, **options: Any) -> Any:
@@ -124,13 +124,14 @@ def test_a_report_reads_no_clip_again_and_shows_the_same_frames(
     with monkeypatch.context() as closed:
         closed.setattr("tinyvae.evaluation.clip_sources.probe_video", unread)
         closed.setattr("tinyvae.evaluation.clip_sources.iterate_frames", unread)
-        changes = {"validation_height": size[0], "validation_width": size[1], "random_resize": scaled}
-        words = arguments_for(clips, tmp_path / "run", report=True, max_train_steps=2, min_frame_delta=2, **changes)
+        changes: dict[str, Any] = {"validation_height": size[0], "validation_width": size[1], "random_resize": scaled}
+        changes |= {"validation_steps": validations, "min_frame_delta": 2, "max_train_steps": 2}
+        words = arguments_for(clips, tmp_path / "run", report=True, **changes)
         run_verb(["train", *words, "--max_frame_delta", "2"])
     assert (tmp_path / "run/report.html").is_file()
     asked = {"max_frames": 4, "size": size, "middle": Middle(frame_step=2, scaled=scaled)}
     assert vars(seen["settings"]).items() >= asked.items() and len(seen["sources"]) == 2
     for source in seen["sources"]:
         part = measure_clip(ClipSource(name=source.name, path=source.path), **asked)
-        assert part == measure_clip(source, **asked)
+        assert part == measure_clip(source, **asked)  # the same place in the same file
         assert torch.cat(list(frame_chunks(part, chunk_frames=3))).equal(source.frames)

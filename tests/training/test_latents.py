@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import torch
 from tests.data.test_latent_store import FACTS, SIZES
 from tests.training.test_full_disk import fill, small_disk  # noqa: F401  (a fixture)
 from tests.training.test_golden_losses import write_teacher
-from tests.training.tiny_runs import arguments_for, read_lines, run_differences, train_here
+from tests.training.tiny_runs import arguments_for, launch, read_lines, run_differences, train_here
 from tinyvae.cli.main import run
 from tinyvae.config.load import load_config
 from tinyvae.config.schema import TrainConfig
@@ -28,6 +29,7 @@ from tinyvae.data.latent_store import LatentStore
 from tinyvae.errors import UserError
 from tinyvae.training.clips import RunData
 from tinyvae.training.latents import LatentJob, make_latents
+from tinyvae.training.loop import Trainer
 from tinyvae.training.preflight import preflight
 
 STEPS = 4
@@ -66,6 +68,11 @@ def recipe(clips: Path, run: Path, **changes: object) -> list[str]:
 
 def live(clips: Path, run: Path, teacher: Path, **changes: object) -> list[str]:
     return recipe(clips, run, use_ref_vae=True, ref_vae_path=teacher, **changes)
+
+
+def without_own_files(folder: Path) -> dict[str, object]:
+    """Settings of a run whose other files are not on the machine that makes its latents."""
+    return {"pretrained_model_path": folder / "gone.pth", "perceptual_loss_weight": 0.1, "lpips_weights": folder / "no"}
 
 
 def make(words: list[str], folder: Path, num_clips: int = 8, **job: object) -> int:
@@ -122,6 +129,38 @@ def test_a_store_of_several_sizes_needs_steps_that_always_had_as_many_clips(tmp_
 
 
 @pytest.mark.slow
+def test_micro_batches_in_parts_take_their_own_latents(
+    clips: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after memory ran out: each part of a micro-batch has the latents and draws of its own clips."""
+    begin = Trainer.__init__
+
+    def begin_in_parts(self: Trainer, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self.slices[torch.Size((8, 3, 32, 32))] = 2
+
+    monkeypatch.setattr(Trainer, "__init__", begin_in_parts)
+    words = live(clips, tmp_path / "live", teacher)
+    make(words, tmp_path / "store")
+    train_here(words)
+    train_here(recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store"))
+    assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
+
+
+@pytest.mark.slow
+def test_two_ranks_train_from_a_store_as_with_the_teacher(clips: Path, teacher: Path, tmp_path: Path) -> None:
+    """Each rank reads its own clips, with a worker, and draws for them."""
+    changes: dict[str, object] = {"train_batch_size": 1, "max_train_steps": STEPS}
+    words = live(clips, tmp_path / "live", teacher, **changes)
+    make(words, tmp_path / "store", 8)
+    stored = recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store", dataloader_num_workers=1, **changes)
+    for command in (words, stored):
+        running = launch(command, tmp_path / "logs", ranks=2)
+        assert running.wait(120) == [0, 0], running.both_logs()
+    assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
+
+
+@pytest.mark.slow
 def test_a_run_resumes_exactly_and_not_with_a_store_that_has_grown(clips: Path, teacher: Path, tmp_path: Path) -> None:
     """Four steps of two clips go round a store of five."""
     words, store = live(clips, tmp_path / "made", teacher), tmp_path / "store"
@@ -157,7 +196,7 @@ def test_bfloat16_is_a_rounding_of_float32_and_shards_do_not_show(
 def made(clips: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small store without spread. Treat as read-only."""
     folder = tmp_path_factory.mktemp("store")
-    make(live(clips, folder / "run", teacher, ref_vae_sample=False), folder, 2)
+    make(live(clips, folder / "run", teacher, ref_vae_sample=False, **without_own_files(folder)), folder, 2)
     return folder
 
 

@@ -20,8 +20,10 @@ import functools
 import hashlib
 import json
 import logging
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ MANIFEST = "store.json"
 SHARDS = "latents-*.safetensors"
 LOCK = ".store.lock"
 VERSION = 1
+STALE_S = 600.0  # no shard takes this long to write
 CLIPS_PER_SHARD = 64
 """At most; a shard holds whole micro-batches."""
 LABELS = {
@@ -182,6 +185,10 @@ class LatentStore:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / LOCK, "ab") as stream:
             lock_file(stream, wait=True)
+            for part in folder.glob(".latents-*.part"):  # of a process that was killed as it wrote, or writes now
+                with suppress(FileNotFoundError):
+                    if time.time() - part.stat().st_mtime > STALE_S:
+                        part.unlink()
             if (folder / MANIFEST).exists():
                 begun = cls.open(folder)
                 differs = begun.facts.difference(asdict(facts))

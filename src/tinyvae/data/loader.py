@@ -354,7 +354,7 @@ def make_validation_loader(
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
         is_alone=world_size == 1,
-        num_bytes=len(own) * 3 * settings.n_frames * settings.height * settings.width,
+        num_bytes=len(own) * settings.clip_bytes,
     )
 
 

@@ -7,7 +7,9 @@ import logging
 import shlex
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from importlib import resources
 from pathlib import Path
@@ -18,8 +20,12 @@ from torch import Tensor
 
 from tinyvae import __version__
 from tinyvae.config.schema import FIELDS, TrainConfig, to_json
-from tinyvae.data.index import IndexRow, VideoIndex
-from tinyvae.errors import UserError
+from tinyvae.data.clip import choose_validation_clip
+from tinyvae.data.clip_reading import read_clip
+from tinyvae.data.index import IndexRow
+from tinyvae.data.loader import MAX_KEPT_BYTES
+from tinyvae.data.splits import ClipSet
+from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.evaluation.clip_sources import ClipSource, Middle
 from tinyvae.evaluation.cost import without_cudnn_trials
 from tinyvae.evaluation.evaluating import EvaluationSettings, evaluate_round_trip
@@ -31,7 +37,7 @@ from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model
 from tinyvae.terminal import count_of
 from tinyvae.training.checkpoint import WRITE_FAULTS, state_bytes
-from tinyvae.training.clips import RunData
+from tinyvae.training.clips import RunData, loading_processes, validation_settings
 from tinyvae.training.optim import WeightAverage
 from tinyvae.training.resume import Progress
 from tinyvae.training.validation import score_in_words
@@ -102,11 +108,10 @@ def write_run_report(
     report cannot be made, that is a warning.
     """
     started = time.perf_counter()
-    index, rows = data.validation.index, data.validation.rows[: config.num_validation_samples]
-    clips = [_report_clip(index, index.row(int(number)), known) for number in rows]
-    if not clips:
+    if not len(data.validation):
         log.info("no report: the run has no validation files")
         return
+    clips = report_clips(config, data.validation, known)
     best = folder / "best_model" if (folder / "best_model").is_dir() else folder
     n_frames, height, width = config.validation_size
     settings = EvaluationSettings(
@@ -133,8 +138,24 @@ def write_run_report(
     log.info("report: %s; %.1f s", folder / "report.html", time.perf_counter() - started)
 
 
-def _report_clip(index: VideoIndex, row: IndexRow, known: Mapping[str, Tensor]) -> ClipSource:
-    """A validation clip; what is known of it from the run is not read again."""
-    frames = known.get(row.path)
-    info = None if frames is None else index.info(row)
-    return ClipSource(name=row.path, path=index.full_path(row), info=info, frames=frames)
+def report_clips(config: TrainConfig, validation: ClipSet, known: Mapping[str, Tensor]) -> list[ClipSource]:
+    """The validation clips with their frames: from memory, else read by threads (FFmpeg works beside Python).
+
+    Those that cannot be read are without frames: the evaluation says why. So are all others that are not ``known``
+    where the clips together are larger than what a process keeps.
+    """
+    index, settings = validation.index, validation_settings(config)
+    rows = [index.row(int(number)) for number in validation.rows[: config.num_validation_samples]]
+    fits = len(rows) * settings.clip_bytes <= MAX_KEPT_BYTES
+
+    def clip_of(row: IndexRow) -> ClipSource:
+        clip = ClipSource(name=row.path, path=index.full_path(row))
+        if (frames := known.get(row.path)) is None and fits:
+            try:
+                frames = read_clip(index, row, choose_validation_clip(row, settings), settings)
+            except (UnreadableVideoError, OSError):
+                return clip
+        return clip if frames is None else replace(clip, info=index.info(row), frames=frames)
+
+    with ThreadPoolExecutor(max_workers=max(1, loading_processes(config))) as pool:
+        return list(pool.map(clip_of, rows))

@@ -1,12 +1,12 @@
 """Making a latent store: the teacher's latents of a run's first N clips, in the run's own order.
 
-A shard goes three ways, each a function of its own: `read_clips` (CPU), `encode_clips` (where the teacher is) and
-`LatentStore.write`. `make_latents` sends all missing shards through them in this process, with the run's own loader.
+A shard is made in three steps, each a function of its own: read its micro-batches (`data.clip_reading.Clips`, CPU),
+`encode_clips` (where the teacher is), and `LatentStore.write`. `make_shards` does them in this process, with the run's
+own loader.
 """
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tinyvae.config.load import LoadedConfig
-from tinyvae.config.rules import check_config
+from tinyvae.config.rules import path_complaints, raise_complaints, value_complaints
 from tinyvae.config.schema import TrainConfig
-from tinyvae.data.clip_reading import ClipBatch, Clips
+from tinyvae.data.clip_reading import ClipBatch
 from tinyvae.data.latent_store import DTYPES, LOCK, LatentStore, StoredLatents, StoreFacts
 from tinyvae.data.loader import make_position_loader
 from tinyvae.data.splits import ClipSet
@@ -30,7 +30,8 @@ from tinyvae.training.clips import RunData, loading_processes, open_data, traini
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import is_out_of_memory
 
-log = logging.getLogger(__name__)
+NOT_NEEDED = {"pretrained_model_path", "lpips_weights", "output_dir"}
+"""Settings that name files of a run that its latents do not need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,9 @@ def check_job(loaded: LoadedConfig) -> None:
     if config.teacher_path is None:
         text = "there is no teacher whose latents could be stored; use --use_ref_vae true --ref_vae_path FOLDER"
         raise UserError(f"{loaded.source}: {text}, and a weight for encoder_loss_weight or decoder_loss_weight.")
-    check_config(config, loaded.given_paths, heading=loaded.source)
+    complaints = [*value_complaints(config), *path_complaints(config, loaded.given_paths)]
+    needed = [complaint for complaint in complaints if not NOT_NEEDED & set(complaint.keys)]
+    raise_complaints(needed, heading=loaded.source)
 
 
 def open_clips(config: TrainConfig, engine: Engine, folder: Path) -> RunData:
@@ -138,14 +141,6 @@ def micro_batches(store: LatentStore, shard: int, batch_size: int) -> list[range
     return [
         piece[first : first + batch_size] for piece in store.pieces(shard) for first in range(0, len(piece), batch_size)
     ]
-
-
-def read_clips(clips: Clips, positions: range) -> ClipBatch:
-    """Read the clips at some positions in this process; ``UserError`` where they cannot be read."""
-    read = clips.__getitems__(list(positions))
-    if read.failure or read.batch is None:
-        raise UserError(read.failure)
-    return read.batch
 
 
 def encode_clips(teacher: Teacher, batch: ClipBatch, spec: VariantSpec, *, with_std: bool) -> StoredLatents:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +12,6 @@ import torch
 from tinyvae.config.load import LoadedConfig
 from tinyvae.config.rules import check_config
 from tinyvae.config.schema import TrainConfig
-from tinyvae.data.loader import ValidationLoader
 from tinyvae.errors import UserError
 from tinyvae.files import writing_to
 from tinyvae.models.taehv import TAEHV
@@ -135,14 +134,13 @@ class _Run:
             config=config, engine=engine, folder=folder, data=data, model=model, average=average, seraena=task.seraena
         )
         loop, data = self._settle(state, data)
-        validation_clips = data.validation_loader(engine) if config.validation_steps > 0 else None
         validator = Validator(
             config,
             engine,
             folder,
             model=model,
             average=average,
-            loader=validation_clips,
+            loader=data.validation_loader(engine) if config.validation_steps > 0 else None,
             lpips=task.lpips,
             run_log=self.run_log,
             stop_signal=lambda: self.signals.received,
@@ -169,11 +167,12 @@ class _Run:
         )
         _log_size(config, engine, data, model)
         trainer = Trainer(parts, loop)
-        progress = _train(trainer, validation_clips)
+        with closing(profiler), closing(parts.batches), validator.reading_ahead():  # else workers cost 5 s at the exit
+            progress = trainer.train()
         if engine.is_main:
             write_final_model(config, folder, model, average, progress, command=command)
             if config.report:
-                known = {} if validation_clips is None else validation_clips.kept_clips
+                known = validator.known_clips
                 write_run_report(config, folder, data, known, task.lpips, device=engine.device, command=command)
         engine.barrier()
         trainer.check_saved(folder)
@@ -214,17 +213,6 @@ class _Run:
             data.name_bad_files()
             self.place.sign(self.config)
         return progress if self.saved is None else restore_best_model(progress, self.saved, self.folder)
-
-
-def _train(trainer: Trainer, validation_clips: ValidationLoader | None) -> Progress:
-    """Train to the end, and close the loaders: else each worker is waited for 5 s at the exit."""
-    with ExitStack() as at_end:
-        at_end.callback(trainer.parts.profiler.close)
-        at_end.callback(trainer.parts.batches.close)
-        if validation_clips is not None:
-            at_end.callback(validation_clips.close)
-            validation_clips.start()
-        return trainer.train()
 
 
 def _log_size(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) -> None:

@@ -152,7 +152,7 @@ class TrainingTask:
         if sample:
             assert std is not None, "a store without spread was refused at the start"
             mean = draw(mean, std, seed=self.config.seed, positions=positions)
-        return self._space.normalize(mean)
+        return self._space.normalize(mean).contiguous()  # one layout, so that one compilation serves store and teacher
 
     def _student(self, frames_NTCHW: Tensor, teacher_latents: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """(decoded frames, latents, decoded teacher latents): all of the student's work, for one compilation."""

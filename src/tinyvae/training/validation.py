@@ -7,8 +7,8 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -96,6 +96,22 @@ class Validator:
         file = self.folder / HISTORY
         found = json.loads(file.read_text()) if file.is_file() else []
         return [entry for entry in found if entry["step"] <= self.from_step]
+
+    @contextmanager
+    def reading_ahead(self) -> Iterator[None]:
+        """Around the training: workers decode the clips of the first validation while the steps begin."""
+        if self.loader is not None:
+            self.loader.start()
+        try:
+            yield
+        finally:
+            if self.loader is not None:
+                self.loader.close()
+
+    @property
+    def known_clips(self) -> dict[str, Tensor]:
+        """The clips of this rank's validations that are in memory, by name: uint8 TCHW."""
+        return {} if self.loader is None else self.loader.kept_clips
 
     def validate(self, progress: Progress, train_loss: float) -> tuple[Progress, float]:
         """Score, log, keep the best: the new progress and the score. ``train_loss``: of the newest log line, or NaN."""
