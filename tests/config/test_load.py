@@ -26,6 +26,7 @@ from tinyvae.config.rules import check_config
 from tinyvae.config.schema import FIELDS, TrainConfig, to_json
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.models.weights import load_model
+from tinyvae.storage import Url
 from tinyvae.training.run_folder import earlier_run_folders, has_time, new_run_folder
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -774,3 +775,14 @@ def test_the_page_of_the_losses_says_which_ones_have_a_choice_of_distance() -> N
     words = " ".join(section.split())
     assert "encoder and temporal losses are mean squared errors" in words
     assert "For the reconstruction and decoder losses, `reconstruction_loss_type` chooses" in words
+
+
+def test_a_url_is_kept_as_it_is_written_and_comes_back_from_a_run(tmp_path: Path) -> None:
+    file = write(tmp_path, "args.data_root = 's3://bucket/videos/'\nargs.index_path = 'file:///data/i.tvi'\n")
+    config = load_config(file, ["--annotation_file", "hf://datasets/me/it/list.json"]).config
+    assert config.data_root == Url("s3://bucket/videos") and config.index_path == Path("/data/i.tvi")
+    (tmp_path / "config.json").write_text(to_json(config))
+    again = load_config(tmp_path / "config.json").config
+    assert again == config and str(again.annotation_file) == "hf://datasets/me/it/list.json"
+    with pytest.raises(UserError, match=r"output_dir=s3://bucket/run is a URL, and output_dir must be on this machine"):
+        load_config("scratch", ["--output_dir", "s3://bucket/run"])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import fsspec
 import pytest
 import safetensors.torch
 import torch
@@ -389,3 +390,22 @@ def test_text_of_the_command_line() -> None:
     assert convert("seraena_start", "300") == 300
     assert convert("tracker_name", "17") == "17"
     assert convert("data_root", "/a b") == Path("/a b")
+
+
+def test_places_behind_urls_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINYVAE_FILE_CACHE_DIR", str(tmp_path))
+    system = fsspec.filesystem("memory")
+    system.pipe_file("/rules/a.mp4", b"no video")
+    system.pipe_file("/rules/list.json", b'[{"path": "../a.mp4"}]')
+    check_paths(TrainConfig(data_root="memory://rules"))  # type: ignore[arg-type]
+    for changes, says in (
+        ({"data_root": "memory://nothing"}, r"data_root=memory://nothing does not exist \(no such bucket"),
+        ({"data_root": "memory://rules/a.mp4"}, "data_root=memory://rules/a.mp4 is a file"),
+        ({"data_root": "memory://rules", "use_sample_clips": True}, "use_sample_clips needs a local data_root"),
+        ({"annotation_file": "memory://rules/list.json"}, "list.json, entry 1: .* leaves the data root memory://rules"),
+        ({"index_path": "memory://rules/list.json"}, "index_path=memory://rules/list.json is no index"),
+        ({"data_root": "nowhere://x"}, "data_root=nowhere://x cannot be opened: .*Protocol not known"),
+    ):
+        with pytest.raises(UserError, match=says):
+            check_paths(TrainConfig(**changes))  # type: ignore[arg-type]
+    system.rm("/rules", recursive=True)

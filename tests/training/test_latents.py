@@ -310,7 +310,7 @@ def test_a_full_disk_is_one_sentence_and_what_is_written_stays(
 def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path, teacher: Path, tmp_path: Path) -> None:
     """The real command: killed, damaged, started again in two processes at once; the store is that of one process."""
     words = live(clips, tmp_path / "run", teacher, train_batch_size=4, dataloader_num_workers=2)
-    command = [sys.executable, "-m", "tinyvae", "latents", *words, "--clips", "136", "--dtype", "fp32", "--output"]
+    command = [sys.executable, "-m", "tinyvae", "latents", *words, "--clips", "96", "--dtype", "fp32", "--output"]
     folder, environment = tmp_path / "store", {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*command, str(folder)], env=environment, start_new_session=True)
     deadline = time.monotonic() + 120
@@ -320,7 +320,7 @@ def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path,
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     store = LatentStore.open(folder)
-    assert 1 <= store.num_shards - len(list(store.missing_shards())) < 3
+    assert 1 <= store.num_shards - len(list(store.missing_shards())) < 2
     first = folder / "latents-00000.safetensors"
     first.write_bytes(first.read_bytes()[:1000])
     pair = [
@@ -330,8 +330,8 @@ def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path,
     messages = [process.communicate(timeout=120)[1].decode() for process in pair]
     assert [process.returncode for process in pair] == [0, 0], messages
     assert "latents-00000.safetensors is damaged" in messages[0]
-    make(words, tmp_path / "again", 136)
-    both = [LatentStore.open(made).read(range(136)) for made in (folder, tmp_path / "again")]
+    make(words, tmp_path / "again", 96)
+    both = [LatentStore.open(made).read(range(96)) for made in (folder, tmp_path / "again")]
     assert torch.equal(both[0].mean, both[1].mean)
     assert both[0].std is not None and both[1].std is not None and torch.equal(both[0].std, both[1].std)
-    assert json.loads((folder / "store.json").read_text())["num_clips"] == 136
+    assert json.loads((folder / "store.json").read_text())["num_clips"] == 96

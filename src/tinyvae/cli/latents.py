@@ -16,9 +16,8 @@ example:
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from tinyvae.cli.options import number
+from tinyvae.cli.options import number, place
 from tinyvae.cli.train import only_preset
 from tinyvae.config.load import load_config, parse_words
 from tinyvae.terminal import count_of
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "processes of the run (default: 1); only counts with several sizes (--resolutions), see docs/configuration.md"
     )
     parser.add_argument("--clips", type=number(int, 1), metavar="N", required=True, help=clips)
-    parser.add_argument("--output", type=Path, metavar="FOLDER", required=True, help="folder of the store")
+    parser.add_argument("--output", type=place, metavar="FOLDER", required=True, help="folder of the store, or its URL")
     parser.add_argument("--dtype", type=stored_dtype, metavar="NAME", default="bfloat16", help=dtype)
     parser.add_argument("--shard", type=part_of, metavar="I/N", default=(1, 1), help=shard)
     parser.add_argument("--gpus", type=number(int, 1), metavar="N", default=1, help=gpus)

@@ -26,6 +26,7 @@ from tinyvae.config.old_files import Settings
 from tinyvae.config.rules import Complaint, GivenPath
 from tinyvae.config.schema import FIELDS, RUN_FORMAT, TrainConfig, kinds_of, path_keys, shown_value
 from tinyvae.errors import MissingFileError, UserError, nearest_name
+from tinyvae.storage import Url
 
 PRESET_FOLDER = Path(__file__).resolve().parent / "presets"
 PROJECT_MARKERS = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "requirements.txt")
@@ -455,9 +456,11 @@ class _Merging:
 
 
 def resolved(key: str, value: Any, base: Path) -> Any:
-    """A path from ``base``, absolute and without ``..``; links stay. Kept as written: ``logging_dir``, the bare name of
-    a checkpoint, and a teacher's ``owner/name`` where neither it nor ``owner`` is a folder here.
+    """A path from ``base``, absolute and without ``..``; links stay. Kept as written: a URL, ``logging_dir``, the bare
+    name of a checkpoint, and a teacher's ``owner/name`` where neither it nor ``owner`` is a folder here.
     """
+    if isinstance(value, Url):
+        return value
     path = Path(value).expanduser()
     here = Path(os.path.normpath(base / path))
     if key == "logging_dir":

@@ -113,7 +113,7 @@ class ClipSettings:
     decoded_cache_gb: float = 0.0
     """Size of the cache of decoded files in GiB; 0: none (see `tinyvae.data.decoded_cache`)."""
     decoded_cache_dir: Path | None = None
-    """Where that cache lies; None: `default_cache_dir()`."""
+    """Where that cache lies; None: `tinyvae.cache_folder.default_cache_folder("decoded")`."""
     variant: str | None = None
     """When given, height and width must suit this variant; else they must be multiples of 8."""
 

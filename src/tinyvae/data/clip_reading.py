@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tinyvae.cache_folder import CacheNote
 from tinyvae.data.augment import to_model_input
 from tinyvae.data.clip import ClipChoice, ClipSettings, choose_clip, choose_validation_clip, file_of
-from tinyvae.data.decoded_cache import CacheEvent, DecodedCache, default_cache_dir
+from tinyvae.data.decoded_cache import DecodedCache
 from tinyvae.data.index import IndexRow, VideoIndex
 from tinyvae.data.latent_store import LatentStore, StoredLatents
 from tinyvae.data.sizes import SizesOfPositions
@@ -29,6 +30,7 @@ from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
 from tinyvae.data.workers import Loan, SharedMemoryError, WorkerBuffers, free_clip_memory
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.files import lock_file
+from tinyvae.storage import StorageError, Url, file_cache, local_file, version_of
 from tinyvae.video.decode import read_frames
 
 log = logging.getLogger(__name__)
@@ -165,7 +167,7 @@ class ReadBatch:
     failure: str = ""
     """Why the run cannot continue."""
     loan: Loan | None = None
-    cache_event: CacheEvent = ""
+    cache_notes: tuple[CacheNote, ...] = ()
 
     def pin_memory(self) -> ReadBatch:
         return replace(self, batch=None if self.batch is None else self.batch.pin_memory())
@@ -199,8 +201,8 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
         self._sizes = sizes
         self.cache: DecodedCache | None = None
         if settings.decoded_cache_gb > 0:  # what is used from now on stays there for this loader
-            folder = settings.decoded_cache_dir or default_cache_dir()
-            self.cache = DecodedCache(folder, max_gb=settings.decoded_cache_gb, keep_used_since=time.time())
+            folder, max_gb = settings.decoded_cache_dir, settings.decoded_cache_gb
+            self.cache = DecodedCache(folder, max_gb=max_gb, run_start=time.time())
         self.board = board
         self._buffers = WorkerBuffers(board)
         self._num_read = 0
@@ -244,6 +246,8 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
                 except (UnreadableVideoError, OSError) as fault:
                     bad.append(BadFile.of(row, fault))
                     continue
+                except StorageError as gone:
+                    return ReadBatch(bad_files=tuple(bad), num_tries=len(taken) + len(bad), failure=str(gone))
                 taken.append((position, row, choice))
                 self._num_read += 1
                 free_clip_memory(self._num_read)
@@ -273,7 +277,7 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
             bad_files=tuple(bad),
             num_tries=len(taken) + len(bad),
             loan=loan,
-            cache_event="" if self.cache is None else self.cache.event,
+            cache_notes=(*file_cache().notes(), *(self.cache.notes() if self.cache is not None else ())),
         )
 
     def _latents_of(self, taken: list[tuple[int, IndexRow, ClipChoice]]) -> StoredLatents | None:
@@ -301,19 +305,22 @@ def read_clip(
     out: Tensor | None = None,
 ) -> Tensor:
     """One clip (uint8 RGB, TCHW, clip size), written to ``out`` if given; an error when the file cannot give it."""
-    path = index.full_path(row)
-    size = os.stat(path).st_size
-    if size != row.file_bytes:
-        reason = f"it has {size} bytes but had {row.file_bytes} when it was indexed; run `tinyvae data index` again"
-        raise UnreadableVideoError(path, reason)
+    video = index.full_path(row)
+    # Of a file behind a URL just this version is fetched, if it is not here; a local file is looked at.
+    version = index.version(row) if isinstance(video, Url) else version_of(video)
+    if version.size != row.file_bytes:
+        was = f"but had {row.file_bytes} when it was indexed; run `tinyvae data index` again"
+        raise UnreadableVideoError(video, f"it has {version.size} bytes {was}")
     if out is None:
         out = torch.empty((settings.n_frames, 3, settings.height, settings.width), dtype=torch.uint8)
     window, info, timeout_s = choice.window, index.info(row), settings.decode_timeout_s
-    frames = None if cache is None else cache.clip(path, info, choice.frame_indices, window, timeout_s=timeout_s)
+    frames = None
+    if cache is not None:
+        frames = cache.clip(video, info, choice.frame_indices, window, timeout_s=timeout_s, version=version)
     if frames is None:
         is_native = (window.height, window.width) == (settings.height, settings.width)
         frames = read_frames(
-            path,
+            local_file(video, version),
             choice.frame_indices,
             info=info,
             timeout_s=timeout_s,

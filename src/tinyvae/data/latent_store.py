@@ -11,7 +11,8 @@ A store is a folder::
     latents-00000.safetensors     positions 0..K-1: ``mean-00000`` (T, C, h, w) ..., perhaps ``std-00000`` ...
     latents-00001.safetensors     positions K..2K-1; K = clips_per_shard
 
-Shards are written whole or not at all, in any order, by any number of processes.
+Shards are written whole or not at all, in any order, by any number of processes. The folder may be behind a URL; then
+a shard is fetched when it is first read, and a store that is made cannot grow.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ from torch import Tensor
 
 from tinyvae.data.sizes import SizeSchedule, SizesOfPositions
 from tinyvae.errors import MissingFileError, UserError
-from tinyvae.files import atomic_write, lock_file
+from tinyvae.files import lock_file
+from tinyvae.storage import Place, Url, list_files, local_file, writing
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class DamagedShardError(UserError):
     """A shard that is not what was written."""
 
-    def __init__(self, file: Path, reason: str) -> None:
+    def __init__(self, file: Place, reason: str) -> None:
         super().__init__(file, reason)  # both as arguments: the error can then travel between processes
         self.file, self.reason = file, reason
 
@@ -142,18 +144,18 @@ class LatentStore:
         mean_NTCHW = store.read([0, 1, 2, 3]).mean
     """
 
-    folder: Path
+    folder: Place
     facts: StoreFacts
     num_clips: int
     """Of each stage of sizes, at least; most runs have one stage."""
     clips_per_shard: int = CLIPS_PER_SHARD
 
     @classmethod
-    def open(cls, folder: Path) -> LatentStore:
+    def open(cls, folder: Place) -> LatentStore:
         """A store that exists; ``UserError`` where there is none, or one of another version."""
         file = folder / MANIFEST
         try:
-            values = json.loads(file.read_text())
+            values = json.loads(local_file(file).read_text())
             if values["version"] != VERSION:
                 raise UserError(
                     f"{folder} is a latent store of version {values['version']}, and this tinyvae reads version "
@@ -173,7 +175,7 @@ class LatentStore:
             raise UserError(f"{file} is not the manifest of a latent store; make the store again.") from None
 
     @classmethod
-    def create(cls, folder: Path, facts: StoreFacts, *, num_clips: int, batch_size: int = 1) -> LatentStore:
+    def create(cls, folder: Place, facts: StoreFacts, *, num_clips: int, batch_size: int = 1) -> LatentStore:
         """A store to write into: a new one, or one that was begun with the same facts, which may grow.
 
         ``batch_size``: clips of a micro-batch; a shard of a new store holds whole ones. Processes that create the same
@@ -182,13 +184,7 @@ class LatentStore:
         assert facts.dtype in DTYPES
         clips_per_shard = batch_size * max(1, CLIPS_PER_SHARD // batch_size)
         store = cls(folder=folder, facts=facts, num_clips=num_clips, clips_per_shard=clips_per_shard)
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / LOCK, "ab") as stream:
-            lock_file(stream, wait=True)
-            for part in folder.glob(".latents-*.part"):  # of a process that was killed as it wrote, or writes now
-                with suppress(FileNotFoundError):
-                    if time.time() - part.stat().st_mtime > STALE_S:
-                        part.unlink()
+        with _locked(folder):
             if (folder / MANIFEST).exists():
                 begun = cls.open(folder)
                 differs = begun.facts.difference(asdict(facts))
@@ -197,6 +193,9 @@ class LatentStore:
                 store = replace(begun, num_clips=max(num_clips, begun.num_clips))
                 if store == begun:
                     return store
+                if isinstance(folder, Url):
+                    fix = "name another place, or make the store in a local folder and copy it"
+                    raise UserError(f"{folder} holds {begun.num_clips} clips and cannot grow behind a URL; {fix}.")
             store._write_manifest()
         return store
 
@@ -229,7 +228,7 @@ class LatentStore:
     @property
     def num_bytes(self) -> int:
         """What the shards that are there take on the disk."""
-        return sum(file.stat().st_size for file in self.folder.glob(SHARDS))
+        return sum(shard_sizes(self.folder).values())
 
     def pieces(self, shard: int) -> list[range]:
         """The positions of a shard: one range, or several where stages are short."""
@@ -245,14 +244,16 @@ class LatentStore:
 
         A damaged one is an error; with ``skip_damaged`` it is named in the log and counts as missing.
         """
-        there = {file.name for file in self.folder.glob(SHARDS)}
+        there = shard_sizes(self.folder)
         for shard in self.shards[part::num_parts]:
             try:
-                is_missing = self._file(shard).name not in there or not self._is_complete(shard)
+                # Behind a URL a shard that is there is complete, and to open it is to fetch it.
+                is_missing = self._file(shard).name not in there
+                is_missing = is_missing or (not isinstance(self.folder, Url) and not self._is_complete(shard))
             except DamagedShardError as damage:
                 if not skip_damaged:
                     raise
-                log.warning("%s is damaged (%s); it is made again", damage.file, damage.reason)
+                log.warning("%s is damaged (%s) and counts as missing", damage.file, damage.reason)
                 is_missing = True
             if is_missing:
                 yield shard
@@ -286,7 +287,7 @@ class LatentStore:
         checksums = {name: [_checksum(clip) for clip in column] for name, column in clips.items()}
         tensors = {f"{name}-{row:05}": clip for name, column in clips.items() for row, clip in enumerate(column)}
         lists = {"files": json.dumps(list(files)), "checksums": json.dumps(checksums)}
-        with atomic_write(self._file(shard)) as stream:
+        with writing(self._file(shard)) as stream:
             stream.write(save(tensors, lists | {"facts": self.facts.digest}))
         _open_shard.cache_clear()  # it may hold the shard as it was
 
@@ -314,7 +315,7 @@ class LatentStore:
                 raise DamagedShardError(self._file(shard), f"the {name} of clip {position} has changed")
         return clips["mean"], clips.get("std")
 
-    def _file(self, shard: int) -> Path:
+    def _file(self, shard: int) -> Place:
         return self.folder / f"latents-{shard:05}.safetensors"
 
     def _open(self, shard: int) -> _Shard:
@@ -329,8 +330,31 @@ class LatentStore:
 
     def _write_manifest(self) -> None:
         values = {"version": VERSION, "num_clips": self.num_clips, "clips_per_shard": self.clips_per_shard}
-        with atomic_write(self.folder / MANIFEST, "w") as stream:
+        with writing(self.folder / MANIFEST, "w") as stream:
             json.dump(values | {"facts": asdict(self.facts)}, stream, indent=1)
+
+
+def shard_sizes(folder: Place) -> dict[str, int]:
+    """Name -> bytes of each shard that is there."""
+    if isinstance(folder, Url):
+        return {name: version.size for name, version in list_files(folder) if fnmatch(name, SHARDS)}
+    return {file.name: file.stat().st_size for file in folder.glob(SHARDS)}
+
+
+@contextmanager
+def _locked(folder: Place) -> Iterator[None]:
+    """Around the work on a manifest. Nothing is locked behind a URL: there all processes write the same manifest."""
+    if isinstance(folder, Url):
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "ab") as stream:
+        lock_file(stream, wait=True)
+        for part in folder.glob(".latents-*.part"):  # of a process that was killed as it wrote, or writes now
+            with suppress(FileNotFoundError):
+                if time.time() - part.stat().st_mtime > STALE_S:
+                    part.unlink()
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,14 +368,16 @@ class _Shard:
 
 
 @functools.lru_cache(maxsize=64)
-def _open_shard(file: Path) -> _Shard:
+def _open_shard(file: Place) -> _Shard:
     try:
-        opened = safe_open(file, framework="pt")
+        opened = safe_open(local_file(file), framework="pt")
         about = opened.metadata()
         files, checksums = json.loads(about["files"]), json.loads(about["checksums"])
         return _Shard(tensors=opened, files=files, checksums=checksums, facts=about["facts"])
     except FileNotFoundError:
         raise MissingFileError(f"{file} is gone; run the same tinyvae latents command again.") from None
+    except OSError as fault:
+        raise UserError(f"{file} cannot be read ({fault.strerror or fault}); fix its permissions.") from None
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as fault:
         raise DamagedShardError(file, str(fault) or type(fault).__name__) from None
 

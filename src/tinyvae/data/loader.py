@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from tinyvae.cache_folder import CacheNote
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import BadFile, BadFileLog, BadFileWatch, ClipBatch, Clips, ReadBatch
-from tinyvae.data.decoded_cache import CacheEvent
 from tinyvae.data.latent_store import LatentStore
 from tinyvae.data.sizes import SizesOfPositions
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
@@ -128,25 +128,14 @@ class TrainLoader(_Loader):
     """Iterate for batches without end. Each iteration starts at ``start_sample``."""
 
     def __iter__(self) -> Iterator[ClipBatch]:
-        told: set[CacheEvent] = {""}
+        told: set[CacheNote] = set()
         for read in self._reads():
             assert read.batch is not None, "a training batch without failure is whole"
-            if read.cache_event not in told:  # said once, whichever worker is first
-                told.add(read.cache_event)
-                self._tell_of_cache(read.cache_event)
+            for note in read.cache_notes:
+                if note not in told:  # said once, whichever worker is first
+                    told.add(note)
+                    log.log(note.level, note.text)
             yield read.batch
-
-    def _tell_of_cache(self, event: CacheEvent) -> None:
-        assert self._clips.cache is not None, "no event without a cache"
-        folder, size_gb = self._clips.cache.folder, self._clips.settings.decoded_cache_gb
-        if event == "evicts":
-            log.info("the decoded cache in %s makes room: files of earlier runs are deleted", folder)
-        else:
-            log.warning(
-                f"the decoded cache in {folder} is full: decoded_cache_gb ({size_gb:.3g}) or the disk does not hold "
-                "all files of this run, and clips of the others are decoded each time; raise decoded_cache_gb, or "
-                "name another decoded_cache_dir"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -204,7 +204,7 @@ def write_missing_sample_clips(config: TrainConfig) -> None:
     from tinyvae.data.sample_clips import write_sample_clips
 
     folder = config.data_root
-    assert folder is not None, "config.rules refuses use_sample_clips without data_root"
+    assert isinstance(folder, Path), "config.rules refuses use_sample_clips without a local data_root"
     if not folder.is_dir() or not any(folder.iterdir()):
         log.info("writing the sample clips to %s", folder)
         write_sample_clips(folder)

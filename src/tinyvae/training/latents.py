@@ -23,6 +23,7 @@ from tinyvae.data.splits import ClipSet
 from tinyvae.errors import UserError
 from tinyvae.files import lock_file, make_output_folder, writing_to
 from tinyvae.models.variants import VariantSpec
+from tinyvae.storage import Place, Url, use_file_cache, work_folder
 from tinyvae.teachers import Teacher, identify_teacher
 from tinyvae.terminal import bytes_in_words, count_of, progress_bar
 from tinyvae.training.build import build_teacher, clip_facts
@@ -38,7 +39,7 @@ NOT_NEEDED = {"pretrained_model_path", "lpips_weights", "output_dir"}
 class LatentJob:
     """What one command makes: ``num_clips`` clips in ``folder``; of the shards every ``num_parts``-th from ``part``."""
 
-    folder: Path
+    folder: Place
     num_clips: int
     dtype: str = "bfloat16"
     part: int = 0
@@ -59,25 +60,26 @@ def make_latents(loaded: LoadedConfig, job: LatentJob) -> int:
     """
     config = loaded.config
     check_job(loaded)
-    make_output_folder(job.folder)
+    make_output_folder(work_folder(job.folder))
     engine = Engine(config)
     if engine.world_size > 1:
         raise UserError("a launcher started several processes; start each by itself, with --shard 1/8, 2/8 and so on.")
-    data = open_clips(config, engine, job.folder)
+    data = open_clips(config, engine, work_folder(job.folder))
     teacher = build_teacher(config, engine.device)
     facts = facts_of(config, data.train, teacher, job)
     check_room(config, facts, job)
-    with writing_to(job.folder):
+    with writing_to(work_folder(job.folder)):
         store = LatentStore.create(job.folder, facts, num_clips=job.num_clips, batch_size=config.train_batch_size)
     shards = list(store.missing_shards(job.part, job.num_parts, skip_damaged=True))
     print(f"{count_of(store.num_shards, 'shard')} in all, {len(shards)} to make here", flush=True)
     make_shards(config, data, store, teacher, shards)
-    return len(list(store.missing_shards()))
+    return len(list(store.missing_shards(skip_damaged=True)))
 
 
 def check_job(loaded: LoadedConfig) -> None:
     """Refuse settings that no store can be made from."""
     config = loaded.config
+    use_file_cache(config.file_cache_dir, config.file_cache_gb)
     if config.latent_store is not None:
         raise UserError("latent_store is set, but a store is made by the teacher itself; use --latent_store none.")
     if config.teacher_path is None:
@@ -123,12 +125,16 @@ def latent_bytes(config: TrainConfig, store: LatentStore) -> int:
 def check_room(config: TrainConfig, facts: StoreFacts, job: LatentJob) -> None:
     """Say how large the store will be, and refuse what the disk cannot hold, before anything is written."""
     store = LatentStore(folder=job.folder, facts=facts, num_clips=job.num_clips)
-    whole, num_clips = latent_bytes(config, store), sum(map(len, store.stages))
-    free, there = shutil.disk_usage(job.folder).free, store.num_bytes
+    whole, num_clips, there = latent_bytes(config, store), sum(map(len, store.stages)), store.num_bytes
     needed = max(0, whole - there) // job.num_parts
     clips = f"{count_of(num_clips, 'clip')} of {bytes_in_words(whole // num_clips)} in {facts.dtype}"
     print(f"{job.folder}: {clips}, {bytes_in_words(whole)} in all")
-    print(f"{bytes_in_words(there)} there, {bytes_in_words(needed)} to write here, {bytes_in_words(free)} free")
+    to_write = f"{bytes_in_words(there)} there, {bytes_in_words(needed)} to write here"
+    if isinstance(job.folder, Url):  # nobody tells how much room is there
+        print(to_write)
+        return
+    free = shutil.disk_usage(job.folder).free
+    print(f"{to_write}, {bytes_in_words(free)} free")
     if needed > free:
         raise UserError(
             f"the disk of {job.folder} has {bytes_in_words(free)} free, and {bytes_in_words(needed)} are needed; make "
@@ -182,6 +188,6 @@ def make_shards(
             files += batch.names
             bar.update(len(batch))
             if positions[-1] == store.positions(shard)[-1]:
-                with writing_to(store.folder):
+                with writing_to(work_folder(store.folder)):
                     store.write(shard, made, files)
                 made, files = [], []

@@ -28,7 +28,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from torch import Tensor
 
-from tinyvae.config.rules import Complaint, GivenPath, path_complaints, value_complaints
+from tinyvae.cache_folder import GIB
+from tinyvae.config.rules import DATA_KEYS, Complaint, GivenPath, path_complaints, value_complaints
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.annotations import default_data_root, iterate_entries
 from tinyvae.data.index import VideoIndex, hash_of_path, is_index, open_index
@@ -37,6 +38,7 @@ from tinyvae.data.latent_store import DTYPES, LatentStore, StoredLatents
 from tinyvae.data.sizes import ClipSize
 from tinyvae.data.splits import ClipSet, split
 from tinyvae.errors import UserError
+from tinyvae.storage import Place, Url, file_cache, use_file_cache
 from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
 from tinyvae.training.build import build_model, build_task, open_latents
 from tinyvae.training.checkpoint import checkpoint_bytes, state_bytes
@@ -87,6 +89,7 @@ def preflight(
     with_step: bool = True,
 ) -> list[Check]:
     """All checks. ``processes``: on this machine; ``port``: where several processes meet (None: only one)."""
+    use_file_cache(config.file_cache_dir, config.file_cache_gb)
     missing = path_complaints(config, given_paths)
     missing_keys = {key for complaint in missing for key in complaint.keys}
     checks = [*_settings(config), *_stages(config), *_launch(config, launch)]
@@ -95,7 +98,7 @@ def preflight(
     if not missing:
         checks += [Check(name="files", found="all that the settings name are there"), *_weights(config)]
     if not missing_keys & {"data_root", "annotation_file", "index_path"}:
-        checks += _data(config)
+        checks += [*_data(config), *_file_cache(config)]
     if "latent_store" not in missing_keys and (stored := _latents(config)) is not None:
         checks.append(stored)
         missing_keys |= set() if stored.passes else {"latent_store"}
@@ -267,7 +270,7 @@ def _data(config: TrainConfig) -> Iterator[Check]:
     """The index if there is one, else a sample of the files, split as the run would split them."""
     source = config.data_source
     assert source is not None, "path_complaints refuses a run without data"
-    if config.use_sample_clips and (not source.is_dir() or not any(source.iterdir())):
+    if config.use_sample_clips and isinstance(source, Path) and (not source.is_dir() or not any(source.iterdir())):
         yield Check(name="data", found=f"the sample clips will be written to {source}")
         return
     try:
@@ -277,6 +280,20 @@ def _data(config: TrainConfig) -> Iterator[Check]:
             yield _sampled_data(config, source)
     except UserError as mistake:
         yield Check(name="data", found=str(source), fix=str(mistake))
+
+
+def _file_cache(config: TrainConfig) -> Iterator[Check]:
+    """Where files behind URLs are kept, if there are some."""
+    if not any(isinstance(getattr(config, key), Url) for key in DATA_KEYS):
+        return
+    copies = file_cache().copies
+    there = next(place for place in (copies.folder, *copies.folder.absolute().parents) if place.is_dir())
+    free = shutil.disk_usage(there).free
+    found = f"{copies.folder} for files of URLs, at most {copies.max_gb:g} GiB; {bytes_in_words(free)} free"
+    kept = sum(file.stat().st_size for file in copies.folder.iterdir()) if copies.folder.is_dir() else 0
+    too_small = kept + free < copies.max_gb * GIB
+    fix = "lower --file_cache_gb, or name a --file_cache_dir on a larger disk" if too_small else ""
+    yield Check(name="file cache", found=found, fix=fix, only_warns=True)
 
 
 def _latents(config: TrainConfig) -> Check | None:
@@ -302,7 +319,7 @@ def _train_files(config: TrainConfig, index: VideoIndex) -> ClipSet:
     return split(index, training_settings(config), split_by=config.split_by, **limits)[0]
 
 
-def _sampled_data(config: TrainConfig, source: Path) -> Check:
+def _sampled_data(config: TrainConfig, source: Place) -> Check:
     """Index a few files of the source in a temporary folder: a whole index can take hours."""
     root = config.data_root or default_data_root(source)
     entries = list(islice(iterate_entries(source, config.data_root), LISTED_FILES))

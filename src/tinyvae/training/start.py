@@ -15,6 +15,7 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.files import writing_to
 from tinyvae.models.taehv import TAEHV
+from tinyvae.storage import use_file_cache
 from tinyvae.terminal import count_of
 from tinyvae.training.build import build_model, build_task, latent_complaints, make_seraena_start, open_latents
 from tinyvae.training.checkpoint import CheckpointWriter, checkpoint_bytes
@@ -56,6 +57,7 @@ class FinishedRun:
 def check_before_start(loaded: LoadedConfig) -> None:
     """Refuse what can be refused before any process group or GPU is touched; `tinyvae check --quick` does it too."""
     config = loaded.config
+    use_file_cache(config.file_cache_dir, config.file_cache_gb)
     also = [*machine_complaints(config), *latent_complaints(config)]
     check_config(config, loaded.given_paths, also=also, heading=loaded.source)
 
