@@ -85,6 +85,28 @@ def test_a_wrong_value_is_named_with_its_remedy(changes: dict[str, Any], words: 
     assert words in complaint(replace(TrainConfig(), **changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "resolutions 14x64x64: n_frames=14 does not suit taehv"),
+        ({}, "resolutions 8x100x128: taehv needs a height and width that are multiples of 8, got 100x128"),
+        ({"temporal_loss_weight": 0.1}, "resolutions 1x24x24: temporal_loss_weight needs at least 2 decoded frames"),
+        ({"perceptual_loss_weight": 0.1}, "needs frames of at least 31x31 pixels, got 24x24"),
+        (
+            {"use_seraena": True, "seraena_loss_weight": 0.1, "n_seraena_frames": 8},
+            "resolutions 1x24x24: n_seraena_frames=8 does not divide",
+        ),
+        (
+            {"use_seraena": True, "seraena_loss_weight": 0.1, "seraena_buffer_mb": 1, "n_seraena_frames": 4},
+            "resolutions 8x256x256: the replay buffer of 1 MB, a part for each of 5 sizes, does not hold one group",
+        ),
+    ],
+)
+def test_every_size_is_checked(changes: dict[str, Any], words: str) -> None:
+    sizes = ("8x128x128", "14x64x64", "8x100x128", "1x24x24", "8x256x256")
+    assert words in complaint(replace(TrainConfig(), resolutions=sizes, **changes))
+
+
 def test_all_complaints_come_in_one_message() -> None:
     text = complaint(TrainConfig(train_batch_size=0, n_frames=15, beta1=2.0, encoder_loss_weight=0.1))
     for words in ("4 mistakes", "train_batch_size=0", "n_frames=15", "beta1=2", "encoder_loss_weight=0.1"):

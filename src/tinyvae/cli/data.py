@@ -186,6 +186,7 @@ def _planned_use(arguments: argparse.Namespace) -> PlannedUse:
     from tinyvae.config.schema import TrainConfig
     from tinyvae.data.check import PlannedUse
     from tinyvae.data.clip import ClipSettings
+    from tinyvae.data.sizes import with_size
 
     names = ("min_frame_delta", "max_frame_delta", "train_split", "variant")
     given = {"n_frames": arguments.frames} | {name: getattr(arguments, name) for name in names}
@@ -202,7 +203,7 @@ def _planned_use(arguments: argparse.Namespace) -> PlannedUse:
         name = f"preset {arguments.preset}"
     return PlannedUse(
         name=name,
-        settings=ClipSettings.from_config(config),
+        settings=with_size(ClipSettings.from_config(config), config.sizes.bounds),
         train_split=config.train_split,
         split_by=config.split_by,
         bad_file_limit=config.bad_file_limit,

@@ -30,10 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     clips = "how many clips to store: positions 0 to N-1 of the run; as many as a run's steps take need no clip twice"
     dtype = "of the stored latents (default: bfloat16, which keeps all that a teacher in bfloat16 says)"
     shard = "make only part I of N of the store, counted from 1: every N-th shard from the I-th on"
+    gpus = (
+        "processes of the run (default: 1); only counts with several sizes (--resolutions), see docs/configuration.md"
+    )
     parser.add_argument("--clips", type=number(int, 1), metavar="N", required=True, help=clips)
     parser.add_argument("--output", type=place, metavar="FOLDER", required=True, help="folder of the store, or its URL")
     parser.add_argument("--dtype", type=stored_dtype, metavar="NAME", default="bfloat16", help=dtype)
     parser.add_argument("--shard", type=part_of, metavar="I/N", default=(1, 1), help=shard)
+    parser.add_argument("--gpus", type=number(int, 1), metavar="N", default=1, help=gpus)
     add_options(parser, "--ray")
 
 
@@ -63,7 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"note: {notice}")
     part, num_parts = arguments.shard
     folder = arguments.output.absolute()
-    job = LatentJob(folder=folder, num_clips=arguments.clips, dtype=arguments.dtype, part=part - 1, num_parts=num_parts)
+    job = LatentJob(
+        folder=folder,
+        num_clips=arguments.clips,
+        dtype=arguments.dtype,
+        part=part - 1,
+        num_parts=num_parts,
+        processes=arguments.gpus,
+    )
     make = None
     if arguments.ray is not None:
         from tinyvae.data.ray_cluster import check_address

@@ -18,6 +18,8 @@ from tinyvae.storage import SCHEME, Place, Url, place_of
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
+    from tinyvae.data.sizes import ClipSize
+
 
 @dataclass(frozen=True, kw_only=True)
 class Complaint:
@@ -70,6 +72,7 @@ NONE_MEANS: Mapping[str, Any] = {
     "max_grad_norm": 0.0,
     "early_stopping_patience": 0,
     "validation_steps": 0,
+    "resolutions": (),
 }
 """Key -> its value for "none of it", where the files of other trainers write None."""
 
@@ -91,9 +94,12 @@ def convert(key: str, value: Any, where: str = "") -> Any:
     from pydantic import ValidationError
 
     try:
-        return _validator(key).validate_python(_plain_value(key, value))
+        converted = _validator(key).validate_python(_plain_value(key, value))
     except ValidationError:
         raise UserError(_wrong_value(key, value, where)) from None
+    if key == "resolutions" and (refusal := _refusal(lambda: TrainConfig(resolutions=converted))):
+        raise UserError(f"{refusal}{where}")
+    return converted
 
 
 def _wrong_value(key: str, value: Any, where: str = "") -> str:
@@ -183,35 +189,44 @@ def _variant_rules(config: TrainConfig) -> Findings:
     if refusal := _refusal(lambda: config.spec):
         yield "variant model_width", refusal.replace("width=", "model_width=", 1)
         return
-    spec, n_frames, (_, *validated) = config.spec, config.n_frames, config.validation_size
-    if refusal := _refusal(spec.check_training_length, n_frames):
-        yield "n_frames", refusal
-    if refusal := _refusal(spec.check_size, config.height, config.width):
-        yield "height width", refusal
-    elif refusal := _refusal(spec.check_size, *validated):
+    found = [finding for size in config.sizes.sizes for finding in _size_rules(config, size)]
+    yield from found
+    fits = not any(keys.startswith("height") for keys, _ in found)  # else it would be told twice
+    if fits and (refusal := _refusal(config.spec.check_size, *config.validation_size[1:])):
         yield "validation_height validation_width", f"validation size: {refusal}"
+
+
+def _size_rules(config: TrainConfig, size: ClipSize) -> Findings:
+    """The rules of the variant for one size of training clips."""
+    spec, (n_frames, height, width) = config.spec, size
+    of_size = f"resolutions {size}: " if config.resolutions else ""
+    if refusal := _refusal(spec.check_training_length, n_frames):
+        yield "n_frames resolutions", of_size + refusal
+    if refusal := _refusal(spec.check_size, height, width):
+        yield "height width resolutions", of_size + refusal
     if config.temporal_loss_weight:
         from tinyvae.losses.distances import check_temporal_frames
 
         if refusal := _refusal(check_temporal_frames, spec, n_frames):
-            yield "n_frames temporal_loss_weight", refusal
+            yield "n_frames resolutions temporal_loss_weight", of_size + refusal
     if config.use_seraena:
         if refusal := _refusal(spec.check_seraena_frames, n_frames, config.n_seraena_frames):
-            yield "n_frames n_seraena_frames", refusal
-        elif refusal := _refusal(_check_replay_buffer, config):
-            yield "seraena_buffer_mb height width", refusal
+            yield "n_frames n_seraena_frames resolutions", of_size + refusal
+        elif refusal := _refusal(_check_replay_buffer, config, size):
+            yield "seraena_buffer_mb height width resolutions", of_size + refusal
 
 
-def _check_replay_buffer(config: TrainConfig) -> None:
+def _check_replay_buffer(config: TrainConfig, size: ClipSize) -> None:
     """Refuse a replay buffer that does not hold one group of frames with its context."""
     from torch import Size
 
     from tinyvae.losses.seraena.replay_buffer import ReplayBuffer
 
     factor = config.spec.space_factor
-    image = Size((3 * config.n_seraena_frames, config.height, config.width))
-    context = Size((config.spec.latent_channels, config.height // factor, config.width // factor))
-    ReplayBuffer(max_mb=config.seraena_buffer_mb, device="cpu").capacity(image, context)
+    image = Size((3 * config.n_seraena_frames, size.height, size.width))
+    context = Size((config.spec.latent_channels, size.height // factor, size.width // factor))
+    num_sizes = config.sizes.pictures_at_once
+    ReplayBuffer(max_mb=config.seraena_buffer_mb, device="cpu", num_sizes=num_sizes).capacity(image, context)
 
 
 def _data_rules(config: TrainConfig) -> Findings:
@@ -269,11 +284,13 @@ def _loss_rules(config: TrainConfig) -> Findings:
     if not any(weights.values()):
         yield " ".join(weights), "all loss weights are 0, so nothing would be trained; set one."
     _, *validated = config.validation_size
+    _, *narrowest = min(config.sizes.sizes, key=lambda size: min(size.height, size.width))
     for key in _lpips_needs(config):
-        height, width = validated if key == "metric_for_best_model" else (config.height, config.width)
+        height, width = validated if key == "metric_for_best_model" else narrowest
         if min(height, width) < 31:
             text = f"{key}={shown_value(getattr(config, key))} is LPIPS, which needs frames of at least 31x31 pixels, "
-            yield f"{key} height width validation_height validation_width", text + f"got {height}x{width}."
+            concerned = f"{key} height width resolutions validation_height validation_width"
+            yield concerned, text + f"got {height}x{width}."
 
 
 def _lpips_needs(config: TrainConfig) -> list[str]:

@@ -16,11 +16,14 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from tinyvae import __version__
 from tinyvae.models.variants import VariantSpec, get_spec
 from tinyvae.storage import Place, Url, place_of
+
+if TYPE_CHECKING:
+    from tinyvae.data.sizes import SizeSchedule
 
 LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # the limits of pydantic
 TIME_DIRECTIVES = "YmdHMS"  # letters after % in ``output_dir`` that stand for a part of the time of the start
@@ -68,6 +71,9 @@ class TrainConfig:
     height: int = option(128, "Height of a training clip, pixels; a multiple of the space factor.", ge=8)
     width: int = option(128, "Width of a training clip, pixels; a multiple of the space factor.", ge=8)
     n_frames: int = option(16, "Frames of a training clip; the variant says which lengths suit its teacher.", ge=1)
+    resolutions: tuple[str, ...] = option(
+        (), "Several clip sizes in one run, FRAMESxHEIGHTxWIDTH[:SHARE][@STEP]; they replace the three keys above."
+    )
     min_frame_delta: int = option(1, "Smallest step between the frames of a clip, source frames.", ge=1)
     max_frame_delta: int = option(1, "Largest step between the frames of a clip, source frames.", ge=1)
     allow_upscale: bool = option(False, "Enlarge videos smaller than height x width instead of leaving them out.")
@@ -198,11 +204,23 @@ class TrainConfig:
             value: object = getattr(self, key)
             if isinstance(value, str):  # people write text for a path
                 object.__setattr__(self, key, place_of(value) if Url in kinds_of(key) else Path(value))
+        if self.resolutions:  # whoever asks for one size (validation, messages, a trial step) means the largest
+            for key, number in self.sizes.largest._asdict().items():
+                object.__setattr__(self, key, number)
 
     @functools.cached_property
     def spec(self) -> VariantSpec:
         """The network and its frame rule; `UserError` where there is no such variant or width."""
         return get_spec(self.variant, width=self.model_width)
+
+    @functools.cached_property
+    def sizes(self) -> SizeSchedule:
+        """The sizes of training clips; `UserError` where an entry of ``resolutions`` is wrong."""
+        from tinyvae.data.sizes import ClipSize, SizeSchedule  # not above: most readers of a schema need no numpy
+
+        if self.resolutions:
+            return SizeSchedule.parse(self.resolutions)
+        return SizeSchedule.of_one(ClipSize(self.n_frames, self.height, self.width))
 
     @property
     def data_source(self) -> Place | None:
@@ -252,10 +270,12 @@ def to_json(config: TrainConfig) -> str:
 
 def shown_value(value: Any) -> str:
     """A value as a user writes it on the command line."""
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list) and value:
         return ",".join(map(shown_value, value))
     if isinstance(value, bool) or value is None:
         return str(value).lower()
+    if value == ():
+        return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -271,7 +291,7 @@ def _kind_in_words(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
     if get_origin(kind) is tuple:
-        return f"{len(names)} numbers"
+        return "sizes such as 16x480x720:0.3,16x256x256:0.7" if str in names else f"{len(names)} numbers"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path", Url: "a URL"}
     return words.get(kind, "none")
 

@@ -25,7 +25,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 FEISTEL_ROUNDS = 6
 
 # What a draw is for: the last part of its key, so that two draws of one position are independent.
-SHUFFLE, SUBSTITUTE, STEP, START, CROP, FLIP, COLOR = range(7)
+SHUFFLE, SUBSTITUTE, STEP, START, CROP, FLIP, COLOR, SIZE = range(8)
 SCALE, TOP, LEFT = range(3)
 BRIGHTNESS, CONTRAST, SATURATION, HUE, BLUR_OR_NOT, BLUR_SIGMA = range(6)
 

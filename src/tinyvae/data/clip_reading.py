@@ -25,6 +25,7 @@ from tinyvae.data.clip import ClipChoice, ClipSettings, choose_clip, choose_vali
 from tinyvae.data.decoded_cache import DecodedCache
 from tinyvae.data.index import IndexRow, VideoIndex
 from tinyvae.data.latent_store import LatentStore, StoredLatents
+from tinyvae.data.sizes import SizesOfPositions
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
 from tinyvae.data.workers import Loan, SharedMemoryError, WorkerBuffers, free_clip_memory
 from tinyvae.errors import UnreadableVideoError, UserError
@@ -181,7 +182,8 @@ class ReadBatch:
 class Clips(torch.utils.data.Dataset[ReadBatch]):
     """Batches by position: global positions in training, the numbers of the files in validation.
 
-    With a store of N clips (``latents``), position p gets clip p mod N, as it was when its latents were made.
+    With a store (``latents``), position p gets clip ``latents.clip_of(p)``, as it was when its latents were made.
+    ``sizes``: where clips have several sizes; else all have that of ``settings``.
     """
 
     def __init__(
@@ -192,9 +194,11 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
         training: bool,
         board: Tensor | None = None,
         latents: LatentStore | None = None,
+        sizes: SizesOfPositions | None = None,
     ) -> None:
         assert training or latents is None, "latents are stored by training position"
         self.clips, self.settings, self.training, self.latents = clips, settings, training, latents
+        self._sizes = sizes
         self.cache: DecodedCache | None = None
         if settings.decoded_cache_gb > 0:  # what is used from now on stays there for this loader
             folder, max_gb = settings.decoded_cache_dir, settings.decoded_cache_gb
@@ -203,21 +207,32 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
         self._buffers = WorkerBuffers(board)
         self._num_read = 0
 
-    def _candidates(self, position: int) -> Iterator[tuple[IndexRow, ClipChoice]]:
+    def _candidates(self, position: int, settings: ClipSettings) -> Iterator[tuple[IndexRow, ClipChoice]]:
         """The clips for a position: the first one that can be read is taken. Validation has no second choice."""
         if not self.training:
             row = self.clips.row(position)
-            yield row, choose_validation_clip(row, self.settings)
+            yield row, choose_validation_clip(row, settings)
             return
-        if self.latents is not None:
-            position %= self.latents.num_clips
+        position = self._clip_of(position)
         num_files = len(self.clips)
         for attempt in range(MAX_ATTEMPTS):
-            row = self.clips.row(file_of(position, num_files, self.settings.seed, attempt))
-            yield row, choose_clip(row, self.settings, position, num_files, attempt)
+            row = self.clips.row(file_of(position, num_files, settings.seed, attempt))
+            yield row, choose_clip(row, settings, position, num_files, attempt)
+
+    def _clip_of(self, position: int) -> int:
+        return position if self.latents is None else self.latents.clip_of(position)
+
+    def _settings_of(self, positions: list[int]) -> ClipSettings:
+        """The settings of a batch: it is of one step, so its clips have one size."""
+        if self._sizes is None:
+            return self.settings
+        first, last = (self._sizes.settings_at(self._clip_of(positions[i]), self.settings) for i in (0, -1))
+        assert first == last, "a batch of two steps"
+        return first
 
     def __getitems__(self, positions: list[int]) -> ReadBatch:
-        shape = (len(positions), self.settings.n_frames, 3, self.settings.height, self.settings.width)
+        settings = self._settings_of(positions)
+        shape = (len(positions), settings.n_frames, 3, settings.height, settings.width)
         try:
             frames, loan = self._buffers.take(shape)
         except SharedMemoryError as full:
@@ -225,9 +240,9 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
         taken: list[tuple[int, IndexRow, ClipChoice]] = []
         bad: list[BadFile] = []
         for position in positions:
-            for row, choice in self._candidates(position):
+            for row, choice in self._candidates(position, settings):
                 try:
-                    read_clip(self.clips.index, row, choice, self.settings, self.cache, out=frames[len(taken)])
+                    read_clip(self.clips.index, row, choice, settings, self.cache, out=frames[len(taken)])
                 except (UnreadableVideoError, OSError) as fault:
                     bad.append(BadFile.of(row, fault))
                     continue
@@ -273,7 +288,7 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
             stored = self.latents.file_of(position)
             if stored != row.path:
                 raise UserError(
-                    f"the latents of clip {position % self.latents.num_clips} in {self.latents.folder} are those of "
+                    f"the latents of clip {self.latents.clip_of(position)} in {self.latents.folder} are those of "
                     f"{stored!r}, and the run read {row.path!r} in its place, because not the same files can be read "
                     "as when the store was made; restore the files, or make the store again with tinyvae latents"
                 )

@@ -1,14 +1,15 @@
 """The teacher's latents of a run's clips on disk, so that training need not run the teacher.
 
 Clip p of a run is a pure function of its position p. A store holds the teacher's latents of positions 0..N-1, in the
-run's own order. Position N is clip 0 again. The latents are those of the teacher's own space, before normalization:
-the mean, and the spread where the recipe samples.
+run's own order. Position N is clip 0 again. Where a run has several clip sizes (`tinyvae.data.sizes`), it holds the
+first N positions of each stage of sizes, which come round again inside the stage. The latents are in the teacher's own
+space, before normalization: the mean, and the spread where the recipe samples.
 
 A store is a folder::
 
     store.json                    what was stored, from what, by which teacher
-    latents-00000.safetensors     positions 0..K-1: ``mean`` (K, T, C, h, w), perhaps ``std``; K = clips_per_shard
-    latents-00001.safetensors     ...
+    latents-00000.safetensors     positions 0..K-1: ``mean-00000`` (T, C, h, w) ..., perhaps ``std-00000`` ...
+    latents-00001.safetensors     positions K..2K-1; K = clips_per_shard
 
 Shards are written whole or not at all, in any order, by any number of processes. The folder may be behind a URL; then
 a shard is fetched when it is first read, and a store that is made cannot grow.
@@ -33,6 +34,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from tinyvae.data.sizes import SizeSchedule, SizesOfPositions
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.files import lock_file
 from tinyvae.storage import Place, Url, list_files, local_file, writing
@@ -52,6 +54,7 @@ LABELS = {
     "teacher.class": "the teacher's class",
     "teacher.config": "the hash of the teacher's config.json",
     "teacher.weights": "the hash of the teacher's weights",
+    "clips.clips_per_step": "the number of clips of a step (tinyvae latents --gpus)",
     "data.files": "the number of training files",
     "data.hash": "the hash of the list of training files",
 }
@@ -101,6 +104,14 @@ class StoreFacts:
         """Of all facts; every shard carries it."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
+    @functools.cached_property
+    def sizes(self) -> SizesOfPositions | None:
+        """The size of the clip at each position, where there are several."""
+        if not self.clips.get("resolutions"):
+            return None
+        schedule = SizeSchedule.parse(self.clips["resolutions"])
+        return SizesOfPositions(schedule=schedule, clips_per_step=self.clips["clips_per_step"])
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredLatents:
@@ -136,6 +147,7 @@ class LatentStore:
     folder: Place
     facts: StoreFacts
     num_clips: int
+    """Of each stage of sizes, at least; most runs have one stage."""
     clips_per_shard: int = CLIPS_PER_SHARD
 
     @classmethod
@@ -187,17 +199,45 @@ class LatentStore:
             store._write_manifest()
         return store
 
+    @functools.cached_property
+    def stages(self) -> list[range]:
+        """The stored positions of each stage: whole steps, so that a step that comes round again has one size."""
+        sizes = self.facts.sizes
+        if sizes is None:
+            return [range(self.num_clips)]
+        wanted = self.num_clips + -self.num_clips % sizes.clips_per_step
+        starts = [stage.first_step * sizes.clips_per_step for stage in sizes.schedule.stages]
+        ends = [*starts[1:], starts[-1] + wanted]
+        return [range(start, min(start + wanted, end)) for start, end in zip(starts, ends, strict=True)]
+
+    def clip_of(self, position: int) -> int:
+        """The stored position whose clip a position of the run gets."""
+        stage = next(stage for stage in reversed(self.stages) if stage.start <= position)
+        return stage.start + (position - stage.start) % len(stage)
+
+    @functools.cached_property
+    def shards(self) -> list[int]:
+        """The numbers of all shards, in rising order."""
+        size = self.clips_per_shard
+        return sorted({shard for stage in self.stages for shard in range(stage.start // size, -(-stage.stop // size))})
+
     @property
     def num_shards(self) -> int:
-        return -(-self.num_clips // self.clips_per_shard)
+        return len(self.shards)
 
     @property
     def num_bytes(self) -> int:
         """What the shards that are there take on the disk."""
         return sum(shard_sizes(self.folder).values())
 
-    def positions(self, shard: int) -> range:
-        return range(shard * self.clips_per_shard, min((shard + 1) * self.clips_per_shard, self.num_clips))
+    def pieces(self, shard: int) -> list[range]:
+        """The positions of a shard: one range, or several where stages are short."""
+        first, end = shard * self.clips_per_shard, (shard + 1) * self.clips_per_shard
+        pieces = [range(max(stage.start, first), min(stage.stop, end)) for stage in self.stages]
+        return [piece for piece in pieces if piece]
+
+    def positions(self, shard: int) -> list[int]:
+        return [position for piece in self.pieces(shard) for position in piece]
 
     def missing_shards(self, part: int = 0, num_parts: int = 1, *, skip_damaged: bool = False) -> Iterator[int]:
         """The shards that are not there or not complete, of every ``num_parts``-th shard from ``part`` on.
@@ -205,7 +245,7 @@ class LatentStore:
         A damaged one is an error; with ``skip_damaged`` it is named in the log and counts as missing.
         """
         there = shard_sizes(self.folder)
-        for shard in range(part, self.num_shards, num_parts):
+        for shard in self.shards[part::num_parts]:
             try:
                 # Behind a URL a shard that is there is complete, and to open it is to fetch it.
                 is_missing = self._file(shard).name not in there
@@ -235,14 +275,17 @@ class LatentStore:
                 "tinyvae latents command again, it goes on where it stopped."
             )
 
-    def write(self, shard: int, latents: StoredLatents, files: Sequence[str]) -> None:
+    def write(self, shard: int, batches: Sequence[StoredLatents], files: Sequence[str]) -> None:
         """Write a shard: the latents of `positions` in any float dtype, and which file each clip came from."""
-        assert len(latents.mean) == len(files) == len(self.positions(shard))
-        assert (latents.std is not None) == self.facts.has_std
-        tensors = {"mean": latents.mean} | ({} if latents.std is None else {"std": latents.std})
+        clips = {"mean": [clip for batch in batches for clip in batch.mean]}
+        assert len(clips["mean"]) == len(files) == len(self.positions(shard))
+        if self.facts.has_std:
+            clips["std"] = [clip for batch in batches if batch.std is not None for clip in batch.std]
+            assert len(clips["std"]) == len(files)
         dtype = DTYPES[self.facts.dtype]
-        tensors = {name: values.to("cpu", dtype).contiguous() for name, values in tensors.items()}
-        checksums = {name: [_checksum(clip) for clip in values] for name, values in tensors.items()}
+        clips = {name: [clip.to("cpu", dtype).contiguous() for clip in column] for name, column in clips.items()}
+        checksums = {name: [_checksum(clip) for clip in column] for name, column in clips.items()}
+        tensors = {f"{name}-{row:05}": clip for name, column in clips.items() for row, clip in enumerate(column)}
         lists = {"files": json.dumps(list(files)), "checksums": json.dumps(checksums)}
         with writing(self._file(shard)) as stream:
             stream.write(save(tensors, lists | {"facts": self.facts.digest}))
@@ -250,18 +293,23 @@ class LatentStore:
 
     def read(self, positions: Sequence[int]) -> StoredLatents:
         """The latents of clips at any positions, in the store's dtype, on the CPU; std is None without spread."""
-        means, stds = zip(*(self._read_clip(position % self.num_clips) for position in positions), strict=True)
+        means, stds = zip(*(self._read_clip(self.clip_of(position)) for position in positions), strict=True)
         return StoredLatents(mean=torch.stack(means), std=torch.stack(stds) if self.facts.has_std else None)
 
     def file_of(self, position: int) -> str:
         """The video file that the latents at a position were made from, relative to the data root."""
-        shard, row = divmod(position % self.num_clips, self.clips_per_shard)
+        shard, row = self._place_of(self.clip_of(position))
         return self._open(shard).files[row]
 
+    def _place_of(self, position: int) -> tuple[int, int]:
+        """(shard, row) of a stored position."""
+        shard = position // self.clips_per_shard
+        return shard, self.positions(shard).index(position)
+
     def _read_clip(self, position: int) -> tuple[Tensor, Tensor | None]:
-        shard, row = divmod(position, self.clips_per_shard)
+        shard, row = self._place_of(position)
         opened = self._open(shard)
-        clips = {name: opened.tensors.get_slice(name)[row] for name in opened.checksums}
+        clips = {name: opened.tensors.get_tensor(f"{name}-{row:05}") for name in opened.checksums}
         for name, clip in clips.items():
             if _checksum(clip) != opened.checksums[name][row]:
                 raise DamagedShardError(self._file(shard), f"the {name} of clip {position} has changed")

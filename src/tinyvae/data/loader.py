@@ -23,6 +23,7 @@ from tinyvae.cache_folder import CacheNote
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import BadFile, BadFileLog, BadFileWatch, ClipBatch, Clips, ReadBatch
 from tinyvae.data.latent_store import LatentStore
+from tinyvae.data.sizes import SizesOfPositions
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
 from tinyvae.data.workers import BorrowedBatches, make_board, start_worker, starting_workers
 from tinyvae.errors import UserError
@@ -243,6 +244,7 @@ def make_train_loader(
     prefetch_factor: int = 2,
     pin_memory: bool = False,
     start_sample: int = 0,
+    sizes: SizesOfPositions | None = None,
     bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
     bad_file_log: BadFileLog | None = None,
     latents: LatentStore | None = None,
@@ -255,6 +257,7 @@ def make_train_loader(
     Args:
         batch_size: samples of one batch of this rank.
         start_sample: samples that all ranks together have consumed before.
+        sizes: the size of the clip at each position, where they differ; ``clips`` must fit all of them.
         bad_file_limit: share of bad reads above which iterating raises ``UserError``.
         latents: the store whose latents come with the frames.
     """
@@ -269,7 +272,7 @@ def make_train_loader(
         return range(first, first + batch_size)
 
     return TrainLoader(
-        Clips(clips, settings, training=True, board=make_board(num_workers), latents=latents),
+        Clips(clips, settings, training=True, board=make_board(num_workers), latents=latents, sizes=sizes),
         positions_of,
         None,  # without end
         BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),
@@ -284,6 +287,7 @@ def make_position_loader(
     settings: ClipSettings,
     batches: Sequence[range],
     *,
+    sizes: SizesOfPositions | None = None,
     num_workers: int = 0,
     prefetch_factor: int = 2,
     pin_memory: bool = False,
@@ -293,7 +297,7 @@ def make_position_loader(
     """The training clips at chosen positions, one batch for each range; options as for `make_train_loader`."""
     _check_counts(1, 0, 1, num_workers)
     return TrainLoader(
-        Clips(clips, settings, training=True, board=make_board(num_workers)),
+        Clips(clips, settings, training=True, board=make_board(num_workers), sizes=sizes),
         batches.__getitem__,
         len(batches),
         BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),

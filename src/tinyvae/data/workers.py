@@ -27,7 +27,8 @@ BUFFERS = 3
 """Of each worker at most: one that is being filled, one that the trainer uses, one that it has just discarded."""
 
 MAX_KEPT_BYTES = 128 * 10**6
-"""Of all buffers of a worker; larger batches have fewer, so that many workers stay small."""
+"""Of all buffers of a worker; larger batches have fewer, so that many workers stay small. Where batches have several
+sizes, buffer i has grown to at most 1 / (i + 1) of this, and all of them together to 1.8 times as much."""
 
 
 class SharedMemoryError(Exception):

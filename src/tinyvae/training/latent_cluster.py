@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 
 from tinyvae.config.schema import TrainConfig
-from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import BadFileWatch, Clips, ReadBatch
 from tinyvae.data.latent_store import LatentStore
 from tinyvae.data.ray_cluster import ray_cluster
@@ -28,8 +27,8 @@ from tinyvae.storage import use_file_cache, work_folder
 from tinyvae.teachers import Teacher, identify_teacher
 from tinyvae.terminal import progress_bar
 from tinyvae.training.build import build_teacher
-from tinyvae.training.clips import RunData
-from tinyvae.training.latents import encode_clips, join, micro_batches
+from tinyvae.training.clips import RunData, training_settings
+from tinyvae.training.latents import encode_clips, micro_batches
 
 ReadPart = tuple[ReadBatch, npt.NDArray[np.uint8]]
 """A micro-batch without its frames, and the frames (NTCHW): Ray shares arrays between processes without a copy."""
@@ -41,7 +40,7 @@ def make_shards_on_cluster(
     """As `latents.make_shards`, on the cluster at ``address``; there each actor loads a teacher of its own."""
     if not shards:
         return
-    clips = Clips(data.train, ClipSettings.from_config(config), training=True)
+    clips = Clips(data.train, training_settings(config), training=True, sizes=store.facts.sizes)
     watch = BadFileWatch(limit=config.bad_file_limit, written_to=data.bad_files)
     work = ((shard, micro_batches(store, shard, config.train_batch_size)) for shard in shards)
     total = sum(len(store.positions(shard)) for shard in shards)
@@ -98,5 +97,5 @@ def encode_shard(
         made.append(encode_clips(teacher, batch, config.spec, with_std=store.facts.has_std))
         names += batch.names
     with writing_to(work_folder(store.folder)):
-        store.write(shard, join(made), names)
+        store.write(shard, made, names)
     return reads

@@ -322,7 +322,7 @@ def test_another_number_of_ranks_deals_out_every_item_once(saved: int, now: int)
         seraena = make_seraena(rank=rank, buffer_mb=1)
         mine = [states[index] for index in saved_ranks_for(rank, saved, now)]
         seraena.load_rank_state_dicts(mine, num_ranks_saved=saved, num_ranks=now)
-        dealt += seraena.buffer.items()[0][:, 0, 0, 0].tolist()
+        dealt += seraena.buffer.items()[0][0][:, 0, 0, 0].tolist()
         if saved == now:
             assert torch.equal(seraena.generator.get_state(), states[rank]["generator"])
     assert sorted(dealt) == sorted(100.0 * rank + index for rank in range(saved) for index in range(7))
