@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvae.cli.options import OldWord, add_options, local_path, number, place
-from tinyvae.errors import MissingFileError
+from tinyvae.errors import MissingFileError, UserError
 from tinyvae.storage import Url, local_file, upload, work_folder
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         index, "--output", type=place, required=True, metavar="INDEX", help="the index file to write, or its URL"
     )
+    add_options(index, "--ray")
     _add_probe_arguments(index)
 
     check = actions.add_parser("check", help="say what is in a data set and draw a contact sheet")
@@ -94,11 +95,16 @@ def run_index(arguments: argparse.Namespace) -> int:
     """Build or update an index; 1 when not a single file is good."""
     from tinyvae.data.check import bad_file_lines
     from tinyvae.data.clip_reading import BadFileLog
+    from tinyvae.data.ray_cluster import check_address
     from tinyvae.files import check_output_file
 
+    if arguments.ray is not None:
+        if arguments.workers == 0:
+            raise UserError("--workers 0 probes in this process, and --ray on a cluster; leave one of them out")
+        check_address(arguments.ray)  # before the source is read, which may take long
     output = arguments.output if isinstance(arguments.output, Path) else _fetch_index(arguments.output)
     check_output_file(output, option="--output")
-    report = _build(arguments, output)
+    report = _build(arguments, output, ray=arguments.ray)
     print(report.sentence())
     index = report.index
     bad_list = output.with_name(output.name + ".bad_files.jsonl")
@@ -160,7 +166,7 @@ def run_sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _build(arguments: argparse.Namespace, output: Path) -> BuildReport:
+def _build(arguments: argparse.Namespace, output: Path, *, ray: str | None = None) -> BuildReport:
     from tinyvae.data.index_build import build_index
 
     return build_index(
@@ -168,6 +174,7 @@ def _build(arguments: argparse.Namespace, output: Path) -> BuildReport:
         output,
         data_root=arguments.data_root,
         num_workers=arguments.workers,
+        ray=ray,
         timeout_s=arguments.timeout_s,
         thorough=arguments.thorough,
     )

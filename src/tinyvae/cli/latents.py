@@ -6,7 +6,7 @@ last clip of the store a run begins again with its first one.
 
 The command may be stopped at any time; the same command goes on where it stopped. A larger --clips lets a store grow.
 Several machines make one store together: start the same command with --shard 1/8, 2/8, ... 8/8 (in a Slurm array with
---array=1-8: --shard $SLURM_ARRAY_TASK_ID/8).
+--array=1-8: --shard $SLURM_ARRAY_TASK_ID/8). Or let a Ray cluster do it: --ray ADDRESS.
 
 example:
   tinyvae latents h100 --data_root /data/videos --clips 100000 --output /data/latents
@@ -16,8 +16,9 @@ example:
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
-from tinyvae.cli.options import number, place
+from tinyvae.cli.options import add_options, number, place
 from tinyvae.cli.train import only_preset
 from tinyvae.config.load import load_config, parse_words
 from tinyvae.terminal import count_of
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", type=stored_dtype, metavar="NAME", default="bfloat16", help=dtype)
     parser.add_argument("--shard", type=part_of, metavar="I/N", default=(1, 1), help=shard)
     parser.add_argument("--gpus", type=number(int, 1), metavar="N", default=1, help=gpus)
+    add_options(parser, "--ray")
 
 
 def stored_dtype(text: str) -> str:
@@ -73,7 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
         num_parts=num_parts,
         processes=arguments.gpus,
     )
-    missing = make_latents(loaded, job)
+    make = None
+    if arguments.ray is not None:
+        from tinyvae.data.ray_cluster import check_address
+        from tinyvae.training.latent_cluster import make_shards_on_cluster
+
+        check_address(arguments.ray)
+        make = partial(make_shards_on_cluster, arguments.ray)
+    missing = make_latents(loaded, job, make=make)
     if missing:
         print(f"part {part} of {num_parts} is done; {count_of(missing, 'shard')} of other parts still to make")
     else:

@@ -102,6 +102,10 @@ SHARED: dict[str, dict[str, Any]] = {
     "--fused": {"action": "store_true", "help": "run the folded network (not of a VAE): same output, faster on a GPU"},
     "--output": {"type": local_path, "metavar": "FOLDER", "help": "folder for the files"},
     "--overwrite": {"action": "store_true", "help": "replace files that exist"},
+    "--ray": {
+        "metavar": "local|ADDRESS",
+        "help": "work on a Ray cluster: local (one in this machine), auto, HOST:PORT or ray://HOST:PORT",
+    },
     "--size": {"type": size, "metavar": "HxW", "help": "crop and scale to this size; default: as they are"},
     "--split": {
         "metavar": "train|val|test|all",

@@ -3,18 +3,20 @@
 The source is read twice: once to check and count its entries (a wrong path ends the build in seconds), once to probe.
 A second build probes only files that are new, changed or were bad. A killed build continues where it was.
 
-Files are probed in parallel processes. When a process dies or never answers, each file of its batch is probed again in
-a process of its own, and the one at fault becomes a bad file.
+Files are probed in parallel processes, here or on the machines of a Ray cluster. When a process dies or never answers,
+each file of its batch is probed again in a process of its own, and the one at fault becomes a bad file.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import faulthandler
 import functools
 import gc
 import logging
 import multiprocessing
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +28,7 @@ from typing import Any, NamedTuple
 
 from tinyvae.data.annotations import VideoEntry, default_data_root, iterate_entries
 from tinyvae.data.index import IndexJournal, IndexRow, VideoIndex, hash_of_path, is_index, open_index
+from tinyvae.data.ray_cluster import ray_cluster
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.storage import Place, Url, absolute_text, local_file, place_of, version_of
 from tinyvae.terminal import progress_bar
@@ -35,6 +38,7 @@ log = logging.getLogger(__name__)
 
 CACHED_INDEX = "data_index.tvi"
 BATCH, BATCHES_AHEAD = 8, 4
+NOT_THERE = "the file is not there"
 GRACE_S = 30.0
 """How much longer than the deadlines of its files together a batch may take before its process is killed."""
 FETCH_S = 600.0
@@ -66,6 +70,7 @@ def build_index(
     *,
     data_root: Place | None = None,
     num_workers: int | None = None,
+    ray: str | None = None,
     timeout_s: float = 30.0,
     thorough: bool = False,
     show_progress_bar: bool = True,
@@ -80,6 +85,7 @@ def build_index(
         output: the index file; an index already there is updated and replaced at once at the end.
         data_root: folder that relative paths start from; default: the tree itself, or the annotation file's folder.
         num_workers: probing processes; default: one per CPU core, 0 probes in this process.
+        ray: address of a Ray cluster that probes (see `ray_cluster`); all its machines must see the files.
         timeout_s: deadline for each file.
         thorough: decode every frame, so that damage in the middle of a file is found now and not when it is read.
         probe: what looks at one file.
@@ -98,7 +104,8 @@ def build_index(
     tasks = (ProbeTask(entry, root / entry.path, _known_row(entry.path, known, thorough)) for entry in entries())
     look = functools.partial(_row_of, probe=probe, timeout_s=timeout_s, thorough=thorough)
     limit_s = timeout_s + FETCH_S if isinstance(root, Url) else timeout_s
-    rows = _probe_all(tasks, look, usable_cores() if num_workers is None else num_workers, limit_s)
+    probe_all = _probe_all if ray is None else functools.partial(_probe_on_cluster, ray)
+    rows = probe_all(tasks, look, num_workers, limit_s)
     counts: Counter[bool] = Counter()
     bar = progress_bar(rows, total=num_entries, unit="file", desc="indexing", disable=not show_progress_bar)
     try:
@@ -230,7 +237,7 @@ def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) 
         info |= {"path": row.path, "ends_crc": info["ends_crc"] or 0}
         return replace(row, thorough=thorough, **info), True
     except FileNotFoundError:
-        reason = "the file is not there"
+        reason = NOT_THERE
     except UnreadableVideoError as refused:
         reason = refused.reason
     except OSError as failed:
@@ -242,9 +249,10 @@ Look = Callable[[ProbeTask], tuple[IndexRow, bool]]
 
 
 def _probe_all(
-    tasks: Iterable[ProbeTask], look: Look, num_workers: int, timeout_s: float
+    tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float
 ) -> Iterator[tuple[IndexRow, bool]]:
     """What ``look`` finds for every task, in whatever order. A process that is far behind its deadline is killed."""
+    num_workers = usable_cores() if num_workers is None else num_workers
     if num_workers == 0:
         yield from map(look, tasks)
         return
@@ -281,9 +289,59 @@ def _look_at_batch(look: Look, batch: Sequence[ProbeTask]) -> list[tuple[IndexRo
     return [look(task) for task in batch]
 
 
-def _probe_alone(task: ProbeTask, look: Look, limit_s: float) -> tuple[IndexRow, bool]:
+# on a Ray cluster
+
+NumberedBatch = tuple[int, list[ProbeTask]]
+
+
+def _probe_on_cluster(
+    address: str, tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float
+) -> Iterator[tuple[IndexRow, bool]]:
+    """What ``look`` finds for every task, in their order. Batches are finished in any order and wait for their turn."""
+    stream = iter(tasks)
+    batches = enumerate(iter(lambda: list(islice(stream, BATCH)), []))
+    waiting: dict[int, list[tuple[IndexRow, bool]]] = {}
+    due = 0
+    with ray_cluster(address, num_workers=num_workers) as cluster:
+        in_time = functools.partial(_look_in_time, look, limit_s=BATCH * timeout_s + GRACE_S)
+        alone = functools.partial(_look_alone, look, limit_s=timeout_s + GRACE_S)
+        for (number, batch), (machine, rows) in cluster.map(in_time, batches, again=alone):
+            _check_same_storage(machine, batch, rows, look)
+            waiting[number] = rows
+            while due in waiting:
+                yield from waiting.pop(due)
+                due += 1
+
+
+def _look_in_time(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tuple[str, list[tuple[IndexRow, bool]]]:
+    """The rows of a batch, and which machine found them. A process that hangs ends itself."""
+    faulthandler.dump_traceback_later(limit_s, exit=True)
+    try:
+        return socket.gethostname(), _look_at_batch(look, numbered[1])
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _look_alone(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tuple[str, list[tuple[IndexRow, bool]]]:
+    """The same for a batch that was lost: each file in a process of its own, which is no fork of a process of Ray's."""
+    return socket.gethostname(), [_probe_alone(task, look, limit_s, fork=False) for task in numbered[1]]
+
+
+def _check_same_storage(
+    machine: str, batch: Sequence[ProbeTask], rows: Sequence[tuple[IndexRow, bool]], look: Look
+) -> None:
+    """Refuse a machine that does not find a file which this one finds."""
+    for task, (row, _) in zip(batch, rows, strict=True):
+        if row.reason == NOT_THERE and look(task)[0].reason != NOT_THERE:
+            raise UserError(
+                f"machine {machine} of the Ray cluster does not see {task.place}, and this machine does; --ray "
+                "needs the same storage under the same path on all machines"
+            )
+
+
+def _probe_alone(task: ProbeTask, look: Look, limit_s: float, *, fork: bool = True) -> tuple[IndexRow, bool]:
     """In a process of its own, so that the file at fault is known."""
-    pool = _new_pool(1)
+    pool = _new_pool(1, fork=fork)
     try:
         return pool.submit(look, task).result(timeout=limit_s)
     except BrokenProcessPool:
@@ -295,10 +353,10 @@ def _probe_alone(task: ProbeTask, look: Look, limit_s: float) -> tuple[IndexRow,
     return IndexRow(path=task.entry.path, split=task.entry.split, reason=reason), True
 
 
-def _new_pool(num_workers: int) -> concurrent.futures.ProcessPoolExecutor:
+def _new_pool(num_workers: int, *, fork: bool = True) -> concurrent.futures.ProcessPoolExecutor:
     """Fork is quick and needs no importable main module. Where CUDA is in use, a fork may not use it; these do not, as
     loader workers do not. (A fresh process would import torch again: 35 s instead of 2 for 110 files on two cores.)"""
-    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    method = "fork" if fork and "fork" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     return concurrent.futures.ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_prober)
 

@@ -75,8 +75,9 @@ class _Loader:
 
     def _start_workers(self, first: int) -> Iterator[ReadBatch]:
         """Workers that read from batch ``first`` on, as far ahead as ``prefetch_factor`` says, from now on."""
-        with starting_workers():
-            return iter(self._make_loader(batch_sampler=self._positions(first)))
+        loader = self._make_loader(batch_sampler=self._positions(first))
+        with starting_workers(loader.num_workers):
+            return iter(loader)
 
     def _reads(self, started: Iterator[ReadBatch] | None = None) -> Iterator[ReadBatch]:
         """Every batch. A clip depends on its position alone, so new workers continue exactly where lost ones were.

@@ -2,13 +2,13 @@
 
 A shard is made in three steps, each a function of its own: read its micro-batches (`data.clip_reading.Clips`, CPU),
 `encode_clips` (where the teacher is), and `LatentStore.write`. `make_shards` does them in this process, with the run's
-own loader.
+own loader, and `latent_cluster.make_shards_on_cluster` on a Ray cluster.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +34,9 @@ from tinyvae.training.guards import is_out_of_memory
 NOT_NEEDED = {"pretrained_model_path", "lpips_weights", "output_dir"}
 """Settings that name files of a run that its latents do not need."""
 
+MakeShards = Callable[[TrainConfig, RunData, LatentStore, Teacher, Sequence[int]], None]
+"""What makes the missing shards: `make_shards` in this process, or `latent_cluster.make_shards_on_cluster`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentJob:
@@ -48,7 +51,7 @@ class LatentJob:
     """How many the run will have; only counts for clips of several sizes."""
 
 
-def make_latents(loaded: LoadedConfig, job: LatentJob) -> int:
+def make_latents(loaded: LoadedConfig, job: LatentJob, *, make: MakeShards | None = None) -> int:
     """Make what is missing of a store, and return how many shards of other parts are still missing.
 
     Raises `UserError` for mistakes. Shards that are there stay.
@@ -72,7 +75,7 @@ def make_latents(loaded: LoadedConfig, job: LatentJob) -> int:
         store = LatentStore.create(job.folder, facts, num_clips=job.num_clips, batch_size=config.train_batch_size)
     shards = list(store.missing_shards(job.part, job.num_parts, skip_damaged=True))
     print(f"{count_of(store.num_shards, 'shard')} in all, {len(shards)} to make here", flush=True)
-    make_shards(config, data, store, teacher, shards)
+    (make or make_shards)(config, data, store, teacher, shards)
     return len(list(store.missing_shards(skip_damaged=True)))
 
 
