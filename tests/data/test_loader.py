@@ -72,7 +72,7 @@ def store_of(clips: ClipSet, folder: Path, num_clips: int) -> LatentStore:
     store = LatentStore.create(folder, facts, num_clips=num_clips)
     mean = torch.arange(float(num_clips)).view(-1, 1, 1, 1, 1).expand(-1, 2, 4, 4, 6)
     names = [name for batch in take(clips, num_clips, batch_size=1) for name in batch.names]
-    store.write(0, StoredLatents(mean=mean), names)
+    store.write(0, [StoredLatents(mean=mean)], names)
     return store
 
 

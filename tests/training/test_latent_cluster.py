@@ -29,10 +29,11 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def test_the_store_is_that_of_one_process(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process that reads clips and one that encodes them are killed with SIGKILL in the middle."""
+    """Clips have two sizes. One process that reads and one that encodes are killed with SIGKILL in the middle."""
     pytest.importorskip("ray")
     monkeypatch.setattr(latent_store, "CLIPS_PER_SHARD", 4)
-    words = live(clips, tmp_path / "run", write_teacher(tmp_path / "teacher"))
+    teacher = write_teacher(tmp_path / "teacher")
+    words = live(clips, tmp_path / "run", teacher, resolutions="8x32x32,8x16x24")
     options = ["--clips", "18", "--dtype", "float32", "--output"]
     assert run(["latents", *words, *options, str(tmp_path / "alone")]) == 0
     reading = KilledOnce(latent_cluster.read_part, tmp_path / "reading", call=2)
