@@ -146,6 +146,8 @@ def runs(
     folder = tmp_path_factory.mktemp("runs")
     started = Runs(folder)
     started.start("recipe", recipe)
+    one_size = {"n_frames": None, "height": None, "width": None}
+    started.start("sizes", small_recipe, resolutions="8x128x128,8x64x96@2", n_seraena_frames=4, **one_size)
     started.start("whole", small_recipe, **EXACT)
     started.start("torchrun", small_recipe, launcher=["torchrun", "--standalone", "--nproc_per_node", "1"], **EXACT)
     if importlib.util.find_spec("deepspeed") is not None:

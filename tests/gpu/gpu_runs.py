@@ -21,10 +21,11 @@ EXACT = {
 
 
 def text_of(settings: dict[str, object]) -> list[str]:
-    """``--key value`` words."""
+    """``--key value`` words; none for a key whose value is None."""
     words: list[str] = []
     for key, value in settings.items():
-        words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+        if value is not None:
+            words += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
     return words
 
 
