@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinyvae import TAEHV
+from tests.documents import FENCE, ROOT
+from tinyvae import TAEHV, VARIANTS, save_model
 
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
@@ -169,6 +170,46 @@ def test_minimax_h3_is_conditioned_on_our_latents_of_a_picture() -> None:
     assert given.shape == (1, 24, 1, 2, 2)
     expected = model.encode_video(frames)[:, :1].transpose(1, 2)
     torch.testing.assert_close(given, expected, atol=2e-3, rtol=0)  # the step rounds latents to float16
+
+
+class ShortPipeline:
+    """A pipeline that makes its tiny video whatever size it is asked for."""
+
+    def __init__(self, pipe: Any, call: dict[str, Any]) -> None:
+        self.__dict__.update(inner=pipe, call=call)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self.inner, name, value)
+
+    def __call__(self, prompt: str, **options: Any) -> Any:
+        assert isinstance(prompt, str)
+        return self.inner(**self.call, num_inference_steps=1, **options)
+
+
+def document_blocks() -> list[str]:
+    blocks = [body for kind, body in FENCE.findall((ROOT / "docs" / "diffusers.md").read_text()) if kind == "python"]
+    assert len(blocks) >= 9
+    return blocks
+
+
+@pytest.mark.parametrize("block", document_blocks(), ids=lambda block: block.splitlines()[-1][:40])
+def test_the_code_of_the_document_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of docs/diffusers.md, with tiny pipelines in place of what it would download."""
+    monkeypatch.chdir(tmp_path)
+    for variant in VARIANTS:
+        save_model(network(variant), tmp_path / f"{variant}.safetensors")
+    AutoencoderTinyVideo("taew2_1", width=WIDTH).save_pretrained(tmp_path / "my_vae")
+    for name, (class_name, *_) in PIPELINES.items():
+        if class_name in block and name != "wan_2_2":
+            _, pipe, call = build(name)
+            short = ShortPipeline(pipe, call)
+            monkeypatch.setattr(getattr(diffusers, class_name), "from_pretrained", lambda *_, short=short, **__: short)
+    if "DiffusionPipeline" in block:
+        build("wan")[1].save_pretrained(tmp_path / "my_pipeline")
+    exec(compile(block.replace('"cuda"', '"cpu"'), "docs/diffusers.md", "exec"), {})
 
 
 def test_a_pipeline_is_saved_and_loaded_with_our_vae(tmp_path: Path) -> None:

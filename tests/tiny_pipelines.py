@@ -67,20 +67,25 @@ def _wan_parts(vae: ModelMixin, channels_in: int) -> dict[str, Any]:
     return parts | {"tokenizer": tokenizer(), "text_encoder": t5_encoder("UMT5")}
 
 
+def _wan_prompts(pipe: Any) -> Call:
+    """Embedded here: the pipeline would clean the prompt with a package (ftfy) that nothing else needs."""
+    words = pipe.tokenizer([PROMPT, "a"], padding="max_length", max_length=16, return_tensors="pt")
+    with torch.no_grad():
+        wanted, unwanted = pipe.text_encoder(words.input_ids, words.attention_mask).last_hidden_state.split(1)
+    return {"prompt_embeds": wanted, "negative_prompt_embeds": unwanted}
+
+
 def wan(vae: ModelMixin) -> tuple[Any, Call]:
     pipe = diffusers.WanPipeline(**_wan_parts(vae, vae.config.z_dim))
     size = 4 * vae.config.scale_factor_spatial
-    call = {"prompt": PROMPT, "negative_prompt": "a", "height": size, "width": size, "num_frames": 9}
-    return pipe, call | {"max_sequence_length": 16}
+    return pipe, _wan_prompts(pipe) | {"height": size, "width": size, "num_frames": 9}
 
 
 def wan_image(vae: ModelMixin) -> tuple[Any, Call]:
     """Wan 2.2 image-to-video: the latents of the picture and a mask of 4 channels beside the noise."""
     pipe = diffusers.WanImageToVideoPipeline(**_wan_parts(vae, 2 * vae.config.z_dim + 4), boundary_ratio=0.9)
     pipe.register_modules(transformer_2=pipe.transformer)
-    # This pipeline cleans a prompt with a package (ftfy) that nothing else here needs.
-    call = {"prompt_embeds": noise(1, 16, HIDDEN), "negative_prompt_embeds": noise(1, 16, HIDDEN)}
-    return pipe, call | {"image": picture(32, 32), "height": 32, "width": 32, "num_frames": 9}
+    return pipe, _wan_prompts(pipe) | {"image": picture(32, 32), "height": 32, "width": 32, "num_frames": 9}
 
 
 def hunyuan(vae: ModelMixin) -> tuple[Any, Call]:
