@@ -64,7 +64,7 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
     """
 
     _supports_gradient_checkpointing = True
-    # 45 MB at most: there is nothing to win, and the fused codec reads the weights outside of any layer's forward.
+    # 82 MB at most: there is nothing to win, and the fused codec reads the weights outside of any layer's forward.
     _supports_group_offloading = False
     _skip_layerwise_casting_patterns = ("encoder", "decoder")
     _no_split_modules = ("MemBlock", "SuperMemBlock")
