@@ -46,6 +46,9 @@ from diffusers.utils.accelerate_utils import apply_forward_hook  # noqa: E402
 
 __all__ = ["AutoencoderTinyVideo"]
 
+CONVERTED_FRAMES = 16
+"""Frames that become a pipeline's pixels at once: the conversion is in float32 and needs a copy."""
+
 LOADER_NAME = "load_tinyvae"
 LOADER_TEXT = "from tinyvae.diffusers import AutoencoderTinyVideo\n\n__all__ = ['AutoencoderTinyVideo']\n"
 """A file beside the weights. diffusers' AutoModel finds the class through it (with ``trust_remote_code=True``)."""
@@ -88,7 +91,7 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         self.spec: VariantSpec = network.spec
         self._statistics = chosen_statistics(self.spec, latents_mean, latents_std, scaling_factor)
         self._pixel_mean, self._pixel_std = pixel_normalization(self.spec)
-        self._fused: tuple[object, FusedTAEHV] | None = None
+        self._fused: tuple[object, FusedTAEHV, list[Tensor]] | None = None
         self.use_slicing = False
         self.use_tiling = False
         self.register_to_config(
@@ -110,7 +113,7 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         """A VAE with the weights of a tinyvae model, or of anything that `load_model` reads (with ``variant``).
 
         ``teacher`` is the diffusers VAE whose place it takes, such as ``pipe.vae``: the statistics are taken from it,
-        and it is refused where it has other channels or factors. ``scaling_factor`` overrules both.
+        and one with another latent space is refused. ``scaling_factor`` overrules the teacher and the table.
         """
         if not isinstance(model, TAEHV):
             model = load_model(model, variant)
@@ -123,10 +126,10 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         options: dict[str, Any] = {}
         if teacher is not None:
             options = statistics_of_vae(teacher, spec)
-        elif spec.name not in KNOWN_STATISTICS and spec.name != "taeos1_3":
+        elif spec.name not in KNOWN_STATISTICS and spec.name != "taeos1_3":  # for which there is no pipeline
             warnings.warn(
-                f"the latent statistics of {spec.teacher} come with its VAE; without teacher=pipe.vae they are taken "
-                "as mean 0 and deviation 1, which only a pipeline that uses them for nothing else can bear.",
+                f"the latent statistics of {spec.teacher} come with its VAE; without teacher=pipe.vae they are mean 0 "
+                "and deviation 1, which is wrong for a pipeline that gives latents to another network.",
                 stacklevel=2,
             )
         if scaling_factor is not None:
@@ -167,7 +170,7 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
     @property
     def temperal_downsample(self) -> list[bool]:
         """Which of the three stages halve the frames; spelled as in diffusers."""
-        return [stride == 2 for stride in reversed(self.spec.encoder_strides)]
+        return list(self.config.temperal_downsample)
 
     @property
     def tokens_chunk_size(self) -> int:
@@ -252,11 +255,10 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         if not self.use_tiling:
             return codec.encode_video(self._to_frames(video_NCTHW))
         height, width = (side // self.spec.space_factor for side in video_NCTHW.shape[-2:])
-        piece = (
-            codec.stream_chunk_latents("encoder", height, width, num_videos=len(video_NCTHW)) * self.spec.time_factor
-        )
+        piece = codec.stream_chunk_latents("encoder", height, width, num_videos=len(video_NCTHW))
         stream = StreamingEncoder(codec, num_frames=video_NCTHW.shape[2])
-        return torch.cat([stream.push(self._to_frames(part)) for part in video_NCTHW.split(piece, dim=2)], dim=1)
+        parts = video_NCTHW.split(piece * self.spec.time_factor, dim=2)
+        return torch.cat([stream.push(self._to_frames(part)) for part in parts], dim=1)
 
     def _decode(self, z_NCTHW: Tensor) -> Tensor:
         latents = self._to_diffusion_space(z_NCTHW)
@@ -279,26 +281,28 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         return video
 
     def _decoded_pieces(self, latents_NTCHW: Tensor) -> Iterator[Tensor]:
-        """Frames NTCHW in [0, 1]: the whole video, or with tiling a piece at a time."""
+        """Frames NTCHW in [0, 1], a few at a time; with tiling they are also computed a piece at a time."""
         codec = self._codec(latents_NTCHW.device)
         if not self.use_tiling:
-            yield codec.decode_video(latents_NTCHW)
+            yield from codec.decode_video(latents_NTCHW).split(CONVERTED_FRAMES, dim=1)
             return
         piece = codec.stream_chunk_latents("decoder", *latents_NTCHW.shape[-2:], num_videos=len(latents_NTCHW))
         stream = StreamingDecoder(codec, num_latents=latents_NTCHW.shape[1])
         for part in latents_NTCHW.split(piece, dim=1):
-            yield stream.push(part)
+            yield from stream.push(part).split(CONVERTED_FRAMES, dim=1)
 
     # pixels and latents
 
     def _to_frames(self, video_NCTHW: Tensor) -> Tensor:
         """NCTHW as diffusers has it -> NTCHW in [0, 1], in the weights' dtype; computed in float32."""
         mean, std = (channel_values(v, video_NCTHW, dim=2) for v in (self._pixel_mean, self._pixel_std))
-        return (video_NCTHW.transpose(1, 2).float() * std + mean).to(self.network.dtype)
+        frames = video_NCTHW.transpose(1, 2).to(torch.float32, copy=True)
+        return frames.mul_(std).add_(mean).to(self.network.dtype)
 
     def _to_video(self, frames_NTCHW: Tensor) -> Tensor:
         mean, std = (channel_values(v, frames_NTCHW, dim=1) for v in (self._pixel_mean, self._pixel_std))
-        return ((frames_NTCHW.transpose(1, 2).float() - mean) / std).to(frames_NTCHW.dtype)
+        video = frames_NTCHW.transpose(1, 2).to(torch.float32, copy=True)
+        return video.sub_(mean).div_(std).to(frames_NTCHW.dtype)
 
     def _to_diffusion_space(self, z_NCTHW: Tensor) -> Tensor:
         """z NCTHW -> latents NTCHW, in the weights' dtype; computed in float32."""
@@ -323,15 +327,19 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
             self._fused = None
             return offloaded_network(self, device).fused()
         # An in-place change counts up the version; load_state_dict and optimizers make such changes.
-        present = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
+        present = [(id(w), w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights]
         if self._fused is None or self._fused[0] != present:
-            self._fused = present, self.network.fused()
+            # The weights are kept too, so that no other tensor gets their ids and addresses.
+            self._fused = present, self.network.fused(), weights
         return self._fused[1]
 
     def _apply(self, fn: Any, recurse: bool = True) -> AutoencoderTinyVideo:
-        """`to`, `half`, `cuda` and offload hooks end here. The fused copy would stay on the old device."""
-        self._fused = None
-        return super()._apply(fn, recurse)
+        """`to`, `half`, `cuda` and offload hooks end here. No fused copy stays on the old device."""
+        super()._apply(fn, recurse)
+        codec, network = (self._fused[1] if self._fused else None), self.network
+        if codec is not None and (codec.device, codec.dtype) != (network.device, network.dtype):
+            self._fused = None
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_fused": None}  # a copy builds its own
