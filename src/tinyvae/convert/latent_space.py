@@ -1,0 +1,53 @@
+"""The encoder for the other latent space, exactly.
+
+Diffusion space is what the diffusion model sees; VAE space is what its VAE makes before scaling:
+``diffusion = (vae - mean) * factor / std``, channel by channel. The encoder's last convolution is linear, so its rows
+and its bias can take over the scaling. The decoder cannot be converted: 3·tanh(x/3) comes before its first convolution.
+A decoder for VAE-space latents must be trained with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tinyvae.teachers.families import LatentSpace
+
+LAST_CONV = "encoder.17"
+
+
+def encoder_to_vae_space(state: Mapping[str, Tensor], space: LatentSpace) -> dict[str, Tensor]:
+    """A state dict whose encoder makes VAE-space latents, from one whose encoder makes diffusion-space latents.
+
+    Example: ``model.load_state_dict(encoder_to_vae_space(model.state_dict(), space))``.
+    """
+    scale, shift = _scale_and_shift(space)
+    return _rescale_last_conv(state, scale, shift)
+
+
+def encoder_to_diffusion_space(state: Mapping[str, Tensor], space: LatentSpace) -> dict[str, Tensor]:
+    """The other way: from an encoder that makes VAE-space latents."""
+    scale, shift = _scale_and_shift(space)
+    return _rescale_last_conv(state, 1 / scale, -shift / scale)
+
+
+def _scale_and_shift(space: LatentSpace) -> tuple[Tensor, Tensor]:
+    """``vae = diffusion * scale + shift``, one value per latent channel."""
+    std, mean = (torch.tensor(values, dtype=torch.float64) for values in (space.std, space.mean))
+    return std / space.factor, mean
+
+
+def _rescale_last_conv(state: Mapping[str, Tensor], scale: Tensor, shift: Tensor) -> dict[str, Tensor]:
+    """Latents become ``latents * scale + shift``. Computed in float64, stored in the dtype of the weights."""
+    weight, bias = state[f"{LAST_CONV}.weight"], state[f"{LAST_CONV}.bias"]
+    assert weight.shape[0] == len(scale) == len(shift), "the statistics are of another number of latent channels"
+    scale, shift = scale.to(weight.device), shift.to(weight.device)
+    return {
+        **state,
+        f"{LAST_CONV}.weight": (weight.double() * scale.view(-1, 1, 1, 1)).to(weight.dtype),
+        f"{LAST_CONV}.bias": (bias.double() * scale + shift).to(bias.dtype),
+    }
