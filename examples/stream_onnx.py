@@ -60,8 +60,8 @@ class OnnxEncoder(_Graph):
         latent = self.run(np.stack(self._waiting), frame.shape[1] // factor, frame.shape[2] // factor)[0]
         self._waiting = []
         self._held.append(latent)
-        kept = chunk["last_latents_dropped"] if chunk else 0
-        ready, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        num_ready = max(0, len(self._held) - (chunk["last_latents_dropped"] if chunk else 0))
+        ready, self._held = self._held[:num_ready], self._held[num_ready:]
         return ready
 
     def flush(self, last_frame: np.ndarray) -> list[np.ndarray]:
