@@ -64,10 +64,10 @@ def export(
 ) -> Exported:
     """Write a model for another program; raises `UserError` with the reason and the way out where it cannot work.
 
-    ``to``: comfyui, lightx2v, sdcpp, upstream, onnx. ``output``: a file, or a folder in which the file gets the name
-    that the program looks for; for onnx a folder. ``slot``: "preview" for ComfyUI's live preview. ``dtype``:
-    "float16", "bfloat16" or "float32"; the default is what the program wants. ``variant``: for a path whose file does
-    not state it.
+    ``to``: comfyui, lightx2v, sdcpp, upstream, onnx, web. ``output``: a file, or a folder in which the file gets the
+    name that the program looks for; for onnx and web a folder. ``slot``: "preview" for ComfyUI's live preview.
+    ``dtype``: "float16", "bfloat16" or "float32"; the default is what the program wants. ``variant``: for a path whose
+    file does not state it.
 
     Example: ``export(model, to="sdcpp", output="taew2_2.safetensors").files``.
     """
@@ -78,12 +78,13 @@ def export(
     written = programs.check_dtype(program, chosen, dtype)
     rounded = round_model(model, written)
     target = programs.output_file(program, chosen, Path(output))
-    write = {"weights": _write_weights, "graphs": _write_graphs}[program.writes]
+    write = _write_weights if program.writes == "weights" else _write_graphs
     files = write(rounded, program, chosen, target, getattr(torch, written), overwrite)
     decibels = rounding_db(model, rounded)
     place = place_of(program, chosen, target)
     note = "" if math.isinf(decibels) else f", {decibels:.0f} dB from the model's own weights"
-    message = f"wrote {' and '.join(map(str, files))} ({written}{note}); {place}."
+    shown = " and ".join(map(str, files[:2])) if program.writes != "page" else target
+    message = f"wrote {shown} ({written}{note}); {place}."
     return Exported(files=tuple(files), dtype=written, rounding_db=decibels, message=message)
 
 
@@ -202,20 +203,26 @@ def _write_graphs(
     rounded: TAEHV, program: Program, _slot: Slot, target: Path, dtype: torch.dtype, overwrite: bool
 ) -> list[Path]:
     from tinyvae.convert import onnx as graphs
+    from tinyvae.convert import web
 
     if target.suffix == ".onnx":
         raise UserError(f"--output {target}: two files are written, the encoder and the decoder; name a folder.")
     make_output_folder(target, option="--output")
-    files = [target / graphs.ENCODER_FILE, target / graphs.DECODER_FILE]
-    _refuse_existing(files, overwrite)
-    with writing_to(target), tempfile.TemporaryDirectory(dir=target, prefix=".export-") as folder:
-        encoder, decoder = (Path(folder) / file.name for file in files)
-        encoder.write_bytes(graphs.build_graph(rounded, "encoder", dtype).SerializeToString())
-        decoder.write_bytes(graphs.build_graph(rounded, "decoder", dtype).SerializeToString())
-        check_graphs(encoder, decoder, rounded, program)
-        os.replace(encoder, files[0])
-        os.replace(decoder, files[1])
-    return files
+    names = [graphs.ENCODER_FILE, graphs.DECODER_FILE, *(web.page_files() if program.writes == "page" else [])]
+    _refuse_existing([target / name for name in names], overwrite)
+    with writing_to(target), tempfile.TemporaryDirectory(dir=target, prefix=".export-") as name:
+        folder = Path(name)
+        sides = {"encoder": folder / graphs.ENCODER_FILE, "decoder": folder / graphs.DECODER_FILE}
+        sides["encoder"].write_bytes(graphs.build_graph(rounded, "encoder", dtype).SerializeToString())
+        sides["decoder"].write_bytes(graphs.build_graph(rounded, "decoder", dtype).SerializeToString())
+        check_graphs(sides["encoder"], sides["decoder"], rounded, program)
+        if program.writes == "page":
+            facts = {side: graphs.GraphStream(file).facts for side, file in sides.items()}
+            web.write_page(folder, rounded, {"dtype": str(dtype).removeprefix("torch."), **facts})
+        for name in names:
+            (target / name).parent.mkdir(exist_ok=True)
+            os.replace(folder / name, target / name)
+    return [target / name for name in names]
 
 
 def check_graphs(encoder: Path, decoder: Path, rounded: TAEHV, program: Program) -> None:

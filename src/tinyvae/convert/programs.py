@@ -249,7 +249,16 @@ ONNX = Program(
     ),
 )
 
-PROGRAMS: dict[str, Program] = {program.name: program for program in (COMFYUI, LIGHTX2V, SDCPP, UPSTREAM, ONNX)}
+WEB = Program(
+    name="web",
+    title="a page in the browser",
+    writes="page",
+    suffixes=(),
+    any_width=True,
+    slots=_graph_slots("start `python -m http.server -d {file}` and open http://localhost:8000 to try the model"),
+)
+
+PROGRAMS: dict[str, Program] = {program.name: program for program in (COMFYUI, LIGHTX2V, SDCPP, UPSTREAM, ONNX, WEB)}
 
 
 # choosing
