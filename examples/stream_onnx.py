@@ -127,8 +127,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         main(Path(sys.argv[1]))
     else:
-        from tinyvae import TAEHV
-        from tinyvae.convert.export import export
+        from tinyvae import TAEHV, export
 
         with tempfile.TemporaryDirectory() as name:
             print(export(TAEHV("taehv", width=0.125), to="onnx", output=name).message)

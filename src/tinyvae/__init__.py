@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tinyvae import models
 
 if TYPE_CHECKING:
+    from tinyvae.convert.export import export as export
     from tinyvae.engines.fused import FusedTAEHV as FusedTAEHV
     from tinyvae.errors import UserError as UserError
     from tinyvae.models.streaming import StreamingDecoder as StreamingDecoder
@@ -33,6 +34,7 @@ _HOME = {
     "load_model": "models.weights",
     "save_model": "models.weights",
     "UserError": "errors",
+    "export": "convert.export",
 }
 __all__ = ["__version__", *_HOME]
 
