@@ -83,10 +83,10 @@ def read_frames(page: Page, name: str) -> torch.Tensor:
     return torch.from_numpy(np.stack(frames))[None]
 
 
-def assert_same_as_codec(page: Page, model: TAEHV) -> None:
+def assert_same_as_codec(page: Page, model: TAEHV, *, tolerance: float = 1e-4) -> None:
     frames, decoded = read_frames(page, "frames"), read_frames(page, "decoded")
     expected = model.decode_video(model.encode_video(frames))[:, : frames.shape[1]]
-    torch.testing.assert_close(decoded, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(decoded, expected, atol=tolerance, rtol=0)
 
 
 def number_of_colors(page: Page, canvas: str) -> int:
@@ -119,17 +119,17 @@ def test_the_drawn_example(tmp_path: Path, variant: str, width: int) -> None:
         assert page.run("return document.documentElement.scrollWidth") <= width, "nothing sticks out"
 
 
-def test_a_video_file(tmp_path: Path, write_video: WriteVideo) -> None:
+def test_a_video_file_in_half_precision(tmp_path: Path, write_video: WriteVideo) -> None:
     require_runtime()
     model = small("taew2_2")
-    export(model, to="web", output=tmp_path / "page", dtype="float32")
+    export(model, to="web", output=tmp_path / "page", dtype="float16")
     video = write_video("a.mp4", frames=24, height=64, width=96, fps=12)
     with serve(tmp_path / "page") as address, open_browser() as page:
         open_page(page, address, width=DESKTOP)
         set_values(page, width=64, fps=6, seconds=1)
         put_file(page, "file", video)
         page.wait(DONE, timeout_s=300)
-        assert_same_as_codec(page, model)
+        assert_same_as_codec(page, model, tolerance=2e-2)
         assert page.run("return shown.frames.length") == 6
         assert (read_frames(page, "frames")[0, 0] - read_frames(page, "frames")[0, 5]).abs().max() > 0.1, "it moves"
         text = page.run("return document.getElementById('rates').textContent")
