@@ -235,14 +235,17 @@ class GraphStream:
         self.is_half = self._session.get_inputs()[0].type == "tensor(float16)"
         self._states: list[np.ndarray] | None = None
 
-    def step(self, given: Tensor) -> Tensor:
-        """The next call of the stream: float32 in and out, whatever the graph's dtype is."""
+    def feeds(self, given: Tensor) -> dict[str, np.ndarray]:
+        """The inputs of the next call, by name."""
         array = given.detach().cpu().numpy().astype(np.float16 if self.is_half else np.float32)
         if self._states is None:
             self._states = list(self._zeros(array))
         named = {f"state_{number}": state for number, state in enumerate(self._states)}
-        name = self._session.get_inputs()[0].name
-        made, *self._states = self._session.run(None, {name: array, **named})
+        return {self._session.get_inputs()[0].name: array, **named}
+
+    def step(self, given: Tensor) -> Tensor:
+        """The next call of the stream: float32 in and out, whatever the graph's dtype is."""
+        made, *self._states = self._session.run(None, self.feeds(given))
         return torch.from_numpy(made.astype(np.float32))
 
     def _zeros(self, given: np.ndarray) -> Iterator[np.ndarray]:
