@@ -23,6 +23,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from tinyvae.diffusers import AutoencoderTinyVideo  # noqa: E402 (needs the package)
 
+pytestmark = pytest.mark.slow
 WIDTH = 0.125
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -24,6 +24,7 @@ pytest.importorskip("transformers")
 from tests import tiny_pipelines  # noqa: E402 (needs both packages)
 from tinyvae.diffusers import AutoencoderTinyVideo  # noqa: E402
 
+pytestmark = pytest.mark.slow
 WIDTH = 0.125
 
 

@@ -45,7 +45,7 @@ MISTAKES = {
     "missing model": (["absent.safetensors", "--to", "sdcpp", "--output", "OUT"], "there is no model at"),
     "unknown program": (["MODEL", "--to", "comfy", "--output", "OUT"], "Did you mean 'comfyui'?"),
     "unknown slot": (["MODEL", "--to", "sdcpp", "--slot", "x", "--output", "OUT"], "has no slot 'x'"),
-    "unknown dtype": (["MODEL", "--to", "sdcpp", "--dtype", "int4", "--output", "OUT"], "--dtype int4 is not known"),
+    "unknown dtype": (["MODEL", "--to", "sdcpp", "--dtype", "int4", "--output", "OUT"], "'int4' is not known"),
     "half Wan": (["MODEL", "--to", "comfyui", "--slot", "preview", "--dtype", "fp16", "--output", "OUT"], "float16"),
     "VAE slot": (["MODEL", "--to", "comfyui", "--output", "OUT"], "the live preview works (--slot preview)"),
     "unwritable": (["MODEL", "--to", "sdcpp", "--output", "/proc/x"], "cannot be written"),

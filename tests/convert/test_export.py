@@ -15,11 +15,12 @@ from torch import Tensor
 from tests.models.test_golden import FILE_OF, golden_cases, golden_model
 from tinyvae import TAEHV, VARIANTS, get_spec, load_model, save_model
 from tinyvae.convert import programs, readers
-from tinyvae.convert.export import ExportMismatchError, check_path, check_weights, export, round_model
+from tinyvae.convert.export import ExportMismatchError, check_folder, check_path, check_weights, export, round_model
 from tinyvae.convert.programs import COMFYUI, LIGHTX2V, OURS, PROGRAMS, SDCPP, UPSTREAM, choose_slot
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError
 
 WEIGHTS = [program for program in PROGRAMS.values() if program.writes == "weights"]
+IN_DEFAULT_RUN = ("comfyui", "taehv", "vae")
 EXPORTS = [
     (program.name, slot.variant, slot.name) for program in WEIGHTS for slot in program.slots if slot.needs == OURS
 ]
@@ -34,7 +35,10 @@ def released(variant: str) -> TAEHV:
     return golden_model(variant)
 
 
-@pytest.mark.parametrize(("program", "variant", "slot"), EXPORTS, ids=str)
+@pytest.mark.parametrize(
+    ("program", "variant", "slot"),
+    [pytest.param(*case, marks=[] if case == IN_DEFAULT_RUN else pytest.mark.slow) for case in EXPORTS],
+)
 def test_the_file_gives_the_golden_frames(shared: Path, tmp_path: Path, program: str, variant: str, slot: str) -> None:
     done = export(released(variant), to=program, output=tmp_path, slot=slot)
     (file,) = done.files
@@ -54,12 +58,42 @@ def test_the_file_gives_the_golden_frames(shared: Path, tmp_path: Path, program:
     torch.testing.assert_close(made.clamp(0, 1), golden[f"{case}.decoded"], atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("variant", ["taew2_1", pytest.param("taeh3", marks=pytest.mark.slow)])
+def test_a_folder_of_diffusers(tmp_path: Path, variant: str) -> None:
+    pytest.importorskip("diffusers", reason="the extra 'diffusers' is not installed")
+    from tinyvae.diffusers import AutoencoderTinyVideo
+
+    model = golden_model(variant, width=0.25)
+    done = export(model, to="diffusers", output=tmp_path / "vae", dtype="float32")
+    assert {file.name for file in done.files} == {file.name for file in (tmp_path / "vae").iterdir()}
+    vae = AutoencoderTinyVideo.from_pretrained(tmp_path / "vae")
+    assert vae.spec == model.spec and vae.dtype == torch.float32
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in vae.state_dict().items())
+    with pytest.raises(FileExistsAlreadyError, match=r"config\.json exists already"):
+        export(model, to="diffusers", output=tmp_path / "vae")
+
+
+@pytest.mark.slow
+def test_wrong_statistics_are_noticed() -> None:
+    pytest.importorskip("diffusers", reason="the extra 'diffusers' is not installed")
+    from tinyvae.diffusers import AutoencoderTinyVideo
+
+    model = golden_model("taew2_1", width=0.25)
+    vae = AutoencoderTinyVideo.from_tinyvae(model)
+    check_folder(vae, model, PROGRAMS["diffusers"])
+    vae.register_to_config(latents_mean=[0.0] * 16)
+    with pytest.raises(ExportMismatchError, match="rules of diffusers, the frames differ"):
+        check_folder(vae, model, PROGRAMS["diffusers"])
+
+
+@pytest.mark.slow
 def test_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
-    done = export(released("taew2_2"), to="sdcpp", output=tmp_path / "wan.safetensors", dtype="fp32")
+    done = export(released("taew2_2"), to="sdcpp", output=tmp_path / "wan.safetensors", dtype="float32")
     assert done.dtype == "float32" and math.isinf(done.rounding_db)
     assert "dB" not in done.message and str(tmp_path / "wan.safetensors") in done.message
 
 
+@pytest.mark.slow
 def test_an_export_loads_here_too(tmp_path: Path) -> None:
     file = export(released("taew2_1"), to="comfyui", slot="preview", output=tmp_path).files[0]
     loaded = load_model(file)
@@ -68,6 +102,7 @@ def test_an_export_loads_here_too(tmp_path: Path) -> None:
         assert "tinyvae" in opened.metadata()
 
 
+@pytest.mark.slow
 def test_a_path_is_loaded_first(tmp_path: Path) -> None:
     save_model(released("taew2_2"), tmp_path / "plain.safetensors")
     done = export(tmp_path / "plain.safetensors", to="lightx2v", output=tmp_path)
@@ -76,6 +111,7 @@ def test_a_path_is_loaded_first(tmp_path: Path) -> None:
         export(tmp_path / "absent.safetensors", to="lightx2v", output=tmp_path)
 
 
+@pytest.mark.slow
 def test_the_model_is_not_changed(tmp_path: Path) -> None:
     model = golden_model("taehv")
     model.gradient_checkpointing = True
@@ -88,6 +124,7 @@ def test_the_model_is_not_changed(tmp_path: Path) -> None:
 # what is refused
 
 
+@pytest.mark.slow
 def test_an_existing_file_stays(tmp_path: Path) -> None:
     (tmp_path / "taew2_2.safetensors").write_text("mine")
     with pytest.raises(FileExistsAlreadyError, match="exists already; add --overwrite"):
@@ -127,6 +164,7 @@ def test_paths_that_mean_something_else_there(
     check_path(program, chosen, Path("/somewhere") / chosen.file_name)
 
 
+@pytest.mark.slow
 def test_another_name_for_comfyui_goes_into_another_folder(tmp_path: Path) -> None:
     done = export(released("taehv"), to="comfyui", output=tmp_path / "my_best.safetensors")
     assert "put my_best.safetensors into ComfyUI/models/vae: " in done.message
@@ -147,12 +185,14 @@ def test_a_wan_file_in_float16_is_noticed(tmp_path: Path) -> None:
         check_weights(file, tmp_path / slot.file_name, COMFYUI, slot, round_model(released("taew2_1"), "float16"))
 
 
+@pytest.mark.slow
 def test_a_hunyuan_15_file_in_comfyui_is_noticed(tmp_path: Path) -> None:
     slot = choose_slot(SDCPP, get_spec("taehv1_5"))
     with pytest.raises(ExportMismatchError, match="the frames differ"):
         check_weights(written(tmp_path, released("taehv1_5")), tmp_path / "a", COMFYUI, slot, released("taehv1_5"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["decoder.7.conv.weight", "encoder.17.bias", "decoder.22.bias"])
 def test_one_changed_weight_is_noticed(tmp_path: Path, key: str) -> None:
     slot = choose_slot(SDCPP, get_spec("taew2_2"))
@@ -164,6 +204,7 @@ def test_one_changed_weight_is_noticed(tmp_path: Path, key: str) -> None:
         check_weights(file, file, SDCPP, slot, released("taew2_2"))
 
 
+@pytest.mark.slow
 def test_a_frame_rule_that_differs_is_noticed(tmp_path: Path) -> None:
     slot, model = choose_slot(UPSTREAM, get_spec("taecvx")), released("taecvx")
     file = written(tmp_path, model)
@@ -171,6 +212,7 @@ def test_a_frame_rule_that_differs_is_noticed(tmp_path: Path) -> None:
         check_weights(file, Path("/x/taehv.pth"), UPSTREAM, slot, model)
 
 
+@pytest.mark.slow
 def test_a_missing_key_is_noticed(tmp_path: Path) -> None:
     slot, model = choose_slot(SDCPP, get_spec("taew2_2")), released("taew2_2")
     file = written(tmp_path, model)

@@ -20,6 +20,7 @@ from tinyvae.convert.programs import ONNX
 from tinyvae.errors import UserError
 
 pytest.importorskip("onnxruntime", reason="the extra 'onnx' is not installed")
+pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4
 FAMILIES = ("taehv", "taecvx", "taew2_2", "taew2_2_super", "taeltx_2", "taeh3")
 """One variant of each network and frame rule."""

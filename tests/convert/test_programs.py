@@ -8,7 +8,7 @@ import pytest
 
 from tinyvae import VARIANTS, get_spec
 from tinyvae.convert import programs
-from tinyvae.convert.programs import COMFYUI, LIGHTX2V, ONNX, PROGRAMS, SDCPP, UPSTREAM, Form, choose_slot
+from tinyvae.convert.programs import COMFYUI, DIFFUSERS, LIGHTX2V, ONNX, PROGRAMS, SDCPP, UPSTREAM, Form, choose_slot
 from tinyvae.errors import UserError
 
 
@@ -29,9 +29,11 @@ def test_onnx_and_upstream_take_every_variant() -> None:
     [
         (COMFYUI, "taew2_1", "VAE-space latents, and this one has diffusion-space latents.*live preview works .--slot"),
         (COMFYUI, "taew2_2", "would decode wrongly without a word; the live preview works"),
-        (COMFYUI, "taehv1_5", r"LeakyReLU\(0.2\), pixels in \[-1, 1\].*use --to sdcpp, upstream"),
+        (COMFYUI, "taehv1_5", r"LeakyReLU\(0.2\), pixels in \[-1, 1\].*use --to diffusers, sdcpp, upstream"),
         (COMFYUI, "taew2_2_super", "KeyError.*train the base variant"),
         (COMFYUI, "taecvx", "no model with these latents"),
+        (DIFFUSERS, "taeltx_2", r"among the weights of the VAE; use AutoencoderTinyVideo\.from_tinyvae"),
+        (DIFFUSERS, "taeos1_3", "no pipeline of Open-Sora; use --to upstream"),
         (LIGHTX2V, "taehv1_5", r"LeakyReLU"),
         (LIGHTX2V, "taeltx_2", "Wan and Hunyuan Video 1.5 models alone"),
         (LIGHTX2V, "taew2_2_super", "knows no super decoder"),
@@ -80,9 +82,9 @@ def test_dtypes() -> None:
     taehv, wan = (choose_slot(COMFYUI, get_spec(v), name=n) for v, n in (("taehv", None), ("taew2_1", "preview")))
     assert programs.check_dtype(COMFYUI, taehv, None) == "float16"
     assert programs.check_dtype(COMFYUI, wan, None) == "bfloat16"
-    assert programs.check_dtype(COMFYUI, wan, "fp32") == "float32"
+    assert programs.check_dtype(COMFYUI, wan, "float32") == "float32"
     with pytest.raises(UserError, match=r"taew2_1 as float16 .*Hunyuan Video's and scales.*use --dtype bfloat16 or"):
-        programs.check_dtype(COMFYUI, wan, "fp16")
+        programs.check_dtype(COMFYUI, wan, "float16")
     with pytest.raises(UserError, match=r"takes the file for Wan 2\.1's"):
         programs.check_dtype(COMFYUI, taehv, "bfloat16")
     with pytest.raises(UserError, match="--dtype int8 is not known"):
@@ -107,5 +109,5 @@ def test_the_table_names_every_program_and_variant() -> None:
     assert lines[0].split() == ["variant", *PROGRAMS]
     assert [line.split()[0] for line in lines[1 : 1 + len(VARIANTS)]] == list(VARIANTS)
     (wan,) = [line.split() for line in lines if line.startswith("taew2_1 ")]
-    assert wan[1:5] == ["(preview)", "bfloat16", "float16", "float16"]
+    assert wan[1:6] == ["(preview)", "float16", "bfloat16", "float16", "float16"]
     assert max(map(len, lines)) <= 120

@@ -31,6 +31,7 @@ def test_shapes_are_those_of_the_released_files(shared: Path, variant: str) -> N
     assert {key: list(shape) for key, shape in readers.expected_shapes(reading_of(variant)).items()} == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", sorted(set(VARIANTS) - FILE_OF.keys()))
 def test_the_reading_gives_the_golden_frames(shared: Path, variant: str) -> None:
     """Without our network: file keys in, golden frames and latents out."""

@@ -14,22 +14,21 @@ exit code: 0 written and checked; 2 a mistake in the command, or an export that 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from tinyvae.cli.options import DTYPES, MODEL, add_options
 from tinyvae.convert.programs import PROGRAMS, get_program, program_table
 from tinyvae.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="weights file, model, checkpoint or run folder")
+    parser.add_argument("model", nargs="?", help=MODEL)
     parser.add_argument("--to", required=True, metavar="PROGRAM", help=f"{', '.join(PROGRAMS)}; or list")
-    parser.add_argument(
-        "--output", type=Path, metavar="PATH", help="a folder (the file gets the program's name), or a file"
+    add_options(
+        parser, "--output", metavar="PATH", help="a folder (the file gets the name that the program wants), or a file"
     )
     parser.add_argument("--slot", help="vae (default), or preview: ComfyUI's live preview alone")
-    parser.add_argument("--dtype", help="float16, bfloat16 or float32 (default: what the program wants)")
-    parser.add_argument("--variant", help="the variant, where the file does not state it")
-    parser.add_argument("--overwrite", action="store_true", help="write over a file that exists")
+    add_options(parser, "--dtype", help=f"{', '.join(DTYPES)}; default: what the program wants")
+    add_options(parser, "--variant", "--overwrite")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         to=arguments.to,
         output=arguments.output,
         slot=arguments.slot,
-        dtype=arguments.dtype,
+        dtype=None if arguments.dtype is None else str(arguments.dtype).removeprefix("torch."),
         variant=arguments.variant,
         overwrite=arguments.overwrite,
     )

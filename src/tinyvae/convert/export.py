@@ -15,6 +15,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,10 @@ from tinyvae.files import check_output_file, make_output_folder, writing_to
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import H3_CHUNK_FRAMES, VariantSpec
 from tinyvae.models.weights import load_model, save_model
+from tinyvae.teachers.statistics import pixel_normalization
+
+if TYPE_CHECKING:
+    from tinyvae.diffusers import AutoencoderTinyVideo
 
 TOLERANCE = 1e-4
 """Largest difference, relative to the largest value: the same arithmetic in another order, in float32."""
@@ -64,10 +69,10 @@ def export(
 ) -> Exported:
     """Write a model for another program; raises `UserError` with the reason and the way out where it cannot work.
 
-    ``to``: comfyui, lightx2v, sdcpp, upstream, onnx, web. ``output``: a file, or a folder in which the file gets the
-    name that the program looks for; for onnx and web a folder. ``slot``: "preview" for ComfyUI's live preview.
-    ``dtype``: "float16", "bfloat16" or "float32"; the default is what the program wants. ``variant``: for a path whose
-    file does not state it.
+    ``to``: comfyui, diffusers, lightx2v, sdcpp, upstream, onnx, web. ``output``: a file, or a folder in which the file
+    gets the name that the program looks for; for diffusers, onnx and web a folder. ``slot``: "preview" for ComfyUI's
+    live preview. ``dtype``: "float16", "bfloat16" or "float32"; the default is what the program wants. ``variant``: for
+    a path whose file does not state it.
 
     Example: ``export(model, to="sdcpp", output="taew2_2.safetensors").files``.
     """
@@ -78,12 +83,12 @@ def export(
     written = programs.check_dtype(program, chosen, dtype)
     rounded = round_model(model, written)
     target = programs.output_file(program, chosen, Path(output))
-    write = _write_weights if program.writes == "weights" else _write_graphs
+    write = {"weights": _write_weights, "folder": _write_folder}.get(program.writes, _write_graphs)
     files = write(rounded, program, chosen, target, getattr(torch, written), overwrite)
     decibels = rounding_db(model, rounded)
     place = place_of(program, chosen, target)
     note = "" if math.isinf(decibels) else f", {decibels:.0f} dB from the model's own weights"
-    shown = " and ".join(map(str, files[:2])) if program.writes != "page" else target
+    shown = target if program.writes in ("folder", "page") else " and ".join(map(str, files))
     message = f"wrote {shown} ({written}{note}); {place}."
     return Exported(files=tuple(files), dtype=written, rounding_db=decibels, message=message)
 
@@ -194,6 +199,41 @@ def _raw_state(file: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     return load_file(file)
+
+
+# a folder of diffusers
+
+
+def _write_folder(
+    rounded: TAEHV, program: Program, _slot: Slot, target: Path, dtype: torch.dtype, overwrite: bool
+) -> list[Path]:
+    from tinyvae.diffusers import AutoencoderTinyVideo
+
+    make_output_folder(target, option="--output")
+    with writing_to(target), tempfile.TemporaryDirectory(dir=target, prefix=".export-") as name:
+        folder = Path(name)
+        AutoencoderTinyVideo.from_tinyvae(rounded).to(dtype).save_pretrained(folder)
+        names = sorted(file.name for file in folder.iterdir())
+        _refuse_existing([target / name for name in names], overwrite)
+        check_folder(AutoencoderTinyVideo.from_pretrained(folder, torch_dtype=torch.float32), rounded, program)
+        for name in names:
+            os.replace(folder / name, target / name)
+    return [target / name for name in names]
+
+
+def check_folder(vae: AutoencoderTinyVideo, rounded: TAEHV, program: Program) -> None:
+    """Use a loaded VAE as a pipeline does, with the statistics of its config, and compare with the model."""
+    spec, config = rounded.spec, vae.config
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (config.latents_mean, config.latents_std))
+    latents, frames = random_latents(spec, 3), random_frames(spec)
+    pixel_mean, pixel_std = (torch.tensor(v).view(1, 3, 1, 1, 1) for v in pixel_normalization(spec))
+    with torch.no_grad():
+        video = vae.decode(latents.transpose(1, 2) * std / config.scaling_factor + mean).sample
+        made = (video * pixel_std + pixel_mean).transpose(1, 2)
+        _compare("frames", made, rounded.decode_video(latents), program, TOLERANCE)
+        z = vae.encode((frames.transpose(1, 2) - pixel_mean) / pixel_std).latent_dist.mode()
+        made = ((z - mean) * config.scaling_factor / std).transpose(1, 2)
+        _compare("latents", made, rounded.encode_video(frames), program, TOLERANCE)
 
 
 # graphs

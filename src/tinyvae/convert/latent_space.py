@@ -15,30 +15,30 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tinyvae.teachers.families import LatentSpace
+    from tinyvae.teachers.statistics import LatentStatistics
 
 LAST_CONV = "encoder.17"
 
 
-def encoder_to_vae_space(state: Mapping[str, Tensor], space: LatentSpace) -> dict[str, Tensor]:
+def encoder_to_vae_space(state: Mapping[str, Tensor], statistics: LatentStatistics) -> dict[str, Tensor]:
     """A state dict whose encoder makes VAE-space latents, from one whose encoder makes diffusion-space latents.
 
-    Example: ``model.load_state_dict(encoder_to_vae_space(model.state_dict(), space))``.
+    Example: ``model.load_state_dict(encoder_to_vae_space(model.state_dict(), statistics))``.
     """
-    scale, shift = _scale_and_shift(space)
+    scale, shift = _scale_and_shift(statistics)
     return _rescale_last_conv(state, scale, shift)
 
 
-def encoder_to_diffusion_space(state: Mapping[str, Tensor], space: LatentSpace) -> dict[str, Tensor]:
+def encoder_to_diffusion_space(state: Mapping[str, Tensor], statistics: LatentStatistics) -> dict[str, Tensor]:
     """The other way: from an encoder that makes VAE-space latents."""
-    scale, shift = _scale_and_shift(space)
+    scale, shift = _scale_and_shift(statistics)
     return _rescale_last_conv(state, 1 / scale, -shift / scale)
 
 
-def _scale_and_shift(space: LatentSpace) -> tuple[Tensor, Tensor]:
+def _scale_and_shift(statistics: LatentStatistics) -> tuple[Tensor, Tensor]:
     """``vae = diffusion * scale + shift``, one value per latent channel."""
-    std, mean = (torch.tensor(values, dtype=torch.float64) for values in (space.std, space.mean))
-    return std / space.factor, mean
+    std, mean = (torch.tensor(values, dtype=torch.float64) for values in (statistics.std, statistics.mean))
+    return std / statistics.factor, mean
 
 
 def _rescale_last_conv(state: Mapping[str, Tensor], scale: Tensor, shift: Tensor) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinyvae import __version__
 from tinyvae.engines.fold import (
     ClampLayer,
     ConvLayer,
@@ -33,7 +34,6 @@ from tinyvae.engines.fold import (
 )
 from tinyvae.errors import require_package
 from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_LATENTS, H3_CHUNK_ZEROS, H3_DROPPED_LATENTS, VariantSpec
-from tinyvae.version import __version__
 
 if TYPE_CHECKING:
     from tinyvae.models.taehv import TAEHV

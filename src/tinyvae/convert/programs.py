@@ -19,10 +19,9 @@ from tinyvae.models.variants import VARIANTS, VariantSpec
 
 LatentSpace = Literal["diffusion", "vae"]
 Activation = Literal["relu", "leaky_relu"]
-Written = Literal["weights", "graphs", "page"]
+Written = Literal["weights", "folder", "graphs", "page"]
 
 SLOT_WORDS = {"vae": "its use as the VAE", "preview": "the live preview"}
-SHORT_DTYPES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
 ANY_DTYPE = ("float16", "bfloat16", "float32")
 SUPER_WAY_OUT = "train the base variant, or use --to upstream, --to onnx or --to web, which run the super decoder"
 
@@ -214,6 +213,36 @@ SDCPP = Program(
     },
 )
 
+# diffusers
+
+_DIFFUSERS_LTX = (
+    "the statistics that its pipelines need are among the weights of the VAE; use "
+    "AutoencoderTinyVideo.from_tinyvae(model, teacher=pipe.vae) in Python (docs/diffusers.md)"
+)
+
+DIFFUSERS = Program(
+    name="diffusers",
+    title="diffusers",
+    writes="folder",
+    suffixes=(),
+    any_width=True,
+    slots=tuple(
+        Slot(
+            variant=variant,
+            file_name=variant,
+            dtypes=("float16", "bfloat16", "float32"),
+            place="`tinyvae.diffusers.AutoencoderTinyVideo.from_pretrained('{file}')` is a VAE for the pipelines of "
+            f"{VARIANTS[variant].teacher}",
+        )
+        for variant in VARIANTS
+        if not variant.startswith("taeltx") and variant != "taeos1_3"
+    ),
+    refused={
+        **{variant: _DIFFUSERS_LTX for variant in VARIANTS if variant.startswith("taeltx")},
+        "taeos1_3": "diffusers has no pipeline of Open-Sora; use --to upstream or --to onnx",
+    },
+)
+
 # upstream's class, ONNX, the browser
 
 UPSTREAM = Program(
@@ -258,7 +287,9 @@ WEB = Program(
     slots=_graph_slots("start `python -m http.server -d {file}` and open http://localhost:8000 to try the model"),
 )
 
-PROGRAMS: dict[str, Program] = {program.name: program for program in (COMFYUI, LIGHTX2V, SDCPP, UPSTREAM, ONNX, WEB)}
+PROGRAMS: dict[str, Program] = {
+    program.name: program for program in (COMFYUI, DIFFUSERS, LIGHTX2V, SDCPP, UPSTREAM, ONNX, WEB)
+}
 
 
 # choosing
@@ -326,7 +357,6 @@ def _or(words: list[str]) -> str:
 
 def check_dtype(program: Program, slot: Slot, dtype: str | None) -> str:
     """The dtype to write: the slot's own, or the one asked for where the program reads it as it should."""
-    dtype = SHORT_DTYPES.get(dtype, dtype) if dtype else None
     if dtype is not None and dtype not in ANY_DTYPE:
         raise UserError(f"--dtype {dtype} is not known; use {_or([*slot.dtypes])}.")
     if dtype is None or dtype in slot.dtypes:

@@ -24,6 +24,7 @@ from tinyvae.convert.web import find_runtime
 from tinyvae.errors import UserError
 
 pytest.importorskip("onnxruntime", reason="the extra 'onnx' is not installed")
+pytestmark = pytest.mark.slow
 DONE = "return document.documentElement.dataset.done === 'true' || shown.fault"
 PHONE, DESKTOP = 390, 1200
 PICTURES = os.environ.get("TINYVAE_PAGE_PICTURES")
