@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tinyvae.models.variants import VARIANTS as VARIANTS
     from tinyvae.models.variants import VariantSpec as VariantSpec
     from tinyvae.models.variants import get_spec as get_spec
+    from tinyvae.models.variants import list_variants as list_variants
     from tinyvae.models.weights import load_model as load_model
     from tinyvae.models.weights import save_model as save_model
 
@@ -29,6 +30,7 @@ _HOME = {
     "VARIANTS": "models.variants",
     "VariantSpec": "models.variants",
     "get_spec": "models.variants",
+    "list_variants": "models.variants",
     "StreamingDecoder": "models.streaming",
     "StreamingEncoder": "models.streaming",
     "load_model": "models.weights",
@@ -49,10 +51,10 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _fuse(model: TAEHV) -> FusedTAEHV:
+def _fuse(model: TAEHV, **options: Any) -> FusedTAEHV:
     from tinyvae.engines.fused import FusedTAEHV
 
-    return FusedTAEHV(model)
+    return FusedTAEHV(model, **options)
 
 
 def _run_folded(*arguments: Any, **options: Any) -> Any:

@@ -27,7 +27,15 @@ from tinyvae.engines.fused import FusedTAEHV
 from tinyvae.errors import UserError, require_package
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
-from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_LATENTS, H3_DROPPED_LATENTS, VARIANTS, VariantSpec
+from tinyvae.models.variants import (
+    H3_CHUNK_FRAMES,
+    H3_CHUNK_LATENTS,
+    H3_DROPPED_LATENTS,
+    VARIANTS,
+    Activation,
+    LatentSpace,
+    VariantSpec,
+)
 from tinyvae.models.weights import load_model
 from tinyvae.teachers.statistics import (
     KNOWN_STATISTICS,
@@ -70,7 +78,7 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
     # 82 MB at most: there is nothing to win, and the fused codec reads the weights outside of any layer's forward.
     _supports_group_offloading = False
     _skip_layerwise_casting_patterns = ("encoder", "decoder")
-    _no_split_modules = ("MemBlock", "SuperMemBlock")
+    _no_split_modules = ("MemBlock", "SuperMemBlock", "WideMemBlock")
 
     @register_to_config
     def __init__(
@@ -81,10 +89,12 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         latents_std: list[float] | None = None,
         scaling_factor: float | None = None,
         invert_scale_latents: bool = False,
+        latent_space: LatentSpace = "diffusion",
+        activation: Activation = "relu",
     ) -> None:
         """``invert_scale_latents`` is CogVideoX's: its image-to-video pipeline reads it, this class does not."""
         super().__init__()
-        network = TAEHV(variant, width=width)
+        network = TAEHV(variant, width=width, latent_space=latent_space, activation=activation)
         # The two halves are ours, so that the keys are the family's flat ones. The network shares them.
         self.encoder, self.decoder = network.encoder, network.decoder
         self.__dict__["network"] = network
@@ -134,6 +144,7 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
             )
         if scaling_factor is not None:
             options["scaling_factor"] = scaling_factor
+        options |= {"latent_space": spec.latent_space, "activation": spec.activation}
         vae = cls(variant=spec.name, width=spec.width, **options)
         vae.load_state_dict(model.state_dict())
         return vae.to(device=model.device, dtype=model.dtype).eval()
@@ -247,7 +258,7 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
             latents = self._encode_without_gradients(video_NCTHW)
         if self.spec.frame_rule == "chunked" and video_NCTHW.shape[2] == 1:
             latents = latents[:, :1]  # of a single image MiniMax H3's VAE makes one latent, our rule two
-        return self._to_vae_space(latents)
+        return self._to_z(latents)
 
     @torch.no_grad()
     def _encode_without_gradients(self, video_NCTHW: Tensor) -> Tensor:
@@ -261,7 +272,7 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         return torch.cat([stream.push(self._to_frames(part)) for part in parts], dim=1)
 
     def _decode(self, z_NCTHW: Tensor) -> Tensor:
-        latents = self._to_diffusion_space(z_NCTHW)
+        latents = self._to_latents(z_NCTHW)
         if self._records_gradients(z_NCTHW):
             return self._to_video(self.network.decode(latents))
         return self._decode_without_gradients(latents)
@@ -304,15 +315,19 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         video = frames_NTCHW.transpose(1, 2).to(torch.float32, copy=True)
         return video.sub_(mean).div_(std).to(frames_NTCHW.dtype)
 
-    def _to_diffusion_space(self, z_NCTHW: Tensor) -> Tensor:
-        """z NCTHW -> latents NTCHW, in the weights' dtype; computed in float32."""
+    def _to_latents(self, z_NCTHW: Tensor) -> Tensor:
+        """z NCTHW -> the network's latents NTCHW, in the weights' dtype; computed in float32."""
         mean, std = (channel_values(v, z_NCTHW, dim=1) for v in (self._statistics.mean, self._statistics.std))
-        latents = (z_NCTHW.float() - mean) * self._statistics.factor / std
+        latents = z_NCTHW.float()
+        if self.spec.latent_space == "diffusion":
+            latents = (latents - mean) * self._statistics.factor / std
         return latents.transpose(1, 2).to(self.network.dtype)
 
-    def _to_vae_space(self, latents_NTCHW: Tensor) -> Tensor:
+    def _to_z(self, latents_NTCHW: Tensor) -> Tensor:
         mean, std = (channel_values(v, latents_NTCHW, dim=1) for v in (self._statistics.mean, self._statistics.std))
-        z = latents_NTCHW.transpose(1, 2).float() * std / self._statistics.factor + mean
+        z = latents_NTCHW.transpose(1, 2).float()
+        if self.spec.latent_space == "diffusion":
+            z = z * std / self._statistics.factor + mean
         return z.to(latents_NTCHW.dtype).contiguous()
 
     # the codec that runs
@@ -393,6 +408,6 @@ def offloaded_network(vae: AutoencoderTinyVideo, device: torch.device) -> TAEHV:
     from accelerate.utils.modeling import get_state_dict_offloaded_model
 
     with torch.device("meta"):
-        network = TAEHV(vae.spec.name, width=vae.spec.width)
+        network = TAEHV.of(vae.spec)
     network.load_state_dict(get_state_dict_offloaded_model(vae), assign=True)
     return network.to(device)

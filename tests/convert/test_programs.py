@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,8 @@ def test_every_variant_has_a_slot_or_a_reason(program: programs.Program) -> None
     assert not with_slot & program.refused.keys()
 
 
-def test_onnx_and_upstream_take_every_variant() -> None:
-    for program in (ONNX, UPSTREAM):
-        assert {choose_slot(program, spec).variant for spec in VARIANTS.values()} == VARIANTS.keys()
+def test_onnx_takes_every_variant() -> None:
+    assert {choose_slot(ONNX, spec).variant for spec in VARIANTS.values()} == VARIANTS.keys()
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,11 @@ def test_onnx_and_upstream_take_every_variant() -> None:
     [
         (COMFYUI, "taew2_1", "VAE-space latents, and this one has diffusion-space latents.*live preview works .--slot"),
         (COMFYUI, "taew2_2", "would decode wrongly without a word; the live preview works"),
-        (COMFYUI, "taehv1_5", r"LeakyReLU\(0.2\), pixels in \[-1, 1\].*use --to diffusers, sdcpp, upstream"),
+        (
+            COMFYUI,
+            "taehv1_5",
+            r"LeakyReLU\(0.2\), and this one has ReLU.*or train one for it .*--activation leaky_relu",
+        ),
         (COMFYUI, "taew2_2_super", "KeyError.*train the base variant"),
         (COMFYUI, "taecvx", "no model with these latents"),
         (DIFFUSERS, "taeltx_2", r"among the weights of the VAE; use AutoencoderTinyVideo\.from_tinyvae"),
@@ -37,6 +41,8 @@ def test_onnx_and_upstream_take_every_variant() -> None:
         (LIGHTX2V, "taehv1_5", r"LeakyReLU"),
         (LIGHTX2V, "taeltx_2", "Wan and Hunyuan Video 1.5 models alone"),
         (LIGHTX2V, "taew2_2_super", "knows no super decoder"),
+        (COMFYUI, "taeltx2_3_wide", "no wide decoder"),
+        (UPSTREAM, "taeltx2_3_wide", "a branch of upstream's class alone; use --to sdcpp"),
         (SDCPP, "taecvx", "does not run CogVideoX; use --to upstream"),
         (SDCPP, "taehv1_5_super", "no super decoder"),
     ],
@@ -69,13 +75,17 @@ def test_the_preview_slot() -> None:
 
 def test_networks_in_vae_space_find_their_slots() -> None:
     """Students for the lighttae slots: the table has the rows, the choice is by what the network is."""
-    vae_space = Form(latent_space="vae")
-    leaky = Form(latent_space="vae", activation="leaky_relu", pixel_range=(-1, 1))
-    assert choose_slot(COMFYUI, get_spec("taew2_1"), form=vae_space).file_name == "lighttaew2_1.safetensors"
-    assert choose_slot(LIGHTX2V, get_spec("taew2_2"), form=vae_space).file_name == "lighttaew2_2.safetensors"
-    assert choose_slot(COMFYUI, get_spec("taehv1_5"), form=leaky).file_name == "lighttaehy1_5.safetensors"
+    wan, wan_2_2 = (get_spec(name, latent_space="vae") for name in ("taew2_1", "taew2_2"))
+    assert choose_slot(COMFYUI, wan).file_name == "lighttaew2_1.safetensors"
+    assert choose_slot(LIGHTX2V, wan_2_2).file_name == "lighttaew2_2.safetensors"
+    leaky = get_spec("taehv1_5", activation="leaky_relu")
+    assert choose_slot(COMFYUI, leaky).file_name == "lighttaehy1_5.safetensors"
+    assert choose_slot(LIGHTX2V, replace(leaky, latent_space="vae")).file_name == "lighttaehy1_5.safetensors"
+    assert choose_slot(ONNX, replace(leaky, latent_space="vae")).needs == Form(
+        latent_space="vae", activation="leaky_relu"
+    )
     with pytest.raises(UserError, match="needs a network for diffusion-space latents"):
-        choose_slot(SDCPP, get_spec("taew2_1"), form=vae_space)
+        choose_slot(SDCPP, wan)
 
 
 def test_dtypes() -> None:

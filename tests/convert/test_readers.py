@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.models.test_golden import FILE_OF, TOLERANCE, golden_cases, golden_input, golden_weight
+from tests.models.test_golden import FILE_OF, GOLDEN, TOLERANCE, golden_cases, golden_input, golden_model, golden_weight
 from tinyvae import VARIANTS
 from tinyvae.convert import readers
 from tinyvae.convert.readers import Reading, UnreadableByProgramError
@@ -25,14 +25,14 @@ def golden_state(variant: str) -> dict[str, Tensor]:
     return {key: golden_weight(key, torch.Size(shape)) for key, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", GOLDEN)
 def test_shapes_are_those_of_the_released_files(shared: Path, variant: str) -> None:
     expected = json.loads((shared / "golden" / "state_dict_keys.json").read_text())[variant]
     assert {key: list(shape) for key, shape in readers.expected_shapes(reading_of(variant)).items()} == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", sorted(set(VARIANTS) - FILE_OF.keys()))
+@pytest.mark.parametrize("variant", sorted(set(GOLDEN) - FILE_OF.keys()))
 def test_the_reading_gives_the_golden_frames(shared: Path, variant: str) -> None:
     """Without our network: file keys in, golden frames and latents out."""
     golden = load_file(shared / "golden" / f"{variant}.safetensors")
@@ -84,6 +84,17 @@ def test_upstream_tells_by_the_whole_path() -> None:
     assert readers.upstream_reading({}, Path("/models/taew2_2/mine.pth"), "taehv").channels == 48
     assert readers.upstream_reading({}, Path("a/taecvx.pth"), "taecvx").frames == "cogvideox"
     assert readers.upstream_reading({}, Path("taehv1_5_super.pth"), "taehv1_5_super").decoder == "super"
+
+
+def test_the_wide_decoder_is_that_of_a_second_writing() -> None:
+    model = golden_model("taeltx2_3_wide")
+    state = model.state_dict()
+    reading = readers.sdcpp_reading(state, Path("any"), "taeltx2_3_wide")
+    readers.check_shapes(state, reading)
+    latents = torch.randn(1, 2, 128, 2, 3)
+    with torch.no_grad():
+        made, expected = readers.read_decode(state, reading, latents), model.decode(latents)
+    torch.testing.assert_close(made, expected, atol=2e-5, rtol=0)
 
 
 def test_a_strict_load_names_what_is_wrong() -> None:

@@ -123,8 +123,15 @@ def test_default_chunks_are_the_stored_ones(engine: Engine, element_size: int) -
                 assert found == stored, (name, side)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("engine", ["eager", "cudnn"])
+@pytest.mark.parametrize(
+    ("variant", "engine"),
+    [
+        (name, engine)
+        for name in VARIANTS
+        for engine in ("eager", "cudnn")
+        if (name, engine) != ("taeltx2_3_wide", "cudnn")
+    ],
+)
 def test_default_chunk_takes_half_a_gigabyte(variant: str, engine: Engine) -> None:
     """At 480x720; in float32 one latent of a patch-1 decoder is a little more, and so are narrow networks in the eager
     engine with a GPU's slices. Two more would be near the limit.

@@ -42,6 +42,10 @@ class TrainConfig:
 
     variant: str = option("taehv", "Which network of the family, by name (`tinyvae info` lists them).", group="Model")
     model_width: float = option(1.0, "Factor on every hidden channel count; 1: as released, 0.25: for a laptop.", gt=0)
+    latent_space: Literal["diffusion", "vae"] = option(
+        "diffusion", "The student's latents: as the diffusion model sees them, or as its VAE makes them, unscaled."
+    )
+    activation: Literal["relu", "leaky_relu"] = option("relu", "ReLU, or LeakyReLU (slope 0.2), in the whole network.")
     pretrained_model_path: Path | None = option(None, "Weights to start from (file, model or run folder); none: fresh.")
     init: Literal["he", "torch"] = option("he", "How fresh weights are drawn: he (scaled for ReLU) or as torch does.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory, more time.")
@@ -188,7 +192,9 @@ class TrainConfig:
     @functools.cached_property
     def spec(self) -> VariantSpec:
         """The network and its frame rule; `UserError` where there is no such variant or width."""
-        return get_spec(self.variant, width=self.model_width)
+        return get_spec(
+            self.variant, width=self.model_width, latent_space=self.latent_space, activation=self.activation
+        )
 
     @property
     def data_source(self) -> Path | None:

@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinyvae.convert import programs, readers
+from tinyvae.convert.pixel_range import to_signed_pixels, to_unit_pixels
 from tinyvae.convert.programs import Program, Slot
 from tinyvae.errors import FileExistsAlreadyError, UserError
 from tinyvae.files import check_output_file, make_output_folder, writing_to
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import H3_CHUNK_FRAMES, VariantSpec
-from tinyvae.models.weights import load_model, save_model
+from tinyvae.models.weights import load_model, plain_state, save_model
 from tinyvae.teachers.statistics import pixel_normalization
 
 if TYPE_CHECKING:
@@ -81,11 +83,11 @@ def export(
         model = load_model(model, variant=variant)
     chosen = programs.choose_slot(program, model.spec, name=slot)
     written = programs.check_dtype(program, chosen, dtype)
-    rounded = round_model(model, written)
+    rounded = round_model(to_signed_pixels(model) if chosen.signed_pixels else model, written)
     target = programs.output_file(program, chosen, Path(output))
     write = {"weights": _write_weights, "folder": _write_folder}.get(program.writes, _write_graphs)
     files = write(rounded, program, chosen, target, getattr(torch, written), overwrite)
-    decibels = rounding_db(model, rounded)
+    decibels = rounding_db(model, to_unit_pixels(rounded) if chosen.signed_pixels else rounded)
     place = place_of(program, chosen, target)
     note = "" if math.isinf(decibels) else f", {decibels:.0f} dB from the model's own weights"
     shown = target if program.writes in ("folder", "page") else " and ".join(map(str, files))
@@ -126,7 +128,13 @@ def _write_weights(
     check_output_file(target, option="--output")
     _refuse_existing([target], overwrite)
     with writing_to(target.parent), tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as folder:
-        (written,) = save_model(rounded, Path(folder) / target.name, dtype=dtype)
+        written = Path(folder) / target.name
+        if slot.signed_pixels:  # without a statement: it would be untrue, because our own models are for [0, 1]
+            state = plain_state(rounded, dtype=dtype)
+            torch.save(state, written) if written.suffix == ".pth" else save_file(state, written)
+            rounded = to_unit_pixels(rounded)
+        else:
+            save_model(rounded, written, dtype=dtype)
         check_weights(written, target, program, slot, rounded)
         os.replace(written, target)
     return [target]
@@ -189,15 +197,14 @@ def check_weights(written: Path, target: Path, program: Program, slot: Slot, rou
             made = readers.read_decode(state, reading, latents / slot.handed_scale)
             _compare("frames", made, rounded.decode(latents), program, TOLERANCE)
         frames = random_frames(rounded.spec)
-        made = readers.read_encode(state, reading, frames)
+        # The encoder for [-1, 1] equals ours where the frame goes on in black (see `pixel_range`).
+        made = readers.read_encode(state, reading, frames, border=-1.0 if slot.signed_pixels else 0.0)
         _compare("latents", made * slot.handed_scale, rounded.encode(frames), program, TOLERANCE)
 
 
 def _raw_state(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".pth":
         return dict(torch.load(file, map_location="cpu", weights_only=True))
-    from safetensors.torch import load_file
-
     return load_file(file)
 
 
@@ -225,14 +232,17 @@ def check_folder(vae: AutoencoderTinyVideo, rounded: TAEHV, program: Program) ->
     """Use a loaded VAE as a pipeline does, with the statistics of its config, and compare with the model."""
     spec, config = rounded.spec, vae.config
     mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (config.latents_mean, config.latents_std))
+    factor = config.scaling_factor
+    if spec.latent_space == "vae":  # then the pipeline's latents are the network's own
+        mean, std, factor = torch.zeros(()), torch.ones(()), 1.0
     latents, frames = random_latents(spec, 3), random_frames(spec)
     pixel_mean, pixel_std = (torch.tensor(v).view(1, 3, 1, 1, 1) for v in pixel_normalization(spec))
     with torch.no_grad():
-        video = vae.decode(latents.transpose(1, 2) * std / config.scaling_factor + mean).sample
+        video = vae.decode(latents.transpose(1, 2) * std / factor + mean).sample
         made = (video * pixel_std + pixel_mean).transpose(1, 2)
         _compare("frames", made, rounded.decode_video(latents), program, TOLERANCE)
         z = vae.encode((frames.transpose(1, 2) - pixel_mean) / pixel_std).latent_dist.mode()
-        made = ((z - mean) * config.scaling_factor / std).transpose(1, 2)
+        made = ((z - mean) * factor / std).transpose(1, 2)
         _compare("latents", made, rounded.encode_video(frames), program, TOLERANCE)
 
 

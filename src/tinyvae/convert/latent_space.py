@@ -9,15 +9,37 @@ A decoder for VAE-space latents must be trained with them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tinyvae.teachers.statistics import LatentStatistics
+from tinyvae.errors import UserError
+from tinyvae.models.taehv import TAEHV
+from tinyvae.models.variants import LatentSpace
+from tinyvae.teachers.statistics import KNOWN_STATISTICS, LatentStatistics
 
 LAST_CONV = "encoder.17"
+
+
+def convert_encoder(model: TAEHV, latent_space: LatentSpace, statistics: LatentStatistics | None = None) -> TAEHV:
+    """A copy of a model for the other latent space, as a start for training: the encoder is exact, the decoder is not.
+
+    ``statistics``: those of the teacher; the default is the table of `tinyvae.teachers.statistics`.
+
+    Example: ``save_model(convert_encoder(load_model("taew2_1.safetensors"), "vae"), "start.safetensors")``.
+    """
+    spec = model.spec
+    converted = TAEHV.of(replace(spec, latent_space=latent_space)).to(model.device, model.dtype)
+    state = model.state_dict()
+    if spec.latent_space != latent_space:
+        if statistics is None and spec.name not in KNOWN_STATISTICS:
+            what = f"the latent statistics of {spec.teacher} are among the weights of its VAE"
+            raise UserError(f"{what}; pass statistics=LatentStatistics(...).")
+        known = statistics or KNOWN_STATISTICS[spec.name]
+        state = (encoder_to_vae_space if latent_space == "vae" else encoder_to_diffusion_space)(state, known)
+    converted.load_state_dict(state)
+    return converted.train(model.training)
 
 
 def encoder_to_vae_space(state: Mapping[str, Tensor], statistics: LatentStatistics) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ from tinyvae.engines.fold import (
     PoolLayer,
     Size,
     SuperMemLayer,
+    WideMemLayer,
     fold_layers,
 )
 from tinyvae.errors import require_package
@@ -75,6 +76,10 @@ class GraphWriter:
         inputs = [x, self.constant(weight)] + ([] if bias is None else [self.constant(bias)])
         return self.add("Conv", *inputs, kernel_shape=list(weight.shape[2:]), **attributes)
 
+    def activate(self, x: str, slope: float) -> str:
+        """ReLU, or LeakyReLU where ``slope`` is not 0."""
+        return self.add("LeakyRelu", x, alpha=slope) if slope else self.add("Relu", x)
+
     def regroup(self, x: str, channels: int) -> str:
         """Move frames between batch and channels: the same values with this many channels."""
         return self.add("Reshape", x, self.constant([-1, channels, 0, 0]))  # 0: as in the input
@@ -100,16 +105,16 @@ def write_layer(graph: GraphWriter, layer: Layer, x: str, size: Size, latent_hei
         return graph.add("Mul", graph.add("Tanh", graph.add("Mul", x, third)), three)
     if isinstance(layer, ConvLayer):
         x = graph.conv(x, layer.weight, layer.bias)
-        x = graph.add("Relu", x) if layer.relu else x
+        x = graph.activate(x, layer.slope) if layer.relu else x
         x = graph.add("DepthToSpace", x, blocksize=2, mode="CRD") if layer.shuffle else x
         return graph.regroup(x, layer.output(size).channels) if layer.frames > 1 else x
-    if isinstance(layer, MemLayer):
+    if isinstance(layer, MemLayer | WideMemLayer):
         return _write_mem(graph, layer, x, size, latent_height)
     if isinstance(layer, SuperMemLayer):
         now = graph.conv(x, layer.depth, group=size.channels)
         then = graph.conv(x, layer.past_depth, group=size.channels)
         both = graph.add("Concat", now, graph.frame_before(then, size, latent_height), axis=1)
-        wide = graph.add("Relu", graph.conv(both, layer.widen, layer.widen_bias))
+        wide = graph.activate(graph.conv(both, layer.widen, layer.widen_bias), layer.slope)
         return graph.add("Add", x, graph.conv(wide, layer.narrow))
     if isinstance(layer, PoolLayer):
         stacked = graph.regroup(x, layer.stride * size.channels) if layer.stride > 1 else x
@@ -120,15 +125,22 @@ def write_layer(graph: GraphWriter, layer: Layer, x: str, size: Size, latent_hei
     made = [graph.conv(x, weight, pads=pads) for weight, pads in zip(phases, padding, strict=True)]
     x = graph.add("DepthToSpace", graph.add("Concat", *made, axis=1), blocksize=2, mode="DCR")
     x = graph.regroup(x, layer.output(size).channels) if layer.frames > 1 else x
-    return graph.add("Relu", x) if layer.relu else x
+    return graph.activate(x, layer.slope) if layer.relu else x
 
 
-def _write_mem(graph: GraphWriter, layer: MemLayer, x: str, size: Size, latent_height: int) -> str:
+def _write_mem(graph: GraphWriter, layer: MemLayer | WideMemLayer, x: str, size: Size, latent_height: int) -> str:
+    slope = layer.slope
     now = graph.conv(x, layer.first[: size.channels], layer.first_bias[: size.channels])
     then = graph.conv(x, layer.first[size.channels :])
-    y = graph.add("Relu", graph.add("Add", now, graph.frame_before(then, size, latent_height)))
-    y = graph.add("Relu", graph.conv(y, layer.second, layer.second_bias))
-    return graph.add("Relu", graph.add("Add", graph.conv(y, layer.third, layer.third_bias), x))
+    y = graph.activate(graph.add("Add", now, graph.frame_before(then, size, latent_height)), slope)
+    if isinstance(layer, WideMemLayer):
+        y = graph.activate(graph.conv(y, layer.second, layer.second_bias, group=layer.groups), slope)
+        y = graph.activate(graph.conv(y, layer.third, layer.third_bias), slope)
+        y = graph.conv(y, layer.fourth, layer.fourth_bias, group=layer.groups)
+    else:
+        y = graph.activate(graph.conv(y, layer.second, layer.second_bias), slope)
+        y = graph.conv(y, layer.third, layer.third_bias)
+    return graph.activate(graph.add("Add", y, x), slope)
 
 
 def unshuffled_weight(weight: Tensor, patch: int) -> Tensor:
@@ -151,8 +163,7 @@ def build_graph(model: TAEHV, side: Side, dtype: torch.dtype) -> Any:
         for number, layer in enumerate(fold_layers(getattr(model, side))):
             if side == "encoder" and number == 0:
                 assert isinstance(layer, ConvLayer)
-                x = graph.conv(x, unshuffled_weight(layer.weight, patch), layer.bias)
-                x = graph.add("Relu", x)
+                x = graph.activate(graph.conv(x, unshuffled_weight(layer.weight, patch), layer.bias), layer.slope)
             else:
                 x = write_layer(graph, layer, x, size, probe)
             size = layer.output(size)
@@ -207,6 +218,7 @@ def describe_stream(spec: VariantSpec, side: Side, states: list[tuple[int, int]]
     return {
         "variant": spec.name,
         "side": side,
+        "latent_space": spec.latent_space,
         "latent_channels": spec.latent_channels,
         "time_factor": spec.time_factor,
         "space_factor": spec.space_factor,

@@ -12,13 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from tinyvae.errors import UserError, nearest_name
-from tinyvae.models.variants import VARIANTS, VariantSpec
+from tinyvae.models.variants import VARIANTS, Activation, LatentSpace, VariantSpec
 
-LatentSpace = Literal["diffusion", "vae"]
-Activation = Literal["relu", "leaky_relu"]
 Written = Literal["weights", "folder", "graphs", "page"]
 
 SLOT_WORDS = {"vae": "its use as the VAE", "preview": "the live preview"}
@@ -28,20 +26,24 @@ SUPER_WAY_OUT = "train the base variant, or use --to upstream, --to onnx or --to
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What a network is beside its variant. The family's own networks have the defaults.
-
-    ``latent_space``: "diffusion" is what the diffusion model sees, "vae" is what its VAE makes before scaling.
-    """
+    """What a network is beside its variant; see `VariantSpec`. The family's own networks have the defaults."""
 
     latent_space: LatentSpace = "diffusion"
     activation: Activation = "relu"
-    pixel_range: tuple[int, int] = (0, 1)
 
-    def words(self) -> tuple[str, str, str]:
-        """The three facts as a message says them."""
+    @classmethod
+    def of(cls, spec: VariantSpec) -> Form:
+        return cls(latent_space=spec.latent_space, activation=spec.activation)
+
+    def words(self) -> tuple[str, str]:
+        """The two facts as a message says them."""
         space = {"diffusion": "diffusion-space latents", "vae": "VAE-space latents"}[self.latent_space]
-        activation = {"relu": "ReLU", "leaky_relu": "LeakyReLU(0.2)"}[self.activation]
-        return space, activation, f"pixels in [{self.pixel_range[0]}, {self.pixel_range[1]}]"
+        return space, {"relu": "ReLU", "leaky_relu": "LeakyReLU(0.2)"}[self.activation]
+
+    def settings(self) -> str:
+        """The two facts as the settings of a training run that differ from their defaults."""
+        changed = {key: value for key, value in vars(self).items() if value != getattr(OURS, key)}
+        return " ".join(f"--{key} {value}" for key, value in changed.items())
 
     def difference(self, other: Form) -> tuple[str, str]:
         """(what this form has that the other has not, what the other has instead), as a message says it."""
@@ -50,6 +52,11 @@ class Form:
 
 
 OURS = Form()
+FORMS = tuple(
+    Form(latent_space=space, activation=activation)
+    for space in get_args(LatentSpace)
+    for activation in get_args(Activation)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +65,8 @@ class Slot:
 
     ``dtypes``: those that the program reads as it should; the first is written unless the user asks for another.
     ``place``: where the file goes, and what it does there; ``{file}`` stands for its name. ``handed_scale``: the
-    program hands over the latents of ``needs`` divided by this, and scales them itself.
+    program hands over the latents of ``needs`` divided by this, and scales them itself. ``signed_pixels``: it takes and
+    gives pixels in [-1, 1]; the export converts the first and the last convolution.
     """
 
     variant: str
@@ -68,6 +76,7 @@ class Slot:
     dtypes: tuple[str, ...] = ANY_DTYPE
     needs: Form = OURS
     handed_scale: float = 1.0
+    signed_pixels: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +104,10 @@ class Program:
 APPROX = "put {file} into ComfyUI/models/vae_approx"
 _COMFY_NO_MODEL = "ComfyUI has no model with these latents and would scale them as another model's"
 _COMFY_SUPER = f"ComfyUI stops with a KeyError on super decoders; {SUPER_WAY_OUT}"
-_LEAKY = Form(latent_space="vae", activation="leaky_relu", pixel_range=(-1, 1))
+_COMFY_WIDE = "ComfyUI knows no wide decoder; train taeltx2_3, or use --to sdcpp or --to onnx"
 _VAE_SPACE = Form(latent_space="vae")
-HUNYUAN_SCALE = 0.476986
-"""Hunyuan Video's diffusion latents are those of its VAE times this."""
+HUNYUAN_SCALE, HUNYUAN_15_SCALE = 0.476986, 1.03682
+"""The diffusion latents of Hunyuan Video, and of 1.5, are those of their VAE times this."""
 NOT_HALF = ("bfloat16", "float32")
 """For 16 channels ComfyUI takes a float16 file for Hunyuan Video's and scales the latents."""
 
@@ -130,7 +139,13 @@ COMFYUI = Program(
         _comfy_preview("taew2_1", "lighttaew2_1", NOT_HALF),
         _comfy_vae("taew2_2", "lighttaew2_2", needs=_VAE_SPACE),
         _comfy_preview("taew2_2", "lighttaew2_2", ANY_DTYPE),
-        _comfy_vae("taehv1_5", "lighttaehy1_5", needs=_LEAKY),
+        _comfy_vae(
+            "taehv1_5",
+            "lighttaehy1_5",
+            needs=Form(activation="leaky_relu"),
+            handed_scale=HUNYUAN_15_SCALE,
+            signed_pixels=True,
+        ),
         _comfy_vae("taeltx_2", "taeltx_2"),
         Slot(
             variant="taeltx2_3",
@@ -144,6 +159,7 @@ COMFYUI = Program(
         "taeos1_3": f"{_COMFY_NO_MODEL} (Open-Sora); use --to upstream or --to onnx",
         "taehv1_5_super": _COMFY_SUPER,
         "taew2_2_super": _COMFY_SUPER,
+        "taeltx2_3_wide": _COMFY_WIDE,
     },
 )
 
@@ -154,14 +170,10 @@ _LIGHT_ONLY = "LightX2V has a tiny VAE for its Wan and Hunyuan Video 1.5 models 
 _LIGHT_SUPER = f"LightX2V loads strictly and knows no super decoder; {SUPER_WAY_OUT}"
 
 
-def _light(variant: str, stem: str, host: str, needs: Form = OURS) -> Slot:
-    return Slot(
-        variant=variant,
-        file_name=f"{stem}.safetensors",
-        dtypes=("bfloat16", "float16", "float32"),
-        needs=needs,
-        place=f"{_LIGHT_PLACE % host}; it then decodes with this network",
-    )
+def _light(variant: str, stem: str, host: str, **options: object) -> Slot:
+    place = f"{_LIGHT_PLACE % host}; it then decodes with this network"
+    dtypes = ("bfloat16", "float16", "float32")
+    return Slot(variant=variant, file_name=f"{stem}.safetensors", dtypes=dtypes, place=place, **options)  # type: ignore[arg-type]
 
 
 LIGHTX2V = Program(
@@ -170,13 +182,22 @@ LIGHTX2V = Program(
     suffixes=(".safetensors", ".pth"),
     slots=(
         _light("taew2_1", "taew2_1", "Wan 2.1"),
-        _light("taew2_1", "lighttaew2_1", "Wan 2.1", _VAE_SPACE),
+        _light("taew2_1", "lighttaew2_1", "Wan 2.1", needs=_VAE_SPACE),
         _light("taew2_2", "taew2_2", "Wan 2.2-5B"),
-        _light("taew2_2", "lighttaew2_2", "Wan 2.2-5B", _VAE_SPACE),
-        _light("taehv1_5", "lighttaehy1_5", "Hunyuan Video 1.5", _LEAKY),
+        _light("taew2_2", "lighttaew2_2", "Wan 2.2-5B", needs=_VAE_SPACE),
+        _light(
+            "taehv1_5",
+            "lighttaehy1_5",
+            "Hunyuan Video 1.5",
+            needs=Form(latent_space="vae", activation="leaky_relu"),
+            handed_scale=1 / HUNYUAN_15_SCALE,
+            signed_pixels=True,
+        ),
     ),
     refused={
-        **dict.fromkeys(("taehv", "taecvx", "taeos1_3", "taeltx_2", "taeltx2_3", "taeh3"), _LIGHT_ONLY),
+        **dict.fromkeys(
+            ("taehv", "taecvx", "taeos1_3", "taeltx_2", "taeltx2_3", "taeltx2_3_wide", "taeh3"), _LIGHT_ONLY
+        ),
         **dict.fromkeys(("taehv1_5_super", "taew2_2_super"), _LIGHT_SUPER),
     },
 )
@@ -188,7 +209,8 @@ _SDCPP_HOSTS = {
     "taew2_2": "Wan 2.2-5B",
     "taehv1_5": "Hunyuan Video 1.5",
     "taeltx_2": "LTX-2",
-    "taeltx2_3": "LTX-2.3",
+    "taeltx2_3": "LTX-2.3 or LTX-2.5",
+    "taeltx2_3_wide": "LTX-2.3 or LTX-2.5",
     "taeh3": "MiniMax H3",
 }
 _SDCPP_SUPER = f"stable-diffusion.cpp knows no super decoder; {SUPER_WAY_OUT}"
@@ -233,7 +255,9 @@ DIFFUSERS = Program(
             dtypes=("float16", "bfloat16", "float32"),
             place="`tinyvae.diffusers.AutoencoderTinyVideo.from_pretrained('{file}')` is a VAE for the pipelines of "
             f"{VARIANTS[variant].teacher}",
+            needs=form,
         )
+        for form in FORMS
         for variant in VARIANTS
         if not variant.startswith("taeltx") and variant != "taeos1_3"
     ),
@@ -256,13 +280,19 @@ UPSTREAM = Program(
             place="load it with TAEHV('{file}') and keep its name: the path picks the variant there",
         )
         for variant in VARIANTS
+        if variant != "taeltx2_3_wide"
     ),
+    refused={
+        "taeltx2_3_wide": "the wide decoder is in a branch of upstream's class alone; use --to sdcpp or --to onnx",
+    },
 )
 
 
 def _graph_slots(place: str) -> tuple[Slot, ...]:
     return tuple(
-        Slot(variant=variant, file_name=variant, dtypes=("float32", "float16"), place=place) for variant in VARIANTS
+        Slot(variant=variant, file_name=variant, dtypes=("float32", "float16"), place=place, needs=form)
+        for variant in VARIANTS
+        for form in FORMS
     )
 
 
@@ -305,7 +335,7 @@ def get_program(name: str) -> Program:
     return PROGRAMS[name]
 
 
-def choose_slot(program: Program, spec: VariantSpec, *, name: str | None = None, form: Form = OURS) -> Slot:
+def choose_slot(program: Program, spec: VariantSpec, *, name: str | None = None) -> Slot:
     """The slot of a program that fits a network, or a `UserError` with the reason and the way out.
 
     Example: ``choose_slot(COMFYUI, get_spec("taehv")).dtypes`` is ``("float16",)``.
@@ -322,7 +352,7 @@ def choose_slot(program: Program, spec: VariantSpec, *, name: str | None = None,
             f"{program.title} knows the released widths alone, and this model has width {spec.width:g}; "
             "use --to onnx or --to web, or train one with model_width = 1."
         )
-    wanted = name or "vae"
+    wanted, form = name or "vae", Form.of(spec)
     named = [slot for slot in slots if slot.name == wanted]
     fitting = [slot for slot in named if slot.needs == form]
     if fitting:
@@ -340,6 +370,8 @@ def _why_no_slot(program: Program, spec: VariantSpec, wanted: str, form: Form, n
         if other is not program and any(slot.variant == spec.name and slot.needs == form for slot in other.slots)
     ]
     ways = [f"{SLOT_WORDS[name]} works (--slot {name})" for name in others] + [f"or use --to {_or(elsewhere)}"]
+    if named and (settings := named[0].needs.settings()):
+        ways.append(f"or train one for it (tinyvae train ... {settings})")
     if named:
         needed, given = named[0].needs.difference(form)
         reason = (

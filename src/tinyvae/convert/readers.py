@@ -10,7 +10,7 @@ shapes and dtype (ComfyUI), by the path (upstream), by the model that it runs (s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ class Reading:
     patch: int
     encoder_strides: tuple[int, int, int] = (2, 2, 1)
     decoder_strides: tuple[int, int, int] = (1, 2, 2)
-    decoder: Literal["base", "super"] = "base"
+    decoder: Literal["base", "super", "wide"] = "base"
     frames: Literal["causal", "cogvideox", "h3"] = "causal"
     scale: float = 1.0
     slope: float = 0.0
@@ -83,17 +83,19 @@ def lightx2v_reading(_state: State, path: Path, variant: str) -> Reading:
     return chosen
 
 
-def sdcpp_reading(_state: State, _path: Path, variant: str) -> Reading:
-    """By the model that it runs."""
+def sdcpp_reading(state: State, _path: Path, variant: str) -> Reading:
+    """By the model that it runs; a wide decoder by one of its keys."""
     hosts = {
         "taew2_1": Reading(channels=16, patch=1),
         "taew2_2": Reading(channels=48, patch=2),
         "taehv1_5": Reading(channels=32, patch=2),
         "taeltx_2": LTX,
         "taeltx2_3": LTX,
+        "taeltx2_3_wide": LTX,
         "taeh3": H3,
     }
-    return hosts[variant]
+    is_wide = "decoder.3.conv.6.weight" in state
+    return replace(hosts[variant], decoder="wide") if is_wide else hosts[variant]
 
 
 def upstream_reading(_state: State, path: Path, _variant: str) -> Reading:
@@ -142,8 +144,8 @@ def decoder_layers(reading: Reading) -> list[Layer]:
         return [*layers, ("conv", 22, 1)]
     layers = [("clamp", 0, 1), ("conv", 1, 1), ("act", 2, 1)]
     for stage, stride in enumerate(reading.decoder_strides):
-        first = 3 + 6 * stage
-        layers += [("mem", first + number, 1) for number in range(3)]
+        first, block = 3 + 6 * stage, "wide" if reading.decoder == "wide" else "mem"
+        layers += [(block, first + number, 1) for number in range(3)]
         layers += [("double", first + 3, 1), ("grow", first + 4, stride), ("conv", first + 5, 1)]
     return [*layers, ("act", 21, 1), ("conv", 22, 1)]
 
@@ -166,6 +168,10 @@ def expected_shapes(reading: Reading) -> dict[str, tuple[int, ...]]:
         add(f"{name}.conv.1", 4 * channels, 2 * channels, 1, True)
         add(f"{name}.conv.3", channels, 4 * channels, 1, False)
 
+    def add_wide(name: str, channels: int) -> None:
+        for number, into, kernel in ((0, 2 * channels, 1), (2, 64, 3), (4, channels, 1), (6, 64, 3)):
+            add(f"{name}.conv.{number}", channels, into, kernel, True)
+
     pixels = 3 * reading.patch**2
     add("encoder.0", 64, pixels, 3, True)
     for stage, stride in enumerate(reading.encoder_strides):
@@ -176,13 +182,14 @@ def expected_shapes(reading: Reading) -> dict[str, tuple[int, ...]]:
             add_mem(f"encoder.{first + 2 + number}", 64)
     add("encoder.17", reading.channels, 64, 3, True)
     is_super = reading.decoder == "super"
-    widths = (512, 256, 128, 64) if is_super else (256, 128, 64, 64)
+    widths = {"base": (256, 128, 64, 64), "super": (512, 256, 128, 64), "wide": (1024, 512, 256, 64)}[reading.decoder]
+    add_block = {"base": add_mem, "super": add_super, "wide": add_wide}[reading.decoder]
     add("decoder.0" if is_super else "decoder.1", widths[0], reading.channels, 1 if is_super else 3, not is_super)
     for stage, stride in enumerate(reading.decoder_strides):
         here, after = widths[stage], widths[stage + 1]
         first = (1 + 7 * stage) if is_super else (3 + 6 * stage)
         for number in range(3):
-            (add_super if is_super else add_mem)(f"decoder.{first + number}", here)
+            add_block(f"decoder.{first + number}", here)
         if is_super:
             add(f"decoder.{first + 3}", 4 * after, here, 3, True)
             add(f"decoder.{first + 6}.conv", stride * after, after, 1, False)
@@ -208,10 +215,14 @@ def check_shapes(state: State, reading: Reading) -> None:
 
 
 class Half:
-    """One half of the network (``encoder`` or ``decoder``), which takes a video frame by frame."""
+    """One half of the network (``encoder`` or ``decoder``), which takes a video frame by frame.
 
-    def __init__(self, state: State, name: str, layers: list[Layer], slope: float) -> None:
+    ``border``: what the first convolution sees around a frame.
+    """
+
+    def __init__(self, state: State, name: str, layers: list[Layer], slope: float, border: float = 0.0) -> None:
         self._state, self._name, self._layers, self._slope = state, name, layers, slope
+        self._border = border
         self._past: dict[int, Any] = {}
 
     def push(self, frame_NCHW: Tensor, place: int = 0) -> Iterator[Tensor]:
@@ -226,6 +237,8 @@ class Half:
     def _convolve(self, x: Tensor, name: str, **options: Any) -> Tensor:
         weight = self._state[f"{name}.weight"]
         bias = self._state.get(f"{name}.bias")
+        if name == "encoder.0" and self._border:
+            return F.conv2d(F.pad(x, (1, 1, 1, 1), value=self._border), weight, bias)
         return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2, **options)
 
     def _activate(self, x: Tensor) -> Tensor:
@@ -256,6 +269,14 @@ class Half:
         y = self._activate(self._convolve(y, f"{name}.conv.2"))
         return [self._activate(self._convolve(y, f"{name}.conv.4") + x)]
 
+    def _wide(self, x: Tensor, name: str, index: int, _stride: int) -> list[Tensor]:
+        before = self._past.get(index, torch.zeros_like(x))
+        self._past[index] = x
+        y, groups = torch.cat([x, before], dim=1), x.shape[1] // 64
+        for number, options in ((0, {}), (2, {"groups": groups}), (4, {})):
+            y = self._activate(self._convolve(y, f"{name}.conv.{number}", **options))
+        return [self._activate(self._convolve(y, f"{name}.conv.6", groups=groups) + x)]
+
     def _super(self, x: Tensor, name: str, index: int, _stride: int) -> list[Tensor]:
         before = self._past.get(index, torch.zeros_like(x))
         self._past[index] = x
@@ -272,8 +293,11 @@ class Half:
         return list(self._convolve(x, f"{name}.conv").chunk(stride, dim=1))
 
 
-def read_encode(state: State, reading: Reading, frames_NTCHW: Tensor) -> Tensor:
-    """Latents NTCHW that the program makes of frames in [0, 1]; T is a whole number of latents, or of H3's chunks."""
+def read_encode(state: State, reading: Reading, frames_NTCHW: Tensor, *, border: float = 0.0) -> Tensor:
+    """Latents NTCHW that the program makes of frames in [0, 1]; T is a whole number of latents, or of H3's chunks.
+
+    ``border``: the pixel value around each frame; the programs have 0.
+    """
     low, high = reading.pixel_range
     pixels = F.pixel_unshuffle(frames_NTCHW * (high - low) + low, reading.patch)
     chunks = [pixels]
@@ -281,7 +305,7 @@ def read_encode(state: State, reading: Reading, frames_NTCHW: Tensor) -> Tensor:
         chunks = [F.pad(chunk, (0, 0, 0, 0, 0, 0, 3, 0)) for chunk in pixels.split(17, dim=1)]
     made = []
     for chunk in chunks:
-        half = Half(state, "encoder", encoder_layers(reading), reading.slope)
+        half = Half(state, "encoder", encoder_layers(reading), reading.slope, border)
         made += [latent for frame in chunk.unbind(1) for latent in half.push(frame)]
     return torch.stack(made[:-3] if reading.frames == "h3" else made, dim=1) / reading.scale
 

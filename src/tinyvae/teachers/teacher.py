@@ -37,7 +37,8 @@ class TeacherError(UserError):
 
 
 class Teacher:
-    """Frames NTCHW in [0, 1] to latents NTCHW in diffusion space and back; both ends in fp32, without gradients.
+    """Frames NTCHW in [0, 1] to latents NTCHW and back; both ends in fp32, without gradients. The latents are in
+    diffusion space, or in VAE space for a student (``spec``) of that space.
 
     It is no module, so it cannot get into an optimizer or a checkpoint.
 
@@ -63,6 +64,8 @@ class Teacher:
         self.num_parameters = sum(parameter.numel() for parameter in self._vae.parameters())
         held = {name: value.tolist() for name, value in vae.named_buffers() if name.startswith("latents_")}
         mean, std, self._factor = latent_space_of({**found.config, **held}, found.geometry.latent_channels)
+        if spec is not None and spec.latent_space == "vae":  # then the student's latents are the VAE's own
+            mean, std, self._factor = [0.0] * len(mean), [1.0] * len(std), 1.0
         self._mean, self._std, self._pixel_mean, self._pixel_std = (
             torch.tensor(values, dtype=torch.float32, device=self.device).view(1, -1, 1, 1, 1)
             for values in (mean, std, family.pixel_mean, family.pixel_std)
@@ -74,8 +77,10 @@ class Teacher:
 
     @torch.no_grad()
     def encode(self, frames_NTCHW: Tensor) -> Tensor:
-        """Latents NTCHW in diffusion space, fp32, of frames NTCHW in [0, 1] on any device: `VideoCodec.target` of the
-        clip. Latents of another number or size than the student's, or that are not finite, stop the run."""
+        """Latents NTCHW, fp32, of frames NTCHW in [0, 1] on any device: `VideoCodec.target` of the clip.
+
+        Latents of another number or size than the student's, or that are not finite, stop the run.
+        """
         num_frames = frames_NTCHW.shape[1]
         if self._spec is not None:
             aligned = self._spec.aligned_frames(num_frames)
@@ -88,7 +93,7 @@ class Teacher:
 
     @torch.no_grad()
     def decode(self, latents_NTCHW: Tensor) -> Tensor:
-        """Frames NTCHW in [0, 1], fp32, of latents NTCHW in diffusion space: the quality a student is measured by."""
+        """Frames NTCHW in [0, 1], fp32, of latents NTCHW in the same space: the quality a student is measured by."""
         pixels = latents_NTCHW[0, :, 0].numel() * self.geometry.time_factor * self.geometry.space_factor**2
         with torch.autocast(device_type=self.device.type, enabled=False):
             parts = [self._decode_part(part) for part in self._parts(latents_NTCHW, pixels)]
