@@ -320,6 +320,8 @@ def test_missing_and_ambiguous_paths(tmp_path: Path) -> None:
         load_model("x" * 5000)
     with pytest.raises(MissingFileError, match="Did you mean 'taew2_2'"):
         load_model("taew22")
+    with pytest.raises(MissingFileError, match=r"name of a variant.*download taehv\.pth .*variant='taehv'"):
+        load_model("taehv")
 
 
 def test_what_may_not_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor
 from tinyvae import __version__
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError, nearest_name
 from tinyvae.files import atomic_write
+from tinyvae.models.hub import fetch_weights, names_hub_model
 from tinyvae.models.taehv import TAEHV, build_decoder, build_encoder
 from tinyvae.models.variants import (
     DECODER_CHANNELS,
@@ -75,9 +76,10 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
 ) -> TAEHV:
-    """The model in a weights file, model folder, checkpoint folder or run folder, in eval mode.
+    """The model in a weights file, model folder, checkpoint folder, run folder or repository of the hub, in eval mode.
 
-    A run folder gives its best model, else its final one, else its newest checkpoint. ``variant`` overrules what the
+    A run folder gives its best model, else its final one, else its newest checkpoint. A name of the hub is
+    ``owner/name``, or ``owner/name:file``. ``variant`` overrules what the
     file states; it is needed only where neither the file nor its shapes can tell. ``latent_space`` ("diffusion" or
     "vae") and ``activation`` ("relu" or "leaky_relu") overrule the file likewise; shapes never tell them, and a file
     that does not state them is taken for diffusion space and ReLU. ``dtype`` defaults to the file's.
@@ -197,14 +199,22 @@ def strip_wrappers(key: str) -> str:
 
 
 def find_weights(path: Path) -> Path:
-    """The weights file that a path means: itself, or the best one inside a folder."""
+    """The weights file that a path means: itself, the best one inside a folder, or one of the hub (see `hub`)."""
     try:
         is_file, is_there = path.is_file(), path.exists()
     except OSError as fault:  # a name that is too long, a folder that may not be entered
         raise MissingFileError(f"there is no model to be reached at {path} ({fault.strerror}).") from None
     if is_file:
         return path
+    if not is_there and names_hub_model(str(path)):
+        return fetch_weights(str(path))
     if not is_there:
+        if str(path) in VARIANTS:
+            raise MissingFileError(
+                f"{path} is the name of a variant, and weights come as a file; download {path}.pth (the GitHub "
+                f"repository madebyollin/taehv publishes it) and use load_model('{path}.pth', variant='{path}'), "
+                "or train one with: tinyvae train"
+            )
         hint = nearest_name(str(path), VARIANTS) if len(path.parts) == 1 else ""
         raise MissingFileError(f"there is no model at {path} (looked from {Path.cwd()}); check the path.{hint}")
     if not path.is_dir():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import re
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tinyvae.errors import MissingFileError, UserError, nearest_name, require_package
+from tinyvae.models.hub import hub_failures
 from tinyvae.models.variants import VariantSpec
 from tinyvae.teachers.families import (
     FAMILIES,
@@ -262,9 +262,7 @@ def _hub_config(name: str, seen_from: Path) -> tuple[str, str | None, dict[str, 
         if isinstance(cached, str):
             return name, subfolder, json.loads(Path(cached).read_text())
     missing = f"there is no teacher folder {name} (seen from {seen_from}), and the hub gives nothing of that name"
-    # What huggingface_hub raises when it refuses or cannot be reached: OSError, or its HTTP client's own errors.
-    clients = [client for client in ("httpx", "httpx2") if importlib.util.find_spec(client) is not None]
-    failures = (OSError, ValueError, *(importlib.import_module(client).HTTPError for client in clients))
+    failures: tuple[type[Exception], ...] = (ValueError, *hub_failures())
     try:
         # One short question first: the hub's own download would try for a minute where there is no network.
         published = {item.rfilename for item in hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or ()}
