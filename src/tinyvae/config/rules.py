@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from tinyvae.config.schema import FIELDS, TrainConfig, kinds_of, shown_value, takes_in_words
-from tinyvae.errors import MissingFileError, UserError, nearest_name
+from tinyvae.errors import MissingFileError, UserError, nearest_name, require_package
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -326,6 +326,7 @@ def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list
         ),
         (("ref_vae_path", "variant", "ref_vae_type", "model_width"), lambda: _check_teacher(config, seen_from)),
         (("lpips_weights", "perceptual_loss_weight", "metric_for_best_model"), lambda: _check_lpips(config)),
+        (("report_to",), lambda: _check_tracker(config)),
     ):
         try:
             if keys[0] not in wrong:
@@ -414,6 +415,11 @@ def _check_teacher(config: TrainConfig, seen_from: Path | None) -> None:
         from tinyvae.teachers import check_teacher
 
         check_teacher(config.teacher_path, config.ref_vae_type, config.spec, seen_from=seen_from)
+
+
+def _check_tracker(config: TrainConfig) -> None:
+    if config.report_to in ("wandb", "mlflow"):
+        require_package(config.report_to, extra=config.report_to, needed_for=f"report_to={config.report_to}")
 
 
 def _check_lpips(config: TrainConfig) -> None:

@@ -167,7 +167,9 @@ class TrainConfig:
     report: bool = option(True, "Write report.html at the end of the run.")
 
     log_every: int = option(10, "Optimizer steps between log lines.", ge=1, group="Logging")
-    report_to: Literal["tensorboard", "none"] = option("tensorboard", "Tracker; metrics.jsonl is always written.")
+    report_to: Literal["tensorboard", "wandb", "mlflow", "none"] = option(
+        "tensorboard", "Tracker of curves, settings and pictures; metrics.jsonl is always written."
+    )
     tracker_name: str = option("tinyvae", "Name of the run in the tracker.")
     logging_dir: Path = option(Path("logs"), "Folder of the tracker's files; relative: inside the run's folder.")
     enable_profiler: bool = option(False, "Write a torch profiler trace of a few early steps to profile.json.")
