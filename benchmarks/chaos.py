@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchmetrics  # noqa: F401 (imported once here rather than in every run)
 
 from tinyvae.cli.main import main as tinyvae
 from tinyvae.config.load import load_config
@@ -303,9 +302,9 @@ class Faults:
 
         build = start.build_task
 
-        def build_and_see(config: Any, engine: Any, model: Any) -> Any:
+        def build_and_see(config: Any, engine: Any, model: Any, **options: Any) -> Any:
             self.seen = model
-            return build(config, engine, model)
+            return build(config, engine, model, **options)
 
         Trainer.step, TrainingTask.losses = step_with_number, faulty  # type: ignore[method-assign]
         Engine.close, start.build_task = close_and_keep, build_and_see  # type: ignore

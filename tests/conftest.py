@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from tinyvae import TAEHV, save_model
 from tinyvae.video.write import VideoWriter
 
 DEFAULT_MARKS = "not slow and not gpu"  # of pyproject.toml
+
+# Under nohup this signal is ignored, here and in every process that the tests start; some of them are about it.
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The tests' tensors are tiny: a second thread makes them up to twenty times slower when the other core is busy.
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.documents import DOCUMENTS, FENCE, INLINE_CODE, ROOT, commands, flags_in, flags_of_verb, without_code
-from tinyvae.cli.main import VERBS, build_parser
+from tinyvae.cli.main import TAKE_SETTINGS, VERBS, build_parser
 from tinyvae.config.load import preset_names
 from tinyvae.config.old_files import ALIASES
 from tinyvae.config.schema import FIELDS
@@ -150,10 +150,10 @@ def is_setting(flag: str) -> bool:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_flags_exist(path: Path) -> None:
-    """Flags of `tinyvae train` and of the launchers are settings; `check` has some besides; other verbs their own."""
+    """Flags of `train` and of the launchers are settings; `check` and `latents` have more; other verbs their own."""
     for verb, words in calls(path):
         flags = flags_in(words) - {"help"}
-        if verb in ("train", "check"):
+        if verb in TAKE_SETTINGS:
             own = flags_of_verb(build_parser(verb))
             wrong = {flag for flag in flags if not is_setting(flag) and flag not in own}
         else:

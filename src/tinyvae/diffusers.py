@@ -33,7 +33,7 @@ from tinyvae.models.variants import (
     H3_DROPPED_LATENTS,
     VARIANTS,
     Activation,
-    LatentSpace,
+    LatentSpaceName,
     VariantSpec,
 )
 from tinyvae.models.weights import load_model
@@ -89,7 +89,7 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         latents_std: list[float] | None = None,
         scaling_factor: float | None = None,
         invert_scale_latents: bool = False,
-        latent_space: LatentSpace = "diffusion",
+        latent_space: LatentSpaceName = "diffusion",
         activation: Activation = "relu",
     ) -> None:
         """``invert_scale_latents`` is CogVideoX's: its image-to-video pipeline reads it, this class does not."""

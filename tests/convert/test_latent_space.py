@@ -12,10 +12,11 @@ from tests.models.test_golden import golden_model
 from tinyvae import TAEHV, get_spec, load_model, save_model
 from tinyvae.convert.latent_space import convert_encoder, encoder_to_diffusion_space, encoder_to_vae_space
 from tinyvae.errors import UserError
-from tinyvae.teachers.statistics import KNOWN_STATISTICS, LatentStatistics
+from tinyvae.teachers.latent_space import LatentSpace
+from tinyvae.teachers.statistics import KNOWN_STATISTICS
 
 CHANNELS = 16
-STATISTICS = LatentStatistics(
+STATISTICS = LatentSpace(
     mean=tuple(0.1 * number - 0.7 for number in range(CHANNELS)),
     std=tuple(0.5 + 0.2 * number for number in range(CHANNELS)),
     factor=0.9,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tinyvae.data.augment import blur, color_matrices, jitter_color, to_model_input
-from tinyvae.data.clip import ColorAndBlur
+from tinyvae.data.clip import UNCHANGED, ColorAndBlur
 
 GREY = torch.tensor([0.299, 0.587, 0.114])
 
@@ -91,3 +91,12 @@ def test_blur_of_one_sample_leaves_the_others_as_they_are() -> None:
     assert out[1].var() < 0.5 * frames[1].var()
     tiny = torch.rand(1, 1, 3, 2, 2)
     assert blur(tiny, torch.tensor([5.0])).shape == tiny.shape
+
+
+def test_one_layout_whatever_is_drawn() -> None:
+    """A compiled step is compiled again, for minutes, when the layout of its input changes."""
+    frames = torch.randint(0, 256, (2, 3, 3, 16, 24), dtype=torch.uint8)
+    draws = torch.tensor([UNCHANGED, UNCHANGED])
+    jitter, sharp = torch.tensor([1.1, 0.9, 1.2, 0.05, 0.0]), torch.tensor([1.0, 1.0, 1.0, 0.0, 1.5])
+    for drawn in (draws, jitter.expand(2, 5), sharp.expand(2, 5), torch.stack([jitter, sharp])):
+        assert to_model_input(frames, drawn).is_contiguous()

@@ -25,6 +25,7 @@ from tinyvae.data import (
     ClipSet,
     ClipSettings,
     build_index,
+    latent_store,
     make_train_loader,
     make_validation_loader,
     split,
@@ -32,6 +33,7 @@ from tinyvae.data import (
 )
 from tinyvae.data import loader as loader_module
 from tinyvae.data.clip import choose_clip, file_of
+from tinyvae.data.latent_store import LatentStore, StoredLatents, StoreFacts
 from tinyvae.data.loader import ValidationReads
 from tinyvae.errors import UserError
 from tinyvae.video.decode import read_frames
@@ -61,6 +63,41 @@ def assert_equal(ours: list[ClipBatch], theirs: list[ClipBatch]) -> None:
 
 def joined(batches: list[ClipBatch]) -> torch.Tensor:
     return torch.cat([batch.frames for batch in batches])
+
+
+def store_of(clips: ClipSet, folder: Path, num_clips: int) -> LatentStore:
+    """A store whose latents are the clips' positions."""
+    facts = StoreFacts(teacher={}, clips={}, data={}, space={}, dtype="float32", has_std=False)
+    store = LatentStore.create(folder, facts, num_clips=num_clips)
+    mean = torch.arange(float(num_clips)).view(-1, 1, 1, 1, 1).expand(-1, 2, 4, 4, 6)
+    names = [name for batch in take(clips, num_clips, batch_size=1) for name in batch.names]
+    store.write(0, StoredLatents(mean=mean), names)
+    return store
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_stored_latents_come_with_their_clips_and_go_round(
+    sides: tuple[ClipSet, ClipSet], tmp_path: Path, num_workers: int
+) -> None:
+    """Position p has the pixels, colors and latents of clip p mod N; its position stays p."""
+    store = store_of(sides[0], tmp_path, 5)
+    alone = [batch.frames[0] for batch in take(sides[0], 5, batch_size=1)]
+    loader = make_train_loader(sides[0], SETTINGS, batch_size=2, num_workers=num_workers, latents=store)
+    for number, batch in enumerate(islice(iter(loader), 6)):
+        assert batch.positions == [2 * number, 2 * number + 1] and batch.latents is not None
+        clips = [position % 5 for position in batch.positions]
+        assert batch.latents.mean[:, 1, 2, 3, 4].tolist() == clips
+        assert all(torch.equal(frames, alone[clip]) for frames, clip in zip(batch.frames, clips, strict=True))
+    assert take(sides[0], 1, batch_size=2)[0].latents is None
+
+
+def test_a_damaged_store_ends_the_run_with_its_shard(sides: tuple[ClipSet, ClipSet], tmp_path: Path) -> None:
+    store = store_of(sides[0], tmp_path, 5)
+    (shard,) = tmp_path.glob("latents-*")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    latent_store._open_shard.cache_clear()  # a run has not written it itself
+    with pytest.raises(UserError, match=r"latents-00000\.safetensors is damaged \(the mean of clip 4 has changed\)"):
+        list(islice(iter(make_train_loader(sides[0], SETTINGS, batch_size=5, latents=store)), 1))
 
 
 def test_a_batch_holds_what_the_pure_function_says(sides: tuple[ClipSet, ClipSet]) -> None:
@@ -211,6 +248,50 @@ def test_validation_leaves_bad_files_out(damaged: ClipSet) -> None:
     names = [name for batch in loader for name in batch.names]
     assert len(names) == 18 and not {"3.mp4", "4.mp4"} & set(names)
     assert set(loader.bad_files.named) == {"3.mp4", "4.mp4"}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_validation_files_are_read_once(damaged: ClipSet, num_workers: int) -> None:
+    loader = make_validation_loader(damaged, SETTINGS, batch_size=4, num_workers=num_workers)
+    assert loader.kept_clips == {}
+    loader.start()
+    first = list(loader)
+    shutil.rmtree(damaged.index.data_root)
+    assert_equal(list(loader), first)
+    assert loader.reads.num_clips == 18 and loader.reads.num_tries == 40 and loader.reads.num_bad_tries == 4
+    assert len(loader.kept_clips) == 18 and loader.kept_clips[first[1].names[0]].equal(first[1].frames[0])
+    assert not any(batch.frames.is_shared() for batch in first), "the workers' shared memory is free again"
+
+
+def test_an_iteration_that_is_cut_off_keeps_nothing(damaged: ClipSet) -> None:
+    loader = make_validation_loader(damaged, SETTINGS, batch_size=4)
+    next(iter(loader))
+    assert loader.kept_clips == {} and sum(map(len, loader)) == 18
+
+
+def test_validation_clips_that_do_not_fit_are_read_again_each_time(
+    damaged: ClipSet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tinyvae.data.loader.MAX_KEPT_BYTES", 20 * 5 * 3 * 32 * 48 - 1)
+    loader = make_validation_loader(damaged, SETTINGS, batch_size=4, num_workers=2)
+    with caplog.at_level("INFO", logger="tinyvae"):
+        assert_equal(list(loader), list(loader))
+    assert caplog.text.count("they are decoded again for each validation") == 1
+    assert "take 450 KiB, more than the 450 KiB that are kept in memory:" in caplog.text and loader.kept_clips == {}
+    shutil.rmtree(damaged.index.data_root)
+    with pytest.raises(UserError, match="not one validation clip could be read"):
+        list(loader)
+
+
+def test_workers_that_nobody_used_end_with_their_loader(sides: tuple[ClipSet, ClipSet]) -> None:
+    others = set(psutil.Process().children())
+    loader = make_validation_loader(sides[1], SETTINGS, batch_size=1, num_workers=2)
+    loader.start()
+    workers = [child for child in psutil.Process().children() if child not in others]
+    assert len(workers) >= 2
+    loader.close()
+    assert not psutil.wait_procs(workers, timeout=20)[1]
+    assert sum(map(len, loader)) == len(sides[1]), "it can still be used"
 
 
 def test_ranks_judge_bad_validation_files_together(damaged: ClipSet) -> None:

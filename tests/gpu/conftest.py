@@ -132,7 +132,7 @@ def small_recipe(recipe: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
     def words(output_dir: Path, **changes: object) -> list[str]:
         small: dict[str, object] = {"height": 128, "width": 128, "report": False}
-        small |= {"gradient_checkpointing": False, "save_validation_videos": False, "report_to": "none"}
+        small |= {"save_validation_videos": False, "report_to": "none"}
         return recipe(output_dir, **{**small, **changes})
 
     return words

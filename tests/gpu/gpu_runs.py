@@ -10,9 +10,14 @@ from pathlib import Path
 
 import pytest
 
-TIMEOUT_S = 240
+TIMEOUT_S = 400
 STEPS = 6
-EXACT = {"deterministic": True, "max_train_steps": STEPS, "validation_steps": STEPS, "checkpointing_steps": STEPS}
+EXACT = {
+    "deterministic": True,
+    "max_train_steps": STEPS,
+    "validation_steps": STEPS,
+    "checkpointing_steps": STEPS,
+}
 
 
 def text_of(settings: dict[str, object]) -> list[str]:

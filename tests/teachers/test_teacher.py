@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.models.variants import get_spec
-from tinyvae.teachers import Teacher, TeacherError, check_teacher, load_teacher
+from tinyvae.teachers import Teacher, TeacherError, check_teacher, identify_teacher, load_teacher
 from tinyvae.teachers.families import FAMILIES, geometry_of
 
 diffusers = pytest.importorskip("diffusers")
@@ -230,6 +230,29 @@ def test_autocast_and_batch_parts_change_nothing(folders: dict[str, Path], monke
     torch.testing.assert_close(teacher.encode(frames), whole, atol=1e-5, rtol=0)
 
 
+def test_fewer_clips_at_once_where_memory_runs_out(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    teacher, frames = load(folders, "taecvx"), clip("taecvx", batch=5)
+    alone = teacher.encode(frames)
+    monkeypatch.setattr(teacher, "_one_at_a_time", False)  # as on a GPU
+    sizes: list[int] = []
+    run = teacher._encode_part
+
+    def run_two(part: Tensor) -> Any:
+        sizes.append(len(part))
+        if len(part) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(part)
+
+    monkeypatch.setattr(teacher, "_encode_part", run_two)
+    caplog.set_level("INFO")
+    for _ in range(2):
+        torch.testing.assert_close(teacher.encode(frames), alone, rtol=1e-4, atol=1e-5)
+    assert sizes == [5, 2, 2, 1, 2, 2, 1], "and it stays so"
+    assert caplog.text.count("fewer clips at once") == 1
+
+
 def test_bf16_weights_give_fp32_latents(folders: dict[str, Path]) -> None:
     teacher = load(folders, "taew2_1", dtype=torch.bfloat16)
     assert teacher.dtype == torch.bfloat16
@@ -238,19 +261,34 @@ def test_bf16_weights_give_fp32_latents(folders: dict[str, Path]) -> None:
     torch.testing.assert_close(found, exact, atol=0.1, rtol=0.1)
 
 
-def test_sampling_has_its_own_random_numbers(folders: dict[str, Path]) -> None:
-    frames = clip("taew2_1")
-    one, two = (load(folders, "taew2_1", sample=True, seed=5) for _ in range(2))
-    stream = torch.random.get_rng_state()
-    one.begin_step(7)
-    first, second = one.encode(frames), one.encode(frames)
-    assert torch.equal(torch.random.get_rng_state(), stream)
-    assert not torch.equal(first, second)
-    two.begin_step(7)  # as a resumed run does, without any state
-    assert torch.equal(two.encode(frames), first) and torch.equal(two.encode(frames), second)
-    two.begin_step(8)
-    assert not torch.equal(two.encode(frames), first)
-    assert not torch.allclose(first, load(folders, "taew2_1").encode(frames), atol=1e-3)
+def test_a_clips_distribution_does_not_depend_on_its_neighbors(folders: dict[str, Path]) -> None:
+    teacher, frames = load(folders, "taew2_1"), clip("taew2_1", batch=3)
+    mean, std = teacher.distribution(frames, with_std=True)
+    assert std is not None and std.shape == mean.shape and (std > 0).all()
+    assert torch.equal(teacher.space.normalize(mean), teacher.encode(frames))
+    alone, no_std = teacher.distribution(frames[1:2])
+    assert no_std is None and torch.equal(alone, mean[1:2]), "to the last bit on a CPU"
+
+
+def test_what_tells_one_teacher_from_another(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "pipeline" / "vae"
+    shutil.copytree(folders["taew2_1"], folder)
+    known = identify_teacher(folder)
+    assert known is not None and known["class"] == "AutoencoderKLWan"
+    assert identify_teacher(tmp_path / "pipeline") == known == identify_teacher(folders["taew2_1"])
+    edit_config(folder, _diffusers_version="0.1")
+    known = identify_teacher(folder)
+    edit_config(folder, _diffusers_version="0.2", _name_or_path="elsewhere")
+    assert known is not None and identify_teacher(folder) == known
+    edit_config(folder, scaling_factor=2.0)
+    changed = identify_teacher(folder)
+    assert changed is not None and {key for key in known if known[key] != changed[key]} == {"config"}
+    weights = folder / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    retrained = identify_teacher(folder)
+    assert retrained is not None and retrained["weights"] != known["weights"]
+    weights.unlink()
+    assert identify_teacher(folder) is None and identify_teacher("nobody/nothing") is None
 
 
 def test_what_is_not_finite_stops_the_run(folders: dict[str, Path]) -> None:

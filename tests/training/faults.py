@@ -184,8 +184,8 @@ class KeepWeights:
 
         build = start.build_task
 
-        def build_and_see(config: Any, engine: Any, model: Any) -> Any:
-            task = build(config, engine, model)
+        def build_and_see(config: Any, engine: Any, model: Any, **options: Any) -> Any:
+            task = build(config, engine, model, **options)
             self.seen = (model, task.seraena)
             return task
 

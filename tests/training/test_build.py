@@ -1,7 +1,9 @@
-"""He initialization keeps signals alive through every variant, and is drawn from its seed alone."""
+"""He initialization keeps signals alive through every variant, and is drawn from its seed alone; where nothing can
+compile, the run goes on without."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,9 @@ import torch
 
 from tests.training.tiny_runs import arguments_for, train_here, write_clips
 from tinyvae import TAEHV, VARIANTS, load_model
+from tinyvae.config import TrainConfig
 from tinyvae.errors import UserError
-from tinyvae.training.build import QUIET_BRANCH, initialize_he
+from tinyvae.training.build import QUIET_BRANCH, initialize_he, settle_compilation
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -59,3 +62,18 @@ def test_output_starts_at_mid_grey_and_branches_are_quiet() -> None:
     inner, last = (state[f"decoder.3.conv.{i}.weight"].std().item() for i in (2, 4))
     assert last == pytest.approx(QUIET_BRANCH / 2**0.5 * inner, rel=0.1)
     assert last < 0.1 * inner
+
+
+def test_a_missing_compiler_is_a_warning_and_the_plain_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile_nothing(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    config = TrainConfig(compile_model=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: compile_nothing)
+        assert not settle_compilation(config, torch.device("meta")).compile_model
+    assert "torch.compile fails here (Failed to find C compiler" in caplog.text
+    assert not settle_compilation(config, torch.device("cpu")).compile_model
+    assert not settle_compilation(replace(config, deterministic=True), torch.device("meta")).compile_model

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.training.tiny_runs import arguments_for, write_clips
 from tinyvae import TAEHV, load_model
 from tinyvae.cli.main import run as run_verb
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
+from tinyvae.evaluation.clip_sources import ClipSource, Middle, frame_chunks, measure_clip
+from tinyvae.evaluation.evaluating import EvaluationSettings, evaluate_round_trip
 from tinyvae.training import finish
 from tinyvae.training.finish import model_card, write_final_model
 from tinyvae.training.optim import WeightAverage
@@ -100,3 +104,34 @@ def test_a_report_that_fails_is_a_warning_with_the_command(
     monkeypatch.undo()
     assert run_verb(again.split()[1:]) == 0, again
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(("size", "scaled", "validations"), [((24, 32), True, 2), ((24, 16), False, 0)])
+def test_a_report_has_its_clips_in_memory_and_shows_the_same_frames(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], scaled: bool, validations: int
+) -> None:
+    """From the validations, or where there was none read by threads: bit for bit what an evaluation would read."""
+    seen: dict[str, Any] = {}
+
+    def evaluated(trip: Any, sources: list[ClipSource], settings: EvaluationSettings, **options: Any) -> Any:
+        seen.update(sources=sources, settings=settings)
+        return evaluate_round_trip(trip, sources, settings, **options)
+
+    def unread(*_: object, **__: object) -> None:
+        raise AssertionError("a file was opened for the report")
+
+    monkeypatch.setattr(finish, "evaluate_round_trip", evaluated)
+    with monkeypatch.context() as closed:
+        closed.setattr("tinyvae.evaluation.clip_sources.probe_video", unread)
+        closed.setattr("tinyvae.evaluation.clip_sources.iterate_frames", unread)
+        changes: dict[str, Any] = {"validation_height": size[0], "validation_width": size[1], "random_resize": scaled}
+        changes |= {"validation_steps": validations, "min_frame_delta": 2, "max_train_steps": 2}
+        words = arguments_for(clips, tmp_path / "run", report=True, **changes)
+        run_verb(["train", *words, "--max_frame_delta", "2"])
+    assert (tmp_path / "run/report.html").is_file()
+    asked = {"max_frames": 4, "size": size, "middle": Middle(frame_step=2, scaled=scaled)}
+    assert vars(seen["settings"]).items() >= asked.items() and len(seen["sources"]) == 2
+    for source in seen["sources"]:
+        part = measure_clip(ClipSource(name=source.name, path=source.path), **asked)
+        assert part == measure_clip(source, **asked)  # the same place in the same file
+        assert torch.cat(list(frame_chunks(part, chunk_frames=3))).equal(source.frames)

@@ -20,11 +20,14 @@ from tinyvae.training import checkpoint, validation
 WORKERS: dict[str, object] = {"dataloader_num_workers": 2, "prefetch_factor": 1, "gradient_accumulation_steps": 2}
 
 
-def kill_a_worker() -> None:
+TRAINING, VALIDATION = -1, 0  # places of workers: those of the validation start first, and end after the first one
+
+
+def kill_a_worker(place: int) -> None:
     """And stay in Python for a moment: torch's own handler would raise right here."""
-    workers = psutil.Process().children()
-    assert len(workers) == 2, workers
-    workers[0].kill()
+    workers = sorted(psutil.Process().children(), key=lambda worker: worker.pid)
+    assert len(workers) >= 2, workers
+    workers[place].kill()
     for _ in range(30):
         time.sleep(0.01)
     print("killed a worker", flush=True)
@@ -33,8 +36,8 @@ def kill_a_worker() -> None:
 class KillWorker:
     """Kill a loader process of one rank at the given call of something that the run does."""
 
-    def __init__(self, where: str, call: int, *, rank: int = 0) -> None:
-        self.where, self.call, self.rank = where, call, rank
+    def __init__(self, where: str, call: int, *, rank: int = 0, place: int = TRAINING) -> None:
+        self.where, self.call, self.rank, self.place = where, call, rank, place
 
     def __call__(self, rank: int) -> None:
         if rank != self.rank:
@@ -45,7 +48,7 @@ class KillWorker:
             def killing(*arguments: Any, **options: Any) -> Any:
                 calls.append(1)
                 if len(calls) == self.call:
-                    kill_a_worker()
+                    kill_a_worker(self.place)
                 return function(*arguments, **options)
 
             return killing
@@ -66,17 +69,20 @@ def undisturbed(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("where", "call"),
+    ("where", "call", "place"),
     [
-        ("step", 4),
-        pytest.param("step", 1, marks=pytest.mark.slow),
-        pytest.param("save", 1, marks=pytest.mark.slow),
-        pytest.param("validation", 2, marks=pytest.mark.slow),
+        ("step", 4, TRAINING),
+        pytest.param("step", 1, TRAINING, marks=pytest.mark.slow),
+        pytest.param("step", 1, VALIDATION, marks=pytest.mark.slow),
+        pytest.param("save", 1, TRAINING, marks=pytest.mark.slow),
+        pytest.param("validation", 2, TRAINING, marks=pytest.mark.slow),
     ],
 )
-def test_the_run_goes_on_bit_for_bit(clips: Path, tmp_path: Path, undisturbed: Path, where: str, call: int) -> None:
+def test_the_run_goes_on_bit_for_bit(
+    clips: Path, tmp_path: Path, undisturbed: Path, where: str, call: int, place: int
+) -> None:
     run = tmp_path / "run"
-    running = launch(arguments_for(clips, run, **WORKERS), tmp_path, prepare=KillWorker(where, call))
+    running = launch(arguments_for(clips, run, **WORKERS), tmp_path, prepare=KillWorker(where, call, place=place))
     assert running.wait(120) == [0], running.both_logs()
     assert "killed a worker" in running.log() and "Traceback" not in running.log()
     text = (run / "train.log").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 
 from tinyvae import TAEHV
 from tinyvae.config.schema import TrainConfig
+from tinyvae.data.latent_store import StoredLatents
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.losses.seraena import Seraena
+from tinyvae.teachers import LatentSpace
 from tinyvae.training.task import TrainingTask
 
 
@@ -20,13 +23,15 @@ class LinearTeacher:
 
     def __init__(self, spec: Any) -> None:
         self.spec = spec
+        self.space = LatentSpace(mean=(0.0,) * spec.latent_channels, std=(1.0,) * spec.latent_channels, factor=1.0)
         self.fed: list[int] = []
 
-    def encode(self, frames: torch.Tensor) -> torch.Tensor:
+    def distribution(self, frames: torch.Tensor, *, with_std: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.fed.append(frames.shape[1])
         latents = (frames.shape[1] + self.spec.trim) // self.spec.time_factor
         pooled = torch.nn.functional.adaptive_avg_pool3d(frames.transpose(1, 2), (latents, 2, 2))
-        return pooled.mean(dim=1, keepdim=True).transpose(1, 2).expand(-1, -1, self.spec.latent_channels, -1, -1)
+        mean = pooled.mean(dim=1, keepdim=True).transpose(1, 2).expand(-1, -1, self.spec.latent_channels, -1, -1)
+        return mean, torch.full_like(mean, 0.1) if with_std else None
 
 
 def make_task(**changes: Any) -> TrainingTask:
@@ -71,6 +76,24 @@ def test_the_teacher_is_fed_exactly_the_decoded_frames() -> None:
     task = make_task(use_ref_vae=True, ref_vae_path="x", encoder_loss_weight=0.1, decoder_loss_weight=0.1)
     task.losses(FRAMES, use_seraena=False)
     assert task.teacher.fed == [5]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_stored_latents_stand_in_for_the_teacher_and_slices_average(sample: bool) -> None:
+    weights = {"encoder_loss_weight": 0.1, "decoder_loss_weight": 0.1, "ref_vae_sample": sample}
+    live = make_task(use_ref_vae=True, ref_vae_path="x", **weights)
+    assert live.teacher is not None
+    mean, std = live.teacher.distribution(live.model.target(FRAMES), with_std=sample)
+    stored, positions = StoredLatents(mean=mean, std=std), [6, 7]
+    task = TrainingTask(replace(live.config, use_ref_vae=False), live.model, space=live.teacher.space)
+    expected = live.losses(FRAMES, use_seraena=False, positions=positions).total
+    found = task.losses(FRAMES, use_seraena=False, positions=positions, stored=stored).total
+    assert torch.equal(found, expected)
+    parts = [
+        task.losses(FRAMES[rows], use_seraena=False, positions=positions[rows], stored=stored[rows]).total
+        for rows in (slice(0, 1), slice(1, 2))
+    ]
+    torch.testing.assert_close(sum(parts) / 2, expected)
 
 
 def test_the_decoder_loss_trains_the_decoder_on_the_teachers_latents() -> None:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tinyvae.models.codec import VideoCodec
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import Status
 from tinyvae.training.logs import RunLog
+from tinyvae.training.optim import WeightAverage
 from tinyvae.training.resume import Progress
 from tinyvae.training.validation import (
     ValidationCut,
@@ -134,6 +136,28 @@ def test_predictors_on_real_clips(shared: Path, tmp_path: Path, engine: Engine) 
     assert again == scores["mean"]  # the same clips, the same number, every time
 
 
+def test_one_pass_scores_the_weights_with_and_without_averaging(engine: Engine) -> None:
+    model = TAEHV("taehv", width=0.125).eval()
+    average = WeightAverage(model, decay=0.9)
+    for parameter in model.parameters():
+        parameter.data *= 1.1
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    loader = Batches(*(Batch(torch.rand(2, 9, 3, 16, 16), [name, name + "2"]) for name in "ab"))
+
+    def score(**options: Any) -> ValidationResult:
+        return validate(model, loader, engine, lpips=None, **options)  # type: ignore[arg-type]
+
+    both = score(average=average, num_shown=3)
+    assert all(value.equal(own[name]) for name, value in model.state_dict().items()), "its own weights are back"
+    raw = score()
+    with average.swapped_into(model):
+        averaged = score(num_shown=3)
+    assert both.metrics == averaged.metrics and both.raw_metrics == raw.metrics != both.metrics
+    assert raw.raw_metrics is None and raw.shown == [] and both.num_clips == 4
+    assert [name for name, _, _ in both.shown] == ["a", "a2", "b"]
+    assert all(torch.equal(a[2], b[2]) for a, b in zip(both.shown, averaged.shown, strict=True))
+
+
 def test_spread_is_over_clips_and_names_are_unique(engine: Engine) -> None:
     dark, bright = torch.zeros(1, 5, 3, 16, 16), torch.full((1, 5, 3, 16, 16), 0.5)
     loader = Batches(Batch(dark + 0.1, ["a"]), Batch(bright, ["b"]))
@@ -226,7 +250,7 @@ def test_history_forgets_what_lies_beyond_the_resumed_step(tmp_path: Path, engin
 
     def record(validator: Validator, step: int, score: float) -> None:
         result = ValidationResult(metrics={"psnr": score}, num_clips=1, shown=[])
-        validator._record(Progress(step=step, best_step=step), result, None, None)
+        validator._record(Progress(step=step, best_step=step), result, None, seconds=1.0)
 
     first = begin(0)
     for step in (10, 20, 30):

@@ -93,7 +93,7 @@ def train_here(arguments: list[str]) -> FinishedRun:
 # ranks of their own
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["tinyvae.training.start", "tinyvae.cli.main", "torchmetrics", "accelerate"])
+_server.set_forkserver_preload(["tinyvae.training.start", "tinyvae.cli.main", "accelerate"])
 
 
 def nothing(rank: int) -> None:

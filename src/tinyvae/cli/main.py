@@ -23,6 +23,7 @@ from tinyvae.errors import UserError, nearest_name
 VERBS: dict[str, str] = {
     "train": "train an autoencoder from a preset or a settings file",
     "check": "try everything out before a long run: GPUs, data, rules, disk, one real step",
+    "latents": "run the teacher once over a run's clips and keep its latents",
     "data": "index a data set, check what is in it, or write sample clips",
     "bench": "measure how fast a model is here, plain against fused",
     "info": "say what a weights file or variant is: network, sizes, frame rule",
@@ -37,7 +38,7 @@ VERBS: dict[str, str] = {
 }
 """Verb -> the line that ``tinyvae --help`` shows. The module is ``tinyvae.cli.<verb>``, with _ for -."""
 
-TAKE_SETTINGS = ("train", "check")
+TAKE_SETTINGS = ("train", "check", "latents")
 """Verbs that also take the settings of a run, in any order; ``arguments.words`` holds what is no option of the verb."""
 
 FORMAT_OF_LIBRARIES = warnings.formatwarning

@@ -37,13 +37,13 @@ def preset_list() -> str:
     return "\n".join(f"  {name:<12}{preset_summary(name).splitlines()[0]}" for name in preset_names())
 
 
-def only_preset(names: list[str], verb: str) -> str:
-    """The preset or file, out of the words of a command that are no settings."""
+def only_preset(names: list[str], verb: str, *, work: str | None = None) -> str:
+    """The preset or file, out of the words of a command that are no settings. ``work``: what the verb does with it."""
     if len(names) > 1:
         given = " and ".join(map(repr, names))
         raise UserError(f"{given} were given: name one preset or settings file, and write settings as --key value.")
     if not names:
-        what = f"say what to {verb}: a preset's name, a settings file or a run's folder, as in"
+        what = f"say what to {work or verb}: a preset's name, a settings file or a run's folder, as in"
         raise UserError(f"{what} `tinyvae {verb} quickstart`. The presets are:\n{preset_list()}")
     return names[0]
 

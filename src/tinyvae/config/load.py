@@ -367,7 +367,8 @@ class _Merging:
         values = self.values
         for switch, weights in rules.SWITCHES.items():
             for weight in weights:
-                if not values.get(switch) and values.get(weight, 0) > 0 and self._is_later(switch, weight):
+                is_on = values.get(switch) or (switch == "use_ref_vae" and values.get("latent_store"))
+                if not is_on and values.get(weight, 0) > 0 and self._is_later(switch, weight):
                     self._decide(weight, 0.0, f"{self._layer_of(switch)} turns {switch} off")
             zeroed = [weight for weight in weights if self._is_later(weight, switch)]
             if values.get(switch) and zeroed and not any(values.get(weight, 0) for weight in weights):

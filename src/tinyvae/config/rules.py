@@ -245,10 +245,12 @@ def _loss_rules(config: TrainConfig) -> Findings:
     """A loss whose needs are not met is a mistake, and so is a switch that nothing uses."""
     weights = {key: getattr(config, key) for key in FIELDS if key.endswith("_loss_weight")}
     for switch, keys in SWITCHES.items():
-        is_on, what = getattr(config, switch), "a teacher" if switch == "use_ref_vae" else "Seraena"
+        is_on, what, off = getattr(config, switch), "a teacher" if switch == "use_ref_vae" else "Seraena", "false"
+        if switch == "use_ref_vae" and config.latent_store is not None:
+            is_on, switch, off = True, "latent_store", "none"
         if is_on and not any(weights[key] for key in keys):
             text = f"{switch} is on but {' and '.join(f'{key}=0' for key in keys)}; "
-            yield f"{switch} {' '.join(keys)}", f"{text}set a weight (0.1 is usual), or {switch} to false."
+            yield f"{switch} {' '.join(keys)}", f"{text}set a weight (0.1 is usual), or {switch} to {off}."
         for key in keys:
             if weights[key] and not is_on:
                 text = f"{key}={weights[key]:g} needs {what}, and {switch} is off; turn it on, or set {key} to 0."
@@ -270,7 +272,7 @@ def _lpips_needs(config: TrainConfig) -> list[str]:
 
 
 def _teacher_rules(config: TrainConfig) -> Findings:
-    if not config.use_ref_vae:
+    if not config.use_ref_vae or config.latent_store is not None:
         return
     from tinyvae.teachers.families import FAMILIES
 
@@ -297,6 +299,7 @@ REMEDIES: Mapping[str, str] = {
     "download the file to this place, name another, or none to start from fresh weights",
     "ref_vae_path": "; name a folder that diffusers can load, or a hub name as owner/name (CogVideoX: "
     "THUDM/CogVideoX-2b or zai-org/CogVideoX-2b)",
+    "latent_store": "; make it with: tinyvae latents",
     "lpips_weights": "; get them with: tinyvae lpips-weights",
 }
 """Key -> what to do where the file that it names is not there."""

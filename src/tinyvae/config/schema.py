@@ -92,7 +92,7 @@ class TrainConfig:
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = option(
         "default", "Mode of torch.compile where compile_model is on."
     )
-    deterministic: bool = option(False, "The same bits from the same run on one GPU; a tenth slower; not if compiled.")
+    deterministic: bool = option(False, "The same bits from the same run on one GPU; slower: nothing is compiled.")
     seed: int = option(42, "Seed of weights, data order and augmentation.", ge=0, lt=2**32)
 
     optimizer: Literal["adamw", "muon"] = option(
@@ -119,7 +119,7 @@ class TrainConfig:
         "mse", "What the reconstruction and decoder losses measure.", group="Losses"
     )
     reconstruction_loss_weight: float = option(10.0, "Weight: the student's own round trip against the frames.", ge=0)
-    encoder_loss_weight: float = option(0.0, "Weight: student latents against the teacher's (needs use_ref_vae).", ge=0)
+    encoder_loss_weight: float = option(0.0, "Weight: student latents against the teacher's.", ge=0)
     decoder_loss_weight: float = option(0.0, "Weight: the teacher's latents decoded, against the frames.", ge=0)
     perceptual_loss_weight: float = option(0.0, "Weight: LPIPS (needs LPIPS weights).", ge=0)
     perceptual_frames: int | None = option(None, "Frames of a clip that LPIPS sees in a step; none: all.", ge=1)
@@ -131,6 +131,7 @@ class TrainConfig:
     ref_vae_path: str | None = option(None, "The teacher: a diffusers folder or a hub name (owner/name).")
     ref_vae_dtype: Literal["float32", "float16", "bfloat16"] = option("bfloat16", "Precision of the teacher.")
     ref_vae_sample: bool = option(False, "Draw the teacher's latents from their distribution; off: take its mode.")
+    latent_store: Path | None = option(None, "The teacher's latents (`tinyvae latents` makes them); none: it runs.")
 
     use_seraena: bool = option(False, "Train with Seraena's correction targets.", group="Seraena")
     seraena_loss_weight: float = option(0.0, "Weight: distance to the corrected frames.", ge=0)
@@ -142,7 +143,7 @@ class TrainConfig:
         "size_independent", "golden: as published, fades with the picture size; size_independent: the same at any size."
     )
     seraena_buffer_mb: int = option(512, "Bound of each process's replay buffer, 2**20 bytes.", ge=1)
-    seraena_buffer_device: Literal["cpu", "device"] = option("cpu", "cpu: the buffer lies in main memory.")
+    seraena_buffer_device: Literal["cpu", "device"] = option("device", "cpu: the buffer lies in main memory.")
 
     validation_steps: int = option(500, "Steps between validations, and one last; 0: never.", ge=0, group="Validation")
     num_validation_samples: int = option(20, "Clips of a validation, over all processes.", ge=1)
@@ -205,8 +206,8 @@ class TrainConfig:
 
     @property
     def teacher_path(self) -> str | None:
-        """The teacher's folder or hub name; None without a teacher."""
-        return self.ref_vae_path if self.use_ref_vae else None
+        """The folder or hub name of the teacher that the run loads; None without one, and with a latent store."""
+        return self.ref_vae_path if self.use_ref_vae and self.latent_store is None else None
 
     @property
     def validation_size(self) -> tuple[int, int, int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UnreadableVideoError, UserError
 from tinyvae.files import atomic_write
-from tinyvae.models.variants import LatentSpace
+from tinyvae.models.variants import LatentSpaceName
 from tinyvae.models.weights import LATENT_CONVENTIONS
 
 TENSOR = "latents"
@@ -34,7 +34,7 @@ class LatentFacts:
     """Where latents come from, as far as a file states it."""
 
     variant: str | None = None
-    latent_space: LatentSpace = "diffusion"
+    latent_space: LatentSpaceName = "diffusion"
     num_frames: int | None = None  # of the video; decoding can give more, which are cut off
     fps: float | None = None
     height: int | None = None  # of the video in pixels, before padding to whole latent pixels

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
-from tinyvae.models.variants import LatentSpace
-from tinyvae.teachers.statistics import KNOWN_STATISTICS, LatentStatistics
+from tinyvae.models.variants import LatentSpaceName
+from tinyvae.teachers.latent_space import LatentSpace
+from tinyvae.teachers.statistics import KNOWN_STATISTICS
 
 LAST_CONV = "encoder.17"
 
 
-def convert_encoder(model: TAEHV, latent_space: LatentSpace, statistics: LatentStatistics | None = None) -> TAEHV:
+def convert_encoder(model: TAEHV, latent_space: LatentSpaceName, statistics: LatentSpace | None = None) -> TAEHV:
     """A copy of a model for the other latent space, as a start for training: the encoder is exact, the decoder is not.
 
     ``statistics``: those of the teacher; the default is the table of `tinyvae.teachers.statistics`.
@@ -35,14 +36,14 @@ def convert_encoder(model: TAEHV, latent_space: LatentSpace, statistics: LatentS
     if spec.latent_space != latent_space:
         if statistics is None and spec.name not in KNOWN_STATISTICS:
             what = f"the latent statistics of {spec.teacher} are among the weights of its VAE"
-            raise UserError(f"{what}; pass statistics=LatentStatistics(...).")
+            raise UserError(f"{what}; pass statistics=LatentSpace(...) (tinyvae.teachers).")
         known = statistics or KNOWN_STATISTICS[spec.name]
         state = (encoder_to_vae_space if latent_space == "vae" else encoder_to_diffusion_space)(state, known)
     converted.load_state_dict(state)
     return converted.train(model.training)
 
 
-def encoder_to_vae_space(state: Mapping[str, Tensor], statistics: LatentStatistics) -> dict[str, Tensor]:
+def encoder_to_vae_space(state: Mapping[str, Tensor], statistics: LatentSpace) -> dict[str, Tensor]:
     """A state dict whose encoder makes VAE-space latents, from one whose encoder makes diffusion-space latents.
 
     Example: ``model.load_state_dict(encoder_to_vae_space(model.state_dict(), statistics))``.
@@ -51,13 +52,13 @@ def encoder_to_vae_space(state: Mapping[str, Tensor], statistics: LatentStatisti
     return _rescale_last_conv(state, scale, shift)
 
 
-def encoder_to_diffusion_space(state: Mapping[str, Tensor], statistics: LatentStatistics) -> dict[str, Tensor]:
+def encoder_to_diffusion_space(state: Mapping[str, Tensor], statistics: LatentSpace) -> dict[str, Tensor]:
     """The other way: from an encoder that makes VAE-space latents."""
     scale, shift = _scale_and_shift(statistics)
     return _rescale_last_conv(state, 1 / scale, -shift / scale)
 
 
-def _scale_and_shift(statistics: LatentStatistics) -> tuple[Tensor, Tensor]:
+def _scale_and_shift(statistics: LatentSpace) -> tuple[Tensor, Tensor]:
     """``vae = diffusion * scale + shift``, one value per latent channel."""
     std, mean = (torch.tensor(values, dtype=torch.float64) for values in (statistics.std, statistics.mean))
     return std / statistics.factor, mean

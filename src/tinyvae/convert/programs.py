@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from tinyvae.errors import UserError, nearest_name
-from tinyvae.models.variants import VARIANTS, Activation, LatentSpace, VariantSpec
+from tinyvae.models.variants import VARIANTS, Activation, LatentSpaceName, VariantSpec
 
 Written = Literal["weights", "folder", "graphs", "page"]
 
@@ -28,7 +28,7 @@ SUPER_WAY_OUT = "train the base variant, or use --to upstream, --to onnx or --to
 class Form:
     """What a network is beside its variant; see `VariantSpec`. The family's own networks have the defaults."""
 
-    latent_space: LatentSpace = "diffusion"
+    latent_space: LatentSpaceName = "diffusion"
     activation: Activation = "relu"
 
     @classmethod
@@ -54,7 +54,7 @@ class Form:
 OURS = Form()
 FORMS = tuple(
     Form(latent_space=space, activation=activation)
-    for space in get_args(LatentSpace)
+    for space in get_args(LatentSpaceName)
     for activation in get_args(Activation)
 )
 

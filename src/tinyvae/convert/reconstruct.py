@@ -33,7 +33,7 @@ from tinyvae.files import atomic_write
 from tinyvae.heap import trim_heap
 from tinyvae.models.codec import pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
-from tinyvae.models.variants import LatentSpace
+from tinyvae.models.variants import LatentSpaceName
 from tinyvae.video.write import VideoWriter
 
 GAP_PIXELS = 8  # even: the width of a video must stay even
@@ -334,7 +334,7 @@ def repeat_last(chunks: Iterable[Tensor], total: int) -> Iterator[Tensor]:
         yield last.expand(total - seen, -1, -1, -1)
 
 
-def latent_facts(part: ClipPart, variant: str, latent_space: LatentSpace) -> LatentFacts:
+def latent_facts(part: ClipPart, variant: str, latent_space: LatentSpaceName) -> LatentFacts:
     """What a latents file states of the video that it comes from."""
     return LatentFacts(
         variant=variant,

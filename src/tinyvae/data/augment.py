@@ -33,7 +33,7 @@ def to_model_input(frames_NTCHW: Tensor, color_and_blur: Tensor) -> Tensor:
         frames = jitter_color(frames, color_and_blur[:, :4])
     if bool((color_and_blur[:, 4] > 0).any()):
         frames = blur(frames, color_and_blur[:, 4])
-    return frames
+    return frames.contiguous()  # one layout, whatever was drawn: a compiled step would be compiled again for another
 
 
 def jitter_color(frames_NTCHW: Tensor, factors: Tensor) -> Tensor:
@@ -82,4 +82,4 @@ def blur(frames_NTCHW: Tensor, sigmas: Tensor) -> Tensor:
     planes = frames_NTCHW.permute(1, 2, 0, 3, 4).reshape(t * c, n, h, w)
     planes = F.conv2d(F.pad(planes, (0, 0, reach, reach), mode="reflect"), kernels.view(n, 1, -1, 1), groups=n)
     planes = F.conv2d(F.pad(planes, (reach, reach, 0, 0), mode="reflect"), kernels.view(n, 1, 1, -1), groups=n)
-    return planes.view(t, c, n, h, w).permute(2, 0, 1, 3, 4).contiguous()
+    return planes.view(t, c, n, h, w).permute(2, 0, 1, 3, 4)

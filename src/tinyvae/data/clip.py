@@ -122,6 +122,11 @@ class ClipSettings:
         """The fields of the same names of a ``TrainConfig``, which has all of them."""
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
+    @property
+    def clip_bytes(self) -> int:
+        """Bytes of a clip in memory: RGB, one byte for each value."""
+        return 3 * self.n_frames * self.height * self.width
+
     def __post_init__(self) -> None:
         if self.variant is not None:
             # Here, not above: a process that only reads an index need not load the models.

@@ -23,6 +23,7 @@ from tinyvae.data.augment import to_model_input
 from tinyvae.data.clip import ClipChoice, ClipSettings, choose_clip, choose_validation_clip, file_of
 from tinyvae.data.decoded_cache import CacheEvent, DecodedCache, default_cache_dir
 from tinyvae.data.index import IndexRow, VideoIndex
+from tinyvae.data.latent_store import LatentStore, StoredLatents
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
 from tinyvae.data.workers import Loan, SharedMemoryError, WorkerBuffers, free_clip_memory
 from tinyvae.errors import UnreadableVideoError, UserError
@@ -135,6 +136,8 @@ class ClipBatch:
     positions: list[int]
     epoch: int
     """Of the first sample; a batch may run on into the next epoch."""
+    latents: StoredLatents | None = None
+    """The teacher's latents of the samples, where the run has a store of them."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -147,7 +150,8 @@ class ClipBatch:
 
     def pin_memory(self) -> ClipBatch:
         """Called by the loader's pinning thread."""
-        return replace(self, frames=self.frames.pin_memory())
+        latents = None if self.latents is None else self.latents.pin_memory()
+        return replace(self, frames=self.frames.pin_memory(), latents=latents)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,12 +169,30 @@ class ReadBatch:
     def pin_memory(self) -> ReadBatch:
         return replace(self, batch=None if self.batch is None else self.batch.pin_memory())
 
+    def copied(self) -> ReadBatch:
+        """The same in memory of its own, which no worker writes over."""
+        if self.batch is None or not self.batch.frames.is_shared():
+            return self
+        return replace(self, batch=replace(self.batch, frames=self.batch.frames.clone()), loan=None)
+
 
 class Clips(torch.utils.data.Dataset[ReadBatch]):
-    """Batches by position: global positions in training, the numbers of the files in validation."""
+    """Batches by position: global positions in training, the numbers of the files in validation.
 
-    def __init__(self, clips: ClipSet, settings: ClipSettings, *, training: bool, board: Tensor | None) -> None:
-        self.clips, self.settings, self.training = clips, settings, training
+    With a store of N clips (``latents``), position p gets clip p mod N, as it was when its latents were made.
+    """
+
+    def __init__(
+        self,
+        clips: ClipSet,
+        settings: ClipSettings,
+        *,
+        training: bool,
+        board: Tensor | None = None,
+        latents: LatentStore | None = None,
+    ) -> None:
+        assert training or latents is None, "latents are stored by training position"
+        self.clips, self.settings, self.training, self.latents = clips, settings, training, latents
         self.cache: DecodedCache | None = None
         if settings.decoded_cache_gb > 0:  # what is used from now on stays there for this loader
             folder = settings.decoded_cache_dir or default_cache_dir()
@@ -185,6 +207,8 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
             row = self.clips.row(position)
             yield row, choose_validation_clip(row, self.settings)
             return
+        if self.latents is not None:
+            position %= self.latents.num_clips
         num_files = len(self.clips)
         for attempt in range(MAX_ATTEMPTS):
             row = self.clips.row(file_of(position, num_files, self.settings.seed, attempt))
@@ -217,12 +241,17 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
                         "`tinyvae data check`"
                     )
                     return ReadBatch(bad_files=tuple(bad), num_tries=len(taken) + len(bad), failure=failure)
+        try:
+            latents = self._latents_of(taken)
+        except UserError as mistake:
+            return ReadBatch(bad_files=tuple(bad), num_tries=len(taken) + len(bad), failure=str(mistake))
         batch = ClipBatch(
             frames=frames[: len(taken)],
             color_and_blur=torch.tensor([choice.color_and_blur for _, _, choice in taken]),
             names=[row.path for _, row, _ in taken],
             positions=[position for position, _, _ in taken],
             epoch=positions[0] // len(self.clips),
+            latents=latents,
         )
         return ReadBatch(
             batch=batch if taken else None,
@@ -231,6 +260,20 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
             loan=loan,
             cache_event="" if self.cache is None else self.cache.event,
         )
+
+    def _latents_of(self, taken: list[tuple[int, IndexRow, ClipChoice]]) -> StoredLatents | None:
+        """The stored latents of the clips that were read; ``UserError`` where they are those of another file."""
+        if self.latents is None:
+            return None
+        for position, row, _ in taken:
+            stored = self.latents.file_of(position)
+            if stored != row.path:
+                raise UserError(
+                    f"the latents of clip {position % self.latents.num_clips} in {self.latents.folder} are those of "
+                    f"{stored!r}, and the run read {row.path!r} in its place, because not the same files can be read "
+                    "as when the store was made; restore the files, or make the store again with tinyvae latents"
+                )
+        return self.latents.read([position for position, _, _ in taken])
 
 
 def read_clip(

@@ -16,16 +16,22 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import BadFile, BadFileLog, BadFileWatch, ClipBatch, Clips, ReadBatch
 from tinyvae.data.decoded_cache import CacheEvent
+from tinyvae.data.latent_store import LatentStore
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
 from tinyvae.data.workers import BorrowedBatches, make_board, start_worker, starting_workers
 from tinyvae.errors import UserError
+from tinyvae.terminal import bytes_in_words
 
 log = logging.getLogger(__name__)
+
+MAX_KEPT_BYTES = 2**31
+"""Of the validation clips that a process keeps in main memory. More are decoded again for each validation."""
 
 MAX_LOST_IN_A_ROW = 3
 """How often workers may be lost without a batch between before the loader gives up."""
@@ -47,7 +53,7 @@ class _Loader:
         pin_memory: bool,
     ) -> None:
         self._clips, self.bad_files = clips, watch
-        self._positions_of, self._num_batches = positions_of, num_batches
+        self._positions_of, self._num_batches, self._num_workers = positions_of, num_batches, num_workers
         self._make_loader = partial(
             DataLoader,
             clips,
@@ -66,12 +72,22 @@ class _Loader:
         numbers = count(first) if self._num_batches is None else range(first, self._num_batches)
         return (list(self._positions_of(number)) for number in numbers)
 
-    def _reads(self) -> Iterator[ReadBatch]:
-        """Every batch. A clip depends on its position alone, so new workers continue exactly where lost ones were."""
+    def _start_workers(self, first: int) -> Iterator[ReadBatch]:
+        """Workers that read from batch ``first`` on, as far ahead as ``prefetch_factor`` says, from now on."""
+        with starting_workers():
+            return iter(self._make_loader(batch_sampler=self._positions(first)))
+
+    def _reads(self, started: Iterator[ReadBatch] | None = None) -> Iterator[ReadBatch]:
+        """Every batch. A clip depends on its position alone, so new workers continue exactly where lost ones were.
+
+        ``started``: workers that began with batch 0 earlier.
+        """
         num_done = num_lost = 0
         while True:
             try:
-                for read in self._reads_from(num_done):
+                workers = self._start_workers(num_done) if started is None else started
+                started = None
+                for read in self._checked(workers):
                     num_lost = 0
                     num_done += 1
                     yield read
@@ -92,10 +108,9 @@ class _Loader:
                 "full; going on with fresh ones. If it happens often, use fewer --dataloader_num_workers."
             )
 
-    def _reads_from(self, first: int) -> Iterator[ReadBatch]:
+    def _checked(self, reads: Iterator[ReadBatch]) -> Iterator[ReadBatch]:
+        """What workers read. Bad files are counted, and buffers go back when their batch is gone."""
         borrowed = BorrowedBatches(self._clips.board)
-        with starting_workers():
-            reads = iter(self._make_loader(batch_sampler=self._positions(first)))
         for read in reads:
             self.bad_files.see(read.bad_files, read.num_tries)
             if self._clips.training:
@@ -146,18 +161,39 @@ class ValidationReads:
 class ValidationLoader(_Loader):
     """Iterate for this rank's share of the validation clips: the same tensors every time.
 
+    The first iteration reads the clips, with workers that end after it. They stay in main memory as bytes, up to
+    `MAX_KEPT_BYTES`, and later iterations give the same batches again: files that were bad then stay left out.
+
     A single process (``is_alone``) judges the bad files itself at the end of each iteration. Several ranks exchange
     their ``reads`` after an iteration instead, and each gives all of them to `check`.
     """
 
-    def __init__(self, *parts: Any, is_alone: bool, **options: Any) -> None:
+    def __init__(self, *parts: Any, is_alone: bool, num_bytes: int, **options: Any) -> None:
         super().__init__(*parts, **options)
         self.reads = ValidationReads()
         self._is_alone = is_alone
+        self._num_bytes = num_bytes  # of this rank's clips
+        self._started: Iterator[ReadBatch] | None = None
+        self._kept: list[ReadBatch] | None = None
+
+    def start(self) -> None:
+        """Start the workers of the first iteration, which decode while the caller does other things."""
+        if self._num_workers:
+            self._started = self._start_workers(0)
+
+    def close(self) -> None:
+        """End workers that `start` started and that no iteration has used."""
+        self._started = None
+
+    @property
+    def kept_clips(self) -> dict[str, Tensor]:
+        """The clips in memory by the name of their file: uint8 RGB, TCHW. Empty before the first iteration."""
+        batches = [read.batch for read in self._kept or () if read.batch is not None]
+        return {name: frames for batch in batches for name, frames in zip(batch.names, batch.frames, strict=True)}
 
     def __iter__(self) -> Iterator[ClipBatch]:
         num_clips, first_bad = 0, None
-        for read in self._reads():
+        for read in self._reads_or_kept():
             first_bad = first_bad or next(iter(read.bad_files), None)
             if read.batch is not None:
                 num_clips += len(read.batch)
@@ -170,6 +206,26 @@ class ValidationLoader(_Loader):
         )
         if self._is_alone:
             self.check([self.reads])
+
+    def _reads_or_kept(self) -> Iterator[ReadBatch]:
+        if self._kept is not None:
+            for read in self._kept:
+                self.bad_files.see(read.bad_files, read.num_tries)
+                yield read
+            return
+        fits = self._num_bytes <= MAX_KEPT_BYTES
+        if not fits and not self.bad_files.num_tries:  # said at the first iteration
+            sizes = f"{bytes_in_words(self._num_bytes)}, more than the {bytes_in_words(MAX_KEPT_BYTES)} that are kept"
+            log.info("the validation clips take %s in memory: they are decoded again for each validation", sizes)
+        started, self._started = self._started, None
+        if not fits:
+            yield from self._reads(started)
+            return
+        kept = []
+        for read in self._reads(started):
+            kept.append(read.copied())
+            yield kept[-1]
+        self._kept = kept
 
     def check(self, reads: Sequence[ValidationReads]) -> None:
         """Raise ``UserError`` where all ranks together (``reads``, in rank order) got no clip, or too many bad ones."""
@@ -199,6 +255,7 @@ def make_train_loader(
     start_sample: int = 0,
     bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
     bad_file_log: BadFileLog | None = None,
+    latents: LatentStore | None = None,
 ) -> TrainLoader:
     """Training batches of this rank.
 
@@ -209,6 +266,7 @@ def make_train_loader(
         batch_size: samples of one batch of this rank.
         start_sample: samples that all ranks together have consumed before.
         bad_file_limit: share of bad reads above which iterating raises ``UserError``.
+        latents: the store whose latents come with the frames.
     """
     _check_counts(batch_size, rank, world_size, num_workers)
     if len(clips) == 0:
@@ -221,9 +279,33 @@ def make_train_loader(
         return range(first, first + batch_size)
 
     return TrainLoader(
-        Clips(clips, settings, training=True, board=make_board(num_workers)),
+        Clips(clips, settings, training=True, board=make_board(num_workers), latents=latents),
         positions_of,
         None,  # without end
+        BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        pin_memory=pin_memory,
+    )
+
+
+def make_position_loader(
+    clips: ClipSet,
+    settings: ClipSettings,
+    batches: Sequence[range],
+    *,
+    num_workers: int = 0,
+    prefetch_factor: int = 2,
+    pin_memory: bool = False,
+    bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
+    bad_file_log: BadFileLog | None = None,
+) -> TrainLoader:
+    """The training clips at chosen positions, one batch for each range; options as for `make_train_loader`."""
+    _check_counts(1, 0, 1, num_workers)
+    return TrainLoader(
+        Clips(clips, settings, training=True, board=make_board(num_workers)),
+        batches.__getitem__,
+        len(batches),
         BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
@@ -257,15 +339,18 @@ def make_validation_loader(
     if total == 0:
         raise UserError(f"the {clips.name} set of {clips.index.source} is empty; there is nothing to validate on")
     own = range(rank, total, world_size)
+    num_batches = math.ceil(len(own) / batch_size)
+    num_workers = min(num_workers, num_batches)
     return ValidationLoader(
         Clips(clips, settings, training=False, board=make_board(num_workers)),
         lambda batch: own[batch * batch_size : (batch + 1) * batch_size],
-        math.ceil(len(own) / batch_size),
+        num_batches,
         BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
         is_alone=world_size == 1,
+        num_bytes=len(own) * settings.clip_bytes,
     )
 
 

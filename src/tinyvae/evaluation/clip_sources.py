@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from tinyvae.data.annotations import SPLIT_NAMES, VIDEO_SUFFIXES, default_data_root, iterate_entries
 from tinyvae.data.index import is_index, open_index
 from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
-from tinyvae.video.decode import iterate_frames, probe_video, uneven_times_s
+from tinyvae.video.decode import VideoInfo, iterate_frames, probe_video, uneven_times_s
 
 PROBE_TIMEOUT_S = 600.0  # probing reads all packets: minutes for a film of hours on a slow disk
 FALLBACK_FPS = 24.0  # for files that state no frame rate
@@ -35,6 +35,9 @@ class ClipSource:
     name: str
     path: Path
     known_bad: str = ""
+    info: VideoInfo | None = None  # of a probe that was made before; None: the file is probed
+    # The frames of the part that will be evaluated, where they are in memory already: uint8 TCHW.
+    frames: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,7 @@ class ClipPart:
     pixel_aspect: float = 1.0  # width / height of one pixel as it should be shown
     # When each frame is shown, in seconds after the first; None where frames follow each other evenly.
     times_s: npt.NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
+    frames: Tensor | None = field(default=None, compare=False, repr=False)  # as in `ClipSource`
 
 
 def choose_split(data: Path, *, data_root: Path | None, wanted: str | None) -> tuple[str | None, str]:
@@ -150,12 +154,13 @@ def measure_clip(
     """
     if clip.known_bad:
         raise UnreadableVideoError(clip.path, f"{clip.known_bad} (as its index says)")
-    info = probe_video(clip.path, thorough=False, timeout_s=PROBE_TIMEOUT_S)
+    info = clip.info or probe_video(clip.path, thorough=False, timeout_s=PROBE_TIMEOUT_S)
     height, width = size if size is not None else (info.height, info.width)
     step = middle.frame_step if middle is not None else 1
     available = (info.frames - 1) // step + 1
     num_frames = available if max_frames is None else min(available, max_frames)
     times_s = uneven_times_s(clip.path, info, timeout_s=PROBE_TIMEOUT_S) if with_times else None
+    assert clip.frames is None or clip.frames.shape == (num_frames, 3, height, width), "other frames than asked for"
     return ClipPart(
         path=clip.path,
         num_frames=num_frames,
@@ -168,11 +173,15 @@ def measure_clip(
         scaled=middle is None or middle.scaled,
         pixel_aspect=info.pixel_aspect,
         times_s=times_s[:num_frames] if times_s is not None else None,
+        frames=clip.frames,
     )
 
 
 def frame_chunks(part: ClipPart, *, chunk_frames: int) -> Iterator[Tensor]:
     """The frames of a part, ``chunk_frames`` at a time: uint8 TCHW. Holds one chunk in memory."""
+    if part.frames is not None:
+        yield from part.frames.split(chunk_frames)
+        return
     stop = part.first_frame + (part.num_frames - 1) * part.frame_step + 1
     frames = islice(iterate_frames(part.path, start=part.first_frame, stop=stop), 0, None, part.frame_step)
     while waiting := list(islice(frames, chunk_frames)):

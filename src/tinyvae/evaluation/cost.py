@@ -79,7 +79,6 @@ def environment_facts(devices: Sequence[torch.device]) -> dict[str, str]:
     return {
         "tinyvae": __version__,
         "torch": torch.__version__,
-        "torchmetrics": version("torchmetrics"),
         "av": version("av"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

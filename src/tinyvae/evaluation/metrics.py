@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tinyvae.errors import MissingFileError
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 PSNR_CAP_DB = 100.0
 """PSNR of frames that agree to within 1e-5: identical frames would be infinite and swallow every mean."""
 SSIM_BORDER = 5  # pixels that the 11-pixel window reaches over the edge; the picture is mirrored there
+SSIM_DEVIATION = 1.5  # of the window, in pixels
+SSIM_C1, SSIM_C2 = 0.01**2, 0.03**2  # keep the quotient finite where a picture is black or flat
 PERCEPTUAL_BATCH = 8  # frames that SSIM and LPIPS see at once: their scratch memory is tens of frames
 
 
@@ -140,16 +143,19 @@ def open_lpips(wanted: LPIPS | str | os.PathLike[str] | None) -> tuple[LPIPS | N
 
 
 class ClipMeter:
-    """Measures one clip that arrives in pieces; keeps two frames and a few numbers per frame, nothing more."""
+    """Measures one clip that arrives in pieces; keeps two frames and a few numbers per frame, nothing more.
+
+    The numbers stay on the device until `result`, so `push` does not wait for a GPU.
+    """
 
     def __init__(self, lpips: LPIPS | None = None) -> None:
         self._lpips = lpips
-        self._mse: list[float] = []
-        self._mae: list[float] = []
-        self._ssim: list[float] | None = []
-        self._distance: list[float] = []
-        self._difference_ms: list[float] = []  # mean square of (Δout - Δin), one for each pair of frames
-        self._extra_energy: list[float] = []  # one for each three frames
+        self._mse: list[Tensor] = []
+        self._mae: list[Tensor] = []
+        self._ssim: list[Tensor] | None = []
+        self._distance: list[Tensor] = []
+        self._difference_ms: list[Tensor] = []  # mean square of (Δout - Δin), one for each pair of frames
+        self._extra_energy: list[Tensor] = []  # one for each three frames
         self._tail: tuple[Tensor, Tensor] | None = None  # the last one or two frames (decoded, target)
 
     def push(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
@@ -161,32 +167,33 @@ class ClipMeter:
         decoded = decoded_TCHW.detach().to(torch.float32).clamp(0, 1)
         target = target_TCHW.detach().to(device=decoded.device, dtype=torch.float32)
         error = decoded - target
-        self._mse += _per_frame(error.square())
-        self._mae += _per_frame(error.abs())
+        self._mse.append(_per_frame(error.square()))
+        self._mae.append(_per_frame(error.abs()))
         self._push_structure(decoded, target)
         self._push_flicker(decoded, target)
 
     def result(self) -> ClipMetrics:
         """The numbers of all frames pushed so far."""
         assert self._mse, "no frame was pushed"
-        psnr = [psnr_from_mse(value) for value in self._mse]
-        ssim = tuple(self._ssim) if self._ssim is not None else None
-        lpips = tuple(self._distance) if self._lpips is not None else None
+        mse, mae, difference_ms = _numbers(self._mse), _numbers(self._mae), _numbers(self._difference_ms)
+        psnr, energy = [psnr_from_mse(value) for value in mse], _numbers(self._extra_energy)
+        ssim = tuple(_numbers(self._ssim)) if self._ssim is not None else None
+        lpips = tuple(_numbers(self._distance)) if self._lpips is not None else None
         return ClipMetrics(
             psnr_by_frame=tuple(psnr),
             ssim_by_frame=ssim,
             lpips_by_frame=lpips,
-            mse_by_frame=tuple(self._mse),
-            mae_by_frame=tuple(self._mae),
-            flicker_error_by_frame=tuple(math.sqrt(value) for value in self._difference_ms),
-            flicker_energy_by_frame=tuple(self._extra_energy),
+            mse_by_frame=tuple(mse),
+            mae_by_frame=tuple(mae),
+            flicker_error_by_frame=tuple(math.sqrt(value) for value in difference_ms),
+            flicker_energy_by_frame=tuple(energy),
             psnr=_mean(psnr),
             ssim=_mean(ssim) if ssim else None,
             lpips=_mean(lpips) if lpips else None,
-            mse=_mean(self._mse),
-            mae=_mean(self._mae),
-            flicker_error=math.sqrt(_mean(self._difference_ms)) if self._difference_ms else None,
-            flicker_energy=_mean(self._extra_energy) if self._extra_energy else None,
+            mse=_mean(mse),
+            mae=_mean(mae),
+            flicker_error=math.sqrt(_mean(difference_ms)) if difference_ms else None,
+            flicker_energy=_mean(energy) if energy else None,
         )
 
     def _push_structure(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
@@ -201,10 +208,10 @@ class ClipMeter:
             decoded = decoded_TCHW[start : start + PERCEPTUAL_BATCH]
             target = target_TCHW[start : start + PERCEPTUAL_BATCH]
             if self._ssim is not None:
-                self._ssim += ssim_by_frame(decoded, target)
+                self._ssim.append(ssim_by_frame(decoded, target))
             if self._lpips is not None:
                 with torch.no_grad():
-                    self._distance += self._lpips(decoded, target).flatten().tolist()
+                    self._distance.append(self._lpips(decoded, target))
 
     def _push_flicker(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
         num_fresh = decoded_TCHW.shape[0]
@@ -214,9 +221,11 @@ class ClipMeter:
         num_pairs = min(num_fresh, decoded_TCHW.shape[0] - 1)
         if num_pairs:
             # Δout - Δin is the difference of the errors.
-            self._difference_ms += _per_frame((decoded_TCHW - target_TCHW).diff(dim=0)[-num_pairs:].square())
+            differences = (decoded_TCHW - target_TCHW).diff(dim=0)[-num_pairs:]
+            self._difference_ms.append(_per_frame(differences.square()))
         if decoded_TCHW.shape[0] >= 3:
-            self._extra_energy += _per_frame(high_pass(decoded_TCHW).square() - high_pass(target_TCHW).square())
+            extra = high_pass(decoded_TCHW).square() - high_pass(target_TCHW).square()
+            self._extra_energy.append(_per_frame(extra))
         self._tail = decoded_TCHW[-2:].clone(), target_TCHW[-2:].clone()
 
 
@@ -227,12 +236,10 @@ def clip_metrics(decoded_NTCHW: Tensor, target_NTCHW: Tensor, *, lpips: LPIPS | 
 
     Example: ``clip_metrics(model.reconstruct(frames), model.target(frames))[0].psnr``
     """
-    results = []
-    for decoded_TCHW, target_TCHW in zip(decoded_NTCHW, target_NTCHW, strict=True):
-        meter = ClipMeter(lpips)
+    meters = [ClipMeter(lpips) for _ in decoded_NTCHW]
+    for meter, decoded_TCHW, target_TCHW in zip(meters, decoded_NTCHW, target_NTCHW, strict=True):
         meter.push(decoded_TCHW, target_TCHW)
-        results.append(meter.result())
-    return results
+    return [meter.result() for meter in meters]
 
 
 def psnr_from_mse(mse: float) -> float:
@@ -242,15 +249,34 @@ def psnr_from_mse(mse: float) -> float:
     return PSNR_CAP_DB if mse <= 10 ** (-PSNR_CAP_DB / 10) else -10 * math.log10(mse)
 
 
-def ssim_by_frame(decoded_TCHW: Tensor, target_TCHW: Tensor) -> list[float]:
-    """SSIM of each frame (11-pixel Gaussian window, deviation 1.5). The picture is mirrored at its edges, while
-    scikit-image leaves a border of 5 pixels out of the mean."""
-    # Imported at first use: it takes a second to load and most commands need no SSIM.
-    from torchmetrics.functional.image import structural_similarity_index_measure
+def ssim_by_frame(decoded_TCHW: Tensor, target_TCHW: Tensor) -> Tensor:
+    """SSIM of each frame (11-pixel Gaussian window, deviation 1.5), float32 (T,). Both in [0, 1].
 
-    values = structural_similarity_index_measure(decoded_TCHW, target_TCHW, data_range=1.0, reduction="none")
-    assert isinstance(values, Tensor)
-    return values.flatten().tolist()
+    The picture is mirrored at its edges, as torchmetrics does; scikit-image leaves a border of 5 pixels out of the
+    mean. torchmetrics is not used itself: it takes seconds to import, and its window of 11 x 11 takes 4 times as long
+    as two of 11 (on a CPU).
+    """
+    decoded, target = decoded_TCHW, target_TCHW
+    moments = torch.cat([decoded, target, decoded * decoded, target * target, decoded * target])
+    mean_d, mean_t, square_d, square_t, product = _gaussian_blur(moments).chunk(5)
+    square_mean_d, square_mean_t, product_mean = mean_d * mean_d, mean_t * mean_t, mean_d * mean_t
+    variances = (square_d - square_mean_d).clamp(min=0) + (square_t - square_mean_t).clamp(min=0)
+    above = (2 * product_mean + SSIM_C1) * (2 * (product - product_mean) + SSIM_C2)
+    below = (square_mean_d + square_mean_t + SSIM_C1) * (variances + SSIM_C2)
+    return (above / below).flatten(1).mean(dim=1)
+
+
+def _gaussian_blur(images_NCHW: Tensor) -> Tensor:
+    """Each pixel's Gaussian mean over 11 x 11 pixels, as shifted sums: torch has no fast kernel for such windows."""
+    weights = [math.exp(-((place / SSIM_DEVIATION) ** 2) / 2) for place in range(-SSIM_BORDER, SSIM_BORDER + 1)]
+    weights = [weight / math.fsum(weights) for weight in weights]
+    blurred = F.pad(images_NCHW, (SSIM_BORDER,) * 4, mode="reflect")
+    for dim in (2, 3):
+        size = images_NCHW.shape[dim]
+        source, blurred = blurred, blurred.narrow(dim, 0, size) * weights[0]
+        for place, weight in enumerate(weights[1:], start=1):
+            blurred.add_(source.narrow(dim, place, size), alpha=weight)
+    return blurred
 
 
 def high_pass(frames_TCHW: Tensor) -> Tensor:
@@ -263,8 +289,12 @@ def sortable(psnr: float) -> float:
     return -math.inf if math.isnan(psnr) else psnr
 
 
-def _per_frame(values_TCHW: Tensor) -> list[float]:
-    return values_TCHW.flatten(1).mean(dim=1, dtype=torch.float64).tolist()
+def _per_frame(values_TCHW: Tensor) -> Tensor:
+    return values_TCHW.flatten(1).mean(dim=1, dtype=torch.float64)
+
+
+def _numbers(pieces: Sequence[Tensor]) -> list[float]:
+    return torch.cat(list(pieces)).tolist() if pieces else []
 
 
 def _mean(values: Sequence[float]) -> float:

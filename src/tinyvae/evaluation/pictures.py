@@ -10,6 +10,7 @@ import base64
 import io
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,8 @@ MAX_FILM_WIDTH = 4096  # pixels of all panels together: hardware decodes no wide
 PLAYER_CRF = 23
 PATCH_SIDE = 64  # pixels of a magnified patch
 NUM_LATENT_PICTURES = 4
+FRAMES_AT_ONCE = 8  # that are colored together: a heat map takes twenty times the memory of its frame while it is made
+DRAWING_THREADS = 4
 
 HEAT_FULL_SCALE = 0.25  # mean absolute error over RGB (values in [0, 1]) that gets the brightest color
 HEAT_STOPS = torch.tensor(
@@ -176,23 +179,33 @@ def gather_evidence(
     evaluations: Sequence[EvaluationResult],
     *,
     limit: int,
+    clips: Sequence[ClipSource] = (),
     show_progress_bar: bool = False,
 ) -> list[ClipEvidence]:
-    """Send the chosen clips through the models again and keep pictures of them."""
-    shown: list[ClipEvidence] = []
+    """Send the chosen clips through the models again and keep pictures of them.
+
+    While the models run a clip, threads draw those before it (FFmpeg and Pillow work beside each other).
+    """
     chosen, settings = choose_clips(evaluations, limit=limit), evaluations[0].settings
-    for name, why in progress_bar(chosen, desc="films for the report", unit="clip", disable=not show_progress_bar):
-        results = [next(clip for clip in e.clips if clip.name == name) for e in evaluations]
-        source = ClipSource(name=name, path=Path(results[0].path))
-        part = measure_clip(source, max_frames=settings.max_frames, size=settings.size, middle=settings.middle)
-        with fitting_in_memory(part.path):
-            shown.append(_evidence_of(part, why, round_trips, results))
-    return shown
+    known, labels = {clip.name: clip for clip in clips}, [trip.facts.label for trip in round_trips]
+    drawn: list[Future[ClipEvidence]] = []
+    with ThreadPoolExecutor(max_workers=DRAWING_THREADS) as pool:
+        for name, why in progress_bar(chosen, desc="films for the report", unit="clip", disable=not show_progress_bar):
+            results = [next(clip for clip in e.clips if clip.name == name) for e in evaluations]
+            source = known.get(name) or ClipSource(name=name, path=Path(results[0].path))
+            part = measure_clip(source, max_frames=settings.max_frames, size=settings.size, middle=settings.middle)
+            with fitting_in_memory(part.path):
+                window, looks = _look_at_clip(part, round_trips, results)
+            drawn.append(pool.submit(_draw, part, why, labels, window.start, looks, results))
+            if len(drawn) > DRAWING_THREADS:
+                drawn[-DRAWING_THREADS - 1].result()  # so that few clips wait in memory
+        return [future.result() for future in drawn]
 
 
-def _evidence_of(
-    part: ClipPart, why: str, round_trips: Sequence[RoundTrip], results: Sequence[ClipResult]
-) -> ClipEvidence:
+def _look_at_clip(
+    part: ClipPart, round_trips: Sequence[RoundTrip], results: Sequence[ClipResult]
+) -> tuple[range, list[_Look]]:
+    """The frames to show, and what each model makes of them."""
     compared = results[0].metrics.num_frames
     first = max(0, min(results[-1].metrics.worst_frame - PLAYER_FRAMES // 2, compared - PLAYER_FRAMES))
     window = range(first, min(compared, first + PLAYER_FRAMES))
@@ -202,19 +215,32 @@ def _evidence_of(
         _look_at(part, trip, window, result.metrics.worst_frame, width)
         for trip, result in zip(round_trips, results, strict=True)
     ]
-    labels = [trip.facts.label for trip in round_trips]
+    return window, looks
+
+
+def _draw(
+    part: ClipPart,
+    why: str,
+    labels: Sequence[str],
+    first_frame: int,
+    looks: Sequence[_Look],
+    results: Sequence[ClipResult],
+) -> ClipEvidence:
+    """The film and the pictures of one clip."""
     outputs = labels if len(labels) > 1 else ["output"]
     errors = [f"error of {label}" for label in labels] if len(labels) > 1 else ["error"]
     panels = [looks[0].input, *(look.output for look in looks), *(look.error for look in looks)]
-    return ClipEvidence(
-        name=results[0].name,
-        why=why,
-        film=_film(("input", *outputs, *errors), [torch.cat(panel) for panel in panels], part, first_frame=first),
-        worst_frames=tuple(
-            _worst_frame(label, result, look) for label, result, look in zip(labels, results, looks, strict=True)
-        ),
-        latents={label: look.latent_pictures() for label, look in zip(labels, looks, strict=True) if look.latents},
-    )
+    names = ("input", *outputs, *errors)
+    with fitting_in_memory(part.path):
+        return ClipEvidence(
+            name=results[0].name,
+            why=why,
+            film=_film(names, [torch.cat(panel) for panel in panels], part, first_frame=first_frame),
+            worst_frames=tuple(
+                _worst_frame(label, result, look) for label, result, look in zip(labels, results, looks, strict=True)
+            ),
+            latents={label: look.latent_pictures() for label, look in zip(labels, looks, strict=True) if look.latents},
+        )
 
 
 class _Look:
@@ -231,15 +257,17 @@ class _Look:
         self.latents: dict[int, Tensor] = {}
 
     def see(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
-        for decoded_CHW, target_CHW in zip(decoded_TCHW, target_TCHW, strict=True):
-            if self._num_frames in self._window:
-                decoded, target = decoded_CHW[None], target_CHW[None]
-                self.input.append(shrink(to_bytes_range(target), width=self._width))
-                self.output.append(shrink(to_bytes_range(decoded), width=self._width))
-                self.error.append(shrink(heat_map(decoded, target), width=self._width))
-            if self._num_frames == self._worst:
-                self.worst_pair = decoded_CHW.cpu(), target_CHW.cpu()
-            self._num_frames += 1
+        first, last = self._num_frames, self._num_frames + len(decoded_TCHW)
+        begin, end = max(self._window.start, first) - first, min(self._window.stop, last) - first
+        for start in range(begin, end, FRAMES_AT_ONCE):
+            some = slice(start, min(start + FRAMES_AT_ONCE, end))
+            decoded, target = decoded_TCHW[some], target_TCHW[some]
+            self.input.append(shrink(to_bytes_range(target), width=self._width))
+            self.output.append(shrink(to_bytes_range(decoded), width=self._width))
+            self.error.append(shrink(heat_map(decoded, target), width=self._width))
+        if first <= self._worst < last:
+            self.worst_pair = decoded_TCHW[self._worst - first].cpu(), target_TCHW[self._worst - first].cpu()
+        self._num_frames = last
 
     def see_latents(self, latents_NTCHW: Tensor) -> None:
         for latent_CHW in latents_NTCHW[0]:

@@ -26,7 +26,7 @@ from tinyvae.files import sha256_of
 from tinyvae.models.codec import VideoCodec, pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
-from tinyvae.models.variants import LatentSpace, VariantSpec, get_spec
+from tinyvae.models.variants import LatentSpaceName, VariantSpec, get_spec
 from tinyvae.models.weights import find_weights, load_model
 from tinyvae.teachers import find_teacher, load_teacher
 
@@ -52,7 +52,7 @@ class ModelFacts:
     decoder_parameters: int | None
     dtype: str
     sha256: str | None  # of the weights file
-    latent_space: LatentSpace = "diffusion"
+    latent_space: LatentSpaceName = "diffusion"
     latent_variant: str | None = None  # where it is not ``variant``: a teacher makes the latents of its students
 
 

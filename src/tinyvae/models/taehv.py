@@ -27,7 +27,7 @@ from tinyvae.models.blocks import (
     run_layers,
 )
 from tinyvae.models.codec import CodecState, VideoCodec
-from tinyvae.models.variants import Activation, LatentSpace, Preview, VariantSpec, get_spec
+from tinyvae.models.variants import Activation, LatentSpaceName, Preview, VariantSpec, get_spec
 
 if TYPE_CHECKING:
     from tinyvae.engines.fused import Engine, FusedTAEHV
@@ -50,7 +50,7 @@ class TAEHV(VideoCodec, nn.Module):
         *,
         width: float = 1.0,
         preview: Preview | None = None,
-        latent_space: LatentSpace = "diffusion",
+        latent_space: LatentSpaceName = "diffusion",
         activation: Activation = "relu",
     ) -> None:
         super().__init__()

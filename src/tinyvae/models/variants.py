@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from tinyvae.errors import UserError, nearest_name
 
 Preview = Literal["time", "space", "both"]
-LatentSpace = Literal["diffusion", "vae"]
+LatentSpaceName = Literal["diffusion", "vae"]
 Activation = Literal["relu", "leaky_relu"]
 
 LEAKY_SLOPE = 0.2  # of LeakyReLU below zero, as in the networks that use it
@@ -49,7 +49,7 @@ class VariantSpec:
     frame_rule: Literal["causal", "even_keeps_all", "chunked"] = "causal"
     width: float = 1.0
     preview: Preview | None = None
-    latent_space: LatentSpace = "diffusion"
+    latent_space: LatentSpaceName = "diffusion"
     activation: Activation = "relu"
 
     # sizes
@@ -234,7 +234,7 @@ def get_spec(
     *,
     width: float = 1.0,
     preview: Preview | None = None,
-    latent_space: LatentSpace = "diffusion",
+    latent_space: LatentSpaceName = "diffusion",
     activation: Activation = "relu",
 ) -> VariantSpec:
     """The spec of a variant with its options (see `VariantSpec`). A mistake is told with the nearest right value.
@@ -252,7 +252,7 @@ def get_spec(
     if preview not in (None, "time", "space", "both"):
         raise UserError(f"preview={preview!r} is not known; use 'time', 'space', 'both' or None.")
     for key, value, known in (
-        ("latent_space", latent_space, get_args(LatentSpace)),
+        ("latent_space", latent_space, get_args(LatentSpaceName)),
         ("activation", activation, get_args(Activation)),
     ):
         if value not in known:

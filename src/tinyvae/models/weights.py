@@ -38,7 +38,7 @@ from tinyvae.models.variants import (
     VARIANTS,
     WIDTH_STEP,
     Activation,
-    LatentSpace,
+    LatentSpaceName,
     Preview,
     VariantSpec,
     get_spec,
@@ -46,7 +46,7 @@ from tinyvae.models.variants import (
 
 MODEL_FORMAT = "tinyvae-model"
 RUN_FORMAT = "tinyvae-run"
-LATENT_CONVENTIONS: dict[LatentSpace, str] = {
+LATENT_CONVENTIONS: dict[LatentSpaceName, str] = {
     "diffusion": "diffusion space: as the diffusion model sees latents, after its VAE's scaling factor or mean/std",
     "vae": "VAE space: as the diffusion model's VAE makes latents, before its scaling factor or mean/std",
 }
@@ -71,7 +71,7 @@ def load_model(
     variant: str | None = None,
     *,
     preview: Preview | None = None,
-    latent_space: LatentSpace | None = None,
+    latent_space: LatentSpaceName | None = None,
     activation: Activation | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
@@ -322,7 +322,7 @@ def _parse_stated(text: str, *, origin: Path) -> dict[str, Any]:
         hint = nearest_name(str(variant), VARIANTS)
         raise UserError(f"{what}{hint} Fix or remove it; the variants are {', '.join(VARIANTS)}.")
     stated = {key: config.get(key) for key in ("latent_space", "activation", "training_step")}
-    for key, known in (("latent_space", get_args(LatentSpace)), ("activation", get_args(Activation))):
+    for key, known in (("latent_space", get_args(LatentSpaceName)), ("activation", get_args(Activation))):
         if stated[key] not in (None, *known):
             what = f"{origin} states {key} {stated[key]!r}, which is not known"
             raise UserError(f"{what}; fix it to {' or '.join(known)}, or use a newer tinyvae.")

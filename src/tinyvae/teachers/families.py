@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from tinyvae.errors import UserError
 from tinyvae.models.variants import VARIANTS, VariantSpec
+from tinyvae.teachers.latent_space import LatentSpace
 
 TeacherKind = Literal["cogvideox", "wan", "hunyuan", "ltx", "minimax"]
 TEACHER_KINDS: tuple[str, ...] = get_args(TeacherKind)
@@ -38,6 +39,7 @@ class TeacherFamily:
 
     ``variants``: the students whose latent space is this family's. A video in [0, 1] enters as
     ``(x - pixel_mean) / pixel_std``. ``one_at_a_time``: diffusers' class fails on a batch of more than one video.
+    ``compiles``: torch.compile makes its encoder faster (seen on a GPU).
     """
 
     kind: TeacherKind
@@ -47,6 +49,7 @@ class TeacherFamily:
     pixel_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     pixel_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     one_at_a_time: bool = False
+    compiles: bool = False
 
     def variant_candidates(self, geometry: TeacherGeometry) -> tuple[str, ...]:
         """The students that fit a teacher of this family with these numbers."""
@@ -90,7 +93,7 @@ def _minimax_geometry(config: Config) -> TeacherGeometry:
 
 _LTX_STUDENTS = ("taeltx_2", "taeltx2_3", "taeltx2_3_wide")
 _FAMILIES = (
-    TeacherFamily("cogvideox", "AutoencoderKLCogVideoX", ("taecvx",), _cogvideox_geometry),
+    TeacherFamily("cogvideox", "AutoencoderKLCogVideoX", ("taecvx",), _cogvideox_geometry, compiles=True),
     TeacherFamily("wan", "AutoencoderKLWan", ("taew2_1", "taew2_2", "taew2_2_super"), _wan_geometry),
     TeacherFamily("hunyuan", "AutoencoderKLHunyuanVideo", ("taehv",), _hunyuan_geometry),
     TeacherFamily(
@@ -117,8 +120,8 @@ _FAMILIES = (
 FAMILIES: dict[str, TeacherFamily] = {family.class_name: family for family in _FAMILIES}
 
 
-def latent_space_of(config: Config, channels: int) -> tuple[list[float], list[float], float]:
-    """(mean, std, factor) of a VAE with this config. LTX keeps mean and std among its weights: the caller adds them.
+def latent_space_of(config: Config, channels: int) -> LatentSpace:
+    """The latent space of a VAE with this config. LTX keeps mean and std among its weights: the caller adds them.
 
     CogVideoX's ``invert_scale_latents`` is not used: it concerns only the first image of its image-to-video models.
     """
@@ -133,4 +136,4 @@ def latent_space_of(config: Config, channels: int) -> tuple[list[float], list[fl
         wrong = f"scaling_factor of {factor} or one of its latents_std is not above 0"
     if wrong:
         raise UserError(f"the teacher's {wrong}; take the config.json that belongs to its weights.")
-    return list(mean), list(std), factor
+    return LatentSpace(mean=tuple(mean), std=tuple(std), factor=factor)

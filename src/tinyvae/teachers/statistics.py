@@ -7,22 +7,12 @@ A VAE's own latents z become *diffusion space*, which tinyvae's networks work in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from tinyvae.errors import UserError
 from tinyvae.models.variants import VARIANTS, VariantSpec
 from tinyvae.teachers.families import FAMILIES, TeacherGeometry, geometry_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentStatistics:
-    """``diffusion = (vae - mean) * factor / std``; mean and std have one value per latent channel."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    factor: float
-
+from tinyvae.teachers.latent_space import LatentSpace
 
 WAN_2_1_MEAN = (
     *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),
@@ -60,27 +50,27 @@ MINIMAX_H3_STD = (
 )
 
 
-def _scaled(factor: float, channels: int) -> LatentStatistics:
-    return LatentStatistics(mean=(0.0,) * channels, std=(1.0,) * channels, factor=factor)
+def _scaled(factor: float, channels: int) -> LatentSpace:
+    return LatentSpace(mean=(0.0,) * channels, std=(1.0,) * channels, factor=factor)
 
 
 _HUNYUAN_1_5 = _scaled(1.03682, 32)
-_WAN_2_2 = LatentStatistics(mean=WAN_2_2_MEAN, std=WAN_2_2_STD, factor=1.0)
+_WAN_2_2 = LatentSpace(mean=WAN_2_2_MEAN, std=WAN_2_2_STD, factor=1.0)
 
-KNOWN_STATISTICS: dict[str, LatentStatistics] = {
+KNOWN_STATISTICS: dict[str, LatentSpace] = {
     "taehv": _scaled(0.476986, 16),
     "taehv1_5": _HUNYUAN_1_5,
     "taehv1_5_super": _HUNYUAN_1_5,
     "taecvx": _scaled(0.7, 16),  # CogVideoX-5B and 1.5; the 2B model has 1.15258426
-    "taew2_1": LatentStatistics(mean=WAN_2_1_MEAN, std=WAN_2_1_STD, factor=1.0),
+    "taew2_1": LatentSpace(mean=WAN_2_1_MEAN, std=WAN_2_1_STD, factor=1.0),
     "taew2_2": _WAN_2_2,
     "taew2_2_super": _WAN_2_2,
-    "taeh3": LatentStatistics(mean=MINIMAX_H3_MEAN, std=MINIMAX_H3_STD, factor=1.0),
+    "taeh3": LatentSpace(mean=MINIMAX_H3_MEAN, std=MINIMAX_H3_STD, factor=1.0),
 }
 """Not here: LTX, whose statistics are among the VAE's weights, and Open-Sora 1.3, for which diffusers has no VAE."""
 
 
-def latent_statistics(spec: VariantSpec) -> LatentStatistics:
+def latent_statistics(spec: VariantSpec) -> LatentSpace:
     """The statistics of a variant's teacher; identity (mean 0, std 1, factor 1) where the table does not know them.
 
     Example: ``latent_statistics(get_spec("taehv")).factor`` is 0.476986.
@@ -91,7 +81,7 @@ def latent_statistics(spec: VariantSpec) -> LatentStatistics:
 
 def chosen_statistics(
     spec: VariantSpec, mean: list[float] | None, std: list[float] | None, factor: float | None
-) -> LatentStatistics:
+) -> LatentSpace:
     """The statistics that were given, and the teacher's for the rest."""
     known = latent_statistics(spec)
     for name, values in (("latents_mean", mean), ("latents_std", std)):
@@ -100,7 +90,7 @@ def chosen_statistics(
                 f"{name} has {len(values)} values and {spec.name} has {spec.latent_channels} latent channels; "
                 "give one value per channel."
             )
-    chosen = LatentStatistics(
+    chosen = LatentSpace(
         mean=known.mean if mean is None else tuple(mean),
         std=known.std if std is None else tuple(std),
         factor=known.factor if factor is None else factor,

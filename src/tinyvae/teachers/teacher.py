@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import inspect
 import json
+import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tinyvae.errors import MissingFileError, UserError, nearest_name, require_package
+from tinyvae.files import sha256_of
 from tinyvae.models.hub import hub_failures
 from tinyvae.models.variants import VariantSpec
 from tinyvae.teachers.families import (
@@ -24,12 +29,15 @@ from tinyvae.teachers.families import (
     latent_space_of,
 )
 
+log = logging.getLogger(__name__)
+
 CONFIG_NAME = "config.json"
 WEIGHTS_PATTERN = "diffusion_pytorch_model*"
 HUB_TIMEOUT_S = 10
+HASH_DIGITS = 16
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
-PIXELS_PER_CALL = 6_000_000  # of one pass through the VAE (17 frames of 480x720), to bound its memory
+PIXELS_PER_CALL = 24_000_000  # of one pass through the VAE (4 clips of 16 frames of 480x720); less if memory runs out
 
 
 class TeacherError(UserError):
@@ -48,70 +56,84 @@ class Teacher:
         latents_NTCHW = teacher.encode(model.target(frames_NTCHW))
     """
 
-    def __init__(self, vae: Any, found: FoundTeacher, spec: VariantSpec | None, *, sample: bool, seed: int) -> None:
-        """``vae``: a diffusers VAE on its device. The other arguments are those of `load_teacher`."""
+    def __init__(self, vae: Any, found: FoundTeacher, spec: VariantSpec | None, *, compiled: bool = False) -> None:
+        """``vae``: a diffusers VAE on its device. ``spec``: the student that its latents must fit. ``compiled``:
+        compile the encoder, if its family can be compiled."""
         family = found.family
         self._vae = vae.eval().requires_grad_(False)
-        self._one_at_a_time = family.one_at_a_time
+        if compiled and family.compiles:
+            self._vae.encoder.compile(dynamic=False)
+        self._pixels_per_call = PIXELS_PER_CALL
         self._spec = spec
-        self._sample = sample
-        self._seed = seed
-        self._generator = torch.Generator().manual_seed(seed)
         self.class_name = family.class_name
         self.geometry = found.geometry
         self.device: torch.device = self._vae.device
         self.dtype: torch.dtype = self._vae.dtype
         self.num_parameters = sum(parameter.numel() for parameter in self._vae.parameters())
+        # One clip at a time on a CPU: nothing is slower, and a clip's latents do not depend on its neighbors.
+        self._one_at_a_time = family.one_at_a_time or self.device.type == "cpu"
         held = {name: value.tolist() for name, value in vae.named_buffers() if name.startswith("latents_")}
-        mean, std, self._factor = latent_space_of({**found.config, **held}, found.geometry.latent_channels)
-        if spec is not None and spec.latent_space == "vae":  # then the student's latents are the VAE's own
-            mean, std, self._factor = [0.0] * len(mean), [1.0] * len(std), 1.0
-        self._mean, self._std, self._pixel_mean, self._pixel_std = (
+        self.space = latent_space_of({**found.config, **held}, found.geometry.latent_channels)
+        self._student_space = self.space if spec is None else self.space.of_student(spec)
+        self._pixel_mean, self._pixel_std = (
             torch.tensor(values, dtype=torch.float32, device=self.device).view(1, -1, 1, 1, 1)
-            for values in (mean, std, family.pixel_mean, family.pixel_std)
+            for values in (family.pixel_mean, family.pixel_std)
         )
 
-    def begin_step(self, step: int) -> None:
-        """The draws of ``sample`` that follow depend on the seed and this number alone: there is no state to save."""
-        self._generator.manual_seed((self._seed * 1_000_003 + step) % 2**63)
+    def encode(self, frames_NTCHW: Tensor) -> Tensor:
+        """Latents NTCHW, fp32: the means of `distribution`, which says what the frames are."""
+        return self._student_space.normalize(self.distribution(frames_NTCHW)[0])
 
     @torch.no_grad()
-    def encode(self, frames_NTCHW: Tensor) -> Tensor:
-        """Latents NTCHW, fp32, of frames NTCHW in [0, 1] on any device: `VideoCodec.target` of the clip.
+    def distribution(self, frames_NTCHW: Tensor, *, with_std: bool = False) -> tuple[Tensor, Tensor | None]:
+        """(mean, std) NTCHW of each clip's latents in the VAE's own space and dtype; ``with_std`` off: std is None.
 
-        Latents of another number or size than the student's, or that are not finite, stop the run.
+        The frames are NTCHW in [0, 1] on any device: `VideoCodec.target` of the clip. Latents of another number or
+        size than the student's, or that are not finite, stop the run.
         """
         num_frames = frames_NTCHW.shape[1]
         if self._spec is not None:
             aligned = self._spec.aligned_frames(num_frames)
             assert aligned == num_frames, f"give the {aligned} frames of VideoCodec.target, not all {num_frames}"
         with torch.autocast(device_type=self.device.type, enabled=False):
-            parts = [self._encode_part(part) for part in self._parts(frames_NTCHW, frames_NTCHW[0].numel() // 3)]
-        latents = torch.cat(parts).transpose(1, 2)
-        self._check_latents(latents, frames_NTCHW)
-        return latents
+            parts = self._in_parts(self._encode_part, frames_NTCHW, frames_NTCHW[0].numel() // 3)
+        mean = torch.cat([part.mode() for part in parts]).transpose(1, 2)
+        std = torch.cat([part.std for part in parts]).transpose(1, 2) if with_std else None
+        for values in (mean, std):
+            if values is not None:
+                self._check_latents(values, frames_NTCHW)
+        return mean, std
 
     @torch.no_grad()
     def decode(self, latents_NTCHW: Tensor) -> Tensor:
         """Frames NTCHW in [0, 1], fp32, of latents NTCHW in the same space: the quality a student is measured by."""
         pixels = latents_NTCHW[0, :, 0].numel() * self.geometry.time_factor * self.geometry.space_factor**2
         with torch.autocast(device_type=self.device.type, enabled=False):
-            parts = [self._decode_part(part) for part in self._parts(latents_NTCHW, pixels)]
+            parts = self._in_parts(self._decode_part, latents_NTCHW, pixels)
         return torch.cat(parts).transpose(1, 2)
 
-    def _parts(self, videos_NTCHW: Tensor, pixels_each: int) -> tuple[Tensor, ...]:
-        return videos_NTCHW.split(1 if self._one_at_a_time else max(1, PIXELS_PER_CALL // pixels_each))
+    def _in_parts(self, run: Callable[[Tensor], Any], videos_NTCHW: Tensor, pixels_each: int) -> list[Any]:
+        """``run`` over as many videos at once as memory holds. Where it runs out, fewer, from then on."""
+        while True:
+            size = 1 if self._one_at_a_time else max(1, self._pixels_per_call // pixels_each)
+            try:
+                return [run(part) for part in videos_NTCHW.split(size)]
+            except torch.OutOfMemoryError:
+                if min(size, len(videos_NTCHW)) == 1:
+                    raise
+            self._pixels_per_call = min(size, len(videos_NTCHW)) * pixels_each // 2
+            torch.cuda.empty_cache()
+            log.info("the teacher takes fewer clips at once from now on: memory ran out")
 
-    def _encode_part(self, frames_NTCHW: Tensor) -> Tensor:
+    def _encode_part(self, frames_NTCHW: Tensor) -> Any:
+        """diffusers' distribution of the latents NCTHW."""
         video_NCTHW = frames_NTCHW.to(self.device, torch.float32).transpose(1, 2)
         video_NCTHW = (video_NCTHW - self._pixel_mean) / self._pixel_std
-        distribution = self._vae.encode(video_NCTHW.to(self.dtype)).latent_dist
-        z = distribution.sample(generator=self._generator) if self._sample else distribution.mode()
-        return (z.float() - self._mean) * self._factor / self._std
+        return self._vae.encode(video_NCTHW.to(self.dtype)).latent_dist
 
     def _decode_part(self, latents_NTCHW: Tensor) -> Tensor:
-        z_NCTHW = latents_NTCHW.to(self.device, torch.float32).transpose(1, 2)
-        z_NCTHW = (z_NCTHW * self._std / self._factor + self._mean).to(self.dtype)
+        z_NTCHW = self._student_space.denormalize(latents_NTCHW.to(self.device))
+        z_NCTHW = z_NTCHW.to(self.dtype).transpose(1, 2)
         # LTX decoders that can also denoise need a time: 0 says that the latents are clean.
         times = [z_NCTHW.new_zeros(len(z_NCTHW))] if self._vae.config.get("timestep_conditioning") else []
         video_NCTHW = self._vae.decode(z_NCTHW, *times).sample
@@ -141,14 +163,13 @@ def load_teacher(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    sample: bool = False,
-    seed: int = 0,
     spec: VariantSpec | None = None,
+    compiled: bool = False,
 ) -> Teacher:
     """The frozen teacher of a local folder (a VAE's or a whole pipeline's) or of a hub name.
 
     ``kind`` None: what config.json says. ``spec``: the student that it must fit; its latents are checked at every call.
-    ``sample``: draw from the latent distribution instead of taking its mode.
+    ``compiled``: compile its encoder, where that is faster (a GPU).
     """
     if spec is not None:
         check_teacher(path, kind, spec)
@@ -160,7 +181,7 @@ def load_teacher(
         # diffusers reports a missing, truncated or mismatched weights file as one of these.
         why = _first_line(failure)
         raise UserError(f"the teacher {path} cannot be loaded: {why} (download its weights again).") from failure
-    return Teacher(vae.to(device), found, spec, sample=sample, seed=seed)
+    return Teacher(vae.to(device), found, spec, compiled=compiled)
 
 
 def check_teacher(path: str | Path, kind: str | None, spec: VariantSpec, *, seen_from: Path | None = None) -> None:
@@ -216,6 +237,46 @@ def find_teacher(path: str | Path, kind: str | None, *, seen_from: Path | None =
     defaults = {item.name: item.default for item in parameters if item.default is not inspect.Parameter.empty}
     whole = defaults | config
     return FoundTeacher(place=place, subfolder=subfolder, family=family, config=whole, geometry=family.geometry(whole))
+
+
+def identify_teacher(path: str | Path) -> dict[str, str] | None:
+    """What tells a teacher from any other: its class, and hashes of its settings and weights; no weights are loaded.
+
+    None where its files are not on this machine. diffusers is not needed.
+    """
+    folder = _folder_here(path)
+    if folder is None:
+        return None
+    config = json.loads((folder / CONFIG_NAME).read_text())
+    # diffusers writes its version and the place of a download as keys that begin with _.
+    settings = json.dumps({key: value for key, value in config.items() if not key.startswith("_")}, sort_keys=True)
+    weights = hashlib.sha256()
+    for file in _weight_files(folder):
+        weights.update(sha256_of(file).encode())
+    return {
+        "class": str(config.get("_class_name")),
+        "config": hashlib.sha256(settings.encode()).hexdigest()[:HASH_DIGITS],
+        "weights": weights.hexdigest()[:HASH_DIGITS],
+    }
+
+
+def _folder_here(path: str | Path) -> Path | None:
+    """The folder with a teacher's config.json: its own, its pipeline's, or that of a download from the hub."""
+    here = [folder for folder in (Path(path, "vae"), Path(path)) if (folder / CONFIG_NAME).is_file()]
+    if not here and HUB_NAME.fullmatch(str(path)) and importlib.util.find_spec("huggingface_hub"):
+        hub = importlib.import_module("huggingface_hub")
+        cached = [hub.try_to_load_from_cache(str(path), name) for name in (f"vae/{CONFIG_NAME}", CONFIG_NAME)]
+        here = [Path(file).parent for file in cached if isinstance(file, str)]
+    return here[0] if here and _weight_files(here[0]) else None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that diffusers loads: one, or its parts; safetensors before bin. Not those of other precisions."""
+    for suffix in ("safetensors", "bin"):
+        for pattern in (f"diffusion_pytorch_model.{suffix}", f"diffusion_pytorch_model-*-of-*.{suffix}"):
+            if files := sorted(folder.glob(pattern)):
+                return files
+    return []
 
 
 def _local_config(path: Path) -> tuple[str, None, dict[str, Any]]:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
+from tinyvae.config.rules import Complaint
 from tinyvae.config.schema import TrainConfig
+from tinyvae.data.clip import ClipSettings
+from tinyvae.data.latent_store import LatentStore
+from tinyvae.data.splits import ClipSet
 from tinyvae.errors import UserError
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.losses.seraena import Seraena
@@ -19,7 +24,7 @@ from tinyvae.losses.seraena.start import SeraenaStart
 from tinyvae.models.blocks import TwoFrameBlock
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import load_model
-from tinyvae.teachers import load_teacher
+from tinyvae.teachers import LatentSpace, Teacher, identify_teacher, load_teacher
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import average_when_all_are_well
 from tinyvae.training.resume import HIGHER_IS_BETTER
@@ -79,21 +84,13 @@ def _convs(stack: nn.Sequential) -> Iterator[tuple[nn.Conv2d, nn.Module | None, 
             yield from ((part, following, False) for part in layer.modules() if isinstance(part, nn.Conv2d))
 
 
-def build_task(config: TrainConfig, engine: Engine, model: TAEHV) -> TrainingTask:
-    if config.compile_model and engine.device.type == "cpu":
-        log.info("compile_model is left out: it is for GPUs, on a CPU it takes minutes at the start and brings little")
-        config = replace(config, compile_model=False)
-    teacher = seraena = None
-    if config.teacher_path is not None:
-        teacher = load_teacher(
-            config.ref_vae_type,
-            config.teacher_path,
-            dtype=getattr(torch, config.ref_vae_dtype),
-            device=engine.device,
-            sample=config.ref_vae_sample,
-            seed=config.seed + engine.rank,
-            spec=config.spec,
-        )
+def build_task(
+    config: TrainConfig, engine: Engine, model: TAEHV, *, latents: LatentStore | None = None
+) -> TrainingTask:
+    """The task of a run; ``latents``: the store of a run that has one (`open_latents`)."""
+    config = settle_compilation(config, engine.device)
+    teacher = None if config.teacher_path is None else build_teacher(config, engine.device)
+    seraena, on_gpu = None, engine.device.type == "cuda"
     if config.use_seraena:
         seraena = Seraena(
             config.spec,
@@ -106,12 +103,91 @@ def build_task(config: TrainConfig, engine: Engine, model: TAEHV) -> TrainingTas
             normalization=config.seraena_normalisation,
             seed=config.seed,
             rank=engine.rank,
+            dtype=torch.bfloat16 if on_gpu and config.mixed_precision == "bf16" else torch.float32,
+            compiled=config.compile_model,
         )
         seraena.check_batch(config.train_batch_size, config.height, config.width)
     if (lpips := find_lpips(config)) is not None:
         lpips.to(engine.device)
     average = average_when_all_are_well(engine) if engine.many else None
-    return TrainingTask(config, model, teacher=teacher, lpips=lpips, seraena=seraena, average=average)
+    space = None if latents is None else LatentSpace.of(latents.facts.space)
+    return TrainingTask(config, model, teacher=teacher, space=space, lpips=lpips, seraena=seraena, average=average)
+
+
+def settle_compilation(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """The settings with ``compile_model`` off where it is useless (a CPU) or cannot work (no Triton, no C compiler).
+
+    The trial takes a few seconds, which the first compilation of a process takes anyway.
+    """
+    if not config.compile_model:
+        return config
+    if device.type == "cpu":
+        log.info("compile_model is left out: it is for GPUs, on a CPU it takes minutes at the start and brings little")
+        return replace(config, compile_model=False)
+    if config.deterministic:
+        log.info("compile_model is left out: a compiled step need not have the same bits every time (deterministic)")
+        return replace(config, compile_model=False)
+    try:
+        torch.compile(lambda x: (x + 1).relu())(torch.zeros(8, device=device))
+    except (RuntimeError, ImportError) as fault:
+        reason = " ".join(str(fault).split()[:40])
+        log.warning("compile_model is left out, and a step takes twice as long: torch.compile fails here (%s)", reason)
+        return replace(config, compile_model=False)
+    return config
+
+
+def build_teacher(config: TrainConfig, device: torch.device) -> Teacher:
+    """The teacher that the settings name, on a device."""
+    assert config.teacher_path is not None
+    return load_teacher(
+        config.ref_vae_type,
+        config.teacher_path,
+        dtype=getattr(torch, config.ref_vae_dtype),
+        device=device,
+        spec=config.spec,
+        compiled=settle_compilation(config, device).compile_model,
+    )
+
+
+def open_latents(config: TrainConfig, train: ClipSet | None) -> LatentStore | None:
+    """The latent store of a run, checked against its settings, its files (None: not known yet) and its teacher."""
+    if config.latent_store is None:
+        return None
+    store = LatentStore.open(config.latent_store)
+    store.check_fits(_latent_facts(config, train))
+    known = identify_teacher(config.ref_vae_path) if config.use_ref_vae and config.ref_vae_path else None
+    store.check_fits({"teacher": known or {}})  # a teacher that is not here cannot be compared
+    store.check_complete()
+    return store
+
+
+def latent_complaints(config: TrainConfig) -> list[Complaint]:
+    """What is wrong with a latent store, as far as it shows at once: before files are indexed and weights read."""
+    if config.latent_store is None or not config.latent_store.exists():  # the latter is complained of already
+        return []
+    try:
+        LatentStore.open(config.latent_store).check_fits(_latent_facts(config, None))
+    except UserError as mistake:
+        return [Complaint(keys=("latent_store",), text=str(mistake))]
+    return []
+
+
+def _latent_facts(config: TrainConfig, train: ClipSet | None) -> dict[str, Any]:
+    """The facts that a store must have for a run, except which teacher made it."""
+    facts = clip_facts(config, train)
+    facts |= {"teacher": {"dtype": config.ref_vae_dtype}} if config.use_ref_vae else {}
+    return facts | ({"has_std": True} if config.ref_vae_sample else {})  # a run that does not sample needs no spread
+
+
+def clip_facts(config: TrainConfig, train: ClipSet | None) -> dict[str, Any]:
+    """What decides over the pixels of a run's clips, for a latent store: the settings and the files."""
+    clips = asdict(ClipSettings.from_config(config))
+    unused = ["decode_timeout_s", "decoded_cache_gb", "decoded_cache_dir"]
+    unused += [] if config.color_jitter else ["color_jitter_params"]
+    unused += [] if config.gaussian_blur else ["gaussian_blur_sigma", "gaussian_blur_probability"]
+    for key in unused:
+        del clips[key]
+    return {"clips": clips} | ({} if train is None else {"data": {"files": len(train), "hash": train.fingerprint}})
 
 
 def find_lpips(config: TrainConfig) -> LPIPS | None:

@@ -12,6 +12,7 @@ from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import BadFileLog, ClipBatch
 from tinyvae.data.index import VideoIndex, is_index, open_index
 from tinyvae.data.index_build import CACHED_INDEX, bring_up_to_date, usable_cores
+from tinyvae.data.latent_store import LatentStore
 from tinyvae.data.loader import ValidationLoader, make_train_loader, make_validation_loader
 from tinyvae.data.splits import ClipSet, split
 from tinyvae.errors import UserError
@@ -50,6 +51,13 @@ class RunData:
     train: ClipSet
     validation: ClipSet
     bad_files: BadFileLog
+    latents: LatentStore | None = None
+    """The teacher's latents of the training clips, where the run takes them from a store."""
+
+    @property
+    def stored_clips(self) -> int | None:
+        """After how many clips the first one comes again; None without a latent store."""
+        return None if self.latents is None else self.latents.num_clips
 
     def settled(self, index_folder: Path, folder: Path) -> RunData:
         """The same data, after its index was moved from ``index_folder`` to ``folder``: workers open it by its name."""
@@ -78,6 +86,7 @@ class RunData:
             start_sample=start_sample,
             bad_file_limit=config.bad_file_limit,
             bad_file_log=self.bad_files,
+            latents=self.latents,
         )
 
     def validation_loader(self, engine: Engine) -> ValidationLoader:
@@ -90,6 +99,9 @@ class RunData:
             rank=engine.rank,
             world_size=engine.world_size,
             num_samples=config.num_validation_samples,
+            num_workers=loading_processes(config),
+            prefetch_factor=config.prefetch_factor,
+            pin_memory=config.pin_memory,
             bad_file_limit=config.bad_file_limit,
             bad_file_log=self.bad_files,
         )

@@ -227,8 +227,8 @@ def join_processes(config: TrainConfig) -> Any:
     if not on_cpu:
         torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
         torch.backends.cudnn.allow_tf32 = config.allow_tf32
-        # With trials cuDNN takes the kernel that was faster in this process, and another kernel rounds differently.
-        torch.backends.cudnn.benchmark = not config.deterministic
+        # cuDNN's trials of kernels gained nothing in a compiled step and took 32 GiB (docs/performance.md).
+        torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = config.deterministic
         torch.use_deterministic_algorithms(config.deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # all is written first

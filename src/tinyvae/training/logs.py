@@ -7,7 +7,9 @@ import logging
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from logging.handlers import MemoryHandler
 from operator import methodcaller
 from pathlib import Path
@@ -23,7 +25,7 @@ from tinyvae.errors import UserError
 from tinyvae.files import atomic_write, why_not_written
 from tinyvae.training.engine import Engine, StepResult
 from tinyvae.training.optim import learning_rates
-from tinyvae.training.trackers import TITLES, Tracker, open_tracker, tracker_failures
+from tinyvae.training.trackers import TITLES, Tracker, draw_pictures, open_tracker, tracker_failures
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,9 @@ class RunLog:
         self._unwritten: list[str] = []  # lines of metrics.jsonl that a full disk did not take yet
         self._tracker: Tracker | None = None
         self._has_begun = False
+        self._tracker_lock = threading.Lock()
+        self._painter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pictures")
+        self._painted: Future[None] | None = None
         self._package_log = logging.getLogger("tinyvae")
         self._before = (self._package_log.level, self._package_log.propagate)
         self._package_log.setLevel(logging.INFO if is_main else logging.WARNING)
@@ -116,10 +121,22 @@ class RunLog:
         self._show(step, lambda tracker: tracker.scalars(step, values))
 
     def videos(self, step: int, shown: list[tuple[str, Tensor, Tensor]]) -> None:
-        """Log a picture and a short animation of input | output | error for each (name, input, output) TCHW."""
+        """Log a picture and a short animation of input | output | error for each (name, input, output) TCHW.
+
+        A thread makes them while the run goes on. The next call and `close` wait for it.
+        """
+        self._wait_for_pictures()
+        if shown and self._shows:
+            self._painted = self._painter.submit(self._paint, step, shown)
+
+    def _paint(self, step: int, shown: list[tuple[str, Tensor, Tensor]]) -> None:
         for name, frames, decoded in shown:
-            add = methodcaller("pictures", step, name, frames, decoded)
-            self._show(step, add)
+            self._show(step, methodcaller("pictures", step, draw_pictures(name, frames, decoded)))
+
+    def _wait_for_pictures(self) -> None:
+        painted, self._painted = self._painted, None
+        if painted is not None:
+            painted.result()
 
     def note(self, text: str, *, level: int = logging.INFO) -> None:
         """Write a line to ``train.log`` alone."""
@@ -130,27 +147,34 @@ class RunLog:
 
     def close(self) -> None:
         """Close the files; the package's logger is as it was before."""
+        self._painter.shutdown()  # waits for pictures that are not written yet
         if self._tracker is not None:
             self._show(0, lambda tracker: tracker.close())
         for handler in list(self._handlers):
             self._remove(handler)
         level, self._package_log.propagate = self._before
         self._package_log.setLevel(level)
+        self._wait_for_pictures()  # raises what went wrong there, after everything is closed
+
+    @property
+    def _shows(self) -> bool:
+        return self._is_main and self._config.report_to != "none"
 
     def _show(self, step: int, add: Callable[[Tracker], object]) -> None:
         """Add something to the tracker; if that fails it is left out, and the next call opens the tracker again."""
-        if not self._is_main or self._config.report_to == "none" or (self._tracker is None and self._unwritten):
-            return  # where metrics.jsonl cannot be written, a tracker's files cannot either
-        failures = tracker_failures(self._config.report_to)
-        if self._has_begun:  # then a tracker that cannot be opened again does not stop the run
-            failures += (UserError,)
-        try:
-            self._tracker = self._tracker or open_tracker(self._folder, self._config, from_step=step)
-            add(self._tracker)
-        except failures as fault:
-            self._tracker = None  # TensorBoard's thread has ended and takes nothing more
-            told = why_not_written(fault, self._folder) if isinstance(fault, OSError) else str(fault).splitlines()[0]
-            log.error("could not write to %s at step %d: %s", TITLES[self._config.report_to], step, told)
+        with self._tracker_lock:
+            if not self._shows or (self._tracker is None and self._unwritten):
+                return  # where metrics.jsonl cannot be written, a tracker's files cannot either
+            failures = tracker_failures(self._config.report_to)
+            if self._has_begun:  # then a tracker that cannot be opened again does not stop the run
+                failures += (UserError,)
+            try:
+                self._tracker = self._tracker or open_tracker(self._folder, self._config, from_step=step)
+                add(self._tracker)
+            except failures as fault:
+                self._tracker = None  # TensorBoard's thread has ended and takes nothing more
+                why = why_not_written(fault, self._folder) if isinstance(fault, OSError) else str(fault).splitlines()[0]
+                log.error("could not write to %s at step %d: %s", TITLES[self._config.report_to], step, why)
 
     def _drop_lines_after(self, step: int, with_validation: bool) -> None:
         """What a killed run logged beyond the checkpoint did not happen, and a kill can cut off a line."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from tinyvae.config.schema import TrainConfig
@@ -99,6 +99,8 @@ class Trainer:
                 self._count(clips, result, seconds=time.perf_counter() - started)
                 parts.profiler.step()
                 bar.update()
+                if self.progress.step == begun_at + 1:
+                    log.info("first step done %.1f s after the start", time.time() - psutil.Process().create_time())
                 if self.step_log.is_due(self.progress.step):
                     self._log(bar)
                 (signal_number,) = parts.engine.worst(parts.signals.received)
@@ -153,7 +155,7 @@ class Trainer:
         self.parts.task.begin_step(self.progress.step)
         try:
             for batch in clips:
-                self._add_gradients(batch.model_input(self.parts.engine.device), share=1 / len(clips))
+                self._add_gradients(batch, share=1 / len(clips))
             status = Status.WELL
         except AnotherRankInTrouble as trouble:
             return trouble.status
@@ -169,18 +171,30 @@ class Trainer:
             status = Status.OUT_OF_MEMORY
         return Status(self.parts.engine.worst(status)[0])
 
-    def _add_gradients(self, frames: Tensor, *, share: float) -> None:
+    def _add_gradients(self, batch: ClipBatch, *, share: float) -> None:
         """Gradients of one micro-batch; ``share``: its part of the step's clips."""
         task, engine = self.parts.task, self.parts.engine
         use_seraena = self.seraena_start is not None and self.seraena_start.has_started
+        frames = batch.model_input(engine.device)
+        latents = None if batch.latents is None else batch.latents.to(engine.device)
         parts = frames.chunk(self.slices)
         corrections: list[SeraenaResult | None] = [None] * len(parts)
         if use_seraena and len(parts) > 1:
             with engine.autocast():
                 corrections = list(task.correct_in_parts(parts))
+        first = 0
         for part, corrected in zip(parts, corrections, strict=True):
+            rows = slice(first, first + len(part))
+            first = rows.stop
             with engine.autocast():
-                losses = task.losses(part, use_seraena=use_seraena, step=self.progress.step, corrected=corrected)
+                losses = task.losses(
+                    part,
+                    use_seraena=use_seraena,
+                    step=self.progress.step,
+                    corrected=corrected,
+                    stored=None if latents is None else latents[rows],
+                    positions=batch.positions[rows],
+                )
             weight = share * len(part) / len(frames)
             # A loss that is not finite can have finite gradients, and the guard looks at those alone: make them NaN.
             is_finite = torch.isfinite(losses.total.detach())

@@ -34,9 +34,11 @@ from tinyvae.data.annotations import default_data_root, iterate_entries
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.index import VideoIndex, hash_of_path, is_index, open_index
 from tinyvae.data.index_build import build_index, usable_cores
-from tinyvae.data.splits import split
+from tinyvae.data.latent_store import LatentStore
+from tinyvae.data.splits import ClipSet, split
 from tinyvae.errors import UserError
 from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
+from tinyvae.training.build import build_model, build_task, open_latents
 from tinyvae.training.checkpoint import checkpoint_bytes, state_bytes
 from tinyvae.training.clips import lack_of_files, lack_of_validation, loading_processes
 from tinyvae.training.deepspeed import LaunchConfig
@@ -50,7 +52,12 @@ SPARE_SAVES = 3  # beside the kept ones: the one being written, the best, and th
 FULL_MEMORY = 0.95
 LARGEST_CPU_STEP = 10_000_000  # pixels of all frames, at full model width; a larger step takes a CPU many minutes
 SLOW_RUN_S = 3 * 86_400.0
-NO_TEACHER: dict[str, Any] = {"use_ref_vae": False, "encoder_loss_weight": 0.0, "decoder_loss_weight": 0.0}
+NO_TEACHER: dict[str, Any] = {
+    "use_ref_vae": False,
+    "latent_store": None,
+    "encoder_loss_weight": 0.0,
+    "decoder_loss_weight": 0.0,
+}
 SMALL_SIDE = 64
 SMALL_BATCH = 4
 SAVE_MEMORY = "use --gradient_checkpointing true, a smaller --train_batch_size, fewer frames or smaller ones"
@@ -88,6 +95,9 @@ def preflight(
         checks += [Check(name="files", found="all that the settings name are there"), *_weights(config)]
     if not missing_keys & {"data_root", "annotation_file", "index_path"}:
         checks += _data(config)
+    if "latent_store" not in missing_keys and (stored := _latents(config)) is not None:
+        checks.append(stored)
+        missing_keys |= set() if stored.passes else {"latent_store"}
     checks += [_disk(config, processes), *_port(port)]
     if with_step and all(check.passes for check in checks if check.name == "settings"):
         checks += _trial_step(_without(config, missing_keys))
@@ -255,6 +265,28 @@ def _data(config: TrainConfig) -> Iterator[Check]:
         yield Check(name="data", found=str(source), fix=str(mistake))
 
 
+def _latents(config: TrainConfig) -> Check | None:
+    """Whether the latent store is complete and fits; its files are compared where the run has an index already."""
+    if config.latent_store is None:
+        return None
+    try:
+        index = config.index_path
+        train = None if index is None else _train_files(config, open_index(index, config.data_root))
+        store = open_latents(config, train)
+    except UserError as mistake:
+        return Check(name="latents", found=str(config.latent_store), fix=str(mistake))
+    assert store is not None
+    found = f"{count_of(store.num_clips, 'clip')} in {store.folder}, {bytes_in_words(store.num_bytes)}, complete"
+    clips = config.train_batch_size * config.gradient_accumulation_steps
+    found += f"; the first comes again after {count_of(store.num_clips // clips, 'step')} of one device"
+    return Check(name="latents", found=found + ("" if train else "; the run compares its files at the start"))
+
+
+def _train_files(config: TrainConfig, index: VideoIndex) -> ClipSet:
+    limits = {"train_split": config.train_split, "bad_file_limit": config.bad_file_limit}
+    return split(index, ClipSettings.from_config(config), split_by=config.split_by, **limits)[0]
+
+
 def _sampled_data(config: TrainConfig, source: Path) -> Check:
     """Index a few files of the source in a temporary folder: a whole index can take hours."""
     root = config.data_root or default_data_root(source)
@@ -301,7 +333,7 @@ class TrialStep(NamedTuple):
 def _without(config: TrainConfig, missing_keys: set[str]) -> TrainConfig:
     """The same run without what is missing, so that a step can be tried before everything is there."""
     changes: dict[str, Any] = {"pretrained_model_path": None} if "pretrained_model_path" in missing_keys else {}
-    if missing_keys & {"ref_vae_path", "cogvideox_model_path"}:
+    if missing_keys & {"ref_vae_path", "cogvideox_model_path", "latent_store"}:
         changes |= NO_TEACHER
     if "lpips_weights" in missing_keys:
         changes |= {"perceptual_loss_weight": 0.0, "lpips_weights": None, "metric_for_best_model": "psnr"}
@@ -333,7 +365,8 @@ def try_step(config: TrainConfig) -> TrialStep:
     scale = pixels / tried_pixels
     clips = count_of(tried.train_batch_size, "clip")
     place = "measured" if on_gpu else "on the CPU" + (", scaled by pixels" if scale > 1 else "")
-    place += ", without the teacher" if config.use_ref_vae and not tried.use_ref_vae else ""
+    left_out = (config.teacher_path or config.latent_store) and not (tried.teacher_path or tried.latent_store)
+    place += ", without the teacher" if left_out else ""
     free, total = torch.cuda.mem_get_info(0) if on_gpu else (0, 0)
     try:
         micro_batch_s, optimizer_s, kept, reserved = measure_step(tried, torch.device("cuda:0" if on_gpu else "cpu"))
@@ -367,7 +400,6 @@ def _small(config: TrainConfig) -> TrainConfig:
 def measure_step(config: TrainConfig, device: torch.device) -> tuple[float, float, int, int]:
     """Seconds of a micro-batch (forward and backward) and of the optimizer, bytes that autograd keeps of a micro-batch,
     bytes that torch reserved on a GPU. The first of two steps warms up and counts bytes, the second takes the time."""
-    from tinyvae.training.build import build_model, build_task
     from tinyvae.training.engine import Engine
     from tinyvae.training.optim import make_optimizers
 
@@ -377,7 +409,10 @@ def measure_step(config: TrainConfig, device: torch.device) -> tuple[float, floa
     engine = Engine(config)
     model = build_model(config).to(device)
     engine.prepare(model, make_optimizers(model, config))
-    task = build_task(config, engine, model)
+    store = None if config.latent_store is None else LatentStore.open(config.latent_store)
+    task = build_task(config, engine, model, latents=store)
+    positions = range(config.train_batch_size)
+    stored = None if store is None else store.read(positions).to(device)
     frames = torch.rand(config.train_batch_size, config.n_frames, 3, config.height, config.width, device=device)
     optimize = partial(engine.finish_step, max_grad_norm=config.max_grad_norm)
     kept: dict[int, int] = {}  # bytes by address: autograd keeps some storages several times
@@ -389,7 +424,7 @@ def measure_step(config: TrainConfig, device: torch.device) -> tuple[float, floa
 
     def micro_batch(watch: AbstractContextManager[object] = nullcontext()) -> None:  # noqa: B008 (it holds nothing)
         with engine.autocast(), watch:  # the forward pass alone: what checkpointing makes again is not kept
-            losses = task.losses(frames, use_seraena=config.use_seraena)
+            losses = task.losses(frames, use_seraena=config.use_seraena, stored=stored, positions=positions)
         engine.backward(losses.total)
 
     def seconds_of(work: Callable[[], object]) -> float:

@@ -164,13 +164,17 @@ def _first_few(names: list[str]) -> str:
     return ", ".join(names[:SHOWN_NAMES]) + more
 
 
-def check_same_data(saved: SavedRun, config: TrainConfig, *, data_fingerprint: str) -> None:
+def check_same_data(saved: SavedRun, config: TrainConfig, data: RunData) -> None:
     """Refuse other training files, unless ``allow_changed_settings``; log what has changed and is allowed."""
     changes, others = _changed_settings(saved.manifest["config"], config)
     if others:
         log.info("settings changed since the checkpoint: %s", "; ".join(others))
-    if not changes and saved.manifest["data_fingerprint"] != data_fingerprint:
+    stored = (saved.manifest.get("stored_clips"), data.stored_clips)
+    if not changes and saved.manifest["data_fingerprint"] != data.train.fingerprint:
         changes = ["the list of training files (files were added, removed or replaced)"]
+        _refuse(saved.folder, changes, config)
+    elif not changes and None not in stored and stored[0] != stored[1]:
+        changes = [f"clips in the latent store: {stored[0]} -> {stored[1]}, which changes their order"]
         _refuse(saved.folder, changes, config)
     if changes:
         log.warning("resuming with changed settings, as allowed: %s", "; ".join(changes))
@@ -216,6 +220,7 @@ class RunState:
                 "world_size": self.engine.world_size,
                 "engine": self.engine.kind,
                 "data_fingerprint": self.data.train.fingerprint,
+                "stored_clips": self.data.stored_clips,
                 "best_model": self._best_model(progress),
                 "config": json.loads(to_json(self.config)),
             },

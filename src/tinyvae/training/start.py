@@ -16,7 +16,7 @@ from tinyvae.errors import UserError
 from tinyvae.files import writing_to
 from tinyvae.models.taehv import TAEHV
 from tinyvae.terminal import count_of
-from tinyvae.training.build import build_model, build_task, make_seraena_start
+from tinyvae.training.build import build_model, build_task, latent_complaints, make_seraena_start, open_latents
 from tinyvae.training.checkpoint import CheckpointWriter, checkpoint_bytes
 from tinyvae.training.clips import RunData, loading_processes, open_data
 from tinyvae.training.deepspeed import start_engine
@@ -56,7 +56,8 @@ class FinishedRun:
 def check_before_start(loaded: LoadedConfig) -> None:
     """Refuse what can be refused before any process group or GPU is touched; `tinyvae check --quick` does it too."""
     config = loaded.config
-    check_config(config, loaded.given_paths, also=machine_complaints(config), heading=loaded.source)
+    also = [*machine_complaints(config), *latent_complaints(config)]
+    check_config(config, loaded.given_paths, also=also, heading=loaded.source)
 
 
 def run_training(loaded: LoadedConfig, *, command: str) -> FinishedRun:
@@ -82,9 +83,10 @@ class _Run:
     """A run from its first process group to its last file."""
 
     def __init__(self, loaded: LoadedConfig, at_end: ExitStack) -> None:
-        """Join the processes, find the checkpoint and take the folder. ``at_end`` gets what has to be closed."""
+        """Join the processes, seed torch, find the checkpoint, take the folder. ``at_end`` gets what must be closed."""
         self.config = config = loaded.config
         self.engine = engine = start_engine(config)
+        torch.manual_seed(config.seed)
         at_end.callback(engine.close_quietly)
         self.signals = SignalWatch()
         at_end.callback(self.signals.close)
@@ -122,14 +124,11 @@ class _Run:
     def build_and_train(self, command: str) -> Progress:
         """Build what the loop drives, restore a checkpoint, train, and write what a finished run leaves."""
         config, engine, folder = self.config, self.engine, self.folder
-        torch.manual_seed(config.seed)
-        data = open_data(config, engine, folder, index_folder=self.index_folder)
-        if self.saved is not None:
-            check_same_data(self.saved, config, data_fingerprint=data.train.fingerprint)
+        data = self._open_data()
         model = build_model(config).to(engine.device)
         optimizers = make_optimizers(model, config)
         engine.prepare(model, optimizers)
-        task = build_task(config, engine, model)
+        task = build_task(config, engine, model, latents=data.latents)
         average = WeightAverage(model, decay=config.ema_decay) if config.ema_decay > 0 else None
         state = RunState(
             config=config, engine=engine, folder=folder, data=data, model=model, average=average, seraena=task.seraena
@@ -149,8 +148,7 @@ class _Run:
         )
         needed_bytes = checkpoint_bytes(config, engine.world_size)
         writer = CheckpointWriter(folder, engine, keep=config.checkpoints_total_limit, needed_bytes=needed_bytes)
-        profile = folder / "profile.json" if config.enable_profiler and engine.is_main else None
-        profiler = StepProfiler(profile, device=engine.device, steps_left=config.max_train_steps - loop.progress.step)
+        profiler = self._profiler(loop)
         parts = LoopParts(
             config=config,
             engine=engine,
@@ -165,18 +163,32 @@ class _Run:
             validate=validator.validate,
             save=lambda loop, emergency: state.save(writer, loop, emergency=emergency),
         )
-        if engine.is_main:
-            _log_size(config, engine, data, model)
+        _log_size(config, engine, data, model)
         trainer = Trainer(parts, loop)
-        with closing(profiler), closing(parts.batches):  # else each worker is waited for 5 s at the exit
+        with closing(profiler), closing(parts.batches), validator.reading_ahead():  # else workers cost 5 s at the exit
             progress = trainer.train()
         if engine.is_main:
             write_final_model(config, folder, model, average, progress, command=command)
             if config.report:
-                write_run_report(config, folder, data, task.lpips, device=engine.device, command=command)
+                known = validator.known_clips
+                write_run_report(config, folder, data, known, task.lpips, device=engine.device, command=command)
         engine.barrier()
         trainer.check_saved(folder)
         return progress
+
+    def _profiler(self, loop: LoopState) -> StepProfiler:
+        steps_left = self.config.max_train_steps - loop.progress.step
+        profile = self.folder / "profile.json" if self.config.enable_profiler and self.engine.is_main else None
+        return StepProfiler(profile, device=self.engine.device, steps_left=steps_left)
+
+    def _open_data(self) -> RunData:
+        """The run's files, with its latent store if it has one; refused if a checkpoint was made with others."""
+        config, engine = self.config, self.engine
+        data = open_data(config, engine, self.folder, index_folder=self.index_folder)
+        data = replace(data, latents=engine.from_main(lambda: open_latents(config, data.train)))
+        if self.saved is not None:
+            check_same_data(self.saved, config, data)
+        return data
 
     def _settle(self, state: RunState, data: RunData) -> tuple[LoopState, RunData]:
         """Restore the checkpoint, if any. Nothing can refuse the run after that: write its first files."""
@@ -200,6 +212,8 @@ class _Run:
 
 
 def _log_size(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) -> None:
+    if not engine.is_main:
+        return
     if (workers := loading_processes(config)) < config.dataloader_num_workers:
         log.info("clips are loaded by %d processes, not %d: as many as cores", workers, config.dataloader_num_workers)
     parameters = sum(p.numel() for p in model.parameters()) / 1e6

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from tinyvae.config.schema import TrainConfig
+from tinyvae.data.latent_store import StoredLatents
 from tinyvae.losses.distances import latent_loss, reconstruction_loss, temporal_loss
 from tinyvae.losses.perceptual import LPIPS, perceptual_loss
 from tinyvae.losses.seraena import AverageInPlace, Seraena, SeraenaResult, seraena_loss
 from tinyvae.models.taehv import TAEHV
-from tinyvae.teachers import Teacher
+from tinyvae.teachers import LatentSpace, Teacher, draw
 from tinyvae.training.diagnostics import log_losses, log_tensors
 
 
@@ -29,6 +30,8 @@ class StepLosses:
 class TrainingTask:
     """The student and what teaches it; teacher, LPIPS and Seraena are no part of the student's module.
 
+    ``space``: of the latents of a store, for a run without ``teacher``.
+
     Example::
 
         task = TrainingTask(config, TAEHV("taehv"))
@@ -42,6 +45,7 @@ class TrainingTask:
         model: TAEHV,
         *,
         teacher: Teacher | None = None,
+        space: LatentSpace | None = None,
         lpips: LPIPS | None = None,
         seraena: Seraena | None = None,
         average: AverageInPlace | None = None,
@@ -49,6 +53,8 @@ class TrainingTask:
         self.config = config
         self.model = model
         self.teacher = teacher
+        space = teacher.space if teacher is not None else space
+        self._space = None if space is None else space.of_student(model.spec)
         self.lpips = lpips
         self.seraena = seraena
         self._average = average
@@ -58,22 +64,30 @@ class TrainingTask:
 
     def begin_step(self, step: int) -> None:
         """The computation of an optimizer step starts, or starts again; what it draws depends on the step alone."""
-        for part in (self.teacher, self.seraena):
-            if part is not None:
-                part.begin_step(step)
+        if self.seraena is not None:
+            self.seraena.begin_step(step)
 
     def losses(
-        self, frames_NTCHW: Tensor, *, use_seraena: bool, step: int = 0, corrected: SeraenaResult | None = None
+        self,
+        frames_NTCHW: Tensor,
+        *,
+        use_seraena: bool,
+        step: int = 0,
+        corrected: SeraenaResult | None = None,
+        stored: StoredLatents | None = None,
+        positions: Sequence[int] = (),
     ) -> StepLosses:
         """Losses of clips NTCHW in [0, 1]; each term is a mean over its elements, so slices of a batch average.
 
         A term of weight 0 is not computed, except the reconstruction, which every log shows. ``step`` decides which
         ``perceptual_frames`` LPIPS sees. ``corrected``: Seraena's result where `correct_in_parts` has made it already.
-        If Seraena met values that are not finite on any rank, the total is not finite on all ranks.
+        ``stored``: the teacher's latents of these clips, on their device, where the run has a store. ``positions``: of
+        the clips in the run, for ``ref_vae_sample``. If Seraena met values that are not finite on any rank, the total
+        is not finite on all ranks.
         """
         config = self.config
         target = self.model.target(frames_NTCHW)
-        teacher_latents = None if self.teacher is None else self.teacher.encode(target)
+        teacher_latents = self._teacher_latents(target, stored, positions)
         to_decode = teacher_latents if config.decoder_loss_weight > 0 else None
         decoded, latents, taught = self._forward(frames_NTCHW, to_decode)
         if self._tells_more:
@@ -120,6 +134,23 @@ class TrainingTask:
         whole = self.seraena.step(target, decoded, latents, average=self._average)
         targets = whole.target_NTCHW.split([len(frames) for frames in parts])
         return [replace(whole, target_NTCHW=target_NTCHW) for target_NTCHW in targets]
+
+    def _teacher_latents(
+        self, target_NTCHW: Tensor, stored: StoredLatents | None, positions: Sequence[int]
+    ) -> Tensor | None:
+        """Teacher latents NTCHW in the student's space, fp32, from the store or by the teacher; None without one."""
+        if self._space is None:
+            return None
+        sample = self.config.ref_vae_sample
+        if stored is not None:
+            mean, std = stored.mean, stored.std
+        else:
+            assert self.teacher is not None, "a run with a store gets latents with every batch"
+            mean, std = self.teacher.distribution(target_NTCHW, with_std=sample)
+        if sample:
+            assert std is not None, "a store without spread was refused at the start"
+            mean = draw(mean, std, seed=self.config.seed, positions=positions)
+        return self._space.normalize(mean).contiguous()  # one layout, so that one compilation serves store and teacher
 
     def _student(self, frames_NTCHW: Tensor, teacher_latents: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """(decoded frames, latents, decoded teacher latents): all of the student's work, for one compilation."""

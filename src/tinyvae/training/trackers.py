@@ -14,10 +14,12 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from tinyvae.config.schema import FIELDS, TrainConfig, shown_value, to_json
@@ -33,6 +35,17 @@ RECORD_FILE = "tracker.json"
 PROJECT = "tinyvae"  # of wandb, and the experiment of MLflow, where the environment names none
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """Input | output | error of a clip: its middle frame, and all of them as an animation."""
+
+    name: str
+    width: int
+    height: int
+    png: bytes
+    gif: bytes
+
+
 class Tracker(ABC):
     """One record of a run, opened by the main process."""
 
@@ -41,8 +54,8 @@ class Tracker(ABC):
         """Add numbers at a step; names like ``train/loss``."""
 
     @abstractmethod
-    def pictures(self, step: int, name: str, frames_TCHW: Tensor, decoded_TCHW: Tensor) -> None:
-        """Add input | output | error of a validation clip, as a picture and as an animation; frames are in [0, 1]."""
+    def pictures(self, step: int, drawn: Pictures) -> None:
+        """Add input | output | error of a validation clip, as a picture and as an animation."""
 
     @abstractmethod
     def close(self) -> None:
@@ -86,17 +99,17 @@ class TensorBoard(Tracker):
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def pictures(self, step: int, name: str, frames_TCHW: Tensor, decoded_TCHW: Tensor) -> None:
+    def pictures(self, step: int, drawn: Pictures) -> None:
         # TensorBoard plays GIFs, and its own add_video needs one more package.
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        strip = side_by_side(frames_TCHW, decoded_TCHW)
-        self._writer.add_image(f"val_picture/{name}", strip[len(strip) // 2], step)
-        image: Any = Summary.Image(
-            height=strip.shape[2], width=strip.shape[3], colorspace=3, encoded_image_string=as_gif(strip)
-        )
-        summary = Summary(value=[Summary.Value(tag=f"val_video/{name}", image=image)])
-        self._writer._get_file_writer().add_summary(summary, step)
+        size = {"height": drawn.height, "width": drawn.width, "colorspace": 3}
+        tagged = {f"val_picture/{drawn.name}": drawn.png, f"val_video/{drawn.name}": drawn.gif}
+        values = [
+            Summary.Value(tag=tag, image=Summary.Image(**size, encoded_image_string=content))
+            for tag, content in tagged.items()
+        ]
+        self._writer._get_file_writer().add_summary(Summary(value=values), step)
 
     def close(self) -> None:
         self._writer.close()
@@ -132,11 +145,10 @@ class Wandb(Tracker):
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})
 
-    def pictures(self, step: int, name: str, frames_TCHW: Tensor, decoded_TCHW: Tensor) -> None:
-        strip = side_by_side(frames_TCHW, decoded_TCHW)
-        picture = self._wandb.Image(as_pixels(strip)[len(strip) // 2])
-        video = self._wandb.Video(io.BytesIO(as_gif(strip)), format="gif")
-        self._run.log({"step": step, f"val_picture/{name}": picture, f"val_video/{name}": video})
+    def pictures(self, step: int, drawn: Pictures) -> None:
+        picture = self._wandb.Image(Image.open(io.BytesIO(drawn.png)))
+        video = self._wandb.Video(io.BytesIO(drawn.gif), format="gif")
+        self._run.log({"step": step, f"val_picture/{drawn.name}": picture, f"val_video/{drawn.name}": video})
 
     def close(self) -> None:
         self._run.finish()
@@ -181,16 +193,13 @@ class MLflow(Tracker):
         metrics = [self._mlflow.entities.Metric(name, value, now, step) for name, value in values.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
-    def pictures(self, step: int, name: str, frames_TCHW: Tensor, decoded_TCHW: Tensor) -> None:
-        from PIL import Image
-
-        strip, stem = side_by_side(frames_TCHW, decoded_TCHW), name.replace("/", "_")
-        picture = Image.fromarray(as_pixels(strip)[len(strip) // 2])
-        self._client.log_image(self._run_id, picture, artifact_file=f"val_picture/{stem}/{step}.png")
+    def pictures(self, step: int, drawn: Pictures) -> None:
+        stem = drawn.name.replace("/", "_")
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / f"{step}.gif"
-            file.write_bytes(as_gif(strip))
-            self._client.log_artifact(self._run_id, str(file), f"val_video/{stem}")
+            for kind, suffix, content in (("val_picture", "png", drawn.png), ("val_video", "gif", drawn.gif)):
+                file = Path(folder) / f"{step}.{suffix}"
+                file.write_bytes(content)
+                self._client.log_artifact(self._run_id, str(file), f"{kind}/{stem}")
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
@@ -223,15 +232,13 @@ def side_by_side(frames_TCHW: Tensor, decoded_TCHW: Tensor) -> Tensor:
     return torch.cat([frames_TCHW, decoded, error], dim=3)
 
 
-def as_pixels(strip_TCHW: Tensor) -> Any:
-    """uint8 THWC, as a numpy array."""
-    return (strip_TCHW * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-
-
-def as_gif(strip_TCHW: Tensor) -> bytes:
-    from PIL import Image
-
-    first, *rest = [Image.fromarray(frame) for frame in as_pixels(strip_TCHW)]
-    buffer = io.BytesIO()
-    first.save(buffer, format="GIF", save_all=True, append_images=rest, duration=1000 // VIDEO_FPS, loop=0)
-    return buffer.getvalue()
+def draw_pictures(name: str, frames_TCHW: Tensor, decoded_TCHW: Tensor) -> Pictures:
+    """The pictures of a clip; frames in [0, 1]."""
+    strip = (side_by_side(frames_TCHW, decoded_TCHW) * 255).round().to(torch.uint8)
+    images = [Image.fromarray(frame) for frame in strip.permute(0, 2, 3, 1).numpy()]
+    # 256 colors chosen by an octree: 35 times faster than Pillow's own choice, and 1 of 255 levels further off.
+    first, *rest = [image.quantize(method=Image.Quantize.FASTOCTREE) for image in images]
+    png, gif = io.BytesIO(), io.BytesIO()
+    images[len(images) // 2].save(png, format="PNG")
+    first.save(gif, format="GIF", save_all=True, append_images=rest, duration=1000 // VIDEO_FPS, loop=0)
+    return Pictures(name=name, width=first.width, height=first.height, png=png.getvalue(), gif=gif.getvalue())

@@ -6,13 +6,14 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,9 +51,13 @@ Shown = list[tuple[str, Tensor, Tensor]]  # name, input, output; TCHW in [0, 1] 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationResult:
-    """``metrics``: name -> mean over clips, and name_std -> spread over clips."""
+    """``metrics``: name -> mean over clips, and name_std -> spread over clips.
+
+    ``raw_metrics``: the same of the weights without averaging; None where there is no average.
+    """
 
     metrics: dict[str, float]
+    raw_metrics: dict[str, float] | None = None
     num_clips: int
     shown: Shown
 
@@ -92,22 +97,36 @@ class Validator:
         found = json.loads(file.read_text()) if file.is_file() else []
         return [entry for entry in found if entry["step"] <= self.from_step]
 
+    @contextmanager
+    def reading_ahead(self) -> Iterator[None]:
+        """Around the training: workers decode the clips of the first validation while the steps begin."""
+        if self.loader is not None:
+            self.loader.start()
+        try:
+            yield
+        finally:
+            if self.loader is not None:
+                self.loader.close()
+
+    @property
+    def known_clips(self) -> dict[str, Tensor]:
+        """The clips of this rank's validations that are in memory, by name: uint8 TCHW."""
+        return {} if self.loader is None else self.loader.kept_clips
+
     def validate(self, progress: Progress, train_loss: float) -> tuple[Progress, float]:
         """Score, log, keep the best: the new progress and the score. ``train_loss``: of the newest log line, or NaN."""
-        metric, average = self.config.metric_for_best_model, self.average
-        raw = None if average is None else self._score()
-        with nullcontext() if average is None else average.swapped_into(self.model):
-            result = self._score()
-            score = result.metrics.get(metric, math.nan)
-            if math.isnan(score):
-                raise UserError(
-                    f"validation at step {progress.step} gave no {metric}: the outputs are not finite or the metric "
-                    "could not be measured."
-                )
-            improved = progress.improved_by(score, metric)
-            known_loss = train_loss if math.isfinite(train_loss) else None
-            if improved:  # what fails on the main process for good is raised by all ranks
-                self.engine.from_main(lambda: self._keep_best(progress.step, result, known_loss))
+        started, metric = time.perf_counter(), self.config.metric_for_best_model
+        result = self._score()
+        score = result.metrics.get(metric, math.nan)
+        if math.isnan(score):
+            raise UserError(
+                f"validation at step {progress.step} gave no {metric}: the outputs are not finite or the metric "
+                "could not be measured."
+            )
+        improved = progress.improved_by(score, metric)
+        known_loss = train_loss if math.isfinite(train_loss) else None
+        if improved:  # what fails on the main process for good is raised by all ranks
+            self.engine.from_main(lambda: self._keep_best(progress.step, result, known_loss))
         progress = replace(
             progress,
             best_score=score if improved else progress.best_score,
@@ -116,16 +135,25 @@ class Validator:
             validated_step=progress.step,
         )
         if self.engine.is_main:
-            self._record(progress, result, raw, known_loss)
+            self._record(progress, result, known_loss, seconds=time.perf_counter() - started)
             self._record_early_stop(progress)
         self.engine.barrier()
         return progress, score
 
     def _score(self) -> ValidationResult:
         assert self.loader is not None, "validation without a loader"
+        shows = self.engine.is_main and self.config.save_validation_videos
         self.model.eval()
         try:
-            return validate(self.model, self.loader, self.engine, lpips=self.lpips, stop_signal=self.stop_signal)
+            return validate(
+                self.model,
+                self.loader,
+                self.engine,
+                lpips=self.lpips,
+                average=self.average,
+                num_shown=SHOWN_CLIPS if shows else 0,
+                stop_signal=self.stop_signal,
+            )
         finally:
             self.model.train()
 
@@ -133,7 +161,8 @@ class Validator:
         """Write ``best_model/``. A full disk does not end the run here: three failed checkpoints do that."""
         metrics = {name: result.metrics.get(name) for name in SHOWN_METRICS}
         try:
-            write_best_model(self.folder, self.model, {"step": step, **metrics, "train_loss": train_loss})
+            with averaged_weights(self.model, self.average):
+                write_best_model(self.folder, self.model, {"step": step, **metrics, "train_loss": train_loss})
         except WRITE_FAULTS as fault:
             two_files = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters())
             why = why_not_written(fault, self.folder, needed_bytes=two_files)
@@ -143,15 +172,13 @@ class Validator:
             )
 
     def _record(
-        self, progress: Progress, result: ValidationResult, raw: ValidationResult | None, train_loss: float | None
+        self, progress: Progress, result: ValidationResult, train_loss: float | None, *, seconds: float
     ) -> None:
         improved = progress.best_step == progress.step
-        raw_metrics = None if raw is None else raw.metrics
         values = {f"val/{name}": value for name, value in result.metrics.items()}
-        values |= {f"val_raw/{name}": value for name, value in (raw_metrics or {}).items()}
+        values |= {f"val_raw/{name}": value for name, value in (result.raw_metrics or {}).items()}
         self.run_log.metrics(progress.step, values)
-        if self.config.save_validation_videos:
-            self.run_log.videos(progress.step, result.shown)
+        self.run_log.videos(progress.step, result.shown)
         entry = {
             "step": progress.step,
             "timestamp": datetime.now(UTC).isoformat(),
@@ -159,7 +186,7 @@ class Validator:
             "train_loss": train_loss,
             "is_best": improved,
             **result.metrics,
-            "raw": raw_metrics,
+            "raw": result.raw_metrics,
         }
         self.history[:] = [*(old for old in self.history if old["step"] != progress.step), entry]
         self._write(HISTORY, self.history)
@@ -167,7 +194,7 @@ class Validator:
         scores = ", ".join(f"{name} {score_in_words(name, score)}" for name, score in measured)
         metric = self.config.metric_for_best_model
         earlier = "" if improved else f" {score_in_words(metric, progress.best_score)} at step {progress.best_step}"
-        log.info("validation at step %d: %s (best %s%s)", progress.step, scores, metric, earlier)
+        log.info("validation at step %d: %s (best %s%s); %.1f s", progress.step, scores, metric, earlier, seconds)
 
     def _record_early_stop(self, progress: Progress) -> None:
         """``early_stop_info.json`` is there only while the run has stopped early; a larger patience removes it."""
@@ -206,20 +233,31 @@ def score_in_words(name: str, score: float | None) -> str:
     return f"{score:.2f} dB" if name == "psnr" else f"{score:.4f}"
 
 
+def averaged_weights(model: VideoCodec, average: WeightAverage | None) -> AbstractContextManager[None]:
+    """Inside it the model has the averaged weights, if there are any."""
+    if average is None:
+        return nullcontext()
+    assert isinstance(model, TAEHV), "only networks have averaged weights"
+    return average.swapped_into(model)
+
+
 def validate(
     model: VideoCodec,
     loader: ValidationLoader,
     engine: Engine,
     *,
     lpips: LPIPS | None,
+    average: WeightAverage | None = None,
+    num_shown: int = 0,
     stop_signal: Callable[[], int] = lambda: 0,
 ) -> ValidationResult:
-    """Score a codec on the validation clips. Each rank measures its own clips; then all ranks hold all results.
+    """Score a codec on the validation clips, with its averaged weights too if there are any.
 
-    Before each batch the ranks ask each other whether to go on. Whatever stops one of them raises `ValidationCut` on
-    all; what is wrong with the clips of all ranks together raises the same ``UserError`` on all.
+    Each rank measures its own clips; then all ranks hold all results. Before each batch the ranks ask each other
+    whether to go on. Whatever stops one of them raises `ValidationCut` on all; what is wrong with the clips of all
+    ranks together raises the same ``UserError`` on all. ``num_shown``: clips of this rank to keep for pictures.
     """
-    own: dict[str, ClipMetrics] = {}
+    own: dict[str, Scores] = {}
     shown: Shown = []
     batches, batch = iter(loader), None
     status, trouble = Status.WELL, None
@@ -228,7 +266,7 @@ def validate(
         try:
             if batch is not None:
                 with without_cudnn_trials():
-                    own |= _measure(model, batch, engine, lpips, shown)
+                    own |= _measure(model, batch, engine, lpips, average, shown, num_shown)
             batch = next(batches, None)
         except Exception as fault:  # noqa: BLE001 (all ranks hear of it, then the loop raises it)
             if is_out_of_memory(fault):  # it is not kept: its traceback would hold the tensors of that moment
@@ -247,28 +285,57 @@ def validate(
             raise ValidationCut(trouble) from trouble
     everybody = engine.gather((own, loader.reads))
     loader.check([reads for _, reads in everybody])
-    clips = {name: metrics for of_rank, _ in everybody for name, metrics in of_rank.items()}
+    clips = {name: scores for of_rank, _ in everybody for name, scores in of_rank.items()}
     assert clips, "a validation without a clip that passed the loader's check"
-    # Sorted by name, so that the sums do not depend on how the clips were shared out.
-    summary = summarize([clips[name] for name in sorted(clips)])
-    metrics: dict[str, float] = {}
-    for name in RECORDED_METRICS:
-        if (estimate := summary.value(name)) is not None:
-            metrics |= {name: estimate.mean, f"{name}_std": 0.0 if estimate.std is None else estimate.std}
-    return ValidationResult(metrics=metrics, num_clips=len(clips), shown=shown)
+    ordered = [clips[name] for name in sorted(clips)]  # so that the sums do not depend on how the clips were shared out
+    raw = [scores.raw for scores in ordered if scores.raw is not None]
+    return ValidationResult(
+        metrics=_means([scores.averaged for scores in ordered]),
+        raw_metrics=_means(raw) if raw else None,
+        num_clips=len(clips),
+        shown=shown,
+    )
+
+
+class Scores(NamedTuple):
+    """One clip, with the weights that decide, and with those without averaging where there are both."""
+
+    averaged: ClipMetrics
+    raw: ClipMetrics | None
 
 
 @torch.no_grad()
 def _measure(
-    model: VideoCodec, batch: ClipBatch, engine: Engine, lpips: LPIPS | None, shown: Shown
-) -> dict[str, ClipMetrics]:
-    """Metrics of each clip of a batch, by name; adds to ``shown`` until it is full."""
+    model: VideoCodec,
+    batch: ClipBatch,
+    engine: Engine,
+    lpips: LPIPS | None,
+    average: WeightAverage | None,
+    shown: Shown,
+    num_shown: int,
+) -> dict[str, Scores]:
+    """Scores of each clip of a batch, by name; adds to ``shown`` until it holds ``num_shown``."""
     frames = batch.model_input(engine.device)
-    decoded = model.reconstruct(frames).float()
     target = model.target(frames)
-    for i in range(min(len(batch), SHOWN_CLIPS - len(shown))):
+    raw: list[ClipMetrics | None] = [None] * len(batch)
+    if average is not None:
+        raw = [*clip_metrics(model.reconstruct(frames).float(), target, lpips=lpips)]
+    with averaged_weights(model, average):
+        decoded = model.reconstruct(frames).float()
+    for i in range(min(len(batch), num_shown - len(shown))):
         shown.append((batch.names[i], target[i].cpu(), decoded[i].cpu()))
-    return dict(zip(batch.names, clip_metrics(decoded, target, lpips=lpips), strict=True))
+    scores = map(Scores, clip_metrics(decoded, target, lpips=lpips), raw)
+    return dict(zip(batch.names, scores, strict=True))
+
+
+def _means(clips: list[ClipMetrics]) -> dict[str, float]:
+    """Mean over clips of each recorded metric, and its spread as NAME_std."""
+    summary = summarize(clips)
+    metrics: dict[str, float] = {}
+    for name in RECORDED_METRICS:
+        if (estimate := summary.value(name)) is not None:
+            metrics |= {name: estimate.mean, f"{name}_std": 0.0 if estimate.std is None else estimate.std}
+    return metrics
 
 
 def write_best_model(run_folder: Path, model: TAEHV, info: Mapping[str, Any]) -> None:

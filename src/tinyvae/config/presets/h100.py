@@ -16,7 +16,6 @@ from tinyvae.config import TrainConfig
 config = TrainConfig(
     variant="taecvx",
     pretrained_model_path=Path("checkpoints/taecvx.pth"),
-    gradient_checkpointing=True,
     height=480,
     width=720,
     n_frames=16,
@@ -27,6 +26,7 @@ config = TrainConfig(
     train_batch_size=2,
     gradient_accumulation_steps=4,
     mixed_precision="bf16",
+    compile_model=True,
     learning_rate=1e-4,
     lr_warmup_steps=2_000,
     ema_decay=0.9995,

@@ -13,7 +13,6 @@ from tinyvae.config import load_preset
 
 config = replace(
     load_preset("h100"),
-    gradient_checkpointing=False,
     height=128,
     width=128,
     max_frame_delta=3,

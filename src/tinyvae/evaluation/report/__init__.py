@@ -17,6 +17,7 @@ from typing import Any
 
 import jinja2
 
+from tinyvae.evaluation.clip_sources import ClipSource
 from tinyvae.evaluation.compare import Comparison
 from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
 from tinyvae.evaluation.metrics import METRICS, MetricInfo, sortable
@@ -43,18 +44,22 @@ def publish(
     *,
     command: str,
     num_films: int = DEFAULT_FILMS,
+    clips: Sequence[ClipSource] = (),
     show_progress_bar: bool = False,
 ) -> list[Path]:
     """Write ``results.json`` and ``report.html`` into a folder and return their paths.
 
-    The clips that the page shows go through the models again for their films. ``command`` is printed on the page.
+    The clips that the page shows go through the models again for their films; those of ``clips`` are not probed again,
+    nor read if their frames are there. ``command`` is printed on the page.
 
     Example: ``publish(evaluate(round_trip, "videos/val"), [round_trip], Path("out"), command="my script")``
     """
     folder.mkdir(parents=True, exist_ok=True)
     results_file, report_file = folder / "results.json", folder / "report.html"
     write_results(result, results_file, command=command)
-    evidence = gather_evidence(round_trips, result.evaluations, limit=num_films, show_progress_bar=show_progress_bar)
+    evidence = gather_evidence(
+        round_trips, result.evaluations, limit=num_films, clips=clips, show_progress_bar=show_progress_bar
+    )
     training_of, training = _training(result.evaluations)
     text = report_html(result, evidence, command=command, training=training, training_of=training_of)
     with atomic_write(report_file, "w") as stream:

@@ -65,9 +65,12 @@ class Seraena:
         normalization: Normalization = "size_independent",
         seed: int = 0,
         rank: int = 0,
+        dtype: torch.dtype = torch.float32,
+        compiled: bool = False,
     ) -> None:
         """``n_frames``: the clip length before encoding. ``group_frames``: frames that the discriminator sees at once.
-        ``buffer_mb``: the bound of this rank's replay buffer in 2**20 bytes."""
+        ``buffer_mb``: the bound of this rank's replay buffer in 2**20 bytes. ``dtype``: precision of the
+        discriminator's layers, whose weights stay in fp32."""
         spec.check_seraena_frames(n_frames, group_frames)
         self.group_frames = group_frames
         self.padded_frames = spec.padded_frames(n_frames)
@@ -75,6 +78,11 @@ class Seraena:
         self.seed, self.rank, self.steps = seed, rank, 0
         self.discriminator = SeraenaDiscriminator.from_seed(3 * group_frames, spec.latent_channels, seed)
         self.discriminator.to(device).eval()
+        self.discriminator.dtype = dtype
+        if torch.device(device).type == "cuda":
+            self.discriminator.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if compiled:
+            self.discriminator.compile()
         self.optimizer = torch.optim.AdamW(
             self.discriminator.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.01
         )
@@ -172,8 +180,10 @@ class Seraena:
             finally:
                 self.discriminator.eval()
             loss = (scores - labels.view(-1, 1, 1, 1)).square().mean()
-            gradients = torch.autograd.grad(loss, list(self.discriminator.parameters()))
-        return loss.detach(), [gradient.contiguous() for gradient in gradients]
+            parameters = list(self.discriminator.parameters())
+            gradients = torch.autograd.grad(loss, parameters)
+        # In the layout of the parameters: AdamW then takes all of them in one pass.
+        return loss.detach(), [torch.empty_like(p).copy_(g) for p, g in zip(parameters, gradients, strict=True)]
 
     def _draw_batch(
         self, real: Tensor, fake: Tensor, contexts: Tensor, plan: WritePlan

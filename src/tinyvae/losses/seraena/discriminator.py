@@ -1,6 +1,7 @@
 """Seraena's discriminator (an image and its context in, six score maps out) and the correction made from its gradient.
 
-Keys and shapes are those of the published Seraena. It always computes in fp32, under autocast too.
+Keys and shapes are those of the published Seraena. It computes in fp32, under autocast too. On a GPU ``dtype`` may be
+bfloat16: then only the convolutions and batch norms are in that precision.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ Normalization = Literal["golden", "size_independent"]
 
 class SeraenaDiscriminator(nn.Module):
     """Scores [N, 6, H//8, W//8] of images in [0, 1] with their contexts; trained to +1 for fake, -1 for real."""
+
+    dtype = torch.float32
 
     def __init__(self, image_channels: int, context_channels: int) -> None:
         super().__init__()
@@ -45,14 +48,18 @@ class SeraenaDiscriminator(nn.Module):
     def forward(self, images_NCHW: Tensor, contexts_NCHW: Tensor) -> Tensor:
         height, width = images_NCHW.shape[-2:]
         patches = (height // PATCH_PIXELS, width // PATCH_PIXELS)
-        with torch.autocast(device_type=images_NCHW.device.type, enabled=False):
-            contexts = F.interpolate(contexts_NCHW.float(), size=(height, width), mode="nearest")
-            x = torch.cat([2 * images_NCHW.float() - 1, contexts], dim=1)
-            maps = []
+        device, is_fp32 = images_NCHW.device.type, self.dtype == torch.float32
+        with torch.autocast(device_type=device, enabled=False):
+            contexts = F.interpolate(contexts_NCHW.to(self.dtype), size=(height, width), mode="nearest")
+            x = torch.cat([(2 * images_NCHW.float() - 1).to(self.dtype), contexts], dim=1)
+            if device == "cuda":  # its convolutions run twice as fast in this layout
+                x = x.contiguous(memory_format=torch.channels_last)
+        maps = []
+        with torch.autocast(device_type=device, dtype=None if is_fp32 else self.dtype, enabled=not is_fp32):
             for block, proj in zip(self.blocks, self.proj, strict=True):
                 x = block(x)
-                maps.append(_pool(proj(x), patches))
-            return torch.cat(maps, dim=1)
+                maps.append(_pool(proj(x).float(), patches))
+        return torch.cat(maps, dim=1)
 
 
 def _pool(scores_N1HW: Tensor, patches: tuple[int, int]) -> Tensor:

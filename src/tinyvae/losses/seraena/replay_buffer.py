@@ -69,10 +69,13 @@ class ReplayBuffer:
         self, slots: list[int], plan: WritePlan, images_NCHW: Tensor, contexts_NCHW: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Items at these slots as they will be after `commit`, in fp32 on the device of the new images."""
+        fresh = [row for row, slot in enumerate(slots) if slot in plan.source_of]
         columns = []
         for old, new in zip(plan.storage, (images_NCHW, contexts_NCHW), strict=True):
-            rows = [stored(new[plan.source_of[slot]]) if slot in plan.source_of else old[slot] for slot in slots]
-            columns.append(torch.stack([row.to(new.device).float() for row in rows]))
+            rows = old[slots].to(new.device).float()
+            if fresh:
+                rows[fresh] = stored(new[[plan.source_of[slots[row]] for row in fresh]]).float()
+            columns.append(rows)
         return columns[0], columns[1]
 
     def commit(self, plan: WritePlan, images_NCHW: Tensor, contexts_NCHW: Tensor) -> None:

@@ -1,0 +1,303 @@
+"""A latent store: what it makes of a run's clips, and that training from it is training with the teacher."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.test_full_disk import fill, small_disk  # noqa: F401  (a fixture)
+from tests.training.test_golden_losses import write_teacher
+from tests.training.tiny_runs import arguments_for, launch, run_differences, train_here
+from tinyvae.cli.main import run
+from tinyvae.config.load import load_config
+from tinyvae.data import latent_store
+from tinyvae.data.latent_store import LatentStore
+from tinyvae.errors import UserError
+from tinyvae.training.latents import LatentJob, make_latents
+from tinyvae.training.loop import Trainer
+from tinyvae.training.preflight import preflight
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_teacher(tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latent_store, "CLIPS_PER_SHARD", 2)
+
+
+def recipe(clips: Path, run: Path, **changes: object) -> list[str]:
+    """A run of a few steps that learns from a teacher; with everything that changes pixels and latents switched on."""
+    settings: dict[str, object] = {
+        "variant": "taecvx",
+        "encoder_loss_weight": 0.1,
+        "decoder_loss_weight": 0.1,
+        "ref_vae_dtype": "float32",
+        "ref_vae_sample": True,
+        "color_jitter": True,
+        "gaussian_blur": True,
+        "n_frames": 8,
+        "max_train_steps": STEPS,
+        "checkpointing_steps": STEPS,
+        "validation_steps": STEPS,
+        "log_every": 1,
+        **changes,
+    }
+    return arguments_for(clips, run, **settings)
+
+
+def live(clips: Path, run: Path, teacher: Path, **changes: object) -> list[str]:
+    return recipe(clips, run, use_ref_vae=True, ref_vae_path=teacher, **changes)
+
+
+def without_own_files(folder: Path) -> dict[str, object]:
+    """Settings of a run whose other files are not on the machine that makes its latents."""
+    return {"pretrained_model_path": folder / "gone.pth", "perceptual_loss_weight": 0.1, "lpips_weights": folder / "no"}
+
+
+def make(words: list[str], folder: Path, num_clips: int = 8, **job: object) -> int:
+    job = {"dtype": "float32", **job}
+    return make_latents(load_config(words[0], words[1:]), LatentJob(folder=folder, num_clips=num_clips, **job))  # type: ignore[arg-type]
+
+
+DTYPES = [
+    ("float32", "float32"),
+    pytest.param("bfloat16", "float32", marks=pytest.mark.slow),
+    pytest.param("bfloat16", "bfloat16", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("teacher_dtype", "dtype"), DTYPES)
+def test_training_from_a_store_is_training_with_the_teacher(
+    clips: Path, teacher: Path, tmp_path: Path, teacher_dtype: str, dtype: str
+) -> None:
+    """To the last bit; a store in bfloat16 keeps all that a teacher in bfloat16 says. The run loads no teacher."""
+    words = live(clips, tmp_path / "live", teacher, ref_vae_dtype=teacher_dtype)
+    assert make(words, tmp_path / "store", dtype=dtype) == 0
+    train_here(words)
+    train_here(recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store"))
+    assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
+
+
+@pytest.mark.slow
+def test_micro_batches_in_parts_take_their_own_latents(
+    clips: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after memory ran out: each part of a micro-batch has the latents and draws of its own clips."""
+    begin = Trainer.__init__
+
+    def begin_in_parts(self: Trainer, *arguments: Any) -> None:
+        begin(self, *arguments)
+        self.slices = 2
+
+    monkeypatch.setattr(Trainer, "__init__", begin_in_parts)
+    words = live(clips, tmp_path / "live", teacher)
+    make(words, tmp_path / "store")
+    train_here(words)
+    train_here(recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store"))
+    assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
+
+
+@pytest.mark.slow
+def test_two_ranks_train_from_a_store_as_with_the_teacher(clips: Path, teacher: Path, tmp_path: Path) -> None:
+    """Each rank reads its own clips, with a worker, and draws for them."""
+    changes: dict[str, object] = {"train_batch_size": 1, "max_train_steps": STEPS}
+    words = live(clips, tmp_path / "live", teacher, **changes)
+    make(words, tmp_path / "store", 8)
+    stored = recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store", dataloader_num_workers=1, **changes)
+    for command in (words, stored):
+        running = launch(command, tmp_path / "logs", ranks=2)
+        assert running.wait(120) == [0, 0], running.both_logs()
+    assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
+
+
+@pytest.mark.slow
+def test_a_run_resumes_exactly_and_not_with_a_store_that_has_grown(clips: Path, teacher: Path, tmp_path: Path) -> None:
+    """Four steps of two clips go round a store of five."""
+    words, store = live(clips, tmp_path / "made", teacher), tmp_path / "store"
+    make(words, store, 5)
+    train_here(recipe(clips, tmp_path / "whole", latent_store=store, checkpointing_steps=2))
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoint-4")
+    again = recipe(clips, tmp_path / "cut", latent_store=store, checkpointing_steps=2, resume_from_checkpoint="latest")
+    train_here(again)
+    assert run_differences(tmp_path / "whole", tmp_path / "cut", STEPS) == []
+    make(words, store, 6)
+    with pytest.raises(UserError, match="clips in the latent store: 5 -> 6, which changes their order"):
+        train_here([*again, "--max_train_steps", "6"])
+
+
+def test_bfloat16_is_a_rounding_of_float32_and_shards_do_not_show(
+    clips: Path, teacher: Path, tmp_path: Path, small_shards: None
+) -> None:
+    words = live(clips, tmp_path / "run", teacher)
+    make(words, tmp_path / "whole", 4)
+    make(words, tmp_path / "parts", 4, dtype="bfloat16", part=1, num_parts=2)
+    assert make(words, tmp_path / "parts", 4, dtype="bfloat16", part=0, num_parts=2) == 0
+    whole, parts = (LatentStore.open(tmp_path / name) for name in ("whole", "parts"))
+    assert parts.num_shards == 2 and parts.num_bytes < whole.num_bytes
+    exact, rounded = whole.read(range(4)), parts.read(range(4))
+    assert exact.std is not None and rounded.std is not None
+    assert torch.equal(exact.mean.to(torch.bfloat16), rounded.mean)
+    assert torch.equal(exact.std.to(torch.bfloat16), rounded.std)
+    assert [whole.file_of(p) for p in range(4)] == [parts.file_of(p) for p in range(4)]
+
+
+@pytest.fixture(scope="module")
+def made(clips: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small store without spread. Treat as read-only."""
+    folder = tmp_path_factory.mktemp("store")
+    make(live(clips, folder / "run", teacher, ref_vae_sample=False, **without_own_files(folder)), folder, 2)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"height": 40}, "height is 40 here and 32 in the store"),
+        ({"random_flip": False}, "random_flip is False here and True in the store"),
+        ({"seed": 1}, "seed is 1 here and 42 in the store"),
+        ({"gaussian_blur_probability": 0.1}, "gaussian_blur_probability is 0.1 here and 0.5 in the store"),
+        ({"ref_vae_sample": True}, "ref_vae_sample is True here and False in the store"),
+        ({"train_split": 0.9}, "the number of training files is 7 here and 6 in the store"),
+    ],
+)
+def test_a_store_of_other_clips_is_refused_by_the_difference(
+    clips: Path, made: Path, tmp_path: Path, changes: dict[str, object], named: str
+) -> None:
+    with pytest.raises(UserError, match=f"does not fit this run: {named}; make one for this run"):
+        train_here(recipe(clips, tmp_path / "run", latent_store=made, **{"ref_vae_sample": False, **changes}))
+
+
+def test_a_store_of_another_teacher_is_refused_where_the_teacher_is_there(
+    clips: Path, made: Path, teacher: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "teacher"
+    shutil.copytree(teacher, other)
+    weights = other / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    with pytest.raises(UserError, match=r"the hash of the teacher's weights is .* here and .* in the store"):
+        train_here(live(clips, tmp_path / "run", other, latent_store=made, ref_vae_sample=False))
+    with pytest.raises(UserError, match="ref_vae_dtype is bfloat16 here and float32 in the store"):
+        words = live(clips, tmp_path / "run", Path("gone"), latent_store=made, ref_vae_sample=False)
+        train_here([*words, "--ref_vae_dtype", "bfloat16"])
+
+
+def test_a_file_that_went_bad_ends_the_run_by_name(clips: Path, made: Path, tmp_path: Path) -> None:
+    """The loader would take another file, whose latents the store does not hold."""
+    copies = tmp_path / "clips"
+    shutil.copytree(clips, copies)
+    words = recipe(copies, tmp_path / "run", latent_store=made, ref_vae_sample=False)
+    first = LatentStore.open(made).file_of(0)
+    index = tmp_path / "index.tvi"
+    assert run(["data", "index", str(copies), "--output", str(index)]) == 0
+    (copies / first).write_bytes(b"")
+    with pytest.raises(UserError, match=f"latents of clip 0 in {made} are those of '{first}', and the run read 'clip_"):
+        train_here([*words, "--index_path", str(index)])
+
+
+def test_the_check_has_a_line_for_the_store(clips: Path, made: Path, tmp_path: Path) -> None:
+    words = recipe(clips, tmp_path / "run", latent_store=made, ref_vae_sample=False)
+
+    def line(*more: str) -> tuple[str, str]:
+        config = load_config(words[0], [*words[1:], *more]).config
+        (found,) = [row for row in preflight(config, {}, processes=1, with_step=False) if row.name == "latents"]
+        return found.found, found.fix
+
+    found, fix = line()
+    assert (
+        found.startswith(f"2 clips in {made}, ")
+        and "complete; the first comes again after 1 step of one device" in found
+    )
+    assert fix == ""
+    assert "height is 40 here" in line("--height", "40")[1]
+
+
+def test_nothing_is_written_where_the_disk_cannot_hold_it(
+    clips: Path, made: Path, teacher: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (made / "store.json").read_bytes()
+    with pytest.raises(UserError, match=r"free, and .* TiB are needed; make room for"):
+        make(live(clips, made / "run", teacher, ref_vae_sample=False), made, 10**10)
+    assert (made / "store.json").read_bytes() == before
+    assert "10000000000 clips of 2.00 KiB in float32, 18.6 TiB in all" in capsys.readouterr().out
+
+
+def test_settings_without_a_teacher_have_no_latents(clips: Path, made: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no teacher whose latents could be stored"):
+        make(arguments_for(clips, tmp_path / "run"), tmp_path / "store")
+    with pytest.raises(UserError, match="latent_store is set, but a store is made by the teacher itself"):
+        make(recipe(clips, tmp_path / "run", latent_store=made), tmp_path / "store")
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_sentence_and_what_is_written_stays(
+    clips: Path,
+    teacher: Path,
+    small_disk: Path,  # noqa: F811
+    small_shards: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write = LatentStore.write
+
+    def write_then_fill(store: LatentStore, shard: int, *what: object) -> None:
+        write(store, shard, *what)  # type: ignore[arg-type]
+        if shard == 0:
+            fill(small_disk, leaving=5000)
+
+    monkeypatch.setattr(LatentStore, "write", write_then_fill)
+    words, folder = live(clips, small_disk / "run", teacher), small_disk / "store"
+    with pytest.raises(UserError, match=r"writing to .* failed \(No space left on device: .* free in .*\); check"):
+        make(words, folder)
+    (small_disk / "ballast").unlink()
+    store = LatentStore.open(folder)
+    assert list(store.missing_shards()) == [1, 2, 3] and not list(folder.glob("*.part"))
+    assert make(words, folder) == 0
+    latent_store._open_shard.cache_clear()  # its memory maps, and that of the index, would keep the disk busy
+    gc.collect()
+
+
+@pytest.mark.slow
+def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path, teacher: Path, tmp_path: Path) -> None:
+    """The real command: killed, damaged, started again in two processes at once; the store is that of one process."""
+    words = live(clips, tmp_path / "run", teacher, train_batch_size=4, dataloader_num_workers=2)
+    command = [sys.executable, "-m", "tinyvae", "latents", *words, "--clips", "136", "--dtype", "fp32", "--output"]
+    folder, environment = tmp_path / "store", {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, str(folder)], env=environment, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("latents-*")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    store = LatentStore.open(folder)
+    assert 1 <= store.num_shards - len(list(store.missing_shards())) < 3
+    first = folder / "latents-00000.safetensors"
+    first.write_bytes(first.read_bytes()[:1000])
+    pair = [
+        subprocess.Popen([*command, str(folder), "--shard", f"{part}/2"], env=environment, stderr=subprocess.PIPE)
+        for part in (1, 2)
+    ]
+    messages = [process.communicate(timeout=120)[1].decode() for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], messages
+    assert "latents-00000.safetensors is damaged" in messages[0]
+    make(words, tmp_path / "again", 136)
+    both = [LatentStore.open(made).read(range(136)) for made in (folder, tmp_path / "again")]
+    assert torch.equal(both[0].mean, both[1].mean)
+    assert both[0].std is not None and both[1].std is not None and torch.equal(both[0].std, both[1].std)
+    assert json.loads((folder / "store.json").read_text())["num_clips"] == 136
