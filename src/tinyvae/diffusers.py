@@ -147,7 +147,9 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         options |= {"latent_space": spec.latent_space, "activation": spec.activation}
         vae = cls(variant=spec.name, width=spec.width, **options)
         vae.load_state_dict(model.state_dict())
-        return vae.to(device=model.device, dtype=model.dtype).eval()
+        # torch's own `to`: that of diffusers warns at every cast, of no module in particular (0.42).
+        torch.nn.Module.to(vae, device=model.device, dtype=model.dtype)
+        return vae.eval()
 
     @property
     def gradient_checkpointing(self) -> bool:

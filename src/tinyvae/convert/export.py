@@ -219,7 +219,7 @@ def _write_folder(
     make_output_folder(target, option="--output")
     with writing_to(target), tempfile.TemporaryDirectory(dir=target, prefix=".export-") as name:
         folder = Path(name)
-        AutoencoderTinyVideo.from_tinyvae(rounded).to(dtype).save_pretrained(folder)
+        AutoencoderTinyVideo.from_tinyvae(copy.deepcopy(rounded).to(dtype)).save_pretrained(folder)
         names = sorted(file.name for file in folder.iterdir())
         _refuse_existing([target / name for name in names], overwrite)
         check_folder(AutoencoderTinyVideo.from_pretrained(folder, torch_dtype=torch.float32), rounded, program)
