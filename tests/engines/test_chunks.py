@@ -126,10 +126,8 @@ def test_default_chunks_are_the_stored_ones(engine: Engine, element_size: int) -
 @pytest.mark.parametrize(
     ("variant", "engine"),
     [
-        (name, engine)
-        for name in VARIANTS
-        for engine in ("eager", "cudnn")
-        if (name, engine) != ("taeltx2_3_wide", "cudnn")
+        *((name, engine) for name in VARIANTS if name != "taeltx2_3_wide" for engine in ("eager", "cudnn")),
+        pytest.param("taeltx2_3_wide", "eager", marks=pytest.mark.slow),
     ],
 )
 def test_default_chunk_takes_half_a_gigabyte(variant: str, engine: Engine) -> None:
