@@ -14,7 +14,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "tinyvae"
 FLOORS = [
     {"errors", "heap"},
     {"terminal"},
-    {"files"},
+    {"files", "cache_folder"},
+    {"storage"},
     {"models"},
     {"engines", "video"},
     {"data", "losses", "teachers"},

@@ -196,7 +196,7 @@ def test_10_seraena_is_one_on_all_ranks_and_saved_whole(two_ranks: Path) -> None
     )
     for rank in (0, 1):
         own = states[f"rank_0000{rank}.pt"]["seraena"]
-        assert own["generator"] is not None and len(own["buffer"][0]) > 0
+        assert own["generator"] is not None and len(own["buffers"][0][0]) > 0
     assert not any(key.startswith(("blocks", "proj")) for key in states["training_state.pt"]["model"])
 
 

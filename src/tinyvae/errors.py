@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable
-from pathlib import Path
 from types import ModuleType
 
 NEAR = 0.65
@@ -33,9 +32,9 @@ class FileExistsAlreadyError(UserError, FileExistsError):
 
 
 class UnreadableVideoError(UserError):
-    """A video that cannot give the frames asked for. Its text is ``path: reason``."""
+    """A video (path or URL) that cannot give the frames asked for. Its text is ``path: reason``."""
 
-    def __init__(self, path: Path, reason: str) -> None:
+    def __init__(self, path: object, reason: str) -> None:
         super().__init__(path, reason)  # both as arguments: the error can then travel between processes
         self.path, self.reason = path, reason
 

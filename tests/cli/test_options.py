@@ -12,7 +12,7 @@ from tinyvae.cli.main import VERBS, build_parser
 from tinyvae.cli.options import OLD_WORDS, SHARED, OldWord, Parser, add_options, dtype, number, size
 from tinyvae.errors import UserError
 
-OF_THIS_ROOM = [verb for verb in VERBS if verb not in ("train", "data")]
+OF_THIS_ROOM = [verb for verb in VERBS if verb not in ("train", "data", "latents")]  # two also take settings
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:

@@ -26,6 +26,7 @@ from tinyvae.config.rules import check_config
 from tinyvae.config.schema import FIELDS, TrainConfig, to_json
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.models.weights import load_model
+from tinyvae.storage import Url
 from tinyvae.training.run_folder import earlier_run_folders, has_time, new_run_folder
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -503,6 +504,31 @@ def test_a_run_that_is_cut_short_has_a_short_beginning_and_says_so(tmp_path: Pat
     assert "lr_warmup_steps=30 is more than max_train_steps=20" in refusal("quickstart", both)
 
 
+def test_one_size_and_several_exclude_each_other_and_the_later_wins(tmp_path: Path) -> None:
+    loaded = load_config("h100", ["--resolutions", "16x480x720:0.3,17x256x256:0.7"])
+    assert loaded.config.resolutions == ("16x480x720:0.3", "17x256x256:0.7")
+    loaded = load_config("scratch", ["--resolutions=8x64x64,8x32x48@20,8x32x32"])
+    assert (loaded.config.n_frames, loaded.config.height, loaded.config.width) == (8, 64, 64), "the largest of them"
+    said = "the size for validation and messages is 8x64x64, because that is the largest of the resolutions that the"
+    assert any(notice.startswith(said) for notice in loaded.notices)
+    run = tmp_path / "config.json"
+    run.write_text(to_json(loaded.config))
+    assert load_config(run).config.sizes == loaded.config.sizes
+    again = load_config(run, ["--height", "32"])
+    assert again.config.resolutions == () and again.config.height == 32
+    assert "resolutions is set to none, because the command line sets height." in again.notices
+    assert load_config(run, ["--resolutions", "none"]).config.resolutions == ()
+    both = ["--resolutions", "8x64x64", "--width", "32"]
+    assert "width=32 and resolutions (the command line) exclude each other" in refusal("scratch", both)
+    mine = write(tmp_path, "args.resolutions = ['8x64x64', '4x32x32:2']\n")
+    assert load_config(mine).config.resolutions == ("8x64x64", "4x32x32:2")
+    assert "resolutions: '8x64' is no size; write FRAMESxHEIGHTxWIDTH" in refusal(
+        write(tmp_path, "args.resolutions = '8x64'\n")
+    )
+    wrong = refusal(write(tmp_path, "args.resolutions = [(8, 64, 64)]\n"))
+    assert "resolutions=[(8, 64, 64)] must be sizes such as 16x480x720:0.3,16x256x256:0.7" in wrong
+
+
 def test_a_contradiction_inside_one_layer_is_a_mistake(tmp_path: Path) -> None:
     assert "needs a teacher" in refusal("quickstart", ["--no-use_ref_vae", "--encoder_loss_weight", "0.1"])
     assert "needs a teacher" in refusal(write(tmp_path, "args.use_ref_vae = False\nargs.encoder_loss_weight = 1.0\n"))
@@ -749,3 +775,14 @@ def test_the_page_of_the_losses_says_which_ones_have_a_choice_of_distance() -> N
     words = " ".join(section.split())
     assert "encoder and temporal losses are mean squared errors" in words
     assert "For the reconstruction and decoder losses, `reconstruction_loss_type` chooses" in words
+
+
+def test_a_url_is_kept_as_it_is_written_and_comes_back_from_a_run(tmp_path: Path) -> None:
+    file = write(tmp_path, "args.data_root = 's3://bucket/videos/'\nargs.index_path = 'file:///data/i.tvi'\n")
+    config = load_config(file, ["--annotation_file", "hf://datasets/me/it/list.json"]).config
+    assert config.data_root == Url("s3://bucket/videos") and config.index_path == Path("/data/i.tvi")
+    (tmp_path / "config.json").write_text(to_json(config))
+    again = load_config(tmp_path / "config.json").config
+    assert again == config and str(again.annotation_file) == "hf://datasets/me/it/list.json"
+    with pytest.raises(UserError, match=r"output_dir=s3://bucket/run is a URL, and output_dir must be on this machine"):
+        load_config("scratch", ["--output_dir", "s3://bucket/run"])

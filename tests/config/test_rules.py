@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import fsspec
 import pytest
 import safetensors.torch
 import torch
@@ -82,6 +83,28 @@ def test_defaults_pass_their_own_checks() -> None:
 )
 def test_a_wrong_value_is_named_with_its_remedy(changes: dict[str, Any], words: str) -> None:
     assert words in complaint(replace(TrainConfig(), **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "resolutions 14x64x64: n_frames=14 does not suit taehv"),
+        ({}, "resolutions 8x100x128: taehv needs a height and width that are multiples of 8, got 100x128"),
+        ({"temporal_loss_weight": 0.1}, "resolutions 1x24x24: temporal_loss_weight needs at least 2 decoded frames"),
+        ({"perceptual_loss_weight": 0.1}, "needs frames of at least 31x31 pixels, got 24x24"),
+        (
+            {"use_seraena": True, "seraena_loss_weight": 0.1, "n_seraena_frames": 8},
+            "resolutions 1x24x24: n_seraena_frames=8 does not divide",
+        ),
+        (
+            {"use_seraena": True, "seraena_loss_weight": 0.1, "seraena_buffer_mb": 1, "n_seraena_frames": 4},
+            "resolutions 8x256x256: the replay buffer of 1 MB, a part for each of 5 sizes, does not hold one group",
+        ),
+    ],
+)
+def test_every_size_is_checked(changes: dict[str, Any], words: str) -> None:
+    sizes = ("8x128x128", "14x64x64", "8x100x128", "1x24x24", "8x256x256")
+    assert words in complaint(replace(TrainConfig(), resolutions=sizes, **changes))
 
 
 def test_all_complaints_come_in_one_message() -> None:
@@ -370,3 +393,22 @@ def test_text_of_the_command_line() -> None:
     assert convert("seraena_start", "300") == 300
     assert convert("tracker_name", "17") == "17"
     assert convert("data_root", "/a b") == Path("/a b")
+
+
+def test_places_behind_urls_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINYVAE_FILE_CACHE_DIR", str(tmp_path))
+    system = fsspec.filesystem("memory")
+    system.pipe_file("/rules/a.mp4", b"no video")
+    system.pipe_file("/rules/list.json", b'[{"path": "../a.mp4"}]')
+    check_paths(TrainConfig(data_root="memory://rules"))  # type: ignore[arg-type]
+    for changes, says in (
+        ({"data_root": "memory://nothing"}, r"data_root=memory://nothing does not exist \(no such bucket"),
+        ({"data_root": "memory://rules/a.mp4"}, "data_root=memory://rules/a.mp4 is a file"),
+        ({"data_root": "memory://rules", "use_sample_clips": True}, "use_sample_clips needs a local data_root"),
+        ({"annotation_file": "memory://rules/list.json"}, "list.json, entry 1: .* leaves the data root memory://rules"),
+        ({"index_path": "memory://rules/list.json"}, "index_path=memory://rules/list.json is no index"),
+        ({"data_root": "nowhere://x"}, "data_root=nowhere://x cannot be opened: .*Protocol not known"),
+    ):
+        with pytest.raises(UserError, match=says):
+            check_paths(TrainConfig(**changes))  # type: ignore[arg-type]
+    system.rm("/rules", recursive=True)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tinyvae.cache_folder import ABANDONED_S
 from tinyvae.data import decoded_cache
 from tinyvae.data.clip import ClipSettings, CropWindow
 from tinyvae.data.decoded_cache import DecodedCache
@@ -66,6 +67,12 @@ def test_a_window_is_cut_where_the_file_would_be(tmp_path: Path, frame_indices: 
 COPY_GB = 12 * 3 * 64 * 96 / 2**30
 
 
+def name_of(cache: DecodedCache, video: Path) -> str:
+    """The name of a video's copy."""
+    found = video.stat()
+    return cache.place(f"{video}\0{found.st_size}\0{found.st_mtime_ns}", ".rgb").name
+
+
 def copies(cache: DecodedCache) -> set[str]:
     return {file.name for file in cache.folder.iterdir()}
 
@@ -74,7 +81,7 @@ def age(cache: DecodedCache, *videos: Path, seconds: float = 100) -> None:
     """Let the last use of some copies lie this long ago, the first one's longest."""
     for rank, video in enumerate(videos):
         past = time.time() - seconds + rank
-        os.utime(cache.folder / cache._name(video), (past, past))
+        os.utime(cache.folder / name_of(cache, video), (past, past))
 
 
 def test_a_video_larger_than_the_cache_means_none_and_nothing_gone_or_left_behind(tmp_path: Path) -> None:
@@ -82,7 +89,7 @@ def test_a_video_larger_than_the_cache_means_none_and_nothing_gone_or_left_behin
     cache = DecodedCache(tmp_path / "cache", max_gb=1.5 * COPY_GB)
     assert whole(cache, small) is not None
     assert whole(cache, large) is None and cache.event == "full"
-    assert copies(cache) == {cache._name(small)}
+    assert copies(cache) == {name_of(cache, small)}
 
 
 def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
@@ -95,38 +102,38 @@ def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
     whole(cache, videos[0])  # the oldest copy is the one used last now
     cached = whole(cache, videos[3])
     assert cached is not None and torch.equal(cached, read_frames(videos[3], range(12)))
-    assert copies(cache) == {cache._name(videos[n]) for n in (0, 2, 3)} and cache.event == "evicts"
+    assert copies(cache) == {name_of(cache, videos[n]) for n in (0, 2, 3)} and cache.event == "evicts"
 
 
 def test_a_run_gives_up_what_others_left_and_not_its_own(tmp_path: Path) -> None:
     """Coming back to each file equally often, it would decode a whole file each time for nothing."""
     theirs, *own = (write_video(tmp_path / f"{n}.mp4", seed=n) for n in range(4))
     whole(DecodedCache(tmp_path / "cache", max_gb=1), theirs)
-    cache = DecodedCache(tmp_path / "cache", max_gb=2.5 * COPY_GB, keep_used_since=time.time() - 10)
+    cache = DecodedCache(tmp_path / "cache", max_gb=2.5 * COPY_GB, run_start=time.time() - 10)
     age(cache, theirs)
     for video in own[:2]:
         assert whole(cache, video) is not None
-    assert copies(cache) == {cache._name(video) for video in own[:2]} and cache.event == "evicts"
+    assert copies(cache) == {name_of(cache, video) for video in own[:2]} and cache.event == "evicts"
     assert whole(cache, own[2]) is None and cache.event == "full"
-    assert copies(cache) == {cache._name(video) for video in own[:2]}
+    assert copies(cache) == {name_of(cache, video) for video in own[:2]}
 
 
 def test_what_a_killed_process_left_goes_and_what_another_writes_stays(tmp_path: Path) -> None:
     video = write_video(tmp_path / "a.mp4")
     cache = DecodedCache(tmp_path / "cache", max_gb=2.5 * COPY_GB)
     cache.folder.mkdir()
-    for name, seconds in (("abandoned.1.part", decoded_cache.ABANDONED_S + 60), ("written.2.part", 1)):
+    for name, seconds in (("abandoned.1.part", ABANDONED_S + 60), ("written.2.part", 1)):
         (cache.folder / name).write_bytes(bytes(12 * 3 * 64 * 96))
         os.utime(cache.folder / name, (time.time() - seconds,) * 2)
     assert whole(cache, video) is not None
-    assert copies(cache) == {cache._name(video), "written.2.part"}
+    assert copies(cache) == {name_of(cache, video), "written.2.part"}
 
 
 def test_a_full_disk_is_a_full_cache_and_no_bad_video(tmp_path: Path) -> None:
     video = write_video(tmp_path / "a.mp4")
     cache = DecodedCache(tmp_path / "cache", max_gb=1)
     cache.folder.mkdir()
-    unfinished = cache.folder / f".{cache._name(video)}.{os.getpid()}.part"
+    unfinished = cache.folder / f".{name_of(cache, video)}.{os.getpid()}.part"
     unfinished.symlink_to("/dev/full")
     assert whole(cache, video) is None and cache.event == "full"
     assert copies(cache) == set()
@@ -139,7 +146,7 @@ def test_a_copy_that_goes_while_it_is_read_is_read_to_its_end(tmp_path: Path, mo
     read = decoded_cache._read_window
 
     def evict_first(*arguments: Any, **more: Any) -> None:
-        (cache.folder / cache._name(video)).unlink(missing_ok=True)
+        (cache.folder / name_of(cache, video)).unlink(missing_ok=True)
         read(*arguments, **more)
 
     monkeypatch.setattr(decoded_cache, "_read_window", evict_first)
@@ -241,6 +248,6 @@ def test_a_copy_that_is_cut_while_it_is_read_is_named(tmp_path: Path, monkeypatc
     whole(cache, video)
     (copy,) = (tmp_path / "cache").iterdir()
     copy.write_bytes(copy.read_bytes()[:-1])
-    monkeypatch.setattr(decoded_cache, "_open_whole", lambda file, size: file.open("rb", buffering=0))
+    monkeypatch.setattr(decoded_cache, "open_copy", lambda file, size: file.open("rb", buffering=0))
     with pytest.raises(UnreadableVideoError, match=r"\.rgb: this decoded copy became shorter .*delete it"):
         whole(cache, video)

@@ -38,7 +38,7 @@ def latents_of(positions: range) -> torch.Tensor:
 def fill(store: LatentStore, shards: list[int] | None = None) -> LatentStore:
     for shard in store.missing_shards() if shards is None else shards:
         positions = store.positions(shard)
-        store.write(shard, StoredLatents(mean=latents_of(positions)), [f"clip_{p}.mp4" for p in positions])
+        store.write(shard, [StoredLatents(mean=latents_of(positions))], [f"clip_{p}.mp4" for p in positions])
     return store
 
 
@@ -61,7 +61,7 @@ def test_float32_latents_keep_every_bit_and_the_spread_comes_along(tmp_path: Pat
     facts = replace(FACTS, has_std=True)
     store = LatentStore.create(tmp_path, facts, num_clips=3)
     mean, std = torch.randn(3, 2, 16, 4, 6), torch.rand(3, 2, 16, 4, 6)
-    store.write(0, StoredLatents(mean=mean, std=std), ["a", "b", "c"])
+    store.write(0, [StoredLatents(mean=mean, std=std)], ["a", "b", "c"])
     read = store.read([2, 0])
     assert torch.equal(read.mean, mean[[2, 0]]) and read.std is not None and torch.equal(read.std, std[[2, 0]])
     assert 2 * mean.numel() * 4 < store.num_bytes < 2 * mean.numel() * 4 + 2000
@@ -79,6 +79,37 @@ def test_a_store_goes_on_where_it_stopped_and_may_grow(tmp_path: Path) -> None:
     assert list(grown.missing_shards()) == [2, 3]  # shard 2 held 22 clips and now needs 64
     fill(grown).check_complete()
     assert new_store(tmp_path, num_clips=10).num_clips == 200
+
+
+SIZES = {"resolutions": ["5x32x48", "1x16x24:2", "9x16x16@20"], "clips_per_step": 6}
+
+
+def test_several_sizes_each_stage_has_its_own_clips(tmp_path: Path) -> None:
+    """Three clips a micro-batch, six a step; the second stage begins at position 120."""
+    facts = replace(FACTS, clips={**FACTS.clips, **SIZES})
+    for num_clips, shards in ((20, [0, 1, 2]), (70, [0, 1, 2, 3])):  # shards hold 63 positions
+        store = LatentStore.create(tmp_path, facts, num_clips=num_clips, batch_size=3)
+        rounded = num_clips + -num_clips % 6
+        assert [list(stage) for stage in store.stages] == [list(range(rounded)), list(range(120, 120 + rounded))]
+        assert store.shards == [shard for shard in shards if store.positions(shard)] and store.clips_per_shard == 63
+        stored = [position for shard in store.shards for position in store.positions(shard)]
+        assert stored == [position for stage in store.stages for position in stage]
+        sizes = store.facts.sizes
+        assert sizes is not None
+        for shard in store.missing_shards():
+            made = []
+            for position in store.positions(shard):
+                n_frames, height, width = sizes.size_at(position, seed=42)
+                made.append(StoredLatents(mean=torch.full((1, n_frames, 1, height // 8, width // 8), float(position))))
+            store.write(shard, made, [f"clip_{position}.mp4" for position in store.positions(shard)])
+        store = LatentStore.open(tmp_path)
+        store.check_complete()
+        for position in range(0, 400, 6):  # every clip of a step has its size, also where it comes round again
+            first, clip = (0 if position < 120 else 120), store.clip_of(position)
+            assert clip == first + (position - first) % rounded
+            mean = store.read(list(range(position, position + 6))).mean
+            assert mean[:, 0, 0, 0, 0].tolist() == list(range(clip, clip + 6))
+            assert store.file_of(position + 1) == f"clip_{clip + 1}.mp4"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +175,7 @@ def test_a_shard_of_another_store_is_no_part_of_this_one(tmp_path: Path) -> None
 
 def test_a_shard_holds_whole_micro_batches(tmp_path: Path) -> None:
     store = LatentStore.create(tmp_path, FACTS, num_clips=150, batch_size=10)
-    assert [store.positions(shard) for shard in range(store.num_shards)] == [range(60), range(60, 120), range(120, 150)]
+    assert [store.pieces(shard) for shard in store.shards] == [[range(60)], [range(60, 120)], [range(120, 150)]]
     assert LatentStore.create(tmp_path, FACTS, num_clips=150, batch_size=7) == store, "as it was begun"
 
 

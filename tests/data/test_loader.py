@@ -35,6 +35,7 @@ from tinyvae.data import loader as loader_module
 from tinyvae.data.clip import choose_clip, file_of
 from tinyvae.data.latent_store import LatentStore, StoredLatents, StoreFacts
 from tinyvae.data.loader import ValidationReads
+from tinyvae.data.sizes import SizeSchedule, SizesOfPositions, with_size
 from tinyvae.errors import UserError
 from tinyvae.video.decode import read_frames
 
@@ -71,7 +72,7 @@ def store_of(clips: ClipSet, folder: Path, num_clips: int) -> LatentStore:
     store = LatentStore.create(folder, facts, num_clips=num_clips)
     mean = torch.arange(float(num_clips)).view(-1, 1, 1, 1, 1).expand(-1, 2, 4, 4, 6)
     names = [name for batch in take(clips, num_clips, batch_size=1) for name in batch.names]
-    store.write(0, StoredLatents(mean=mean), names)
+    store.write(0, [StoredLatents(mean=mean)], names)
     return store
 
 
@@ -135,6 +136,23 @@ def test_ranks_together_see_what_one_rank_with_the_whole_batch_sees(
         assert [name for part in parts for name in part.names] == whole.names
         assert torch.equal(joined(parts), whole.frames)
         assert torch.equal(torch.cat([part.color_and_blur for part in parts]), whole.color_and_blur)
+
+
+def test_clips_of_several_sizes_are_those_that_a_run_of_each_size_would_read(sides: tuple[ClipSet, ClipSet]) -> None:
+    """Two micro-batches a step, on two ranks: files, frames and crops follow from the position, the size from the
+    step."""
+    schedule = SizeSchedule.parse(["5x32x48", "3x24x16", "1x16x24@2"])
+    sizes = SizesOfPositions(schedule=schedule, clips_per_step=4, start_sample=20, start_step=1)
+    options = {"batch_size": 1, "world_size": 2, "start_sample": 20}
+    seen = set()
+    for rank in (0, 1):
+        loader = make_train_loader(sides[0], SETTINGS, rank=rank, num_workers=2 * rank, sizes=sizes, **options)
+        for number, batch in enumerate(islice(iter(loader), 6)):
+            size = schedule.size_at(step=1 + number // 2, seed=SETTINGS.seed)
+            alone = {**options, "start_sample": 20 + 2 * number, "rank": rank}
+            assert_equal([batch], [next(iter(make_train_loader(sides[0], with_size(SETTINGS, size), **alone)))])
+            seen.add(tuple(batch.frames.shape[1:]))
+    assert len(seen) > 1
 
 
 def test_each_file_once_per_epoch_and_nothing_dropped_between_epochs(sides: tuple[ClipSet, ClipSet]) -> None:

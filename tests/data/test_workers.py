@@ -92,6 +92,22 @@ def test_large_batches_are_kept_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sum(loan is not None for loan in loans) == kept
 
 
+def test_buffers_of_several_sizes_stay_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: OfWorker)
+    monkeypatch.setattr(workers, "MAX_KEPT_BYTES", 600)
+    board = workers.make_board(1)
+    assert board is not None
+    buffers = workers.WorkerBuffers(board)
+    for number in range(300):
+        frames, loan = buffers.take((1 + number * 7919 % 700,))
+        assert frames.shape == (1 + number * 7919 % 700,)
+        if loan is not None and number % 3:
+            workers.give_back(board, loan)
+        if number % 50 == 49:
+            board.copy_(torch.tensor([buffers._tokens]))  # all are back
+        assert sum(buffer.nbytes() for buffer in buffers._buffers if buffer is not None) <= 600 + 300 + 200
+
+
 def test_a_returned_buffer_is_the_next_one_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: OfWorker)
     board = workers.make_board(1)

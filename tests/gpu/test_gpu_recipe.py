@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.gpu.gpu_runs import Runs
+from tests.gpu.gpu_runs import Runs, said_in_the_end, start
 from tinyvae.cli.main import run as run_verb
 
 
@@ -61,6 +62,18 @@ def test_reconstruct_encode_decode(run_folder: Path, clips: Path, tmp_path: Path
     assert load_file(latents)["latents"].isfinite().all()
     assert run_verb(["decode", str(run_folder), str(latents), *out]) == 0
     assert len(list(tmp_path.glob("*.mp4"))) == 3
+
+
+def test_several_sizes_in_one_run(small_recipe: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Compiled, with teacher, LPIPS and Seraena; each size has its own graphs and its own part of the buffer."""
+    sizes = {"resolutions": "8x128x128,8x64x96@2,1x128x128@2", "seraena_start": 0, "max_train_steps": 8}
+    words, log = small_recipe(tmp_path / "run", n_seraena_frames=4, **sizes), tmp_path / "run.log"
+    said = said_in_the_end(start(words, log=log), log)
+    assert "from step 2 on the clips are 8x64x96 (0.5), 1x128x128 (0.5)" in said and "recompile_limit" not in said
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = {key: value for line in lines for key, value in line.items() if key.startswith("train/loss_")}
+    assert set(losses) == {f"train/loss_{size}" for size in ("8x128x128", "8x64x96", "1x128x128")}
+    assert all(map(math.isfinite, losses.values()))
 
 
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2_super"])

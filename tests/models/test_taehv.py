@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engines.live_memory import LiveMemory
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
 from tinyvae.errors import UserError
 
@@ -111,6 +112,21 @@ print(peak_kb() - before)
 """
 
 
+def test_checkpointing_needs_less_memory() -> None:
+    """Bytes of tensors alive at once in a training step. Seen: 0.5 of the plain step, at any size."""
+    model = TAEHV("taehv", width=0.125)
+    video = torch.rand(1, 8, 3, 32, 32)
+    peaks = {}
+    for checkpointing in (False, True):
+        model.gradient_checkpointing = checkpointing
+        with LiveMemory() as memory:
+            model(video)[0].square().mean().backward()
+        peaks[checkpointing] = memory.peak
+        model.zero_grad()
+    assert peaks[True] < 0.6 * peaks[False], peaks
+
+
+@pytest.mark.slow
 def test_checkpointing_lowers_peak_memory() -> None:
     """Measured, in processes of their own: resident memory that a training step adds, in kB.
 

@@ -77,3 +77,24 @@ def test_a_missing_compiler_is_a_warning_and_the_plain_step(
     assert "torch.compile fails here (Failed to find C compiler" in caplog.text
     assert not settle_compilation(config, torch.device("cpu")).compile_model
     assert not settle_compilation(replace(config, deterministic=True), torch.device("meta")).compile_model
+
+
+@pytest.mark.slow
+def test_each_of_many_sizes_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than torch's limit of eight, each with static shapes."""
+    compiled: list[tuple[object, ...]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        compiled.append(tuple(inputs[0].shape))
+        return graph
+
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **given: plain(function, backend=backend, **given))
+    monkeypatch.setattr(torch._dynamo.config, "cache_size_limit", 8)
+    sizes = [f"{n_frames}x{side}x{side}" for n_frames in (4, 8) for side in (16, 24, 32, 40, 48)]
+    config = TrainConfig(compile_model=True, resolutions=tuple(sizes))
+    assert settle_compilation(config, torch.device("meta")).compile_model
+    step = torch.compile(lambda frames: frames * 2, dynamic=False)
+    for n_frames, height, width in config.sizes.sizes * 2:
+        step(torch.zeros(1, n_frames, 3, height, width))
+    assert compiled == [(8,), *((1, n, 3, height, width) for n, height, width in config.sizes.sizes)]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.training.tiny_runs import arguments_for
+from tests.training.tiny_runs import Launch, arguments_for, launch
+from tinyvae import terminal
 from tinyvae.training.guards import SignalWatch
 
 ENDLESS: dict[str, object] = {
@@ -25,12 +24,42 @@ def last_step(run: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else 0
 
 
-def wait_for_step(process: subprocess.Popen[bytes], run: Path, step: int, *, timeout_s: float = 120) -> None:
+def wait_for_step(started: Launch, run: Path, step: int, *, timeout_s: float = 120) -> None:
+    (process,) = started.processes
     deadline = time.monotonic() + timeout_s
     while last_step(run) < step:
-        assert process.poll() is None, f"ended with {process.returncode} at step {last_step(run)}"
+        assert process.is_alive(), f"ended with {process.exitcode} at step {last_step(run)}"
         assert time.monotonic() < deadline, f"only at step {last_step(run)}"
         time.sleep(0.05)
+
+
+class WritesToPipe:
+    """A rank whose stdout and stderr are a named pipe."""
+
+    def __init__(self, pipe: Path, *, seconds_per_line: float = 0.5) -> None:
+        self.pipe, self.seconds_per_line = pipe, seconds_per_line
+        os.mkfifo(pipe)
+
+    def __call__(self, rank: int) -> None:
+        writer = os.open(self.pipe, os.O_WRONLY)
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        os.close(writer)
+        terminal.SECONDS_PER_LINE = self.seconds_per_line
+
+
+class AtTerminal:
+    """A rank that leads a session of its own at a terminal."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, rank: int) -> None:
+        os.setsid()
+        inside = os.open(self.name, os.O_RDWR)  # the first terminal that a session's leader opens is the session's
+        for stream in (0, 1, 2):
+            os.dup2(inside, stream)
+        os.close(inside)
 
 
 def assert_nothing_was_lost(run: Path) -> None:
@@ -40,21 +69,19 @@ def assert_nothing_was_lost(run: Path) -> None:
 
 def test_a_pipe_whose_reader_ends_ends_nothing(clips: Path, tmp_path: Path) -> None:
     """As in ``tinyvae train ... 2>&1 | head -1``. The run goes on, and SIGTERM still saves it."""
-    run = tmp_path / "run"
-    reader, writer = os.pipe()
-    words = [sys.executable, "-m", "tinyvae", "train", *arguments_for(clips, run, **ENDLESS)]
-    process = subprocess.Popen(words, stdout=writer, stderr=writer)
-    os.close(writer)
+    run, pipe = tmp_path / "run", WritesToPipe(tmp_path / "pipe")
+    started = launch(arguments_for(clips, run, **ENDLESS), tmp_path, prepare=pipe)
+    reader = os.open(pipe.pipe, os.O_RDONLY)
     try:
-        wait_for_step(process, run, 1)
+        wait_for_step(started, run, 1)
         assert os.read(reader, 10)
         os.close(reader)
-        wait_for_step(process, run, last_step(run) + 50)
         wait_for_text(run / "train.log", "can no longer be written (Broken pipe); the run goes on")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 143
+        wait_for_step(started, run, last_step(run) + 10)
+        started.signal(signal.SIGTERM)
+        assert started.wait(30) == [143]
     finally:
-        process.kill()
+        started.kill()
     assert_nothing_was_lost(run)
     text = (run / "train.log").read_text()
     assert text.count("can no longer be written") == 1, "once, however much is written there"
@@ -62,7 +89,6 @@ def test_a_pipe_whose_reader_ends_ends_nothing(clips: Path, tmp_path: Path) -> N
 
 
 def wait_for_text(file: Path, text: str, *, timeout_s: float = 30) -> None:
-    """The bar speaks every ten seconds where it is no terminal's."""
     deadline = time.monotonic() + timeout_s
     while text not in file.read_text():
         assert time.monotonic() < deadline, file.read_text()
@@ -71,33 +97,30 @@ def wait_for_text(file: Path, text: str, *, timeout_s: float = 30) -> None:
 
 def test_the_signal_thread_outlives_a_closed_pipe(clips: Path, tmp_path: Path) -> None:
     """Its own message is the first thing that finds the pipe closed: the run is saved all the same."""
-    run = tmp_path / "run"
-    reader, writer = os.pipe()
-    words = [sys.executable, "-m", "tinyvae", "train", *arguments_for(clips, run, **ENDLESS)]
-    process = subprocess.Popen(words, stdout=writer, stderr=writer)
-    os.close(writer)
+    run, pipe = tmp_path / "run", WritesToPipe(tmp_path / "pipe", seconds_per_line=600)
+    started = launch(arguments_for(clips, run, **ENDLESS), tmp_path, prepare=pipe)
+    reader = os.open(pipe.pipe, os.O_RDONLY)
     try:
-        wait_for_step(process, run, 1)
+        wait_for_step(started, run, 1)
         os.close(reader)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 143
+        started.signal(signal.SIGTERM)
+        assert started.wait(30) == [143]
     finally:
-        process.kill()
+        started.kill()
     assert_nothing_was_lost(run)
 
 
 def test_a_terminal_that_closes_saves_and_ends(clips: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    terminal, inside = os.openpty()
-    words = [sys.executable, "-m", "tinyvae", "train", *arguments_for(clips, run, **ENDLESS)]
-    process = subprocess.Popen(["setsid", "--ctty", *words], stdin=inside, stdout=inside, stderr=inside)
-    os.close(inside)
+    terminal_of_run, inside = os.openpty()
+    started = launch(arguments_for(clips, run, **ENDLESS), tmp_path, prepare=AtTerminal(os.ttyname(inside)))
     try:
-        wait_for_step(process, run, 3)
-        os.close(terminal)
-        assert process.wait(30) == 129
+        wait_for_step(started, run, 3)
+        os.close(inside)
+        os.close(terminal_of_run)
+        assert started.wait(30) == [129]
     finally:
-        process.kill()
+        started.kill()
     assert_nothing_was_lost(run)
     assert "the run ends: SIGHUP" in (run / "train.log").read_text()
 

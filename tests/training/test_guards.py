@@ -91,7 +91,31 @@ def test_out_of_memory_retries_in_halves_at_the_same_maths(
             assert torch.allclose(value, halves["seraena"]["discriminator"][name], atol=1e-4), name
         own = [state_of(tmp_path / name / "checkpoint-2")["rank_00000.pt"]["seraena"] for name in ("whole", "halves")]
         assert torch.equal(own[0]["generator"], own[1]["generator"])
-        assert torch.allclose(own[0]["buffer"][0].float(), own[1]["buffer"][0].float(), atol=2e-3)
+        assert torch.allclose(own[0]["buffers"][0][0].float(), own[1]["buffers"][0][0].float(), atol=2e-3)
+
+
+@pytest.mark.slow
+def test_out_of_memory_at_one_size_leaves_the_others_whole(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, seen = TrainingTask.losses, []
+
+    def one_large_fits(self: TrainingTask, frames: torch.Tensor, **options: Any) -> StepLosses:
+        seen.append((frames.shape[3], len(frames)))
+        if seen[-1] == (32, 2):
+            raise torch.OutOfMemoryError("injected")
+        return original(self, frames, **options)
+
+    monkeypatch.setattr(TrainingTask, "losses", one_large_fits)
+    sizes = {"resolutions": "4x16x16,4x32x32@1,4x16x16@3,4x32x32@4", "validation_steps": 0}
+    train_here(arguments_for(clips, tmp_path / "run", max_train_steps=5, **sizes))
+    large, small = [(32, 1)] * 2, [(16, 2)]
+    assert seen == [*small, (32, 2), *large, *large, *small, *large]
+    text = (tmp_path / "run/train.log").read_text()
+    assert (
+        "going on with micro-batches in 2 parts for clips of 4x32x32" in text
+        and "from step 3 on the clips are 4x16x16" in text
+    )
 
 
 def test_gradients_in_parts_equal_those_of_the_whole(clips: Path) -> None:

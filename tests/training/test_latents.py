@@ -10,25 +10,30 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.data.test_latent_store import FACTS, SIZES
 from tests.training.test_full_disk import fill, small_disk  # noqa: F401  (a fixture)
 from tests.training.test_golden_losses import write_teacher
-from tests.training.tiny_runs import arguments_for, launch, run_differences, train_here
+from tests.training.tiny_runs import arguments_for, launch, read_lines, run_differences, train_here
 from tinyvae.cli.main import run
 from tinyvae.config.load import load_config
+from tinyvae.config.schema import TrainConfig
 from tinyvae.data import latent_store
 from tinyvae.data.latent_store import LatentStore
 from tinyvae.errors import UserError
+from tinyvae.training.clips import RunData
 from tinyvae.training.latents import LatentJob, make_latents
 from tinyvae.training.loop import Trainer
 from tinyvae.training.preflight import preflight
 
 STEPS = 4
+FACTS_OF_SIZES = replace(FACTS, clips={**FACTS.clips, **SIZES})
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +100,35 @@ def test_training_from_a_store_is_training_with_the_teacher(
 
 
 @pytest.mark.slow
+def test_a_store_of_several_sizes(clips: Path, teacher: Path, tmp_path: Path) -> None:
+    """As with the teacher, to the last bit, through two stages; a smaller store comes round again inside each stage."""
+    sizes: dict[str, object] = {"resolutions": "8x32x32,8x16x24,1x32x32@3", "max_train_steps": 6}
+    words = live(clips, tmp_path / "live", teacher, **sizes)
+    make(words, tmp_path / "store", num_clips=6)
+    train_here(words)
+    train_here(recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store", **sizes))
+    assert run_differences(tmp_path / "live", tmp_path / "stored", 6) == []
+    make(words, tmp_path / "small", num_clips=1)
+    train_here(recipe(clips, tmp_path / "again", latent_store=tmp_path / "small", **sizes))
+    lines = [line for line in read_lines(tmp_path / "again/metrics.jsonl") if "train/loss" in line]
+    steps = [key for line in lines for key in line if key.startswith("train/steps_")]
+    assert len(set(steps[:3])) == 1 and steps[3:] == ["train/steps_1x32x32"] * 3
+    with pytest.raises(UserError, match=r"the number of clips of a step .* is 4 here and 2 in the store"):
+        train_here(recipe(clips, tmp_path / "other", latent_store=tmp_path / "store", train_batch_size=4, **sizes))
+    one_size = recipe(clips, tmp_path / "one", latent_store=tmp_path / "store")
+    with pytest.raises(UserError, match=r"resolutions is \[\] here and \['8x32x32', "):
+        train_here(one_size)
+
+
+def test_a_store_of_several_sizes_needs_steps_that_always_had_as_many_clips(tmp_path: Path) -> None:
+    store = LatentStore(folder=tmp_path, facts=FACTS_OF_SIZES, num_clips=12)
+    data = RunData(config=TrainConfig(), train=None, validation=None, bad_files=None, latents=store)  # type: ignore[arg-type]
+    data.check_start(60, 10)
+    with pytest.raises(UserError, match="has taken 62 clips in 10 steps, and the latent store has 6 clips for each"):
+        data.check_start(62, 10)
+
+
+@pytest.mark.slow
 def test_micro_batches_in_parts_take_their_own_latents(
     clips: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +137,7 @@ def test_micro_batches_in_parts_take_their_own_latents(
 
     def begin_in_parts(self: Trainer, *arguments: Any) -> None:
         begin(self, *arguments)
-        self.slices = 2
+        self.slices[torch.Size((8, 3, 32, 32))] = 2
 
     monkeypatch.setattr(Trainer, "__init__", begin_in_parts)
     words = live(clips, tmp_path / "live", teacher)
@@ -276,7 +310,7 @@ def test_a_full_disk_is_one_sentence_and_what_is_written_stays(
 def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path, teacher: Path, tmp_path: Path) -> None:
     """The real command: killed, damaged, started again in two processes at once; the store is that of one process."""
     words = live(clips, tmp_path / "run", teacher, train_batch_size=4, dataloader_num_workers=2)
-    command = [sys.executable, "-m", "tinyvae", "latents", *words, "--clips", "136", "--dtype", "fp32", "--output"]
+    command = [sys.executable, "-m", "tinyvae", "latents", *words, "--clips", "96", "--dtype", "fp32", "--output"]
     folder, environment = tmp_path / "store", {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*command, str(folder)], env=environment, start_new_session=True)
     deadline = time.monotonic() + 120
@@ -286,7 +320,7 @@ def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path,
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     store = LatentStore.open(folder)
-    assert 1 <= store.num_shards - len(list(store.missing_shards())) < 3
+    assert 1 <= store.num_shards - len(list(store.missing_shards())) < 2
     first = folder / "latents-00000.safetensors"
     first.write_bytes(first.read_bytes()[:1000])
     pair = [
@@ -296,8 +330,8 @@ def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path,
     messages = [process.communicate(timeout=120)[1].decode() for process in pair]
     assert [process.returncode for process in pair] == [0, 0], messages
     assert "latents-00000.safetensors is damaged" in messages[0]
-    make(words, tmp_path / "again", 136)
-    both = [LatentStore.open(made).read(range(136)) for made in (folder, tmp_path / "again")]
+    make(words, tmp_path / "again", 96)
+    both = [LatentStore.open(made).read(range(96)) for made in (folder, tmp_path / "again")]
     assert torch.equal(both[0].mean, both[1].mean)
     assert both[0].std is not None and both[1].std is not None and torch.equal(both[0].std, both[1].std)
-    assert json.loads((folder / "store.json").read_text())["num_clips"] == 136
+    assert json.loads((folder / "store.json").read_text())["num_clips"] == 96

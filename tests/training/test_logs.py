@@ -18,10 +18,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.training.tiny_runs import arguments_for, launch, train_here
 from tinyvae.config.schema import TrainConfig
+from tinyvae.data.sizes import ClipSize
 from tinyvae.training.engine import Engine, StepResult
 from tinyvae.training.logs import RunLog, StepLog, system_stats
 from tinyvae.training.trackers import side_by_side
 
+SIZE = ClipSize(8, 32, 32)
 CONFIG = TrainConfig(data_root=Path("/data/of the run"), color_jitter_params=(0.1, 0.2, 0.3, 0.04), tracker_name="t")
 
 
@@ -172,7 +174,7 @@ def add_step(log: StepLog, *losses: float, norm: float = 1.0, stepped: bool = Tr
     log.begin_step()
     for value in losses:
         log.add({"loss": torch.tensor(value)}, share=1 / len(losses))
-    log.end_step(StepResult(gradient_norm=norm, stepped=stepped), num_clips=4, seconds=0.5)
+    log.end_step(StepResult(gradient_norm=norm, stepped=stepped), num_clips=4, size=SIZE, seconds=0.5)
 
 
 def test_a_line_is_the_mean_of_its_steps_and_their_parts() -> None:
@@ -191,7 +193,7 @@ def test_a_line_is_the_mean_of_its_steps_and_their_parts() -> None:
 def add_terms(log: StepLog, **terms: float) -> None:
     log.begin_step()
     log.add({name: torch.tensor(value) for name, value in terms.items()}, share=1.0)
-    log.end_step(StepResult(gradient_norm=1.0, stepped=True), num_clips=4, seconds=0.5)
+    log.end_step(StepResult(gradient_norm=1.0, stepped=True), num_clips=4, size=SIZE, seconds=0.5)
 
 
 def test_a_term_that_begins_in_mid_line_is_the_mean_of_its_own_steps() -> None:
@@ -209,6 +211,19 @@ def test_a_term_that_begins_in_mid_line_is_the_mean_of_its_own_steps() -> None:
         assert not each.num_clips
     add_terms(log, loss=1.0, seraena_loss=3.0)
     assert log.take(4)["train/seraena_loss"] == pytest.approx(3.0), "the count of the line before is still in it"
+
+
+def test_a_line_of_several_sizes_counts_real_frames_and_tells_the_sizes_apart() -> None:
+    log = log_of(resolutions=("8x32x32", "4x64x64"))
+    for loss, size in ((1.0, SIZE), (2.0, SIZE), (6.0, ClipSize(4, 64, 64))):
+        log.begin_step()
+        log.add({"loss": torch.tensor(loss)}, share=1.0)
+        log.end_step(StepResult(gradient_norm=1.0, stepped=True), num_clips=2, size=size, seconds=0.5)
+    line = log.take(3)
+    assert line["train/loss"] == pytest.approx(3.0) and line["train/loss_8x32x32"] == pytest.approx(1.5)
+    assert line["train/loss_4x64x64"] == pytest.approx(6.0)
+    assert (line["train/steps_8x32x32"], line["train/steps_4x64x64"]) == (2, 1)
+    assert line["train/frames_per_second"] == pytest.approx(2 * (8 + 8 + 4) / 1.5)
 
 
 def test_the_line_of_an_older_checkpoint_goes_on() -> None:

@@ -145,6 +145,21 @@ def test_rules_are_lines_too(clips: Path, tmp_path: Path) -> None:
     assert "one step" not in {check.name for check in checks}
 
 
+def test_several_sizes_are_checked_at_the_largest(clips: Path, tmp_path: Path) -> None:
+    sizes = ("4x32x32", "8x40x48", "1x40x48@50")
+    config = tiny(clips, tmp_path, resolutions=sizes, max_train_steps=10)
+    checks = preflight.preflight(config, {}, processes=1)
+    assert [check.found.rsplit(" of ")[1] for check in checks if check.name == "frames"] == ["32x32", "40x48", "40x48"]
+    stage = named(checks, "sizes")
+    assert stage.passes and stage.found == "1x40x48 begins at step 50, and the run has 10"
+    assert stage in checks_at_start(config, processes=1)
+    assert "8 frames of 40x48 on the CPU, the largest of the sizes" in named(checks, "memory").found
+    assert "so at most about" in named(checks, "one step").found
+    wide = replace(config, resolutions=("4x32x64", "8x48x32"))
+    (data,) = preflight._data(wide)
+    assert "no file" in data.fix and "a clip of 8 frames at 64x48 (width x height)" in data.fix, "each must hold all"
+
+
 def test_disk_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(output_dir=tmp_path / "run", checkpoints_total_limit=5)
     weights = state_bytes(config)[0]

@@ -29,6 +29,7 @@ from tinyvae.training.checkpoint import _write_manifest, _write_state, read_mani
 from tinyvae.training.resume import Progress
 
 KEEP_ALL = {"checkpoints_total_limit": 99}
+TWO_SIZES = {"resolutions": "8x32x32,4x24x40", "n_frames": 8}
 
 
 def stop_at_3(clips: Path, run: Path, **changes: object) -> None:
@@ -45,7 +46,9 @@ def stop_at_3(clips: Path, run: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"optimizer": "muon", "gradient_accumulation_steps": 2}], ids=["adamw", "muon"]
+    "changes",
+    [{}, {"optimizer": "muon", "gradient_accumulation_steps": 2}, {**SERAENA, **TWO_SIZES}],
+    ids=["adamw", "muon", "two sizes"],
 )
 def test_six_steps_are_three_and_three(clips: Path, tmp_path: Path, changes: dict[str, object]) -> None:
     """In the middle of an epoch (6 files, 2 clips a step), of a log line, and between two validations."""
@@ -168,6 +171,7 @@ def test_a_refused_resume_touches_nothing_of_the_run(clips: Path, tmp_path: Path
     (broken / "clip_0.mp4").write_bytes(b"no video")
     wrong: list[tuple[str, dict[str, object]]] = [
         ("n_frames: 4 -> 8", {"n_frames": 8}),
+        (r"resolutions: \[\] -> \['4x32x32', '4x16x16'\]", {"resolutions": "4x32x32,4x16x16"}),
         ("another network", {"model_width": 0.25, "allow_changed_settings": True}),
         ("already taken 3 steps", {"resume_from_checkpoint": "latest", "max_train_steps": 2}),
         ("list of training files", {"data_root": other}),

@@ -42,9 +42,13 @@ def assert_ranks_equal(folder: Path) -> None:
     assert differences(*both) == []
 
 
-def test_resume_on_two_ranks_with_seraena(clips: Path, tmp_path: Path) -> None:
+TWO_SIZES = {"resolutions": "8x32x32,4x24x40", "n_frames": 8}
+
+
+@pytest.mark.parametrize("sizes", [{}, TWO_SIZES], ids=["one size", "two sizes"])
+def test_resume_on_two_ranks_with_seraena(clips: Path, tmp_path: Path, sizes: dict[str, object]) -> None:
     """Killed after step 3 of 6, in mid-epoch, with accumulation; and all ranks hold one discriminator."""
-    changes = {**SERAENA, "gradient_accumulation_steps": 2, "train_batch_size": 1}
+    changes = {**SERAENA, "gradient_accumulation_steps": 2, "train_batch_size": 1, **sizes}
     whole = two_ranks(clips, tmp_path / "whole", **changes)
     assert whole.wait(180) == [0, 0], whole.both_logs()
     assert_ranks_equal(tmp_path / "whole")
@@ -74,10 +78,11 @@ def test_from_one_rank_to_many_and_back(clips: Path, tmp_path: Path, ranks: int)
     assert [state_of(run / f"checkpoint-{step}")["training_state.pt"]["seraena"]["steps"] for step in (4, 6)] == [4, 6]
 
 
-def test_ranks_share_the_gradient_of_one(clips: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [{}, TWO_SIZES], ids=["one size", "two sizes"])
+def test_ranks_share_the_gradient_of_one(clips: Path, tmp_path: Path, sizes: dict[str, object]) -> None:
     """Without Seraena two ranks of one clip give the weights of one rank of two, up to rounding."""
-    train_here(arguments_for(clips, tmp_path / "one", max_train_steps=3, epsilon=1e-3))
-    pair = two_ranks(clips, tmp_path, train_batch_size=1, max_train_steps=3, epsilon=1e-3)
+    train_here(arguments_for(clips, tmp_path / "one", max_train_steps=3, epsilon=1e-3, **sizes))
+    pair = two_ranks(clips, tmp_path, train_batch_size=1, max_train_steps=3, epsilon=1e-3, **sizes)
     assert pair.wait(120) == [0, 0], pair.both_logs()
     one, two = (
         state_of(run / "checkpoint-3")["training_state.pt"]["model"] for run in (tmp_path / "one", tmp_path / "run")

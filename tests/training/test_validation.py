@@ -124,8 +124,9 @@ def test_predictors_on_real_clips(shared: Path, tmp_path: Path, engine: Engine) 
     index = open_or_build_index(clips / "val", cache_dir=tmp_path, show_progress_bar=False)
     _, val = split(index, settings, train_split=0.01)
     loader = make_validation_loader(val, settings, batch_size=4, num_samples=8)
+    batches = Batches(*loader)
     scores = {
-        name: psnr(model, loader, engine)
+        name: psnr(model, batches, engine)
         for name, model in {"perfect": PERFECT, "black": BLACK, "mean": MEAN_COLOUR, "late": LATE}.items()
     }
     assert scores["perfect"] >= 100

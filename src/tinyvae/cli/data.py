@@ -6,6 +6,7 @@
 
 example:
   tinyvae data index videos/ --output videos.tvi
+  tinyvae data index s3://bucket/videos --output s3://bucket/videos.tvi
   tinyvae data check videos.tvi --preset h100 --contact_sheet sheet.png
   tinyvae data sample sample_clips/
 """
@@ -13,12 +14,14 @@ example:
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinyvae.cli.options import OldWord, add_options, number
-from tinyvae.errors import MissingFileError
+from tinyvae.cli.options import OldWord, add_options, local_path, number, place
+from tinyvae.errors import MissingFileError, UserError
+from tinyvae.storage import Url, local_file, upload, work_folder
 
 if TYPE_CHECKING:
     from tinyvae.data.check import PlannedUse
@@ -28,12 +31,17 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="index|check|sample")
     index = actions.add_parser("index", help="probe the videos of a data set and write an index")
-    index.add_argument("source", type=Path, help="a folder tree, a .jsonl file, or an annotation .json")
-    add_options(index, "--output", required=True, metavar="INDEX", help="the index file to write")
+    index.add_argument("source", type=place, help="a folder tree, a .jsonl file, or an annotation .json; or its URL")
+    add_options(
+        index, "--output", type=place, required=True, metavar="INDEX", help="the index file to write, or its URL"
+    )
+    add_options(index, "--ray")
     _add_probe_arguments(index)
 
     check = actions.add_parser("check", help="say what is in a data set and draw a contact sheet")
-    check.add_argument("source", type=Path, help="an index, a folder tree, a .jsonl file, or an annotation .json")
+    check.add_argument(
+        "source", type=place, help="an index, a folder tree, a .jsonl file, or an annotation .json; or its URL"
+    )
     check.add_argument("--preset", metavar="NAME_OR_FILE", help="say what this preset or settings file would use")
     sheet = Path("contact_sheet.png")
     check.add_argument("--contact_sheet", type=Path, default=sheet, metavar="PNG", help=f"picture (default: {sheet})")
@@ -47,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_probe_arguments(check)
 
     sample = actions.add_parser("sample", help="write a deterministic set of procedural clips")
-    sample.add_argument("folder", type=Path, help="where to write the clips and their annotations.json")
+    sample.add_argument("folder", type=local_path, help="where to write the clips and their annotations.json")
     sample.add_argument("--count", type=int, default=40, help="number of clips (default: 40)")
     _add_clip_size(sample, help="size of each clip (default: 128x192)")
     add_options(sample, "--frames", default=33, help="frames of each clip (default: 33)")
@@ -87,19 +95,37 @@ def run_index(arguments: argparse.Namespace) -> int:
     """Build or update an index; 1 when not a single file is good."""
     from tinyvae.data.check import bad_file_lines
     from tinyvae.data.clip_reading import BadFileLog
+    from tinyvae.data.ray_cluster import check_address
     from tinyvae.files import check_output_file
 
-    check_output_file(arguments.output, option="--output")
-    report = _build(arguments, arguments.output)
+    if arguments.ray is not None:
+        if arguments.workers == 0:
+            raise UserError("--workers 0 probes in this process, and --ray on a cluster; leave one of them out")
+        check_address(arguments.ray)  # before the source is read, which may take long
+    output = arguments.output if isinstance(arguments.output, Path) else _fetch_index(arguments.output)
+    check_output_file(output, option="--output")
+    report = _build(arguments, output, ray=arguments.ray)
     print(report.sentence())
     index = report.index
-    bad_list = arguments.output.with_name(arguments.output.name + ".bad_files.jsonl")
+    bad_list = output.with_name(output.name + ".bad_files.jsonl")
     bad_list.unlink(missing_ok=True)
     if index.num_bad:
         BadFileLog(bad_list).add_index(index)
         print("\n".join(bad_file_lines(index)))
         print(f"all of them are in {bad_list}")
+    if isinstance(arguments.output, Url):
+        upload(output, arguments.output)
+        print(f"copied to {arguments.output}")
     return 1 if index.num_bad == len(index) else 0
+
+
+def _fetch_index(url: Url) -> Path:
+    """Where an index that goes to a URL is made on this machine, with what is at the URL already."""
+    folder = work_folder(url)
+    folder.mkdir(parents=True, exist_ok=True)
+    if url.is_file():
+        shutil.copyfile(local_file(url), folder / url.name)
+    return folder / url.name
 
 
 def run_check(arguments: argparse.Namespace) -> int:
@@ -140,7 +166,7 @@ def run_sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _build(arguments: argparse.Namespace, output: Path) -> BuildReport:
+def _build(arguments: argparse.Namespace, output: Path, *, ray: str | None = None) -> BuildReport:
     from tinyvae.data.index_build import build_index
 
     return build_index(
@@ -148,6 +174,7 @@ def _build(arguments: argparse.Namespace, output: Path) -> BuildReport:
         output,
         data_root=arguments.data_root,
         num_workers=arguments.workers,
+        ray=ray,
         timeout_s=arguments.timeout_s,
         thorough=arguments.thorough,
     )
@@ -159,6 +186,7 @@ def _planned_use(arguments: argparse.Namespace) -> PlannedUse:
     from tinyvae.config.schema import TrainConfig
     from tinyvae.data.check import PlannedUse
     from tinyvae.data.clip import ClipSettings
+    from tinyvae.data.sizes import with_size
 
     names = ("min_frame_delta", "max_frame_delta", "train_split", "variant")
     given = {"n_frames": arguments.frames} | {name: getattr(arguments, name) for name in names}
@@ -175,7 +203,7 @@ def _planned_use(arguments: argparse.Namespace) -> PlannedUse:
         name = f"preset {arguments.preset}"
     return PlannedUse(
         name=name,
-        settings=ClipSettings.from_config(config),
+        settings=with_size(ClipSettings.from_config(config), config.sizes.bounds),
         train_split=config.train_split,
         split_by=config.split_by,
         bad_file_limit=config.bad_file_limit,

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tinyvae.cli.options import MODEL, add_options, number
+from tinyvae.cli.options import MODEL, add_options, number, place
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     """What eval and compare share."""
-    parser.add_argument("--data", type=Path, required=True, metavar="DATA", help="folder, video, annotations or index")
+    what = "folder, video, annotations or index; a path or a URL"
+    parser.add_argument("--data", type=place, required=True, metavar="DATA", help=what)
     add_options(parser, "--output", help="folder for results.json and report.html")
     add_options(parser, "--device", help="cpu, cuda, cuda:1 or cuda:0,cuda:1; default: every GPU, else the CPU")
     add_options(parser, "--data_root", "--split", "--frames", "--size", "--dtype", "--fused")

@@ -6,7 +6,7 @@ last clip of the store a run begins again with its first one.
 
 The command may be stopped at any time; the same command goes on where it stopped. A larger --clips lets a store grow.
 Several machines make one store together: start the same command with --shard 1/8, 2/8, ... 8/8 (in a Slurm array with
---array=1-8: --shard $SLURM_ARRAY_TASK_ID/8).
+--array=1-8: --shard $SLURM_ARRAY_TASK_ID/8). Or let a Ray cluster do it: --ray ADDRESS.
 
 example:
   tinyvae latents h100 --data_root /data/videos --clips 100000 --output /data/latents
@@ -16,9 +16,9 @@ example:
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from functools import partial
 
-from tinyvae.cli.options import number
+from tinyvae.cli.options import add_options, number, place
 from tinyvae.cli.train import only_preset
 from tinyvae.config.load import load_config, parse_words
 from tinyvae.terminal import count_of
@@ -30,10 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     clips = "how many clips to store: positions 0 to N-1 of the run; as many as a run's steps take need no clip twice"
     dtype = "of the stored latents (default: bfloat16, which keeps all that a teacher in bfloat16 says)"
     shard = "make only part I of N of the store, counted from 1: every N-th shard from the I-th on"
+    gpus = (
+        "processes of the run (default: 1); only counts with several sizes (--resolutions), see docs/configuration.md"
+    )
     parser.add_argument("--clips", type=number(int, 1), metavar="N", required=True, help=clips)
-    parser.add_argument("--output", type=Path, metavar="FOLDER", required=True, help="folder of the store")
+    parser.add_argument("--output", type=place, metavar="FOLDER", required=True, help="folder of the store, or its URL")
     parser.add_argument("--dtype", type=stored_dtype, metavar="NAME", default="bfloat16", help=dtype)
     parser.add_argument("--shard", type=part_of, metavar="I/N", default=(1, 1), help=shard)
+    parser.add_argument("--gpus", type=number(int, 1), metavar="N", default=1, help=gpus)
+    add_options(parser, "--ray")
 
 
 def stored_dtype(text: str) -> str:
@@ -62,8 +67,22 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"note: {notice}")
     part, num_parts = arguments.shard
     folder = arguments.output.absolute()
-    job = LatentJob(folder=folder, num_clips=arguments.clips, dtype=arguments.dtype, part=part - 1, num_parts=num_parts)
-    missing = make_latents(loaded, job)
+    job = LatentJob(
+        folder=folder,
+        num_clips=arguments.clips,
+        dtype=arguments.dtype,
+        part=part - 1,
+        num_parts=num_parts,
+        processes=arguments.gpus,
+    )
+    make = None
+    if arguments.ray is not None:
+        from tinyvae.data.ray_cluster import check_address
+        from tinyvae.training.latent_cluster import make_shards_on_cluster
+
+        check_address(arguments.ray)
+        make = partial(make_shards_on_cluster, arguments.ray)
+    missing = make_latents(loaded, job, make=make)
     if missing:
         print(f"part {part} of {num_parts} is done; {count_of(missing, 'shard')} of other parts still to make")
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tinyvae.errors import UserError, nearest_name
+from tinyvae.storage import Place, place_of
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}  # with the short forms
 MODEL = "weights file, model, checkpoint or run folder"
@@ -72,8 +73,24 @@ def dtype(text: str) -> Any:
     return getattr(torch, name)
 
 
+def place(text: str) -> Place:
+    """A path or a URL. A URL that is refused is not shown as it was written: it may hold a password."""
+    try:
+        return place_of(text)
+    except UserError as mistake:
+        raise argparse.ArgumentTypeError(str(mistake)) from None
+
+
+def local_path(text: str) -> Path:
+    """A path on this machine: what cannot be written behind a URL."""
+    found = place(text)
+    if not isinstance(found, Path):
+        raise argparse.ArgumentTypeError(f"{found} is a URL; name a local path")
+    return found
+
+
 SHARED: dict[str, dict[str, Any]] = {
-    "--data_root": {"type": Path, "help": "folder that relative paths start from (default: beside the file)"},
+    "--data_root": {"type": place, "help": "folder or URL that relative paths start from (default: beside the file)"},
     "--device": {"help": "cpu, cuda or cuda:1; default: the first GPU, else the CPU"},
     "--dtype": {
         "type": dtype,
@@ -83,8 +100,12 @@ SHARED: dict[str, dict[str, Any]] = {
     },
     "--frames": {"type": number(int, 1), "metavar": "N", "help": "only the first frames of each video"},
     "--fused": {"action": "store_true", "help": "run the folded network (not of a VAE): same output, faster on a GPU"},
-    "--output": {"type": Path, "metavar": "FOLDER", "help": "folder for the files"},
+    "--output": {"type": local_path, "metavar": "FOLDER", "help": "folder for the files"},
     "--overwrite": {"action": "store_true", "help": "replace files that exist"},
+    "--ray": {
+        "metavar": "local|ADDRESS",
+        "help": "work on a Ray cluster: local (one in this machine), auto, HOST:PORT or ray://HOST:PORT",
+    },
     "--size": {"type": size, "metavar": "HxW", "help": "crop and scale to this size; default: as they are"},
     "--split": {
         "metavar": "train|val|test|all",

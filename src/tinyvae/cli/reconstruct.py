@@ -99,12 +99,13 @@ def run(arguments: argparse.Namespace) -> int:
 def find_videos(given: Sequence[Path]) -> tuple[list[Path], list[str]]:
     """(the files that were named, and those inside named folders; the name that the outputs of each start with)."""
     from tinyvae.evaluation.clip_sources import find_clips
+    from tinyvae.storage import local_file
 
     videos: list[Path] = []
     for path in given:
         if not path.exists():
             raise MissingFileError(f"there is no video at {path} (looked from {Path.cwd()}); check the path.")
-        videos += [clip.path for clip in find_clips(path)] if path.is_dir() else [path]
+        videos += [local_file(clip.path) for clip in find_clips(path)] if path.is_dir() else [path]
     return videos, distinct_names([video.stem for video in videos])
 
 

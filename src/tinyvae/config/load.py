@@ -26,6 +26,7 @@ from tinyvae.config.old_files import Settings
 from tinyvae.config.rules import Complaint, GivenPath
 from tinyvae.config.schema import FIELDS, RUN_FORMAT, TrainConfig, kinds_of, path_keys, shown_value
 from tinyvae.errors import MissingFileError, UserError, nearest_name
+from tinyvae.storage import Url
 
 PRESET_FOLDER = Path(__file__).resolve().parent / "presets"
 PROJECT_MARKERS = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "requirements.txt")
@@ -184,7 +185,9 @@ def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             settings[key] = False
             continue
         kinds = kinds_of(key) if key in FIELDS else ()
-        most = next((len(get_args(kind)) for kind in kinds if get_origin(kind) is tuple), 1)
+        # As many words as the key takes values. Of a list without end one word, or it would swallow a preset's name.
+        lengths = (len(get_args(kind)) for kind in kinds if get_origin(kind) is tuple and ... not in get_args(kind))
+        most = next(lengths, 1)
         values = [text] if equals else []
         while not equals and rest and len(values) < most and not rest[0].startswith("--"):
             if bool in kinds and rest[0].lower() not in SWITCH_WORDS:
@@ -313,6 +316,7 @@ class _Merging:
                 self._add(number, layer, key, value)
         self._settle_switches()
         self._settle_lengths()
+        self._settle_sizes()
         self._settle_variant()
 
     def _add(self, number: int, layer: Layer, key: str, value: Any) -> None:
@@ -388,6 +392,25 @@ class _Merging:
             if is_older and isinstance(begins, int) and begins >= steps:
                 self._decide(key, steps // 10, f"{self._layer_of('max_train_steps')} sets max_train_steps to {steps}")
 
+    def _settle_sizes(self) -> None:
+        """One size and ``resolutions`` exclude each other: the later layer wins; in one layer they must agree."""
+        if not self.values.get("resolutions"):
+            return
+        largest = TrainConfig(resolutions=self.values["resolutions"]).sizes.largest
+        others = [key for key, number in largest._asdict().items() if self.values.get(key, number) != number]
+        if not others:
+            return
+        if later := [key for key in others if self._is_later(key, "resolutions")]:
+            self._decide("resolutions", (), f"{self._layer_of(later[0])} sets {later[0]}")
+        elif both := [key for key in others if not self._is_later("resolutions", key)]:
+            text = f"{both[0]}={self.values[both[0]]} and resolutions ({self._layer_of(both[0])}) exclude each other; "
+            self._complain(
+                (*both, "resolutions"), text + "leave one out (validation_height is the size of validations)."
+            )
+        else:
+            because = f"that is the largest of the resolutions that {self._layer_of('resolutions')} sets"
+            self.notices.append(f"the size for validation and messages is {largest}, because {because}.")
+
     def _settle_variant(self) -> None:
         """Where no layer names the variant: the teacher does, else the weights to start from, else the default."""
         weights, presumed = self.values.get("pretrained_model_path"), self.values.get("variant")
@@ -433,9 +456,11 @@ class _Merging:
 
 
 def resolved(key: str, value: Any, base: Path) -> Any:
-    """A path from ``base``, absolute and without ``..``; links stay. Kept as written: ``logging_dir``, the bare name of
-    a checkpoint, and a teacher's ``owner/name`` where neither it nor ``owner`` is a folder here.
+    """A path from ``base``, absolute and without ``..``; links stay. Kept as written: a URL, ``logging_dir``, the bare
+    name of a checkpoint, and a teacher's ``owner/name`` where neither it nor ``owner`` is a folder here.
     """
+    if isinstance(value, Url):
+        return value
     path = Path(value).expanduser()
     here = Path(os.path.normpath(base / path))
     if key == "logging_dir":

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from tinyvae.config.schema import FIELDS, TrainConfig, kinds_of, shown_value, takes_in_words
 from tinyvae.errors import MissingFileError, UserError, nearest_name, require_package
+from tinyvae.storage import SCHEME, Place, Url, place_of
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
+
+    from tinyvae.data.sizes import ClipSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,7 @@ NONE_MEANS: Mapping[str, Any] = {
     "max_grad_norm": 0.0,
     "early_stopping_patience": 0,
     "validation_steps": 0,
+    "resolutions": (),
 }
 """Key -> its value for "none of it", where the files of other trainers write None."""
 
@@ -90,9 +94,12 @@ def convert(key: str, value: Any, where: str = "") -> Any:
     from pydantic import ValidationError
 
     try:
-        return _validator(key).validate_python(_plain_value(key, value))
+        converted = _validator(key).validate_python(_plain_value(key, value))
     except ValidationError:
         raise UserError(_wrong_value(key, value, where)) from None
+    if key == "resolutions" and (refusal := _refusal(lambda: TrainConfig(resolutions=converted))):
+        raise UserError(f"{refusal}{where}")
+    return converted
 
 
 def _wrong_value(key: str, value: Any, where: str = "") -> str:
@@ -110,7 +117,7 @@ def _validator(key: str) -> TypeAdapter[Any]:
         return Annotated[kind, Field(**FIELDS[key].metadata["limits"])] if kind in (int, float) else kind
 
     kind: Any = Union[tuple(map(limited, kinds_of(key)))]  # noqa: UP007  (the members are computed)
-    return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
+    return TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True))
 
 
 def _plain_value(key: str, value: Any) -> Any:
@@ -120,6 +127,8 @@ def _plain_value(key: str, value: Any) -> Any:
         value = str(value).removeprefix("torch.")
     if isinstance(value, str):
         value = OTHER_SPELLINGS.get(key, {}).get(value.strip(), value.strip())
+    if isinstance(value, str) and SCHEME.match(value) and Path in kinds:
+        return _place_value(key, value)
     may_be_none = type(None) in kinds or key in NONE_MEANS
     if value is None or value == "" or (may_be_none and str(value).lower() in ("none", "null")):
         return NONE_MEANS.get(key)  # an empty text names nothing; as a path it would be the base folder
@@ -135,6 +144,14 @@ def _plain_value(key: str, value: Any) -> Any:
         except ValueError:
             return value
     return value
+
+
+def _place_value(key: str, text: str) -> Place:
+    """A URL as the key holds it; ``Path`` would make one slash of two."""
+    place = place_of(text)
+    if isinstance(place, Url) and Url not in kinds_of(key):
+        raise UserError(f"{key}={place} is a URL, and {key} must be on this machine's file system; name a local path.")
+    return place
 
 
 # between settings
@@ -172,35 +189,44 @@ def _variant_rules(config: TrainConfig) -> Findings:
     if refusal := _refusal(lambda: config.spec):
         yield "variant model_width", refusal.replace("width=", "model_width=", 1)
         return
-    spec, n_frames, (_, *validated) = config.spec, config.n_frames, config.validation_size
-    if refusal := _refusal(spec.check_training_length, n_frames):
-        yield "n_frames", refusal
-    if refusal := _refusal(spec.check_size, config.height, config.width):
-        yield "height width", refusal
-    elif refusal := _refusal(spec.check_size, *validated):
+    found = [finding for size in config.sizes.sizes for finding in _size_rules(config, size)]
+    yield from found
+    fits = not any(keys.startswith("height") for keys, _ in found)  # else it would be told twice
+    if fits and (refusal := _refusal(config.spec.check_size, *config.validation_size[1:])):
         yield "validation_height validation_width", f"validation size: {refusal}"
+
+
+def _size_rules(config: TrainConfig, size: ClipSize) -> Findings:
+    """The rules of the variant for one size of training clips."""
+    spec, (n_frames, height, width) = config.spec, size
+    of_size = f"resolutions {size}: " if config.resolutions else ""
+    if refusal := _refusal(spec.check_training_length, n_frames):
+        yield "n_frames resolutions", of_size + refusal
+    if refusal := _refusal(spec.check_size, height, width):
+        yield "height width resolutions", of_size + refusal
     if config.temporal_loss_weight:
         from tinyvae.losses.distances import check_temporal_frames
 
         if refusal := _refusal(check_temporal_frames, spec, n_frames):
-            yield "n_frames temporal_loss_weight", refusal
+            yield "n_frames resolutions temporal_loss_weight", of_size + refusal
     if config.use_seraena:
         if refusal := _refusal(spec.check_seraena_frames, n_frames, config.n_seraena_frames):
-            yield "n_frames n_seraena_frames", refusal
-        elif refusal := _refusal(_check_replay_buffer, config):
-            yield "seraena_buffer_mb height width", refusal
+            yield "n_frames n_seraena_frames resolutions", of_size + refusal
+        elif refusal := _refusal(_check_replay_buffer, config, size):
+            yield "seraena_buffer_mb height width resolutions", of_size + refusal
 
 
-def _check_replay_buffer(config: TrainConfig) -> None:
+def _check_replay_buffer(config: TrainConfig, size: ClipSize) -> None:
     """Refuse a replay buffer that does not hold one group of frames with its context."""
     from torch import Size
 
     from tinyvae.losses.seraena.replay_buffer import ReplayBuffer
 
     factor = config.spec.space_factor
-    image = Size((3 * config.n_seraena_frames, config.height, config.width))
-    context = Size((config.spec.latent_channels, config.height // factor, config.width // factor))
-    ReplayBuffer(max_mb=config.seraena_buffer_mb, device="cpu").capacity(image, context)
+    image = Size((3 * config.n_seraena_frames, size.height, size.width))
+    context = Size((config.spec.latent_channels, size.height // factor, size.width // factor))
+    num_sizes = config.sizes.pictures_at_once
+    ReplayBuffer(max_mb=config.seraena_buffer_mb, device="cpu", num_sizes=num_sizes).capacity(image, context)
 
 
 def _data_rules(config: TrainConfig) -> Findings:
@@ -258,11 +284,13 @@ def _loss_rules(config: TrainConfig) -> Findings:
     if not any(weights.values()):
         yield " ".join(weights), "all loss weights are 0, so nothing would be trained; set one."
     _, *validated = config.validation_size
+    _, *narrowest = min(config.sizes.sizes, key=lambda size: min(size.height, size.width))
     for key in _lpips_needs(config):
-        height, width = validated if key == "metric_for_best_model" else (config.height, config.width)
+        height, width = validated if key == "metric_for_best_model" else narrowest
         if min(height, width) < 31:
             text = f"{key}={shown_value(getattr(config, key))} is LPIPS, which needs frames of at least 31x31 pixels, "
-            yield f"{key} height width validation_height validation_width", text + f"got {height}x{width}."
+            concerned = f"{key} height width resolutions validation_height validation_width"
+            yield concerned, text + f"got {height}x{width}."
 
 
 def _lpips_needs(config: TrainConfig) -> list[str]:
@@ -312,10 +340,12 @@ def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list
         named = config.teacher_path if key == "ref_vae_path" else getattr(config, key)
         is_hub_name = key == "ref_vae_path" and HUB_NAME.fullmatch(str(named))
         may_be_absent = is_hub_name or (key == "data_root" and config.use_sample_clips)
-        if named is not None and not _may_be_read(Path(named)):
-            text = f"{key}={named} may not be read by you; fix its permissions or name another."
-            complaints.append(Complaint(keys=(key,), text=text))
-        elif named is not None and not may_be_absent and not Path(named).exists():
+        if named is None:
+            continue
+        is_there, refusal = _look_at(named if isinstance(named, Url) else Path(named))
+        if refusal:
+            complaints.append(Complaint(keys=(key,), text=f"{key}={named} {refusal}."))
+        elif not is_there and not may_be_absent:
             complaints.append(_missing(config, key, given))
     wrong = {key for complaint in complaints for key in complaint.keys}
     # What is not there or may not be read is complained of once; the others are looked into.
@@ -343,20 +373,29 @@ def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list
     return complaints
 
 
-def _may_be_read(path: Path) -> bool:
-    """Whether a file or folder may be looked into, as far as it is there."""
+def _look_at(place: Place) -> tuple[bool, str]:
+    """Whether a file or folder is there, and why it cannot be looked into (empty if it can)."""
     try:
-        return not path.exists() or os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0))
-    except PermissionError:
-        return False
+        is_there = place.exists()
+        if is_there and isinstance(place, Path):
+            may_be_read = os.access(place, os.R_OK | (os.X_OK if place.is_dir() else 0))
+            return True, "" if may_be_read else "may not be read by you; fix its permissions or name another"
+        return is_there, ""
+    except PermissionError as denied:
+        return True, f"may not be read by you ({denied.strerror}); fix its permissions or name another"
+    except UserError as mistake:  # of the storage behind a URL
+        return True, f"cannot be opened: {mistake}"
 
 
 def _missing(config: TrainConfig, key: str, given: Mapping[str, GivenPath]) -> Complaint:
+    if isinstance(url := getattr(config, key), Url):
+        text = f"{key}={url} does not exist (no such bucket or repository, or nothing of this name in it)."
+        return Complaint(keys=(key,), text=text, missing=True)
     path = Path(getattr(config, key)).absolute()
     written = given.get(key, GivenPath(key=key, text=str(getattr(config, key)), base=Path.cwd()))
     where = f"looked for {path}" + ("" if Path(written.text).is_absolute() else f", from {written.base}")
     remedy = REMEDIES.get(key, "")
-    if key in ("annotation_file", "index_path") and config.data_root is not None:
+    if key in ("annotation_file", "index_path") and isinstance(config.data_root, Path):
         beside = config.data_root / path.name  # a list is often kept beside its videos
         remedy = f"; {beside} does" if beside.is_file() else ""
     return Complaint(keys=(key,), text=f"{written.key}={written.text} does not exist ({where}){remedy}.", missing=True)
@@ -371,13 +410,13 @@ def _data_mistakes(config: TrainConfig) -> Iterator[str]:
     if source is None:
         yield "no data is named; set data_root to a folder of videos (--data_root FOLDER)."
     elif config.use_sample_clips:
-        if root is None:
-            yield "use_sample_clips needs a data_root, the folder that the clips are written to."
+        if not isinstance(root, Path):
+            yield "use_sample_clips needs a local data_root, the folder that the clips are written to."
         elif not (root.is_dir() and any(root.iterdir())) and (obstacle := _obstacle_to_writing(root)):
             yield f"data_root={root} cannot be written: {obstacle}."
     elif root is not None and root.is_file():
         yield f"data_root={root} is a file; name it as annotation_file or index_path."
-    elif root is not None and not any(root.iterdir()):
+    elif isinstance(root, Path) and not any(root.iterdir()):
         yield f"data_root={root} is an empty folder; name the folder of the videos (or is its disk not mounted?)."
     elif index is not None:
         if not is_index(index):
@@ -386,6 +425,8 @@ def _data_mistakes(config: TrainConfig) -> Iterator[str]:
     elif listed is not None and listed.suffix.lower() not in ANNOTATION_SUFFIXES and not listed.is_dir():
         suffixes = " or ".join(ANNOTATION_SUFFIXES)
         yield f"annotation_file={listed} is no annotation file by its name; it must end in {suffixes}."
+    elif isinstance(source, Url) and source.is_dir():
+        pass  # to list it may take minutes: the run lists it once, on one process, and says it where it has no video
     elif refusal := _refusal(lambda: next(iterate_entries(source, root), None)):
         yield f"{refusal}."
     elif next(iterate_entries(source, root), None) is None:

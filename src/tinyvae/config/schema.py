@@ -16,10 +16,14 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from tinyvae import __version__
 from tinyvae.models.variants import VariantSpec, get_spec
+from tinyvae.storage import Place, Url, place_of
+
+if TYPE_CHECKING:
+    from tinyvae.data.sizes import SizeSchedule
 
 LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # the limits of pydantic
 TIME_DIRECTIVES = "YmdHMS"  # letters after % in ``output_dir`` that stand for a part of the time of the start
@@ -50,9 +54,19 @@ class TrainConfig:
     init: Literal["he", "torch"] = option("he", "How fresh weights are drawn: he (scaled for ReLU) or as torch does.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory, more time.")
 
-    data_root: Path | None = option(None, "Folder of the videos; paths in annotation_file start here.", group="Data")
-    annotation_file: Path | None = option(None, "JSON or JSONL list of the videos; none: every video below data_root.")
-    index_path: Path | None = option(None, "Index made by `tinyvae data index`; none: the run makes one.")
+    data_root: Path | Url | None = option(
+        None, "Folder of the videos; paths in annotation_file start here.", group="Data"
+    )
+    annotation_file: Path | Url | None = option(
+        None, "JSON or JSONL list of the videos; none: every video below data_root."
+    )
+    index_path: Path | Url | None = option(None, "Index made by `tinyvae data index`; none: the run makes one.")
+    file_cache_gb: float | None = option(
+        None, "Keep files fetched from URLs, up to this many GiB; none: $TINYVAE_FILE_CACHE_GB, else 50.", gt=0
+    )
+    file_cache_dir: Path | None = option(
+        None, "Folder of these files, best on a local disk; none: $TINYVAE_FILE_CACHE_DIR, else temporary."
+    )
     use_sample_clips: bool = option(False, "Write sample clips to data_root first, if it is empty or absent.")
     train_split: float = option(0.95, "Share of files to train on, by a hash of the path; others validate.", gt=0, le=1)
     split_by: Literal["auto", "annotation", "hash"] = option(
@@ -61,6 +75,9 @@ class TrainConfig:
     height: int = option(128, "Height of a training clip, pixels; a multiple of the space factor.", ge=8)
     width: int = option(128, "Width of a training clip, pixels; a multiple of the space factor.", ge=8)
     n_frames: int = option(16, "Frames of a training clip; the variant says which lengths suit its teacher.", ge=1)
+    resolutions: tuple[str, ...] = option(
+        (), "Several clip sizes in one run, FRAMESxHEIGHTxWIDTH[:SHARE][@STEP]; they replace the three keys above."
+    )
     min_frame_delta: int = option(1, "Smallest step between the frames of a clip, source frames.", ge=1)
     max_frame_delta: int = option(1, "Largest step between the frames of a clip, source frames.", ge=1)
     allow_upscale: bool = option(False, "Enlarge videos smaller than height x width instead of leaving them out.")
@@ -131,7 +148,9 @@ class TrainConfig:
     ref_vae_path: str | None = option(None, "The teacher: a diffusers folder or a hub name (owner/name).")
     ref_vae_dtype: Literal["float32", "float16", "bfloat16"] = option("bfloat16", "Precision of the teacher.")
     ref_vae_sample: bool = option(False, "Draw the teacher's latents from their distribution; off: take its mode.")
-    latent_store: Path | None = option(None, "The teacher's latents (`tinyvae latents` makes them); none: it runs.")
+    latent_store: Path | Url | None = option(
+        None, "The teacher's latents (`tinyvae latents` makes them); none: it runs."
+    )
 
     use_seraena: bool = option(False, "Train with Seraena's correction targets.", group="Seraena")
     seraena_loss_weight: float = option(0.0, "Weight: distance to the corrected frames.", ge=0)
@@ -190,7 +209,10 @@ class TrainConfig:
         for key in path_keys():
             value: object = getattr(self, key)
             if isinstance(value, str):  # people write text for a path
-                object.__setattr__(self, key, Path(value))
+                object.__setattr__(self, key, place_of(value) if Url in kinds_of(key) else Path(value))
+        if self.resolutions:  # whoever asks for one size (validation, messages, a trial step) means the largest
+            for key, number in self.sizes.largest._asdict().items():
+                object.__setattr__(self, key, number)
 
     @functools.cached_property
     def spec(self) -> VariantSpec:
@@ -199,8 +221,17 @@ class TrainConfig:
             self.variant, width=self.model_width, latent_space=self.latent_space, activation=self.activation
         )
 
+    @functools.cached_property
+    def sizes(self) -> SizeSchedule:
+        """The sizes of training clips; `UserError` where an entry of ``resolutions`` is wrong."""
+        from tinyvae.data.sizes import ClipSize, SizeSchedule  # not above: most readers of a schema need no numpy
+
+        if self.resolutions:
+            return SizeSchedule.parse(self.resolutions)
+        return SizeSchedule.of_one(ClipSize(self.n_frames, self.height, self.width))
+
     @property
-    def data_source(self) -> Path | None:
+    def data_source(self) -> Place | None:
         """What lists the videos: the index, else the annotation file, else the folder."""
         return self.index_path or self.annotation_file or self.data_root
 
@@ -247,10 +278,12 @@ def to_json(config: TrainConfig) -> str:
 
 def shown_value(value: Any) -> str:
     """A value as a user writes it on the command line."""
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list) and value:
         return ",".join(map(shown_value, value))
     if isinstance(value, bool) or value is None:
         return str(value).lower()
+    if value == ():
+        return "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -266,8 +299,8 @@ def _kind_in_words(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
     if get_origin(kind) is tuple:
-        return f"{len(names)} numbers"
-    words = {int: "a whole number", float: "a number", bool: "true or false", Path: "a path", str: "text"}
+        return "sizes such as 16x480x720:0.3,16x256x256:0.7" if str in names else f"{len(names)} numbers"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path", Url: "a URL"}
     return words.get(kind, "none")
 
 

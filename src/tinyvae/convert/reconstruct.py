@@ -34,6 +34,7 @@ from tinyvae.heap import trim_heap
 from tinyvae.models.codec import pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 from tinyvae.models.variants import LatentSpaceName
+from tinyvae.storage import local_file
 from tinyvae.video.write import VideoWriter
 
 GAP_PIXELS = 8  # even: the width of a video must stay even
@@ -376,7 +377,7 @@ def _video_writer(part: ClipPart, path: Path, outputs: Outputs, height: int, wid
         height=height,
         crf=outputs.crf,
         pixel_aspect=part.pixel_aspect,
-        audio_from=part.path,
+        audio_from=local_file(part.path),
         times_s=part.times_s,
         overwrite=outputs.overwrite,
         pixel_format=pixel_format_for(height, width),

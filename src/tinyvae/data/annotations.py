@@ -1,7 +1,8 @@
 """Which video files are in a data set: a folder tree, a JSONL file or an annotation JSON, read as a stream.
 
 The annotation format is ``{"total": N, "list": [{"path": ..., "split": ...}, ...]}``; a bare list works too. An entry
-names its file by ``path`` or ``full_path``, relative to the data root or inside it. Other keys are ignored.
+names its file by ``path`` or ``full_path``, relative to the data root or inside it. Other keys are ignored. Source and
+data root may each be a path or a URL.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from tinyvae.errors import MissingFileError, UserError
+from tinyvae.storage import FileVersion, Place, Url, list_files, local_file
 
 VIDEO_SUFFIXES = (
     ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".mts", ".m2ts", ".mpg", ".mpeg", ".flv", ".wmv", ".ogv",
@@ -31,18 +33,24 @@ MAX_VALUE_CHARS = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class VideoEntry:
-    """One file: its path from the data root (forward slashes, no ``..``); ``train``, ``val``, ``test`` or empty."""
+    """One file: its path from the data root (forward slashes, no ``..``); ``train``, ``val``, ``test`` or empty.
+
+    ``version``: of a file whose storage told it with the list.
+    """
 
     path: str
     split: str = ""
+    version: FileVersion | None = None
 
 
-def default_data_root(source: Path) -> Path:
+def default_data_root(source: Place) -> Place:
     """The folder that relative paths start from: the folder tree itself, or the folder of the annotation file."""
-    return source if source.is_dir() else source.absolute().parent
+    if source.is_dir():
+        return source
+    return source.parent if isinstance(source, Url) else source.absolute().parent
 
 
-def iterate_entries(source: Path, data_root: Path | None = None) -> Iterator[VideoEntry]:
+def iterate_entries(source: Place, data_root: Place | None = None) -> Iterator[VideoEntry]:
     """Every entry of ``source`` in its own order (folder trees: sorted by name inside each folder).
 
     >>> [entry.path for entry in iterate_entries(Path("videos/"))]  # doctest: +SKIP
@@ -52,10 +60,16 @@ def iterate_entries(source: Path, data_root: Path | None = None) -> Iterator[Vid
     """
     if not source.exists():
         raise MissingFileError(f"the data source {source} does not exist; give a folder, a .jsonl or a .json file")
-    root = _Root(data_root if data_root is not None else default_data_root(source))
+    named_root = data_root if data_root is not None else default_data_root(source)
+    root = _UrlRoot(named_root) if isinstance(named_root, Url) else _Root(named_root)
     suffix = source.suffix.lower()
     if source.is_dir():
-        yield from _entries_of_folder(source, root)
+        if isinstance(source, Url) and isinstance(root, _UrlRoot):
+            yield from _entries_of_url(source, root)
+        elif isinstance(source, Path) and isinstance(root, _Root):
+            yield from _entries_of_folder(source, root)
+        else:
+            raise _leaves_root("the data source", str(source), str(named_root))
     elif suffix in (".jsonl", ".ndjson", ".json"):
         records, word = (_records_of_json, "entry") if suffix == ".json" else (_records_of_jsonl, "line")
         for number, record in records(source):
@@ -77,10 +91,35 @@ class _Root:
         for prefix in self._prefixes:
             if whole.startswith(prefix):
                 return whole[len(prefix) :].replace(os.sep, "/")
-        raise UserError(
-            f"{where}: the path {path!r} leaves the data root {self._root}; "
-            "fix the entry, or give the folder that holds all files as the data root (--data_root)"
-        )
+        raise _leaves_root(where, path, self._root)
+
+
+class _UrlRoot:
+    """A data root behind a URL. The names in it stay as they are written: ``a//b.mp4`` is not ``a/b.mp4`` there."""
+
+    def __init__(self, data_root: Url) -> None:
+        self.url = data_root
+
+    def relative(self, path: str, where: str) -> str:
+        relative = path.removeprefix(str(self.url / "x")[:-1]).removeprefix("./")
+        if not relative or relative.startswith("/") or "://" in relative or ".." in relative.split("/"):
+            raise _leaves_root(where, path, str(self.url))
+        return relative
+
+
+def _leaves_root(where: str, path: str, root: str) -> UserError:
+    return UserError(
+        f"{where}: the path {path!r} leaves the data root {root}; "
+        "fix the entry, or give the folder that holds all files as the data root (--data_root)"
+    )
+
+
+def _entries_of_url(folder: Url, root: _UrlRoot) -> Iterator[VideoEntry]:
+    prefix = "" if folder == root.url else root.relative(str(folder), "the data source") + "/"
+    for path, version in list_files(folder):
+        is_hidden = any(part.startswith(".") for part in path.split("/"))
+        if path.lower().endswith(VIDEO_SUFFIXES) and not is_hidden:
+            yield VideoEntry(path=prefix + path, version=version if version.size >= 0 else None)
 
 
 def _entries_of_folder(folder: Path, root: _Root) -> Iterator[VideoEntry]:
@@ -117,8 +156,8 @@ def _is_new_linked_folder(entry: os.DirEntry[str], root: _Root, linked: set[str]
     return not is_known
 
 
-def _records_of_jsonl(file: Path) -> Iterator[tuple[int, object]]:
-    with open(file, "rb") as stream:
+def _records_of_jsonl(file: Place) -> Iterator[tuple[int, object]]:
+    with open(local_file(file), "rb") as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 try:
@@ -127,8 +166,8 @@ def _records_of_jsonl(file: Path) -> Iterator[tuple[int, object]]:
                     raise UserError(f"{file}, line {number} is not JSON ({broken}); fix or remove the line") from None
 
 
-def _records_of_json(file: Path) -> Iterator[tuple[int, object]]:
-    with open(file, encoding="utf-8-sig") as stream:
+def _records_of_json(file: Place) -> Iterator[tuple[int, object]]:
+    with open(local_file(file), encoding="utf-8-sig") as stream:
         reader = _JsonReader(stream, file)
         number = 0
         try:
@@ -141,7 +180,7 @@ def _records_of_json(file: Path) -> Iterator[tuple[int, object]]:
         warnings.warn(f"{file} says 'total': {total}, and its list has {number} entries; is it whole?", stacklevel=1)
 
 
-def _entry_of_record(record: object, where: str, root: _Root) -> VideoEntry:
+def _entry_of_record(record: object, where: str, root: _Root | _UrlRoot) -> VideoEntry:
     if not isinstance(record, dict):
         raise UserError(f"{where}: an entry must be an object with a 'path', not {type(record).__name__}")
     path = record.get("path") or record.get("full_path")
@@ -163,7 +202,7 @@ def _entry_of_record(record: object, where: str, root: _Root) -> VideoEntry:
 class _JsonReader:
     """Reads the items of one list in a JSON document one after the other, and holds one item at a time."""
 
-    def __init__(self, stream: IO[str], file: Path) -> None:
+    def __init__(self, stream: IO[str], file: Place) -> None:
         self._stream, self._file = stream, file
         self._decoder = json.JSONDecoder()
         self._buffer, self._ended = "", False

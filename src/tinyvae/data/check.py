@@ -23,6 +23,7 @@ from tinyvae.data.index import SPLITS, IndexRow, VideoIndex, is_bad
 from tinyvae.data.splits import ClipSet, SplitBy, refuse_bad_index, split
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.models.variants import VARIANTS, get_spec
+from tinyvae.storage import local_file
 from tinyvae.terminal import bytes_in_words, duration_in_words
 from tinyvae.video.decode import read_frames
 
@@ -215,7 +216,8 @@ def stage_training_samples(clips: ClipSet, settings: ClipSettings, count: int) -
         try:
             clip = read_clip(index, row, choice, settings)
             info, timeout_s = index.info(row), settings.decode_timeout_s
-            frames = read_frames(info.path, choice.frame_indices, info=info, timeout_s=timeout_s)
+            path = local_file(index.full_path(row), index.version(row))
+            frames = read_frames(path, choice.frame_indices, info=info, timeout_s=timeout_s)
         except (UnreadableVideoError, OSError) as fault:
             stages.bad_files.append(BadFile.of(row, fault))
             continue

@@ -25,7 +25,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 FEISTEL_ROUNDS = 6
 
 # What a draw is for: the last part of its key, so that two draws of one position are independent.
-SHUFFLE, SUBSTITUTE, STEP, START, CROP, FLIP, COLOR = range(7)
+SHUFFLE, SUBSTITUTE, STEP, START, CROP, FLIP, COLOR, SIZE = range(8)
 SCALE, TOP, LEFT = range(3)
 BRIGHTNESS, CONTRAST, SATURATION, HUE, BLUR_OR_NOT, BLUR_SIGMA = range(6)
 
@@ -113,7 +113,7 @@ class ClipSettings:
     decoded_cache_gb: float = 0.0
     """Size of the cache of decoded files in GiB; 0: none (see `tinyvae.data.decoded_cache`)."""
     decoded_cache_dir: Path | None = None
-    """Where that cache lies; None: `default_cache_dir()`."""
+    """Where that cache lies; None: `tinyvae.cache_folder.default_cache_folder("decoded")`."""
     variant: str | None = None
     """When given, height and width must suit this variant; else they must be multiples of 8."""
 

@@ -19,15 +19,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tinyvae.cache_folder import CacheNote
 from tinyvae.data.augment import to_model_input
 from tinyvae.data.clip import ClipChoice, ClipSettings, choose_clip, choose_validation_clip, file_of
-from tinyvae.data.decoded_cache import CacheEvent, DecodedCache, default_cache_dir
+from tinyvae.data.decoded_cache import DecodedCache
 from tinyvae.data.index import IndexRow, VideoIndex
 from tinyvae.data.latent_store import LatentStore, StoredLatents
+from tinyvae.data.sizes import SizesOfPositions
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
 from tinyvae.data.workers import Loan, SharedMemoryError, WorkerBuffers, free_clip_memory
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.files import lock_file
+from tinyvae.storage import StorageError, Url, file_cache, local_file, version_of
 from tinyvae.video.decode import read_frames
 
 log = logging.getLogger(__name__)
@@ -164,7 +167,7 @@ class ReadBatch:
     failure: str = ""
     """Why the run cannot continue."""
     loan: Loan | None = None
-    cache_event: CacheEvent = ""
+    cache_notes: tuple[CacheNote, ...] = ()
 
     def pin_memory(self) -> ReadBatch:
         return replace(self, batch=None if self.batch is None else self.batch.pin_memory())
@@ -179,7 +182,8 @@ class ReadBatch:
 class Clips(torch.utils.data.Dataset[ReadBatch]):
     """Batches by position: global positions in training, the numbers of the files in validation.
 
-    With a store of N clips (``latents``), position p gets clip p mod N, as it was when its latents were made.
+    With a store (``latents``), position p gets clip ``latents.clip_of(p)``, as it was when its latents were made.
+    ``sizes``: where clips have several sizes; else all have that of ``settings``.
     """
 
     def __init__(
@@ -190,32 +194,45 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
         training: bool,
         board: Tensor | None = None,
         latents: LatentStore | None = None,
+        sizes: SizesOfPositions | None = None,
     ) -> None:
         assert training or latents is None, "latents are stored by training position"
         self.clips, self.settings, self.training, self.latents = clips, settings, training, latents
+        self._sizes = sizes
         self.cache: DecodedCache | None = None
         if settings.decoded_cache_gb > 0:  # what is used from now on stays there for this loader
-            folder = settings.decoded_cache_dir or default_cache_dir()
-            self.cache = DecodedCache(folder, max_gb=settings.decoded_cache_gb, keep_used_since=time.time())
+            folder, max_gb = settings.decoded_cache_dir, settings.decoded_cache_gb
+            self.cache = DecodedCache(folder, max_gb=max_gb, run_start=time.time())
         self.board = board
         self._buffers = WorkerBuffers(board)
         self._num_read = 0
 
-    def _candidates(self, position: int) -> Iterator[tuple[IndexRow, ClipChoice]]:
+    def _candidates(self, position: int, settings: ClipSettings) -> Iterator[tuple[IndexRow, ClipChoice]]:
         """The clips for a position: the first one that can be read is taken. Validation has no second choice."""
         if not self.training:
             row = self.clips.row(position)
-            yield row, choose_validation_clip(row, self.settings)
+            yield row, choose_validation_clip(row, settings)
             return
-        if self.latents is not None:
-            position %= self.latents.num_clips
+        position = self._clip_of(position)
         num_files = len(self.clips)
         for attempt in range(MAX_ATTEMPTS):
-            row = self.clips.row(file_of(position, num_files, self.settings.seed, attempt))
-            yield row, choose_clip(row, self.settings, position, num_files, attempt)
+            row = self.clips.row(file_of(position, num_files, settings.seed, attempt))
+            yield row, choose_clip(row, settings, position, num_files, attempt)
+
+    def _clip_of(self, position: int) -> int:
+        return position if self.latents is None else self.latents.clip_of(position)
+
+    def _settings_of(self, positions: list[int]) -> ClipSettings:
+        """The settings of a batch: it is of one step, so its clips have one size."""
+        if self._sizes is None:
+            return self.settings
+        first, last = (self._sizes.settings_at(self._clip_of(positions[i]), self.settings) for i in (0, -1))
+        assert first == last, "a batch of two steps"
+        return first
 
     def __getitems__(self, positions: list[int]) -> ReadBatch:
-        shape = (len(positions), self.settings.n_frames, 3, self.settings.height, self.settings.width)
+        settings = self._settings_of(positions)
+        shape = (len(positions), settings.n_frames, 3, settings.height, settings.width)
         try:
             frames, loan = self._buffers.take(shape)
         except SharedMemoryError as full:
@@ -223,12 +240,14 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
         taken: list[tuple[int, IndexRow, ClipChoice]] = []
         bad: list[BadFile] = []
         for position in positions:
-            for row, choice in self._candidates(position):
+            for row, choice in self._candidates(position, settings):
                 try:
-                    read_clip(self.clips.index, row, choice, self.settings, self.cache, out=frames[len(taken)])
+                    read_clip(self.clips.index, row, choice, settings, self.cache, out=frames[len(taken)])
                 except (UnreadableVideoError, OSError) as fault:
                     bad.append(BadFile.of(row, fault))
                     continue
+                except StorageError as gone:
+                    return ReadBatch(bad_files=tuple(bad), num_tries=len(taken) + len(bad), failure=str(gone))
                 taken.append((position, row, choice))
                 self._num_read += 1
                 free_clip_memory(self._num_read)
@@ -258,7 +277,7 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
             bad_files=tuple(bad),
             num_tries=len(taken) + len(bad),
             loan=loan,
-            cache_event="" if self.cache is None else self.cache.event,
+            cache_notes=(*file_cache().notes(), *(self.cache.notes() if self.cache is not None else ())),
         )
 
     def _latents_of(self, taken: list[tuple[int, IndexRow, ClipChoice]]) -> StoredLatents | None:
@@ -269,7 +288,7 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
             stored = self.latents.file_of(position)
             if stored != row.path:
                 raise UserError(
-                    f"the latents of clip {position % self.latents.num_clips} in {self.latents.folder} are those of "
+                    f"the latents of clip {self.latents.clip_of(position)} in {self.latents.folder} are those of "
                     f"{stored!r}, and the run read {row.path!r} in its place, because not the same files can be read "
                     "as when the store was made; restore the files, or make the store again with tinyvae latents"
                 )
@@ -286,19 +305,22 @@ def read_clip(
     out: Tensor | None = None,
 ) -> Tensor:
     """One clip (uint8 RGB, TCHW, clip size), written to ``out`` if given; an error when the file cannot give it."""
-    path = index.full_path(row)
-    size = os.stat(path).st_size
-    if size != row.file_bytes:
-        reason = f"it has {size} bytes but had {row.file_bytes} when it was indexed; run `tinyvae data index` again"
-        raise UnreadableVideoError(path, reason)
+    video = index.full_path(row)
+    # Of a file behind a URL just this version is fetched, if it is not here; a local file is looked at.
+    version = index.version(row) if isinstance(video, Url) else version_of(video)
+    if version.size != row.file_bytes:
+        was = f"but had {row.file_bytes} when it was indexed; run `tinyvae data index` again"
+        raise UnreadableVideoError(video, f"it has {version.size} bytes {was}")
     if out is None:
         out = torch.empty((settings.n_frames, 3, settings.height, settings.width), dtype=torch.uint8)
     window, info, timeout_s = choice.window, index.info(row), settings.decode_timeout_s
-    frames = None if cache is None else cache.clip(path, info, choice.frame_indices, window, timeout_s=timeout_s)
+    frames = None
+    if cache is not None:
+        frames = cache.clip(video, info, choice.frame_indices, window, timeout_s=timeout_s, version=version)
     if frames is None:
         is_native = (window.height, window.width) == (settings.height, settings.width)
         frames = read_frames(
-            path,
+            local_file(video, version),
             choice.frame_indices,
             info=info,
             timeout_s=timeout_s,

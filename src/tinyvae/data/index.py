@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.files import atomic_write, lock_file
+from tinyvae.storage import FileVersion, Place, Url, local_file, place_of
 
 if TYPE_CHECKING:
     from tinyvae.video.decode import VideoInfo
@@ -54,6 +55,7 @@ class IndexRow:
     split: str = _column("u1", "")
     file_bytes: int = _column("<i8", -1)
     mtime_ns: int = _column("<i8", -1)
+    """The tag of the file's `FileVersion`: a time for a local file, a hash for one behind a URL."""
     frames: int = _column("<i4", 0)
     fps: float = _column("<f8", 0.0)
     width: int = _column("<i4", 0)
@@ -83,12 +85,15 @@ def hash_of_path(path: str) -> int:
 
 
 class VideoIndex:
-    """A read-only index. Cheap to open, to pickle (by its path) and to hold in many worker processes."""
+    """A read-only index. Cheap to open, to pickle (by its path) and to hold in many worker processes.
 
-    def __init__(self, file: Path, data_root: Path | None = None) -> None:
-        self.file = Path(os.path.abspath(file))
+    An index behind a URL is fetched whole; ``file`` is the local copy.
+    """
+
+    def __init__(self, file: Place, data_root: Place | None = None) -> None:
+        self.file = Path(os.path.abspath(_local_index(file)))
         self.header = _read_header(self.file)
-        self.data_root = Path(data_root if data_root is not None else self.header["data_root"])
+        self.data_root = place_of(data_root if data_root is not None else self.header["data_root"])
         self.source = str(self.header["source"] or self.file)
         """What the index was made from: the name to use in messages."""
         self.num_bad: int = self.header["num_bad"]
@@ -96,7 +101,7 @@ class VideoIndex:
         """Whether the source gave the split of at least one file."""
         self.fingerprint: str = self.header["fingerprint"]
         """Changes with the files and their splits; not when the data root moves."""
-        self._root_given = data_root
+        self._given = file if isinstance(file, Url) else self.file, data_root
         with open(self.file, "rb") as stream:
             self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         self._rows: npt.NDArray[Any] = np.frombuffer(
@@ -105,8 +110,8 @@ class VideoIndex:
         self._text_start = HEADER_BYTES + self._rows.nbytes
         self._lookups = 0
 
-    def __reduce__(self) -> tuple[Callable[..., VideoIndex], tuple[Path, Path | None]]:
-        return open_index, (self.file, self._root_given)
+    def __reduce__(self) -> tuple[Callable[..., VideoIndex], tuple[Place, Place | None]]:
+        return open_index, self._given
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -123,15 +128,20 @@ class VideoIndex:
             self.release_pages()
         return IndexRow(path=path, reason=reason, **values)
 
-    def full_path(self, row: IndexRow) -> Path:
+    def full_path(self, row: IndexRow) -> Place:
         return self.data_root / row.path
+
+    def version(self, row: IndexRow) -> FileVersion:
+        """The version of the file that was indexed."""
+        return FileVersion(row.file_bytes, row.mtime_ns)
 
     def info(self, row: IndexRow) -> VideoInfo:
         """The probe's result as the decoder wants it; the file is not opened."""
         from tinyvae.video.decode import VideoInfo
 
         known = {name: getattr(row, name) for name in VideoInfo.__dataclass_fields__ if name != "path"}
-        return VideoInfo(path=self.full_path(row), **known)
+        place = self.full_path(row)
+        return VideoInfo(path=place if isinstance(place, Path) else Path(row.path), **known)
 
     def find(self, path: str) -> int | None:
         """Number of the row with this relative path, or None."""
@@ -172,7 +182,7 @@ def is_bad(rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     return bad
 
 
-def open_index(file: Path, data_root: Path | None = None) -> VideoIndex:
+def open_index(file: Place, data_root: Place | None = None) -> VideoIndex:
     """Open an index made by ``tinyvae data index``.
 
     >>> index = open_index(Path("videos.tvi"))  # doctest: +SKIP
@@ -182,14 +192,24 @@ def open_index(file: Path, data_root: Path | None = None) -> VideoIndex:
     Args:
         data_root: where the videos are now, when the data set has moved since it was indexed.
     """
-    return VideoIndex(Path(file), data_root)
+    return VideoIndex(place_of(file), data_root)
 
 
-def is_index(file: Path) -> bool:
+def _local_index(file: Place) -> Path:
+    """The file itself, or the copy of one behind a URL."""
+    try:
+        return local_file(file)
+    except FileNotFoundError:
+        raise MissingFileError(
+            f"there is no index at {file}; make it with `tinyvae data index` and copy it there"
+        ) from None
+
+
+def is_index(file: Place) -> bool:
     """Whether a file is an index of any version (by its first bytes, not by its name)."""
     if not file.is_file():
         return False
-    with open(file, "rb") as stream:
+    with open(local_file(file), "rb") as stream:
         return stream.read(len(ANY_MAGIC)) == ANY_MAGIC
 
 

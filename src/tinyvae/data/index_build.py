@@ -3,18 +3,20 @@
 The source is read twice: once to check and count its entries (a wrong path ends the build in seconds), once to probe.
 A second build probes only files that are new, changed or were bad. A killed build continues where it was.
 
-Files are probed in parallel processes. When a process dies or never answers, each file of its batch is probed again in
-a process of its own, and the one at fault becomes a bad file.
+Files are probed in parallel processes, here or on the machines of a Ray cluster. When a process dies or never answers,
+each file of its batch is probed again in a process of its own, and the one at fault becomes a bad file.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import faulthandler
 import functools
 import gc
 import logging
 import multiprocessing
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +28,9 @@ from typing import Any, NamedTuple
 
 from tinyvae.data.annotations import VideoEntry, default_data_root, iterate_entries
 from tinyvae.data.index import IndexJournal, IndexRow, VideoIndex, hash_of_path, is_index, open_index
+from tinyvae.data.ray_cluster import ray_cluster
 from tinyvae.errors import UnreadableVideoError, UserError
+from tinyvae.storage import Place, Url, absolute_text, local_file, place_of, version_of
 from tinyvae.terminal import progress_bar
 from tinyvae.video.decode import VideoInfo, probe_video
 
@@ -34,8 +38,11 @@ log = logging.getLogger(__name__)
 
 CACHED_INDEX = "data_index.tvi"
 BATCH, BATCHES_AHEAD = 8, 4
+NOT_THERE = "the file is not there"
 GRACE_S = 30.0
 """How much longer than the deadlines of its files together a batch may take before its process is killed."""
+FETCH_S = 600.0
+"""How much longer a file behind a URL may take: it is fetched first."""
 
 Probe = Callable[..., VideoInfo]
 """Called with a path and the options ``timeout_s`` and ``thorough``; it keeps the deadline itself."""
@@ -58,11 +65,12 @@ class BuildReport:
 
 
 def build_index(
-    source: Path,
+    source: Place,
     output: Path,
     *,
-    data_root: Path | None = None,
+    data_root: Place | None = None,
     num_workers: int | None = None,
+    ray: str | None = None,
     timeout_s: float = 30.0,
     thorough: bool = False,
     show_progress_bar: bool = True,
@@ -73,29 +81,31 @@ def build_index(
     >>> print(build_index(Path("videos/"), Path("videos.tvi")).sentence())  # doctest: +SKIP
 
     Args:
-        source: folder tree, JSONL file or annotation JSON.
+        source: folder tree, JSONL file or annotation JSON; a path or a URL, as is the data root.
         output: the index file; an index already there is updated and replaced at once at the end.
         data_root: folder that relative paths start from; default: the tree itself, or the annotation file's folder.
         num_workers: probing processes; default: one per CPU core, 0 probes in this process.
+        ray: address of a Ray cluster that probes (see `ray_cluster`); all its machines must see the files.
         timeout_s: deadline for each file.
         thorough: decode every frame, so that damage in the middle of a file is found now and not when it is read.
         probe: what looks at one file.
     """
     started = time.monotonic()
-    source, output = Path(source), Path(output)
+    source, output = place_of(source), Path(output)
     _check_output(source, output)
-    facts = _survey(source, data_root)
-    num_entries, root = facts["num_entries"], facts["data_root"]
+    root = data_root if data_root is not None else default_data_root(source)
+    entries = _entries_of(source, root)
+    facts = _survey(source, root, entries())
+    num_entries = facts["num_entries"]
     if num_entries == 0:
         raise UserError(f"{source} lists no video file; give a folder or an annotation file with at least one")
     journal = IndexJournal(output)
     known = [index for index in (journal.resumed, _open_usable(output)) if index is not None]
-    tasks = (
-        ProbeTask(entry, os.path.join(root, entry.path), _known_row(entry.path, known, thorough))
-        for entry in iterate_entries(source, data_root)
-    )
+    tasks = (ProbeTask(entry, root / entry.path, _known_row(entry.path, known, thorough)) for entry in entries())
     look = functools.partial(_row_of, probe=probe, timeout_s=timeout_s, thorough=thorough)
-    rows = _probe_all(tasks, look, usable_cores() if num_workers is None else num_workers, timeout_s)
+    limit_s = timeout_s + FETCH_S if isinstance(root, Url) else timeout_s
+    probe_all = _probe_all if ray is None else functools.partial(_probe_on_cluster, ray)
+    rows = probe_all(tasks, look, num_workers, limit_s)
     counts: Counter[bool] = Counter()
     bar = progress_bar(rows, total=num_entries, unit="file", desc="indexing", disable=not show_progress_bar)
     try:
@@ -115,14 +125,16 @@ def build_index(
     )
 
 
-def open_or_build_index(source: Path, *, data_root: Path | None = None, cache_dir: Path, **options: Any) -> VideoIndex:
+def open_or_build_index(
+    source: Place, *, data_root: Place | None = None, cache_dir: Path, **options: Any
+) -> VideoIndex:
     """The index of ``source``: itself when it is an index, else ``cache_dir/data_index.tvi``, built where needed.
 
     >>> index = open_or_build_index(Path("videos/"), cache_dir=Path("output"))  # doctest: +SKIP
 
     ``options`` are those of `build_index`. Of several ranks, one must call it before the others.
     """
-    source = Path(source)
+    source = place_of(source)
     if is_index(source):
         return open_index(source, data_root)
     output = Path(cache_dir) / CACHED_INDEX
@@ -130,38 +142,46 @@ def open_or_build_index(source: Path, *, data_root: Path | None = None, cache_di
     return open_index(output)
 
 
-def bring_up_to_date(source: Path, output: Path, *, data_root: Path | None = None, **options: Any) -> None:
+def bring_up_to_date(source: Place, output: Path, *, data_root: Place | None = None, **options: Any) -> None:
     """Make the index ``output`` of ``source`` (options as in `build_index`), unless it lists the same files already."""
     if not _is_current(source, output, data_root):
         report = build_index(source, output, data_root=data_root, **options)
         log.info("indexed %s: %s", source, report.sentence())
 
 
-def _place(source: Path, data_root: Path | None) -> dict[str, Any]:
+def _entries_of(source: Place, root: Place) -> Callable[[], Iterator[VideoEntry]]:
+    """The entries of a source, as often as they are asked for. A folder behind a URL is listed once: that may take
+    minutes, and its list is in memory anyway."""
+    if isinstance(source, Url) and source.is_dir():
+        listed = list(iterate_entries(source, root))
+        return lambda: iter(listed)
+    return lambda: iterate_entries(source, root)
+
+
+def _header_place(source: Place, root: Place) -> dict[str, Any]:
     """What the header of an index says of its source, as far as no list must be read for it."""
-    found = source.stat()
-    return {
-        "data_root": os.path.abspath(data_root if data_root is not None else default_data_root(source)),
-        "source": os.path.abspath(source),
-        "source_state": [] if source.is_dir() else [found.st_size, found.st_mtime_ns],
-    }
+    state = [] if source.is_dir() else list(version_of(source))
+    return {"data_root": absolute_text(root), "source": absolute_text(source), "source_state": state}
 
 
-def _survey(source: Path, data_root: Path | None) -> dict[str, Any]:
+def _survey(source: Place, root: Place, entries: Iterator[VideoEntry]) -> dict[str, Any]:
     """All that the header says of its source: equal where it lists the same files. Constant memory."""
     num_entries = paths_sum = 0
-    for entry in iterate_entries(source, data_root):
+    for entry in entries:
         num_entries += 1
         paths_sum = (paths_sum + hash_of_path(entry.path)) % (1 << 64)
-    return _place(source, data_root) | {"num_entries": num_entries, "paths_sum": paths_sum}
+    return _header_place(source, root) | {"num_entries": num_entries, "paths_sum": paths_sum}
 
 
-def _is_current(source: Path, output: Path, data_root: Path | None) -> bool:
+def _is_current(source: Place, output: Path, data_root: Place | None) -> bool:
     """Whether the index ``output`` still lists the files of ``source``. No video and no unchanged list is read."""
     index = _open_usable(output)
-    if index is None or not source.exists() or not _place(source, data_root).items() <= index.header.items():
+    if index is None or not source.exists():
         return False
-    return not source.is_dir() or _survey(source, data_root).items() <= index.header.items()
+    root = data_root if data_root is not None else default_data_root(source)
+    if not _header_place(source, root).items() <= index.header.items():
+        return False
+    return not source.is_dir() or _survey(source, root, iterate_entries(source, root)).items() <= index.header.items()
 
 
 def _open_usable(file: Path) -> VideoIndex | None:
@@ -174,12 +194,12 @@ def _open_usable(file: Path) -> VideoIndex | None:
         return None
 
 
-def _check_output(source: Path, output: Path) -> None:
+def _check_output(source: Place, output: Path) -> None:
     if output.is_dir():
         raise UserError(f"the output {output} is a folder; give the name of the index file to write")
     if output.exists() and not is_index(output):
         raise UserError(f"{output} exists and is not an index; it is not overwritten: give another name with -o")
-    if source.exists() and output.exists() and source.samefile(output):
+    if isinstance(source, Path) and source.exists() and output.exists() and source.samefile(output):
         raise UserError(f"{source} is itself an index; give the folder or annotation file it was made from")
     if output.exists() and _open_usable(output) is None:
         log.warning("the index %s is broken or of another version of tinyvae; it is made again", output)
@@ -198,7 +218,7 @@ class ProbeTask(NamedTuple):
     """One file to look at, and what an earlier index says of it if it was good then."""
 
     entry: VideoEntry
-    full_path: str
+    place: Place
     known: IndexRow | None
 
 
@@ -206,16 +226,18 @@ def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) 
     """The row of one file, and whether it was probed. A file as it was when it was last found good is not opened."""
     row = IndexRow(path=task.entry.path, split=task.entry.split)
     try:
-        found = os.stat(task.full_path)
-        row = replace(row, file_bytes=found.st_size, mtime_ns=found.st_mtime_ns)
+        version = task.entry.version or version_of(task.place)
+        row = replace(row, file_bytes=version.size, mtime_ns=version.tag)
         known = task.known
         if known is not None and (known.file_bytes, known.mtime_ns) == (row.file_bytes, row.mtime_ns):
             return replace(known, split=row.split), False
-        info = vars(probe(Path(task.full_path), timeout_s=timeout_s, thorough=thorough)).copy()
+        file = local_file(task.place, version)
+        row = replace(row, file_bytes=file.stat().st_size)  # some storage does not tell it
+        info = vars(probe(file, timeout_s=timeout_s, thorough=thorough)).copy()
         info |= {"path": row.path, "ends_crc": info["ends_crc"] or 0}
         return replace(row, thorough=thorough, **info), True
     except FileNotFoundError:
-        reason = "the file is not there"
+        reason = NOT_THERE
     except UnreadableVideoError as refused:
         reason = refused.reason
     except OSError as failed:
@@ -227,9 +249,10 @@ Look = Callable[[ProbeTask], tuple[IndexRow, bool]]
 
 
 def _probe_all(
-    tasks: Iterable[ProbeTask], look: Look, num_workers: int, timeout_s: float
+    tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float
 ) -> Iterator[tuple[IndexRow, bool]]:
     """What ``look`` finds for every task, in whatever order. A process that is far behind its deadline is killed."""
+    num_workers = usable_cores() if num_workers is None else num_workers
     if num_workers == 0:
         yield from map(look, tasks)
         return
@@ -266,9 +289,59 @@ def _look_at_batch(look: Look, batch: Sequence[ProbeTask]) -> list[tuple[IndexRo
     return [look(task) for task in batch]
 
 
-def _probe_alone(task: ProbeTask, look: Look, limit_s: float) -> tuple[IndexRow, bool]:
+# on a Ray cluster
+
+NumberedBatch = tuple[int, list[ProbeTask]]
+
+
+def _probe_on_cluster(
+    address: str, tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float
+) -> Iterator[tuple[IndexRow, bool]]:
+    """What ``look`` finds for every task, in their order. Batches are finished in any order and wait for their turn."""
+    stream = iter(tasks)
+    batches = enumerate(iter(lambda: list(islice(stream, BATCH)), []))
+    waiting: dict[int, list[tuple[IndexRow, bool]]] = {}
+    due = 0
+    with ray_cluster(address, num_workers=num_workers) as cluster:
+        in_time = functools.partial(_look_in_time, look, limit_s=BATCH * timeout_s + GRACE_S)
+        alone = functools.partial(_look_alone, look, limit_s=timeout_s + GRACE_S)
+        for (number, batch), (machine, rows) in cluster.map(in_time, batches, again=alone):
+            _check_same_storage(machine, batch, rows, look)
+            waiting[number] = rows
+            while due in waiting:
+                yield from waiting.pop(due)
+                due += 1
+
+
+def _look_in_time(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tuple[str, list[tuple[IndexRow, bool]]]:
+    """The rows of a batch, and which machine found them. A process that hangs ends itself."""
+    faulthandler.dump_traceback_later(limit_s, exit=True)
+    try:
+        return socket.gethostname(), _look_at_batch(look, numbered[1])
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _look_alone(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tuple[str, list[tuple[IndexRow, bool]]]:
+    """The same for a batch that was lost: each file in a process of its own, which is no fork of a process of Ray's."""
+    return socket.gethostname(), [_probe_alone(task, look, limit_s, fork=False) for task in numbered[1]]
+
+
+def _check_same_storage(
+    machine: str, batch: Sequence[ProbeTask], rows: Sequence[tuple[IndexRow, bool]], look: Look
+) -> None:
+    """Refuse a machine that does not find a file which this one finds."""
+    for task, (row, _) in zip(batch, rows, strict=True):
+        if row.reason == NOT_THERE and look(task)[0].reason != NOT_THERE:
+            raise UserError(
+                f"machine {machine} of the Ray cluster does not see {task.place}, and this machine does; --ray "
+                "needs the same storage under the same path on all machines"
+            )
+
+
+def _probe_alone(task: ProbeTask, look: Look, limit_s: float, *, fork: bool = True) -> tuple[IndexRow, bool]:
     """In a process of its own, so that the file at fault is known."""
-    pool = _new_pool(1)
+    pool = _new_pool(1, fork=fork)
     try:
         return pool.submit(look, task).result(timeout=limit_s)
     except BrokenProcessPool:
@@ -280,10 +353,10 @@ def _probe_alone(task: ProbeTask, look: Look, limit_s: float) -> tuple[IndexRow,
     return IndexRow(path=task.entry.path, split=task.entry.split, reason=reason), True
 
 
-def _new_pool(num_workers: int) -> concurrent.futures.ProcessPoolExecutor:
+def _new_pool(num_workers: int, *, fork: bool = True) -> concurrent.futures.ProcessPoolExecutor:
     """Fork is quick and needs no importable main module. Where CUDA is in use, a fork may not use it; these do not, as
     loader workers do not. (A fresh process would import torch again: 35 s instead of 2 for 110 files on two cores.)"""
-    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    method = "fork" if fork and "fork" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     return concurrent.futures.ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_prober)
 

@@ -1,16 +1,18 @@
 """The teacher's latents of a run's clips on disk, so that training need not run the teacher.
 
 Clip p of a run is a pure function of its position p. A store holds the teacher's latents of positions 0..N-1, in the
-run's own order. Position N is clip 0 again. The latents are those of the teacher's own space, before normalization:
-the mean, and the spread where the recipe samples.
+run's own order. Position N is clip 0 again. Where a run has several clip sizes (`tinyvae.data.sizes`), it holds the
+first N positions of each stage of sizes, which come round again inside the stage. The latents are in the teacher's own
+space, before normalization: the mean, and the spread where the recipe samples.
 
 A store is a folder::
 
     store.json                    what was stored, from what, by which teacher
-    latents-00000.safetensors     positions 0..K-1: ``mean`` (K, T, C, h, w), perhaps ``std``; K = clips_per_shard
-    latents-00001.safetensors     ...
+    latents-00000.safetensors     positions 0..K-1: ``mean-00000`` (T, C, h, w) ..., perhaps ``std-00000`` ...
+    latents-00001.safetensors     positions K..2K-1; K = clips_per_shard
 
-Shards are written whole or not at all, in any order, by any number of processes.
+Shards are written whole or not at all, in any order, by any number of processes. The folder may be behind a URL; then
+a shard is fetched when it is first read, and a store that is made cannot grow.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -32,8 +34,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from tinyvae.data.sizes import SizeSchedule, SizesOfPositions
 from tinyvae.errors import MissingFileError, UserError
-from tinyvae.files import atomic_write, lock_file
+from tinyvae.files import lock_file
+from tinyvae.storage import Place, Url, list_files, local_file, writing
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,7 @@ LABELS = {
     "teacher.class": "the teacher's class",
     "teacher.config": "the hash of the teacher's config.json",
     "teacher.weights": "the hash of the teacher's weights",
+    "clips.clips_per_step": "the number of clips of a step (tinyvae latents --gpus)",
     "data.files": "the number of training files",
     "data.hash": "the hash of the list of training files",
 }
@@ -60,7 +65,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class DamagedShardError(UserError):
     """A shard that is not what was written."""
 
-    def __init__(self, file: Path, reason: str) -> None:
+    def __init__(self, file: Place, reason: str) -> None:
         super().__init__(file, reason)  # both as arguments: the error can then travel between processes
         self.file, self.reason = file, reason
 
@@ -99,6 +104,14 @@ class StoreFacts:
         """Of all facts; every shard carries it."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
+    @functools.cached_property
+    def sizes(self) -> SizesOfPositions | None:
+        """The size of the clip at each position, where there are several."""
+        if not self.clips.get("resolutions"):
+            return None
+        schedule = SizeSchedule.parse(self.clips["resolutions"])
+        return SizesOfPositions(schedule=schedule, clips_per_step=self.clips["clips_per_step"])
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredLatents:
@@ -131,17 +144,18 @@ class LatentStore:
         mean_NTCHW = store.read([0, 1, 2, 3]).mean
     """
 
-    folder: Path
+    folder: Place
     facts: StoreFacts
     num_clips: int
+    """Of each stage of sizes, at least; most runs have one stage."""
     clips_per_shard: int = CLIPS_PER_SHARD
 
     @classmethod
-    def open(cls, folder: Path) -> LatentStore:
+    def open(cls, folder: Place) -> LatentStore:
         """A store that exists; ``UserError`` where there is none, or one of another version."""
         file = folder / MANIFEST
         try:
-            values = json.loads(file.read_text())
+            values = json.loads(local_file(file).read_text())
             if values["version"] != VERSION:
                 raise UserError(
                     f"{folder} is a latent store of version {values['version']}, and this tinyvae reads version "
@@ -161,7 +175,7 @@ class LatentStore:
             raise UserError(f"{file} is not the manifest of a latent store; make the store again.") from None
 
     @classmethod
-    def create(cls, folder: Path, facts: StoreFacts, *, num_clips: int, batch_size: int = 1) -> LatentStore:
+    def create(cls, folder: Place, facts: StoreFacts, *, num_clips: int, batch_size: int = 1) -> LatentStore:
         """A store to write into: a new one, or one that was begun with the same facts, which may grow.
 
         ``batch_size``: clips of a micro-batch; a shard of a new store holds whole ones. Processes that create the same
@@ -170,13 +184,7 @@ class LatentStore:
         assert facts.dtype in DTYPES
         clips_per_shard = batch_size * max(1, CLIPS_PER_SHARD // batch_size)
         store = cls(folder=folder, facts=facts, num_clips=num_clips, clips_per_shard=clips_per_shard)
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / LOCK, "ab") as stream:
-            lock_file(stream, wait=True)
-            for part in folder.glob(".latents-*.part"):  # of a process that was killed as it wrote, or writes now
-                with suppress(FileNotFoundError):
-                    if time.time() - part.stat().st_mtime > STALE_S:
-                        part.unlink()
+        with _locked(folder):
             if (folder / MANIFEST).exists():
                 begun = cls.open(folder)
                 differs = begun.facts.difference(asdict(facts))
@@ -185,34 +193,67 @@ class LatentStore:
                 store = replace(begun, num_clips=max(num_clips, begun.num_clips))
                 if store == begun:
                     return store
+                if isinstance(folder, Url):
+                    fix = "name another place, or make the store in a local folder and copy it"
+                    raise UserError(f"{folder} holds {begun.num_clips} clips and cannot grow behind a URL; {fix}.")
             store._write_manifest()
         return store
 
+    @functools.cached_property
+    def stages(self) -> list[range]:
+        """The stored positions of each stage: whole steps, so that a step that comes round again has one size."""
+        sizes = self.facts.sizes
+        if sizes is None:
+            return [range(self.num_clips)]
+        wanted = self.num_clips + -self.num_clips % sizes.clips_per_step
+        starts = [stage.first_step * sizes.clips_per_step for stage in sizes.schedule.stages]
+        ends = [*starts[1:], starts[-1] + wanted]
+        return [range(start, min(start + wanted, end)) for start, end in zip(starts, ends, strict=True)]
+
+    def clip_of(self, position: int) -> int:
+        """The stored position whose clip a position of the run gets."""
+        stage = next(stage for stage in reversed(self.stages) if stage.start <= position)
+        return stage.start + (position - stage.start) % len(stage)
+
+    @functools.cached_property
+    def shards(self) -> list[int]:
+        """The numbers of all shards, in rising order."""
+        size = self.clips_per_shard
+        return sorted({shard for stage in self.stages for shard in range(stage.start // size, -(-stage.stop // size))})
+
     @property
     def num_shards(self) -> int:
-        return -(-self.num_clips // self.clips_per_shard)
+        return len(self.shards)
 
     @property
     def num_bytes(self) -> int:
         """What the shards that are there take on the disk."""
-        return sum(file.stat().st_size for file in self.folder.glob(SHARDS))
+        return sum(shard_sizes(self.folder).values())
 
-    def positions(self, shard: int) -> range:
-        return range(shard * self.clips_per_shard, min((shard + 1) * self.clips_per_shard, self.num_clips))
+    def pieces(self, shard: int) -> list[range]:
+        """The positions of a shard: one range, or several where stages are short."""
+        first, end = shard * self.clips_per_shard, (shard + 1) * self.clips_per_shard
+        pieces = [range(max(stage.start, first), min(stage.stop, end)) for stage in self.stages]
+        return [piece for piece in pieces if piece]
+
+    def positions(self, shard: int) -> list[int]:
+        return [position for piece in self.pieces(shard) for position in piece]
 
     def missing_shards(self, part: int = 0, num_parts: int = 1, *, skip_damaged: bool = False) -> Iterator[int]:
         """The shards that are not there or not complete, of every ``num_parts``-th shard from ``part`` on.
 
         A damaged one is an error; with ``skip_damaged`` it is named in the log and counts as missing.
         """
-        there = {file.name for file in self.folder.glob(SHARDS)}
-        for shard in range(part, self.num_shards, num_parts):
+        there = shard_sizes(self.folder)
+        for shard in self.shards[part::num_parts]:
             try:
-                is_missing = self._file(shard).name not in there or not self._is_complete(shard)
+                # Behind a URL a shard that is there is complete, and to open it is to fetch it.
+                is_missing = self._file(shard).name not in there
+                is_missing = is_missing or (not isinstance(self.folder, Url) and not self._is_complete(shard))
             except DamagedShardError as damage:
                 if not skip_damaged:
                     raise
-                log.warning("%s is damaged (%s); it is made again", damage.file, damage.reason)
+                log.warning("%s is damaged (%s) and counts as missing", damage.file, damage.reason)
                 is_missing = True
             if is_missing:
                 yield shard
@@ -234,39 +275,47 @@ class LatentStore:
                 "tinyvae latents command again, it goes on where it stopped."
             )
 
-    def write(self, shard: int, latents: StoredLatents, files: Sequence[str]) -> None:
+    def write(self, shard: int, batches: Sequence[StoredLatents], files: Sequence[str]) -> None:
         """Write a shard: the latents of `positions` in any float dtype, and which file each clip came from."""
-        assert len(latents.mean) == len(files) == len(self.positions(shard))
-        assert (latents.std is not None) == self.facts.has_std
-        tensors = {"mean": latents.mean} | ({} if latents.std is None else {"std": latents.std})
+        clips = {"mean": [clip for batch in batches for clip in batch.mean]}
+        assert len(clips["mean"]) == len(files) == len(self.positions(shard))
+        if self.facts.has_std:
+            clips["std"] = [clip for batch in batches if batch.std is not None for clip in batch.std]
+            assert len(clips["std"]) == len(files)
         dtype = DTYPES[self.facts.dtype]
-        tensors = {name: values.to("cpu", dtype).contiguous() for name, values in tensors.items()}
-        checksums = {name: [_checksum(clip) for clip in values] for name, values in tensors.items()}
+        clips = {name: [clip.to("cpu", dtype).contiguous() for clip in column] for name, column in clips.items()}
+        checksums = {name: [_checksum(clip) for clip in column] for name, column in clips.items()}
+        tensors = {f"{name}-{row:05}": clip for name, column in clips.items() for row, clip in enumerate(column)}
         lists = {"files": json.dumps(list(files)), "checksums": json.dumps(checksums)}
-        with atomic_write(self._file(shard)) as stream:
+        with writing(self._file(shard)) as stream:
             stream.write(save(tensors, lists | {"facts": self.facts.digest}))
         _open_shard.cache_clear()  # it may hold the shard as it was
 
     def read(self, positions: Sequence[int]) -> StoredLatents:
         """The latents of clips at any positions, in the store's dtype, on the CPU; std is None without spread."""
-        means, stds = zip(*(self._read_clip(position % self.num_clips) for position in positions), strict=True)
+        means, stds = zip(*(self._read_clip(self.clip_of(position)) for position in positions), strict=True)
         return StoredLatents(mean=torch.stack(means), std=torch.stack(stds) if self.facts.has_std else None)
 
     def file_of(self, position: int) -> str:
         """The video file that the latents at a position were made from, relative to the data root."""
-        shard, row = divmod(position % self.num_clips, self.clips_per_shard)
+        shard, row = self._place_of(self.clip_of(position))
         return self._open(shard).files[row]
 
+    def _place_of(self, position: int) -> tuple[int, int]:
+        """(shard, row) of a stored position."""
+        shard = position // self.clips_per_shard
+        return shard, self.positions(shard).index(position)
+
     def _read_clip(self, position: int) -> tuple[Tensor, Tensor | None]:
-        shard, row = divmod(position, self.clips_per_shard)
+        shard, row = self._place_of(position)
         opened = self._open(shard)
-        clips = {name: opened.tensors.get_slice(name)[row] for name in opened.checksums}
+        clips = {name: opened.tensors.get_tensor(f"{name}-{row:05}") for name in opened.checksums}
         for name, clip in clips.items():
             if _checksum(clip) != opened.checksums[name][row]:
                 raise DamagedShardError(self._file(shard), f"the {name} of clip {position} has changed")
         return clips["mean"], clips.get("std")
 
-    def _file(self, shard: int) -> Path:
+    def _file(self, shard: int) -> Place:
         return self.folder / f"latents-{shard:05}.safetensors"
 
     def _open(self, shard: int) -> _Shard:
@@ -281,8 +330,31 @@ class LatentStore:
 
     def _write_manifest(self) -> None:
         values = {"version": VERSION, "num_clips": self.num_clips, "clips_per_shard": self.clips_per_shard}
-        with atomic_write(self.folder / MANIFEST, "w") as stream:
+        with writing(self.folder / MANIFEST, "w") as stream:
             json.dump(values | {"facts": asdict(self.facts)}, stream, indent=1)
+
+
+def shard_sizes(folder: Place) -> dict[str, int]:
+    """Name -> bytes of each shard that is there."""
+    if isinstance(folder, Url):
+        return {name: version.size for name, version in list_files(folder) if fnmatch(name, SHARDS)}
+    return {file.name: file.stat().st_size for file in folder.glob(SHARDS)}
+
+
+@contextmanager
+def _locked(folder: Place) -> Iterator[None]:
+    """Around the work on a manifest. Nothing is locked behind a URL: there all processes write the same manifest."""
+    if isinstance(folder, Url):
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "ab") as stream:
+        lock_file(stream, wait=True)
+        for part in folder.glob(".latents-*.part"):  # of a process that was killed as it wrote, or writes now
+            with suppress(FileNotFoundError):
+                if time.time() - part.stat().st_mtime > STALE_S:
+                    part.unlink()
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,14 +368,16 @@ class _Shard:
 
 
 @functools.lru_cache(maxsize=64)
-def _open_shard(file: Path) -> _Shard:
+def _open_shard(file: Place) -> _Shard:
     try:
-        opened = safe_open(file, framework="pt")
+        opened = safe_open(local_file(file), framework="pt")
         about = opened.metadata()
         files, checksums = json.loads(about["files"]), json.loads(about["checksums"])
         return _Shard(tensors=opened, files=files, checksums=checksums, facts=about["facts"])
     except FileNotFoundError:
         raise MissingFileError(f"{file} is gone; run the same tinyvae latents command again.") from None
+    except OSError as fault:
+        raise UserError(f"{file} cannot be read ({fault.strerror or fault}); fix its permissions.") from None
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as fault:
         raise DamagedShardError(file, str(fault) or type(fault).__name__) from None
 

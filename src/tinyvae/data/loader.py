@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from tinyvae.cache_folder import CacheNote
 from tinyvae.data.clip import ClipSettings
 from tinyvae.data.clip_reading import BadFile, BadFileLog, BadFileWatch, ClipBatch, Clips, ReadBatch
-from tinyvae.data.decoded_cache import CacheEvent
 from tinyvae.data.latent_store import LatentStore
+from tinyvae.data.sizes import SizesOfPositions
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
 from tinyvae.data.workers import BorrowedBatches, make_board, start_worker, starting_workers
 from tinyvae.errors import UserError
@@ -74,8 +75,9 @@ class _Loader:
 
     def _start_workers(self, first: int) -> Iterator[ReadBatch]:
         """Workers that read from batch ``first`` on, as far ahead as ``prefetch_factor`` says, from now on."""
-        with starting_workers():
-            return iter(self._make_loader(batch_sampler=self._positions(first)))
+        loader = self._make_loader(batch_sampler=self._positions(first))
+        with starting_workers(loader.num_workers):
+            return iter(loader)
 
     def _reads(self, started: Iterator[ReadBatch] | None = None) -> Iterator[ReadBatch]:
         """Every batch. A clip depends on its position alone, so new workers continue exactly where lost ones were.
@@ -127,25 +129,14 @@ class TrainLoader(_Loader):
     """Iterate for batches without end. Each iteration starts at ``start_sample``."""
 
     def __iter__(self) -> Iterator[ClipBatch]:
-        told: set[CacheEvent] = {""}
+        told: set[CacheNote] = set()
         for read in self._reads():
             assert read.batch is not None, "a training batch without failure is whole"
-            if read.cache_event not in told:  # said once, whichever worker is first
-                told.add(read.cache_event)
-                self._tell_of_cache(read.cache_event)
+            for note in read.cache_notes:
+                if note not in told:  # said once, whichever worker is first
+                    told.add(note)
+                    log.log(note.level, note.text)
             yield read.batch
-
-    def _tell_of_cache(self, event: CacheEvent) -> None:
-        assert self._clips.cache is not None, "no event without a cache"
-        folder, size_gb = self._clips.cache.folder, self._clips.settings.decoded_cache_gb
-        if event == "evicts":
-            log.info("the decoded cache in %s makes room: files of earlier runs are deleted", folder)
-        else:
-            log.warning(
-                f"the decoded cache in {folder} is full: decoded_cache_gb ({size_gb:.3g}) or the disk does not hold "
-                "all files of this run, and clips of the others are decoded each time; raise decoded_cache_gb, or "
-                "name another decoded_cache_dir"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +244,7 @@ def make_train_loader(
     prefetch_factor: int = 2,
     pin_memory: bool = False,
     start_sample: int = 0,
+    sizes: SizesOfPositions | None = None,
     bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
     bad_file_log: BadFileLog | None = None,
     latents: LatentStore | None = None,
@@ -265,6 +257,7 @@ def make_train_loader(
     Args:
         batch_size: samples of one batch of this rank.
         start_sample: samples that all ranks together have consumed before.
+        sizes: the size of the clip at each position, where they differ; ``clips`` must fit all of them.
         bad_file_limit: share of bad reads above which iterating raises ``UserError``.
         latents: the store whose latents come with the frames.
     """
@@ -279,7 +272,7 @@ def make_train_loader(
         return range(first, first + batch_size)
 
     return TrainLoader(
-        Clips(clips, settings, training=True, board=make_board(num_workers), latents=latents),
+        Clips(clips, settings, training=True, board=make_board(num_workers), latents=latents, sizes=sizes),
         positions_of,
         None,  # without end
         BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),
@@ -294,6 +287,7 @@ def make_position_loader(
     settings: ClipSettings,
     batches: Sequence[range],
     *,
+    sizes: SizesOfPositions | None = None,
     num_workers: int = 0,
     prefetch_factor: int = 2,
     pin_memory: bool = False,
@@ -303,7 +297,7 @@ def make_position_loader(
     """The training clips at chosen positions, one batch for each range; options as for `make_train_loader`."""
     _check_counts(1, 0, 1, num_workers)
     return TrainLoader(
-        Clips(clips, settings, training=True, board=make_board(num_workers)),
+        Clips(clips, settings, training=True, board=make_board(num_workers), sizes=sizes),
         batches.__getitem__,
         len(batches),
         BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),

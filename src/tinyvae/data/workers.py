@@ -27,7 +27,8 @@ BUFFERS = 3
 """Of each worker at most: one that is being filled, one that the trainer uses, one that it has just discarded."""
 
 MAX_KEPT_BYTES = 128 * 10**6
-"""Of all buffers of a worker; larger batches have fewer, so that many workers stay small."""
+"""Of all buffers of a worker; larger batches have fewer, so that many workers stay small. Where batches have several
+sizes, buffer i has grown to at most 1 / (i + 1) of this, and all of them together to 1.8 times as much."""
 
 
 class SharedMemoryError(Exception):
@@ -140,14 +141,15 @@ JOB_SIGNALS = {signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGUSR1",
 
 
 @contextmanager
-def starting_workers() -> Iterator[None]:
+def starting_workers(num_workers: int) -> Iterator[None]:
     """While workers start: a signal to the whole job cannot end one before `start_worker` makes it ignore signals.
 
     With the first workers of a process torch sets a SIGCHLD handler that would raise in the middle of a step or a save.
     It is taken back: the loader checks its workers itself when a batch does not come.
     """
-    gc.collect()  # here and not in the workers: see `start_worker`
-    if not hasattr(signal, "pthread_sigmask"):  # Windows, where nobody signals a whole job
+    if num_workers:
+        gc.collect()  # here and not in the workers: see `start_worker`
+    if not num_workers or not hasattr(signal, "pthread_sigmask"):  # Windows, where nobody signals a whole job
         yield
         return
     handler = signal.getsignal(signal.SIGCHLD)

@@ -1,14 +1,15 @@
 """Which videos an evaluation reads, and their frames in chunks.
 
 A source is a video file, a folder (searched to the bottom), an annotation file (JSON, JSONL) or an index of
-``tinyvae data index``. Names of clips are their paths relative to the data root, so that two evaluations of the same
-data can be compared clip by clip.
+``tinyvae data index``; a path or a URL. Names of clips are their paths relative to the data root, so that two
+evaluations of the same data can be compared clip by clip.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from tinyvae.data.annotations import SPLIT_NAMES, VIDEO_SUFFIXES, default_data_root, iterate_entries
 from tinyvae.data.index import is_index, open_index
 from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
+from tinyvae.storage import Place, local_file
 from tinyvae.video.decode import VideoInfo, iterate_frames, probe_video, uneven_times_s
 
 PROBE_TIMEOUT_S = 600.0  # probing reads all packets: minutes for a film of hours on a slow disk
@@ -33,7 +35,7 @@ class ClipSource:
     """One video to evaluate; ``known_bad`` is the reason why its index calls it bad."""
 
     name: str
-    path: Path
+    path: Place
     known_bad: str = ""
     info: VideoInfo | None = None  # of a probe that was made before; None: the file is probed
     # The frames of the part that will be evaluated, where they are in memory already: uint8 TCHW.
@@ -52,7 +54,7 @@ class Middle:
 class ClipPart:
     """The part of a video that is evaluated: ``num_frames`` frames, at ``height`` x ``width`` pixels."""
 
-    path: Path
+    path: Place
     num_frames: int
     fps: float
     height: int
@@ -67,7 +69,7 @@ class ClipPart:
     frames: Tensor | None = field(default=None, compare=False, repr=False)  # as in `ClipSource`
 
 
-def choose_split(data: Path, *, data_root: Path | None, wanted: str | None) -> tuple[str | None, str]:
+def choose_split(data: Place, *, data_root: Place | None, wanted: str | None) -> tuple[str | None, str]:
     """(split, note): which videos of a source to take, as `find_clips` wants it, and a note for the user or "".
 
     Without ``wanted`` it is val where the source has splits: a model was trained on the other videos.
@@ -86,7 +88,7 @@ def choose_split(data: Path, *, data_root: Path | None, wanted: str | None) -> t
 
 
 def find_clips(
-    data: Path, *, data_root: Path | None = None, split: str | None = None, max_clips: int | None = None
+    data: Place, *, data_root: Place | None = None, split: str | None = None, max_clips: int | None = None
 ) -> list[ClipSource]:
     """The videos of a source, sorted by name. ``split`` keeps those annotated as train, val or test; None or all: all.
 
@@ -117,13 +119,13 @@ def find_clips(
     return clips
 
 
-def _refuse_missing(data: Path) -> None:
+def _refuse_missing(data: Place) -> None:
     if not data.exists():
         kinds = "a folder of videos, a video, an annotation file or an index"
         raise MissingFileError(f"there is no data at {data} (looked from {Path.cwd()}); give {kinds}.")
 
 
-def _annotated_clips(data: Path, data_root: Path | None) -> Iterator[tuple[ClipSource, str]]:
+def _annotated_clips(data: Place, data_root: Place | None) -> Iterator[tuple[ClipSource, str]]:
     """Every video of a source with its split, "" where the source gives none."""
     if data.is_file() and is_index(data):
         index = open_index(data, data_root)
@@ -154,12 +156,15 @@ def measure_clip(
     """
     if clip.known_bad:
         raise UnreadableVideoError(clip.path, f"{clip.known_bad} (as its index says)")
-    info = clip.info or probe_video(clip.path, thorough=False, timeout_s=PROBE_TIMEOUT_S)
+    info, times_s = clip.info, None
+    if info is None or with_times:
+        with _local_copy(clip.path) as path:
+            info = info or probe_video(path, thorough=False, timeout_s=PROBE_TIMEOUT_S)
+            times_s = uneven_times_s(path, info, timeout_s=PROBE_TIMEOUT_S) if with_times else None
     height, width = size if size is not None else (info.height, info.width)
     step = middle.frame_step if middle is not None else 1
     available = (info.frames - 1) // step + 1
     num_frames = available if max_frames is None else min(available, max_frames)
-    times_s = uneven_times_s(clip.path, info, timeout_s=PROBE_TIMEOUT_S) if with_times else None
     assert clip.frames is None or clip.frames.shape == (num_frames, 3, height, width), "other frames than asked for"
     return ClipPart(
         path=clip.path,
@@ -183,12 +188,26 @@ def frame_chunks(part: ClipPart, *, chunk_frames: int) -> Iterator[Tensor]:
         yield from part.frames.split(chunk_frames)
         return
     stop = part.first_frame + (part.num_frames - 1) * part.frame_step + 1
-    frames = islice(iterate_frames(part.path, start=part.first_frame, stop=stop), 0, None, part.frame_step)
-    while waiting := list(islice(frames, chunk_frames)):
-        frames_TCHW = torch.stack(waiting)
-        if part.resized:
-            frames_TCHW = resize_and_crop(frames_TCHW, part.height, part.width, scaled=part.scaled)
-        yield frames_TCHW
+    with _local_copy(part.path) as path:
+        frames = islice(iterate_frames(path, start=part.first_frame, stop=stop), 0, None, part.frame_step)
+        while waiting := list(islice(frames, chunk_frames)):
+            frames_TCHW = torch.stack(waiting)
+            if part.resized:
+                frames_TCHW = resize_and_crop(frames_TCHW, part.height, part.width, scaled=part.scaled)
+            yield frames_TCHW
+
+
+@contextmanager
+def _local_copy(video: Place) -> Iterator[Path]:
+    """The file to open. What is wrong with the copy of a file behind a URL is said of the URL."""
+    try:
+        yield local_file(video)
+    except UnreadableVideoError as bad:
+        raise UnreadableVideoError(video, bad.reason) from None
+    except OSError as fault:
+        if isinstance(video, Path):
+            raise
+        raise UnreadableVideoError(video, f"cannot be read: {fault.strerror or fault}") from None
 
 
 def resize_and_crop(frames_TCHW: Tensor, height: int, width: int, *, scaled: bool = True) -> Tensor:

@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +26,7 @@ from tinyvae.evaluation.cost import StageTimes, choose_devices, environment_fact
 from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics, open_lpips
 from tinyvae.evaluation.round_trip import TEACHER_KIND, Model, ModelFacts, RoundTrip, in_chunks_that_fit, open_model
 from tinyvae.evaluation.statistics import Summary, summarize
+from tinyvae.storage import place_of
 from tinyvae.terminal import count_of, progress_bar
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _open_clips(
             raise UserError(f"{name} must be at least 1, got {value}.")
     if settings.size is not None and min(settings.size) < 1:
         raise UserError(f"size must be height and width in pixels, got {settings.size[0]}x{settings.size[1]}.")
-    source, root = Path(settings.data), Path(settings.data_root) if settings.data_root is not None else None
+    source, root = place_of(settings.data), place_of(settings.data_root) if settings.data_root is not None else None
     split, note = choose_split(source, data_root=root, wanted=settings.split)
     notes = [note] if note else []
     max_frames = settings.max_frames

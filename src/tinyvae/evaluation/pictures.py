@@ -23,6 +23,7 @@ from tinyvae.evaluation.cost import StageTimes, fitting_in_memory
 from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
 from tinyvae.evaluation.metrics import sortable
 from tinyvae.evaluation.round_trip import RoundTrip, in_chunks_that_fit
+from tinyvae.storage import place_of
 from tinyvae.terminal import progress_bar
 
 PLAYER_FRAMES = 96
@@ -192,7 +193,7 @@ def gather_evidence(
     with ThreadPoolExecutor(max_workers=DRAWING_THREADS) as pool:
         for name, why in progress_bar(chosen, desc="films for the report", unit="clip", disable=not show_progress_bar):
             results = [next(clip for clip in e.clips if clip.name == name) for e in evaluations]
-            source = known.get(name) or ClipSource(name=name, path=Path(results[0].path))
+            source = known.get(name) or ClipSource(name=name, path=place_of(results[0].path))
             part = measure_clip(source, max_frames=settings.max_frames, size=settings.size, middle=settings.middle)
             with fitting_in_memory(part.path):
                 window, looks = _look_at_clip(part, round_trips, results)

@@ -32,6 +32,7 @@ from tinyvae.training.task import TrainingTask
 
 log = logging.getLogger(__name__)
 
+GRAPHS_PER_SIZE = 8  # as torch allows for one; the teacher's encoder has several shapes inside
 QUIET_BRANCH = 0.03  # a tenth of a dB better after 1,000 steps than 0.1; 0.01 is as good (docs/results.md)
 
 
@@ -94,9 +95,10 @@ def build_task(
     if config.use_seraena:
         seraena = Seraena(
             config.spec,
-            config.n_frames,
+            [size.n_frames for size in config.sizes.sizes],
             config.n_seraena_frames,
             buffer_mb=config.seraena_buffer_mb,
+            buffer_sizes=config.sizes.pictures_at_once,
             buffer_device="cpu" if config.seraena_buffer_device == "cpu" else engine.device,
             device=engine.device,
             learning_rate=config.seraena_learning_rate,
@@ -106,7 +108,8 @@ def build_task(
             dtype=torch.bfloat16 if on_gpu and config.mixed_precision == "bf16" else torch.float32,
             compiled=config.compile_model,
         )
-        seraena.check_batch(config.train_batch_size, config.height, config.width)
+        for _, height, width in config.sizes.sizes:
+            seraena.check_batch(config.train_batch_size, height, width)
     if (lpips := find_lpips(config)) is not None:
         lpips.to(engine.device)
     average = average_when_all_are_well(engine) if engine.many else None
@@ -133,6 +136,9 @@ def settle_compilation(config: TrainConfig, device: torch.device) -> TrainConfig
         reason = " ".join(str(fault).split()[:40])
         log.warning("compile_model is left out, and a step takes twice as long: torch.compile fails here (%s)", reason)
         return replace(config, compile_model=False)
+    # Beyond its limit torch runs a new shape without a compiled graph. This is the name that torch 2.6 has too.
+    limits = torch._dynamo.config
+    limits.cache_size_limit = max(limits.cache_size_limit, GRAPHS_PER_SIZE * len(config.sizes.sizes))
     return config
 
 
@@ -149,12 +155,12 @@ def build_teacher(config: TrainConfig, device: torch.device) -> Teacher:
     )
 
 
-def open_latents(config: TrainConfig, train: ClipSet | None) -> LatentStore | None:
+def open_latents(config: TrainConfig, train: ClipSet | None, *, processes: int | None) -> LatentStore | None:
     """The latent store of a run, checked against its settings, its files (None: not known yet) and its teacher."""
     if config.latent_store is None:
         return None
     store = LatentStore.open(config.latent_store)
-    store.check_fits(_latent_facts(config, train))
+    store.check_fits(_latent_facts(config, train, processes))
     known = identify_teacher(config.ref_vae_path) if config.use_ref_vae and config.ref_vae_path else None
     store.check_fits({"teacher": known or {}})  # a teacher that is not here cannot be compared
     store.check_complete()
@@ -166,27 +172,31 @@ def latent_complaints(config: TrainConfig) -> list[Complaint]:
     if config.latent_store is None or not config.latent_store.exists():  # the latter is complained of already
         return []
     try:
-        LatentStore.open(config.latent_store).check_fits(_latent_facts(config, None))
+        LatentStore.open(config.latent_store).check_fits(_latent_facts(config, None, None))
     except UserError as mistake:
         return [Complaint(keys=("latent_store",), text=str(mistake))]
     return []
 
 
-def _latent_facts(config: TrainConfig, train: ClipSet | None) -> dict[str, Any]:
+def _latent_facts(config: TrainConfig, train: ClipSet | None, processes: int | None) -> dict[str, Any]:
     """The facts that a store must have for a run, except which teacher made it."""
-    facts = clip_facts(config, train)
+    facts = clip_facts(config, train, processes=processes)
     facts |= {"teacher": {"dtype": config.ref_vae_dtype}} if config.use_ref_vae else {}
     return facts | ({"has_std": True} if config.ref_vae_sample else {})  # a run that does not sample needs no spread
 
 
-def clip_facts(config: TrainConfig, train: ClipSet | None) -> dict[str, Any]:
-    """What decides over the pixels of a run's clips, for a latent store: the settings and the files."""
+def clip_facts(config: TrainConfig, train: ClipSet | None, *, processes: int | None) -> dict[str, Any]:
+    """What decides over the pixels of a run's clips, for a latent store: the settings, the files (None: not known yet)
+    and, where clips have several sizes, the clips of a step, and so the number of processes (None: not known yet)."""
     clips = asdict(ClipSettings.from_config(config))
     unused = ["decode_timeout_s", "decoded_cache_gb", "decoded_cache_dir"]
     unused += [] if config.color_jitter else ["color_jitter_params"]
     unused += [] if config.gaussian_blur else ["gaussian_blur_sigma", "gaussian_blur_probability"]
     for key in unused:
         del clips[key]
+    clips["resolutions"] = list(config.resolutions)
+    if config.resolutions and processes is not None:
+        clips["clips_per_step"] = config.train_batch_size * config.gradient_accumulation_steps * processes
     return {"clips": clips} | ({} if train is None else {"data": {"files": len(train), "hash": train.fingerprint}})
 
 

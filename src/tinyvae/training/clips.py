@@ -14,12 +14,18 @@ from tinyvae.data.index import VideoIndex, is_index, open_index
 from tinyvae.data.index_build import CACHED_INDEX, bring_up_to_date, usable_cores
 from tinyvae.data.latent_store import LatentStore
 from tinyvae.data.loader import ValidationLoader, make_train_loader, make_validation_loader
+from tinyvae.data.sizes import SizesOfPositions, with_size
 from tinyvae.data.splits import ClipSet, split
 from tinyvae.errors import UserError
 from tinyvae.files import writing_to
 from tinyvae.training.engine import Engine
 
 log = logging.getLogger(__name__)
+
+
+def training_settings(config: TrainConfig) -> ClipSettings:
+    """What a training clip is. With several sizes: the most frames, height and width, which each file must hold."""
+    return with_size(ClipSettings.from_config(config), config.sizes.bounds)
 
 
 def validation_settings(config: TrainConfig) -> ClipSettings:
@@ -71,12 +77,32 @@ class RunData:
         if num_bad := self.bad_files.add_index(self.train.index):
             log.warning("%d bad files are named in %s", num_bad, self.bad_files.file)
 
-    def training_batches(self, engine: Engine, *, start_sample: int) -> Generator[ClipBatch, None, None]:
-        """Endless micro-batches of this rank, from the clips that come after ``start_sample``. Close it at the end."""
+    def check_start(self, start_sample: int, start_step: int) -> None:
+        """Refuse a latent store of several sizes where the run's steps did not always have as many clips as now."""
+        sizes = None if self.latents is None else self.latents.facts.sizes
+        if sizes is not None and start_sample != start_step * sizes.clips_per_step:
+            raise UserError(
+                f"the run has taken {start_sample} clips in {start_step} steps, and the latent store has "
+                f"{sizes.clips_per_step} clips for each step, which decides over their sizes; go on with the teacher "
+                "itself (--latent_store none), or start a new run."
+            )
+
+    def training_batches(
+        self, engine: Engine, *, start_sample: int, start_step: int
+    ) -> Generator[ClipBatch, None, None]:
+        """Endless micro-batches of this rank, from the clips that come after ``start_sample``; ``start_step``: the
+        optimizer step that they are for, which decides over their size. Close it at the end."""
         config = self.config
+        if self.latents is not None:
+            sizes = self.latents.facts.sizes
+        else:
+            clips_per_step = config.train_batch_size * config.gradient_accumulation_steps * engine.world_size
+            sizes = SizesOfPositions(
+                schedule=config.sizes, clips_per_step=clips_per_step, start_sample=start_sample, start_step=start_step
+            )
         yield from make_train_loader(
             self.train,
-            ClipSettings.from_config(config),
+            training_settings(config),
             batch_size=config.train_batch_size,
             rank=engine.rank,
             world_size=engine.world_size,
@@ -84,6 +110,7 @@ class RunData:
             prefetch_factor=config.prefetch_factor,
             pin_memory=config.pin_memory,
             start_sample=start_sample,
+            sizes=sizes,
             bad_file_limit=config.bad_file_limit,
             bad_file_log=self.bad_files,
             latents=self.latents,
@@ -113,7 +140,7 @@ def open_data(config: TrainConfig, engine: Engine, folder: Path, *, index_folder
         engine.from_main(lambda: write_missing_sample_clips(config))
     index = _open_index(config, engine, index_folder)
     limits = {"train_split": config.train_split, "bad_file_limit": config.bad_file_limit}
-    train, _ = split(index, ClipSettings.from_config(config), split_by=config.split_by, **limits)
+    train, _ = split(index, training_settings(config), split_by=config.split_by, **limits)
     _, validation = split(index, validation_settings(config), split_by=config.split_by, **limits)
     if engine.is_main:
         _log_excluded(config, train, validation)
@@ -147,7 +174,8 @@ def _open_index(config: TrainConfig, engine: Engine, folder: Path) -> VideoIndex
 def _log_excluded(config: TrainConfig, train: ClipSet, validation: ClipSet) -> None:
     """Once for both sides, unless validation clips have another size; loud if few files can be used."""
     num_files, excluded = len(train.index), train.excluded
-    log.info("data: %d files; left out: %s", num_files, excluded.sentence())
+    fits = f" (each file must hold all sizes: {config.sizes.bounds})" if len(config.sizes.sizes) > 1 else ""
+    log.info("data: %d files; left out: %s%s", num_files, excluded.sentence(), fits)
     if validation.excluded != excluded:
         log.info("data for validation: %d files; left out: %s", num_files, validation.excluded.sentence())
     if fix := lack_of_files(config, train):
@@ -159,7 +187,8 @@ def lack_of_files(config: TrainConfig, train: ClipSet) -> str:
     """What to do if most files cannot be used; empty if enough can."""
     if not train.excluded.is_most_of(len(train.index)):
         return ""
-    clip = f"{config.n_frames} frames of {config.height}x{config.width}"
+    bounds = config.sizes.bounds
+    clip = f"{bounds.n_frames} frames of {bounds.height}x{bounds.width}"
     return f"use smaller or shorter clips than {clip}, --allow_upscale true, or other files"
 
 
@@ -175,7 +204,7 @@ def write_missing_sample_clips(config: TrainConfig) -> None:
     from tinyvae.data.sample_clips import write_sample_clips
 
     folder = config.data_root
-    assert folder is not None, "config.rules refuses use_sample_clips without data_root"
+    assert isinstance(folder, Path), "config.rules refuses use_sample_clips without a local data_root"
     if not folder.is_dir() or not any(folder.iterdir()):
         log.info("writing the sample clips to %s", folder)
         write_sample_clips(folder)

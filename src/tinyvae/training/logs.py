@@ -21,6 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tinyvae.config.schema import TrainConfig
+from tinyvae.data.sizes import ClipSize
 from tinyvae.errors import UserError
 from tinyvae.files import atomic_write, why_not_written
 from tinyvae.training.engine import Engine, StepResult
@@ -208,7 +209,7 @@ class StepLog:
         self._counts: dict[str, int] = {}  # steps in each sum: a term can begin in the middle of a line
         self._norms: list[float] = []  # one for each step that was not skipped
         self._seconds = 0.0
-        self.num_clips = 0  # of all ranks since the last line
+        self.num_clips = self.num_frames = 0  # of all ranks since the last line
 
     def begin_step(self) -> None:
         """A step's computation starts, or starts again: what a failed attempt left is discarded."""
@@ -219,12 +220,16 @@ class StepLog:
         for name, value in losses.items():
             self._step[name] = self._step.get(name, 0.0) + value.float() * share
 
-    def end_step(self, result: StepResult, *, num_clips: int, seconds: float) -> None:
+    def end_step(self, result: StepResult, *, num_clips: int, size: ClipSize, seconds: float) -> None:
+        """A step is over; ``num_clips``: of all ranks, each of ``size``."""
         self._seconds += seconds
         self.num_clips += num_clips
+        self.num_frames += num_clips * size.n_frames
         if not result.stepped:
             return  # a loss that is not finite would hide the others of the line
         self._norms.append(result.gradient_norm)
+        if len(self._config.sizes.sizes) > 1:
+            self._step[f"loss_{size}"] = self._step["loss"]
         for name, value in self._step.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
             self._counts[name] = self._counts.get(name, 0) + 1
@@ -243,11 +248,13 @@ class StepLog:
             means = torch.stack([self._sums[name] / self._counts[name] for name in names])
             self._engine.average_([means])
             values = {f"train/{name}": float(mean) for name, mean in zip(names, means.tolist(), strict=True)}
+            steps = {name: count for name, count in self._counts.items() if name.startswith("loss_")}
+            values |= {f"train/steps_{name.removeprefix('loss_')}": count for name, count in steps.items()}
             values["train/gradient_norm"] = sum(self._norms) / len(self._norms)
             self.recent_loss = values["train/loss"]
         on_gpu = self._engine.device.type == "cuda"
         values |= {f"train/{name}": rate for name, rate in learning_rates(step - 1, self._config).items()}
-        values["train/frames_per_second"] = self.num_clips * self._config.n_frames / max(self._seconds, 1e-9)
+        values["train/frames_per_second"] = self.num_frames / max(self._seconds, 1e-9)
         values["train/gpu_memory_gb"] = torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
         if self._config.log_system_stats:
             values |= system_stats(self._engine.device)
@@ -262,6 +269,7 @@ class StepLog:
             "norms": list(self._norms),
             "seconds": self._seconds,
             "clips": self.num_clips,
+            "frames": self.num_frames,
             "recent_loss": self.recent_loss,
         }
 
@@ -271,6 +279,7 @@ class StepLog:
         self._counts = dict(state.get("counts") or dict.fromkeys(state["sums"], len(state["norms"])))
         self._norms = list(state["norms"])
         self._seconds, self.num_clips, self.recent_loss = state["seconds"], state["clips"], state["recent_loss"]
+        self.num_frames = state.get("frames", self.num_clips * self._config.n_frames)  # older ones have one size
 
     def bar_text(self, values: Mapping[str, float]) -> str:
         memory = values["train/gpu_memory_gb"] or psutil.Process().memory_info().rss / GIB

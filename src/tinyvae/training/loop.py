@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip_reading import ClipBatch
+from tinyvae.data.sizes import ClipSize
 from tinyvae.errors import UserError
 from tinyvae.losses.seraena import HalfStepError, SeraenaResult
 from tinyvae.terminal import progress_bar
@@ -70,7 +72,8 @@ class Trainer:
         self.config = parts.config
         self.progress = state.progress
         self.seraena_start = state.seraena_start
-        self.slices = 1  # parts that each micro-batch is cut into; doubled when memory runs out
+        # Size of a clip (TCHW) -> parts that each micro-batch is cut into; doubled when memory runs out.
+        self.slices: Counter[torch.Size] = Counter()
         self.step_log = StepLog(parts.config, parts.engine)
         if state.step_log is not None:
             self.step_log.load_state_dict(state.step_log)
@@ -118,6 +121,9 @@ class Trainer:
 
     def _next_clips(self) -> list[ClipBatch]:
         """The clips of a step. If this rank has none, all ranks save before they stop."""
+        stage = self.config.sizes.stage_at(self.progress.step)
+        if stage.first_step == self.progress.step > 0:
+            log.info("from step %d on the clips are %s", stage.first_step, stage.in_words())
         try:
             return [next(self.parts.batches) for _ in range(self.config.gradient_accumulation_steps)]
         except UserError:
@@ -138,7 +144,7 @@ class Trainer:
             if worst == Status.HAS_TO_STOP:
                 self._save(emergency=True)
                 raise self.mistake or PeerLostError(STOPPED_ELSEWHERE)
-            self._use_smaller_slices()
+            self._use_smaller_slices(clips[0].frames.shape[1:])
         result = self._apply_gradients()
         if self.tells_more:
             applied = "applied" if result.stepped else "NOT applied"
@@ -177,7 +183,7 @@ class Trainer:
         use_seraena = self.seraena_start is not None and self.seraena_start.has_started
         frames = batch.model_input(engine.device)
         latents = None if batch.latents is None else batch.latents.to(engine.device)
-        parts = frames.chunk(self.slices)
+        parts = frames.chunk(self.slices[frames.shape[1:]] or 1)
         corrections: list[SeraenaResult | None] = [None] * len(parts)
         if use_seraena and len(parts) > 1:
             with engine.autocast():
@@ -201,14 +207,18 @@ class Trainer:
             engine.backward(losses.total * torch.where(is_finite, weight, torch.nan))
             self.step_log.add(losses.logged, share=weight)
 
-    def _use_smaller_slices(self) -> None:
-        """Some rank ran out of memory: all of them compute the same step again in smaller parts."""
-        config = self.config
-        if self.slices >= config.train_batch_size:
+    def _use_smaller_slices(self, size: torch.Size) -> None:
+        """Some rank ran out of memory: all of them compute the same step again in smaller parts, and so all later
+        steps with clips of this size (TCHW)."""
+        most, slices = self.config.train_batch_size, self.slices[size] or 1
+        if slices >= most:
             self._save(emergency=True)
-            raise out_of_memory_error(config.n_frames, config.height, config.width)
-        self.slices = min(config.train_batch_size, 2 * self.slices)
-        log.warning("going on with micro-batches in %d parts: the same maths in less memory", self.slices)
+            n_frames, _, height, width = size
+            raise out_of_memory_error(n_frames, height, width)
+        self.slices[size] = min(most, 2 * slices)
+        of_size = "" if len(self.config.sizes.sizes) == 1 else f" for clips of {size[0]}x{size[2]}x{size[3]}"
+        what = f"{self.slices[size]} parts{of_size}"
+        log.warning("going on with micro-batches in %s: the same maths in less memory", what)
 
     def _apply_gradients(self) -> StepResult:
         try:
@@ -226,7 +236,9 @@ class Trainer:
         """Add a finished step to the progress; end the run after too many skipped steps in a row."""
         config, progress = self.config, self.progress
         num_clips = sum(len(batch) for batch in clips) * self.parts.engine.world_size
-        self.step_log.end_step(result, num_clips=num_clips, seconds=seconds)
+        n_frames, _, height, width = clips[0].frames.shape[1:]
+        size = ClipSize(n_frames, height, width)
+        self.step_log.end_step(result, num_clips=num_clips, size=size, seconds=seconds)
         skipped_in_a_row = 0 if result.stepped else progress.skipped_in_a_row + 1
         self.progress = replace(
             progress,

@@ -28,19 +28,21 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from torch import Tensor
 
-from tinyvae.config.rules import Complaint, GivenPath, path_complaints, value_complaints
+from tinyvae.cache_folder import GIB
+from tinyvae.config.rules import DATA_KEYS, Complaint, GivenPath, path_complaints, value_complaints
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.annotations import default_data_root, iterate_entries
-from tinyvae.data.clip import ClipSettings
 from tinyvae.data.index import VideoIndex, hash_of_path, is_index, open_index
 from tinyvae.data.index_build import build_index, usable_cores
-from tinyvae.data.latent_store import LatentStore
+from tinyvae.data.latent_store import DTYPES, LatentStore, StoredLatents
+from tinyvae.data.sizes import ClipSize
 from tinyvae.data.splits import ClipSet, split
 from tinyvae.errors import UserError
+from tinyvae.storage import Place, Url, file_cache, use_file_cache
 from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
 from tinyvae.training.build import build_model, build_task, open_latents
 from tinyvae.training.checkpoint import checkpoint_bytes, state_bytes
-from tinyvae.training.clips import lack_of_files, lack_of_validation, loading_processes
+from tinyvae.training.clips import lack_of_files, lack_of_validation, loading_processes, training_settings
 from tinyvae.training.deepspeed import LaunchConfig
 from tinyvae.training.guards import is_out_of_memory
 
@@ -87,14 +89,16 @@ def preflight(
     with_step: bool = True,
 ) -> list[Check]:
     """All checks. ``processes``: on this machine; ``port``: where several processes meet (None: only one)."""
+    use_file_cache(config.file_cache_dir, config.file_cache_gb)
     missing = path_complaints(config, given_paths)
     missing_keys = {key for complaint in missing for key in complaint.keys}
-    checks = [*_settings(config), *_launch(config, launch), *_gpus(config, processes), _packages(config, launch)]
+    checks = [*_settings(config), *_stages(config), *_launch(config, launch)]
+    checks += [*_gpus(config, processes), _packages(config, launch)]
     checks += [Check(name="files", found="not as the settings say", fix=complaint.text) for complaint in missing]
     if not missing:
         checks += [Check(name="files", found="all that the settings name are there"), *_weights(config)]
     if not missing_keys & {"data_root", "annotation_file", "index_path"}:
-        checks += _data(config)
+        checks += [*_data(config), *_file_cache(config)]
     if "latent_store" not in missing_keys and (stored := _latents(config)) is not None:
         checks.append(stored)
         missing_keys |= set() if stored.passes else {"latent_store"}
@@ -105,8 +109,8 @@ def preflight(
 
 
 def checks_at_start(config: TrainConfig, *, processes: int) -> list[Check]:
-    """The checks that take no time: GPUs, driver, precision, disk. Every run makes them on its main process."""
-    return [*_gpus(config, processes), _disk(config, processes)]
+    """The checks that take no time: GPUs, driver, precision, disk, stages. Every run makes them on its main process."""
+    return [*_stages(config), *_gpus(config, processes), _disk(config, processes)]
 
 
 def print_table(checks: Iterable[Check], stream: TextIO | None = None) -> None:
@@ -127,14 +131,27 @@ def _settings(config: TrainConfig) -> Iterator[Check]:
     for complaint in complaints:
         yield Check(name="settings", found="a rule is broken", fix=complaint.text)
     if not complaints:
-        spec = config.spec
-        latents, back = spec.latents(config.n_frames), spec.frames_out(config.n_frames)
-        frames = f"{count_of(config.n_frames, 'frame')} -> {count_of(latents, 'latent')} -> "
-        frames += f"{count_of(back, 'frame')} of {config.height}x{config.width}"
-        if config.use_seraena:
-            groups = spec.padded_frames(config.n_frames) // config.n_seraena_frames
-            frames += f"; Seraena sees {count_of(groups, 'group')} of {config.n_seraena_frames}"
-        yield Check(name="frames", found=f"{config.variant}: {frames}")
+        yield from (_frames(config, size) for size in config.sizes.sizes)
+
+
+def _stages(config: TrainConfig) -> Iterator[Check]:
+    """A warning for each stage of ``resolutions`` that the run ends before."""
+    for stage in config.sizes.stages:
+        if stage.first_step >= config.max_train_steps:
+            found = f"{stage.in_words()} begins at step {stage.first_step}, and the run has {config.max_train_steps}"
+            fix = "raise --max_train_steps, or begin it earlier in --resolutions"
+            yield Check(name="sizes", found=found, fix=fix, only_warns=True)
+
+
+def _frames(config: TrainConfig, size: ClipSize) -> Check:
+    """What the network makes of a training clip of one size."""
+    spec, (n_frames, height, width) = config.spec, size
+    frames = f"{count_of(n_frames, 'frame')} -> {count_of(spec.latents(n_frames), 'latent')} -> "
+    frames += f"{count_of(spec.frames_out(n_frames), 'frame')} of {height}x{width}"
+    if config.use_seraena:
+        groups = spec.padded_frames(n_frames) // config.n_seraena_frames
+        frames += f"; Seraena sees {count_of(groups, 'group')} of {config.n_seraena_frames}"
+    return Check(name="frames", found=f"{config.variant}: {frames}")
 
 
 def _launch(config: TrainConfig, launch: LaunchConfig | None) -> Iterator[Check]:
@@ -253,7 +270,7 @@ def _data(config: TrainConfig) -> Iterator[Check]:
     """The index if there is one, else a sample of the files, split as the run would split them."""
     source = config.data_source
     assert source is not None, "path_complaints refuses a run without data"
-    if config.use_sample_clips and (not source.is_dir() or not any(source.iterdir())):
+    if config.use_sample_clips and isinstance(source, Path) and (not source.is_dir() or not any(source.iterdir())):
         yield Check(name="data", found=f"the sample clips will be written to {source}")
         return
     try:
@@ -265,6 +282,20 @@ def _data(config: TrainConfig) -> Iterator[Check]:
         yield Check(name="data", found=str(source), fix=str(mistake))
 
 
+def _file_cache(config: TrainConfig) -> Iterator[Check]:
+    """Where files behind URLs are kept, if there are some."""
+    if not any(isinstance(getattr(config, key), Url) for key in DATA_KEYS):
+        return
+    copies = file_cache().copies
+    there = next(place for place in (copies.folder, *copies.folder.absolute().parents) if place.is_dir())
+    free = shutil.disk_usage(there).free
+    found = f"{copies.folder} for files of URLs, at most {copies.max_gb:g} GiB; {bytes_in_words(free)} free"
+    kept = sum(file.stat().st_size for file in copies.folder.iterdir()) if copies.folder.is_dir() else 0
+    too_small = kept + free < copies.max_gb * GIB
+    fix = "lower --file_cache_gb, or name a --file_cache_dir on a larger disk" if too_small else ""
+    yield Check(name="file cache", found=found, fix=fix, only_warns=True)
+
+
 def _latents(config: TrainConfig) -> Check | None:
     """Whether the latent store is complete and fits; its files are compared where the run has an index already."""
     if config.latent_store is None:
@@ -272,11 +303,12 @@ def _latents(config: TrainConfig) -> Check | None:
     try:
         index = config.index_path
         train = None if index is None else _train_files(config, open_index(index, config.data_root))
-        store = open_latents(config, train)
+        store = open_latents(config, train, processes=None)
     except UserError as mistake:
         return Check(name="latents", found=str(config.latent_store), fix=str(mistake))
     assert store is not None
-    found = f"{count_of(store.num_clips, 'clip')} in {store.folder}, {bytes_in_words(store.num_bytes)}, complete"
+    num_clips = sum(map(len, store.stages))
+    found = f"{count_of(num_clips, 'clip')} in {store.folder}, {bytes_in_words(store.num_bytes)}, complete"
     clips = config.train_batch_size * config.gradient_accumulation_steps
     found += f"; the first comes again after {count_of(store.num_clips // clips, 'step')} of one device"
     return Check(name="latents", found=found + ("" if train else "; the run compares its files at the start"))
@@ -284,10 +316,10 @@ def _latents(config: TrainConfig) -> Check | None:
 
 def _train_files(config: TrainConfig, index: VideoIndex) -> ClipSet:
     limits = {"train_split": config.train_split, "bad_file_limit": config.bad_file_limit}
-    return split(index, ClipSettings.from_config(config), split_by=config.split_by, **limits)[0]
+    return split(index, training_settings(config), split_by=config.split_by, **limits)[0]
 
 
-def _sampled_data(config: TrainConfig, source: Path) -> Check:
+def _sampled_data(config: TrainConfig, source: Place) -> Check:
     """Index a few files of the source in a temporary folder: a whole index can take hours."""
     root = config.data_root or default_data_root(source)
     entries = list(islice(iterate_entries(source, config.data_root), LISTED_FILES))
@@ -309,7 +341,7 @@ def _split(config: TrainConfig, index: VideoIndex, note: str, *, whole: bool) ->
     """``whole``: the index holds all files. Of a sample the sides do not count: the hash may put it all on one."""
     train, validation = split(
         index,
-        ClipSettings.from_config(config),
+        training_settings(config),
         train_split=config.train_split if whole else 1.0,
         split_by=config.split_by if whole else "hash",
         bad_file_limit=config.bad_file_limit,
@@ -350,7 +382,7 @@ def _trial_step(config: TrainConfig) -> Iterator[Check]:
     full = trial.memory_bytes > FULL_MEMORY * trial.available_bytes
     yield Check(name="memory", found=f"{memory} ({trial.measured_at})", fix=SAVE_MEMORY if full else "")
     total_s = trial.seconds * config.max_train_steps
-    duration = f"about {duration_in_words(total_s)}"
+    duration = f"{'at most ' if len(config.sizes.sizes) > 1 else ''}about {duration_in_words(total_s)}"
     found = f"{duration_in_words(trial.seconds)}, so {duration} for {config.max_train_steps:,} steps on one device"
     slow = f"no GPU is visible, and on this CPU the run would take {duration}: run it on a machine with a GPU"
     fits = torch.cuda.is_available() or total_s <= SLOW_RUN_S
@@ -358,13 +390,14 @@ def _trial_step(config: TrainConfig) -> Iterator[Check]:
 
 
 def try_step(config: TrainConfig) -> TrialStep:
-    """Take a step on this machine's first device; raises `UserError` if it cannot be taken."""
+    """Take a step of the largest clips on this machine's first device; `UserError` if it cannot be taken."""
     on_gpu = torch.cuda.is_available()
     tried = config if on_gpu else _small(config)
     pixels, tried_pixels = (c.train_batch_size * c.height * c.width for c in (config, tried))
     scale = pixels / tried_pixels
     clips = count_of(tried.train_batch_size, "clip")
     place = "measured" if on_gpu else "on the CPU" + (", scaled by pixels" if scale > 1 else "")
+    place += ", the largest of the sizes" if len(config.sizes.sizes) > 1 else ""
     left_out = (config.teacher_path or config.latent_store) and not (tried.teacher_path or tried.latent_store)
     place += ", without the teacher" if left_out else ""
     free, total = torch.cuda.mem_get_info(0) if on_gpu else (0, 0)
@@ -389,12 +422,21 @@ def _small(config: TrainConfig) -> TrainConfig:
     side = max(SMALL_SIDE // config.spec.space_factor, 2) * config.spec.space_factor
     return replace(
         config,
+        resolutions=(),
         height=min(config.height, side),
         width=min(config.width, side),
         train_batch_size=min(config.train_batch_size, SMALL_BATCH),
         compile_model=False,
         **NO_TEACHER,
     )
+
+
+def _some_latents(config: TrainConfig, store: LatentStore) -> StoredLatents:
+    """Values of the shape and type of a micro-batch of stored latents, for clips of the largest size."""
+    spec, factor = config.spec, config.spec.space_factor
+    shape = (spec.latents(config.n_frames), spec.latent_channels, config.height // factor, config.width // factor)
+    values = torch.rand(config.train_batch_size, *shape).to(DTYPES[store.facts.dtype])
+    return StoredLatents(mean=values, std=values if store.facts.has_std else None)
 
 
 def measure_step(config: TrainConfig, device: torch.device) -> tuple[float, float, int, int]:
@@ -412,7 +454,7 @@ def measure_step(config: TrainConfig, device: torch.device) -> tuple[float, floa
     store = None if config.latent_store is None else LatentStore.open(config.latent_store)
     task = build_task(config, engine, model, latents=store)
     positions = range(config.train_batch_size)
-    stored = None if store is None else store.read(positions).to(device)
+    stored = None if store is None else _some_latents(config, store).to(device)
     frames = torch.rand(config.train_batch_size, config.n_frames, 3, config.height, config.width, device=device)
     optimize = partial(engine.finish_step, max_grad_norm=config.max_grad_norm)
     kept: dict[int, int] = {}  # bytes by address: autograd keeps some storages several times

@@ -15,6 +15,7 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.files import writing_to
 from tinyvae.models.taehv import TAEHV
+from tinyvae.storage import use_file_cache
 from tinyvae.terminal import count_of
 from tinyvae.training.build import build_model, build_task, latent_complaints, make_seraena_start, open_latents
 from tinyvae.training.checkpoint import CheckpointWriter, checkpoint_bytes
@@ -56,6 +57,7 @@ class FinishedRun:
 def check_before_start(loaded: LoadedConfig) -> None:
     """Refuse what can be refused before any process group or GPU is touched; `tinyvae check --quick` does it too."""
     config = loaded.config
+    use_file_cache(config.file_cache_dir, config.file_cache_gb)
     also = [*machine_complaints(config), *latent_complaints(config)]
     check_config(config, loaded.given_paths, also=also, heading=loaded.source)
 
@@ -155,7 +157,9 @@ class _Run:
             task=task,
             optimizers=optimizers,
             average=average,
-            batches=data.training_batches(engine, start_sample=loop.progress.samples_seen),
+            batches=data.training_batches(
+                engine, start_sample=loop.progress.samples_seen, start_step=loop.progress.step
+            ),
             run_log=self.run_log,
             profiler=profiler,
             signals=self.signals,
@@ -185,7 +189,8 @@ class _Run:
         """The run's files, with its latent store if it has one; refused if a checkpoint was made with others."""
         config, engine = self.config, self.engine
         data = open_data(config, engine, self.folder, index_folder=self.index_folder)
-        data = replace(data, latents=engine.from_main(lambda: open_latents(config, data.train)))
+        latents = engine.from_main(lambda: open_latents(config, data.train, processes=engine.world_size))
+        data = replace(data, latents=latents)
         if self.saved is not None:
             check_same_data(self.saved, config, data)
         return data
@@ -195,6 +200,7 @@ class _Run:
         loop = LoopState(progress=Progress(), seraena_start=make_seraena_start(self.config))
         if self.saved is not None:
             loop = state.restore(self.saved, loop)
+            data.check_start(loop.progress.samples_seen, loop.progress.step)
             log.info("resumed from %s at step %d", self.saved.folder, loop.progress.step)
         progress = self.engine.from_main(lambda: self._write_first_files(loop.progress, data))
         return replace(loop, progress=progress), data.settled(self.index_folder, self.folder)
@@ -219,5 +225,6 @@ def _log_size(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) 
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     network = f"{config.variant} ({parameters:.2f} M parameters) on {engine.world_size} x {engine.device.type}"
     clips = count_of(config.train_batch_size * config.gradient_accumulation_steps * engine.world_size, "clip")
-    clips += f" of {config.n_frames} x {config.height} x {config.width} a step"
+    one_size = f" of {config.n_frames} x {config.height} x {config.width} a step"
+    clips += one_size if len(config.sizes.sizes) == 1 else f" a step, of {config.sizes.in_words()}"
     log.info("%s; %s; %d files train, %d validate", network, clips, len(data.train), len(data.validation))

@@ -59,7 +59,10 @@ class TrainingTask:
         self.seraena = seraena
         self._average = average
         self._tells_more = config.debug  # the first call of `losses` logs what it works with
-        compiled = torch.compile(self._student, mode=config.compile_mode) if config.compile_model else None
+        # With several clip sizes each has a graph of its own: a graph for any size would be slower.
+        compiled = (
+            torch.compile(self._student, mode=config.compile_mode, dynamic=False) if config.compile_model else None
+        )
         self._forward = compiled or self._student
 
     def begin_step(self, step: int) -> None:

@@ -55,10 +55,11 @@ class Seraena:
     def __init__(
         self,
         spec: VariantSpec,
-        n_frames: int,
+        n_frames: int | Sequence[int],
         group_frames: int,
         *,
         buffer_mb: float,
+        buffer_sizes: int = 1,
         buffer_device: torch.device | str = "cpu",
         device: torch.device | str = "cpu",
         learning_rate: float = 3e-4,
@@ -68,12 +69,14 @@ class Seraena:
         dtype: torch.dtype = torch.float32,
         compiled: bool = False,
     ) -> None:
-        """``n_frames``: the clip length before encoding. ``group_frames``: frames that the discriminator sees at once.
-        ``buffer_mb``: the bound of this rank's replay buffer in 2**20 bytes. ``dtype``: precision of the
-        discriminator's layers, whose weights stay in fp32."""
-        spec.check_seraena_frames(n_frames, group_frames)
+        """``n_frames``: the clip length before encoding, or several. ``group_frames``: frames that the discriminator
+        sees at once. ``buffer_mb``: the bound of this rank's replay buffer in 2**20 bytes; ``buffer_sizes``: how many
+        picture sizes share it. ``dtype``: precision of the discriminator's layers, whose weights stay in fp32."""
+        lengths = [n_frames] if isinstance(n_frames, int) else n_frames
+        for length in lengths:
+            spec.check_seraena_frames(length, group_frames)
         self.group_frames = group_frames
-        self.padded_frames = spec.padded_frames(n_frames)
+        self._padded_frames = {spec.latents(length): spec.padded_frames(length) for length in lengths}
         self.normalization: Normalization = normalization
         self.seed, self.rank, self.steps = seed, rank, 0
         self.discriminator = SeraenaDiscriminator.from_seed(3 * group_frames, spec.latent_channels, seed)
@@ -82,11 +85,11 @@ class Seraena:
         if torch.device(device).type == "cuda":
             self.discriminator.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if compiled:
-            self.discriminator.compile()
+            self.discriminator.compile(dynamic=False)
         self.optimizer = torch.optim.AdamW(
             self.discriminator.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.01
         )
-        self.buffer = ReplayBuffer(max_mb=buffer_mb, device=buffer_device)
+        self.buffer = ReplayBuffer(max_mb=buffer_mb, device=buffer_device, num_sizes=buffer_sizes)
         self.generator = rank_generator(seed, rank, self.steps)
         self._training_step: int | None = None
         self._learned: list[Tensor | None] = []  # the loss of each of its micro-batches; None: not finite
@@ -94,7 +97,7 @@ class Seraena:
 
     def check_batch(self, num_clips: int, height: int, width: int) -> None:
         """Refuse batches in which the discriminator's batch norm would see a single value."""
-        num_images = num_clips * self.padded_frames // self.group_frames
+        num_images = num_clips * min(self._padded_frames.values()) // self.group_frames
         if num_images * (height // PATCH_PIXELS) * (width // PATCH_PIXELS) < 2:
             raise UserError(
                 f"Seraena cannot normalize a batch of one {height}x{width} image; use larger frames or a larger batch."
@@ -117,9 +120,10 @@ class Seraena:
         """
         assert real_NTCHW.shape == fake_NTCHW.shape, f"{tuple(real_NTCHW.shape)} and {tuple(fake_NTCHW.shape)}"
         assert len(latents_NTCHW) == len(fake_NTCHW), f"{len(latents_NTCHW)} latents, {len(fake_NTCHW)} videos"
-        grouping = {"padded_frames": self.padded_frames, "group_frames": self.group_frames}
+        padded_frames = self._padded_frames[latents_NTCHW.shape[1]]
+        grouping = {"padded_frames": padded_frames, "group_frames": self.group_frames}
         real, fake = (group_frames_of(x.detach().float(), **grouping) for x in (real_NTCHW, fake_NTCHW))
-        contexts = group_contexts_of(latents_NTCHW.detach().float(), num_groups=self.padded_frames // self.group_frames)
+        contexts = group_contexts_of(latents_NTCHW.detach().float(), num_groups=padded_frames // self.group_frames)
         if self._position == len(self._learned):
             self._learned.append(self._learn(real, fake, contexts, average))
         loss = self._learned[self._position]
@@ -232,9 +236,8 @@ class Seraena:
 
     def rank_state_dict(self) -> dict[str, Any]:
         """What this rank has of its own: random numbers and replay buffer (copies, on the CPU)."""
-        items = self.buffer.items()
-        copies = None if items is None else tuple(value.to("cpu", copy=True) for value in items)
-        return {"generator": self.generator.get_state(), "buffer": copies}
+        copies = [tuple(value.to("cpu", copy=True) for value in of_size) for of_size in self.buffer.items()]
+        return {"generator": self.generator.get_state(), "buffers": copies}
 
     def load_rank_state_dicts(self, states: Sequence[dict[str, Any]], *, num_ranks_saved: int, num_ranks: int) -> None:
         """Take over the states of the saved ranks that `saved_ranks_for` names, after `load_shared_state_dict`. With
@@ -247,10 +250,13 @@ class Seraena:
         # Ranks that share one saved buffer take every k-th item of it, each from another place.
         sharers = len(range(self.rank % num_ranks_saved, num_ranks, num_ranks_saved))
         mine = slice(self.rank // num_ranks_saved, None, sharers)
-        buffers = [state["buffer"] for state in states if state["buffer"] is not None]
-        if buffers:
-            images, contexts = (torch.cat([values[mine] for values in column]) for column in zip(*buffers, strict=True))
-            self.buffer.replace(images, contexts)
+        by_size: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+        for state in states:
+            # Older checkpoints have one size: a pair, or None.
+            for images, contexts in state["buffers"] if "buffers" in state else filter(None, [state["buffer"]]):
+                by_size.setdefault(images.shape[1:], []).append((images[mine], contexts[mine]))
+        for buffers in by_size.values():
+            self.buffer.replace(*map(torch.cat, zip(*buffers, strict=True)))
 
 
 def group_frames_of(frames_NTCHW: Tensor, *, padded_frames: int, group_frames: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Past fakes with their contexts, bounded in megabytes: the discriminator must not forget faults that were fixed.
 
+Items of one picture size lie together, because a batch has one size. Runs with several sizes share the bound equally.
 A write has two halves. `plan` chooses the slots, `commit` fills them; between the two, `read` answers as if the items
 were there. So a step that is not finite, or that runs out of memory, leaves no trace. Items are stored in fp16.
 """
@@ -17,6 +18,7 @@ STORED_DTYPE = torch.float16
 BYTES_PER_MB = 2**20
 
 Storage = tuple[Tensor, Tensor]  # images [capacity, C, H, W] and contexts [capacity, c, h, w]
+Shapes = tuple[torch.Size, torch.Size]  # of one image and of one context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,34 +31,35 @@ class WritePlan:
 
 
 class ReplayBuffer:
-    """At most ``max_mb`` megabytes of items; when it is full, each new item replaces a random one."""
+    """At most ``max_mb`` megabytes of items; when it is full, each new item replaces a random one of its size.
 
-    def __init__(self, *, max_mb: float, device: torch.device | str) -> None:
-        self.max_mb = max_mb
+    It holds items of at most ``num_sizes`` sizes. When another size comes, the one that was written longest ago goes.
+    """
+
+    def __init__(self, *, max_mb: float, device: torch.device | str, num_sizes: int = 1) -> None:
+        self.max_mb, self.num_sizes = max_mb, num_sizes
         self.device = torch.device(device)
-        self._storage: Storage | None = None
-        self._num_items = 0
+        self._held: dict[Shapes, tuple[Storage, int]] = {}  # storage and number of items; the last written at the end
 
     def __len__(self) -> int:
-        return self._num_items
+        return sum(num_items for _, num_items in self._held.values())
 
     def capacity(self, image_shape: torch.Size, context_shape: torch.Size) -> int:
         """How many items of these shapes fit; an error where not even one does."""
         item_bytes = (image_shape.numel() + context_shape.numel()) * STORED_DTYPE.itemsize
-        if not self.max_mb * BYTES_PER_MB >= item_bytes:
+        max_bytes = self.max_mb * BYTES_PER_MB / self.num_sizes
+        if not max_bytes >= item_bytes:
+            of_each = f", a part for each of {self.num_sizes} sizes," if self.num_sizes > 1 else ""
             raise UserError(
-                f"the replay buffer of {self.max_mb} MB does not hold one group of frames "
+                f"the replay buffer of {self.max_mb} MB{of_each} does not hold one group of frames "
                 f"({item_bytes / BYTES_PER_MB:.2f} MB); set seraena_buffer_mb to ten times that or more."
             )
-        return int(self.max_mb * BYTES_PER_MB) // item_bytes
+        return int(max_bytes) // item_bytes
 
     def plan(self, images_NCHW: Tensor, contexts_NCHW: Tensor, generator: torch.Generator) -> WritePlan:
         """Choose a slot for every new item: free slots first, then random ones. Changes only the generator."""
-        storage, num_items = self._storage, self._num_items
-        shapes = [images_NCHW.shape[1:], contexts_NCHW.shape[1:]]
-        if storage is None or [values.shape[1:] for values in storage] != shapes:
-            # After a change of the clip size, items of the old size cannot share a batch with new ones.
-            storage, num_items = self._allocate(*shapes), 0
+        shapes = (images_NCHW.shape[1:], contexts_NCHW.shape[1:])
+        storage, num_items = self._held.get(shapes) or (self._allocate(*shapes), 0)
         capacity = len(storage[0])
         num_free = min(capacity - num_items, len(images_NCHW))
         slots = list(range(num_items, num_items + num_free))
@@ -82,21 +85,31 @@ class ReplayBuffer:
         slots, items = list(plan.source_of), list(plan.source_of.values())
         for old, new in zip(plan.storage, (images_NCHW, contexts_NCHW), strict=True):
             old[slots] = stored(new[items]).to(self.device)
-        self._storage, self._num_items = plan.storage, plan.num_after
+        self._hold(plan.storage, plan.num_after)
 
-    def items(self) -> tuple[Tensor, Tensor] | None:
-        """All images and contexts in the order of their slots (views, fp16), or None while it is empty."""
-        if self._storage is None or self._num_items == 0:
-            return None
-        images, contexts = (values[: self._num_items] for values in self._storage)
-        return images, contexts
+    def items(self) -> list[tuple[Tensor, Tensor]]:
+        """Images and contexts of each size in the order of their slots (views, fp16); the last written size at the
+        end."""
+        return [
+            (images[:num_items], contexts[:num_items])
+            for (images, contexts), num_items in self._held.values()
+            if num_items > 0
+        ]
 
     def replace(self, images_NCHW: Tensor, contexts_NCHW: Tensor) -> None:
-        """Hold exactly these items; where more are given than fit, the last ones stay."""
-        self._storage = self._allocate(images_NCHW.shape[1:], contexts_NCHW.shape[1:])
-        self._num_items = min(len(self._storage[0]), len(images_NCHW))
-        for old, new in zip(self._storage, (images_NCHW, contexts_NCHW), strict=True):
-            old[: self._num_items] = stored(new[len(new) - self._num_items :]).to(self.device)
+        """Hold exactly these items of their size; where more are given than fit, the last ones stay."""
+        storage = self._allocate(images_NCHW.shape[1:], contexts_NCHW.shape[1:])
+        num_items = min(len(storage[0]), len(images_NCHW))
+        for old, new in zip(storage, (images_NCHW, contexts_NCHW), strict=True):
+            old[:num_items] = stored(new[len(new) - num_items :]).to(self.device)
+        self._hold(storage, num_items)
+
+    def _hold(self, storage: Storage, num_items: int) -> None:
+        shapes = (storage[0].shape[1:], storage[1].shape[1:])
+        self._held.pop(shapes, None)  # to the end
+        self._held[shapes] = (storage, num_items)
+        for oldest in list(self._held)[: -self.num_sizes]:
+            del self._held[oldest]
 
     def _allocate(self, *shapes: torch.Size) -> Storage:
         size = self.capacity(*shapes)
