@@ -19,7 +19,8 @@ from tinyvae.training import deepspeed as launch_config
 
 NOT_FOR_USERS = ("architecture.md", "CHANGELOG.md", "CONTRIBUTING.md", "decisions.md", "performance.md")
 USER_PAGES = [page for page in DOCUMENTS if page.name not in NOT_FOR_USERS]
-ABOUT_SETTINGS = [page for page in USER_PAGES if page.name not in ("models.md", "evaluation.md")]
+NO_SETTINGS = ("models.md", "evaluation.md", "diffusers.md", "export.md")
+ABOUT_SETTINGS = [page for page in USER_PAGES if page.name not in NO_SETTINGS]
 MIGRATION = [ROOT / "docs" / name for name in ("migration.md", "migration.zh-CN.md")]
 
 LAUNCH_KEYS = {*launch_config.PASSED, *launch_config.NOT_PASSED, *launch_config.ONLY_AT}

@@ -20,7 +20,7 @@ FLOORS = [
     {"engines", "video"},
     {"data", "losses", "teachers"},
     {"config"},
-    {"evaluation"},
+    {"diffusers", "evaluation"},
     {"convert", "training"},
     {"cli"},
     {"__main__"},

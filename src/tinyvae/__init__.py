@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tinyvae import models
 
 if TYPE_CHECKING:
+    from tinyvae.convert.export import export as export
     from tinyvae.engines.fused import FusedTAEHV as FusedTAEHV
     from tinyvae.errors import UserError as UserError
     from tinyvae.models.streaming import StreamingDecoder as StreamingDecoder
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from tinyvae.models.variants import VARIANTS as VARIANTS
     from tinyvae.models.variants import VariantSpec as VariantSpec
     from tinyvae.models.variants import get_spec as get_spec
+    from tinyvae.models.variants import list_variants as list_variants
     from tinyvae.models.weights import load_model as load_model
     from tinyvae.models.weights import save_model as save_model
 
@@ -28,11 +30,13 @@ _HOME = {
     "VARIANTS": "models.variants",
     "VariantSpec": "models.variants",
     "get_spec": "models.variants",
+    "list_variants": "models.variants",
     "StreamingDecoder": "models.streaming",
     "StreamingEncoder": "models.streaming",
     "load_model": "models.weights",
     "save_model": "models.weights",
     "UserError": "errors",
+    "export": "convert.export",
 }
 __all__ = ["__version__", *_HOME]
 
@@ -47,10 +51,10 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _fuse(model: TAEHV) -> FusedTAEHV:
+def _fuse(model: TAEHV, **options: Any) -> FusedTAEHV:
     from tinyvae.engines.fused import FusedTAEHV
 
-    return FusedTAEHV(model)
+    return FusedTAEHV(model, **options)
 
 
 def _run_folded(*arguments: Any, **options: Any) -> Any:

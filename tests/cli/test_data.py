@@ -164,7 +164,10 @@ def test_a_clip_length_is_held_against_the_frame_rule(
     assert run(*words, 19, "--variant", "taehv") == 1
     assert "n_frames=19 does not suit taehv" in capsys.readouterr().out
     assert run(*words, 12) == 0
-    assert "12 frames suit every variant but taecvx, taeltx_2, taeltx2_3, taeh3\n" in capsys.readouterr().out
+    assert (
+        "12 frames suit every variant but taecvx, taeltx_2, taeltx2_3, taeltx2_3_wide, taeh3\n"
+        in capsys.readouterr().out
+    )
     assert run(*words, 12, "--variant", "taehv") == 0
     assert "  12 frames suit taehv\n" in capsys.readouterr().out
     with pytest.raises(UserError, match="there is no variant 'taehx'"):

@@ -318,6 +318,9 @@ def test_weights_of_another_network_are_refused_at_start(tmp_path: Path, data: P
         check_paths(replace(right, model_width=1.0))
     with pytest.raises(UserError, match="is not a taew2_2 model"):
         check_paths(replace(right, variant="taew2_2"))
+    for key, value in (("latent_space", "vae"), ("activation", "leaky_relu")):
+        with pytest.raises(UserError, match=f"is stated to have {key} .*, and {key} is {value}; set {key} to"):
+            check_paths(replace(right, **{key: value}))
     (tmp_path / "cut.safetensors").write_bytes(b"12345678{")
     with pytest.raises(UserError, match=r"pretrained_model_path: .*is not a whole safetensors file"):
         check_paths(replace(right, pretrained_model_path=tmp_path / "cut.safetensors"))

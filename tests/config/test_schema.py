@@ -132,7 +132,7 @@ def test_values_and_limits_in_words() -> None:
     assert takes_in_words("seed") == "a whole number, at least 0 and below 4294967296"
     assert takes_in_words("seraena_start") == "a whole number or auto, at least 0"
     assert takes_in_words("gaussian_blur_sigma") == "2 numbers, above 0 and at most 10"
-    assert takes_in_words("report_to") == "one of tensorboard, none"
+    assert takes_in_words("report_to") == "one of tensorboard, wandb, mlflow, none"
     assert takes_in_words("data_root") == "a path or a URL or none"
     assert [shown_value(value) for value in (None, True, 1e-4, (0.1, 2.0))] == ["none", "true", "0.0001", "0.1,2"]
     assert [shown_value(value) for value in ((), ("8x64x64", "8x32x32:2"))] == ["none", "8x64x64,8x32x32:2"]

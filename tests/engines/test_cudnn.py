@@ -42,7 +42,7 @@ def in_pieces(stack: CudnnStack, video: Tensor, sizes: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("slice_bytes", [1, 2**40])
 @pytest.mark.parametrize("num_videos", [1, 2])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [name for name, spec in VARIANTS.items() if spec.decoder != "wide"])
 @torch.no_grad()
 def test_every_variant(variant: str, num_videos: int, slice_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_module, "CPU_SLICE_BYTES", slice_bytes)

@@ -39,6 +39,26 @@ def test_every_variant_whole_and_sequential(variant: str) -> None:
         assert relative_error(fused.decode_video(latents, parallel=parallel), decoded) < TOLERANCE
 
 
+@pytest.mark.parametrize("variant", ["taehv1_5", "taew2_2_super", "taeltx2_3_wide"])
+def test_leaky_relu_runs_in_the_eager_engine(variant: str) -> None:
+    model = small(variant, activation="leaky_relu")
+    latents = torch.randn(2, 3, model.spec.latent_channels, 2, 3)
+    with torch.no_grad():
+        plain, relu = model.decode(latents), small(variant)
+        relu.load_state_dict(model.state_dict())
+        assert relative_error(relu.decode(latents), plain) > 0.01, "the activation matters"
+        fused = model.fused()
+        assert relative_error(fused.decode(latents), plain) < TOLERANCE
+    assert fused.engines["decoder"] == "eager (the fused kernels have ReLU built in, and this network has LeakyReLU)"
+    model.folded_training = True
+    folded = model.decode(latents)
+    assert relative_error(folded, plain) < TOLERANCE
+    folded.mean().backward()
+    assert all(parameter.grad is not None for parameter in model.decoder.parameters())
+    with pytest.raises(UserError, match="engine='cudnn' cannot run here: the fused kernels have ReLU built in"):
+        model.fused(engine="cudnn")
+
+
 @pytest.mark.parametrize(("variant", "preview"), PREVIEWS)
 @torch.no_grad()
 def test_previews(variant: str, preview: str) -> None:

@@ -58,7 +58,15 @@ def no_tf32() -> Iterator[None]:
 
 @pytest.mark.parametrize(("variant", "preview"), CASES)
 def test_against_float64(variant: str, preview: str | None) -> None:
-    model = spread(variant, preview=preview)
+    check_against_float64(spread(variant, preview=preview))
+
+
+def test_leaky_relu_against_float64() -> None:
+    check_against_float64(spread("taehv1_5", activation="leaky_relu"))
+
+
+def check_against_float64(model: TAEHV) -> None:
+    only_eager = model.spec.decoder == "wide" or model.spec.activation == "leaky_relu"
     exact_model = copy.deepcopy(model).double()
     factor, length = model.spec.space_factor, 2 * model.spec.time_factor + 1
     torch.manual_seed(1)
@@ -75,15 +83,15 @@ def test_against_float64(variant: str, preview: str | None) -> None:
             try:
                 fused = FusedTAEHV(plain, engine=engine)
             except UserError as refused:
-                assert engine == "hopper", f"{engine}: {refused}"
+                assert engine == "hopper" or only_eager, f"{engine}: {refused}"
                 continue
             checked += 1
-            name = f"{variant} {preview} {dtype} {engine}"
+            name = f"{model.spec.name} {model.spec.preview} {dtype} {engine}"
             assert error(fused.encode_video(short), exact_here) < limit_in, f"{name}: encode"
             assert error(by_frames(fused, short), exact_here) < limit_in, f"{name}: encode stream"
             assert error(fused.decode_video(latents), exact_out) < limit_out, f"{name}: decode"
             assert error(by_latents(fused, latents), exact_out) < limit_out, f"{name}: decode stream"
-    assert checked >= 6, "cuDNN and eager in three precisions at least"
+    assert checked >= (3 if only_eager else 6), "cuDNN and eager in three precisions at least"
 
 
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taew2_2_super"])

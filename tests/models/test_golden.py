@@ -15,6 +15,8 @@ from torch import Tensor
 from tinyvae import TAEHV, VARIANTS
 
 TOLERANCE = 2e-5
+GOLDEN = [name for name in VARIANTS if name != "taeltx2_3_wide"]
+"""There is no golden data of the wide decoder; tests/convert compares it with a second writing of the network."""
 FILE_OF = {"taew2_1": "taehv", "taeos1_3": "taehv", "taeltx2_3": "taeltx_2"}
 
 
@@ -39,7 +41,7 @@ def golden_cases(shared: Path, variant: str) -> list[dict]:
     return json.loads((shared / "golden" / "cases.json").read_text())[variant]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", GOLDEN)
 def test_keys_and_shapes(shared: Path, variant: str) -> None:
     expected = json.loads((shared / "golden" / "state_dict_keys.json").read_text())[variant]
     with torch.device("meta"):
@@ -48,7 +50,7 @@ def test_keys_and_shapes(shared: Path, variant: str) -> None:
 
 
 @pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "sequential"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", GOLDEN)
 def test_every_case(shared: Path, variant: str, parallel: bool) -> None:
     golden = load_file(shared / "golden" / f"{FILE_OF.get(variant, variant)}.safetensors")
     model = golden_model(variant)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tinyvae import TAEHV, VARIANTS, load_model, save_model
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError
+from tinyvae.models import weights
 
 
 def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -42,6 +43,40 @@ def test_round_trip_states_the_variant(tmp_path: Path, variant: str) -> None:
         for path in ("saved", "saved/model.safetensors", "saved/model.pth"):
             loaded = load_model(tmp_path / path)
             assert loaded.spec == model.spec and same_weights(loaded, model) and not loaded.training
+
+
+@pytest.mark.parametrize("form", ["a", "a/model.safetensors", "a/model.pth"])
+def test_files_state_latent_space_and_activation(tmp_path: Path, form: str) -> None:
+    model = TAEHV("taew2_1", width=0.125, latent_space="vae", activation="leaky_relu")
+    save_model(model, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert (config["latent_space"], config["activation"]) == ("vae", "leaky_relu")
+    assert config["latent_convention"].startswith("VAE space")
+    assert load_model(tmp_path / form).spec == model.spec
+    assert load_model(tmp_path / form, latent_space="diffusion", activation="relu").spec.slope == 0
+    with pytest.raises(FileExistsAlreadyError, match="describes another model"):
+        save_model(TAEHV("taew2_1", width=0.125), tmp_path / "a", formats=(), overwrite=False)
+
+
+def test_a_file_named_lighttae_gets_one_warning(tmp_path: Path) -> None:
+    file = tmp_path / "lighttaew2_1.safetensors"
+    save_file(bare_state(TAEHV("taew2_1", width=0.125)), file)
+    with pytest.warns(UserWarning) as said:
+        load_model(file, "taew2_1")
+    (warning,) = said
+    assert "named like a network of LightX2V" in str(warning.message) and "latent_space='vae'." in str(warning.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_model(file, "taew2_1", latent_space="vae").spec.latent_space == "vae"
+    with pytest.raises(UserError, match="latent_space='latent' is not known; use 'diffusion' or 'vae'"):
+        load_model(file, "taew2_1", latent_space="latent")
+
+
+def test_few_networks_are_built_to_tell_the_variant(tmp_path: Path) -> None:
+    save_model(TAEHV("taew2_1", width=0.125), tmp_path / "a.safetensors")
+    weights._network_shapes.cache_clear()
+    load_model(tmp_path / "a.safetensors")
+    assert weights._network_shapes.cache_info().misses == 1
 
 
 def test_files_are_as_readable_as_any_other(tmp_path: Path) -> None:
@@ -285,6 +320,8 @@ def test_missing_and_ambiguous_paths(tmp_path: Path) -> None:
         load_model("x" * 5000)
     with pytest.raises(MissingFileError, match="Did you mean 'taew2_2'"):
         load_model("taew22")
+    with pytest.raises(MissingFileError, match=r"name of a variant.*download taehv\.pth .*variant='taehv'"):
+        load_model("taehv")
 
 
 def test_what_may_not_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,18 @@ def test_latents_are_diffusers_own_in_diffusion_space(folders: dict[str, Path], 
     torch.testing.assert_close(decoded, own.clamp(0, 1), atol=2e-4, rtol=0)
 
 
+def test_a_student_of_vae_space_gets_the_vaes_own_latents(folders: dict[str, Path]) -> None:
+    frames = clip("taew2_1")
+    teacher = load(folders, "taew2_1", spec=get_spec("taew2_1", latent_space="vae"))
+    vae = diffusers.AutoencoderKLWan.from_pretrained(folders["taew2_1"]).eval()
+    with torch.no_grad():
+        z = vae.encode(2 * frames.transpose(1, 2) - 1).latent_dist.mode().transpose(1, 2)
+    latents = teacher.encode(frames)
+    torch.testing.assert_close(latents, z, atol=2e-5, rtol=1e-5)
+    plain = load(folders, "taew2_1")
+    torch.testing.assert_close(teacher.decode(latents), plain.decode(plain.encode(frames)), atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("variant", TEACHERS)
 def test_what_it_says_of_itself(folders: dict[str, Path], variant: str) -> None:
     teacher = load(folders, variant)

@@ -4,12 +4,15 @@ compile, the run goes on without."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from tinyvae import TAEHV, VARIANTS
+from tests.training.tiny_runs import arguments_for, train_here, write_clips
+from tinyvae import TAEHV, VARIANTS, load_model
 from tinyvae.config import TrainConfig
+from tinyvae.errors import UserError
 from tinyvae.training.build import QUIET_BRANCH, initialize_he, settle_compilation
 
 
@@ -24,6 +27,20 @@ def test_signals_neither_die_nor_explode(variant: str) -> None:
     assert 0.05 < latents.std() < 5
     assert 0.05 < decoded.std() < 5
     assert 0.0 < decoded.mean() < 1.0
+
+
+@pytest.mark.slow
+def test_a_run_for_another_latent_space_and_activation(tmp_path: Path) -> None:
+    clips = write_clips(tmp_path / "clips")
+    form = {"latent_space": "vae", "activation": "leaky_relu"}
+    train_here(arguments_for(clips, tmp_path / "run", **form, max_train_steps=3, checkpointing_steps=2))
+    spec = load_model(tmp_path / "run").spec
+    assert (spec.latent_space, spec.activation) == ("vae", "leaky_relu")
+    again = arguments_for(clips, tmp_path / "run", **form, max_train_steps=4, resume_from_checkpoint="latest")
+    train_here(again)
+    start = {"pretrained_model_path": tmp_path / "run" / "final_model.safetensors"}
+    with pytest.raises(UserError, match="is stated to have latent_space vae, and latent_space is diffusion"):
+        train_here(arguments_for(clips, tmp_path / "other", **start))
 
 
 def test_drawn_from_the_seed_and_nothing_else() -> None:

@@ -20,7 +20,8 @@ from tests.training.tiny_runs import arguments_for, launch, train_here
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.sizes import ClipSize
 from tinyvae.training.engine import Engine, StepResult
-from tinyvae.training.logs import RunLog, StepLog, side_by_side, system_stats
+from tinyvae.training.logs import RunLog, StepLog, system_stats
+from tinyvae.training.trackers import side_by_side
 
 SIZE = ClipSize(8, 32, 32)
 CONFIG = TrainConfig(data_root=Path("/data/of the run"), color_jitter_params=(0.1, 0.2, 0.3, 0.04), tracker_name="t")
@@ -120,8 +121,8 @@ frames = torch.rand(3, 3, 8, 8)
 for step in (2, 3, 4):
     log.metrics(step, {"train/loss": float(step)})
     log.videos(step, [("a.mp4", frames, frames)])
-    if log._writer is not None:
-        log._show(step, lambda writer: writer.flush())
+    if log._tracker is not None:
+        log._show(step, lambda tracker: tracker._writer.flush())
 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 log.metrics(5, {"train/loss": 5.0})
 log.videos(5, [("a.mp4", frames, frames)])

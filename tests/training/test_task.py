@@ -12,6 +12,7 @@ import torch
 from tinyvae import TAEHV
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.latent_store import StoredLatents
+from tinyvae.losses.distances import latent_loss
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.losses.seraena import Seraena
 from tinyvae.teachers import LatentSpace
@@ -94,6 +95,19 @@ def test_stored_latents_stand_in_for_the_teacher_and_slices_average(sample: bool
         for rows in (slice(0, 1), slice(1, 2))
     ]
     torch.testing.assert_close(sum(parts) / 2, expected)
+
+
+def test_a_student_of_vae_space_learns_the_stored_latents_themselves() -> None:
+    """A store holds the VAE's own latents, whatever the student's space is."""
+    config = TrainConfig(
+        model_width=0.125, n_frames=8, height=16, width=16, encoder_loss_weight=1.0, latent_space="vae"
+    )
+    model = TAEHV("taehv", width=0.125, latent_space="vae")
+    space = LatentSpace(mean=(0.5,) * 16, std=(2.0,) * 16, factor=0.7)
+    stored = StoredLatents(mean=torch.randn(2, 2, 16, 2, 2), std=None)
+    losses = TrainingTask(config, model, space=space).losses(FRAMES, use_seraena=False, positions=[0, 1], stored=stored)
+    expected = latent_loss(model.encode(FRAMES), stored.mean)
+    torch.testing.assert_close(losses.logged["encoder_loss"], expected.detach())
 
 
 def test_the_decoder_loss_trains_the_decoder_on_the_teachers_latents() -> None:

@@ -22,6 +22,10 @@ from tinyvae.models.variants import VARIANTS
 if TYPE_CHECKING:
     from tinyvae.models.taehv import TAEHV
 
+SPACE_WORDS = {
+    "diffusion": "diffusion: as the diffusion model sees latents",
+    "vae": "vae: as the diffusion model's VAE makes latents, before scaling",
+}
 LAST_LENGTH = 52  # three chunks of taeh3; a line's worth for the others
 NETWORK = attrgetter("patch_size", "latent_channels", "encoder_strides", "decoder_strides", "decoder")
 
@@ -66,12 +70,13 @@ def variant_table() -> str:
     for name, spec in VARIANTS.items():
         lengths = [str(t) for t in range(2, LAST_LENGTH) if spec.is_training_length(t)][:4]
         pixels = f"{spec.space_factor}x{spec.space_factor}"
-        trains_at = f"{', '.join(lengths)}, ... frames"
+        trains_at = f"{', '.join(lengths)}, ..."
         rows.append((name, spec.teacher, str(spec.latent_channels), str(spec.time_factor), pixels, trains_at))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    legend = "channels, frames and pixels: of one latent. `tinyvae info NAME_OR_FILE` says more of one."
-    return "\n".join([*lines, "", legend])
+    legend = "channels, frames and pixels: of one latent; trains at: frames of a clip."
+    more = "`tinyvae info NAME_OR_FILE` says more of one."
+    return "\n".join([*lines, "", legend, more])
 
 
 def facts(model: TAEHV, *, source: str, step: object, num_frames: int) -> list[tuple[str, str]]:
@@ -91,7 +96,9 @@ def facts(model: TAEHV, *, source: str, step: object, num_frames: int) -> list[t
         ("width factor", f"{spec.width:g}"),
         ("parameters", " + ".join(f"{count / 1e6:.2f} M {part}" for part, count in parameters.items())),
         ("dtype", str(model.dtype).removeprefix("torch.")),
+        ("activation", {"relu": "ReLU", "leaky_relu": "LeakyReLU(0.2)"}[spec.activation]),
         ("latents", f"{spec.latent_channels} channels, 1 for {spec.time_factor} frames of {pixels}"),
+        ("latent space", SPACE_WORDS[spec.latent_space]),
         ("frame sizes", f"multiples of {spec.space_factor}"),
         ("frame example", f"{example}, of which the first {num_aligned} are the input's"),
         ("trains at", f"{', '.join(map(str, lengths))}, ... frames"),

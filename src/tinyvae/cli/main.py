@@ -33,6 +33,8 @@ VERBS: dict[str, str] = {
     "reconstruct": "send videos through a model: mp4 in, mp4 out",
     "encode": "videos to latents",
     "decode": "latents to videos",
+    "push": "push a model to the Hugging Face hub, with card, settings and report",
+    "export": "write a model for ComfyUI, diffusers, LightX2V, stable-diffusion.cpp, ONNX or the browser",
 }
 """Verb -> the line that ``tinyvae --help`` shows. The module is ``tinyvae.cli.<verb>``, with _ for -."""
 

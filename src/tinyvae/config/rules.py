@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from tinyvae.config.schema import FIELDS, TrainConfig, kinds_of, shown_value, takes_in_words
-from tinyvae.errors import MissingFileError, UserError, nearest_name
+from tinyvae.errors import MissingFileError, UserError, nearest_name, require_package
 from tinyvae.storage import SCHEME, Place, Url, place_of
 
 if TYPE_CHECKING:
@@ -353,9 +353,13 @@ def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list
     if not wrong & set(DATA_KEYS):
         complaints += [Complaint(keys=DATA_KEYS, text=text) for text in _data_mistakes(config)]
     for keys, check in (
-        (("pretrained_model_path", "variant", "model_width"), lambda: _check_start_weights(config)),
+        (
+            ("pretrained_model_path", "variant", "model_width", "latent_space", "activation"),
+            lambda: _check_start_weights(config),
+        ),
         (("ref_vae_path", "variant", "ref_vae_type", "model_width"), lambda: _check_teacher(config, seen_from)),
         (("lpips_weights", "perceptual_loss_weight", "metric_for_best_model"), lambda: _check_lpips(config)),
+        (("report_to",), lambda: _check_tracker(config)),
     ):
         try:
             if keys[0] not in wrong:
@@ -438,6 +442,13 @@ def _check_start_weights(config: TrainConfig) -> None:
     file = find_weights(config.pretrained_model_path)
     state, stated = read_weights(file)
     width = tell_variant(state, stated=stated, variant=config.variant, origin=file).width
+    for key in ("latent_space", "activation"):
+        wanted, given = getattr(config, key), stated.get(key)
+        if given not in (None, wanted):
+            advice = f"set {key} to {given}, or name other weights"
+            if key == "latent_space":
+                advice += " (tinyvae.convert.latent_space converts an encoder)"
+            raise UserError(f"{file} is stated to have {key} {given}, and {key} is {wanted}; {advice}.")
     if width != config.model_width:
         text = f"{file} holds a network of model_width={width:g}, and model_width is {config.model_width:g}; "
         raise UserError(f"{text}set model_width to {width:g}, or name other weights.")
@@ -448,6 +459,11 @@ def _check_teacher(config: TrainConfig, seen_from: Path | None) -> None:
         from tinyvae.teachers import check_teacher
 
         check_teacher(config.teacher_path, config.ref_vae_type, config.spec, seen_from=seen_from)
+
+
+def _check_tracker(config: TrainConfig) -> None:
+    if config.report_to in ("wandb", "mlflow"):
+        require_package(config.report_to, extra=config.report_to, needed_for=f"report_to={config.report_to}")
 
 
 def _check_lpips(config: TrainConfig) -> None:

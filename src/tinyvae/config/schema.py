@@ -46,6 +46,10 @@ class TrainConfig:
 
     variant: str = option("taehv", "Which network of the family, by name (`tinyvae info` lists them).", group="Model")
     model_width: float = option(1.0, "Factor on every hidden channel count; 1: as released, 0.25: for a laptop.", gt=0)
+    latent_space: Literal["diffusion", "vae"] = option(
+        "diffusion", "The student's latents: as the diffusion model sees them, or as its VAE makes them, unscaled."
+    )
+    activation: Literal["relu", "leaky_relu"] = option("relu", "ReLU, or LeakyReLU (slope 0.2), in the whole network.")
     pretrained_model_path: Path | None = option(None, "Weights to start from (file, model or run folder); none: fresh.")
     init: Literal["he", "torch"] = option("he", "How fresh weights are drawn: he (scaled for ReLU) or as torch does.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory, more time.")
@@ -183,7 +187,9 @@ class TrainConfig:
     report: bool = option(True, "Write report.html at the end of the run.")
 
     log_every: int = option(10, "Optimizer steps between log lines.", ge=1, group="Logging")
-    report_to: Literal["tensorboard", "none"] = option("tensorboard", "Tracker; metrics.jsonl is always written.")
+    report_to: Literal["tensorboard", "wandb", "mlflow", "none"] = option(
+        "tensorboard", "Tracker of curves, settings and pictures; metrics.jsonl is always written."
+    )
     tracker_name: str = option("tinyvae", "Name of the run in the tracker.")
     logging_dir: Path = option(Path("logs"), "Folder of the tracker's files; relative: inside the run's folder.")
     enable_profiler: bool = option(False, "Write a torch profiler trace of a few early steps to profile.json.")
@@ -211,7 +217,9 @@ class TrainConfig:
     @functools.cached_property
     def spec(self) -> VariantSpec:
         """The network and its frame rule; `UserError` where there is no such variant or width."""
-        return get_spec(self.variant, width=self.model_width)
+        return get_spec(
+            self.variant, width=self.model_width, latent_space=self.latent_space, activation=self.activation
+        )
 
     @functools.cached_property
     def sizes(self) -> SizeSchedule:

@@ -210,6 +210,9 @@ def count_work(model: TAEHV, operation: str, num_frames: int, height: int, width
         elif isinstance(layer, fold.MemLayer):
             weights = layer.first.numel() + layer.second.numel() + layer.third.numel()
             values = 7 * size.values  # three convolutions, each in and out, and the residual
+        elif isinstance(layer, fold.WideMemLayer):
+            weights = sum(weight.numel() for weight in (layer.first, layer.second, layer.third, layer.fourth))
+            values = 9 * size.values  # four convolutions, each in and out, and the residual
         elif isinstance(layer, fold.SuperMemLayer):
             weights = layer.depth.numel() + layer.past_depth.numel() + layer.widen.numel() + layer.narrow.numel()
             values = (1 + 2 + 2 + 4 + 4 + 1 + 1) * size.values

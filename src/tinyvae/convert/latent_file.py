@@ -1,7 +1,8 @@
 """Latents on disk: one safetensors file, written and read piece by piece.
 
-The tensor ``latents`` is N T C H W with N = 1, in diffusion space. The header at the start of a safetensors file states
-the shape, so the writer leaves room for it and writes it last, filled up with spaces (which the format allows).
+The tensor ``latents`` is N T C H W with N = 1, in the latent space that the file states. The header at the start of a
+safetensors file states the shape, so the writer leaves room for it and writes it last, filled up with spaces (which the
+format allows).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UnreadableVideoError, UserError
 from tinyvae.files import atomic_write
-from tinyvae.models.weights import LATENT_CONVENTION
+from tinyvae.models.variants import LatentSpaceName
+from tinyvae.models.weights import LATENT_CONVENTIONS
 
 TENSOR = "latents"
 METADATA_KEY = "tinyvae_latents"
@@ -32,6 +34,7 @@ class LatentFacts:
     """Where latents come from, as far as a file states it."""
 
     variant: str | None = None
+    latent_space: LatentSpaceName = "diffusion"
     num_frames: int | None = None  # of the video; decoding can give more, which are cut off
     fps: float | None = None
     height: int | None = None  # of the video in pixels, before padding to whole latent pixels
@@ -81,7 +84,7 @@ class LatentWriter:
         assert self._frame_shape is not None and self._dtype is not None, "no latent was written"
         # A path of thousands of characters would not fit; its end says which file it was.
         source = facts.source[-500:] if facts.source else None
-        stated = {**asdict(facts), "latent_convention": LATENT_CONVENTION, "source": source}
+        stated = {**asdict(facts), "latent_convention": LATENT_CONVENTIONS[facts.latent_space], "source": source}
         header = {
             "__metadata__": {"format": "pt", METADATA_KEY: json.dumps(stated, ensure_ascii=False)},
             TENSOR: {

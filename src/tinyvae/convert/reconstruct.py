@@ -33,6 +33,7 @@ from tinyvae.files import atomic_write
 from tinyvae.heap import trim_heap
 from tinyvae.models.codec import pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
+from tinyvae.models.variants import LatentSpaceName
 from tinyvae.storage import local_file
 from tinyvae.video.write import VideoWriter
 
@@ -129,7 +130,7 @@ class _OpenFiles:
             width = side_by_side_width(part.width, len(models))
             self._film = stack.enter_context(_video_writer(part, outputs.side_by_side, outputs, height, width))
         if outputs.latents is not None:
-            facts = latent_facts(part, variant=models[0].latent_variant or models[0].variant)
+            facts = latent_facts(part, models[0].latent_variant or models[0].variant, models[0].latent_space)
             self.latents = stack.enter_context(write_latents(outputs.latents, facts, overwrite=outputs.overwrite))
 
     def add_frames(self, target_TCHW: Tensor, decoded: Sequence[Tensor]) -> None:
@@ -238,7 +239,9 @@ def encode_to_file(
     codec = round_trip.codec
     encoder = StreamingEncoder(codec)
     left = part.num_frames  # of the video's own frames; the repeated ones are no progress
-    with write_latents(target, latent_facts(part, variant=codec.spec.name), overwrite=overwrite) as file:
+    with write_latents(
+        target, latent_facts(part, codec.spec.name, codec.spec.latent_space), overwrite=overwrite
+    ) as file:
         for frames_TCHW in chunks:
             frames = to_unit_range(frames_TCHW, codec.device)[None]
             file.write(encoder.push(pad_to_multiple(frames, codec.spec.space_factor)))
@@ -270,6 +273,9 @@ def decode_to_video(
     if facts.variant not in (None, spec.name):  # noise to this model, even where the shapes agree
         advice = f"use a {facts.variant} model (or --variant {facts.variant}, if the weights are)"
         raise UserError(f"{source} holds {facts.variant} latents and the model is {spec.name}; {advice}.")
+    if facts.latent_space != spec.latent_space:
+        what = f"{source} holds latents of {facts.latent_space} space and the model is for {spec.latent_space} space"
+        raise UserError(f"{what}; use a model of the same latent space.")
     height = facts.height or reader.frame_shape[1] * spec.space_factor
     width = facts.width or reader.frame_shape[2] * spec.space_factor
     limit = facts.num_frames or spec.frames_from_latents(reader.num_latents)
@@ -329,10 +335,11 @@ def repeat_last(chunks: Iterable[Tensor], total: int) -> Iterator[Tensor]:
         yield last.expand(total - seen, -1, -1, -1)
 
 
-def latent_facts(part: ClipPart, *, variant: str) -> LatentFacts:
+def latent_facts(part: ClipPart, variant: str, latent_space: LatentSpaceName) -> LatentFacts:
     """What a latents file states of the video that it comes from."""
     return LatentFacts(
         variant=variant,
+        latent_space=latent_space,
         num_frames=part.num_frames,
         fps=part.fps or FALLBACK_FPS,
         height=part.height,

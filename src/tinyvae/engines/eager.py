@@ -114,10 +114,13 @@ def compute_layer(layer: fold.Layer, x: Tensor) -> Tensor:
     phases = F.conv2d(x, layer.weight, padding=1)
     grow = interleave_phases if may_work_in_place() else _stack_phases
     grown = grow(phases, layer.frames, *x.shape[2:])
-    return _relu(grown) if layer.relu else grown
+    return _activate(grown, layer.slope) if layer.relu else grown
 
 
-def _relu(x: Tensor) -> Tensor:
+def _activate(x: Tensor, slope: float) -> Tensor:
+    """ReLU, or LeakyReLU where ``slope`` is not 0; over ``x`` where that is allowed."""
+    if slope:
+        return F.leaky_relu(x, slope, inplace=may_work_in_place())
     return torch.relu_(x) if may_work_in_place() else torch.relu(x)
 
 
@@ -126,7 +129,7 @@ def _conv(layer: fold.ConvLayer, x: Tensor) -> Tensor:
         layer = stacked_first(layer, x.shape[1] // layer.weight.shape[1])
     made = aligned_conv(x, layer.weight, layer.bias, multiple=CUDA_CHANNEL_MULTIPLE if x.is_cuda else 1)
     if layer.relu:
-        made = _relu(made)
+        made = _activate(made, layer.slope)
     if layer.shuffle:
         made = F.pixel_shuffle(made, 2).contiguous(memory_format=torch.channels_last)
     return spread_frames(made, layer.frames)
@@ -158,30 +161,42 @@ def _stack_phases(phases_BCHW: Tensor, frames: int, height: int, width: int) -> 
 def _block(layer: fold.Layer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
     if isinstance(layer, fold.SuperMemLayer):
         return _super_mem_block(layer, x, past, num_videos)
-    assert isinstance(layer, fold.MemLayer)
-    if may_work_in_place():
-        return _mem_block_in_place(layer, x, past, num_videos)
-    now, then = as_bhwc(F.conv2d(x, layer.first, layer.first_bias, padding=1)).chunk(2, dim=3)
+    assert isinstance(layer, fold.MemLayer | fold.WideMemLayer)
+    first_half = _two_frame_conv_in_place if may_work_in_place() else _two_frame_conv
+    hidden, last = first_half(layer, x, past, num_videos)
+    hidden = _activate(hidden, layer.slope)
+    if isinstance(layer, fold.WideMemLayer):
+        hidden = F.conv2d(hidden, layer.second, layer.second_bias, padding=1, groups=layer.groups)
+        hidden = F.conv2d(_activate(hidden, layer.slope), layer.third, layer.third_bias)
+        out = F.conv2d(_activate(hidden, layer.slope), layer.fourth, layer.fourth_bias, padding=1, groups=layer.groups)
+    else:
+        hidden = F.conv2d(hidden, layer.second, layer.second_bias, padding=1)
+        out = F.conv2d(_activate(hidden, layer.slope), layer.third, layer.third_bias, padding=1)
+    return _activate(out.add_(x) if may_work_in_place() else out + x, layer.slope), last
+
+
+def _two_frame_conv(
+    layer: fold.MemLayer | fold.WideMemLayer, x: Tensor, past: Tensor | None, num_videos: int
+) -> tuple[Tensor, Tensor]:
+    """(the first convolution of a block, over each frame and the one before; what to carry)."""
+    made = F.conv2d(x, layer.first, layer.first_bias, padding=layer.first.shape[-1] // 2)
+    now, then = as_bhwc(made).chunk(2, dim=3)
     shifted, last = _shift(then, past, num_videos)
-    hidden = as_bchw(torch.relu(now + shifted))
-    hidden = torch.relu(F.conv2d(hidden, layer.second, layer.second_bias, padding=1))
-    return torch.relu(F.conv2d(hidden, layer.third, layer.third_bias, padding=1) + x), last
+    return as_bchw(now + shifted), last
 
 
-def _mem_block_in_place(layer: fold.MemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
-    """The same with two dense convolutions for its first and every pointwise pass in place."""
-    channels = x.shape[1]
-    hidden = F.conv2d(x, layer.first[:channels], layer.first_bias[:channels], padding=1)
-    then = as_bhwc(F.conv2d(x, layer.first[channels:], padding=1)).unflatten(0, (num_videos, -1))
+def _two_frame_conv_in_place(
+    layer: fold.MemLayer | fold.WideMemLayer, x: Tensor, past: Tensor | None, num_videos: int
+) -> tuple[Tensor, Tensor]:
+    """The same with two dense convolutions and the sum in place."""
+    channels, padding = x.shape[1], layer.first.shape[-1] // 2
+    hidden = F.conv2d(x, layer.first[:channels], layer.first_bias[:channels], padding=padding)
+    then = as_bhwc(F.conv2d(x, layer.first[channels:], padding=padding)).unflatten(0, (num_videos, -1))
     video = as_bhwc(hidden).unflatten(0, (num_videos, -1))
     video[:, 1:] += then[:, :-1]
     if past is not None:
         video[:, :1] += past
-    last = then[:, -1:].clone()
-    del then, video  # the next results take their memory
-    hidden = F.conv2d(hidden.relu_(), layer.second, layer.second_bias, padding=1).relu_()
-    out = F.conv2d(hidden, layer.third, layer.third_bias, padding=1)
-    return out.add_(x).relu_(), last
+    return hidden, then[:, -1:].clone()
 
 
 def _super_mem_block(
@@ -192,7 +207,7 @@ def _super_mem_block(
     then = F.conv2d(x, layer.past_depth, padding=3, groups=channels)
     shifted, last = _shift(as_bhwc(then), past, num_videos)
     wide = F.conv2d(as_bchw(torch.cat([as_bhwc(now), shifted], dim=3)), layer.widen, layer.widen_bias)
-    return x + F.conv2d(_relu(wide), layer.narrow), last
+    return x + F.conv2d(_activate(wide, layer.slope), layer.narrow), last
 
 
 def _shift(x_BHWC: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tinyvae.models.blocks import Clamp, MemBlock, SuperMemBlock, TGrow, TPool, Upsample
+from tinyvae.models.blocks import Clamp, MemBlock, SuperMemBlock, TGrow, TPool, Upsample, WideMemBlock
 
 
 class Size(NamedTuple):
@@ -50,11 +50,15 @@ class ClampLayer(Layer):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvLayer(Layer):
-    """A convolution that keeps the grid, then perhaps a ReLU, then perhaps a pixel-shuffle by 2."""
+    """A convolution that keeps the grid, then perhaps a ReLU, then perhaps a pixel-shuffle by 2.
+
+    Here and below ``slope`` is that of the ReLU below zero: not 0 is LeakyReLU.
+    """
 
     weight: Tensor  # (out, in, 1, 1) or (out, in, 3, 3)
     bias: Tensor | None
     relu: bool = False
+    slope: float = 0.0
     shuffle: bool = False
     frames: int = 1  # > 1: the output channels hold this many consecutive frames
 
@@ -65,7 +69,14 @@ class ConvLayer(Layer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemLayer(Layer):
+class BlockLayer(Layer):
+    """A memory block: it needs the frame before each frame."""
+
+    slope: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemLayer(BlockLayer):
     """`MemBlock`: relu(third(relu(second(relu(now(x_t) + then(x_{t-1}))))) + x_t), [now, then] = first."""
 
     first: Tensor  # (2C, C, 3, 3): the half for x_t, then the half for x_{t-1}
@@ -77,7 +88,25 @@ class MemLayer(Layer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuperMemLayer(Layer):
+class WideMemLayer(BlockLayer):
+    """`WideMemBlock`: as `MemLayer`, with a 1x1, a grouped 3x3, a 1x1 and a grouped 3x3."""
+
+    first: Tensor  # (2C, C, 1, 1): the half for x_t, then the half for x_{t-1}
+    first_bias: Tensor  # (2C,): zero in the half for x_{t-1}
+    second: Tensor  # (C, C / groups, 3, 3)
+    second_bias: Tensor
+    third: Tensor
+    third_bias: Tensor
+    fourth: Tensor
+    fourth_bias: Tensor
+
+    @property
+    def groups(self) -> int:
+        return self.second.shape[0] // self.second.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperMemLayer(BlockLayer):
     """`SuperMemBlock`: x + narrow(relu(widen([depth(x_t), past_depth(x_{t-1})])))."""
 
     depth: Tensor  # (C, 1, 7, 7), over x_t
@@ -107,6 +136,7 @@ class GrowLayer(Layer):
     weight: Tensor  # (2·2·frames·out, in, 2, 2)
     frames: int
     relu: bool = False
+    slope: float = 0.0
 
     def output(self, size: Size) -> Size:
         channels = self.weight.shape[0] // (4 * self.frames)
@@ -131,6 +161,8 @@ def _fold_first(modules: list[nn.Module]) -> tuple[Layer, int]:
         return ClampLayer(), 1
     if isinstance(module, MemBlock):
         return fold_mem_block(module), 1
+    if isinstance(module, WideMemBlock):
+        return fold_wide_mem_block(module), 1
     if isinstance(module, SuperMemBlock):
         return fold_super_mem_block(module), 1
     if isinstance(module, TPool):
@@ -139,11 +171,11 @@ def _fold_first(modules: list[nn.Module]) -> tuple[Layer, int]:
         return PoolLayer(weight=folded, stride=module.stride), 2
     if isinstance(module, Upsample):
         weight, frames = grow_weight(modules[1])
-        relu = _is(nn.ReLU, modules, 3)
+        relu, slope = _activation(modules, 3)
         folded = grow_into_conv(weight, _conv(modules, 2).weight, frames)
         if module.enabled:
-            return GrowLayer(weight=split_phases(folded), frames=frames, relu=relu), 3 + relu
-        return ConvLayer(weight=folded.flatten(0, 1), bias=None, relu=relu, frames=frames), 3 + relu
+            return GrowLayer(weight=split_phases(folded), frames=frames, relu=relu, slope=slope), 3 + relu
+        return ConvLayer(weight=folded.flatten(0, 1), bias=None, relu=relu, slope=slope, frames=frames), 3 + relu
     if isinstance(module, TGrow):  # of a super decoder: alone before a block, one with the last 3x3 at the end
         weight, frames = grow_weight(module)
         if len(modules) != 2:
@@ -152,9 +184,10 @@ def _fold_first(modules: list[nn.Module]) -> tuple[Layer, int]:
         assert last.bias is not None
         folded = grow_into_conv(weight, last.weight, frames)
         return ConvLayer(weight=folded.flatten(0, 1), bias=last.bias.repeat(frames), frames=frames), 2
-    conv, relu = _conv(modules, 0), _is(nn.ReLU, modules, 1)
-    shuffle = relu and _is(nn.PixelShuffle, modules, 2)
-    return ConvLayer(weight=conv.weight, bias=conv.bias, relu=relu, shuffle=shuffle), 1 + relu + shuffle
+    conv, (relu, slope) = _conv(modules, 0), _activation(modules, 1)
+    shuffle = relu and len(modules) > 2 and isinstance(modules[2], nn.PixelShuffle)
+    folded_conv = ConvLayer(weight=conv.weight, bias=conv.bias, relu=relu, slope=slope, shuffle=shuffle)
+    return folded_conv, 1 + relu + shuffle
 
 
 def _conv(modules: Sequence[nn.Module], place: int) -> nn.Conv2d:
@@ -163,22 +196,53 @@ def _conv(modules: Sequence[nn.Module], place: int) -> nn.Conv2d:
     return module
 
 
-def _is(kind: type[nn.Module], modules: Sequence[nn.Module], place: int) -> bool:
-    return place < len(modules) and isinstance(modules[place], kind)
+def _activation(modules: Sequence[nn.Module], place: int) -> tuple[bool, float]:
+    """(whether a module is a ReLU, its slope below zero)."""
+    module = modules[place] if place < len(modules) else None
+    return isinstance(module, nn.ReLU | nn.LeakyReLU), slope_of(module)
+
+
+def slope_of(activation: nn.Module | None) -> float:
+    return activation.negative_slope if isinstance(activation, nn.LeakyReLU) else 0.0
 
 
 def fold_mem_block(block: MemBlock) -> MemLayer:
     first, second, third = (_conv(list(block.conv), i) for i in (0, 2, 4))
-    assert first.bias is not None and second.bias is not None and third.bias is not None
-    channels = first.weight.shape[0]
+    assert second.bias is not None and third.bias is not None
+    weight, bias = _two_frames(first)
     return MemLayer(
-        first=torch.cat([first.weight[:, :channels], first.weight[:, channels:]]),
-        first_bias=torch.cat([first.bias, torch.zeros_like(first.bias)]),
+        first=weight,
+        first_bias=bias,
         second=second.weight,
         second_bias=second.bias,
         third=third.weight,
         third_bias=third.bias,
+        slope=slope_of(block.activation),
     )
+
+
+def fold_wide_mem_block(block: WideMemBlock) -> WideMemLayer:
+    first, second, third, fourth = (_conv(list(block.conv), i) for i in (0, 2, 4, 6))
+    assert second.bias is not None and third.bias is not None and fourth.bias is not None
+    weight, bias = _two_frames(first)
+    return WideMemLayer(
+        first=weight,
+        first_bias=bias,
+        second=second.weight,
+        second_bias=second.bias,
+        third=third.weight,
+        third_bias=third.bias,
+        fourth=fourth.weight,
+        fourth_bias=fourth.bias,
+        slope=slope_of(block.activation),
+    )
+
+
+def _two_frames(first: nn.Conv2d) -> tuple[Tensor, Tensor]:
+    """A block's first convolution over [x_t, x_{t-1}] as two over one frame each, one below the other, and its bias."""
+    assert first.bias is not None
+    weight = torch.cat(first.weight.chunk(2, dim=1))
+    return weight, torch.cat([first.bias, torch.zeros_like(first.bias)])
 
 
 def fold_super_mem_block(block: SuperMemBlock) -> SuperMemLayer:
@@ -191,6 +255,7 @@ def fold_super_mem_block(block: SuperMemBlock) -> SuperMemLayer:
         widen=widen.weight,
         widen_bias=widen.bias,
         narrow=narrow.weight,
+        slope=slope_of(block.conv[2]),
     )
 
 

@@ -5,7 +5,7 @@
 - ``hopper``: own kernels, fp16 and bf16 on GPUs of compute capability 9.0 (H100, H200), base networks whose hidden
   channel counts are multiples of 64. Kernels are compiled once per process and tile height (four at most).
 - ``cudnn``: cuDNN's fused convolutions, on other CUDA devices, in float32, for other widths and the super decoders.
-- ``eager``: torch's own operators, on CPUs and wherever the other two cannot run.
+- ``eager``: torch's own operators, on CPUs and wherever the other two cannot run: LeakyReLU, the wide decoder.
 
 `FusedTAEHV.engines` says what was chosen and why. Frame count and size may change at every call. The object keeps the
 device and dtype that the model has now. A stream runs a chunk of latents at a time that fits into STREAM_BYTES.
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tinyvae.engines import hopper
 from tinyvae.engines.cudnn import CudnnStack, why_not_cudnn
 from tinyvae.engines.eager import EagerStack
-from tinyvae.engines.fold import Layer, channels_last, fold_layers, map_weights
+from tinyvae.engines.fold import Layer, WideMemLayer, channels_last, fold_layers, map_weights
 from tinyvae.engines.hopper import HopperStack, why_not_hopper
 from tinyvae.engines.stack import Stack, slice_bytes
 from tinyvae.errors import UserError
@@ -108,7 +108,7 @@ def _image_values(spec: VariantSpec) -> int:
 
 def _block_channels(spec: VariantSpec, side: Side) -> int:
     """Channels of the memory blocks next to the image."""
-    return spec.hidden(128 if side == "decoder" and spec.decoder == "super" else 64)
+    return spec.decoder_channels[2] if side == "decoder" else spec.hidden(64)
 
 
 class FusedTAEHV(VideoCodec):
@@ -184,7 +184,11 @@ def choose_engine(
     layers: Sequence[Layer], dtype: torch.dtype, device: torch.device, wanted: Engine | None
 ) -> tuple[Engine, str]:
     """(engine, why not a faster one); a wanted engine that cannot run here is refused."""
-    hopper_reason, cudnn_reason = why_not_hopper(layers, dtype, device), why_not_cudnn(dtype, device)
+    network = why_only_eager(layers)
+    hopper_reason, cudnn_reason = (
+        network or why_not_hopper(layers, dtype, device),
+        network or why_not_cudnn(dtype, device),
+    )
     reasons: dict[Engine, str | None] = {"hopper": hopper_reason, "cudnn": cudnn_reason, "eager": None}
     if wanted is not None:
         if wanted not in reasons:
@@ -199,6 +203,15 @@ def choose_engine(
         is_exact = dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
         return "cudnn", hopper_reason + ("; with TF32 off the plain network is as fast" if is_exact else "")
     return "eager", "; ".join(dict.fromkeys([hopper_reason, cudnn_reason]))  # each reason once
+
+
+def why_only_eager(layers: Sequence[Layer]) -> str | None:
+    """Why the engines of fused kernels cannot run a network, in words; None where they may."""
+    if any(getattr(layer, "slope", 0.0) for layer in layers):
+        return "the fused kernels have ReLU built in, and this network has LeakyReLU"
+    if any(isinstance(layer, WideMemLayer) for layer in layers):
+        return "there is no fused kernel for the wide decoder"
+    return None
 
 
 def folded_copy(network: nn.Sequential) -> list[Layer]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tinyvae.engines.fold import ConvLayer, GrowLayer, Layer, MemLayer, PoolLayer, Size, SuperMemLayer
+from tinyvae.engines.fold import BlockLayer, ConvLayer, GrowLayer, Layer, PoolLayer, Size
 from tinyvae.models.blocks import whole_groups
 
 State = list[Tensor | None]  # one entry per layer; None before the first chunk, and where a layer carries nothing
@@ -149,7 +149,7 @@ def cut_runs(layers: Sequence[Layer]) -> list[tuple[int, int, bool, int, int]]:
     runs = []
     start, grown = 0, 1
     for place, layer in enumerate(layers):
-        is_block = isinstance(layer, MemLayer | SuperMemLayer)
+        is_block = isinstance(layer, BlockLayer)
         if is_block and start < place:
             runs.append((start, place, False, grown, 0))
             start, grown = place, 1

@@ -26,7 +26,7 @@ from tinyvae.files import sha256_of
 from tinyvae.models.codec import VideoCodec, pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
-from tinyvae.models.variants import VariantSpec, get_spec
+from tinyvae.models.variants import LatentSpaceName, VariantSpec, get_spec
 from tinyvae.models.weights import find_weights, load_model
 from tinyvae.teachers import find_teacher, load_teacher
 
@@ -52,6 +52,7 @@ class ModelFacts:
     decoder_parameters: int | None
     dtype: str
     sha256: str | None  # of the weights file
+    latent_space: LatentSpaceName = "diffusion"
     latent_variant: str | None = None  # where it is not ``variant``: a teacher makes the latents of its students
 
 
@@ -293,7 +294,7 @@ def codec_facts(codec: VideoCodec, *, label: str, path: Path | None) -> ModelFac
     """What is known of a codec; ``path`` is where its weights come from."""
     spec = codec.spec
     with torch.device("meta"):  # a folded network is counted as the one it came from
-        network = codec if isinstance(codec, nn.Module) else TAEHV(spec.name, width=spec.width)
+        network = codec if isinstance(codec, nn.Module) else TAEHV.of(spec)
     counts = {
         part: sum(p.numel() for name, p in network.named_parameters() if name.startswith(part))
         for part in ("", "encoder.", "decoder.")
@@ -309,6 +310,7 @@ def codec_facts(codec: VideoCodec, *, label: str, path: Path | None) -> ModelFac
         decoder_parameters=counts["decoder."] or None,
         dtype=str(codec.dtype).removeprefix("torch."),
         sha256=sha256_of(find_weights(path)) if path is not None else None,
+        latent_space=spec.latent_space,
     )
 
 

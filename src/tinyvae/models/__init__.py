@@ -7,5 +7,5 @@ before any module of the package, puts two of its functions here.
 from collections.abc import Callable
 from typing import Any
 
-fuse: Callable[[Any], Any]  # `TAEHV` -> `FusedTAEHV`
+fuse: Callable[..., Any]  # `TAEHV` -> `FusedTAEHV`
 run_folded: Callable[..., Any]  # `blocks.run_layers` in folded form

@@ -6,6 +6,8 @@ next is its *state*: the last frame it saw, or the frames that wait for their pa
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -27,32 +29,65 @@ class Clamp(nn.Module):
         return torch.tanh(x / 3) * 3
 
 
-class MemBlock(nn.Module):
-    """Residual block that sees its frame and the one before: x, past (N·T)CHW -> (N·T)CHW."""
+def make_activation(slope: float) -> nn.ReLU | nn.LeakyReLU:
+    """ReLU, or LeakyReLU where ``slope``, the slope below zero, is not 0."""
+    return nn.LeakyReLU(slope, inplace=True) if slope else nn.ReLU(inplace=True)
 
-    def __init__(self, channels: int) -> None:
+
+class TwoFrameBlock(nn.Module):
+    """A residual block that sees its frame and the one before: x, past (N·T)CHW -> (N·T)CHW."""
+
+    conv: nn.Sequential
+
+
+class MemBlock(TwoFrameBlock):
+    """The block of the encoders and of most decoders."""
+
+    def __init__(self, channels: int, slope: float = 0.0) -> None:
         super().__init__()
         self.conv = nn.Sequential(
             conv3x3(2 * channels, channels),
-            nn.ReLU(inplace=True),
+            make_activation(slope),
             conv3x3(channels, channels),
-            nn.ReLU(inplace=True),
+            make_activation(slope),
             conv3x3(channels, channels),
         )
+        self.activation = make_activation(slope)
 
     def forward(self, x: Tensor, past: Tensor) -> Tensor:
-        return torch.relu(self.conv(torch.cat([x, past], dim=1)) + x)
+        return self.activation(self.conv(torch.cat([x, past], dim=1)) + x)
 
 
-class SuperMemBlock(nn.Module):
-    """Inverted-bottleneck block of the super decoders: x, past (N·T)CHW -> (N·T)CHW."""
+class WideMemBlock(TwoFrameBlock):
+    """The block of the wide decoder: many channels, and 3x3 convolutions over groups of 64 of them."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, slope: float = 0.0) -> None:
+        super().__init__()
+        groups = max(1, math.gcd(channels // 64, channels))
+        self.conv = nn.Sequential(
+            nn.Conv2d(2 * channels, channels, 1),
+            make_activation(slope),
+            nn.Conv2d(channels, channels, 3, padding=1, groups=groups),
+            make_activation(slope),
+            nn.Conv2d(channels, channels, 1),
+            make_activation(slope),
+            nn.Conv2d(channels, channels, 3, padding=1, groups=groups),
+        )
+        self.activation = make_activation(slope)
+
+    def forward(self, x: Tensor, past: Tensor) -> Tensor:
+        return self.activation(self.conv(torch.cat([x, past], dim=1)) + x)
+
+
+class SuperMemBlock(TwoFrameBlock):
+    """Inverted-bottleneck block of the super decoders."""
+
+    def __init__(self, channels: int, slope: float = 0.0) -> None:
         super().__init__()
         self.conv = nn.Sequential(
             nn.Conv2d(2 * channels, 2 * channels, 7, padding=3, groups=2 * channels, bias=False),
             nn.Conv2d(2 * channels, 4 * channels, 1),
-            nn.ReLU(inplace=True),
+            make_activation(slope),
             nn.Conv2d(4 * channels, channels, 1, bias=False),
         )
 
@@ -116,7 +151,7 @@ def run_layers(
     for start, stop in _segments(layers):
         segment: nn.Module = layers[start]
         inputs: tuple[Tensor, ...] = (x,)
-        if isinstance(segment, MemBlock | SuperMemBlock):
+        if isinstance(segment, TwoFrameBlock):
             past, new[start] = _frame_before(x.unflatten(0, (num_videos, -1)), old[start])
             inputs = (x, past)
         elif isinstance(segment, TPool):
@@ -132,7 +167,7 @@ def run_layers(
 
 def _segments(layers: nn.Sequential) -> list[tuple[int, int]]:
     """Cut a stack into [start, stop) runs: each layer with a state alone, the others between them together."""
-    carries = [isinstance(layer, MemBlock | SuperMemBlock | TPool) for layer in layers]
+    carries = [isinstance(layer, TwoFrameBlock | TPool) for layer in layers]
     cuts = [i for i in range(1, len(layers)) if carries[i] or carries[i - 1]]
     return list(zip([0, *cuts], [*cuts, len(layers)], strict=True))
 

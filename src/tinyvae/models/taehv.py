@@ -13,31 +13,65 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tinyvae import models
-from tinyvae.models.blocks import Clamp, MemBlock, State, SuperMemBlock, TGrow, TPool, Upsample, conv3x3, run_layers
+from tinyvae.models.blocks import (
+    Clamp,
+    MemBlock,
+    State,
+    SuperMemBlock,
+    TGrow,
+    TPool,
+    Upsample,
+    WideMemBlock,
+    conv3x3,
+    make_activation,
+    run_layers,
+)
 from tinyvae.models.codec import CodecState, VideoCodec
-from tinyvae.models.variants import Preview, VariantSpec, get_spec
+from tinyvae.models.variants import Activation, LatentSpaceName, Preview, VariantSpec, get_spec
 
 if TYPE_CHECKING:
-    from tinyvae.engines.fused import FusedTAEHV
+    from tinyvae.engines.fused import Engine, FusedTAEHV
 
 
 class TAEHV(VideoCodec, nn.Module):
     """A tiny video autoencoder with random weights (torch's default initialization); `load_model` reads a file.
 
     ``width`` scales every hidden channel count (1.0 = the released networks; multiples of 0.125). ``preview`` makes a
-    cheaper decoder of the same weights, without upsampling in "time", in "space" or in "both". The attribute
-    ``gradient_checkpointing`` saves memory in training; ``folded_training`` trains the folded form, which is faster.
+    cheaper decoder of the same weights, without upsampling in "time", in "space" or in "both". ``latent_space`` and
+    ``activation`` are those of `VariantSpec`. The attribute ``gradient_checkpointing`` saves memory in training;
+    ``folded_training`` trains the folded form, which is faster.
 
     Example: ``decoded, latents = TAEHV("taew2_2")(frames)``.
     """
 
-    def __init__(self, variant: str = "taehv", *, width: float = 1.0, preview: Preview | None = None) -> None:
+    def __init__(
+        self,
+        variant: str = "taehv",
+        *,
+        width: float = 1.0,
+        preview: Preview | None = None,
+        latent_space: LatentSpaceName = "diffusion",
+        activation: Activation = "relu",
+    ) -> None:
         super().__init__()
-        self.spec: VariantSpec = get_spec(variant, width=width, preview=preview)
+        self.spec: VariantSpec = get_spec(
+            variant, width=width, preview=preview, latent_space=latent_space, activation=activation
+        )
         self.gradient_checkpointing = False
         self.folded_training = False
         self.encoder = build_encoder(self.spec)
-        self.decoder = build_super_decoder(self.spec) if self.spec.decoder == "super" else build_decoder(self.spec)
+        self.decoder = build_decoder(self.spec)
+
+    @classmethod
+    def of(cls, spec: VariantSpec) -> TAEHV:
+        """The network of a spec. Example: ``TAEHV.of(other.spec)``."""
+        return cls(
+            spec.name,
+            width=spec.width,
+            preview=spec.preview,
+            latent_space=spec.latent_space,
+            activation=spec.activation,
+        )
 
     def forward(self, frames_NTCHW: Tensor) -> tuple[Tensor, Tensor]:
         """(decoded frames without clamp, latents) of a video: the training path."""
@@ -54,12 +88,14 @@ class TAEHV(VideoCodec, nn.Module):
         patches, state = self._run(self.decoder, latents_NTCHW, state)
         return F.pixel_shuffle(patches, self.spec.patch_size), state
 
-    def fused(self) -> FusedTAEHV:
+    def fused(self, *, engine: Engine | None = None) -> FusedTAEHV:
         """The same codec with folded weights: same calls, same output, faster. This model stays usable.
+
+        ``engine``: "hopper", "cudnn" or "eager" instead of the one that is chosen; what cannot run here is refused.
 
         Example: ``fast = load_model("run").half().cuda().fused(); latents = fast.encode_video(frames)``.
         """
-        return models.fuse(self)
+        return models.fuse(self, engine=engine)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,28 +111,33 @@ class TAEHV(VideoCodec, nn.Module):
 
 
 def build_encoder(spec: VariantSpec) -> nn.Sequential:
-    n = spec.hidden(64)
-    layers: list[nn.Module] = [conv3x3(spec.image_channels, n), nn.ReLU(inplace=True)]
+    n, slope = spec.hidden(64), spec.slope
+    layers: list[nn.Module] = [conv3x3(spec.image_channels, n), make_activation(slope)]
     for stride in spec.encoder_strides:
-        layers += [TPool(n, stride), conv3x3(n, n, stride=2, bias=False), MemBlock(n), MemBlock(n), MemBlock(n)]
+        layers += [TPool(n, stride), conv3x3(n, n, stride=2, bias=False), *(MemBlock(n, slope) for _ in range(3))]
     return nn.Sequential(*layers, conv3x3(n, spec.latent_channels))
 
 
 def build_decoder(spec: VariantSpec) -> nn.Sequential:
-    widths = [spec.hidden(c) for c in (256, 128, 64, 64)]
-    layers: list[nn.Module] = [Clamp(), conv3x3(spec.latent_channels, widths[0]), nn.ReLU(inplace=True)]
+    return _build_super_decoder(spec) if spec.decoder == "super" else _build_base_decoder(spec)
+
+
+def _build_base_decoder(spec: VariantSpec) -> nn.Sequential:
+    widths, slope = spec.decoder_channels, spec.slope
+    block = WideMemBlock if spec.decoder == "wide" else MemBlock
+    layers: list[nn.Module] = [Clamp(), conv3x3(spec.latent_channels, widths[0]), make_activation(slope)]
     for n, following, stride in zip(widths, widths[1:], spec.decoder_strides, strict=False):
-        layers += [MemBlock(n), MemBlock(n), MemBlock(n)]
+        layers += [block(n, slope) for _ in range(3)]
         layers += [Upsample(enabled=not spec.previews_space), TGrow(n, stride, last_only=spec.previews_time)]
         layers += [conv3x3(n, following, bias=False)]
-    return nn.Sequential(*layers, nn.ReLU(inplace=True), conv3x3(widths[-1], spec.image_channels))
+    return nn.Sequential(*layers, make_activation(slope), conv3x3(widths[-1], spec.image_channels))
 
 
-def build_super_decoder(spec: VariantSpec) -> nn.Sequential:
-    widths = [spec.hidden(c) for c in (512, 256, 128, 64)]
+def _build_super_decoder(spec: VariantSpec) -> nn.Sequential:
+    widths, slope = spec.decoder_channels, spec.slope
     layers: list[nn.Module] = [nn.Conv2d(spec.latent_channels, widths[0], 1, bias=False)]
     for n, following, stride in zip(widths, widths[1:], spec.decoder_strides, strict=False):
-        layers += [SuperMemBlock(n), SuperMemBlock(n), SuperMemBlock(n)]
-        layers += [conv3x3(n, 4 * following), nn.ReLU(inplace=True), nn.PixelShuffle(2)]
+        layers += [SuperMemBlock(n, slope) for _ in range(3)]
+        layers += [conv3x3(n, 4 * following), make_activation(slope), nn.PixelShuffle(2)]
         layers += [TGrow(following, stride, last_only=spec.previews_time)]
     return nn.Sequential(*layers, conv3x3(widths[-1], spec.image_channels))

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from tinyvae.errors import UserError, nearest_name
 
 Preview = Literal["time", "space", "both"]
+LatentSpaceName = Literal["diffusion", "vae"]
+Activation = Literal["relu", "leaky_relu"]
+
+LEAKY_SLOPE = 0.2  # of LeakyReLU below zero, as in the networks that use it
+DECODER_CHANNELS = {"base": (256, 128, 64, 64), "super": (512, 256, 128, 64), "wide": (1024, 512, 256, 64)}
+"""Channels of the decoder's three stages, and behind them."""
 
 WIDTH_STEP = 0.125  # 64 channels times 1/8 is 8: every hidden count stays a multiple of 8
 H3_CHUNK_FRAMES = 17  # taeh3 encodes chunks of this many frames,
@@ -28,7 +34,9 @@ class VariantSpec:
     ``frame_rule``: ``causal`` drops the first S-1 decoded frames; ``even_keeps_all`` (CogVideoX) does so only when
     the latent count is odd; ``chunked`` (MiniMax H3) encodes chunks of 17 frames on their own.
     ``width`` scales every hidden channel count; 1.0 is the released network. ``preview`` names what the decoder
-    leaves out: upsampling in time, in space, or both.
+    leaves out: upsampling in time, in space, or both. ``latent_space`` says which latents the network makes and takes:
+    "diffusion", what the diffusion model sees, or "vae", what its VAE makes before scaling. ``activation`` is that of
+    every layer: ReLU, or LeakyReLU with slope 0.2.
     """
 
     name: str
@@ -37,10 +45,12 @@ class VariantSpec:
     latent_channels: int
     encoder_strides: tuple[int, int, int] = (2, 2, 1)
     decoder_strides: tuple[int, int, int] = (1, 2, 2)
-    decoder: Literal["base", "super"] = "base"
+    decoder: Literal["base", "super", "wide"] = "base"
     frame_rule: Literal["causal", "even_keeps_all", "chunked"] = "causal"
     width: float = 1.0
     preview: Preview | None = None
+    latent_space: LatentSpaceName = "diffusion"
+    activation: Activation = "relu"
 
     # sizes
 
@@ -69,6 +79,16 @@ class VariantSpec:
         scaled = channels * self.width
         assert scaled == int(scaled), f"width {self.width} does not divide {channels} channels"
         return int(scaled)
+
+    @property
+    def decoder_channels(self) -> tuple[int, ...]:
+        """Channels of the decoder's three stages, and behind them."""
+        return tuple(self.hidden(channels) for channels in DECODER_CHANNELS[self.decoder])
+
+    @property
+    def slope(self) -> float:
+        """Slope of the activation below zero; 0 is ReLU."""
+        return LEAKY_SLOPE if self.activation == "leaky_relu" else 0.0
 
     @property
     def previews_time(self) -> bool:
@@ -177,7 +197,7 @@ class VariantSpec:
             raise UserError(f"{what}makes of n_frames={num_frames}; use one of {', '.join(map(str, divisors))}.")
 
 
-_HUNYUAN_15, _WAN_22 = "Hunyuan Video 1.5", "Wan 2.2-5B"
+_HUNYUAN_15, _WAN_22, _LTX_2_3 = "Hunyuan Video 1.5", "Wan 2.2-5B", "LTX-2.3, LTX-2.5"
 _LTX_2 = VariantSpec(
     name="taeltx_2",
     teacher="LTX-2",
@@ -188,23 +208,36 @@ _LTX_2 = VariantSpec(
 )
 
 _SPECS = (
-    VariantSpec(name="taehv", teacher="Hunyuan Video", patch_size=1, latent_channels=16),
+    VariantSpec(name="taehv", teacher="Hunyuan Video, Kandinsky 5", patch_size=1, latent_channels=16),
     VariantSpec(name="taehv1_5", teacher=_HUNYUAN_15, patch_size=2, latent_channels=32),
     VariantSpec(name="taehv1_5_super", teacher=_HUNYUAN_15, patch_size=2, latent_channels=32, decoder="super"),
     VariantSpec(name="taecvx", teacher="CogVideoX", patch_size=1, latent_channels=16, frame_rule="even_keeps_all"),
-    VariantSpec(name="taew2_1", teacher="Wan 2.1, Wan 2.2-14B, Qwen Image", patch_size=1, latent_channels=16),
+    VariantSpec(name="taew2_1", teacher="Wan 2.1, Wan 2.2-14B, Qwen-Image, Anima", patch_size=1, latent_channels=16),
     VariantSpec(name="taew2_2", teacher=_WAN_22, patch_size=2, latent_channels=48),
     VariantSpec(name="taew2_2_super", teacher=_WAN_22, patch_size=2, latent_channels=48, decoder="super"),
     VariantSpec(name="taeos1_3", teacher="Open-Sora 1.3", patch_size=1, latent_channels=16),
     _LTX_2,
-    replace(_LTX_2, name="taeltx2_3", teacher="LTX-2.3"),
+    replace(_LTX_2, name="taeltx2_3", teacher=_LTX_2_3),
+    replace(_LTX_2, name="taeltx2_3_wide", teacher=_LTX_2_3, decoder="wide"),
     VariantSpec(name="taeh3", teacher="MiniMax H3", patch_size=2, latent_channels=24, frame_rule="chunked"),
 )
 VARIANTS: dict[str, VariantSpec] = {spec.name: spec for spec in _SPECS}
 
 
-def get_spec(variant: str, *, width: float = 1.0, preview: Preview | None = None) -> VariantSpec:
-    """The spec of a variant, with its width factor and preview mode. A mistake is told with the nearest right value.
+def list_variants() -> list[str]:
+    """The names of the variants. Example: ``"taecvx" in list_variants()``."""
+    return list(VARIANTS)
+
+
+def get_spec(
+    variant: str,
+    *,
+    width: float = 1.0,
+    preview: Preview | None = None,
+    latent_space: LatentSpaceName = "diffusion",
+    activation: Activation = "relu",
+) -> VariantSpec:
+    """The spec of a variant with its options (see `VariantSpec`). A mistake is told with the nearest right value.
 
     Example: ``get_spec("taew2_2", width=0.5).latent_channels`` is 48.
     """
@@ -218,7 +251,15 @@ def get_spec(variant: str, *, width: float = 1.0, preview: Preview | None = None
         raise UserError(f"{what}; use a multiple of {WIDTH_STEP}, here {nearest}.")
     if preview not in (None, "time", "space", "both"):
         raise UserError(f"preview={preview!r} is not known; use 'time', 'space', 'both' or None.")
-    spec = replace(VARIANTS[variant], width=float(width), preview=preview)
+    for key, value, known in (
+        ("latent_space", latent_space, get_args(LatentSpaceName)),
+        ("activation", activation, get_args(Activation)),
+    ):
+        if value not in known:
+            raise UserError(f"{key}={value!r} is not known; use {' or '.join(map(repr, known))}.")
+    spec = replace(
+        VARIANTS[variant], width=float(width), preview=preview, latent_space=latent_space, activation=activation
+    )
     if spec.decoder == "super" and spec.previews_space:
         what = f"{variant} upsamples by pixel-shuffle and has no spatial preview"
         raise UserError(f"{what}; use preview='time', or the base variant.")

@@ -19,10 +19,10 @@ import struct
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import safetensors.torch
 import torch
@@ -31,12 +31,25 @@ from torch import Tensor
 from tinyvae import __version__
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError, nearest_name
 from tinyvae.files import atomic_write
-from tinyvae.models.taehv import TAEHV
-from tinyvae.models.variants import VARIANTS, WIDTH_STEP, Preview, VariantSpec, get_spec
+from tinyvae.models.hub import fetch_weights, names_hub_model
+from tinyvae.models.taehv import TAEHV, build_decoder, build_encoder
+from tinyvae.models.variants import (
+    DECODER_CHANNELS,
+    VARIANTS,
+    WIDTH_STEP,
+    Activation,
+    LatentSpaceName,
+    Preview,
+    VariantSpec,
+    get_spec,
+)
 
 MODEL_FORMAT = "tinyvae-model"
 RUN_FORMAT = "tinyvae-run"
-LATENT_CONVENTION = "diffusion space: as the diffusion model sees latents, after its VAE's scaling factor or mean/std"
+LATENT_CONVENTIONS: dict[LatentSpaceName, str] = {
+    "diffusion": "diffusion space: as the diffusion model sees latents, after its VAE's scaling factor or mean/std",
+    "vae": "VAE space: as the diffusion model's VAE makes latents, before its scaling factor or mean/std",
+}
 WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 METADATA_KEY = "tinyvae"  # of a safetensors file's metadata, and of that of a .pth file's state dict
 FORMATS = (".safetensors", ".pth")
@@ -58,13 +71,18 @@ def load_model(
     variant: str | None = None,
     *,
     preview: Preview | None = None,
+    latent_space: LatentSpaceName | None = None,
+    activation: Activation | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
 ) -> TAEHV:
-    """The model in a weights file, model folder, checkpoint folder or run folder, in eval mode.
+    """The model in a weights file, model folder, checkpoint folder, run folder or repository of the hub, in eval mode.
 
-    A run folder gives its best model, else its final one, else its newest checkpoint. ``variant`` overrules what the
-    file states; it is needed only where neither the file nor its shapes can tell. ``dtype`` defaults to the file's.
+    A run folder gives its best model, else its final one, else its newest checkpoint. A name of the hub is
+    ``owner/name``, or ``owner/name:file``. ``variant`` overrules what the
+    file states; it is needed only where neither the file nor its shapes can tell. ``latent_space`` ("diffusion" or
+    "vae") and ``activation`` ("relu" or "leaky_relu") overrule the file likewise; shapes never tell them, and a file
+    that does not state them is taken for diffusion space and ReLU. ``dtype`` defaults to the file's.
 
     Example: ``model = load_model("output/my_run", device="cuda", dtype=torch.float16)``.
     """
@@ -72,12 +90,29 @@ def load_model(
     state, stated = read_weights(weights_file)
     check_state(state, origin=weights_file)
     spec = tell_variant(state, stated=stated, variant=variant, origin=weights_file)
+    options: dict[str, Any] = {
+        "latent_space": latent_space or stated.get("latent_space"),
+        "activation": activation or stated.get("activation"),
+    }
+    if options["latent_space"] is None and "lighttae" in weights_file.name.lower():
+        warn_of_lighttae(weights_file)
+    given = {key: value for key, value in options.items() if value is not None}
     with torch.device("meta"):
-        model = TAEHV(spec.name, width=spec.width, preview=preview)
+        model = TAEHV(spec.name, width=spec.width, preview=preview, **given)
     assert set(state) == set(model.state_dict())
     model.load_state_dict(state, assign=True)
     file_dtype = state["encoder.0.weight"].dtype
     return model.to(device=torch.device(device), dtype=dtype or file_dtype).eval().requires_grad_(True)
+
+
+def warn_of_lighttae(file: Path) -> None:
+    """LightX2V's files have the shapes of ours and other latents; nothing in them says so."""
+    leaky = ", activation='leaky_relu', and it gives pixels in [-1, 1]" if "hy1" in file.name.lower() else ""
+    text = (
+        f"{file.name} is named like a network of LightX2V, which works with VAE-space latents, and does not state it; "
+    )
+    text += f"it is taken for one of diffusion space. If it is LightX2V's, pass latent_space='vae'{leaky}."
+    warnings.warn(text, stacklevel=3)
 
 
 def save_model(
@@ -131,7 +166,7 @@ def describe(spec: VariantSpec, *, training_step: int | None = None) -> dict[str
     facts = asdict(spec)
     facts.pop("preview")  # a way of running the weights, not a property of them
     facts["variant"] = facts.pop("name")
-    decoder_channels = (512, 256, 128, 64) if spec.decoder == "super" else (256, 128, 64)
+    decoder_channels = DECODER_CHANNELS[spec.decoder][: 3 if spec.decoder == "base" else 4]
     return {
         "format": MODEL_FORMAT,
         **facts,
@@ -140,7 +175,7 @@ def describe(spec: VariantSpec, *, training_step: int | None = None) -> dict[str
         "time_factor": spec.time_factor,
         "space_factor": spec.space_factor,
         "trim": spec.trim,
-        "latent_convention": LATENT_CONVENTION,
+        "latent_convention": LATENT_CONVENTIONS[spec.latent_space],
         "tinyvae_version": __version__,
         "training_step": training_step,
     }
@@ -164,14 +199,22 @@ def strip_wrappers(key: str) -> str:
 
 
 def find_weights(path: Path) -> Path:
-    """The weights file that a path means: itself, or the best one inside a folder."""
+    """The weights file that a path means: itself, the best one inside a folder, or one of the hub (see `hub`)."""
     try:
         is_file, is_there = path.is_file(), path.exists()
     except OSError as fault:  # a name that is too long, a folder that may not be entered
         raise MissingFileError(f"there is no model to be reached at {path} ({fault.strerror}).") from None
     if is_file:
         return path
+    if not is_there and names_hub_model(str(path)):
+        return fetch_weights(str(path))
     if not is_there:
+        if str(path) in VARIANTS:
+            raise MissingFileError(
+                f"{path} is the name of a variant, and weights come as a file; download {path}.pth (the GitHub "
+                f"repository madebyollin/taehv publishes it) and use load_model('{path}.pth', variant='{path}'), "
+                "or train one with: tinyvae train"
+            )
         hint = nearest_name(str(path), VARIANTS) if len(path.parts) == 1 else ""
         raise MissingFileError(f"there is no model at {path} (looked from {Path.cwd()}); check the path.{hint}")
     if not path.is_dir():
@@ -264,7 +307,8 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _parse_stated(text: str, *, origin: Path) -> dict[str, Any]:
-    """``{"variant", "width", "training_step"}`` as a config states them; one of some other program states nothing."""
+    """What a config states of variant, width, latent_space, activation and training_step; that of another program
+    states nothing."""
     try:
         config = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as fault:
@@ -277,7 +321,12 @@ def _parse_stated(text: str, *, origin: Path) -> dict[str, Any]:
         what = f"{origin} states variant {variant!r} and {width_key} {width!r}, which no model of this family has."
         hint = nearest_name(str(variant), VARIANTS)
         raise UserError(f"{what}{hint} Fix or remove it; the variants are {', '.join(VARIANTS)}.")
-    return {"variant": variant, "width": width, "training_step": config.get("training_step")}
+    stated = {key: config.get(key) for key in ("latent_space", "activation", "training_step")}
+    for key, known in (("latent_space", get_args(LatentSpaceName)), ("activation", get_args(Activation))):
+        if stated[key] not in (None, *known):
+            what = f"{origin} states {key} {stated[key]!r}, which is not known"
+            raise UserError(f"{what}; fix it to {' or '.join(known)}, or use a newer tinyvae.")
+    return {"variant": variant, "width": width, **stated}
 
 
 def check_state(state: Mapping[str, Tensor], *, origin: Path) -> None:
@@ -306,7 +355,10 @@ def _refuse_existing(weights_files: list[Path], config_file: Path | None, config
             raise FileExistsAlreadyError(f"{file} exists already; pass overwrite=True to replace it.")
     if config_file is not None and config_file.exists():
         there = _read_config(config_file)
-        if any(there.get(key) != config[key] for key in ("variant", "width")):
+        compared = {key: there.get(key) for key in ("variant", "width", "latent_space", "activation")}
+        if any(
+            value != config[key] for key, value in compared.items() if key in ("variant", "width") or value is not None
+        ):
             text = f"{config_file} describes another model; save to another folder or pass overwrite=True."
             raise FileExistsAlreadyError(text)
 
@@ -322,7 +374,8 @@ def _holds_run_config(config_file: Path) -> bool:
 def _with_statement(state: dict[str, Tensor], config: Mapping[str, Any]) -> OrderedDict[str, Tensor]:
     """A state dict that states its variant in torch's metadata: few facts, for readers with small buffers."""
     stating = OrderedDict(state)
-    few = {key: config[key] for key in ("format", "variant", "width", "training_step", "tinyvae_version")}
+    keys = ("format", "variant", "width", "latent_space", "activation", "training_step", "tinyvae_version")
+    few = {key: config[key] for key in keys}
     stating._metadata = {"": {"version": 1, METADATA_KEY: json.dumps(few)}}  # type: ignore[attr-defined]
     return stating
 
@@ -376,8 +429,14 @@ def tell_variant(
 def fitting_variants(state: Mapping[str, Tensor]) -> list[str]:
     """The variants whose keys and shapes these are, in the order of the table."""
     width = _width_of(state)
+    if width is None:
+        return []
     shapes = {key: value.shape for key, value in state.items()}
-    return [name for name in VARIANTS if width and shapes == _expected_shapes(get_spec(name, width=width))]
+    specs = [get_spec(name, width=width) for name in VARIANTS]
+    # To build a network takes time: only those with these channels at both ends are built.
+    ends = shapes["encoder.0.weight"][1], shapes.get("encoder.17.bias")
+    likely = [spec for spec in specs if (spec.image_channels, (spec.latent_channels,)) == ends]
+    return [spec.name for spec in likely if shapes == _expected_shapes(spec)]
 
 
 def variants_in_name(file: Path) -> list[str]:
@@ -409,10 +468,17 @@ def _width_of(state: Mapping[str, Tensor]) -> float | None:
     return width if width % WIDTH_STEP == 0 and width > 0 else None
 
 
-@cache
 def _expected_shapes(spec: VariantSpec) -> Mapping[str, torch.Size]:
+    return _network_shapes(replace(spec, name="taehv", teacher="", frame_rule="causal"))
+
+
+@cache
+def _network_shapes(spec: VariantSpec) -> Mapping[str, torch.Size]:
+    """Keys and shapes of a network; ``spec`` has no more than what decides them, so that twins share a result."""
     with torch.device("meta"):
-        return {key: value.shape for key, value in TAEHV(spec.name, width=spec.width).state_dict().items()}
+        parts = {"encoder": build_encoder(spec), "decoder": build_decoder(spec)}
+    states = {name: part.state_dict() for name, part in parts.items()}
+    return {f"{name}.{key}": value.shape for name, state in states.items() for key, value in state.items()}
 
 
 def _difference(state: Mapping[str, Tensor], spec: VariantSpec) -> str:

@@ -91,6 +91,7 @@ def _minimax_geometry(config: Config) -> TeacherGeometry:
     return TeacherGeometry(config["latent_channels"], *factors)
 
 
+_LTX_STUDENTS = ("taeltx_2", "taeltx2_3", "taeltx2_3_wide")
 _FAMILIES = (
     TeacherFamily("cogvideox", "AutoencoderKLCogVideoX", ("taecvx",), _cogvideox_geometry, compiles=True),
     TeacherFamily("wan", "AutoencoderKLWan", ("taew2_1", "taew2_2", "taew2_2_super"), _wan_geometry),
@@ -102,10 +103,10 @@ _FAMILIES = (
         _hunyuan_geometry,
         one_at_a_time=True,  # its attention mask [N, S, S] does not fit the scores [N, 1, S, S] (diffusers 0.42)
     ),
-    TeacherFamily("ltx", "AutoencoderKLLTX2Video", ("taeltx_2", "taeltx2_3"), _ltx_geometry),
+    TeacherFamily("ltx", "AutoencoderKLLTX2Video", _LTX_STUDENTS, _ltx_geometry),
     # The VAE of LTX-Video 0.9: another latent space in the same shape. No released student is for it, so the students
     # of that shape may learn it.
-    TeacherFamily("ltx", "AutoencoderKLLTXVideo", ("taeltx_2", "taeltx2_3"), _ltx_geometry),
+    TeacherFamily("ltx", "AutoencoderKLLTXVideo", _LTX_STUDENTS, _ltx_geometry),
     TeacherFamily(
         "minimax",
         "AutoencoderKLMiniMaxH3",

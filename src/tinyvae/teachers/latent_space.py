@@ -1,4 +1,4 @@
-"""The two spaces of a teacher's latents: the VAE's own, and diffusion space, on which tinyvae trains.
+"""The two spaces of a teacher's latents: the VAE's own, and diffusion space, on which tinyvae trains most students.
 
 A VAE gives a distribution for each clip (mean and spread). A draw from it depends on the seed and on the clip's
 position in the run alone. So a run has the same latents whether the teacher runs beside it or its distributions come
@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from tinyvae.models.variants import VariantSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,12 @@ class LatentSpace:
     def of(cls, values: Mapping[str, Any]) -> LatentSpace:
         """The space whose fields a JSON file holds, where tuples are lists."""
         return cls(mean=tuple(values["mean"]), std=tuple(values["std"]), factor=values["factor"])
+
+    def of_student(self, spec: VariantSpec) -> LatentSpace:
+        """The space in which a student's latents are: this one, or for a student of VAE space none of its scaling."""
+        if spec.latent_space == "diffusion":
+            return self
+        return LatentSpace(mean=(0.0,) * len(self.mean), std=(1.0,) * len(self.std), factor=1.0)
 
     def normalize(self, z_NTCHW: Tensor) -> Tensor:
         """Latents NTCHW of the VAE's own space, any float dtype, to diffusion space, fp32."""

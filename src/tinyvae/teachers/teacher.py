@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tinyvae.errors import MissingFileError, UserError, nearest_name, require_package
 from tinyvae.files import sha256_of
+from tinyvae.models.hub import hub_failures
 from tinyvae.models.variants import VariantSpec
 from tinyvae.teachers.families import (
     FAMILIES,
@@ -44,7 +45,8 @@ class TeacherError(UserError):
 
 
 class Teacher:
-    """Frames NTCHW in [0, 1] to latents NTCHW in diffusion space and back; both ends in fp32, without gradients.
+    """Frames NTCHW in [0, 1] to latents NTCHW and back; both ends in fp32, without gradients. The latents are in
+    diffusion space, or in VAE space for a student (``spec``) of that space.
 
     It is no module, so it cannot get into an optimizer or a checkpoint.
 
@@ -72,14 +74,15 @@ class Teacher:
         self._one_at_a_time = family.one_at_a_time or self.device.type == "cpu"
         held = {name: value.tolist() for name, value in vae.named_buffers() if name.startswith("latents_")}
         self.space = latent_space_of({**found.config, **held}, found.geometry.latent_channels)
+        self._student_space = self.space if spec is None else self.space.of_student(spec)
         self._pixel_mean, self._pixel_std = (
             torch.tensor(values, dtype=torch.float32, device=self.device).view(1, -1, 1, 1, 1)
             for values in (family.pixel_mean, family.pixel_std)
         )
 
     def encode(self, frames_NTCHW: Tensor) -> Tensor:
-        """Latents NTCHW in diffusion space, fp32: the means of `distribution`, which says what the frames are."""
-        return self.space.normalize(self.distribution(frames_NTCHW)[0])
+        """Latents NTCHW, fp32: the means of `distribution`, which says what the frames are."""
+        return self._student_space.normalize(self.distribution(frames_NTCHW)[0])
 
     @torch.no_grad()
     def distribution(self, frames_NTCHW: Tensor, *, with_std: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -103,7 +106,7 @@ class Teacher:
 
     @torch.no_grad()
     def decode(self, latents_NTCHW: Tensor) -> Tensor:
-        """Frames NTCHW in [0, 1], fp32, of latents NTCHW in diffusion space: the quality a student is measured by."""
+        """Frames NTCHW in [0, 1], fp32, of latents NTCHW in the same space: the quality a student is measured by."""
         pixels = latents_NTCHW[0, :, 0].numel() * self.geometry.time_factor * self.geometry.space_factor**2
         with torch.autocast(device_type=self.device.type, enabled=False):
             parts = self._in_parts(self._decode_part, latents_NTCHW, pixels)
@@ -129,7 +132,7 @@ class Teacher:
         return self._vae.encode(video_NCTHW.to(self.dtype)).latent_dist
 
     def _decode_part(self, latents_NTCHW: Tensor) -> Tensor:
-        z_NTCHW = self.space.denormalize(latents_NTCHW.to(self.device))
+        z_NTCHW = self._student_space.denormalize(latents_NTCHW.to(self.device))
         z_NCTHW = z_NTCHW.to(self.dtype).transpose(1, 2)
         # LTX decoders that can also denoise need a time: 0 says that the latents are clean.
         times = [z_NCTHW.new_zeros(len(z_NCTHW))] if self._vae.config.get("timestep_conditioning") else []
@@ -320,9 +323,7 @@ def _hub_config(name: str, seen_from: Path) -> tuple[str, str | None, dict[str, 
         if isinstance(cached, str):
             return name, subfolder, json.loads(Path(cached).read_text())
     missing = f"there is no teacher folder {name} (seen from {seen_from}), and the hub gives nothing of that name"
-    # What huggingface_hub raises when it refuses or cannot be reached: OSError, or its HTTP client's own errors.
-    clients = [client for client in ("httpx", "httpx2") if importlib.util.find_spec(client) is not None]
-    failures = (OSError, ValueError, *(importlib.import_module(client).HTTPError for client in clients))
+    failures: tuple[type[Exception], ...] = (ValueError, *hub_failures())
     try:
         # One short question first: the hub's own download would try for a minute where there is no network.
         published = {item.rfilename for item in hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or ()}

@@ -21,7 +21,7 @@ from tinyvae.errors import UserError
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.losses.seraena import Seraena
 from tinyvae.losses.seraena.start import SeraenaStart
-from tinyvae.models.blocks import MemBlock, SuperMemBlock
+from tinyvae.models.blocks import TwoFrameBlock
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import load_model
 from tinyvae.teachers import LatentSpace, Teacher, identify_teacher, load_teacher
@@ -39,10 +39,16 @@ QUIET_BRANCH = 0.03  # a tenth of a dB better after 1,000 steps than 0.1; 0.01 i
 def build_model(config: TrainConfig) -> TAEHV:
     """The student, on the CPU: pretrained weights, or fresh ones drawn from the seed."""
     if config.pretrained_model_path is not None:
-        model = load_model(config.pretrained_model_path, variant=config.variant, dtype=torch.float32)
-        assert model.spec.width == config.model_width, "the configuration's rules compare them"
+        model = load_model(
+            config.pretrained_model_path,
+            variant=config.variant,
+            latent_space=config.latent_space,
+            activation=config.activation,
+            dtype=torch.float32,
+        )
+        assert model.spec == config.spec, "the configuration's rules compare them"
     else:
-        model = TAEHV(config.variant, width=config.model_width)
+        model = TAEHV.of(config.spec)
         if config.init == "he":
             initialize_he(model, seed=config.seed)
     model.gradient_checkpointing = config.gradient_checkpointing
@@ -59,7 +65,7 @@ def initialize_he(model: TAEHV, *, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for conv, following, ends_branch in [*_convs(model.encoder), *_convs(model.decoder)]:
-            gain = math.sqrt(2.0) if isinstance(following, nn.ReLU) else 1.0
+            gain = math.sqrt(2.0) if isinstance(following, nn.ReLU | nn.LeakyReLU) else 1.0
             deviation = gain * (QUIET_BRANCH if ends_branch else 1.0) / math.sqrt(conv.weight[0].numel())
             conv.weight.copy_(torch.randn(conv.weight.shape, generator=generator) * deviation)
             if conv.bias is not None:
@@ -72,7 +78,7 @@ def initialize_he(model: TAEHV, *, seed: int) -> None:
 def _convs(stack: nn.Sequential) -> Iterator[tuple[nn.Conv2d, nn.Module | None, bool]]:
     """Each conv of a stack, the layer that follows it, and whether it is the last of a residual branch."""
     for layer, following in pairwise([*stack, None]):
-        if isinstance(layer, MemBlock | SuperMemBlock):
+        if isinstance(layer, TwoFrameBlock):
             inside = pairwise([*layer.conv, None])
             yield from ((part, after, after is None) for part, after in inside if isinstance(part, nn.Conv2d))
         elif layer is not None:

@@ -63,7 +63,7 @@ def state_bytes(config: TrainConfig) -> tuple[int, int]:
     from tinyvae.models.taehv import TAEHV
 
     with torch.device("meta"):
-        student = TAEHV(config.variant, width=config.model_width)
+        student = TAEHV.of(config.spec)
         judge = SeraenaDiscriminator(3 * config.n_seraena_frames, config.spec.latent_channels)
     weights, discriminator = (4 * sum(p.numel() for p in network.parameters()) for network in (student, judge))
     return weights, discriminator if config.use_seraena else 0

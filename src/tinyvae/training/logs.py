@@ -1,8 +1,7 @@
-"""What a run writes down: ``train.log``, ``metrics.jsonl`` and TensorBoard; and the numbers between two log lines."""
+"""What a run writes down: ``train.log``, ``metrics.jsonl`` and its tracker; and the numbers between two log lines."""
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -11,29 +10,26 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from logging.handlers import MemoryHandler
+from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tinyvae.config.schema import FIELDS, TrainConfig, shown_value, to_json
+from tinyvae.config.schema import TrainConfig
 from tinyvae.data.sizes import ClipSize
+from tinyvae.errors import UserError
 from tinyvae.files import atomic_write, why_not_written
 from tinyvae.training.engine import Engine, StepResult
 from tinyvae.training.optim import learning_rates
-
-if TYPE_CHECKING:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from torch.utils.tensorboard import SummaryWriter
+from tinyvae.training.trackers import TITLES, Tracker, draw_pictures, open_tracker, tracker_failures
 
 log = logging.getLogger(__name__)
 
-VIDEO_FPS = 8
 GIB = 2**30
 
 
@@ -70,8 +66,9 @@ class RunLog:
         self._is_main = is_main
         self._metrics_file = folder / "metrics.jsonl"
         self._unwritten: list[str] = []  # lines of metrics.jsonl that a full disk did not take yet
-        self._writer: SummaryWriter | None = None
-        self._writer_lock = threading.Lock()
+        self._tracker: Tracker | None = None
+        self._has_begun = False
+        self._tracker_lock = threading.Lock()
         self._painter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pictures")
         self._painted: Future[None] | None = None
         self._package_log = logging.getLogger("tinyvae")
@@ -103,7 +100,8 @@ class RunLog:
         self._add(file)
         self._waiting.setTarget(file)
         self._remove(self._waiting)  # closing it sends its lines to the file
-        self._show(from_step, lambda writer: writer.flush())
+        self._show(from_step, lambda tracker: None)
+        self._has_begun = True
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line of numbers at an optimizer step; names like ``train/loss`` and ``val/psnr``."""
@@ -121,11 +119,7 @@ class RunLog:
             told = why_not_written(fault, self._folder)
             log.error("could not log step %d (%s); its line is written with the next one", step, told)
 
-        def add_scalars(writer: SummaryWriter) -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-
-        self._show(step, add_scalars)
+        self._show(step, lambda tracker: tracker.scalars(step, values))
 
     def videos(self, step: int, shown: list[tuple[str, Tensor, Tensor]]) -> None:
         """Log a picture and a short animation of input | output | error for each (name, input, output) TCHW.
@@ -138,8 +132,7 @@ class RunLog:
 
     def _paint(self, step: int, shown: list[tuple[str, Tensor, Tensor]]) -> None:
         for name, frames, decoded in shown:
-            summary = _pictures(name, frames, decoded)
-            self._show(step, partial(_add_summary, summary=summary, step=step))
+            self._show(step, methodcaller("pictures", step, draw_pictures(name, frames, decoded)))
 
     def _wait_for_pictures(self) -> None:
         painted, self._painted = self._painted, None
@@ -156,8 +149,8 @@ class RunLog:
     def close(self) -> None:
         """Close the files; the package's logger is as it was before."""
         self._painter.shutdown()  # waits for pictures that are not written yet
-        if self._writer is not None:
-            self._show(0, lambda writer: writer.close())
+        if self._tracker is not None:
+            self._show(0, lambda tracker: tracker.close())
         for handler in list(self._handlers):
             self._remove(handler)
         level, self._package_log.propagate = self._before
@@ -166,29 +159,23 @@ class RunLog:
 
     @property
     def _shows(self) -> bool:
-        return self._is_main and self._config.report_to == "tensorboard"
+        return self._is_main and self._config.report_to != "none"
 
-    def _show(self, step: int, add: Callable[[SummaryWriter], object]) -> None:
-        """Add something to TensorBoard; if that fails it is left out, and the next call begins a new file."""
-        with self._writer_lock:
-            if not self._shows or (self._writer is None and self._unwritten):
-                return  # where metrics.jsonl cannot be written, events cannot either
+    def _show(self, step: int, add: Callable[[Tracker], object]) -> None:
+        """Add something to the tracker; if that fails it is left out, and the next call opens the tracker again."""
+        with self._tracker_lock:
+            if not self._shows or (self._tracker is None and self._unwritten):
+                return  # where metrics.jsonl cannot be written, a tracker's files cannot either
+            failures = tracker_failures(self._config.report_to)
+            if self._has_begun:  # then a tracker that cannot be opened again does not stop the run
+                failures += (UserError,)
             try:
-                self._writer = self._writer or self._open_tensorboard(step)
-                add(self._writer)
-            except OSError as fault:
-                self._writer = None  # its thread has ended and takes nothing more
-                log.error("could not write to TensorBoard at step %d: %s", step, why_not_written(fault, self._folder))
-
-    def _open_tensorboard(self, from_step: int) -> SummaryWriter:
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = self._folder / self._config.logging_dir / self._config.tracker_name
-        writer = SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None)
-        writer.add_text("config", f"```json\n{to_json(self._config)}\n```", from_step)
-        rows = "\n".join(f"| {key} | {shown_value(getattr(self._config, key))} |" for key in FIELDS)
-        writer.add_text("settings", f"| key | value |\n|---|---|\n{rows}", from_step)
-        return writer
+                self._tracker = self._tracker or open_tracker(self._folder, self._config, from_step=step)
+                add(self._tracker)
+            except failures as fault:
+                self._tracker = None  # TensorBoard's thread has ended and takes nothing more
+                why = why_not_written(fault, self._folder) if isinstance(fault, OSError) else str(fault).splitlines()[0]
+                log.error("could not write to %s at step %d: %s", TITLES[self._config.report_to], step, why)
 
     def _drop_lines_after(self, step: int, with_validation: bool) -> None:
         """What a killed run logged beyond the checkpoint did not happen, and a kill can cut off a line."""
@@ -205,39 +192,6 @@ class RunLog:
                 kept.append(line + "\n")
         with atomic_write(self._metrics_file, "w") as stream:
             stream.writelines(kept)
-
-
-def side_by_side(frames_TCHW: Tensor, decoded_TCHW: Tensor) -> Tensor:
-    """input | output | error, next to each other: TCH(3W) in [0, 1]; the error is magnified fourfold."""
-    decoded = decoded_TCHW.clamp(0, 1)
-    error = (4 * (decoded - frames_TCHW).abs()).clamp(0, 1)
-    return torch.cat([frames_TCHW, decoded, error], dim=3)
-
-
-def _pictures(name: str, frames: Tensor, decoded: Tensor) -> Summary:
-    """A picture and an animation: TensorBoard plays GIFs, and its own add_video needs one more package."""
-    from PIL import Image
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    strip = side_by_side(frames, decoded)
-    images = [Image.fromarray(frame) for frame in (strip * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()]
-    # 256 colors chosen by an octree: 35 times faster than Pillow's own choice, and 1 of 255 levels further off.
-    first, *rest = [image.quantize(method=Image.Quantize.FASTOCTREE) for image in images]
-    picture, animation = io.BytesIO(), io.BytesIO()
-    images[len(images) // 2].save(picture, format="PNG")
-    first.save(animation, format="GIF", save_all=True, append_images=rest, duration=1000 // VIDEO_FPS, loop=0)
-    tagged = {f"val_picture/{name}": picture, f"val_video/{name}": animation}
-    size = {"height": first.height, "width": first.width, "colorspace": 3}
-    return Summary(
-        value=[
-            Summary.Value(tag=tag, image=Summary.Image(**size, encoded_image_string=stream.getvalue()))
-            for tag, stream in tagged.items()
-        ]
-    )
-
-
-def _add_summary(writer: SummaryWriter, *, summary: Summary, step: int) -> None:
-    writer._get_file_writer().add_summary(summary, step)
 
 
 class StepLog:

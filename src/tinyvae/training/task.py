@@ -53,7 +53,8 @@ class TrainingTask:
         self.config = config
         self.model = model
         self.teacher = teacher
-        self._space = teacher.space if teacher is not None else space
+        space = teacher.space if teacher is not None else space
+        self._space = None if space is None else space.of_student(model.spec)
         self.lpips = lpips
         self.seraena = seraena
         self._average = average
@@ -140,7 +141,7 @@ class TrainingTask:
     def _teacher_latents(
         self, target_NTCHW: Tensor, stored: StoredLatents | None, positions: Sequence[int]
     ) -> Tensor | None:
-        """The teacher's latents NTCHW in diffusion space, fp32, from the store or by the teacher; None without one."""
+        """Teacher latents NTCHW in the student's space, fp32, from the store or by the teacher; None without one."""
         if self._space is None:
             return None
         sample = self.config.ref_vae_sample

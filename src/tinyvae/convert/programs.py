@@ -1,0 +1,439 @@
+"""The programs that load our weights, as one table: which variants, which dtype, which file name, where the file goes.
+
+Each row is a `Slot`: one use that one program has for one variant. A slot also says what the program expects of the
+network: its latent space, its activation, its pixel range. A network that does not match decodes wrongly there, and no
+program says so. So `choose_slot` refuses it, with the reason and the way out.
+
+This file needs no torch, so that ``tinyvae export --to list`` answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from tinyvae.errors import UserError, nearest_name
+from tinyvae.models.variants import VARIANTS, Activation, LatentSpaceName, VariantSpec
+
+Written = Literal["weights", "folder", "graphs", "page"]
+
+SLOT_WORDS = {"vae": "its use as the VAE", "preview": "the live preview"}
+ANY_DTYPE = ("float16", "bfloat16", "float32")
+SUPER_WAY_OUT = "train the base variant, or use --to upstream, --to onnx or --to web, which run the super decoder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What a network is beside its variant; see `VariantSpec`. The family's own networks have the defaults."""
+
+    latent_space: LatentSpaceName = "diffusion"
+    activation: Activation = "relu"
+
+    @classmethod
+    def of(cls, spec: VariantSpec) -> Form:
+        return cls(latent_space=spec.latent_space, activation=spec.activation)
+
+    def words(self) -> tuple[str, str]:
+        """The two facts as a message says them."""
+        space = {"diffusion": "diffusion-space latents", "vae": "VAE-space latents"}[self.latent_space]
+        return space, {"relu": "ReLU", "leaky_relu": "LeakyReLU(0.2)"}[self.activation]
+
+    def settings(self) -> str:
+        """The two facts as the settings of a training run that differ from their defaults."""
+        changed = {key: value for key, value in vars(self).items() if value != getattr(OURS, key)}
+        return " ".join(f"--{key} {value}" for key, value in changed.items())
+
+    def difference(self, other: Form) -> tuple[str, str]:
+        """(what this form has that the other has not, what the other has instead), as a message says it."""
+        pairs = [pair for pair in zip(self.words(), other.words(), strict=True) if pair[0] != pair[1]]
+        return ", ".join(mine for mine, _ in pairs), ", ".join(theirs for _, theirs in pairs)
+
+
+OURS = Form()
+FORMS = tuple(
+    Form(latent_space=space, activation=activation)
+    for space in get_args(LatentSpaceName)
+    for activation in get_args(Activation)
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One use that a program has for one variant.
+
+    ``dtypes``: those that the program reads as it should; the first is written unless the user asks for another.
+    ``place``: where the file goes, and what it does there; ``{file}`` stands for its name. ``handed_scale``: the
+    program hands over the latents of ``needs`` divided by this, and scales them itself. ``signed_pixels``: it takes and
+    gives pixels in [-1, 1]; the export converts the first and the last convolution.
+    """
+
+    variant: str
+    file_name: str
+    place: str
+    name: str = "vae"
+    dtypes: tuple[str, ...] = ANY_DTYPE
+    needs: Form = OURS
+    handed_scale: float = 1.0
+    signed_pixels: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """One program: its slots, and why it has none for other variants.
+
+    ``refused``: variant -> reason and way out. ``any_width``: whether it runs networks of other widths than 1.
+    """
+
+    name: str
+    title: str
+    slots: tuple[Slot, ...]
+    writes: Written = "weights"
+    suffixes: tuple[str, ...] = (".safetensors",)
+    any_width: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def slot_names(self) -> list[str]:
+        return list(dict.fromkeys(slot.name for slot in self.slots))
+
+
+# ComfyUI
+
+APPROX = "put {file} into ComfyUI/models/vae_approx"
+_COMFY_NO_MODEL = "ComfyUI has no model with these latents and would scale them as another model's"
+_COMFY_SUPER = f"ComfyUI stops with a KeyError on super decoders; {SUPER_WAY_OUT}"
+_COMFY_WIDE = "ComfyUI knows no wide decoder; train taeltx2_3, or use --to sdcpp or --to onnx"
+_VAE_SPACE = Form(latent_space="vae")
+HUNYUAN_SCALE, HUNYUAN_15_SCALE = 0.476986, 1.03682
+"""The diffusion latents of Hunyuan Video, and of 1.5, are those of their VAE times this."""
+NOT_HALF = ("bfloat16", "float32")
+"""For 16 channels ComfyUI takes a float16 file for Hunyuan Video's and scales the latents."""
+
+
+def _comfy_preview(variant: str, stem: str, dtypes: tuple[str, ...]) -> Slot:
+    # The VAE loader offers the exact stem alone, the preview takes any name that begins with it. With the longer name
+    # nobody can load the file into the decode node, where it would decode wrongly.
+    return Slot(
+        variant=variant,
+        name="preview",
+        file_name=f"{stem}_preview.safetensors",
+        dtypes=dtypes,
+        place=f"{APPROX} and remove other files there that begin with {stem}: it makes the live previews (choose "
+        "the preview method TAESD). It cannot serve the VAE Decode node",
+    )
+
+
+def _comfy_vae(variant: str, stem: str, **options: object) -> Slot:
+    place = f"{APPROX}: the Load VAE node then offers {stem}, for VAE Decode and VAE Encode"
+    return Slot(variant=variant, file_name=f"{stem}.safetensors", place=place, **options)  # type: ignore[arg-type]
+
+
+COMFYUI = Program(
+    name="comfyui",
+    title="ComfyUI",
+    slots=(
+        _comfy_vae("taehv", "taehv", dtypes=("float16",), handed_scale=HUNYUAN_SCALE),
+        _comfy_vae("taew2_1", "lighttaew2_1", dtypes=NOT_HALF, needs=_VAE_SPACE),
+        _comfy_preview("taew2_1", "lighttaew2_1", NOT_HALF),
+        _comfy_vae("taew2_2", "lighttaew2_2", needs=_VAE_SPACE),
+        _comfy_preview("taew2_2", "lighttaew2_2", ANY_DTYPE),
+        _comfy_vae(
+            "taehv1_5",
+            "lighttaehy1_5",
+            needs=Form(activation="leaky_relu"),
+            handed_scale=HUNYUAN_15_SCALE,
+            signed_pixels=True,
+        ),
+        _comfy_vae("taeltx_2", "taeltx_2"),
+        Slot(
+            variant="taeltx2_3",
+            file_name="taeltx2_3.safetensors",
+            place="put {file} into ComfyUI/models/vae: the Load VAE node then offers it, for VAE Decode and VAE Encode",
+        ),
+        _comfy_vae("taeh3", "taeh3"),
+    ),
+    refused={
+        "taecvx": f"{_COMFY_NO_MODEL} (CogVideoX); use --to upstream or --to onnx",
+        "taeos1_3": f"{_COMFY_NO_MODEL} (Open-Sora); use --to upstream or --to onnx",
+        "taehv1_5_super": _COMFY_SUPER,
+        "taew2_2_super": _COMFY_SUPER,
+        "taeltx2_3_wide": _COMFY_WIDE,
+    },
+)
+
+# LightX2V
+
+_LIGHT_PLACE = 'set "use_tae": true and "tae_path" to the path of {file} in the config of a %s model'
+_LIGHT_ONLY = "LightX2V has a tiny VAE for its Wan and Hunyuan Video 1.5 models alone; use --to upstream or --to onnx"
+_LIGHT_SUPER = f"LightX2V loads strictly and knows no super decoder; {SUPER_WAY_OUT}"
+
+
+def _light(variant: str, stem: str, host: str, **options: object) -> Slot:
+    place = f"{_LIGHT_PLACE % host}; it then decodes with this network"
+    dtypes = ("bfloat16", "float16", "float32")
+    return Slot(variant=variant, file_name=f"{stem}.safetensors", dtypes=dtypes, place=place, **options)  # type: ignore[arg-type]
+
+
+LIGHTX2V = Program(
+    name="lightx2v",
+    title="LightX2V",
+    suffixes=(".safetensors", ".pth"),
+    slots=(
+        _light("taew2_1", "taew2_1", "Wan 2.1"),
+        _light("taew2_1", "lighttaew2_1", "Wan 2.1", needs=_VAE_SPACE),
+        _light("taew2_2", "taew2_2", "Wan 2.2-5B"),
+        _light("taew2_2", "lighttaew2_2", "Wan 2.2-5B", needs=_VAE_SPACE),
+        _light(
+            "taehv1_5",
+            "lighttaehy1_5",
+            "Hunyuan Video 1.5",
+            needs=Form(latent_space="vae", activation="leaky_relu"),
+            handed_scale=1 / HUNYUAN_15_SCALE,
+            signed_pixels=True,
+        ),
+    ),
+    refused={
+        **dict.fromkeys(
+            ("taehv", "taecvx", "taeos1_3", "taeltx_2", "taeltx2_3", "taeltx2_3_wide", "taeh3"), _LIGHT_ONLY
+        ),
+        **dict.fromkeys(("taehv1_5_super", "taew2_2_super"), _LIGHT_SUPER),
+    },
+)
+
+# stable-diffusion.cpp
+
+_SDCPP_HOSTS = {
+    "taew2_1": "Wan 2.1, Wan 2.2-14B or Qwen Image",
+    "taew2_2": "Wan 2.2-5B",
+    "taehv1_5": "Hunyuan Video 1.5",
+    "taeltx_2": "LTX-2",
+    "taeltx2_3": "LTX-2.3 or LTX-2.5",
+    "taeltx2_3_wide": "LTX-2.3 or LTX-2.5",
+    "taeh3": "MiniMax H3",
+}
+_SDCPP_SUPER = f"stable-diffusion.cpp knows no super decoder; {SUPER_WAY_OUT}"
+
+SDCPP = Program(
+    name="sdcpp",
+    title="stable-diffusion.cpp",
+    slots=tuple(
+        Slot(
+            variant=variant,
+            file_name=f"{variant}.safetensors",
+            place=f"start a {host} model with --tae {{file}}: it then decodes with this network",
+        )
+        for variant, host in _SDCPP_HOSTS.items()
+    ),
+    refused={
+        "taehv": "stable-diffusion.cpp has no tiny VAE for Hunyuan Video 1.0; use --to comfyui or --to upstream",
+        "taecvx": "stable-diffusion.cpp does not run CogVideoX; use --to upstream or --to onnx",
+        "taeos1_3": "stable-diffusion.cpp does not run Open-Sora; use --to upstream or --to onnx",
+        "taehv1_5_super": _SDCPP_SUPER,
+        "taew2_2_super": _SDCPP_SUPER,
+    },
+)
+
+# diffusers
+
+_DIFFUSERS_LTX = (
+    "the statistics that its pipelines need are among the weights of the VAE; use "
+    "AutoencoderTinyVideo.from_tinyvae(model, teacher=pipe.vae) in Python (docs/diffusers.md)"
+)
+
+DIFFUSERS = Program(
+    name="diffusers",
+    title="diffusers",
+    writes="folder",
+    suffixes=(),
+    any_width=True,
+    slots=tuple(
+        Slot(
+            variant=variant,
+            file_name=variant,
+            dtypes=("float16", "bfloat16", "float32"),
+            place="`tinyvae.diffusers.AutoencoderTinyVideo.from_pretrained('{file}')` is a VAE for the pipelines of "
+            f"{VARIANTS[variant].teacher}",
+            needs=form,
+        )
+        for form in FORMS
+        for variant in VARIANTS
+        if not variant.startswith("taeltx") and variant != "taeos1_3"
+    ),
+    refused={
+        **{variant: _DIFFUSERS_LTX for variant in VARIANTS if variant.startswith("taeltx")},
+        "taeos1_3": "diffusers has no pipeline of Open-Sora; use --to upstream or --to onnx",
+    },
+)
+
+# upstream's class, ONNX, the browser
+
+UPSTREAM = Program(
+    name="upstream",
+    title="upstream's TAEHV class, SGLang, FastVideo",
+    suffixes=(".pth",),
+    slots=tuple(
+        Slot(
+            variant=variant,
+            file_name=f"{variant}.pth",
+            place="load it with TAEHV('{file}') and keep its name: the path picks the variant there",
+        )
+        for variant in VARIANTS
+        if variant != "taeltx2_3_wide"
+    ),
+    refused={
+        "taeltx2_3_wide": "the wide decoder is in a branch of upstream's class alone; use --to sdcpp or --to onnx",
+    },
+)
+
+
+def _graph_slots(place: str) -> tuple[Slot, ...]:
+    return tuple(
+        Slot(variant=variant, file_name=variant, dtypes=("float32", "float16"), place=place, needs=form)
+        for variant in VARIANTS
+        for form in FORMS
+    )
+
+
+ONNX = Program(
+    name="onnx",
+    title="ONNX (onnxruntime and others)",
+    writes="graphs",
+    suffixes=(),
+    any_width=True,
+    slots=_graph_slots(
+        "{file}/encoder.onnx takes the frames of one latent a call, {file}/decoder.onnx one latent a call; "
+        "examples/stream_onnx.py shows the loop"
+    ),
+)
+
+WEB = Program(
+    name="web",
+    title="a page in the browser",
+    writes="page",
+    suffixes=(),
+    any_width=True,
+    slots=_graph_slots("start `python -m http.server -d {file}` and open http://localhost:8000 to try the model"),
+)
+
+PROGRAMS: dict[str, Program] = {
+    program.name: program for program in (COMFYUI, DIFFUSERS, LIGHTX2V, SDCPP, UPSTREAM, ONNX, WEB)
+}
+
+
+# choosing
+
+
+def get_program(name: str) -> Program:
+    """The program of this name; a mistake names the nearest one."""
+    if name not in PROGRAMS:
+        raise UserError(
+            f"there is no program {name!r} to export to.{nearest_name(name, PROGRAMS)} "
+            f"The programs are {', '.join(PROGRAMS)}; `tinyvae export --to list` says what each takes."
+        )
+    return PROGRAMS[name]
+
+
+def choose_slot(program: Program, spec: VariantSpec, *, name: str | None = None) -> Slot:
+    """The slot of a program that fits a network, or a `UserError` with the reason and the way out.
+
+    Example: ``choose_slot(COMFYUI, get_spec("taehv")).dtypes`` is ``("float16",)``.
+    """
+    if name is not None and name not in program.slot_names:
+        raise UserError(f"{program.title} has no slot {name!r}; leave --slot out, or use {_or(program.slot_names)}.")
+    if spec.preview is not None:
+        raise UserError("a model loaded with preview= cannot be exported; load it without preview=.")
+    slots = [slot for slot in program.slots if slot.variant == spec.name]
+    if not slots:
+        raise UserError(f"{spec.name} cannot be exported to {program.title}: {program.refused[spec.name]}.")
+    if spec.width != 1 and not program.any_width:
+        raise UserError(
+            f"{program.title} knows the released widths alone, and this model has width {spec.width:g}; "
+            "use --to onnx or --to web, or train one with model_width = 1."
+        )
+    wanted, form = name or "vae", Form.of(spec)
+    named = [slot for slot in slots if slot.name == wanted]
+    fitting = [slot for slot in named if slot.needs == form]
+    if fitting:
+        return fitting[0]
+    raise UserError(_why_no_slot(program, spec, wanted, form, named))
+
+
+def _why_no_slot(program: Program, spec: VariantSpec, wanted: str, form: Form, named: list[Slot]) -> str:
+    others = [
+        slot.name for slot in program.slots if slot.variant == spec.name and slot.needs == form and slot.name != wanted
+    ]
+    elsewhere = [
+        other.name
+        for other in PROGRAMS.values()
+        if other is not program and any(slot.variant == spec.name and slot.needs == form for slot in other.slots)
+    ]
+    ways = [f"{SLOT_WORDS[name]} works (--slot {name})" for name in others] + [f"or use --to {_or(elsewhere)}"]
+    if named and (settings := named[0].needs.settings()):
+        ways.append(f"or train one for it (tinyvae train ... {settings})")
+    if named:
+        needed, given = named[0].needs.difference(form)
+        reason = (
+            f"{SLOT_WORDS[wanted]} needs a network for {needed}, and this one has {given}, so it would decode wrongly "
+            "without a word"
+        )
+    else:
+        reason = f"it has no {wanted} slot for {spec.name}"
+    return f"{spec.name} cannot be exported to {program.title}: {reason}; {', '.join(ways).removeprefix('or ')}."
+
+
+def _or(words: list[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def check_dtype(program: Program, slot: Slot, dtype: str | None) -> str:
+    """The dtype to write: the slot's own, or the one asked for where the program reads it as it should."""
+    if dtype is not None and dtype not in ANY_DTYPE:
+        raise UserError(f"--dtype {dtype} is not known; use {_or([*slot.dtypes])}.")
+    if dtype is None or dtype in slot.dtypes:
+        return dtype or slot.dtypes[0]
+    why = ""
+    if program is COMFYUI and slot.dtypes == NOT_HALF:
+        why = " (it takes a float16 file with 16 channels for Hunyuan Video's and scales the latents)"
+    if program is COMFYUI and slot.variant == "taehv":
+        why = " (with another dtype it takes the file for Wan 2.1's and does not scale the latents)"
+    raise UserError(f"{program.title} does not read {slot.variant} as {dtype}{why}; use --dtype {_or([*slot.dtypes])}.")
+
+
+def output_file(program: Program, slot: Slot, output: Path) -> Path:
+    """Where the export goes: ``output`` itself, or the slot's file name in the folder ``output``."""
+    if program.writes != "weights":
+        return output
+    named = output.suffix in (".safetensors", ".pth")
+    file = output if named and not output.is_dir() else output / slot.file_name
+    if file.suffix not in program.suffixes:
+        raise UserError(
+            f"{program.title} opens {_or([*program.suffixes])} files; name the output so, or name a folder "
+            f"(the file is then called {slot.file_name})."
+        )
+    return file
+
+
+def program_table() -> str:
+    """Programs and variants as text: the dtype that is written, by slot, or - where the program cannot use it."""
+    rows = [("variant", *PROGRAMS)]
+    for variant in VARIANTS:
+        rows.append((variant, *(_cell(program, variant) for program in PROGRAMS.values())))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    titles = [f"  {program.name:<10} {program.title}" for program in PROGRAMS.values()]
+    any_width = _or([program.name for program in PROGRAMS.values() if program.any_width])
+    legend = (
+        "A cell has the dtype that is written; (preview): the live preview alone, with --slot preview; -: refused, "
+        f"and\nthe message says why. A network of another width than 1 can go to {any_width}."
+    )
+    return "\n".join([*lines, "", legend, "", *titles])
+
+
+def _cell(program: Program, variant: str) -> str:
+    fitting = [slot for slot in program.slots if slot.variant == variant and slot.needs == OURS]
+    if not fitting:
+        return "-"
+    slot = fitting[0]
+    return slot.dtypes[0] if slot.name == "vae" else f"({slot.name})"
