@@ -17,7 +17,9 @@ from tinyvae.video.write import VideoWriter
 
 DEFAULT_MARKS = "not slow and not gpu"  # of pyproject.toml
 
-# Under nohup this signal is ignored, here and in every process that the tests start; some of them are about it.
+# A shell lets its background jobs ignore Ctrl-C, and nohup lets them ignore SIGHUP; so would every process that the
+# tests start, and some tests are about these signals.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
