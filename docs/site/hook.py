@@ -25,8 +25,12 @@ PAGES = {"README.md": "index.md", "README.zh-CN.md": "index.zh-CN.md"}
 FROM_OUTSIDE = (*PAGES, "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/*.md")
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 FENCED = re.compile(r"(^ *```.*?^ *```)", re.MULTILINE | re.DOTALL)
+HOST = r"(?:https?:)?//"
 LOADED = re.compile(
-    r"<(?:script|img|iframe|video|source)[^>]*\ssrc=\"(?:https?:)?//[^\"]*|<link[^>]*rel=\"?(?:stylesheet|preconnect|icon|preload)[^>]*href=\"(?:https?:)?//[^\"]*|url\((?:https?:)?//[^)]*"
+    rf'<(?:script|img|iframe|video|source)\b[^>]*\ssrc="?{HOST}[^">]*'
+    rf'|<link\b(?=[^>]*\srel="?(?:stylesheet|preconnect|preload|icon))[^>]*\shref="?{HOST}[^">]*'
+    rf'|url\(["\']?{HOST}[^)]*'
+    r'|class="mermaid"'  # the theme would get its script from another host
 )
 
 
