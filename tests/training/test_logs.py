@@ -20,8 +20,7 @@ from tests.training.tiny_runs import arguments_for, launch, train_here
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.sizes import ClipSize
 from tinyvae.training.engine import Engine, StepResult
-from tinyvae.training.logs import RunLog, StepLog, system_stats
-from tinyvae.training.trackers import side_by_side
+from tinyvae.training.logs import RunLog, StepLog, side_by_side, system_stats
 
 SIZE = ClipSize(8, 32, 32)
 CONFIG = TrainConfig(data_root=Path("/data/of the run"), color_jitter_params=(0.1, 0.2, 0.3, 0.04), tracker_name="t")
@@ -159,10 +158,9 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 
 
 def test_side_by_side_is_input_output_error() -> None:
-    frames = torch.full((1, 3, 2, 2), 0.5)
-    strip = side_by_side(frames, torch.full((1, 3, 2, 2), 0.6))
-    assert strip.shape == (1, 3, 2, 6)
-    assert strip[0, 0, 0].tolist() == pytest.approx([0.5, 0.5, 0.6, 0.6, 0.4, 0.4])
+    strip = side_by_side(torch.full((1, 3, 2, 2), 0.4), torch.full((1, 3, 2, 2), 0.6))
+    assert strip.shape == (1, 2, 6, 3)
+    assert strip[0, 0, :, 0].tolist() == [102, 102, 153, 153, 204, 204]
 
 
 def log_of(**changes: object) -> StepLog:

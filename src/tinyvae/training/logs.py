@@ -15,6 +15,8 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 from torch import Tensor
@@ -26,7 +28,8 @@ from tinyvae.errors import UserError
 from tinyvae.files import atomic_write, why_not_written
 from tinyvae.training.engine import Engine, StepResult
 from tinyvae.training.optim import learning_rates
-from tinyvae.training.trackers import TITLES, Tracker, draw_pictures, open_tracker, tracker_failures
+from tinyvae.training.pictures import DrawingError, draw_pictures
+from tinyvae.training.trackers import TITLES, Tracker, open_tracker, tracker_failures
 
 log = logging.getLogger(__name__)
 
@@ -124,15 +127,21 @@ class RunLog:
     def videos(self, step: int, shown: list[tuple[str, Tensor, Tensor]]) -> None:
         """Log a picture and a short animation of input | output | error for each (name, input, output) TCHW.
 
-        A thread makes them while the run goes on. The next call and `close` wait for it.
+        Another process draws them while the run goes on. The next call and `close` wait for it.
         """
         self._wait_for_pictures()
         if shown and self._shows:
-            self._painted = self._painter.submit(self._paint, step, shown)
+            strips = [(name, side_by_side(frames, decoded)) for name, frames, decoded in shown]
+            self._painted = self._painter.submit(self._paint, step, strips)
 
-    def _paint(self, step: int, shown: list[tuple[str, Tensor, Tensor]]) -> None:
-        for name, frames, decoded in shown:
-            self._show(step, methodcaller("pictures", step, draw_pictures(name, frames, decoded)))
+    def _paint(self, step: int, strips: list[tuple[str, npt.NDArray[np.uint8]]]) -> None:
+        try:
+            drawn = draw_pictures(strips)
+        except DrawingError as fault:
+            log.error("the pictures of step %d could not be drawn: %s", step, fault)
+            return
+        for pictures in drawn:
+            self._show(step, methodcaller("pictures", step, pictures))
 
     def _wait_for_pictures(self) -> None:
         painted, self._painted = self._painted, None
@@ -192,6 +201,15 @@ class RunLog:
                 kept.append(line + "\n")
         with atomic_write(self._metrics_file, "w") as stream:
             stream.writelines(kept)
+
+
+def side_by_side(frames_TCHW: Tensor, decoded_TCHW: Tensor) -> npt.NDArray[np.uint8]:
+    """input | output | error, next to each other: TH(3W)C in bytes, of frames in [0, 1]; the error is magnified
+    fourfold."""
+    decoded = decoded_TCHW.clamp(0, 1)
+    error = (4 * (decoded - frames_TCHW).abs()).clamp(0, 1)
+    strip = torch.cat([frames_TCHW, decoded, error], dim=3)
+    return (strip * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
 
 
 class StepLog:

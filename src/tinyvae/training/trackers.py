@@ -14,36 +14,22 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from PIL import Image
-from torch import Tensor
 
 from tinyvae.config.schema import FIELDS, TrainConfig, shown_value, to_json
 from tinyvae.errors import UserError, require_package
 from tinyvae.files import atomic_write
+from tinyvae.training.pictures import Pictures
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 TITLES = {"tensorboard": "TensorBoard", "wandb": "wandb", "mlflow": "MLflow"}
-VIDEO_FPS = 8
 RECORD_FILE = "tracker.json"
 PROJECT = "tinyvae"  # of wandb, and the experiment of MLflow, where the environment names none
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pictures:
-    """Input | output | error of a clip: its middle frame, and all of them as an animation."""
-
-    name: str
-    width: int
-    height: int
-    png: bytes
-    gif: bytes
 
 
 class Tracker(ABC):
@@ -223,22 +209,3 @@ def write_record(folder: Path, tracker: str, record: str) -> None:
     known = json.loads(file.read_text()) if file.is_file() else {}
     with atomic_write(file, "w") as stream:
         stream.write(json.dumps({**known, tracker: record}) + "\n")
-
-
-def side_by_side(frames_TCHW: Tensor, decoded_TCHW: Tensor) -> Tensor:
-    """input | output | error, next to each other: TCH(3W) in [0, 1]; the error is magnified fourfold."""
-    decoded = decoded_TCHW.clamp(0, 1)
-    error = (4 * (decoded - frames_TCHW).abs()).clamp(0, 1)
-    return torch.cat([frames_TCHW, decoded, error], dim=3)
-
-
-def draw_pictures(name: str, frames_TCHW: Tensor, decoded_TCHW: Tensor) -> Pictures:
-    """The pictures of a clip; frames in [0, 1]."""
-    strip = (side_by_side(frames_TCHW, decoded_TCHW) * 255).round().to(torch.uint8)
-    images = [Image.fromarray(frame) for frame in strip.permute(0, 2, 3, 1).numpy()]
-    # 256 colors chosen by an octree: 35 times faster than Pillow's own choice, and 1 of 255 levels further off.
-    first, *rest = [image.quantize(method=Image.Quantize.FASTOCTREE) for image in images]
-    png, gif = io.BytesIO(), io.BytesIO()
-    images[len(images) // 2].save(png, format="PNG")
-    first.save(gif, format="GIF", save_all=True, append_images=rest, duration=1000 // VIDEO_FPS, loop=0)
-    return Pictures(name=name, width=first.width, height=first.height, png=png.getvalue(), gif=gif.getvalue())

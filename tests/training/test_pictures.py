@@ -1,0 +1,45 @@
+"""Pictures of validation clips: drawn in another process, whole, in order; a failure there is told."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tinyvae.config import TrainConfig
+from tinyvae.training import pictures
+from tinyvae.training.logs import RunLog
+from tinyvae.training.pictures import DrawingError, draw_pictures
+
+
+def test_each_clip_gets_its_own_pictures() -> None:
+    strips = [(name, np.full((5, 16, 24, 3), level, np.uint8)) for name, level in (("dark", 20), ("light", 220))]
+    drawn = draw_pictures(strips)
+    assert [(made.name, made.width, made.height) for made in drawn] == [("dark", 24, 16), ("light", 24, 16)]
+    for made, (_, frames) in zip(drawn, strips, strict=True):
+        png, gif = (Image.open(io.BytesIO(file)) for file in (made.png, made.gif))
+        assert np.array_equal(np.asarray(png), frames[2]) and png.format == "PNG"
+        assert gif.format == "GIF" and abs(int(np.asarray(gif.convert("RGB")).mean()) - frames.mean()) < 8
+
+
+def test_a_process_that_fails_is_told_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise MemoryError('no room for a picture')")
+    monkeypatch.setattr(pictures, "__file__", str(broken))
+    with pytest.raises(DrawingError, match="no room for a picture"):
+        draw_pictures([("a", np.zeros((1, 8, 8, 3), np.uint8))])
+    log = RunLog(tmp_path / "run", TrainConfig(output_dir=tmp_path / "run"), is_main=True)
+    (tmp_path / "run").mkdir()
+    log.begin()
+    log._package_log.addHandler(caplog.handler)
+    with caplog.at_level(logging.ERROR):
+        log.videos(3, [("a.mp4", torch.rand(1, 3, 8, 8), torch.rand(1, 3, 8, 8))])
+        log.close()
+    assert "the pictures of step 3 could not be drawn: MemoryError: no room for a picture" in caplog.text
