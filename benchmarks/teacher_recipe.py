@@ -168,19 +168,16 @@ def time_parts(work: Path) -> None:
 
     time_part("student: encode, two decodes, backward", student)
 
-    def optimize() -> None:
-        engine.finish_step(max_grad_norm=1.0)
-        average.update(model)
-
     student()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    def with_gradients() -> None:
+    def optimize() -> None:
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient.clone()
-        optimize()
+        engine.finish_step(max_grad_norm=1.0)
+        average.update(model)
 
-    time_part("optimizer, norm and average", with_gradients)
+    time_part("optimizer, norm and average", optimize)
     decoded = (target + 0.05 * torch.randn_like(target)).requires_grad_()
     time_part("LPIPS, 4 frames of each clip", lambda: perceptual_loss(lpips, decoded, target, 4).backward())
     step = 0
