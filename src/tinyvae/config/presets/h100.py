@@ -4,7 +4,7 @@ Command:   ./train_taehv_h100.sh 8 h100 --data_root FOLDER
            (or: accelerate launch ... -m tinyvae train h100 --data_root FOLDER)
 Hardware:  8 x H100 80 GB, 64 CPU cores or more; one step is 64 clips of 16 frames at 720x480.
 Needs:     checkpoints/taecvx.pth, the folder CogVideoX-2b (or --ref_vae_path owner/name), LPIPS weights.
-Speed:     measured on one H200 with 2 clips a step: 77 frames/s with a live teacher (15.9 GiB), 263 with a latent store
+Speed:     measured on one H200 with 2 clips a step: 77 frames/s with a live teacher (15.9 GiB), about 260 with a store
            (15.4 GiB; `tinyvae latents` makes it). The first step comes two minutes after the first start: it compiles.
 Expect:    from the released weights 25-28 dB after 1,000 steps, 28-31 dB after 10,000, 29-32 dB after 50,000;
            SSIM 0.92-0.95 and LPIPS 0.05-0.08 at the end.
