@@ -27,7 +27,6 @@ from tinyvae.data.loader import MAX_KEPT_BYTES
 from tinyvae.data.splits import ClipSet
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.evaluation.clip_sources import ClipSource, Middle
-from tinyvae.evaluation.cost import without_cudnn_trials
 from tinyvae.evaluation.evaluating import EvaluationSettings, evaluate_round_trip
 from tinyvae.evaluation.report import publish
 from tinyvae.evaluation.round_trip import open_model
@@ -123,7 +122,7 @@ def write_run_report(
     )
     try:
         round_trip = open_model(best, variant=config.variant, device=device, label=config.variant)
-        with torch.no_grad(), without_cudnn_trials():
+        with torch.no_grad():
             result = evaluate_round_trip(round_trip, clips, settings, devices=[device], lpips=lpips)
             publish(result, [round_trip], folder, command=command, clips=clips)
     except Exception as fault:

@@ -22,7 +22,6 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip_reading import ClipBatch
 from tinyvae.data.loader import ValidationLoader
 from tinyvae.errors import UserError
-from tinyvae.evaluation.cost import without_cudnn_trials
 from tinyvae.evaluation.metrics import ClipMetrics, clip_metrics
 from tinyvae.evaluation.statistics import summarize
 from tinyvae.files import atomic_write, why_not_written
@@ -265,8 +264,7 @@ def validate(
     while anybody_has_more:
         try:
             if batch is not None:
-                with without_cudnn_trials():
-                    own |= _measure(model, batch, engine, lpips, average, shown, num_shown)
+                own |= _measure(model, batch, engine, lpips, average, shown, num_shown)
             batch = next(batches, None)
         except Exception as fault:  # noqa: BLE001 (all ranks hear of it, then the loop raises it)
             if is_out_of_memory(fault):  # it is not kept: its traceback would hold the tensors of that moment
