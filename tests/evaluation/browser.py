@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -82,23 +83,35 @@ class Page:
 @contextmanager
 def open_browser() -> Iterator[Page]:
     browser, driver = find_browser()
-    process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        assert process.stdout is not None
-        line = next(line for line in process.stdout if "started successfully on port" in line)
-        port = re.search(r"port (\d+)", line)
-        assert port is not None, line
-        root = f"http://127.0.0.1:{port.group(1)}"
-        wanted = {
-            "goog:chromeOptions": {"binary": browser, "args": FLAGS},
-            "goog:loggingPrefs": {"browser": "ALL"},
-        }
-        session = Page(root).call("session", capabilities={"alwaysMatch": wanted})
-        page = Page(f"{root}/session/{session['sessionId']}")
+    # The driver leaves a profile of 21 MB in TMPDIR now and then.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        process = subprocess.Popen(
+            [driver, "--port=0"],
+            env={**os.environ, "TMPDIR": folder},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         try:
-            yield page
+            yield from _open_session(process, browser)
         finally:
-            urllib.request.urlopen(urllib.request.Request(page._session, method="DELETE"), timeout=60).close()
+            process.terminate()
+            process.wait(timeout=30)
+
+
+def _open_session(process: subprocess.Popen[str], browser: str) -> Iterator[Page]:
+    assert process.stdout is not None
+    line = next(line for line in process.stdout if "started successfully on port" in line)
+    port = re.search(r"port (\d+)", line)
+    assert port is not None, line
+    root = f"http://127.0.0.1:{port.group(1)}"
+    wanted = {
+        "goog:chromeOptions": {"binary": browser, "args": FLAGS},
+        "goog:loggingPrefs": {"browser": "ALL"},
+    }
+    session = Page(root).call("session", capabilities={"alwaysMatch": wanted})
+    page = Page(f"{root}/session/{session['sessionId']}")
+    try:
+        yield page
     finally:
-        process.terminate()
-        process.wait(timeout=30)
+        urllib.request.urlopen(urllib.request.Request(page._session, method="DELETE"), timeout=60).close()
