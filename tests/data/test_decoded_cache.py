@@ -24,6 +24,7 @@ from tinyvae.data.index_build import open_or_build_index
 from tinyvae.data.loader import make_train_loader
 from tinyvae.data.splits import split
 from tinyvae.errors import UnreadableVideoError
+from tinyvae.storage import version_of
 from tinyvae.video.decode import VideoInfo, probe_video, read_frames
 from tinyvae.video.write import VideoWriter
 
@@ -40,7 +41,7 @@ def whole(cache: DecodedCache, video: Path, info: VideoInfo | None = None) -> to
     """Every frame, uncut."""
     info = info or probe_video(video)
     window = CropWindow(top=0, left=0, height=info.height, width=info.width)
-    return cache.clip(video, info, range(info.frames), window, timeout_s=30)
+    return cache.clip(video, info, range(info.frames), window, timeout_s=30, version=version_of(video))
 
 
 def test_frames_are_those_of_the_file_and_survive_a_second_look(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_a_window_is_cut_where_the_file_would_be(tmp_path: Path, frame_indices: 
     cache, info = DecodedCache(tmp_path / "cache", max_gb=1), probe_video(video)
     for top, left, height, width in ((0, 0, 64, 96), (63, 95, 1, 1), (7, 13, 40, 50), (0, 46, 64, 50)):
         cut = CropWindow(top=top, left=left, height=height, width=width)
-        cached = cache.clip(video, info, frame_indices, cut, timeout_s=30)
+        cached = cache.clip(video, info, frame_indices, cut, timeout_s=30, version=version_of(video))
         expected = read_frames(video, frame_indices)[..., top : top + height, left : left + width]
         assert cached is not None and torch.equal(cached, expected)
 
@@ -169,7 +170,7 @@ cache, draw, hits = DecodedCache(folder / "cache", max_gb=max_gb), random.Random
 window = CropWindow(top=0, left=0, height=64, width=96)
 for _ in range(200):
     video = draw.choice(videos)
-    got = cache.clip(video, infos[video], range(12), window, timeout_s=30)
+    got = cache.clip(video, infos[video], range(12), window, timeout_s=30, version=version_of(video))
     hits += got is not None
     assert got is None or torch.equal(got, expected[video]), video
 print(hits)

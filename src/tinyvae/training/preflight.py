@@ -38,6 +38,7 @@ from tinyvae.data.latent_store import DTYPES, LatentStore, StoredLatents
 from tinyvae.data.sizes import ClipSize
 from tinyvae.data.splits import ClipSet, split
 from tinyvae.errors import UserError
+from tinyvae.files import existing_folder
 from tinyvae.storage import Place, Url, file_cache, use_file_cache
 from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
 from tinyvae.training.build import build_model, build_task, open_latents
@@ -229,7 +230,7 @@ def _packages(config: TrainConfig, launch: LaunchConfig | None) -> Check:
 
 def _disk(config: TrainConfig, processes: int) -> Check:
     """Room for the checkpoints to come, from the number of parameters."""
-    place = next(parent for parent in (config.output_dir, *config.output_dir.absolute().parents) if parent.exists())
+    place = existing_folder(config.output_dir)
     free, one = shutil.disk_usage(place).free, checkpoint_bytes(config, processes)
     kept = config.checkpoints_total_limit
     if kept is None:
@@ -286,12 +287,11 @@ def _file_cache(config: TrainConfig) -> Iterator[Check]:
     """Where files behind URLs are kept, if there are some."""
     if not any(isinstance(getattr(config, key), Url) for key in DATA_KEYS):
         return
-    copies = file_cache().copies
-    there = next(place for place in (copies.folder, *copies.folder.absolute().parents) if place.is_dir())
-    free = shutil.disk_usage(there).free
-    found = f"{copies.folder} for files of URLs, at most {copies.max_gb:g} GiB; {bytes_in_words(free)} free"
-    kept = sum(file.stat().st_size for file in copies.folder.iterdir()) if copies.folder.is_dir() else 0
-    too_small = kept + free < copies.max_gb * GIB
+    cache = file_cache()
+    free = shutil.disk_usage(existing_folder(cache.folder)).free
+    found = f"{cache.folder} for files of URLs, at most {cache.max_gb:g} GiB; {bytes_in_words(free)} free"
+    kept = sum(file.stat().st_size for file in cache.folder.iterdir()) if cache.folder.is_dir() else 0
+    too_small = kept + free < cache.max_gb * GIB
     fix = "lower --file_cache_gb, or name a --file_cache_dir on a larger disk" if too_small else ""
     yield Check(name="file cache", found=found, fix=fix, only_warns=True)
 
@@ -436,7 +436,7 @@ def _some_latents(config: TrainConfig, store: LatentStore) -> StoredLatents:
     spec, factor = config.spec, config.spec.space_factor
     shape = (spec.latents(config.n_frames), spec.latent_channels, config.height // factor, config.width // factor)
     values = torch.rand(config.train_batch_size, *shape).to(DTYPES[store.facts.dtype])
-    return StoredLatents(mean=values, std=values if store.facts.has_std else None)
+    return StoredLatents(mean=values, std=values if config.ref_vae_sample else None)
 
 
 def measure_step(config: TrainConfig, device: torch.device) -> tuple[float, float, int, int]:
