@@ -27,10 +27,10 @@ from tinyvae.data.index import IndexRow, VideoIndex
 from tinyvae.data.latent_store import LatentStore, StoredLatents
 from tinyvae.data.sizes import SizesOfPositions
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
-from tinyvae.data.workers import Loan, SharedMemoryError, WorkerBuffers, free_clip_memory
+from tinyvae.data.workers import Loan, WorkerBuffers, free_clip_memory
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.files import lock_file
-from tinyvae.storage import StorageError, Url, file_cache, local_file, version_of
+from tinyvae.storage import Url, file_cache, local_file, version_of
 from tinyvae.video.decode import read_frames
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,9 @@ MAX_ATTEMPTS = 8
 """Files tried for one position. Eight bad ones in a row are no accident below the bad-file limit (0.05^8)."""
 TRIES_BEFORE_JUDGEMENT = 64
 """A share means little over fewer reads than this."""
+
+TakenClip = tuple[int, IndexRow, ClipChoice]
+"""A position, and the clip that was read for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,56 +234,57 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
         return first
 
     def __getitems__(self, positions: list[int]) -> ReadBatch:
-        settings = self._settings_of(positions)
-        shape = (len(positions), settings.n_frames, 3, settings.height, settings.width)
-        try:
-            frames, loan = self._buffers.take(shape)
-        except SharedMemoryError as full:
-            return ReadBatch(failure=str(full))
-        taken: list[tuple[int, IndexRow, ClipChoice]] = []
+        batch, loan, failure = None, None, ""
+        taken: list[TakenClip] = []
         bad: list[BadFile] = []
-        for position in positions:
-            for row, choice in self._candidates(position, settings):
-                try:
-                    read_clip(self.clips.index, row, choice, settings, self.cache, out=frames[len(taken)])
-                except (UnreadableVideoError, OSError) as fault:
-                    bad.append(BadFile.of(row, fault))
-                    continue
-                except StorageError as gone:
-                    return ReadBatch(bad_files=tuple(bad), num_tries=len(taken) + len(bad), failure=str(gone))
-                taken.append((position, row, choice))
-                self._num_read += 1
-                free_clip_memory(self._num_read)
-                break
-            else:
-                if self.training:
-                    failure = (
-                        f"{MAX_ATTEMPTS} files in a row could not be read at position {position}; the last was "
-                        f"{bad[-1].path!r}: {bad[-1].reason}; look whether the storage is still mounted, or run "
-                        "`tinyvae data check`"
-                    )
-                    return ReadBatch(bad_files=tuple(bad), num_tries=len(taken) + len(bad), failure=failure)
         try:
-            latents = self._latents_of(taken)
+            settings = self._settings_of(positions)
+            shape = (len(positions), settings.n_frames, 3, settings.height, settings.width)
+            frames, loan = self._buffers.take(shape)
+            for position in positions:
+                self._read_one(position, settings, frames[len(taken)], taken, bad)
+            if taken:
+                batch = ClipBatch(
+                    frames=frames[: len(taken)],
+                    color_and_blur=torch.tensor([choice.color_and_blur for _, _, choice in taken]),
+                    names=[row.path for _, row, _ in taken],
+                    positions=[position for position, _, _ in taken],
+                    epoch=positions[0] // len(self.clips),
+                    latents=self._latents_of(taken),
+                )
         except UserError as mistake:
-            return ReadBatch(bad_files=tuple(bad), num_tries=len(taken) + len(bad), failure=str(mistake))
-        batch = ClipBatch(
-            frames=frames[: len(taken)],
-            color_and_blur=torch.tensor([choice.color_and_blur for _, _, choice in taken]),
-            names=[row.path for _, row, _ in taken],
-            positions=[position for position, _, _ in taken],
-            epoch=positions[0] // len(self.clips),
-            latents=latents,
-        )
+            failure = str(mistake)
         return ReadBatch(
-            batch=batch if taken else None,
+            batch=batch,
             bad_files=tuple(bad),
             num_tries=len(taken) + len(bad),
+            failure=failure,
             loan=loan,
             cache_notes=(*file_cache().notes(), *(self.cache.notes() if self.cache is not None else ())),
         )
 
-    def _latents_of(self, taken: list[tuple[int, IndexRow, ClipChoice]]) -> StoredLatents | None:
+    def _read_one(
+        self, position: int, settings: ClipSettings, out: Tensor, taken: list[TakenClip], bad: list[BadFile]
+    ) -> None:
+        """Read the clip of a position into ``out``, and add to ``taken`` and ``bad`` what happened."""
+        for row, choice in self._candidates(position, settings):
+            try:
+                read_clip(self.clips.index, row, choice, settings, self.cache, out=out)
+            except (UnreadableVideoError, OSError) as fault:
+                bad.append(BadFile.of(row, fault))
+                continue
+            taken.append((position, row, choice))
+            self._num_read += 1
+            free_clip_memory(self._num_read)
+            return
+        if self.training:
+            raise UserError(
+                f"{MAX_ATTEMPTS} files in a row could not be read at position {position}; the last was "
+                f"{bad[-1].path!r}: {bad[-1].reason}; look whether the storage is still mounted, or run "
+                "`tinyvae data check`"
+            )
+
+    def _latents_of(self, taken: list[TakenClip]) -> StoredLatents | None:
         """The stored latents of the clips that were read; ``UserError`` where they are those of another file."""
         if self.latents is None:
             return None
@@ -324,7 +328,7 @@ def read_clip(
             choice.frame_indices,
             info=info,
             timeout_s=timeout_s,
-            window=(window.top, window.left, window.height, window.width),
+            window=window,
             out=out if is_native else None,
         )
     return finish_clip(frames, out, choice.flip)
