@@ -220,7 +220,7 @@ fill(store)
     process.wait()
     process.stdout.close()
     store = LatentStore.open(tmp_path)
-    written = store.num_shards - len(list(store.missing_shards()))
+    written = len(store.shards) - len(list(store.missing_shards()))
     assert 5 <= written < 200 and written == len(list(tmp_path.glob("latents-*")))
     mean = store.read(list(range(written * CLIPS_PER_SHARD))).mean
     for part in tmp_path.glob(".latents-*.part"):

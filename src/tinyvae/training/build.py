@@ -164,7 +164,7 @@ def open_latents(config: TrainConfig, train: ClipSet | None, *, processes: int |
     known = identify_teacher(config.ref_vae_path) if config.use_ref_vae and config.ref_vae_path else None
     store.check_fits({"teacher": known or {}})  # a teacher that is not here cannot be compared
     store.check_complete()
-    return store
+    return replace(store, with_std=config.ref_vae_sample)  # a run that does not sample reads no spread
 
 
 def latent_complaints(config: TrainConfig) -> list[Complaint]:

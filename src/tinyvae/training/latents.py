@@ -74,7 +74,7 @@ def make_latents(loaded: LoadedConfig, job: LatentJob, *, make: MakeShards | Non
     with writing_to(work_folder(job.folder)):
         store = LatentStore.create(job.folder, facts, num_clips=job.num_clips, batch_size=config.train_batch_size)
     shards = list(store.missing_shards(job.part, job.num_parts, skip_damaged=True))
-    print(f"{count_of(store.num_shards, 'shard')} in all, {len(shards)} to make here", flush=True)
+    print(f"{count_of(len(store.shards), 'shard')} in all, {len(shards)} to make here", flush=True)
     (make or make_shards)(config, data, store, teacher, shards)
     return len(list(store.missing_shards(skip_damaged=True)))
 
