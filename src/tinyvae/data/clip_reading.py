@@ -28,7 +28,7 @@ from tinyvae.data.latent_store import LatentStore, StoredLatents
 from tinyvae.data.sizes import SizesOfPositions
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
 from tinyvae.data.workers import Loan, WorkerBuffers, free_clip_memory
-from tinyvae.errors import UnreadableVideoError, UserError
+from tinyvae.errors import UnreadableVideoError, UserError, why_unreadable
 from tinyvae.files import lock_file
 from tinyvae.storage import Url, file_cache, local_file, version_of
 from tinyvae.video.decode import read_frames
@@ -50,12 +50,6 @@ class BadFile:
 
     path: str
     reason: str
-
-    @classmethod
-    def of(cls, row: IndexRow, fault: UnreadableVideoError | OSError) -> BadFile:
-        if isinstance(fault, UnreadableVideoError):
-            return cls(path=row.path, reason=fault.reason)
-        return cls(path=row.path, reason=f"cannot be read: {fault.strerror or fault}")
 
 
 class BadFileLog:
@@ -271,7 +265,7 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
             try:
                 read_clip(self.clips.index, row, choice, settings, self.cache, out=out)
             except (UnreadableVideoError, OSError) as fault:
-                bad.append(BadFile.of(row, fault))
+                bad.append(BadFile(path=row.path, reason=why_unreadable(fault)))
                 continue
             taken.append((position, row, choice))
             self._num_read += 1

@@ -2,9 +2,6 @@
 
 Each file is decoded once, and later clips read only the rows that they need. A clip has the same frames with and
 without the cache. Rows are read, not mapped: where page faults are slow (in a sandbox) a map cost 16 ms a clip.
-
-Any number of processes share one folder. Where room is needed, the copy that was not used for the longest time goes
-first (`tinyvae.cache_folder`).
 """
 
 from __future__ import annotations

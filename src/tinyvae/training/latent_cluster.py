@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +21,12 @@ from tinyvae.data.clip_reading import BadFileWatch, Clips, ReadBatch
 from tinyvae.data.latent_store import LatentStore
 from tinyvae.data.ray_cluster import ray_cluster
 from tinyvae.errors import UserError
-from tinyvae.files import writing_to
-from tinyvae.storage import use_file_cache, work_folder
+from tinyvae.storage import use_file_cache
 from tinyvae.teachers import Teacher, identify_teacher
 from tinyvae.terminal import progress_bar
 from tinyvae.training.build import build_teacher
 from tinyvae.training.clips import RunData, training_settings
-from tinyvae.training.latents import encode_clips, micro_batches
+from tinyvae.training.latents import micro_batches, write_shard
 
 ReadPart = tuple[ReadBatch, npt.NDArray[np.uint8]]
 """A micro-batch without its frames, and the frames (NTCHW): Ray shares arrays between processes without a copy."""
@@ -89,13 +87,8 @@ def encode_shard(
     reads: list[ReadBatch] = [replace(read, batch=None) for read, _ in parts]
     if any(read.failure for read in reads):
         return reads
-    made: list[Any] = []
-    names: list[str] = []
-    for read, frames in parts:
-        assert read.batch is not None, "a training batch without failure is whole"
-        batch = replace(read.batch, frames=torch.from_numpy(frames.copy()))  # Ray's own are read-only
-        made.append(encode_clips(teacher, batch, config.spec, with_std=store.facts.has_std))
-        names += batch.names
-    with writing_to(work_folder(store.folder)):
-        store.write(shard, made, names)
+    bare = [(read.batch, frames) for read, frames in parts if read.batch is not None]
+    assert len(bare) == len(parts), "a training batch without failure is whole"
+    batches = (replace(batch, frames=torch.from_numpy(frames.copy())) for batch, frames in bare)  # Ray's are read-only
+    write_shard(config, store, teacher, shard, batches)
     return reads

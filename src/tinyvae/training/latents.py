@@ -1,8 +1,7 @@
 """Making a latent store: the teacher's latents of a run's first N clips, in the run's own order.
 
-A shard is made in three steps, each a function of its own: read its micro-batches (`data.clip_reading.Clips`, CPU),
-`encode_clips` (where the teacher is), and `LatentStore.write`. `make_shards` does them in this process, with the run's
-own loader, and `latent_cluster.make_shards_on_cluster` on a Ray cluster.
+`make_shards` reads the clips in this process, with the run's own loader; `latent_cluster.make_shards_on_cluster` reads
+and encodes them on a Ray cluster. Both give a shard's clips to `write_shard`, where the teacher is.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tinyvae.config.load import LoadedConfig
 from tinyvae.config.rules import path_complaints, raise_complaints, value_complaints
@@ -22,7 +23,6 @@ from tinyvae.data.loader import make_position_loader
 from tinyvae.data.splits import ClipSet
 from tinyvae.errors import UserError
 from tinyvae.files import lock_file, make_output_folder, writing_to
-from tinyvae.models.variants import VariantSpec
 from tinyvae.storage import Place, Url, use_file_cache, work_folder
 from tinyvae.teachers import Teacher, identify_teacher
 from tinyvae.terminal import bytes_in_words, count_of, progress_bar
@@ -152,28 +152,36 @@ def micro_batches(store: LatentStore, shard: int, batch_size: int) -> list[range
     ]
 
 
-def encode_clips(teacher: Teacher, batch: ClipBatch, spec: VariantSpec, *, with_std: bool) -> StoredLatents:
-    """The teacher's latents of a micro-batch, on the CPU, in the teacher's dtype."""
-    frames_NTCHW = batch.model_input(teacher.device)
+def write_shard(
+    config: TrainConfig, store: LatentStore, teacher: Teacher, shard: int, batches: Iterable[ClipBatch]
+) -> None:
+    """Encode the micro-batches of a shard as they come, and write it."""
+    made: list[StoredLatents] = []
+    files: list[str] = []
     try:
-        target_NTCHW = frames_NTCHW[:, : spec.aligned_frames(frames_NTCHW.shape[1])]
-        mean, std = teacher.distribution(target_NTCHW, with_std=with_std)
+        for batch in batches:
+            frames_NTCHW = batch.model_input(teacher.device)
+            target_NTCHW = frames_NTCHW[:, : config.spec.aligned_frames(frames_NTCHW.shape[1])]
+            mean, std = teacher.distribution(target_NTCHW, with_std=store.facts.has_std)
+            made.append(StoredLatents(mean=mean, std=std).to("cpu"))
+            files += batch.names
     except (RuntimeError, MemoryError) as fault:
         if not is_out_of_memory(fault):
             raise
         raise UserError("out of memory in the teacher; use smaller clips or a smaller --train_batch_size.") from None
-    return StoredLatents(mean=mean, std=std).to("cpu")
+    with writing_to(work_folder(store.folder)):
+        store.write(shard, made, files)
 
 
 def make_shards(
     config: TrainConfig, data: RunData, store: LatentStore, teacher: Teacher, shards: Sequence[int]
 ) -> None:
-    """Read, encode and write shards in this process, with workers that read ahead; each is written when it is full."""
-    batches = [(shard, part) for shard in shards for part in micro_batches(store, shard, config.train_batch_size)]
+    """Read, encode and write shards in this process, with workers that read ahead."""
+    work = {shard: micro_batches(store, shard, config.train_batch_size) for shard in shards}
     loader = make_position_loader(
         data.train,
         training_settings(config),
-        [positions for _, positions in batches],
+        [positions for parts in work.values() for positions in parts],
         sizes=store.facts.sizes,
         num_workers=loading_processes(config),
         prefetch_factor=config.prefetch_factor,
@@ -181,16 +189,9 @@ def make_shards(
         bad_file_limit=config.bad_file_limit,
         bad_file_log=data.bad_files,
     )
-    reads: Iterable[ClipBatch] = iter(loader)
-    made: list[StoredLatents] = []
-    files: list[str] = []
-    total = sum(len(positions) for _, positions in batches)
-    with closing(reads), progress_bar(total=total, desc="latents", unit="clip", disable=not batches) as bar:  # type: ignore[type-var]
-        for (shard, positions), batch in zip(batches, reads, strict=True):
-            made.append(encode_clips(teacher, batch, config.spec, with_std=store.facts.has_std))
-            files += batch.names
-            bar.update(len(batch))
-            if positions[-1] == store.positions(shard)[-1]:
-                with writing_to(work_folder(store.folder)):
-                    store.write(shard, made, files)
-                made, files = [], []
+    total = sum(len(store.positions(shard)) for shard in shards)
+    batches: Any = iter(loader)
+    with closing(batches), progress_bar(total=total, desc="latents", unit="clip", disable=not shards) as bar:
+        for shard, parts in work.items():
+            write_shard(config, store, teacher, shard, islice(batches, len(parts)))
+            bar.update(len(store.positions(shard)))

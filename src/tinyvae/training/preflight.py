@@ -302,7 +302,7 @@ def _latents(config: TrainConfig) -> Check | None:
         return None
     try:
         index = config.index_path
-        train = None if index is None else _train_files(config, open_index(index, config.data_root))
+        train = None if index is None else _sides(config, open_index(index, config.data_root))[0]
         store = open_latents(config, train, processes=None)
     except UserError as mistake:
         return Check(name="latents", found=str(config.latent_store), fix=str(mistake))
@@ -314,9 +314,15 @@ def _latents(config: TrainConfig) -> Check | None:
     return Check(name="latents", found=found + ("" if train else "; the run compares its files at the start"))
 
 
-def _train_files(config: TrainConfig, index: VideoIndex) -> ClipSet:
-    limits = {"train_split": config.train_split, "bad_file_limit": config.bad_file_limit}
-    return split(index, training_settings(config), split_by=config.split_by, **limits)[0]
+def _sides(config: TrainConfig, index: VideoIndex, *, whole: bool = True) -> tuple[ClipSet, ClipSet]:
+    """Training and validation files. Of a sample (not ``whole``) all train: the hash may put it all on one side."""
+    return split(
+        index,
+        training_settings(config),
+        train_split=config.train_split if whole else 1.0,
+        split_by=config.split_by if whole else "hash",
+        bad_file_limit=config.bad_file_limit,
+    )
 
 
 def _sampled_data(config: TrainConfig, source: Place) -> Check:
@@ -338,14 +344,8 @@ def _sampled_data(config: TrainConfig, source: Place) -> Check:
 
 
 def _split(config: TrainConfig, index: VideoIndex, note: str, *, whole: bool) -> Check:
-    """``whole``: the index holds all files. Of a sample the sides do not count: the hash may put it all on one."""
-    train, validation = split(
-        index,
-        training_settings(config),
-        train_split=config.train_split if whole else 1.0,
-        split_by=config.split_by if whole else "hash",
-        bad_file_limit=config.bad_file_limit,
-    )
+    """``whole``: the index holds all files."""
+    train, validation = _sides(config, index, whole=whole)
     note += f": {len(train)} train, {len(validation)} validate" if whole else f": {len(train)} of {len(index)} usable"
     if train.excluded.total:
         note += f"; left out: {train.excluded.sentence()}"
