@@ -65,6 +65,7 @@ def test_float32_latents_keep_every_bit_and_the_spread_comes_along(tmp_path: Pat
     read = store.read([2, 0])
     assert torch.equal(read.mean, mean[[2, 0]]) and read.std is not None and torch.equal(read.std, std[[2, 0]])
     assert 2 * mean.numel() * 4 < store.num_bytes < 2 * mean.numel() * 4 + 2000
+    assert replace(store, with_std=False).read([2, 0]).std is None
     row = read[slice(1, 2)].to("cpu")
     assert torch.equal(row.mean, mean[:1]) and row.std is not None and torch.equal(row.std, std[:1])
 

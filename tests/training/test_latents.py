@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from tests.data.ray_workers import GivesKilled, KilledOnce
 from tests.data.test_latent_store import FACTS, SIZES
 from tests.training.test_full_disk import fill, small_disk  # noqa: F401  (a fixture)
 from tests.training.test_golden_losses import write_teacher
@@ -26,6 +28,8 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.data import latent_store
 from tinyvae.data.latent_store import LatentStore
 from tinyvae.errors import UserError
+from tinyvae.training import latents
+from tinyvae.training.build import open_latents
 from tinyvae.training.clips import RunData
 from tinyvae.training.latents import LatentJob, make_latents
 from tinyvae.training.loop import Trainer
@@ -271,6 +275,12 @@ def test_nothing_is_written_where_the_disk_cannot_hold_it(
     assert "10000000000 clips of 2.00 KiB in float32, 18.6 TiB in all" in capsys.readouterr().out
 
 
+def test_a_run_that_does_not_sample_reads_no_spread(clips: Path, made: Path, tmp_path: Path) -> None:
+    words = recipe(clips, tmp_path / "run", latent_store=made, ref_vae_sample=False)
+    store = open_latents(load_config(words[0], words[1:]).config, None, processes=None)
+    assert store is not None and not store.with_std
+
+
 def test_settings_without_a_teacher_have_no_latents(clips: Path, made: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no teacher whose latents could be stored"):
         make(arguments_for(clips, tmp_path / "run"), tmp_path / "store")
@@ -349,3 +359,34 @@ def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path,
     assert torch.equal(both[0].mean, both[1].mean)
     assert both[0].std is not None and both[1].std is not None and torch.equal(both[0].std, both[1].std)
     assert json.loads((folder / "store.json").read_text())["num_clips"] == 72
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """The manifest, and what each shard says and holds; the bytes of its tensors."""
+    found: dict[str, Any] = {"manifest": (folder / "store.json").read_text()}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "np") as shard:
+            tensors = {name: shard.get_tensor(name).tobytes() for name in shard.keys()}  # noqa: SIM118 - no dictionary
+            found[file.name] = (dict(shard.metadata()), tensors)
+    return found
+
+
+@pytest.mark.slow
+def test_the_store_of_a_ray_cluster_is_that_of_one_process(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clips have two sizes. One process that reads and one that encodes are killed with SIGKILL in the middle."""
+    pytest.importorskip("ray")
+    monkeypatch.setattr(latent_store, "CLIPS_PER_SHARD", 4)
+    teacher = write_teacher(tmp_path / "teacher")
+    words = live(clips, tmp_path / "run", teacher, resolutions="8x32x32,8x16x24")
+    options = ["--clips", "18", "--dtype", "float32", "--output"]
+    assert run(["latents", *words, *options, str(tmp_path / "alone")]) == 0
+    reading = KilledOnce(latents.read_part, tmp_path / "reading", call=2)
+    encoding = GivesKilled(latents.open_encoder, tmp_path / "encoding", call=2)
+    monkeypatch.setattr(latents, "read_part", reading)
+    monkeypatch.setattr(latents, "open_encoder", encoding)
+    assert run(["latents", *words, *options, str(tmp_path / "cluster"), "--ray", "local"]) == 0
+    assert reading.num_calls > 9 and encoding.killed.num_calls > 5, "the killed ones came again"
+    alone, cluster = contents(tmp_path / "alone"), contents(tmp_path / "cluster")
+    assert len(alone) == 6 and cluster == alone

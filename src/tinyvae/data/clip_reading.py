@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -58,7 +56,6 @@ class BadFileLog:
     def __init__(self, file: Path) -> None:
         self.file = Path(file)
         self._known: set[str] = set()
-        self._read_up_to = 0
 
     def add(self, *bad_files: BadFile) -> None:
         fresh = [bad for bad in bad_files if bad.path not in self._known]
@@ -67,26 +64,18 @@ class BadFileLog:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.file, "a+b") as stream:
             lock_file(stream, wait=True)
-            stream.seek(self._read_up_to)
-            for line in stream:
-                if line.endswith(b"\n"):
-                    self._known.add(json.loads(line)["path"])
-                else:
-                    # A kill cut this line off. The file will be named again.
-                    stream.truncate(stream.tell() - len(line))
-            stream.seek(0, os.SEEK_END)
+            stream.seek(0)
+            *lines, cut_off = stream.read().split(b"\n")
+            stream.truncate(stream.tell() - len(cut_off))  # by a kill; its file will be named again
+            self._known = {json.loads(line)["path"] for line in lines}
             for bad in fresh:
                 if bad.path not in self._known:
                     self._known.add(bad.path)
                     stream.write(json.dumps(asdict(bad)).encode() + b"\n")
-            stream.flush()
-            self._read_up_to = stream.tell()
 
     def add_index(self, index: VideoIndex) -> int:
         """Add every file that is bad in the index; returns how many there are."""
-        bad_files = (BadFile(path=row.path, reason=row.reason) for row in index.bad_rows())
-        while batch := list(islice(bad_files, 1024)):
-            self.add(*batch)
+        self.add(*(BadFile(path=row.path, reason=row.reason) for row in index.bad_rows()))
         return index.num_bad
 
 
