@@ -226,7 +226,9 @@ class _JsonReader:
     def _list_of_object(self) -> Iterator[object]:
         found = False
         for _ in self._members("{", "}"):
-            name = str(self._value())
+            name = self._value()
+            if not isinstance(name, str):
+                raise self._broken("has a key that is not text")
             self._take(":")
             if name == "list":
                 found = True
