@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.video import small_videos
 from tinyvae.cache_folder import ABANDONED_S
 from tinyvae.data import decoded_cache
 from tinyvae.data.clip import ClipSettings, CropWindow
@@ -26,15 +28,8 @@ from tinyvae.data.splits import split
 from tinyvae.errors import UnreadableVideoError
 from tinyvae.storage import version_of
 from tinyvae.video.decode import VideoInfo, probe_video, read_frames
-from tinyvae.video.write import VideoWriter
 
-
-def write_video(path: Path, *, seed: int = 0, frames: int = 12) -> Path:
-    pixels = torch.randint(0, 256, (frames, 3, 8, 12), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    large = pixels.repeat_interleave(8, dim=2).repeat_interleave(8, dim=3)
-    with VideoWriter(path, fps=24, width=96, height=64, overwrite=True) as writer:
-        writer.write(large)
-    return path
+write_video = partial(small_videos.write_video, frames=12)
 
 
 def whole(cache: DecodedCache, video: Path, info: VideoInfo | None = None) -> torch.Tensor | None:
@@ -161,6 +156,7 @@ from pathlib import Path
 from tinyvae.video.decode import probe_video, read_frames
 from tinyvae.data.decoded_cache import DecodedCache
 from tinyvae.data.clip import CropWindow
+from tinyvae.storage import version_of
 
 folder, seed, max_gb = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 videos = sorted(folder.glob("*.mp4"))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.cache_folder import CacheNote
+from tinyvae.cache_folder import CacheNote, default_cache_folder
 from tinyvae.data.augment import to_model_input
 from tinyvae.data.clip import ClipChoice, ClipSettings, choose_clip, choose_validation_clip, file_of
 from tinyvae.data.decoded_cache import DecodedCache
@@ -187,8 +187,8 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
         self._sizes = sizes
         self.cache: DecodedCache | None = None
         if settings.decoded_cache_gb > 0:  # what is used from now on stays there for this loader
-            folder, max_gb = settings.decoded_cache_dir, settings.decoded_cache_gb
-            self.cache = DecodedCache(folder, max_gb=max_gb, run_start=time.time())
+            folder = settings.decoded_cache_dir or default_cache_folder("decoded")
+            self.cache = DecodedCache(folder, max_gb=settings.decoded_cache_gb, run_start=time.time())
         self.board = board
         self._buffers = WorkerBuffers(board)
         self._num_read = 0

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinyvae.cache_folder import CacheFolder, default_cache_folder, open_copy
+from tinyvae.cache_folder import CacheFolder, open_copy
 from tinyvae.data.clip import CropWindow
 from tinyvae.errors import UnreadableVideoError
 from tinyvae.files import FULL_DISK_ERRORS, atomic_write
@@ -37,9 +37,6 @@ class DecodedCache(CacheFolder):
         "decoded_cache_gb ({max_gb:.3g}) or the disk does not hold all files of this run, and clips of the others are "
         "decoded each time; raise decoded_cache_gb, or name another decoded_cache_dir"
     )
-
-    def __init__(self, folder: Path | None, *, max_gb: float, run_start: float = math.inf) -> None:
-        super().__init__(folder or default_cache_folder("decoded"), max_gb=max_gb, run_start=run_start)
 
     def clip(
         self,

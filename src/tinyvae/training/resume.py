@@ -170,11 +170,11 @@ def check_same_data(saved: SavedRun, config: TrainConfig, data: RunData) -> None
     if others:
         log.info("settings changed since the checkpoint: %s", "; ".join(others))
     stored = (saved.manifest.get("stored_clips"), data.stored_clips)
-    if not changes and saved.manifest["data_fingerprint"] != data.train.fingerprint:
-        changes = ["the list of training files (files were added, removed or replaced)"]
-        _refuse(saved.folder, changes, config)
-    elif not changes and None not in stored and stored[0] != stored[1]:
-        changes = [f"clips in the latent store: {stored[0]} -> {stored[1]}, which changes their order"]
+    if not changes:
+        if saved.manifest["data_fingerprint"] != data.train.fingerprint:
+            changes = ["the list of training files (files were added, removed or replaced)"]
+        elif None not in stored and stored[0] != stored[1]:
+            changes = [f"clips in the latent store: {stored[0]} -> {stored[1]}, which changes their order"]
         _refuse(saved.folder, changes, config)
     if changes:
         log.warning("resuming with changed settings, as allowed: %s", "; ".join(changes))
