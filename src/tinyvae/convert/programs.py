@@ -290,7 +290,7 @@ UPSTREAM = Program(
 
 def _graph_slots(place: str) -> tuple[Slot, ...]:
     return tuple(
-        Slot(variant=variant, file_name=variant, dtypes=("float32", "float16"), place=place, needs=form)
+        Slot(variant=variant, file_name=variant, dtypes=("float32", "float16", "int8"), place=place, needs=form)
         for variant in VARIANTS
         for form in FORMS
     )
@@ -387,18 +387,27 @@ def _or(words: list[str]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def check_dtype(program: Program, slot: Slot, dtype: str | None) -> str:
-    """The dtype to write: the slot's own, or the one asked for where the program reads it as it should."""
-    if dtype is not None and dtype not in ANY_DTYPE:
-        raise UserError(f"--dtype {dtype} is not known; use {_or([*slot.dtypes])}.")
-    if dtype is None or dtype in slot.dtypes:
-        return dtype or slot.dtypes[0]
-    why = ""
-    if program is COMFYUI and slot.dtypes == NOT_HALF:
-        why = " (it takes a float16 file with 16 channels for Hunyuan Video's and scales the latents)"
-    if program is COMFYUI and slot.variant == "taehv":
-        why = " (with another dtype it takes the file for Wan 2.1's and does not scale the latents)"
-    raise UserError(f"{program.title} does not read {slot.variant} as {dtype}{why}; use --dtype {_or([*slot.dtypes])}.")
+def check_dtype(program: Program, slot: Slot, dtype: str | None, *, has_data: bool = False) -> str:
+    """The dtype to write: the slot's own, or the one asked for where the program reads it as it should.
+
+    ``has_data``: whether the user named videos, which int8 alone takes.
+    """
+    chosen = dtype or slot.dtypes[0]
+    if chosen not in (*ANY_DTYPE, "int8"):
+        raise UserError(f"--dtype {dtype!r} is not known; use {_or([*slot.dtypes])}.")
+    if chosen not in slot.dtypes:
+        why = ""
+        if program is COMFYUI and slot.dtypes == NOT_HALF:
+            why = " (it takes a float16 file with 16 channels for Hunyuan Video's and scales the latents)"
+        if program is COMFYUI and slot.variant == "taehv":
+            why = " (with another dtype it takes the file for Wan 2.1's and does not scale the latents)"
+        what = f"{program.title} does not read {slot.variant} as {dtype}{why}"
+        raise UserError(f"{what}; use --dtype {_or([*slot.dtypes])}.")
+    if chosen == "int8" and not has_data:
+        raise UserError("--dtype int8 is calibrated on videos like those that will be decoded; name some with --data.")
+    if has_data and chosen != "int8":
+        raise UserError(f"--data is for --dtype int8 alone, and {chosen} is written; leave it out or add --dtype int8.")
+    return chosen
 
 
 def output_file(program: Program, slot: Slot, output: Path) -> Path:
