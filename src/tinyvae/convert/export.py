@@ -104,8 +104,8 @@ def export(
     live preview. ``dtype``: "float16", "bfloat16" or "float32"; the default is what the program wants. ``variant``: for
     a path whose file does not state it.
 
-    For onnx ``dtype`` can be "int8": the decoder's convolutions. ``data`` is then a video or a folder of videos (or
-    annotations, or an index; a path or a URL) to calibrate on, like those that will be decoded.
+    For onnx and web ``dtype`` can be "int8": the decoder's convolutions. ``data`` is then a video or a folder of videos
+    (or annotations, or an index; a path or a URL) to calibrate on, like those that will be decoded.
 
     Example: ``export(model, to="sdcpp", output="taew2_2.safetensors").files``.
     """
