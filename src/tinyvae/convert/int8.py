@@ -1,8 +1,8 @@
 """A decoder graph in int8: calibrated on the user's videos, compared with the float graph on other frames of them.
 
 The convolutions alone are quantized: int8 weights with a scale for each output channel, uint8 activations. Inputs,
-outputs and carried state stay float32, so the caller's loop is the same for both graphs. The encoder stays float32:
-int8 made it no faster (docs/decisions.md).
+outputs and carried state stay float32, so the caller's loop is the same for both graphs. The encoder stays float32
+(docs/decisions.md).
 """
 
 from __future__ import annotations
