@@ -29,7 +29,7 @@ from tinyvae.convert.programs import Program, Slot
 from tinyvae.errors import FileExistsAlreadyError, UserError
 from tinyvae.files import check_output_file, make_output_folder, writing_to
 from tinyvae.models.taehv import TAEHV
-from tinyvae.models.variants import H3_CHUNK_FRAMES, VariantSpec
+from tinyvae.models.variants import H3_CHUNK_FRAMES, VARIANTS, VariantSpec
 from tinyvae.models.weights import load_model, plain_state, save_model
 from tinyvae.storage import Place, place_of
 from tinyvae.teachers.statistics import pixel_normalization
@@ -218,7 +218,7 @@ def place_of_file(program: Program, slot: Slot, target: Path) -> str:
         # Its VAE loader looks into vae_approx for the known names alone.
         place = next(other.place for other in program.slots if "models/vae:" in other.place)
     shown = target if program.writes != "weights" or program in (programs.LIGHTX2V, programs.SDCPP) else target.name
-    return place.format(file=shown)
+    return place.format(file=shown, teacher=VARIANTS[slot.variant].teacher)
 
 
 def check_weights(written: Path, target: Path, program: Program, slot: Slot, rounded: TAEHV) -> None:
