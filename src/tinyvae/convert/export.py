@@ -223,18 +223,17 @@ def place_of_file(program: Program, slot: Slot, target: Path) -> str:
 
 def check_weights(written: Path, target: Path, program: Program, slot: Slot, rounded: TAEHV) -> None:
     """Read a file as the program would read ``target``, and compare its frames and latents with the model's."""
-    state = _raw_state(written)
-    wanted_dtype = {str(value.dtype) for value in state.values()}
-    assert len(wanted_dtype) == 1, f"{written} mixes {wanted_dtype}"
+    is_pickled = written.suffix == ".pth"
+    state = torch.load(written, map_location="cpu", weights_only=True) if is_pickled else load_file(written)
+    assert len({value.dtype for value in state.values()}) == 1, f"{written} mixes dtypes"
     try:
         reading = readers.READINGS[program.name](state, target.absolute(), slot.variant)
         readers.check_shapes(state, reading)
     except readers.UnreadableByProgramError as fault:
         raise ExportMismatchError(f"{program.title} cannot read the file: {fault}; nothing was written.") from None
     state = {key: value.float() for key, value in state.items()}
-    is_chunked = rounded.spec.frame_rule == "chunked"
     with torch.no_grad():
-        for num_latents in (2, 7) if is_chunked else (2, 3):
+        for num_latents in (2, 7) if rounded.spec.frame_rule == "chunked" else (2, 3):
             latents = random_latents(rounded.spec, num_latents)
             made = readers.read_decode(state, reading, latents / slot.handed_scale)
             _compare("frames", made, rounded.decode(latents), program, TOLERANCE)
@@ -242,12 +241,6 @@ def check_weights(written: Path, target: Path, program: Program, slot: Slot, rou
         # The encoder for [-1, 1] equals ours where the frame goes on in black (see `pixel_range`).
         made = readers.read_encode(state, reading, frames, border=-1.0 if slot.signed_pixels else 0.0)
         _compare("latents", made * slot.handed_scale, rounded.encode(frames), program, TOLERANCE)
-
-
-def _raw_state(file: Path) -> dict[str, Tensor]:
-    if file.suffix == ".pth":
-        return dict(torch.load(file, map_location="cpu", weights_only=True))
-    return load_file(file)
 
 
 # a folder of diffusers
@@ -317,8 +310,7 @@ def check_graphs(encoder: Path, decoder: Path, rounded: TAEHV, program: Program)
 
     spec = rounded.spec
     frames, latents = random_frames(spec), random_latents(spec, 3)
-    is_half = graphs.GraphStream(decoder).is_half
-    tolerance = HALF_TOLERANCE if is_half else TOLERANCE
+    tolerance = HALF_TOLERANCE if graphs.GraphStream(decoder).is_half else TOLERANCE
     made = graphs.stream_decode(decoder, latents, spec)
     _compare("frames", made, rounded.decode_video(latents), program, tolerance)
     made = graphs.stream_encode(encoder, frames, spec)
@@ -355,16 +347,13 @@ def random_frames(spec: VariantSpec) -> Tensor:
 
 def _compare(what: str, made: Tensor, expected: Tensor, program: Program, tolerance: float) -> None:
     if made.shape != expected.shape:
-        raise ExportMismatchError(
-            f"read by the rules of {program.title}, the {what} have shape {list(made.shape)} instead of "
-            f"{list(expected.shape)}; nothing was written."
-        )
-    error = (made - expected).abs().max().item() / max(1.0, expected.abs().max().item())
-    if not error <= tolerance:  # also where it is NaN
-        raise ExportMismatchError(
-            f"read by the rules of {program.title}, the {what} differ from the model's by {error:.2g}; nothing was "
-            "written."
-        )
+        fault = f"have shape {list(made.shape)} instead of {list(expected.shape)}"
+    else:
+        error = (made - expected).abs().max().item() / max(1.0, expected.abs().max().item())
+        if error <= tolerance:  # never where it is NaN
+            return
+        fault = f"differ from the model's by {error:.2g}"
+    raise ExportMismatchError(f"read by the rules of {program.title}, the {what} {fault}; nothing was written.")
 
 
 def _refuse_existing(files: list[Path], overwrite: bool) -> None:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tinyvae.models.weights import shape_differences
+
 State = Mapping[str, Tensor]
 
 
@@ -183,15 +185,7 @@ def expected_shapes(reading: Reading) -> dict[str, tuple[int, ...]]:
 
 def check_shapes(state: State, reading: Reading) -> None:
     """Raise where a program that loads strictly would: a missing key, a key too many, another shape."""
-    expected = expected_shapes(reading)
-    wrong = [f"{key} is missing" for key in expected if key not in state]
-    wrong += [f"{key} is not known" for key in state if key not in expected]
-    wrong += [
-        f"{key} is {list(state[key].shape)} instead of {list(shape)}"
-        for key, shape in expected.items()
-        if key in state and tuple(state[key].shape) != shape
-    ]
-    if wrong:
+    if wrong := shape_differences(state, expected_shapes(reading)):
         raise UnreadableByProgramError("; ".join(wrong[:3]))
 
 
