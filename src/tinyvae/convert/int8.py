@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -129,10 +130,11 @@ def write_int8(graph: Path, made: Path, videos: Sequence[Sequence[Tensor]]) -> N
     proto = onnx.load(graph)
     stated = {prop.key: prop.value for prop in proto.metadata_props}
     onnx.helper.set_model_props(proto, {**stated, **PREPARED})
+    calls = _stream_calls(graph, videos)
     quantization.quantize_static(
         proto,
         made,
-        _Calls(graph, videos),
+        SimpleNamespace(get_next=lambda: next(calls, None)),
         quant_format=quantization.QuantFormat.QDQ,
         per_channel=True,
         activation_type=quantization.QuantType.QUInt8,
@@ -144,21 +146,13 @@ def write_int8(graph: Path, made: Path, videos: Sequence[Sequence[Tensor]]) -> N
     onnx.save(proto, made)
 
 
-class _Calls:
-    """All inputs of every call while videos stream through a graph, for onnxruntime's calibration."""
-
-    def __init__(self, graph: Path, videos: Sequence[Sequence[Tensor]]) -> None:
-        self._calls = self._stream(graph, videos)
-
-    def _stream(self, graph: Path, videos: Sequence[Sequence[Tensor]]) -> Iterator[dict[str, np.ndarray]]:
-        for video in videos:
-            stream = GraphStream(graph)
-            for given in video:
-                yield stream.feeds(given)
-                stream.step(given)
-
-    def get_next(self) -> dict[str, np.ndarray] | None:
-        return next(self._calls, None)
+def _stream_calls(graph: Path, videos: Sequence[Sequence[Tensor]]) -> Iterator[dict[str, np.ndarray]]:
+    """All inputs of every call, carried state included, while videos stream through a graph."""
+    for video in videos:
+        stream = GraphStream(graph)
+        for given in video:
+            yield stream.feeds(given)
+            stream.step(given)
 
 
 def psnr_between(graph: Path, other: Path, latents_1TCHW: Tensor, spec: VariantSpec) -> float:

@@ -84,15 +84,16 @@ def list_weights(names: Sequence[str]) -> str:
 
 def _cached(hub: Any, repo: str, wanted: str | None, *, why: str) -> Path:
     """The file as it was downloaded before."""
-    # The layout of huggingface_hub's cache: refs/main names the newest snapshot that was downloaded.
-    place = Path(hub.constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
-    newest = place / "refs" / "main"
-    folder = place / "snapshots" / newest.read_text().strip() if newest.is_file() else None
-    there = [] if folder is None else [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
-    if folder is None or not there or (wanted is not None and wanted not in there):
+    there: list[str] = []
+    try:
+        folder = Path(hub.snapshot_download(repo, local_files_only=True))
+        there = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    except FileNotFoundError:  # nothing of this repository was
+        pass
+    if not there or wanted not in (None, *there):
         what = repo if wanted is None else f"{wanted} of {repo}"
         raise MissingFileError(f"{why}, and {what} was not downloaded before; load it once where there is a network.")
-    return folder / choose_file(repo, sorted(there), wanted)
+    return folder / choose_file(repo, there, wanted)
 
 
 # what goes wrong
