@@ -26,6 +26,7 @@ from tinyvae.evaluation.clip_sources import ClipPart, find_clips, frame_chunks, 
 from tinyvae.evaluation.metrics import psnr_from_mse
 from tinyvae.models.variants import VariantSpec
 from tinyvae.storage import Place
+from tinyvae.terminal import count_of
 
 if TYPE_CHECKING:
     from tinyvae.models.taehv import TAEHV
@@ -78,8 +79,8 @@ def read_videos(data: Place, spec: VariantSpec) -> Videos:
             groups = [[part] for part in groups[0]]
         if len(groups) == 1:
             raise UserError(
-                f"{data} has {wholes[0].num_frames} frames, and int8 needs {2 * num_frames} or more, to calibrate on "
-                "some and to check with others; name a longer video, or a folder of several, with --data."
+                f"{data} has {count_of(wholes[0].num_frames, 'frame')}, and int8 needs {2 * num_frames} or more, to "
+                "calibrate on some and to check with others; name a longer video, or a folder of several, with --data."
             )
         calibration = [part for number, group in enumerate(groups) if number % 3 != 1 for part in group]
         check = [part for group in groups[1::3] for part in group]
