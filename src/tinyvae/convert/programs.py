@@ -38,17 +38,6 @@ class Form:
     def of(cls, spec: VariantSpec) -> Form:
         return cls(latent_space=spec.latent_space, activation=spec.activation)
 
-    def settings(self) -> str:
-        """The settings of a training run that makes such a network, except defaults."""
-        changed = {key: value for key, value in vars(self).items() if value != getattr(OURS, key)}
-        return " ".join(f"--{key} {value}" for key, value in changed.items())
-
-    def difference(self, other: Form) -> tuple[str, str]:
-        """(what this form has that the other has not, what the other has instead), as a message says it."""
-        keys = [key for key, value in vars(self).items() if value != getattr(other, key)]
-        mine, theirs = (", ".join(FORM_WORDS[getattr(form, key)] for key in keys) for form in (self, other))
-        return mine, theirs
-
 
 OURS = Form()
 FORMS = tuple(
@@ -366,17 +355,16 @@ def _why_no_slot(program: Program, spec: VariantSpec, wanted: str) -> str:
     ways = [f"{SLOT_WORDS[slot]} works (--slot {slot})" for name, slot in fitting if name == program.name]
     elsewhere = dict.fromkeys(name for name, _ in fitting if name != program.name)
     ways.append(f"or use --to {_or([*elsewhere])}")
-    reason = f"it has no {wanted} slot for {spec.name}"
-    for slot in program.slots:
-        if (slot.variant, slot.name) == (spec.name, wanted):
-            needed, given = slot.needs.difference(form)
-            reason = (
-                f"{SLOT_WORDS[wanted]} needs a network for {needed}, and this one has {given}, so it would decode "
-                "wrongly without a word"
-            )
-            if settings := slot.needs.settings():
-                ways.append(f"or train one for it (tinyvae train ... {settings})")
-            break
+    needs = [slot.needs for slot in program.slots if (slot.variant, slot.name) == (spec.name, wanted)]
+    if needs:
+        keys = [key for key, value in vars(form).items() if value != getattr(needs[0], key)]
+        needed, given = (", ".join(FORM_WORDS[getattr(each, key)] for key in keys) for each in (needs[0], form))
+        reason = f"{SLOT_WORDS[wanted]} needs a network for {needed}, and this one has {given}"
+        reason += ", so it would decode wrongly without a word"
+        settings = [f"--{key} {value}" for key, value in vars(needs[0]).items() if value != getattr(OURS, key)]
+        ways += [f"or train one for it (tinyvae train ... {' '.join(settings)})"] if settings else []
+    else:
+        reason = f"it has no {wanted} slot for {spec.name}"
     return f"{spec.name} cannot be exported to {program.title}: {reason}; {', '.join(ways).removeprefix('or ')}."
 
 
