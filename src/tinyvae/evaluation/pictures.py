@@ -22,7 +22,7 @@ from tinyvae.evaluation.clip_sources import FALLBACK_FPS, ClipPart, ClipSource, 
 from tinyvae.evaluation.cost import StageTimes, fitting_in_memory
 from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
 from tinyvae.evaluation.metrics import sortable
-from tinyvae.evaluation.round_trip import RoundTrip, in_chunks_that_fit
+from tinyvae.evaluation.round_trip import RoundTrip, in_chunks_that_fit, shared_part
 from tinyvae.storage import place_of
 from tinyvae.terminal import progress_bar
 
@@ -195,6 +195,7 @@ def gather_evidence(
             results = [next(clip for clip in e.clips if clip.name == name) for e in evaluations]
             source = known.get(name) or ClipSource(name=name, path=place_of(results[0].path))
             part = measure_clip(source, max_frames=settings.max_frames, size=settings.size, middle=settings.middle)
+            part = shared_part(part, round_trips)
             with fitting_in_memory(part.path):
                 window, looks = _look_at_clip(part, round_trips, results)
             drawn.append(pool.submit(_draw, part, why, labels, window.start, looks, results))
