@@ -123,11 +123,17 @@ def _evaluation_rows(results: Sequence[EvaluationResult], names: dict[str, str])
 
 
 def comparison_text(comparison: Comparison, width: int | None = None) -> str:
-    """Every candidate against the baseline, then which model is best in each metric."""
+    """Every candidate against its baseline, then which model is best in each metric.
+
+    Beside a teacher: the students against each other; `figures_text` tells how far they are from the teacher.
+    """
     labels = [evaluation.model.label for evaluation in comparison.evaluations]
     names = short_names(labels, width or shutil.get_terminal_size().columns)
     parts = []
+    teachers = {figures.teacher.label for figures in comparison.figures}
     for candidate in comparison.candidates:
+        if candidate.baseline in teachers:
+            continue
         heading = f"{names[candidate.label]} against {names[candidate.baseline]}:"
         parts.append("\n".join([heading, _difference_table(candidate), *_clip_lines(comparison, candidate)]))
     winners = [
@@ -155,10 +161,15 @@ def figures_text(comparison: Comparison) -> str:
             if speed is None:
                 lines.append(f"  {verb}: speed not measured (the only clip is the warm-up)")
             else:
-                clip = f"{speed.student_ms:.3g} ms a clip, the teacher {speed.teacher_ms:.3g} ms"
+                clip = f"{in_ms(speed.student_ms)} a clip, the teacher {in_ms(speed.teacher_ms)}"
                 lines.append(f"  {verb} {speed.times_as_fast:.3g}x as fast: {clip}")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def in_ms(number: float) -> str:
+    """``4.21 ms``, ``3,320 ms``."""
+    return f"{number:,.0f} ms" if number >= 100 else f"{number:.3g} ms"
 
 
 def _difference_table(candidate: Candidate) -> str:

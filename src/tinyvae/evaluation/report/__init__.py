@@ -22,7 +22,7 @@ from tinyvae.evaluation.compare import Comparison
 from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
 from tinyvae.evaluation.metrics import METRICS, MetricInfo, sortable
 from tinyvae.evaluation.pictures import HEAT_FULL_SCALE, HEAT_STOPS, ClipEvidence, gather_evidence
-from tinyvae.evaluation.results import Result, write_results
+from tinyvae.evaluation.results import Result, in_ms, write_results
 from tinyvae.evaluation.round_trip import RoundTrip
 from tinyvae.files import atomic_write
 
@@ -81,6 +81,8 @@ def report_html(
     return page.render(
         evaluations=evaluations,
         comparison=result if isinstance(result, Comparison) else None,
+        figures=result.figures if isinstance(result, Comparison) else (),
+        by_label={evaluation.model.label: evaluation for evaluation in evaluations},
         metrics=METRICS,
         measured=measured,
         best_and_worst=best_and_worst,
@@ -110,6 +112,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    environment.filters["in_ms"] = in_ms
     environment.filters["rate"] = lambda number: f"{number:,.1f}" if number < 100 else f"{number:,.0f}"
     return environment
 
