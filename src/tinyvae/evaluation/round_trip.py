@@ -266,7 +266,7 @@ class TeacherRoundTrip(RoundTrip):
     def used_frames(self, num_frames: int) -> int:
         """The longest part of a clip that teacher and students count alike: CogVideoX encodes other lengths in one
         mode and decodes them in another."""
-        return next((t for t in range(num_frames, 0, -1) if self.spec.is_training_length(t)), num_frames)
+        return self.spec.training_length(num_frames)
 
     def encode(self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes) -> Iterator[Tensor]:
         frames_NTCHW = torch.cat(list(chunks), dim=1)[:, : self.aligned_frames(num_frames)]

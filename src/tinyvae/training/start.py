@@ -41,6 +41,7 @@ from tinyvae.training.resume import (
 )
 from tinyvae.training.run_folder import RunPlace, copy_past
 from tinyvae.training.validation import Validator
+from tinyvae.training.validation_teacher import deciding_score, find_validation_teacher
 
 log = logging.getLogger(__name__)
 
@@ -132,8 +133,16 @@ class _Run:
         engine.prepare(model, optimizers)
         task = build_task(config, engine, model, latents=data.latents)
         average = WeightAverage(model, decay=config.ema_decay) if config.ema_decay > 0 else None
+        teacher = find_validation_teacher(config, engine, task.teacher)
         state = RunState(
-            config=config, engine=engine, folder=folder, data=data, model=model, average=average, seraena=task.seraena
+            config=config,
+            engine=engine,
+            folder=folder,
+            data=data,
+            model=model,
+            average=average,
+            seraena=task.seraena,
+            decided_by=deciding_score(config, with_teacher=teacher is not None),
         )
         loop, data = self._settle(state, data)
         validator = Validator(
@@ -144,6 +153,7 @@ class _Run:
             average=average,
             loader=data.validation_loader(engine) if config.validation_steps > 0 else None,
             lpips=task.lpips,
+            teacher=teacher,
             run_log=self.run_log,
             stop_signal=lambda: self.signals.received,
             from_step=loop.progress.step,
@@ -175,7 +185,9 @@ class _Run:
             write_final_model(config, folder, model, average, progress, command=command)
             if config.report:
                 known = validator.known_clips
-                write_run_report(config, folder, data, known, task.lpips, device=engine.device, command=command)
+                write_run_report(
+                    config, folder, data, known, task.lpips, teacher=teacher, device=engine.device, command=command
+                )
         engine.barrier()
         trainer.check_saved(folder)
         return progress
