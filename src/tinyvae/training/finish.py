@@ -33,7 +33,6 @@ from tinyvae.evaluation.report import publish
 from tinyvae.evaluation.round_trip import TeacherRoundTrip, open_model
 from tinyvae.evaluation.teacher_figures import beside_teacher
 from tinyvae.files import why_not_written
-from tinyvae.losses.perceptual import LPIPS
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model
 from tinyvae.terminal import count_of
@@ -41,8 +40,8 @@ from tinyvae.training.checkpoint import WRITE_FAULTS, state_bytes
 from tinyvae.training.clips import RunData, loading_processes, validation_settings
 from tinyvae.training.optim import WeightAverage
 from tinyvae.training.resume import Progress
-from tinyvae.training.validation import SHOWN_METRICS, score_in_words
-from tinyvae.training.validation_teacher import ValidationTeacher, uncompiled
+from tinyvae.training.validation import SHOWN_METRICS, Validator, score_in_words
+from tinyvae.training.validation_teacher import uncompiled
 
 log = logging.getLogger(__name__)
 
@@ -94,27 +93,18 @@ def model_card(config: TrainConfig, folder: Path, model: TAEHV, progress: Progre
     )
 
 
-def write_run_report(
-    config: TrainConfig,
-    folder: Path,
-    data: RunData,
-    known: Mapping[str, Tensor],
-    lpips: LPIPS | None,
-    *,
-    teacher: ValidationTeacher | None = None,
-    device: torch.device,
-    command: str,
-) -> None:
+def write_run_report(validator: Validator, data: RunData, *, command: str) -> None:
     """Evaluate the run's best model (else its final one) on its validation clips: ``results.json``, ``report.html``.
 
-    ``known``: validation clips that are in memory, by name (uint8 TCHW); the others are read from their files. With a
-    ``teacher`` the model stands beside it. If the report cannot be made, that is a warning.
+    Clips that the validations have in memory are not read again. With a teacher the model stands beside it. If the
+    report cannot be made, that is a warning.
     """
+    config, folder, teacher, device = validator.config, validator.folder, validator.teacher, validator.engine.device
     started = time.perf_counter()
     if not len(data.validation):
         log.info("no report: the run has no validation files")
         return
-    clips = report_clips(config, data.validation, known)
+    clips = report_clips(config, data.validation, validator.known_clips)
     best = folder / "best_model" if (folder / "best_model").is_dir() else folder
     n_frames, height, width = config.validation_size
     settings = EvaluationSettings(
@@ -130,7 +120,9 @@ def write_run_report(
             if teacher is not None:
                 models = beside_teacher(models, TeacherRoundTrip(teacher.open(), teacher.path))
             results = [
-                evaluate_round_trip(model, clips, settings, devices=[device], lpips=lpips, compared_with=models)
+                evaluate_round_trip(
+                    model, clips, settings, devices=[device], lpips=validator.lpips, compared_with=models
+                )
                 for model in models
             ]
             result = results[0] if teacher is None else compare_results(results)

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -274,17 +274,22 @@ def validate(
     ``shows_decoder``: of the decoder on teacher latents.
     """
     own: dict[str, Scores] = {}
-    parts = _Parts(model=model, device=engine.device, lpips=lpips, average=average, teacher=teacher)
-    shown: Shown = []
+    scorer = _Scorer(
+        model=model,
+        device=engine.device,
+        lpips=lpips,
+        average=average,
+        teacher=teacher,
+        shows_decoder=shows_decoder,
+        num_shown=num_shown,
+    )
     batches, batch = iter(loader), None
     status, trouble = Status.WELL, None
     anybody_has_more = 1
     while anybody_has_more:
         try:
             if batch is not None:
-                scores, output = parts.measure(batch, gives_decoder=shows_decoder)
-                own |= zip(batch.names, scores, strict=True)
-                shown += _pictures(batch, output)[: num_shown - len(shown)] if num_shown > len(shown) else []
+                own |= scorer.measure(batch)
             batch = next(batches, None)
         except Exception as fault:  # noqa: BLE001 (all ranks hear of it, then the loop raises it)
             if is_out_of_memory(fault):  # it is not kept: its traceback would hold the tensors of that moment
@@ -303,10 +308,15 @@ def validate(
             raise ValidationCut(trouble) from trouble
     everybody = engine.gather((own, loader.reads))
     loader.check([reads for _, reads in everybody])
-    clips = {name: scores for of_rank, _ in everybody for name, scores in of_rank.items()}
-    assert clips, "a validation without a clip that passed the loader's check"
     if teacher is not None:
         teacher.forget()
+    return _result([scores for scores, _ in everybody], scorer.shown)
+
+
+def _result(everybody: Sequence[Mapping[str, Scores]], shown: Shown) -> ValidationResult:
+    """The means over the clips of all ranks, each given by name."""
+    clips = {name: scores for of_rank in everybody for name, scores in of_rank.items()}
+    assert clips, "a validation without a clip that passed the loader's check"
     ordered = [clips[name] for name in sorted(clips)]  # so that the sums do not depend on how the clips were shared out
     raw = [scores.raw for scores in ordered if scores.raw is not None]
     return ValidationResult(
@@ -332,52 +342,52 @@ class Scores(NamedTuple):
     raw: ClipScores | None
 
 
-class Output(NamedTuple):
-    """What a report shows of a batch: input and output NTCHW in [0, 1]."""
+class _Output(NamedTuple):
+    """Input and output NTCHW of a batch, in [0, 1]."""
 
     target: Tensor
     decoded: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """What measures a batch."""
+class _Scorer:
+    """Measures batches, and keeps up to ``num_shown`` clips for pictures."""
 
     model: VideoCodec
     device: torch.device
     lpips: LPIPS | None
     average: WeightAverage | None
     teacher: ValidationTeacher | None
+    shows_decoder: bool
+    num_shown: int
+    shown: Shown = field(default_factory=list)
 
     @torch.no_grad()
-    def measure(self, batch: ClipBatch, *, gives_decoder: bool) -> tuple[list[Scores], Output]:
-        """Scores of each clip of a batch, and what its averaged weights made of it."""
+    def measure(self, batch: ClipBatch) -> dict[str, Scores]:
+        """Scores of each clip of a batch, by name."""
         frames = batch.model_input(self.device)
         raw: list[ClipScores] | list[None] = [None] * len(batch)
         if self.average is not None:
-            raw, _ = self._score(batch, frames, gives_decoder=False)
+            raw, _ = self._score(batch.names, frames)
         with averaged_weights(self.model, self.average):
-            averaged, output = self._score(batch, frames, gives_decoder=gives_decoder)
-        return [Scores(*both) for both in zip(averaged, raw, strict=True)], output
+            averaged, output = self._score(batch.names, frames)
+        for i in range(min(len(batch), self.num_shown - len(self.shown))):
+            self.shown.append((batch.names[i], output.target[i].cpu(), output.decoded[i].cpu()))
+        return dict(zip(batch.names, map(Scores, averaged, raw), strict=True))
 
-    def _score(self, batch: ClipBatch, frames: Tensor, *, gives_decoder: bool) -> tuple[list[ClipScores], Output]:
+    def _score(self, names: Sequence[str], frames: Tensor) -> tuple[list[ClipScores], _Output]:
+        """Scores of clips with the weights that the model has now, and the output that can be shown."""
         model = self.model
-        output = Output(model.target(frames), model.reconstruct(frames).float())
+        output = _Output(model.target(frames), model.reconstruct(frames).float())
         own = clip_metrics(output.decoded, output.target, lpips=self.lpips)
         if self.teacher is None:
             return [ClipScores(metrics) for metrics in own], output
         frames = self.teacher.frames(frames)
-        latents = self.teacher.latents(batch.names, frames, model)
-        target = model.target(frames)
-        taught = Output(target, model.decode_video(latents)[:, : target.shape[1]].float())
+        latents, target = self.teacher.latents(names, frames, model), model.target(frames)
+        taught = _Output(target, model.decode_video(latents)[:, : target.shape[1]].float())
         decoder = clip_metrics(taught.decoded, taught.target, lpips=self.lpips)
         near = latent_snr(model.encode_video(frames), latents)
-        return list(map(ClipScores, own, decoder, near)), taught if gives_decoder else output
-
-
-def _pictures(batch: ClipBatch, output: Output) -> Shown:
-    pairs = zip(batch.names, output.target, output.decoded, strict=True)
-    return [(name, target.cpu(), decoded.cpu()) for name, target, decoded in pairs]
+        return list(map(ClipScores, own, decoder, near)), taught if self.shows_decoder else output
 
 
 def _means(clips: list[ClipScores]) -> dict[str, float]:
