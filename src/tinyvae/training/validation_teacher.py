@@ -6,6 +6,7 @@ round trip is not what tells the best model.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -72,16 +73,24 @@ def find_validation_teacher(config: TrainConfig, engine: Engine, live: Teacher |
         return ValidationTeacher(path, config.spec, lambda: live)
     if config.latent_store is None:
         return None
-    is_here = engine.from_main(lambda: path is not None and identify_teacher(path) is not None)
-    if path is None or not is_here:
+    lack = engine.from_main(lambda: _lack(path))
+    if lack or path is None:
         if engine.is_main:
-            why = "no teacher is named beside the latent store" if path is None else f"the teacher {path} is not here"
-            log.info("%s: validation and report score the student's own round trip alone", why)
+            log.info("%s: validation and report score the student's own round trip alone", lack)
         return None
     kind, dtype = config.ref_vae_type, getattr(torch, config.ref_vae_dtype)
     return ValidationTeacher(
         path, config.spec, lambda: load_teacher(kind, path, dtype=dtype, device=engine.device, spec=config.spec)
     )
+
+
+def _lack(path: str | None) -> str:
+    """Why a teacher beside a latent store cannot be loaded here; empty where it can."""
+    if path is None:
+        return "no teacher is named beside the latent store"
+    if identify_teacher(path) is None:
+        return f"the teacher {path} is not here"
+    return "" if importlib.util.find_spec("diffusers") else "diffusers, which loads the teacher, is not installed"
 
 
 def deciding_score(config: TrainConfig, *, with_teacher: bool) -> str:
