@@ -71,7 +71,7 @@ def test_scores_start_again_without_the_teacher_and_a_resume_with_it_is_exact(
     words = ["--clips", "4", "--output", str(tmp_path / "store"), "--dtype", "float32"]
     copy = shutil.copytree(teacher, tmp_path / "teacher")
     run_verb(["latents", *distilling(clips, tmp_path / "x", copy), *words])
-    stored: dict[str, object] = {"latent_store": tmp_path / "store", "max_train_steps": 4}
+    stored: dict[str, object] = {"latent_store": tmp_path / "store", "max_train_steps": 4, "checkpoints_total_limit": 9}
     train_here(distilling(clips, tmp_path / "whole", copy, **stored))
     resume: dict[str, object] = {**stored, "resume_from_checkpoint": tmp_path / "whole/checkpoint-2"}
     train_here(distilling(clips, tmp_path / "resumed", copy, **resume))

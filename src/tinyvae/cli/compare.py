@@ -24,7 +24,12 @@ from tinyvae.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="two or more models; the first is the baseline")
+    parser.add_argument(
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        help="two or more models (beside a --teacher one or more); the first is the baseline",
+    )
     variant = "once for each model, where files cannot tell; - for none"
     parser.add_argument("--variant", action="append", metavar="NAME", help=variant)
     add_data_arguments(parser)

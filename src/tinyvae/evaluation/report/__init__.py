@@ -75,13 +75,15 @@ def report_html(
     tables = [{clip.name: clip for clip in evaluation.clips} for evaluation in evaluations]
     listed = {name: [table[name] for table in tables] for name in listed_clips(evaluations)}
     measured = [info for name, info in METRICS.items() if any(e.summary.value(name) for e in evaluations)]
+    figures = result.figures if isinstance(result, Comparison) else ()
     worst_cards = [(clip, worst) for clip in evidence for worst in clip.worst_frames]
     main_curves = [name for name, points in training.items() if not _is_detail(name, points)]
     page = _environment().get_template("page.html")
     return page.render(
         evaluations=evaluations,
         comparison=result if isinstance(result, Comparison) else None,
-        figures=result.figures if isinstance(result, Comparison) else (),
+        figures=figures,
+        row_words={figure.label: words for one in figures for words, figure in one.rows().items()},
         by_label={evaluation.model.label: evaluation for evaluation in evaluations},
         metrics=METRICS,
         measured=measured,
