@@ -88,7 +88,7 @@ def by_hand(folder: Path, model: TAEHV, frames_NTCHW: Tensor) -> dict[str, float
     [
         pytest.param("taecvx", {}, 9, marks=pytest.mark.slow),
         ("taecvx", {"latent_space": "vae"}, 9),
-        ("taew2_1", {}, 12),
+        pytest.param("taew2_1", {}, 12, marks=pytest.mark.slow),
     ],
 )
 def test_the_figures_are_those_of_a_direct_computation(
@@ -129,6 +129,7 @@ class TeacherInDisguise(RoundTrip):
         return self._twin.decode(latents, num_latents, times)
 
 
+@pytest.mark.slow
 def test_a_perfect_student_has_four_equal_rows(
     teachers: dict[str, Path], write_video: WriteVideo, tmp_path: Path
 ) -> None:
@@ -194,11 +195,23 @@ def test_the_verbs_print_and_write_the_figures(
     page = (tmp_path / "out" / "report.html").read_text()
     assert 'id="teacher"' in page and "Student&#39;s encoder, teacher decodes" in page
     assert page.count('class="pixels" alt="tiny decoder, a square of it"') == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_students", [1, 2])
+def test_the_page_in_a_browser(
+    teachers: dict[str, Path], write_video: WriteVideo, tmp_path: Path, num_students: int
+) -> None:
+    video = write_video("clip.mp4", frames=9, height=32, width=48)
+    students = [open_model(student(), label=f"student {number}") for number in range(num_students)]
+    teacher = open_teacher(teachers["taecvx"], students, device=torch.device("cpu"), dtype=None)
+    rows = beside_teacher(students, teacher)
+    publish(compare(rows, video, lpips=None), rows, tmp_path, command="test")
     with open_browser() as browser:
         for width, dark in ((1400, False), (400, True)):
-            browser.open(tmp_path / "out" / "report.html", width=width, dark=dark)
+            browser.open(tmp_path / "report.html", width=width, dark=dark)
             assert browser.run("return document.documentElement.scrollWidth") <= width
-            assert browser.run("return document.querySelectorAll('#teacher .same figure').length") == 5
+            assert browser.run("return document.querySelectorAll('#teacher .same figure').length") == len(rows) + 1
             loaded = "return [...document.querySelectorAll('#teacher img')].every(i => i.naturalWidth > 0)"
             assert browser.run(loaded) and browser.complaints() == []
 
