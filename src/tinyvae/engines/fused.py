@@ -26,6 +26,7 @@ from tinyvae.engines.cudnn import CudnnStack, why_not_cudnn
 from tinyvae.engines.eager import EagerStack
 from tinyvae.engines.fold import Layer, WideMemLayer, channels_last, fold_layers, map_weights
 from tinyvae.engines.hopper import HopperStack, why_not_hopper
+from tinyvae.engines.onednn import OnednnStack, why_not_onednn
 from tinyvae.engines.stack import Stack, slice_bytes
 from tinyvae.errors import UserError
 from tinyvae.models.codec import CodecState, VideoCodec
@@ -33,12 +34,12 @@ from tinyvae.models.streaming import Side, joined_latents
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec
 
-Engine = Literal["hopper", "cudnn", "eager"]
+Engine = Literal["hopper", "cudnn", "onednn", "eager"]
 
 STREAM_BYTES = 608 * 2**20  # for one chunk, beside its input
 MOST_LATENTS = 4096
 FEW_LATENTS = 4  # to have this many, a chunk may take twice the memory: on an H200 each chunk costs 0.2 to 0.7 ms
-SUPER_COPIES: dict[Engine, int] = {"cudnn": 7, "eager": 10}
+SUPER_COPIES: dict[Engine, int] = {"cudnn": 7, "onednn": 10, "eager": 10}
 """A super block holds its input, two tensors side by side and four widened ones; in the eager engine also both
 depthwise results and one of them shifted. Other blocks hold three tensors."""
 
@@ -177,6 +178,8 @@ class FusedTAEHV(VideoCodec):
             return HopperStack(layers, patch_size=self.spec.patch_size)
         if engine == "cudnn":
             return CudnnStack(layers, patch_size=self.spec.patch_size)
+        if engine == "onednn":
+            return OnednnStack(layers, patch_size=self.spec.patch_size)
         return EagerStack(map_weights(layers, channels_last), patch_size=self.spec.patch_size)
 
 
@@ -189,7 +192,7 @@ def choose_engine(
         network or why_not_hopper(layers, dtype, device),
         network or why_not_cudnn(dtype, device),
     )
-    reasons: dict[Engine, str | None] = {"hopper": hopper_reason, "cudnn": cudnn_reason, "eager": None}
+    reasons: dict[Engine, str | None] = {"hopper": hopper_reason, "cudnn": cudnn_reason, "onednn": why_not_onednn(dtype, device), "eager": None}
     if wanted is not None:
         if wanted not in reasons:
             names = ", ".join(reasons)
@@ -202,6 +205,8 @@ def choose_engine(
     if cudnn_reason is None:
         is_exact = dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
         return "cudnn", hopper_reason + ("; with TF32 off the plain network is as fast" if is_exact else "")
+    if reasons["onednn"] is None:
+        return "onednn", ""
     return "eager", "; ".join(dict.fromkeys([hopper_reason, cudnn_reason]))  # each reason once
 
 

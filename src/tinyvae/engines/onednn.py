@@ -1,0 +1,319 @@
+"""The engine of oneDNN's fused convolutions, for CPUs: convolution, bias, sum and ReLU in one call.
+
+Two things make it faster than torch's own operators. The sums of a memory block (the frame before, the residual) and
+its ReLUs happen inside the convolutions. And no result is large: a system gives fresh memory to every tensor of more
+than 32 MiB, page by page, which takes eight times as long as to fill it. So memory blocks go frame by frame over their
+input, and the layers between them in bands of rows.
+
+Frames travel as (N·T)CHW in channels_last memory, float32 or bfloat16. A memory block carries its *convolved* last
+frame NCHW, a pooling layer the frames NTCHW that wait for partners.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyvae.engines import eager, fold
+from tinyvae.engines.stack import Stack, State
+
+SLICE_BYTES = 4 * 2**20  # for the widest place of a band, and for the frames that a memory block takes at once
+FEWEST_ROWS = 8  # of a band; the rows beside it are computed twice
+
+
+@functools.cache
+def why_not_onednn(dtype: torch.dtype, device: torch.device) -> str | None:
+    """None where oneDNN's fused convolutions run and pay, else the reason in words; tried once per dtype."""
+    if device.type != "cpu":
+        return f"the model is on {device.type}"
+    if not torch.backends.mkldnn.is_available() or platform.machine().lower() not in ("x86_64", "amd64"):
+        return "this torch has no oneDNN for x86 CPUs"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"on a CPU oneDNN's fused convolutions are for float32 and bfloat16, not {dtype}"
+    if dtype == torch.bfloat16 and not has_bfloat16():
+        return "this CPU has no instructions for bfloat16 (avx512_bf16), and float32 is faster"
+    return try_convolutions(dtype)
+
+
+def has_bfloat16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported()
+
+
+def try_convolutions(dtype: torch.dtype) -> str | None:
+    """None if oneDNN runs one small convolution of each kind, else the reason in words."""
+    x = torch.ones(1, 16, 4, 4, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    try:
+        conv = Conv.of(torch.ones(16, 16, 3, 3, dtype=dtype), torch.ones(16, dtype=dtype), relu=True)
+        conv.add_to(x, conv(x))
+    except (RuntimeError, AttributeError) as error:  # another torch, another CPU
+        return f"oneDNN's fused convolutions do not run in {dtype} here ({str(error).splitlines()[0]})"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conv:
+    """A convolution with its activation: BCHW in channels_last memory to the same."""
+
+    weight: Tensor  # in oneDNN's own order
+    bias: Tensor | None
+    padding: int
+    stride: int
+    groups: int
+    relu: bool
+    slope: float
+
+    @classmethod
+    def of(
+        cls,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        relu: bool = False,
+        slope: float = 0.0,
+        stride: int = 1,
+        groups: int = 1,
+    ) -> Conv:
+        """``weight`` and ``slope`` as in `fold`."""
+        padding = weight.shape[-1] // 2
+        typical = [1, groups * weight.shape[1], 64, 64]  # frames; those of other sizes want the same order of weights
+        packed = torch._C._nn.mkldnn_reorder_conv2d_weight(
+            weight.contiguous().to_mkldnn(), [padding] * 2, [stride] * 2, [1, 1], groups, typical
+        )
+        return cls(
+            weight=packed, bias=bias, padding=padding, stride=stride, groups=groups, relu=relu, slope=slope
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        attribute, scalars = ("leaky_relu", [self.slope]) if self.slope else ("relu", [])
+        if not self.relu:
+            attribute, scalars = "none", []
+        return torch.ops.mkldnn._convolution_pointwise(
+            x, self.weight, self.bias, *self._geometry, attribute, scalars, ""
+        )
+
+    def add_to(self, total: Tensor, x: Tensor) -> Tensor:
+        """The activation of (``total`` + the convolution of ``x``), written over ``total``."""
+        attribute = "relu" if self.relu and not self.slope else None
+        torch.ops.mkldnn._convolution_pointwise_(
+            total, x, self.weight, self.bias, *self._geometry, "add", None, attribute, [], None
+        )
+        return F.leaky_relu_(total, self.slope) if self.relu and self.slope else total
+
+    @property
+    def _geometry(self) -> tuple[list[int], list[int], list[int], int]:
+        return [self.padding] * 2, [self.stride] * 2, [1, 1], self.groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A memory block over a few frames of one video; its result is written over ``x``."""
+
+    past: Conv  # of x_{t-1}; what a stream carries
+    present: Conv
+    middle: tuple[Conv, ...]
+    last: Conv  # adds x_t
+
+    def __call__(self, x: Tensor, before: Tensor) -> Tensor:
+        """``before``: what `past` made of the frame before, 1CHW, to be written over. Returns that of the last."""
+        then = self.past(x)
+        hidden = self.present.add_to(_shifted(before, then), x)
+        for conv in self.middle:
+            hidden = conv(hidden)
+        self.last.add_to(x, hidden)
+        return then if len(then) == 1 else then[-1:].clone()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperBlock:
+    """`Block` for the super decoders."""
+
+    past: Conv
+    depth: Conv
+    widen_past: Conv
+    widen: Conv
+    narrow: Conv
+
+    def __call__(self, x: Tensor, before: Tensor) -> Tensor:
+        then = self.past(x)
+        wide = self.widen_past(_shifted(before, then))
+        self.narrow.add_to(x, self.widen.add_to(wide, self.depth(x)))
+        return then if len(then) == 1 else then[-1:].clone()
+
+
+def _shifted(before: Tensor, then: Tensor) -> Tensor:
+    return before if len(then) == 1 else torch.cat([before, then[:-1]])
+
+
+class OnednnStack(Stack):
+    """An encoder or decoder as oneDNN calls."""
+
+    writes_image = False
+
+    def __init__(self, layers: Sequence[fold.Layer], *, patch_size: int) -> None:
+        super().__init__(layers, patch_size=patch_size)
+        self._blocks = {
+            place: block_of(layer) for place, layer in enumerate(layers) if isinstance(layer, fold.BlockLayer)
+        }
+        self._layers = {
+            place: layer_of(layer) for place, layer in enumerate(layers) if not isinstance(layer, fold.BlockLayer)
+        }
+        first = layers[0 if self.is_encoder else -1]
+        assert isinstance(first, fold.ConvLayer)
+        self._dtype = first.weight.dtype
+
+    def __reduce__(self) -> tuple[object, ...]:  # oneDNN's own order of weights stays in the process
+        return functools.partial(OnednnStack, patch_size=self.patch_size), (self.layers,)
+
+    def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
+        x = frames_NTCHW.flatten(0, 1).to(self._dtype)
+        if self.is_encoder and self.patch_size > 1:
+            x = F.pixel_unshuffle(x, self.patch_size)
+        return x.contiguous(memory_format=torch.channels_last)
+
+    def leave(self, x: Tensor) -> Tensor:
+        return (x if self.is_encoder or self.patch_size == 1 else F.pixel_shuffle(x, self.patch_size)).contiguous()
+
+    def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
+        block, carried = self._blocks[place], state[place]
+        group = max(1, SLICE_BYTES // x[:1].nbytes)
+        lasts = []
+        for number, video in enumerate(x.chunk(num_videos)):
+            # A state may be used twice, so that what it holds is not written over.
+            before = torch.zeros_like(video[:1]) if carried is None else carried[number : number + 1].clone()
+            for frames in video.split(group):
+                before = block(frames, before)
+            lasts.append(before)
+        return x, lasts[0] if num_videos == 1 else torch.cat(lasts)
+
+    def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
+        layers = self.layers[start:stop]
+        widest, unit = self.widest(start, stop, x.shape[1])
+        per_row = widest / unit * x.shape[0] * x.shape[3] * x.element_size()
+        step = 2 if isinstance(layers[-1], fold.PoolLayer) else 1
+        rows = max(FEWEST_ROWS, int(SLICE_BYTES / per_row)) // step * step
+        if rows >= x.shape[2]:
+            return self._compute(start, stop, x)
+        size = fold.Size(x.shape[0], *x.shape[1:])
+        for layer in layers:
+            size = layer.output(size)
+        out = self.empty(stop, size, x)
+        for band, kept, target in cut_bands(layers, x.shape[2], size.height, rows):
+            made = self._compute(start, stop, x[:, :, band].contiguous(memory_format=torch.channels_last))
+            out[:, :, target] = made[:, :, kept]
+        return out
+
+    def _compute(self, start: int, stop: int, x: Tensor) -> Tensor:
+        for place in range(start, stop):
+            x = self._layers[place](x)
+        return x
+
+    def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
+        return SLICE_BYTES / x.element_size()
+
+    def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
+        return x.shape[1], x.shape[2], x.shape[3]
+
+    def empty(self, stop: int, size: fold.Size, x: Tensor) -> Tensor:
+        return x.new_empty(size.frames, size.height, size.width, size.channels).permute(0, 3, 1, 2)
+
+
+def cut_bands(
+    layers: Sequence[fold.Layer], height: int, height_out: int, rows: int
+) -> Iterator[tuple[slice, slice, slice]]:
+    """Bands of ``rows`` rows: (rows to read, those of the result that are right, where these belong).
+
+    A band reads a few rows more on both sides: the results of its outer rows lack their neighbors.
+    """
+    halo, scale = _halo(layers)
+    for first in range(0, height, rows):
+        last = min(height, first + rows)
+        begin, end = max(0, first - halo), min(height, last + halo)
+        target = slice(int(first * scale), height_out if last == height else int(last * scale))
+        above = int(begin * scale)
+        yield slice(begin, end), slice(target.start - above, target.stop - above), target
+
+
+def _halo(layers: Sequence[fold.Layer]) -> tuple[int, float]:
+    """(rows that a result reads above and below its own, rows of the result for one row)."""
+    halo, scale, step = 0, 1.0, 1
+    for layer in reversed(layers):
+        if isinstance(layer, fold.PoolLayer):
+            halo, scale, step = 2 * halo + 1, scale / 2, 2
+        elif isinstance(layer, fold.GrowLayer):
+            halo, scale = -(-halo // 2) + 1, 2 * scale
+        elif isinstance(layer, fold.ConvLayer):
+            doubles = 2 if layer.shuffle else 1
+            halo, scale = -(-halo // doubles) + layer.weight.shape[-1] // 2, scale * doubles
+    return -(-halo // step) * step, scale
+
+
+def layer_of(layer: fold.Layer) -> Callable[[Tensor], Tensor]:
+    """A layer without a state as a function: (N·T)CHW -> (N·T')C'H'W'."""
+    if isinstance(layer, fold.ClampLayer):
+        return functools.partial(eager.compute_layer, layer)
+    if isinstance(layer, fold.PoolLayer):
+        weights = layer.weight.chunk(layer.stride, dim=1)
+        return functools.partial(_pool, [Conv.of(weight, stride=2) for weight in weights])
+    assert isinstance(layer, fold.ConvLayer | fold.GrowLayer)
+    bias = layer.bias if isinstance(layer, fold.ConvLayer) else None
+    conv = Conv.of(layer.weight, bias, relu=layer.relu, slope=layer.slope)
+    if isinstance(layer, fold.GrowLayer):
+        return functools.partial(_grow, conv, layer.frames)
+    return functools.partial(_conv, conv, layer.frames, layer.shuffle)
+
+
+def _pool(convs: list[Conv], x: Tensor) -> Tensor:
+    if len(convs) == 1:
+        return convs[0](x)
+    made = []
+    for frames in x.split(len(convs)):
+        total = convs[0](frames[:1])
+        for conv, frame in zip(convs[1:], frames[1:].split(1), strict=True):
+            conv.add_to(total, frame)
+        made.append(total)
+    return torch.cat(made)
+
+
+def _grow(conv: Conv, frames: int, x: Tensor) -> Tensor:
+    return eager.interleave_phases(conv(x), frames, x.shape[2], x.shape[3])
+
+
+def _conv(conv: Conv, frames: int, shuffle: bool, x: Tensor) -> Tensor:
+    made = conv(x)
+    if shuffle:
+        made = F.pixel_shuffle(made, 2).contiguous(memory_format=torch.channels_last)
+    return eager.spread_frames(made, frames)
+
+
+def block_of(layer: fold.Layer) -> Block | SuperBlock:
+    if isinstance(layer, fold.SuperMemLayer):
+        return _super_block_of(layer)
+    assert isinstance(layer, fold.MemLayer | fold.WideMemLayer)
+    conv = functools.partial(Conv.of, relu=True, slope=layer.slope)
+    present, past = layer.first.chunk(2)
+    if isinstance(layer, fold.WideMemLayer):
+        groups = layer.groups
+        middle = conv(layer.second, layer.second_bias, groups=groups), conv(layer.third, layer.third_bias)
+        last = conv(layer.fourth, layer.fourth_bias, groups=groups)
+    else:
+        middle, last = (conv(layer.second, layer.second_bias),), conv(layer.third, layer.third_bias)
+    bias = layer.first_bias[: len(present)]
+    return Block(past=Conv.of(past), present=conv(present, bias), middle=middle, last=last)
+
+
+def _super_block_of(layer: fold.SuperMemLayer) -> SuperBlock:
+    groups = len(layer.depth)
+    widen, widen_past = layer.widen.chunk(2, dim=1)
+    return SuperBlock(
+        past=Conv.of(layer.past_depth, groups=groups),
+        depth=Conv.of(layer.depth, groups=groups),
+        widen_past=Conv.of(widen_past),
+        widen=Conv.of(widen, layer.widen_bias, relu=True, slope=layer.slope),
+        narrow=Conv.of(layer.narrow),
+    )
