@@ -182,6 +182,7 @@ def test_torch_without_these_operators_is_told(monkeypatch: pytest.MonkeyPatch) 
     assert onednn.why_not_onednn(torch.float32, torch.device("meta")) == "the model is on meta"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["taehv", "taeltx_2", "taew2_2_super"])
 @torch.no_grad()
 def test_chunk_takes_the_memory_that_is_counted(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
