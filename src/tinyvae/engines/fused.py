@@ -135,6 +135,9 @@ class FusedTAEHV(VideoCodec):
         self.engines: dict[str, str] = {}
         self._chosen: dict[Side, Engine] = {}
         self._chunks: dict[tuple[Side, int], int] = {}  # latents of a chunk by side and pixels of a latent
+        is_short_on_cpu = self._device.type == "cpu" and self._dtype == torch.bfloat16
+        if engine is None and is_short_on_cpu and (reason := why_not_onednn(self._dtype, self._device)):
+            log.warning("%s: use model.float().fused().", reason)
         with torch.no_grad():
             self._encoder = self._build("encoder", folded_copy(model.encoder), engine)
             self._decoder = self._build("decoder", folded_copy(model.decoder), engine)
@@ -229,8 +232,6 @@ def choose_engine(
 
 def _choose_on_cpu(dtype: torch.dtype, onednn_reason: str | None) -> tuple[Engine, str]:
     if onednn_reason is not None:
-        if dtype == torch.bfloat16:
-            log.warning("%s; use model.float().fused().", onednn_reason)
         return "eager", onednn_reason
     is_slower = dtype == torch.float32 and has_bfloat16()
     return "onednn", "in bfloat16 it is about twice as fast on this CPU" if is_slower else ""
