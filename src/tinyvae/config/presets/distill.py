@@ -20,7 +20,7 @@ config = replace(
     # 9 = 8 + 1: student and teacher of every variant count it alike, except MiniMax H3's, which get 17.
     n_frames=9,
     max_train_steps=9_000,
-    # Encoder and decoder share no weights, so their losses do not compete; the weights bring both gradients to one size.
+    # Encoder and decoder share no weights, so their losses do not compete (docs/losses.md).
     reconstruction_loss_weight=0.0,
     encoder_loss_weight=1.0,
     decoder_loss_weight=10.0,
