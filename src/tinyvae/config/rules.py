@@ -370,7 +370,8 @@ def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list
                 check()
         except UserError as mistake:
             missing = isinstance(mistake, MissingFileError) and keys[0] == "ref_vae_path"
-            complaints.append(Complaint(keys=keys, text=f"{keys[0]}: {mistake}", missing=missing))
+            written = given[keys[0]].key if keys[0] in given else keys[0]
+            complaints.append(Complaint(keys=keys, text=f"{written}: {mistake}", missing=missing))
     if obstacle := _obstacle_to_writing(config.output_dir):
         text = f"output_dir={config.output_dir} cannot be written: {obstacle}; choose another."
         complaints.append(Complaint(keys=("output_dir",), text=text))
