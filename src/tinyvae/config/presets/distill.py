@@ -5,7 +5,7 @@ Command:   tinyvae train distill --teacher FOLDER --data_root FOLDER
            teacher itself: `tinyvae latents distill ...`, then --latent_store FOLDER; docs/guide-distillation.md)
 Hardware:  one GPU with 8 GB beside what the teacher takes (made for an H100 or H200), 8 CPU cores.
 Needs:     a teacher: a diffusers folder or hub name (docs/teachers.md). It tells the variant.
-Data:      any folder of videos of at least 128x128 pixels and 9 frames.
+Data:      any folder of videos of at least 128x128 pixels and 9 frames (to validate: 256x256 and 20 frames).
 Expect:    the decoder and the encoder close to the teacher's own; `tinyvae eval` with the teacher says how close.
            The decoder alone: --encoder_loss_weight 0. The encoder alone: --decoder_loss_weight 0.
 """
