@@ -26,7 +26,7 @@ from tinyvae.config import old_files, rules
 from tinyvae.config.old_files import Settings
 from tinyvae.config.rules import Complaint, GivenPath
 from tinyvae.config.schema import FIELDS, RUN_FORMAT, TrainConfig, kinds_of, path_keys, shown_value
-from tinyvae.config.variant import variant_of_teacher, variant_of_weights
+from tinyvae.config.variant import TEACHER_KEYS, variant_of_teacher, variant_of_weights
 from tinyvae.errors import MissingFileError, UserError, nearest_name
 from tinyvae.models.variants import VARIANTS
 from tinyvae.storage import Url
@@ -35,7 +35,6 @@ PRESET_FOLDER = Path(__file__).resolve().parent / "presets"
 PROJECT_MARKERS = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "requirements.txt")
 LARGEST_FILE = 2**20  # bytes; a larger file is something else, such as a video or weights
 TEACHER_NAMES = ("teacher", "cogvideox_model_path")  # other names of ref_vae_path, which say more than the path
-TEACHER_KEYS = ("ref_vae_path", "latent_store", "ref_vae_type")  # settings that tell who the teacher is
 SWITCH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 

@@ -10,6 +10,9 @@ from typing import Any
 from tinyvae.errors import UserError
 from tinyvae.models.variants import VARIANTS
 
+TEACHER_KEYS = ("latent_store", "ref_vae_path", "ref_vae_type")
+"""The settings that tell who the teacher is."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ToldVariant:
@@ -34,6 +37,8 @@ def variant_of_teacher(settings: Mapping[str, Any]) -> ToldVariant | None:
 
     Example: ``variant_of_teacher({"use_ref_vae": True, "ref_vae_path": "CogVideoX-2b"}).name`` is "taecvx".
     """
+    if all(settings.get(key) is None for key in TEACHER_KEYS):
+        return None  # at once: what follows loads torch
     taught = _by_store(settings) or _by_teacher(settings) or _by_kind(settings)
     if taught is None:
         return None
