@@ -285,8 +285,9 @@ class RunState:
         shared, seraena_start = saved.shared, fresh.seraena_start
         self._restore_model(saved)
         settings, config = saved.manifest["config"], self.config
-        old = f"{settings['optimizer']} for {_saved_parts(settings)}"
-        new = f"{config.optimizer} for {config.trained_parts}"
+        old, new = settings["optimizer"], config.optimizer
+        if (parts := _saved_parts(settings)) != config.trained_parts:
+            old, new = f"{old} for {parts}", f"{new} for {config.trained_parts}"
         if old == new:
             self.engine.load_state_dict(shared["engine"])
         elif self.engine.is_main:
