@@ -285,7 +285,7 @@ class RunState:
         shared, seraena_start = saved.shared, fresh.seraena_start
         self._restore_model(saved)
         settings, config = saved.manifest["config"], self.config
-        old, new = settings["optimizer"], config.optimizer
+        old, new = settings["optimizer"], str(config.optimizer)
         if (parts := _saved_parts(settings)) != config.trained_parts:
             old, new = f"{old} for {parts}", f"{new} for {config.trained_parts}"
         if old == new:
