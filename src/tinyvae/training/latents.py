@@ -102,7 +102,7 @@ def check_job(loaded: LoadedConfig, job: LatentJob) -> None:
     if config.latent_store is not None:
         raise UserError("latent_store is set, but a store is made by the teacher itself; use --latent_store none.")
     if config.teacher_path is None:
-        text = "there is no teacher whose latents could be stored; use --use_ref_vae true --ref_vae_path FOLDER"
+        text = "there is no teacher whose latents could be stored; use --teacher FOLDER"
         raise UserError(f"{loaded.source}: {text}, and a weight for encoder_loss_weight or decoder_loss_weight.")
     complaints = [*value_complaints(config), *path_complaints(config, loaded.given_paths)]
     needed = [complaint for complaint in complaints if not NOT_NEEDED & set(complaint.keys)]

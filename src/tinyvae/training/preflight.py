@@ -366,10 +366,15 @@ def _without(config: TrainConfig, missing_keys: set[str]) -> TrainConfig:
     """The same run without what is missing, so that a step can be tried before everything is there."""
     changes: dict[str, Any] = {"pretrained_model_path": None} if "pretrained_model_path" in missing_keys else {}
     if missing_keys & {"ref_vae_path", "cogvideox_model_path", "latent_store"}:
-        changes |= NO_TEACHER
+        changes |= _no_teacher(config)
     if "lpips_weights" in missing_keys:
         changes |= {"perceptual_loss_weight": 0.0, "lpips_weights": None, "metric_for_best_model": "psnr"}
     return replace(config, **changes)
+
+
+def _no_teacher(config: TrainConfig) -> dict[str, Any]:
+    """What to change for a step without the teacher; a run that has nothing but its losses tries a round trip."""
+    return {**NO_TEACHER, "reconstruction_loss_weight": config.reconstruction_loss_weight or 1.0}
 
 
 def _trial_step(config: TrainConfig) -> Iterator[Check]:
@@ -427,7 +432,7 @@ def _small(config: TrainConfig) -> TrainConfig:
         width=min(config.width, side),
         train_batch_size=min(config.train_batch_size, SMALL_BATCH),
         compile_model=False,
-        **NO_TEACHER,
+        **_no_teacher(config),
     )
 
 
