@@ -131,7 +131,7 @@ class StreamedCodec(RoundTrip):
     ) -> Iterator[Piece]:
         decoder = StreamingDecoder(self.codec, num_latents=self.spec.latents(num_frames))
         waiting: list[Tensor] = []  # input frames CHW without their decoded partners
-        for latents_NTCHW in self._encode(chunks, waiting, times):
+        for latents_NTCHW in self._encode(chunks, num_frames, waiting, times):
             if on_latents is not None:
                 on_latents(latents_NTCHW)
             with times.stage("decode", self.device):
@@ -144,9 +144,11 @@ class StreamedCodec(RoundTrip):
                 yield Piece(decoded=decoded_TCHW.float(), target=torch.stack(targets))
         decoder.flush()
 
-    def _encode(self, chunks: Iterable[Tensor], waiting: list[Tensor], times: StageTimes) -> Iterator[Tensor]:
+    def _encode(
+        self, chunks: Iterable[Tensor], num_frames: int, waiting: list[Tensor], times: StageTimes
+    ) -> Iterator[Tensor]:
         """The latents of each chunk and of the end; input frames are added to ``waiting``."""
-        encoder = StreamingEncoder(self.codec)
+        encoder = StreamingEncoder(self.codec, num_frames=num_frames)
         for frames_TCHW in chunks:
             target_TCHW = to_unit_range(frames_TCHW, self.device)
             waiting.extend(target_TCHW)
