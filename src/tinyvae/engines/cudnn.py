@@ -52,8 +52,13 @@ def try_convolutions(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
-REFUSALS = ("CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_BAD_PARAM", "CUDNN_STATUS_ARCH_MISMATCH")
-REFUSALS += ("unable to find an engine", "Unable to find a valid cuDNN algorithm")
+REFUSALS = (
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "CUDNN_STATUS_BAD_PARAM",
+    "CUDNN_STATUS_ARCH_MISMATCH",
+    "unable to find an engine",
+    "Unable to find a valid cuDNN algorithm",
+)
 """What torch's errors say where cuDNN has no kernel for a shape. Other errors (memory, a broken launch) stay errors."""
 
 _refused: set[tuple[object, ...]] = set()  # what cuDNN refused in this process: it is not asked again
