@@ -302,13 +302,16 @@ def _lpips_needs(config: TrainConfig) -> list[str]:
 def _teacher_rules(config: TrainConfig) -> Findings:
     if not config.use_ref_vae or config.latent_store is not None:
         return
-    from tinyvae.teachers.families import FAMILIES
+    from tinyvae.teachers.families import FAMILIES, NETWORK
+    from tinyvae.teachers.network import is_network
 
     keys = "variant use_ref_vae ref_vae_path ref_vae_type"
     kind, variant = config.ref_vae_type, config.variant
     possible = sorted({family.kind for family in FAMILIES.values() if variant in family.variants})
     if config.teacher_path is None:
         yield "use_ref_vae ref_vae_path", "use_ref_vae is on, but ref_vae_path is not set; name a teacher."
+    elif kind == NETWORK.kind or is_network(config.teacher_path):
+        return  # one of ours can teach every variant
     elif not possible:
         yield keys, f"there is no teacher for {variant} in diffusers; set use_ref_vae to false."
     elif kind is not None and kind not in possible:

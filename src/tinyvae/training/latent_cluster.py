@@ -94,7 +94,7 @@ def encode_shard(
     for read, frames in parts:
         assert read.batch is not None, "a training batch without failure is whole"
         batch = replace(read.batch, frames=torch.from_numpy(frames.copy()))  # Ray's own are read-only
-        made.append(encode_clips(teacher, batch, config.spec, with_std=store.facts.has_std))
+        made.append(encode_clips(teacher, batch, with_std=store.facts.has_std))
         names += batch.names
     with writing_to(work_folder(store.folder)):
         store.write(shard, made, names)

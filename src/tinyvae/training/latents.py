@@ -22,7 +22,6 @@ from tinyvae.data.loader import make_position_loader
 from tinyvae.data.splits import ClipSet
 from tinyvae.errors import UserError
 from tinyvae.files import lock_file, make_output_folder, writing_to
-from tinyvae.models.variants import VariantSpec
 from tinyvae.storage import Place, Url, use_file_cache, work_folder
 from tinyvae.teachers import Teacher, identify_teacher
 from tinyvae.terminal import bytes_in_words, count_of, progress_bar
@@ -152,12 +151,11 @@ def micro_batches(store: LatentStore, shard: int, batch_size: int) -> list[range
     ]
 
 
-def encode_clips(teacher: Teacher, batch: ClipBatch, spec: VariantSpec, *, with_std: bool) -> StoredLatents:
+def encode_clips(teacher: Teacher, batch: ClipBatch, *, with_std: bool) -> StoredLatents:
     """The teacher's latents of a micro-batch, on the CPU, in the teacher's dtype."""
     frames_NTCHW = batch.model_input(teacher.device)
     try:
-        target_NTCHW = frames_NTCHW[:, : spec.aligned_frames(frames_NTCHW.shape[1])]
-        mean, std = teacher.distribution(target_NTCHW, with_std=with_std)
+        mean, std = teacher.distribution(teacher.clip_of(frames_NTCHW), with_std=with_std)
     except (RuntimeError, MemoryError) as fault:
         if not is_out_of_memory(fault):
             raise
@@ -187,7 +185,7 @@ def make_shards(
     total = sum(len(positions) for _, positions in batches)
     with closing(reads), progress_bar(total=total, desc="latents", unit="clip", disable=not batches) as bar:  # type: ignore[type-var]
         for (shard, positions), batch in zip(batches, reads, strict=True):
-            made.append(encode_clips(teacher, batch, config.spec, with_std=store.facts.has_std))
+            made.append(encode_clips(teacher, batch, with_std=store.facts.has_std))
             files += batch.names
             bar.update(len(batch))
             if positions[-1] == store.positions(shard)[-1]:

@@ -90,7 +90,7 @@ class TrainingTask:
         """
         config = self.config
         target = self.model.target(frames_NTCHW)
-        teacher_latents = self._teacher_latents(target, stored, positions)
+        teacher_latents = self._teacher_latents(frames_NTCHW, stored, positions)
         to_decode = teacher_latents if config.decoder_loss_weight > 0 else None
         decoded, latents, taught = self._forward(frames_NTCHW, to_decode)
         if self._tells_more:
@@ -139,7 +139,7 @@ class TrainingTask:
         return [replace(whole, target_NTCHW=target_NTCHW) for target_NTCHW in targets]
 
     def _teacher_latents(
-        self, target_NTCHW: Tensor, stored: StoredLatents | None, positions: Sequence[int]
+        self, frames_NTCHW: Tensor, stored: StoredLatents | None, positions: Sequence[int]
     ) -> Tensor | None:
         """Teacher latents NTCHW in the student's space, fp32, from the store or by the teacher; None without one."""
         if self._space is None:
@@ -149,7 +149,7 @@ class TrainingTask:
             mean, std = stored.mean, stored.std
         else:
             assert self.teacher is not None, "a run with a store gets latents with every batch"
-            mean, std = self.teacher.distribution(target_NTCHW, with_std=sample)
+            mean, std = self.teacher.distribution(self.teacher.clip_of(frames_NTCHW), with_std=sample)
         if sample:
             assert std is not None, "a store without spread was refused at the start"
             mean = draw(mean, std, seed=self.config.seed, positions=positions)
