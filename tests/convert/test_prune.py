@@ -1,0 +1,118 @@
+"""Pruning: groups of channels, the exact turn of linear pairs, and what clips are good for."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engines.small_models import relative_error
+from tinyvae import TAEHV, VARIANTS
+from tinyvae.convert.prune import plan_cuts, prune_model, pruned_spec, turn_linear_pairs
+from tinyvae.errors import UserError
+from tinyvae.models.taehv import build_decoder
+from tinyvae.models.variants import get_spec
+
+PRUNABLE = [name for name, spec in VARIANTS.items() if spec.decoder != "wide"]
+
+
+def trained_like(variant: str, *, width: float = 0.25) -> TAEHV:
+    """Weights of which every layer matters to the output."""
+    model = TAEHV(variant, width=width).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.05 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model
+
+
+def clip_for(model: TAEHV, *, seed: int = 0) -> Tensor:
+    factor = model.spec.space_factor
+    return torch.rand(1, 9, 3, 3 * factor, 4 * factor, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("variant", ["taehv", "taew2_2_super", "taeltx_2"])
+@torch.no_grad()
+def test_turned_pairs_compute_what_they_did(variant: str) -> None:
+    model = trained_like(variant)
+    turned = copy.deepcopy(model)
+    turn_linear_pairs(turned)
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), turned.parameters(), strict=True))
+    clip = clip_for(model)
+    latents = model.encode(clip)
+    assert relative_error(turned.encode(clip), latents) < 1e-5
+    assert relative_error(turned.decode(latents), model.decode(latents)) < 1e-5
+
+
+@pytest.mark.parametrize("variant", PRUNABLE)
+@torch.no_grad()
+def test_channels_that_do_nothing_are_the_ones_to_go(variant: str) -> None:
+    """A narrow network inside a wide one, its channels spread at random among dead ones, comes back out."""
+    narrow = trained_like(variant, width=0.125)
+    wide = TAEHV(variant, width=0.25).eval()
+    generator = torch.Generator().manual_seed(1)
+    for side in ("encoder", "decoder"):
+        places: dict[str, Tensor] = {}
+        for cut in plan_cuts(getattr(narrow, side), side):
+            small, large = (model.get_submodule(cut.conv) for model in (narrow, wide))
+            assert isinstance(small, torch.nn.Conv2d) and isinstance(large, torch.nn.Conv2d)
+            large.weight.zero_()
+            at_out, at_in = torch.arange(large.weight.shape[0]), torch.arange(large.weight.shape[1])
+            if cut.out is not None:
+                count = small.weight.shape[0] // (cut.out.outer * cut.out.inner)
+                chosen = torch.randperm(2 * count, generator=generator)[:count].sort().values
+                kept = places.setdefault(cut.out.group, chosen)
+                at_out = cut.out.places(kept, len(at_out))
+            if cut.into is not None:
+                at_in = cut.into.places(places[cut.into.group], len(at_in))
+            large.weight[at_out[:, None], at_in] = small.weight
+            if large.bias is not None and small.bias is not None:
+                large.bias.zero_()
+                large.bias[at_out] = small.bias
+    clip = clip_for(narrow)
+    latents = narrow.encode(clip)
+    assert relative_error(wide.encode(clip), latents) < 1e-5
+    made = prune_model(wide, 0.5)
+    assert made.spec == narrow.spec
+    assert relative_error(made.encode(clip), latents) < 1e-5
+    assert relative_error(made.decode(latents), narrow.decode(latents)) < 1e-5
+
+
+@torch.no_grad()
+def test_clips_make_the_result_better_on_others() -> None:
+    model = trained_like("taehv")
+    clips, other = [clip_for(model, seed=1), clip_for(model, seed=2)], clip_for(model, seed=3)
+    latents = model.encode(other)
+    frames = model.decode(latents)
+    blind, fitted = prune_model(model, 0.5), prune_model(model, 0.5, clips=clips)
+    for made, limit in ((blind, 2.0), (fitted, 0.7)):
+        assert made.spec == get_spec("taehv", width=0.125) and made.dtype == model.dtype
+        assert relative_error(made.encode(other), latents) < limit
+    assert relative_error(fitted.encode(other), latents) < 0.7 * relative_error(blind.encode(other), latents)
+    assert relative_error(fitted.decode(latents), frames) < 0.7 * relative_error(blind.decode(latents), frames)
+
+
+@pytest.mark.parametrize(
+    ("variant", "width", "keep", "words"),
+    [
+        ("taehv", 1.0, 0.3, "use one of 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875"),
+        ("taehv", 1.0, 1.0, "gives no width"),
+        ("taehv", 0.5, 0.125, "use one of 0.25, 0.5, 0.75"),
+        ("taehv", 1.0, float("nan"), "gives no width"),
+        ("taehv", 0.125, 0.5, "smallest there is"),
+        ("taeltx2_3_wide", 1.0, 0.5, "cannot be pruned: its decoder convolves groups"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(variant: str, width: float, keep: float, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        pruned_spec(get_spec(variant, width=width), keep)
+
+
+@pytest.mark.parametrize("variant", PRUNABLE)
+def test_every_convolution_is_planned_once(variant: str) -> None:
+    decoder = build_decoder(get_spec(variant, width=0.125))
+    names = [f"decoder.{name}" for name, module in decoder.named_modules() if isinstance(module, torch.nn.Conv2d)]
+    assert [cut.conv for cut in plan_cuts(decoder, "decoder")] == names
