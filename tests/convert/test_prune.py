@@ -29,9 +29,9 @@ def trained_like(variant: str, *, width: float = 0.25) -> TAEHV:
     return model
 
 
-def clip_for(model: TAEHV, *, seed: int = 0) -> Tensor:
+def clip_for(model: TAEHV, *, seed: int = 0, num_frames: int = 9) -> Tensor:
     factor = model.spec.space_factor
-    return torch.rand(1, 9, 3, 3 * factor, 4 * factor, generator=torch.Generator().manual_seed(seed))
+    return torch.rand(1, num_frames, 3, 3 * factor, 4 * factor, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2_super", "taeltx_2"])
@@ -81,18 +81,24 @@ def test_channels_that_do_nothing_are_the_ones_to_go(variant: str) -> None:
     assert relative_error(made.decode(latents), narrow.decode(latents)) < 1e-5
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_clips_make_the_result_better_on_others() -> None:
+    """Also few clips, which tell less than the weights that are to be fitted: they do no harm."""
     model = trained_like("taehv")
-    clips, other = [clip_for(model, seed=1), clip_for(model, seed=2)], clip_for(model, seed=3)
+    other = clip_for(model, seed=9)
     latents = model.encode(other)
     frames = model.decode(latents)
-    blind, fitted = prune_model(model, 0.5), prune_model(model, 0.5, clips=clips)
-    for made, limit in ((blind, 2.0), (fitted, 0.7)):
+
+    def errors(made: TAEHV) -> list[float]:
         assert made.spec == get_spec("taehv", width=0.125) and made.dtype == model.dtype
-        assert relative_error(made.encode(other), latents) < limit
-    assert relative_error(fitted.encode(other), latents) < 0.7 * relative_error(blind.encode(other), latents)
-    assert relative_error(fitted.decode(latents), frames) < 0.7 * relative_error(blind.decode(latents), frames)
+        return [relative_error(made.encode(other), latents), relative_error(made.decode(latents), frames)]
+
+    blind = errors(prune_model(model, 0.5))
+    few = errors(prune_model(model, 0.5, clips=[clip_for(model, seed=1)]))
+    more = errors(prune_model(model, 0.5, clips=[clip_for(model, seed=seed, num_frames=25) for seed in (1, 2)]))
+    assert all(one < before for one, before in zip(few, blind, strict=True)), (few, blind)
+    assert all(one < 0.7 * before for one, before in zip(more, blind, strict=True)), (more, blind)
 
 
 @pytest.mark.parametrize(

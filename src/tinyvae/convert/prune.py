@@ -35,7 +35,13 @@ from tinyvae.storage import Place
 from tinyvae.terminal import count_of, progress_bar
 
 FITTED_PIXELS = 16_384  # of each layer, drawn from all clips: several for each weight of an output channel
-RIDGE = 1e-3  # how strongly fitted weights are held to the cut ones, as a part of the mean energy of their inputs
+RIDGES = (
+    1e-4,
+    1e-3,
+    1e-2,
+    1e-1,
+    1.0,
+)  # how strongly to hold fitted weights to the cut ones: parts of the inputs' energy
 CLIP_FRAMES, CLIP_LATENT_SIDE = 17, 16  # of the clips that `read_clips` takes of videos
 SIDES = ("encoder", "decoder")
 
@@ -369,11 +375,26 @@ def fit_conv(conv: nn.Conv2d, patches: Tensor, lacking: Tensor) -> None:
 
 
 def solve_ridge(inputs: Tensor, targets: Tensor) -> Tensor:
-    """The weights (inputs, targets) that map rows of inputs to rows of targets with the least square error, held near
-    zero by `RIDGE`."""
-    gram = (inputs.T @ inputs).double()
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
-    return torch.linalg.solve(gram, (inputs.T @ targets).double()).to(inputs.dtype)
+    """The weights (inputs, targets) that map rows of inputs to rows of targets with the least square error. How hard
+    they are held to zero is what serves the last eighth of the rows best; zero itself is tried too."""
+    last = max(1, len(inputs) // 8)
+    seen, unseen = (inputs[:-last], targets[:-last]), (inputs[-last:], targets[-last:])
+    gram, moment = (seen[0].T @ seen[0]).double(), (seen[0].T @ seen[1]).double()
+    errors = {math.inf: unseen[1].square().sum().item()}
+    for ridge in RIDGES:
+        weights = _solve(gram, moment, ridge).to(inputs.dtype)
+        errors[ridge] = (unseen[0] @ weights - unseen[1]).square().sum().item()
+    best = min(errors, key=lambda ridge: errors[ridge])
+    if math.isinf(best):
+        return torch.zeros_like(moment).to(inputs.dtype)
+    gram, moment = gram + unseen[0].T @ unseen[0], moment + unseen[0].T @ unseen[1]
+    return _solve(gram, moment, best).to(inputs.dtype)
+
+
+def _solve(gram: Tensor, moment: Tensor, ridge: float) -> Tensor:
+    held = gram.clone()
+    held.diagonal().add_(ridge * gram.diagonal().mean())
+    return torch.linalg.solve(held, moment)
 
 
 def read_clips(
