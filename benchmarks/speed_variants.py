@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from speed_codec import spread_weights
 
 from tinyvae import TAEHV, list_variants
 from tinyvae.cli.options import dtype as dtype_of
@@ -75,8 +76,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="Markdown file to write; it grows size by size")
     arguments = parser.parse_args()
     device = choose_devices(arguments.device)[0]
-    torch.manual_seed(0)
-    models = {name: TAEHV(name).to(device, arguments.dtype).eval() for name in arguments.variants}
+    models = {}
+    for name in arguments.variants:
+        model = TAEHV(name)
+        spread_weights(model)
+        models[name] = model.to(device, arguments.dtype).eval()
     ceilings = measure_ceilings(device, arguments.dtype)
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     lines = [
