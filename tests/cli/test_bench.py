@@ -50,7 +50,7 @@ def test_several_models_and_sizes_in_one_table(tmp_path: Path, capsys: pytest.Ca
     target = tmp_path / "bench.json"
     models = [str(tmp_path / "first.safetensors"), "--against", str(tmp_path / "second.safetensors")]
     options = ["--frames", "5", "--device", "cpu", "--repeats", "3", "--output", str(target)]
-    assert run(["bench", *models, "--size", "16x32,32x16", *options]) == 0
+    assert run(["bench", *models, "--size", "16x32", "--size", "32x16", *options]) == 0
     shown = capsys.readouterr().out
     report = json.loads(target.read_text())
     rows = report["timings"]
@@ -93,7 +93,7 @@ def test_the_floor_is_the_sum_over_layers() -> None:
         (["taehv", "--against", "no_such_file.pth", "--device", "cpu"], "no model at no_such_file.pth"),
         (["taehv", "--against", "taeltx_2", "--device", "cpu"], "taeltx_2 needs .* 480x704 or 480x736"),
         (["taehv", "--against", "taeltx_2", "--size", "32x32", "--repeats", "2", "--device", "cpu"], "3 repeats"),
-        (["taehv", "--size", "64x64,64x64"], "64x64 is named twice"),
+        (["taehv", "--size", "64x64", "--size", "64x64", "--device", "cpu"], "one size twice"),
         (["taehv", "--against", "a", "b", "--variant", "taehv", "--variant", "-"], "2 times for 3 models"),
         (["taehv", "--size", "480"], "HEIGHTxWIDTH"),
         (["taehv", "--size", "²x2"], "HEIGHTxWIDTH"),

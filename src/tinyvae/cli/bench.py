@@ -10,7 +10,7 @@ with the first: speed, memory, and how near each is to the least time that its l
 example:
   tinyvae bench best_model/model.safetensors --size 480x720 --frames 49 --dtype float16 --device cuda
   tinyvae bench taew2_2 --size 704x1280 --output bench.json
-  tinyvae bench taehv --against taew2_2 taeltx_2 output/my_run --size 480x736,736x1280,1088x1920
+  tinyvae bench taehv --against taew2_2 taeltx_2 output/my_run --size 480x736 --size 1088x1920
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinyvae.cli.options import MODEL, add_options, size
+from tinyvae.cli.options import MODEL, add_options
 from tinyvae.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,21 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--variant", action="append", default=[], metavar="NAME", help=variant)
     add_options(parser, "--device")
-    sizes = "size of the frames (default: 480x720); several sizes with commas between them"
-    add_options(parser, "--size", type=size_list, metavar="HxW[,HxW]", default=[(480, 720)], help=sizes)
+    sizes = "size of the frames (default: 480x720); give it several times for several sizes"
+    add_options(parser, "--size", action="append", help=sizes)
     add_options(parser, "--frames", default=49, help="frames of the video (default: 49)")
     add_options(parser, "--dtype", help="float32, float16 or bfloat16; default: float16 on a GPU, float32 on a CPU")
     add_options(parser, "--output", metavar="FILE", help="also write everything to this JSON file")
     parser.add_argument("--repeats", type=int, help="timed calls of each kind (default: 20 on a GPU, 5 on a CPU)")
-
-
-def size_list(text: str) -> list[tuple[int, int]]:
-    """``480x720,720x1280`` -> [(480, 720), (720, 1280)]."""
-    sizes = [size(part) for part in text.split(",")]
-    twice = next((one for one in sizes if sizes.count(one) > 1), None)
-    if twice is not None:
-        raise argparse.ArgumentTypeError(f"{twice[0]}x{twice[1]} is named twice; name each size once")
-    return sizes
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,8 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--device {arguments.device}: one device is timed; give cpu, cuda or cuda:1.")
     on_gpu = device.type == "cuda"
     dtype = arguments.dtype or (torch.float16 if on_gpu else torch.float32)
+    sizes = arguments.size or [(480, 720)]
+    if len(set(sizes)) < len(sizes):
+        raise UserError("--size names one size twice; name each size once.")
     models = read_models([arguments.model, *arguments.against], arguments.variant)
-    check_sizes([model.spec for model in models.values()], arguments.size)
+    check_sizes([model.spec for model in models.values()], sizes)
     cases = [
         BenchmarkCase(
             height=height,
@@ -95,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
             warmups=3 if on_gpu else 1,
             show_progress_bar=True,
         )
-        for height, width in arguments.size
+        for height, width in sizes
     ]
     models = {name: model.to(device, dtype).eval() for name, model in models.items()}
     machine = {"device": describe_device(device), "torch": torch.__version__, "python": platform.python_version()}

@@ -27,11 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max_clips", type=number(int, 1), default=32, metavar="N", help="videos to take of them (default: 32)"
     )
-    add_options(parser, "--data_root", "--split", "--variant", "--device", "--overwrite")
+    split = "the videos annotated so, or all; default: train where the data has splits, else all"
+    add_options(parser, "--split", help=split)
+    add_options(parser, "--data_root", "--variant", "--device", "--overwrite")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.convert.prune import describe_loss, prune_model, pruned_spec, read_clips
+    from tinyvae.evaluation.clip_sources import choose_split
     from tinyvae.evaluation.cost import choose_devices, fitting_in_memory
     from tinyvae.files import check_output_file
     from tinyvae.models.weights import FORMATS, load_model, save_model
@@ -47,9 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
     spec = pruned_spec(model.spec, arguments.keep)
     clips = []
     if arguments.data is not None:
-        source = {"data_root": arguments.data_root, "split": arguments.split, "max_clips": arguments.max_clips}
-        clips = read_clips(arguments.data, spec, **source)
-    with fitting_in_memory(f"pruning {arguments.model} with {len(clips)} clips"):
+        root, split = arguments.data_root, arguments.split
+        if split is None and choose_split(arguments.data, data_root=root, wanted=None)[0] is not None:
+            split = "train"  # the others stay unseen, to judge the result by
+        clips = read_clips(arguments.data, spec, max_clips=arguments.max_clips, data_root=root, split=split)
+    with fitting_in_memory(f"pruning with {len(clips)} clips (fewer: --max_clips)"):
         pruned = prune_model(model.to(device), arguments.keep, clips=clips, show_progress_bar=True)
         losses = describe_loss(model, pruned, clips)
     files = save_model(pruned, target, overwrite=arguments.overwrite)
