@@ -19,7 +19,7 @@ from torch import Tensor
 from tinyvae.errors import MissingFileError, UserError, nearest_name, require_package
 from tinyvae.files import sha256_of
 from tinyvae.models.hub import hub_failures
-from tinyvae.models.variants import VariantSpec
+from tinyvae.models.variants import LatentSpaceName, VariantSpec
 from tinyvae.models.weights import load_model
 from tinyvae.teachers.families import (
     FAMILIES,
@@ -67,7 +67,7 @@ class Teacher:
         if compiled and family.compiles:
             self._vae.encoder.compile(dynamic=False)
         self._pixels_per_call = PIXELS_PER_CALL
-        self._spec = spec
+        self.spec = spec
         self._sees_all = family.sees_all
         self.class_name = family.class_name
         self.geometry = found.geometry
@@ -79,6 +79,8 @@ class Teacher:
         held = {name: value.tolist() for name, value in vae.named_buffers() if name.startswith("latents_")}
         self.space = latent_space_of({**found.config, **held}, found.geometry.latent_channels)
         self._student_space = self.space if spec is None else self.space.of_student(spec)
+        own: LatentSpaceName = found.config.get("latent_space", "diffusion")  # only a network of ours states it
+        self.latent_space: LatentSpaceName = own if spec is None else spec.latent_space
         self._pixel_mean, self._pixel_std = (
             torch.tensor(values, dtype=torch.float32, device=self.device).view(1, -1, 1, 1, 1)
             for values in (family.pixel_mean, family.pixel_std)
@@ -87,9 +89,9 @@ class Teacher:
     def clip_of(self, frames_NTCHW: Tensor) -> Tensor:
         """The frames of a clip that the teacher encodes: those that the student gives back (`VideoCodec.target`). A
         network of ours encodes all of them, as the student does."""
-        if self._spec is None or self._sees_all:
+        if self.spec is None or self._sees_all:
             return frames_NTCHW
-        return frames_NTCHW[:, : self._spec.aligned_frames(frames_NTCHW.shape[1])]
+        return frames_NTCHW[:, : self.spec.aligned_frames(frames_NTCHW.shape[1])]
 
     def encode(self, frames_NTCHW: Tensor) -> Tensor:
         """Latents NTCHW, fp32: the means of `distribution`, which says what the frames are."""
@@ -149,7 +151,7 @@ class Teacher:
         return (video_NCTHW.float() * self._pixel_std + self._pixel_mean).clamp(0, 1)
 
     def _check_latents(self, latents_NTCHW: Tensor, frames_NTCHW: Tensor) -> None:
-        spec, num_frames = self._spec, frames_NTCHW.shape[1]
+        spec, num_frames = self.spec, frames_NTCHW.shape[1]
         if spec is not None:
             height, width = (size // spec.space_factor for size in frames_NTCHW.shape[-2:])
             wanted = (len(frames_NTCHW), spec.latents(num_frames), spec.latent_channels, height, width)
