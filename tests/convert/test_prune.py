@@ -32,7 +32,7 @@ def clip_for(model: TAEHV, *, seed: int = 0, num_frames: int = 9) -> Tensor:
     return torch.rand(1, num_frames, 3, 3 * factor, 4 * factor, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("variant", PRUNABLE)
+@pytest.mark.parametrize("variant", ["taehv", "taew2_2_super", "taeltx_2", "taeh3"])  # networks that differ
 @torch.no_grad()
 def test_channels_that_do_nothing_are_the_ones_to_go(variant: str) -> None:
     """A narrow network inside a wide one, its channels spread at random among dead ones, comes back out."""

@@ -75,6 +75,7 @@ def test_identity_follows_the_weights(tmp_path: Path) -> None:
     assert changed is not None and changed["weights"] != known["weights"] and changed["config"] == known["config"]
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_it(tmp_path: Path) -> None:
     """The whole network teaches its narrower form, which starts from weights of its own."""
     saved(tmp_path / "whole.safetensors", "taehv")
