@@ -67,6 +67,8 @@ SUBSTITUTIONS = {
     r"output/RUN_B": "taehv.safetensors",
     r"\b(?:RUN_OR_FILE|MODEL|output/RUN(?:_A)?)(?= |$)": "output/my_run",
     r"output/my_run(?= --to (?:lightx2v|sdcpp))": "output/wan_run",
+    r"output/my_run(?= --keep 0.5)": "output/wide_run",
+    r"--model_width 0.5(?= --pretrained)": "--model_width 0.125",
     r"output/my_run(?= --to (?:comfyui|diffusers|upstream))": "output/full_run",
     r"480x720": "32x48",
     r"256x256": "32x32",
@@ -96,12 +98,13 @@ SMALL_TEACHER = settings(
 )
 OPTIONS = {
     "bench": settings("size=32x32 frames=5 repeats=3"),
+    "prune": settings("max_clips=1"),
     **dict.fromkeys(("train", "check", "latents"), SMALL_RUN),
     **dict.fromkeys(("eval", "compare"), settings("size=32x32 frames=9")),
 }
 """What is added to the commands of a verb, except what they say themselves."""
 
-SLOW = ("train", "check", "latents", "export", "compare", "eval")
+SLOW = ("train", "check", "latents", "export", "compare", "eval", "prune")
 """Verbs that take more than a second even when small."""
 
 
@@ -185,6 +188,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file, variant in (("lighttaew2_1", "taew2_1"), ("lighttaehy1_5", "taehv1_5")):  # files that state nothing
         save_file(TAEHV(variant, width=0.125).state_dict(), folder / f"{file}.safetensors")
     runs = {"my_run": TAEHV("taehv", width=0.125), "full_run": TAEHV("taehv"), "wan_run": TAEHV("taew2_2")}
+    runs["wide_run"] = TAEHV("taehv", width=0.25)  # to be pruned
     for name, model in runs.items():  # two of full width: most other programs load no other
         config = replace(load_preset("scratch"), variant=model.spec.name, model_width=model.spec.width)
         save_model(model, folder / "output" / name / "best_model")

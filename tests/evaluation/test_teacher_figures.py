@@ -224,7 +224,7 @@ def test_mistakes_are_one_sentence(teachers: dict[str, Path], write_video: Write
     for models, teacher, words in (
         ([tiny], tmp_path, "has no config.json, nor has its vae folder; name a diffusers VAE"),
         ([tiny], tmp_path / "gone", "there is no teacher folder .*gone"),
-        ([tiny], tiny, "is a file; name its folder in diffusers' format"),
+        ([tiny], next(teachers["taew2_1"].rglob("*.safetensors")), "is a file; name its folder in diffusers' format"),
         ([tiny], teachers["taew2_1"], "does not suit taecvx: .*; use variant taew2_1"),
         ([str(tmp_path / "wan.safetensors")], teachers["taew2_1"], "does not suit taew2_2: it has 16 latent channels"),
         ([str(teachers["taecvx"])], teachers["taecvx"], "big is a teacher and not a student; beside a teacher"),

@@ -27,6 +27,9 @@ class LinearTeacher:
         self.space = LatentSpace(mean=(0.0,) * spec.latent_channels, std=(1.0,) * spec.latent_channels, factor=1.0)
         self.fed: list[int] = []
 
+    def clip_of(self, frames: torch.Tensor) -> torch.Tensor:
+        return frames[:, : self.spec.aligned_frames(frames.shape[1])]
+
     def distribution(self, frames: torch.Tensor, *, with_std: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.fed.append(frames.shape[1])
         latents = (frames.shape[1] + self.spec.trim) // self.spec.time_factor

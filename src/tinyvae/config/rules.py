@@ -305,11 +305,14 @@ def _lpips_needs(config: TrainConfig) -> list[str]:
 def _teacher_rules(config: TrainConfig) -> Findings:
     if config.teacher_path is None:
         return
-    from tinyvae.teachers.families import FAMILIES
+    from tinyvae.teachers.families import FAMILIES, NETWORK
+    from tinyvae.teachers.network import is_network
 
     keys = "variant use_ref_vae ref_vae_path ref_vae_type"
     kind, variant = config.ref_vae_type, config.variant
     possible = sorted({family.kind for family in FAMILIES.values() if variant in family.variants})
+    if kind == NETWORK.kind or is_network(config.teacher_path):
+        return  # one of ours can teach every variant
     if not possible:
         yield keys, f"there is no teacher for {variant} in diffusers; set use_ref_vae to false."
     elif kind is not None and kind not in possible:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # the limits of pydantic
 TIME_DIRECTIVES = "YmdHMS"  # letters after % in ``output_dir`` that stand for a part of the time of the start
 RUN_FORMAT = "tinyvae-run"  # the format that a run's ``config.json`` states
-TeacherType = Literal["cogvideox", "wan", "hunyuan", "ltx", "minimax"]
+TeacherType = Literal["cogvideox", "wan", "hunyuan", "ltx", "minimax", "taehv"]
 
 
 def option(default: Any, meaning: str, *, group: str = "", **limits: float) -> Any:
@@ -148,7 +148,8 @@ class TrainConfig:
     use_ref_vae: bool = option(False, "Load a reference VAE as the teacher.", group="Teacher (reference VAE)")
     ref_vae_type: TeacherType | None = option(None, "Family of the teacher; none: read from its config.json.")
     ref_vae_path: str | None = option(
-        None, "The teacher: a diffusers folder or a hub name (owner/name); --teacher sets it and use_ref_vae."
+        None,
+        "The teacher: a diffusers folder, a hub name (owner/name), or our weights; --teacher sets it and use_ref_vae.",
     )
     ref_vae_dtype: Literal["float32", "float16", "bfloat16"] = option("bfloat16", "Precision of the teacher.")
     ref_vae_sample: bool = option(False, "Draw the teacher's latents from their distribution; off: take its mode.")

@@ -72,18 +72,20 @@ def _by_store(settings: Mapping[str, Any]) -> Taught | None:
 
 
 def _by_teacher(settings: Mapping[str, Any]) -> Taught | None:
-    """By the teacher's config.json."""
+    """By the teacher's config.json; a network of ours teaches its own variant first."""
     path = settings.get("ref_vae_path")
     if path is None or not settings.get("use_ref_vae") or settings.get("latent_store") is not None:
         return None
     from tinyvae.teachers import find_teacher
+    from tinyvae.teachers.families import NETWORK
 
     try:
         found = find_teacher(path, settings.get("ref_vae_type"))
     except UserError:
         return None  # the check of the run's files says what is wrong
     what = f"the teacher {path} ({found.family.class_name}: {found.geometry})"
-    return Taught(teacher=what, students=found.family.variant_candidates(found.geometry))
+    own = found.config["variant"] if found.family.kind == NETWORK.kind else None
+    return Taught(teacher=what, students=(own,) if own else found.family.variant_candidates(found.geometry))
 
 
 def _by_kind(settings: Mapping[str, Any]) -> Taught | None:

@@ -163,7 +163,7 @@ class StreamedCodec(RoundTrip):
         return StreamedCodec(deepcopy(self.codec).to(device), self.facts)
 
     def encode(self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes) -> Iterator[Tensor]:
-        encoder = StreamingEncoder(self.codec)
+        encoder = StreamingEncoder(self.codec, num_frames=num_frames)
         for frames_NTCHW in chunks:
             with times.stage("encode", self.device):
                 latents_NTCHW = encoder.push(frames_NTCHW)

@@ -168,17 +168,14 @@ def micro_batches(store: LatentStore, shard: int, batch_size: int) -> list[range
     ]
 
 
-def write_shard(
-    config: TrainConfig, store: LatentStore, teacher: Teacher, shard: int, batches: Iterable[ClipBatch]
-) -> None:
+def write_shard(store: LatentStore, teacher: Teacher, shard: int, batches: Iterable[ClipBatch]) -> None:
     """Encode the micro-batches of a shard as they come, and write it."""
     made: list[StoredLatents] = []
     files: list[str] = []
     try:
         for batch in batches:
             frames_NTCHW = batch.model_input(teacher.device)
-            target_NTCHW = frames_NTCHW[:, : config.spec.aligned_frames(frames_NTCHW.shape[1])]
-            mean, std = teacher.distribution(target_NTCHW, with_std=store.facts.has_std)
+            mean, std = teacher.distribution(teacher.clip_of(frames_NTCHW), with_std=store.facts.has_std)
             made.append(StoredLatents(mean=mean, std=std).to("cpu"))
             files += batch.names
     except (RuntimeError, MemoryError) as fault:
@@ -209,7 +206,7 @@ def make_shards(
     batches: Any = iter(loader)
     with closing(batches), progress_bar(total=total, desc="latents", unit="clip", disable=not shards) as bar:
         for shard, parts in work.items():
-            write_shard(config, store, teacher, shard, islice(batches, len(parts)))
+            write_shard(store, teacher, shard, islice(batches, len(parts)))
             bar.update(len(store.positions(shard)))
 
 
@@ -256,12 +253,10 @@ def open_encoder(config: TrainConfig, store: LatentStore, device: str) -> Callab
             f"the teacher {config.teacher_path} on machine {socket.gethostname()} is not that of the store "
             f"{store.folder}; all machines of the Ray cluster need the same files under the same path"
         )
-    return partial(encode_shard, config, store, teacher)
+    return partial(encode_shard, store, teacher)
 
 
-def encode_shard(
-    config: TrainConfig, store: LatentStore, teacher: Teacher, shard: int, *parts: ReadPart
-) -> list[ReadBatch]:
+def encode_shard(store: LatentStore, teacher: Teacher, shard: int, *parts: ReadPart) -> list[ReadBatch]:
     """Encode and write a shard; returns what happened while its parts were read. A failed part: nothing is written."""
     reads: list[ReadBatch] = [replace(read, batch=None) for read, _ in parts]
     if any(read.failure for read in reads):
@@ -269,5 +264,5 @@ def encode_shard(
     bare = [(read.batch, frames) for read, frames in parts if read.batch is not None]
     assert len(bare) == len(parts), "a training batch without failure is whole"
     batches = (replace(batch, frames=torch.from_numpy(frames.copy())) for batch, frames in bare)  # Ray's are read-only
-    write_shard(config, store, teacher, shard, batches)
+    write_shard(store, teacher, shard, batches)
     return reads

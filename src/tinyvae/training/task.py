@@ -92,7 +92,7 @@ class TrainingTask:
         any rank, the total is not finite on all ranks.
         """
         target = self.model.target(frames_NTCHW)
-        teacher_latents = self._teacher_latents(target, stored, positions)
+        teacher_latents = self._teacher_latents(frames_NTCHW, stored, positions)
         decoded, latents, taught = self._forward(frames_NTCHW, teacher_latents if self._decodes_teacher else None)
         if self._tells_more:
             log_tensors(
@@ -165,7 +165,7 @@ class TrainingTask:
             if self._makes_round_trip:
                 made_of = [self.model.encode(frames) for frames in parts]
             else:
-                teaching = map(self._teacher_latents, targets, stored, positions)
+                teaching = map(self._teacher_latents, parts, stored, positions)
                 made_of = [latents for latents in teaching if latents is not None]
             output = torch.cat([self.model.decode(latents) for latents in made_of])
         whole = self.seraena.step(torch.cat(targets), output, torch.cat(made_of), average=self._average)
@@ -173,7 +173,7 @@ class TrainingTask:
         return [replace(whole, target_NTCHW=target_NTCHW) for target_NTCHW in corrected]
 
     def _teacher_latents(
-        self, target_NTCHW: Tensor, stored: StoredLatents | None, positions: Sequence[int]
+        self, frames_NTCHW: Tensor, stored: StoredLatents | None, positions: Sequence[int]
     ) -> Tensor | None:
         """Teacher latents NTCHW in the student's space, fp32, from the store or by the teacher; None without one."""
         if self._space is None:
@@ -183,7 +183,7 @@ class TrainingTask:
             mean, std = stored.mean, stored.std
         else:
             assert self.teacher is not None, "a run with a store gets latents with every batch"
-            mean, std = self.teacher.distribution(target_NTCHW, with_std=sample)
+            mean, std = self.teacher.distribution(self.teacher.clip_of(frames_NTCHW), with_std=sample)
         if sample:
             assert std is not None, "a store without spread was refused at the start"
             mean = draw(mean, std, seed=self.config.seed, positions=positions)

@@ -383,7 +383,7 @@ class _Scorer:
         if self.teacher is None:
             return [ClipScores(metrics) for metrics in own], output
         frames = self.teacher.frames(frames)
-        latents, target = self.teacher.latents(names, frames, model), model.target(frames)
+        latents, target = self.teacher.latents(names, frames), model.target(frames)
         taught = _Output(target, model.decode_video(latents)[:, : target.shape[1]].float())
         decoder = clip_metrics(taught.decoded, taught.target, lpips=self.lpips)
         near = latent_snr(model.encode_video(frames), latents)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tinyvae.config.schema import TrainConfig
-from tinyvae.models.codec import VideoCodec
 from tinyvae.models.variants import VariantSpec
 from tinyvae.teachers import Teacher, identify_teacher, load_teacher
 from tinyvae.training.engine import Engine
@@ -32,7 +31,7 @@ class ValidationTeacher:
     ``open``: gives the teacher; the run's own, or one that is loaded where the run trains with a latent store. After
     the first validation nothing here holds it.
 
-    Example: ``teacher.latents(batch.names, frames_NTCHW, student)``
+    Example: ``teacher.latents(batch.names, frames_NTCHW)``
     """
 
     def __init__(self, path: str, spec: VariantSpec, open: Callable[[], Teacher]) -> None:
@@ -45,12 +44,12 @@ class ValidationTeacher:
         """The first frames NTCHW of clips: as many as teacher and student count alike."""
         return frames_NTCHW[:, : self._spec.training_length(frames_NTCHW.shape[1])]
 
-    def latents(self, names: Sequence[str], frames_NTCHW: Tensor, student: VideoCodec) -> Tensor:
+    def latents(self, names: Sequence[str], frames_NTCHW: Tensor) -> Tensor:
         """Latents NTCHW of the clips with these names (frames as `frames` gives them), in the student's space, fp32."""
         if not self._kept.keys() >= set(names):
             self._opened = self._opened or self.open()
             with uncompiled():
-                latents_NTCHW = self._opened.encode(student.target(frames_NTCHW))
+                latents_NTCHW = self._opened.encode(self._opened.clip_of(frames_NTCHW))
             self._kept |= zip(names, latents_NTCHW.cpu(), strict=True)
         return torch.stack([self._kept[name] for name in names]).to(frames_NTCHW.device)
 
