@@ -2,8 +2,9 @@
 
 diffusers runs a video in parts and carries the last frames of every layer from part to part. That saves memory and
 costs a training step dearly: a graph for each part, and copies between them. Inside `whole_clips` the networks take a
-clip at once. For Wan the result is the same at every length of 1 + 4k frames. For CogVideoX it is the same at 8 and 9
-frames, which diffusers runs in one part too; in a longer video the group norms of each part see that part alone.
+clip at once. For Wan the result is the same at every length of 1 + 4k frames. CogVideoX's group norms see one part
+alone, of 8 frames (the first: 9) and 2 latents (the first: 3). So for it the clip has 8 or 9 frames, or 17: then the
+norms take it in two parts, and the result is the same again.
 
 Besides, CogVideoX's decoder sends its latents, enlarged to full size, through two 1x1 convs at every norm. A 1x1 conv
 and a nearest-neighbor enlargement change places without changing the result: the convs run on the small latents.
@@ -21,19 +22,23 @@ from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXSpat
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample
 from diffusers.models.downsampling import CogVideoXDownsample3D
 from diffusers.models.upsampling import CogVideoXUpsample3D
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
 @contextmanager
-def whole_clips() -> Iterator[None]:
-    """Inside the block, `encode_whole` and `decode_whole` work; diffusers' own encode and decode do not."""
-    replaced = {
+def whole_clips(*, in_two_parts: bool = False) -> Iterator[None]:
+    """Inside the block, `encode_whole` and `decode_whole` work; diffusers' own encode and decode do not.
+
+    ``in_two_parts``: for clips of 17 frames through CogVideoX.
+    """
+    replaced: dict[Any, Any] = {
         CogVideoXSpatialNorm3D: _spatial_norm,
         CogVideoXUpsample3D: _cogvideox_upsample,
         CogVideoXDownsample3D: _cogvideox_downsample,
         WanResample: _wan_resample,
     }
+    replaced |= {nn.GroupNorm: _group_norm_of_parts} if in_two_parts else {}
     patches = [mock.patch.object(kind, "forward", forward) for kind, forward in replaced.items()]
     for patch in patches:
         patch.start()
@@ -85,6 +90,13 @@ def _spatial_norm(self: Any, f: Tensor, zq: Tensor, conv_cache: Any = None) -> t
     size = f.shape[2], f.shape[3]
     scale, shift = (enlarge(conv.conv(zq), *size) for conv in (self.conv_y, self.conv_b))
     return self.norm_layer(f) * scale + shift, {}
+
+
+def _group_norm_of_parts(self: Any, x_NCTHW: Tensor) -> Tensor:
+    """diffusers' two parts of 17 frames are 9 + 8 of them; where time is halved, 5 + 4; of 5 latents, 3 + 2."""
+    first = (x_NCTHW.shape[2] + 1) // 2
+    parts = x_NCTHW[:, :, :first], x_NCTHW[:, :, first:]
+    return torch.cat([F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps) for x in parts], dim=2)
 
 
 def _cogvideox_upsample(self: Any, inputs: Tensor) -> Tensor:
