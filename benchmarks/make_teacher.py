@@ -69,6 +69,10 @@ def make_vae(family: str, settings: dict[str, Any], *, seed: int, quiet: float) 
     half = moments.out_channels // 2
     moments.weight.data[half:] = 0
     moments.bias.data[half:] = FIRST_LOG_VARIANCE
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}  # `vae.to` can set one of them only
+    for parameter in vae.parameters():
+        if parameter.ndim in formats:
+            parameter.data = parameter.data.to(memory_format=formats[parameter.ndim])
     return vae
 
 
@@ -91,7 +95,8 @@ def make_optimizers(vae: Any, *, rate: float, muon_rate: float) -> OptimizerSet:
     ]
     chosen = {id(parameter) for parameter in inner}
     plain = [parameter for parameter in vae.parameters() if id(parameter) not in chosen]
-    adamw = torch.optim.AdamW(plain, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=plain[0].is_cuda)
+    # Not fused: the fused step refuses gradients whose strides differ from the weight's, as 1x1 convs' can.
+    adamw = torch.optim.AdamW(plain, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     return OptimizerSet([adamw] + ([Muon(inner, lr=muon_rate, momentum=0.95)] if inner else []))
 
 
@@ -165,7 +170,7 @@ def train(vae: Any, videos: list[Tensor], arguments: argparse.Namespace) -> dict
         optimizers.set_rates(min(1.0, (step + 1) / arguments.warmup) * (1 - share))
         loss, error = losses(random_crops(videos, shape, generator), torch.randn_like(latents))
         loss.backward()
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0, foreach=True)
+        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
         for optimizer in optimizers.optimizers:
             optimizer.step()
         optimizers.zero_grad()
@@ -243,7 +248,6 @@ def main() -> None:
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 5  # of cuDNN's best guesses
     training, validation = ([v.to(device) for v in load_split(arguments.clips, name)] for name in ("train", "val"))
     vae = make_vae(arguments.family, arguments.settings, seed=arguments.seed, quiet=arguments.quiet).to(device)
-    vae.to(memory_format=torch.channels_last_3d) if device.type == "cuda" else None
     parameters = sum(parameter.numel() for parameter in vae.parameters())
     print(f"{arguments.family}: {parameters / 1e6:.1f} M parameters, clips after {time.perf_counter() - began:.0f} s")
     with whole_clips(in_two_parts=arguments.family == "cogvideox"):

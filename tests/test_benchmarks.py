@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tinyvae.cli.main import main
+from tinyvae.cli.main import run
 from tinyvae.data.sample_clips import write_sample_clips
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,7 +100,7 @@ def test_a_teacher_is_made_and_students_learn_from_it(
 
     evaluated = tmp_path / "evaluated"
     words = ["--data", clips / "annotations.json", "--frames", 17, "--device", "cpu", "--lpips", "off", "--films", 0]
-    assert main(["eval", str(teacher), *map(str, words), "--output", str(evaluated)]) == 0
+    assert run(["eval", str(teacher), *map(str, words), "--output", str(evaluated)]) == 0
     assert "PSNR" in capsys.readouterr().out and (evaluated / "results.json").is_file()
 
     candidates = ["", "train=decoder,teacher_frames=5,features=0.1", "train=encoder,activation=leaky_relu"]
