@@ -98,12 +98,15 @@ class Trainer:
             while self.progress.step < config.max_train_steps and not stops_early(self.progress, config):
                 started = time.perf_counter()
                 clips = self._next_clips()
+                waited_s = time.perf_counter() - started
                 result = self.step(clips)
                 self._count(clips, result, seconds=time.perf_counter() - started)
                 parts.profiler.step()
                 bar.update()
                 if self.progress.step == begun_at + 1:
-                    log.info("first step done %.1f s after the start", time.time() - psutil.Process().create_time())
+                    first_s, after_s = time.perf_counter() - started, time.time() - psutil.Process().create_time()
+                    parts_s = f"{waited_s:.1f} s of them for its clips, {first_s - waited_s:.1f} s to compute it"
+                    log.info("first step done %.1f s after the start, %s", after_s, parts_s)
                 if self.step_log.is_due(self.progress.step):
                     self._log(bar)
                 (signal_number,) = parts.engine.worst(parts.signals.received)
