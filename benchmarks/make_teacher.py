@@ -8,9 +8,9 @@ installed, each line takes about 8 minutes: 440 s of training with its compilati
     python benchmarks/make_teacher.py wan --clips DIR --seconds 440 --output $OUT/teacher_wan
 
 ``DIR`` holds annotations.json with train and val clips. The script ends by the clock, and the learning rates reach zero
-with it. ``--steps 200`` instead tells in two minutes whether all compiles here, and the time of a step. It writes a diffusers folder (bfloat16, files of at most 16 MB)
-with figures.json: PSNR of the round trip of 20 validation and 20 training clips (center 256x256; of 20 frames the 17
-that both families take), as `tinyvae` loads the folder.
+with it. ``--steps 200`` instead tells in two minutes whether all compiles here, and the time of a step. It writes a
+diffusers folder (bfloat16, files of at most 16 MB) with figures.json: PSNR of the round trip of 20 validation and 20
+training clips (center 256x256; of 20 frames the 17 that both families take), as `tinyvae` loads the folder.
 
     python benchmarks/make_teacher.py wan --clips DIR --device cpu --steps 4 --batch_size 2 --size 32 \\
         --settings '{"base_dim": 8}' --output /tmp/teacher       # the whole way in seconds, for a look
