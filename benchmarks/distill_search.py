@@ -124,7 +124,7 @@ class Lesson:
         self, teacher: Teacher, train: list[Tensor], val: list[Tensor], *, spec: VariantSpec, pool: int, decodes: bool
     ) -> None:
         self.teacher, self.spec, self._train, self._pool_size, self._decodes = teacher, spec, train, pool, decodes
-        self._pools: dict[int, Pool] = {}
+        self._pools: dict[tuple[int, int], Pool] = {}
         self.clips = list(center_clips(val, num_frames=20))
         self.targets = [clip[:, : spec.aligned_frames(clip.shape[1])] for clip in self.clips]
         self.latents = [teacher.encode(target) for target in self.targets]
@@ -132,25 +132,23 @@ class Lesson:
         self.psnr = mean_psnr(decoded, self.targets)
 
     def pool(self, size: int, num_frames: int) -> Pool:
-        if size not in self._pools:
+        """The crops of a size and length; made when they are first asked for."""
+        if (size, num_frames) not in self._pools:
             began, generator = time.perf_counter(), torch.Generator().manual_seed(size)
-            crops, latents, decoded = [], [], []
-            for _ in range(-(-self._pool_size // CLIPS_PER_CALL)):
-                shape = (min(CLIPS_PER_CALL, self._pool_size), num_frames, size)
-                frames = random_crops(self._train, shape, generator).transpose(1, 2)
-                target = frames[:, : self.spec.aligned_frames(num_frames)].float() / 255
-                crops.append(frames)
-                latents.append(self.teacher.encode(target))
-                if self._decodes:
-                    decoded.append((self.teacher.decode(latents[-1]) * 255).round().to(torch.uint8))
-            made = torch.cat(decoded) if decoded else None
-            self._pools[size] = Pool(frames=torch.cat(crops), latents=torch.cat(latents), decoded=made)
-            seconds = time.perf_counter() - began
-            print(
-                f"  the teacher saw {len(self._pools[size].frames)} crops of {size}x{size} in {seconds:.0f} s",
-                flush=True,
-            )
-        return self._pools[size]
+            count = min(CLIPS_PER_CALL, self._pool_size)
+            parts = [self._part((count, num_frames, size), generator) for _ in range(-(-self._pool_size // count))]
+            made = [torch.cat([getattr(part, name) for part in parts]).contiguous() for name in ("frames", "latents")]
+            decoded = torch.cat([part.decoded for part in parts if part.decoded is not None]) if self._decodes else None
+            self._pools[size, num_frames] = Pool(frames=made[0], latents=made[1], decoded=decoded)
+            what = f"{len(made[0])} crops of {num_frames} x {size} x {size}"
+            print(f"  the teacher saw {what} in {time.perf_counter() - began:.0f} s", flush=True)
+        return self._pools[size, num_frames]
+
+    def _part(self, shape: tuple[int, int, int], generator: torch.Generator) -> Pool:
+        frames = random_crops(self._train, shape, generator).transpose(1, 2)
+        latents = self.teacher.encode(frames[:, : self.spec.aligned_frames(shape[1])].float() / 255)
+        decoded = (self.teacher.decode(latents) * 255).round().to(torch.uint8) if self._decodes else None
+        return Pool(frames=frames, latents=latents, decoded=decoded)
 
     @torch.no_grad()
     def features(self, latents_NTCHW: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cogvideox": {"block_out_channels": (32, 64, 128, 224), "layers_per_block": 1, "norm_num_groups": 16},
     "wan": {"base_dim": 32, "dim_mult": [1, 2, 4, 7], "num_res_blocks": 1},
 }
-NUM_FRAMES = 17  # the length of the figures: trained on 9, both families lose 2 to 4 dB in the frames after those
+# Frames of a training clip, clips of a batch. Wan, trained on 9, loses dBs in the frames after those; CogVideoX does not.
+LENGTHS, BATCH_SIZES = {"cogvideox": 9, "wan": 17}, {"cogvideox": 16, "wan": 8}
 FIRST_LOG_VARIANCE = -7.0  # a deviation of 0.03: with diffusers' first weights the noise is as large as the latents
 KL_WEIGHT, L1_WEIGHT = 1e-5, 0.02
 
@@ -115,11 +116,6 @@ def random_crops(videos: list[Tensor], shape: tuple[int, int, int], generator: t
     return torch.stack(clips).transpose(1, 2)
 
 
-def crop_shape(arguments: argparse.Namespace) -> tuple[int, int, int]:
-    """Number of crops in a batch, frames of each, height and width."""
-    return arguments.batch_size, NUM_FRAMES, arguments.size
-
-
 def make_losses(vae: Any, device: torch.device) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The function (uint8 crops, noise like their latents) -> (loss, mean squared error of pixels in [0, 1])."""
 
@@ -159,7 +155,7 @@ def train(vae: Any, videos: list[Tensor], arguments: argparse.Namespace) -> dict
     optimizers = make_optimizers(vae, rate=arguments.learning_rate, muon_rate=arguments.muon_learning_rate)
     average = WeightAverage(vae, decay=arguments.ema_decay)
     generator = torch.Generator().manual_seed(arguments.seed)
-    shape = batch_size, num_frames, size = crop_shape(arguments)
+    shape = batch_size, num_frames, size = arguments.batch_size, arguments.frames, arguments.size
     latents = torch.empty(batch_size, 16, 1 + num_frames // 4, size // 8, size // 8, device=device)
     crops = random_crops(videos, shape, generator)
     losses = compile_or_not(make_losses(vae, device), crops, torch.randn_like(latents))
@@ -194,7 +190,7 @@ def normalize_latents(vae: Any, videos: list[Tensor], arguments: argparse.Namesp
     """Write the statistics of the latents of training crops into the VAE's config."""
     generator, means = torch.Generator().manual_seed(arguments.seed + 1), []
     for _ in range(8):
-        crops = random_crops(videos, crop_shape(arguments), generator)
+        crops = random_crops(videos, (arguments.batch_size, arguments.frames, arguments.size), generator)
         means.append(vae.encode(crops.float() / 127.5 - 1).latent_dist.mode())
     columns = torch.cat(means).transpose(0, 1).flatten(1)
     if arguments.family == "wan":
@@ -229,7 +225,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=440, help="of training, with the compilation")
     parser.add_argument("--steps", type=int, help="end by steps instead")
-    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--frames", type=int, choices=(9, 17), help=f"of a training clip; default: {LENGTHS}")
+    parser.add_argument("--batch_size", type=int, help=f"default: {BATCH_SIZES}")
     parser.add_argument("--size", type=int, default=128, help="height and width of the training crops")
     parser.add_argument("--learning_rate", type=float, default=1e-3, help="of AdamW")
     parser.add_argument("--muon_learning_rate", type=float, default=0.004, help="0: AdamW for all")
@@ -242,6 +239,8 @@ def main() -> None:
     parser.add_argument("--log_steps", type=int, default=200)
     parser.add_argument("--max_clips", type=int, default=20, help="of each figure")
     arguments = parser.parse_args()
+    arguments.frames = arguments.frames or LENGTHS[arguments.family]
+    arguments.batch_size = arguments.batch_size or BATCH_SIZES[arguments.family]
     diffusers.logging.set_verbosity_error()  # it warns of every change of precision
     device, began = torch.device(arguments.device), time.perf_counter()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -252,7 +251,7 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{arguments.family}: {parameters / 1e6:.1f} M parameters, torch {torch.__version__}, {name}")
     print(f"  {len(training)} + {len(validation)} clips after {time.perf_counter() - began:.0f} s", flush=True)
-    with whole_clips(in_two_parts=arguments.family == "cogvideox"):
+    with whole_clips(in_two_parts=arguments.family == "cogvideox" and arguments.frames == 17):
         figures = train(vae, training, arguments)
     normalize_latents(vae, training, arguments)
     vae.to(torch.bfloat16).save_pretrained(arguments.output, max_shard_size="16MB")
