@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cogvideox": {"block_out_channels": (32, 64, 128, 224), "layers_per_block": 1, "norm_num_groups": 16},
     "wan": {"base_dim": 32, "dim_mult": [1, 2, 4, 7], "num_res_blocks": 1},
 }
-# Frames of a training clip, clips of a batch. Wan, trained on 9, loses dBs in the frames after those; CogVideoX does not.
+# Of a training clip and a batch. Wan trained on 9 frames loses dBs in the frames after those; CogVideoX does not.
 LENGTHS, BATCH_SIZES = {"cogvideox": 9, "wan": 17}, {"cogvideox": 16, "wan": 8}
 FIRST_LOG_VARIANCE = -7.0  # a deviation of 0.03: with diffusers' first weights the noise is as large as the latents
 KL_WEIGHT, L1_WEIGHT = 1e-5, 0.02
