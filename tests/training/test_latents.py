@@ -20,7 +20,7 @@ import torch
 from tests.data.test_latent_store import FACTS, SIZES
 from tests.training.test_full_disk import fill, small_disk  # noqa: F401  (a fixture)
 from tests.training.test_golden_losses import write_teacher
-from tests.training.tiny_runs import arguments_for, launch, read_lines, run_differences, train_here
+from tests.training.tiny_runs import arguments_for, differences, launch, read_lines, run_differences, train_here
 from tinyvae.cli.main import run
 from tinyvae.config.load import load_config
 from tinyvae.config.schema import TrainConfig
@@ -91,12 +91,25 @@ DTYPES = [
 def test_training_from_a_store_is_training_with_the_teacher(
     clips: Path, teacher: Path, tmp_path: Path, teacher_dtype: str, dtype: str
 ) -> None:
-    """To the last bit; a store in bfloat16 keeps all that a teacher in bfloat16 says. The run loads no teacher."""
+    """To the last bit; a store in bfloat16 keeps all that a teacher in bfloat16 says.
+
+    Where the teacher is named beside the store, only validation runs it; else the run loads none.
+    """
     words = live(clips, tmp_path / "live", teacher, ref_vae_dtype=teacher_dtype)
     assert make(words, tmp_path / "store", dtype=dtype) == 0
     train_here(words)
-    train_here(recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store"))
+    beside = {"latent_store": tmp_path / "store", "ref_vae_dtype": teacher_dtype}
+    train_here(live(clips, tmp_path / "stored", teacher, **beside))
     assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
+    train_here(recipe(clips, tmp_path / "alone", latent_store=tmp_path / "store"))
+    weights = [torch.load(tmp_path / run / "final_model.pth", weights_only=True) for run in ("live", "alone")]
+    assert differences(*weights) == []
+    (with_teacher,), (alone,) = (
+        json.loads((tmp_path / run / "validation_history.json").read_text()) for run in ("live", "alone")
+    )
+    assert {name for name in with_teacher if name not in alone} >= {"decoder_psnr", "decoder_ssim", "latent_snr"}
+    assert with_teacher["psnr"] == alone["psnr"]
+    assert "no teacher is named beside the latent store" in (tmp_path / "alone/train.log").read_text()
 
 
 @pytest.mark.slow
@@ -106,7 +119,7 @@ def test_a_store_of_several_sizes(clips: Path, teacher: Path, tmp_path: Path) ->
     words = live(clips, tmp_path / "live", teacher, **sizes)
     make(words, tmp_path / "store", num_clips=6)
     train_here(words)
-    train_here(recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store", **sizes))
+    train_here(live(clips, tmp_path / "stored", teacher, latent_store=tmp_path / "store", **sizes))
     assert run_differences(tmp_path / "live", tmp_path / "stored", 6) == []
     make(words, tmp_path / "small", num_clips=1)
     train_here(recipe(clips, tmp_path / "again", latent_store=tmp_path / "small", **sizes))

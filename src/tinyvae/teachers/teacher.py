@@ -19,7 +19,7 @@ from torch import Tensor
 from tinyvae.errors import MissingFileError, UserError, nearest_name, require_package
 from tinyvae.files import sha256_of
 from tinyvae.models.hub import hub_failures
-from tinyvae.models.variants import VariantSpec
+from tinyvae.models.variants import LatentSpaceName, VariantSpec
 from tinyvae.teachers.families import (
     FAMILIES,
     TEACHER_KINDS,
@@ -64,7 +64,7 @@ class Teacher:
         if compiled and family.compiles:
             self._vae.encoder.compile(dynamic=False)
         self._pixels_per_call = PIXELS_PER_CALL
-        self._spec = spec
+        self.spec = spec
         self.class_name = family.class_name
         self.geometry = found.geometry
         self.device: torch.device = self._vae.device
@@ -75,6 +75,7 @@ class Teacher:
         held = {name: value.tolist() for name, value in vae.named_buffers() if name.startswith("latents_")}
         self.space = latent_space_of({**found.config, **held}, found.geometry.latent_channels)
         self._student_space = self.space if spec is None else self.space.of_student(spec)
+        self.latent_space: LatentSpaceName = "diffusion" if spec is None else spec.latent_space
         self._pixel_mean, self._pixel_std = (
             torch.tensor(values, dtype=torch.float32, device=self.device).view(1, -1, 1, 1, 1)
             for values in (family.pixel_mean, family.pixel_std)
@@ -92,8 +93,8 @@ class Teacher:
         size than the student's, or that are not finite, stop the run.
         """
         num_frames = frames_NTCHW.shape[1]
-        if self._spec is not None:
-            aligned = self._spec.aligned_frames(num_frames)
+        if self.spec is not None:
+            aligned = self.spec.aligned_frames(num_frames)
             assert aligned == num_frames, f"give the {aligned} frames of VideoCodec.target, not all {num_frames}"
         with torch.autocast(device_type=self.device.type, enabled=False):
             parts = self._in_parts(self._encode_part, frames_NTCHW, frames_NTCHW[0].numel() // 3)
@@ -140,7 +141,7 @@ class Teacher:
         return (video_NCTHW.float() * self._pixel_std + self._pixel_mean).clamp(0, 1)
 
     def _check_latents(self, latents_NTCHW: Tensor, frames_NTCHW: Tensor) -> None:
-        spec, num_frames = self._spec, frames_NTCHW.shape[1]
+        spec, num_frames = self.spec, frames_NTCHW.shape[1]
         if spec is not None:
             height, width = (size // spec.space_factor for size in frames_NTCHW.shape[-2:])
             wanted = (len(frames_NTCHW), spec.latents(num_frames), spec.latent_channels, height, width)

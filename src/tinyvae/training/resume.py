@@ -205,6 +205,7 @@ class RunState:
     model: TAEHV
     average: WeightAverage | None
     seraena: Seraena | None
+    decided_by: str  # the validation score that decides on the best model
 
     def save(self, writer: CheckpointWriter, loop: LoopState, *, emergency: bool) -> bool:
         """Write a checkpoint, all ranks together; tell whether it is on disk."""
@@ -259,13 +260,13 @@ class RunState:
         info = _read_info(self.folder / "best_model")
         if info is not None and info["step"] == progress.best_step:
             return info
-        return {"step": progress.best_step, self.config.metric_for_best_model: progress.best_score}
+        return {"step": progress.best_step, self.decided_by: progress.best_score}
 
     def _meaning_of_scores(self) -> dict[str, Any]:
         """What two validations must have in common for their scores to be compared, in plain values."""
         config, validation = self.config, self.data.validation
         return {
-            "metric_for_best_model": config.metric_for_best_model,
+            "metric_for_best_model": self.decided_by,
             "num_validation_samples": min(config.num_validation_samples, len(validation)),
             **dict(zip(VALIDATION_SIZE, config.validation_size, strict=True)),
             "min_frame_delta": config.min_frame_delta,
