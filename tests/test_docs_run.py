@@ -59,6 +59,9 @@ RUN_ELSEWHERE = {
 
 SUBSTITUTIONS = {
     r"/data/latents": "latents",
+    r"/models/Wan2\.1/vae": "wan_teacher",
+    r"--output_dir output/my_student": "--output_dir output/made",
+    r"checkpoints/taew2_1\.pth": "lighttaew2_1.safetensors",
     r"/data/videos|/data/val|videos/val|(?<=--data_root )clips|videos/(?= )": "videos",
     r"(?<=--preset )h100": "quickstart",
     r"output/RUN_B": "taehv.safetensors",
@@ -72,7 +75,7 @@ SUBSTITUTIONS = {
     r"--(max_train_steps) \d+": r"--\1 3",
     r"@2000": "@1",
     r"@8000": "@2",
-    r"--clips 100000": "--clips 4",
+    r"--clips 1\d+": "--clips 4",
     r"--num_samples 5": "--num_samples 1 --data_root videos",
 }
 
@@ -186,6 +189,12 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = replace(load_preset("scratch"), variant=model.spec.name, model_width=model.spec.width)
         save_model(model, folder / "output" / name / "best_model")
         (folder / "output" / name / "config.json").write_text(to_json(config))
+    student = folder / "output" / "my_student"
+    save_model(TAEHV("taew2_1"), student / "best_model")
+    student_of = replace(load_preset("distill"), variant="taew2_1", ref_vae_path="wan_teacher")
+    (student / "config.json").write_text(to_json(student_of))
+    diffusers = pytest.importorskip("diffusers")
+    diffusers.AutoencoderKLWan(base_dim=8, num_res_blocks=1).save_pretrained(folder / "wan_teacher")
     save_model(wan, folder / "run_or_file")
     earlier = replace(load_preset("scratch"), data_root=videos)
     (folder / "output" / "2026-11-15_10-00-00").mkdir()
@@ -233,6 +242,8 @@ def small_command(command: str, scratch: Path) -> list[str]:
         write_teacher(scratch / "teacher")
         write_lpips(scratch / "lpips.safetensors")
         added = SMALL_RUN | SMALL_TEACHER
+    elif added is SMALL_RUN and "wan_teacher" in words:
+        added = SMALL_RUN | {"n_frames": "9"}
     elif added is SMALL_RUN and words[2].endswith(".py"):
         added = SMALL_RUN | {"data_root": "videos"}  # settings files name a folder of their author
     if "resolutions" in said:

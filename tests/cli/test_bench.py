@@ -39,7 +39,7 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for word in ("memory", "error", "compute", "bandwidth", "speed-up"):
         assert word in heading and f"\n{word} " in f"\n{legend}", word
     assert max(map(len, shown.splitlines()[3:])) <= 110
-    assert "eager" in report["engines"]["decoder"] and report["engines"]["decoder"] in shown
+    assert report["engines"] == TAEHV("taehv", width=0.125).fused().engines and report["engines"]["decoder"] in shown
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.training.faults import Both, SignalInStep, SlowSteps
 from tests.training.tiny_runs import SERAENA, Launch, arguments_for, launch, run_differences, train_here
 from tinyvae.data.index_build import build_index
 from tinyvae.training import clips as clips_module
-from tinyvae.training import validation
+from tinyvae.training import guards, validation
 from tinyvae.training.guards import SAME_ORDER_S, SignalWatch
 
 
@@ -89,7 +89,8 @@ class SignalInValidation:
             calls.append(1)
             if rank == 0 and len(calls) == 3:  # each validation measures two batches of a clip
                 os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.1)
+                while not guards._open_watches[0].received:
+                    time.sleep(0.01)
             print(f"measured {len(calls)}", flush=True)
             return measure(*arguments)  # type: ignore[arg-type]
 

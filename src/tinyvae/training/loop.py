@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import psutil
@@ -187,22 +188,23 @@ class Trainer:
         frames = batch.model_input(engine.device)
         latents = None if batch.latents is None else batch.latents.to(engine.device)
         parts = frames.chunk(self.slices[frames.shape[1:]] or 1)
+        ends = list(accumulate(map(len, parts)))
+        rows = [slice(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
+        stored = [None if latents is None else latents[of_part] for of_part in rows]
+        positions = [batch.positions[of_part] for of_part in rows]
         corrections: list[SeraenaResult | None] = [None] * len(parts)
         if use_seraena and len(parts) > 1:
             with engine.autocast():
-                corrections = list(task.correct_in_parts(parts))
-        first = 0
-        for part, corrected in zip(parts, corrections, strict=True):
-            rows = slice(first, first + len(part))
-            first = rows.stop
+                corrections = list(task.correct_in_parts(parts, stored=stored, positions=positions))
+        for part, corrected, latents, places in zip(parts, corrections, stored, positions, strict=True):
             with engine.autocast():
                 losses = task.losses(
                     part,
                     use_seraena=use_seraena,
                     step=self.progress.step,
                     corrected=corrected,
-                    stored=None if latents is None else latents[rows],
-                    positions=batch.positions[rows],
+                    stored=latents,
+                    positions=places,
                 )
             weight = share * len(part) / len(frames)
             # A loss that is not finite can have finite gradients, and the guard looks at those alone: make them NaN.

@@ -100,7 +100,7 @@ def deciding_score(config: TrainConfig, *, with_teacher: bool) -> str:
     decoder on teacher latents; where only the encoder is, its latents (psnr), else the own round trip again.
     """
     metric = config.metric_for_best_model
-    if config.reconstruction_loss_weight > 0 or not with_teacher:
+    if config.makes_round_trip or not with_teacher:
         return metric
     if config.decoder_loss_weight > 0:
         return f"{DECODER}{metric}"
