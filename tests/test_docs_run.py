@@ -195,6 +195,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "output" / name / "config.json").write_text(to_json(config))
     student = folder / "output" / "my_student"
     save_model(TAEHV("taew2_1"), student / "best_model")
+    save_model(TAEHV("taew2_1", width=0.125), folder / "output" / "small_student")
     student_of = replace(load_preset("distill"), variant="taew2_1", ref_vae_path="wan_teacher")
     (student / "config.json").write_text(to_json(student_of))
     diffusers = pytest.importorskip("diffusers")
@@ -262,6 +263,8 @@ PYTHON_SUBSTITUTIONS = {
     "for batch in loader:": "for batch in [next(iter(loader))]:",
     "videos/val": "videos",
     'export("output/my_run"': 'export("output/full_run"',
+    "output/my_student": "output/small_student",
+    "/models/Wan2.1/vae": "wan_teacher",
 }
 
 
