@@ -62,13 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{spec.name}, width {model.spec.width:g} -> {spec.width:g}: {counts[0]:.2f} -> {counts[1]:.2f} M parameters")
     print(losses)
     print(f"written to {files[0]}\nTrain it with the whole network as its teacher:")
-    print(train_command(arguments.model, target, spec.name, spec.width))
+    print(train_command(arguments.model, target, spec.width))
     return 0
 
 
-def train_command(whole: str, pruned: Path, variant: str, width: float) -> str:
-    return (
-        f"  tinyvae train scratch --variant {variant} --model_width {width:g} --pretrained_model_path {pruned} \\\n"
-        f"    --use_ref_vae true --ref_vae_path {whole} --encoder_loss_weight 1 --decoder_loss_weight 1 \\\n"
-        "    --data_root VIDEOS"
-    )
+def train_command(whole: str, pruned: Path, width: float) -> str:
+    start = f"--model_width {width:g} --pretrained_model_path {pruned}"
+    return f"  tinyvae train distill --teacher {whole} {start} --data_root VIDEOS"
