@@ -159,7 +159,7 @@ def test_micro_batches_in_parts_take_their_own_latents(
     words = live(clips, tmp_path / "live", teacher)
     make(words, tmp_path / "store")
     train_here(words)
-    train_here(recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store"))
+    train_here(live(clips, tmp_path / "stored", teacher, latent_store=tmp_path / "store"))
     assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
 
 
@@ -169,7 +169,8 @@ def test_two_ranks_train_from_a_store_as_with_the_teacher(clips: Path, teacher: 
     changes: dict[str, object] = {"train_batch_size": 1, "max_train_steps": STEPS}
     words = live(clips, tmp_path / "live", teacher, **changes)
     make(words, tmp_path / "store", 8)
-    stored = recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store", dataloader_num_workers=1, **changes)
+    beside: dict[str, object] = {"latent_store": tmp_path / "store", "dataloader_num_workers": 1}
+    stored = live(clips, tmp_path / "stored", teacher, **beside, **changes)
     for command in (words, stored):
         running = launch(command, tmp_path / "logs", ranks=2)
         assert running.wait(120) == [0, 0], running.both_logs()

@@ -277,7 +277,7 @@ class OomInValidation:
             def fail(*arguments: object) -> None:
                 raise torch.OutOfMemoryError("injected")
 
-            validation._measure = fail  # type: ignore[assignment]
+            validation._Scorer.measure = fail  # type: ignore[method-assign]
 
 
 class GoneValidationClips:
