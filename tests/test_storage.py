@@ -23,7 +23,7 @@ import torch
 
 from tests.remote_storage import SECRET_KEY, ShelfFileSystem, s3_server
 from tests.training.test_golden_losses import write_teacher
-from tests.training.test_latents import live, recipe
+from tests.training.test_latents import live
 from tests.training.tiny_runs import arguments_for, run_differences, train_here, write_clips
 from tinyvae import storage
 from tinyvae.cache_folder import GIB
@@ -391,7 +391,7 @@ def test_an_index_and_a_latent_store_are_made_on_s3_and_trained_from(s3: Url, vi
     opened.check_complete()
     assert opened.num_clips == 8 and opened.num_bytes > 0
     train_here(live(videos, tmp_path / "live", teacher))
-    train_here(recipe(videos, tmp_path / "stored", latent_store=store, **index))
+    train_here(live(videos, tmp_path / "stored", teacher, latent_store=store, **index))
     assert run_differences(tmp_path / "live", tmp_path / "stored", 4) == []
     with pytest.raises(UserError, match="holds 8 clips and cannot grow behind a URL"):
         LatentStore.create(store, opened.facts, num_clips=9)
