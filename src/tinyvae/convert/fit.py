@@ -23,13 +23,8 @@ from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_ZEROS
 from tinyvae.terminal import progress_bar
 
 FITTED_PIXELS = 16_384  # of each layer, drawn from all clips: several for each weight of an output channel
-RIDGES = (
-    1e-4,
-    1e-3,
-    1e-2,
-    1e-1,
-    1.0,
-)  # how strongly to hold fitted weights to the cut ones: parts of the inputs' energy
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""How strongly fitted weights may be held to the cut ones, as parts of the inputs' energy; `solve_ridge` chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
