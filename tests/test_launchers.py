@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.processes import still_alive
+
 ROOT = Path(__file__).resolve().parents[1]
 H100, FRONT, RECOVERY = (ROOT / name for name in ("train_taehv_h100.sh", "train_taehv.sh", "auto_recovery_train.sh"))
 
@@ -342,7 +344,7 @@ def test_a_signal_is_handed_on_and_ends_recovery(tmp_path: Path) -> None:
     process = subprocess.Popen([str(RECOVERY), "2", "h100"], env=recovery.env, cwd=tmp_path)
     wait_until(lambda: (tmp_path / "run" / "ready").exists())
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 143 and (tmp_path / "run" / "told").exists() and len(recovery.starts()) == 1
+    assert process.wait(30) == 143 and (tmp_path / "run" / "told").exists() and len(recovery.starts()) == 1
 
 
 def wait_until(true: object, timeout_s: float = 30) -> None:
@@ -513,9 +515,8 @@ def test_a_second_signal_to_the_launcher_ends_everybody_at_once(tmp_path: Path, 
         time.sleep(0.5)
         assert process.poll() is None, "a step takes minutes here"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 143, log.read_text()
-    _, alive = psutil.wait_procs(everybody, timeout=10)
-    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+        assert process.wait(30) == 143, log.read_text()
+    assert still_alive(everybody) == []
 
 
 @pytest.mark.slow

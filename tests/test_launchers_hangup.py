@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.processes import still_alive
 from tests.test_launchers import H100, RECOVERY, free_port, real_environment, settings, wait_until
 
 __all__ = ["settings"]  # the fixture
@@ -25,11 +26,6 @@ def is_training(run: Path) -> bool:
 
 def saved(run: Path) -> list[Path]:
     return list(run.glob("emergency_checkpoint-*/manifest.json"))
-
-
-def still_there(everybody: list[psutil.Process]) -> list[psutil.Process]:
-    _, alive = psutil.wait_procs(everybody, timeout=60)
-    return [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +50,7 @@ def test_a_terminal_that_closes_leaves_a_saved_run_and_no_orphan(
         everybody = psutil.Process(shell.pid).children(recursive=True)
         assert len(everybody) == num_processes
         os.close(terminal)
-        assert still_there(everybody) == []
+        assert still_alive(everybody, timeout_s=60) == []
     finally:
         shell.kill()
         shell.wait()
@@ -74,7 +70,7 @@ def test_hangup_ends_the_launcher_with_129(tmp_path: Path, settings: list[str], 
         everybody = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGHUP)
         assert process.wait(60) == 129, log.read_text()
-    assert saved(tmp_path / "run") and still_there(everybody) == []
+    assert saved(tmp_path / "run") and still_alive(everybody, timeout_s=60) == []
     assert log.read_text().count("stopped by SIGHUP") == 1, "said once"
 
 
@@ -115,6 +111,6 @@ def test_a_reader_that_ends_ends_nothing(tmp_path: Path, settings: list[str], pr
         everybody = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143
-        assert saved(run) and still_there(everybody) == []
+        assert saved(run) and still_alive(everybody, timeout_s=60) == []
     finally:
         process.kill()

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from tests.processes import still_alive
 from tests.video.small_videos import write_video
 from tinyvae.data import (
     BadFileLog,
@@ -417,7 +418,8 @@ def test_a_program_that_ends_in_mid_iteration_leaves_no_worker_behind(video_fold
     )
     words = [sys.executable, "-c", script, str(video_folder), str(tmp_path / "i.tvi")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
-    assert len(done.stdout.split()) == 2 and not any(psutil.pid_exists(int(pid)) for pid in done.stdout.split())
+    workers = [int(pid) for pid in done.stdout.split()]
+    assert len(workers) == 2 and still_alive(workers) == []
 
 
 def test_counts_that_cannot_be_meant_are_refused(sides: tuple[ClipSet, ClipSet]) -> None:

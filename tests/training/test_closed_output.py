@@ -79,7 +79,7 @@ def test_a_pipe_whose_reader_ends_ends_nothing(clips: Path, tmp_path: Path) -> N
         wait_for_text(run / "train.log", "can no longer be written (Broken pipe); the run goes on")
         wait_for_step(started, run, last_step(run) + 10)
         started.signal(signal.SIGTERM)
-        assert started.wait(30) == [143]
+        assert started.wait(60) == [143]
     finally:
         started.kill()
     assert_nothing_was_lost(run)
@@ -104,7 +104,7 @@ def test_the_signal_thread_outlives_a_closed_pipe(clips: Path, tmp_path: Path) -
         wait_for_step(started, run, 1)
         os.close(reader)
         started.signal(signal.SIGTERM)
-        assert started.wait(30) == [143]
+        assert started.wait(60) == [143]
     finally:
         started.kill()
     assert_nothing_was_lost(run)
@@ -118,7 +118,7 @@ def test_a_terminal_that_closes_saves_and_ends(clips: Path, tmp_path: Path) -> N
         wait_for_step(started, run, 3)
         os.close(inside)
         os.close(terminal_of_run)
-        assert started.wait(30) == [129]
+        assert started.wait(60) == [129]
     finally:
         started.kill()
     assert_nothing_was_lost(run)

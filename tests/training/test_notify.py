@@ -118,7 +118,7 @@ def test_the_main_process_alone_tells(clips: Path, tmp_path: Path, listener: Lis
     running = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path, ranks=2, prepare=SlowSteps(0.2))
     running.wait_for("call 3")
     running.signal(signal.SIGKILL, 1)
-    assert running.wait(30) == [1, -9], running.both_logs()
+    assert running.wait(60) == [1, -9], running.both_logs()
     ((event, *_, reason),) = listener.calls()
     assert event == "failed" and "another process of this run has stopped" in reason and "within" not in reason
 

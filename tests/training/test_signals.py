@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.processes import still_alive
 from tests.training.faults import Both, SignalInStep, SlowSteps
 from tests.training.tiny_runs import SERAENA, Launch, arguments_for, launch, run_differences, train_here
 from tinyvae.data.index_build import build_index
@@ -57,21 +58,26 @@ def test_one_process(
 
 
 def test_a_second_signal_ends_at_once(clips: Path, tmp_path: Path) -> None:
-    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, prepare=SlowSteps(20))
+    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, prepare=SlowSteps(60))
     running.wait_for("call 1")
     running.signal(signal.SIGTERM)
     running.wait_for("SIGTERM received")
     assert running.processes[0].is_alive()
     sent = time.monotonic()
     running.signal(signal.SIGINT)
-    assert running.wait(10) == [128 + signal.SIGINT]
-    assert time.monotonic() - sent < 5, "the step takes 20 s: it was not waited for"
+    assert running.wait(30) == [128 + signal.SIGINT]
+    assert time.monotonic() - sent < 30, "the step takes 60 s: it was not waited for"
     assert not list((tmp_path / "run").glob("*checkpoint*"))
+
+
+def patient(rank: int) -> None:
+    """The second signal counts as the first one's echo for 30 s: a busy machine may need more than 0.3 s to send it."""
+    guards.SAME_ORDER_S = 30.0
 
 
 def test_one_order_that_arrives_twice_is_not_a_second_one(clips: Path, tmp_path: Path) -> None:
     """`timeout` tells its child and then the child's group; a scheduler tells every process of the job."""
-    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, prepare=SlowSteps(1))
+    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, prepare=Both(SlowSteps(1), patient))
     running.wait_for("call 1")
     running.signal(signal.SIGTERM)
     running.wait_for("SIGTERM received")
@@ -133,12 +139,10 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(
     everybody += everybody[0].children(recursive=True)
     assert len(everybody) >= 2
     running.signal(number)
-    assert running.wait(10) == [code]
+    assert running.wait(30) == [code]
     if number == signal.SIGTERM:
         assert "SIGTERM received before the first step: there is nothing to save" in running.log()
-    time.sleep(0.2)
-    left = [process for process in everybody if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    assert left == [], "no orphan waits for ever"
+    assert still_alive(everybody) == [], "no orphan waits for ever"
 
 
 def test_ctrl_c_while_python_still_imports_leaves_no_traceback(clips: Path, tmp_path: Path) -> None:
@@ -178,8 +182,7 @@ def test_data_workers_outlive_a_signal_to_the_whole_group(clips: Path, tmp_path:
     assert running.wait() == [128 + number], running.both_logs()
     assert list(run.glob("emergency_checkpoint-*"))
     assert "DataLoader worker" not in running.log()
-    left = [process for process in everybody if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    assert left == [], "they end with the run"
+    assert still_alive(everybody) == [], "they end with the run"
 
 
 def test_the_watch_closes_although_a_worker_lives_on() -> None:
@@ -240,7 +243,7 @@ def test_a_second_signal_ends_a_rank_that_waits_for_another(clips: Path, tmp_pat
     running.wait_for("SIGTERM received", rank=0)
     time.sleep(SAME_ORDER_S)
     running.signal(signal.SIGTERM, 0)
-    running.processes[0].join(5)
+    running.processes[0].join(20)
     assert running.processes[0].exitcode == 143
     running.kill()
 
@@ -294,9 +297,7 @@ def test_a_signal_to_the_launcher_alone(clips: Path, tmp_path: Path, number: sig
         ranks = ranks_of(launcher.pid)
         assert len(ranks) == 2
         launcher.send_signal(number)
-        _, left = psutil.wait_procs(ranks, timeout=60)
-        still = [rank for rank in left if rank.status() != psutil.STATUS_ZOMBIE]
-        assert still == [], log.read_text()
+        assert still_alive(ranks, timeout_s=60) == [], log.read_text()
         assert launcher.wait(60) != 0
     finally:
         for process in (*ranks, launcher):
