@@ -5,8 +5,8 @@
 // (i, j) is pixel (2y-i, 2x-j). All four read the same 2x2 small pixels (y-1..y, x-1..x), so a growing layer is one
 // product: 64 cells x K = 4 taps of 64 channels x N = 4 phases of 64 channels. There is one row and one column of cells
 // more than small pixels. Pixels outside the image are zeros for the 3x3, so the outer cells lose two of their phases.
-// A cell reaches the 4x4 output pixels of four quads: quad (y, x), the output pixels 2y..2y+1, 2x..2x+1, is the sum over
-// the cells (y+dy, x+dx), dy, dx = 0, 1. So the 3x3 is a second product, 64 cells x K = 4 phases of 64 channels x
+// A cell reaches the 4x4 output pixels of four quads: quad (y, x), the output pixels 2y..2y+1, 2x..2x+1, is the sum
+// over the cells (y+dy, x+dx), dy, dx = 0, 1. So the 3x3 is a second product, 64 cells x K = 4 phases of 64 channels x
 // N = 4 quads of 4 pixels of RGB = 48, and a sum of four neighbors. Cells are the rows of both products: what the first
 // leaves in a thread's registers is, rounded, the left factor of the second.
 //
@@ -14,8 +14,8 @@
 // is a shuffle; only the cells at the seams of its four warps go through shared memory. A step reads one new row of 65
 // small pixels, so a strip computes 64 cells for 63 quads, and one row of cells more for each part of a strip.
 // A block makes one of the frames that an input frame grows into: its weights (152 KiB) stay in shared memory.
-// The loading warps fill a ring of rows for each of two computing warpgroups, which take turns at the first product: one
-// rounds, sums and writes while the other multiplies.
+// The loading warps fill a ring of rows for each of two computing warpgroups, which take turns at the first product:
+// one rounds, sums and writes while the other multiplies.
 //
 // grow_image.py compiles this behind hopper.cu, whose functions it uses.
 
@@ -34,7 +34,9 @@ __device__ __forceinline__ void wgmma_image(float* d, const u32* a, u64 b, u32 a
     : D8(0), D8(8), D8(16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 // Barriers 1 and 2: the turn of each warpgroup at the first product. 3 and 4: the four warps of a warpgroup.
-__device__ __forceinline__ void turn_wait(int member) { asm volatile("bar.sync %0, 256;" :: "r"(1 + member) : "memory"); }
+__device__ __forceinline__ void turn_wait(int member) {
+  asm volatile("bar.sync %0, 256;" :: "r"(1 + member) : "memory");
+}
 __device__ __forceinline__ void turn_pass(int member) {
   asm volatile("bar.arrive %0, 256;" :: "r"(2 - member) : "memory");
 }
@@ -74,8 +76,8 @@ __device__ __forceinline__ int steps_of(int first, int stop, int height) {
   return first < stop ? stop - first + (stop - 1) / height - first / height + 1 : 0;
 }
 
-// x: frames, height, width, 64. weights: of each frame made of one. out: frames · grown, 3, 2 height, 2 width, in pairs of
-// pixels. All strips together have `rows` rows of quads; each warpgroup takes `share` of them.
+// x: frames, height, width, 64. weights: of each frame made of one. out: frames · grown, 3, 2 height, 2 width, in pairs
+// of pixels. All strips together have `rows` rows of quads; each warpgroup takes `share` of them.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
     const char* x, const char* weights, const float* bias, u32* out, int height, int width, int grown, int strips,
     int rows, int share) {
@@ -128,11 +130,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
   const int first = (blockIdx.x / grown * 2 + member) * share, stop = min(rows, first + share);
   const int other = first + (member ? -share : share);
   const int steps = steps_of(first, stop, height), other_steps = steps_of(other, min(rows, other + share), height);
-  float* seams = (float*)(shared + SEAMS_AT) + member * 96;  // [2 in turn][warp][output pixel of a quad][RGB]
+  float* seams = (float*)(shared + SEAMS_AT) + member * 48;  // [warp][output pixel of a quad][RGB]
   const int down = (lane >> 1) & 1, right = lane & 1;        // the thread's output pixel of each quad
   const float offset[3] = {bias[0], bias[1], bias[2]};
   float kept[2][6] = {};  // of the row of cells above, for [cell, cell + 8][dx, RGB]
-  int turn = 0, step = 0, seam = 0;
+  int turn = 0, step = 0;
   barrier_wait(WEIGHTS_FULL, 0);
   if (member == 1) turn_pass(1);
   for (int row = first; row < stop;) {
@@ -189,11 +191,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
           kept[half][i] = sums[(i >> 1) * 4 + half * 2 + (i & 1)];
         }
       if (y == part.top) continue;  // nothing is kept yet
-      float* seam_now = seams + seam * 48;
-      seam ^= 1;
-      if (lane < 4)
+      if (lane < 4)  // all four warps have read the seams of the step before: they met at their turn
 #pragma unroll
-        for (int c = 0; c < 3; c++) seam_now[quarter * 12 + lane * 3 + c] = above[0][3 + c];
+        for (int c = 0; c < 3; c++) seams[quarter * 12 + lane * 3 + c] = above[0][3 + c];
       warpgroup_sync(member);
       const int cell = quarter * 16 + (lane >> 2) + right * 8, column = part.left + cell;
       const bool exists = cell < CELLS - 1 && column < width;
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
         float near = __shfl_sync(~0u, above[0][3 + c], lane + 4), far = __shfl_sync(~0u, above[1][3 + c], lane + 4);
         if (lane >= 28) {  // the neighbor of cell 7 is cell 8, that of cell 15 lies in the next warp
           near = far;
-          if (quarter < 3) far = seam_now[(quarter + 1) * 12 + (lane & 3) * 3 + c];
+          if (quarter < 3) far = seams[(quarter + 1) * 12 + (lane & 3) * 3 + c];
         }
         near += above[0][c] + offset[c];
         far += above[1][c] + offset[c];

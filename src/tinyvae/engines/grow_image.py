@@ -19,7 +19,7 @@ from tinyvae.engines.nvrtc import Kernel, Launch, compile_kernel
 CELLS = 64  # a strip is this many cells wide and makes one quad less
 RING = 4  # rows of small pixels in shared memory for each warpgroup: two in use, two on their way
 WEIGHT_TILES = 19  # 16 of the growing layer for one output frame, 3 of the image convolution
-SEAM_BYTES = 768  # what the warps of a warpgroup tell their neighbors: 2 warpgroups · 2 in turn · 4 warps · 12 values
+SEAM_BYTES = 384  # what the warps of a warpgroup tell their neighbors: 2 warpgroups · 4 warps · 12 values of 4 bytes
 BARRIER_BYTES = 256
 SHARED_BYTES = WEIGHT_TILES * WEIGHT_TILE + 2 * RING * (CELLS + 1) * 128 + SEAM_BYTES + BARRIER_BYTES
 FEWEST_ROWS = 4  # of a warpgroup; it computes one or two more

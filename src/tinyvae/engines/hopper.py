@@ -27,8 +27,8 @@ CUDNN_CHANNELS: frozenset[int] = frozenset({64, 128})
 """In memory blocks with these channel counts cuDNN does the second and third convolution. It saves 0.3 ms of 11.4 each,
 nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py --cudnn_channels` compares)."""
 JOIN_IMAGE = True
-"""Whether the last growing layer and an RGB image convolution are one kernel. `benchmarks/speed_kernels.py` compares it
-with the two kernels that it replaces."""
+"""Whether the last growing layer and an RGB image convolution are one kernel (`benchmarks/speed_kernels.py` and
+`benchmarks/speed_codec.py --two_image_kernels` compare)."""
 
 
 @dataclass(frozen=True, kw_only=True)
