@@ -25,7 +25,9 @@ __device__ __forceinline__ u32 pack_relu(float lo, float hi) {
 }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+template <int OPEN> __device__ __forceinline__ void wgmma_wait() {  // until at most OPEN groups are not done
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(OPEN) : "memory");
+}
 __device__ __forceinline__ void wgmma_image(float* d, const u32* a, u64 b, u32 add) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %29, 0; "
     "wgmma.mma_async.sync.aligned.m64n48k16.f32." ELEMENT "." ELEMENT " "
@@ -153,10 +155,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
         for (int k = 0; k < 4; k++)
           wgmma_tile(acc, descriptor(pixels + k * 2 * PLANE, PLANE, 128),
                      descriptor(base + tap * GROW_TAP + k * 8192, 4096, 128), tap + k > 0);
+        if (tap >= 2) wgmma_commit();
       }
-      wgmma_commit();
+      wgmma_wait<1>();  // the other warpgroup starts when the last tap of this one is left
       if (++step < max(steps, other_steps) || member == 0) turn_pass(member);
-      wgmma_wait();
+      wgmma_wait<0>();
       if (lane == 0) {
         barrier_arrive(EMPTY(member, turn));
         if (y == part.top + part.count) barrier_arrive(EMPTY(member, turn + 1));
@@ -179,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
       for (int k = 0; k < 16; k++)
         wgmma_image(sums, phases + k * 4, descriptor(base + IMAGE_AT + k * 2 * IMAGE_CHUNK, IMAGE_CHUNK, 128), k > 0);
       wgmma_commit();
-      wgmma_wait();
+      wgmma_wait<0>();
 
       // A thread's twelve columns of a cell are its output pixel of the four quads: [dy][dx][RGB].
       float above[2][6];  // of the quads in the row above this row of cells
