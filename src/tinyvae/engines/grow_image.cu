@@ -23,11 +23,6 @@
 __device__ __forceinline__ u32 pack_relu(float lo, float hi) {
   u32 r; asm("cvt.rn.relu." ELEMENT "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r;
 }
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int OPEN> __device__ __forceinline__ void wgmma_wait() {  // until at most OPEN groups are not done
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(OPEN) : "memory");
-}
 __device__ __forceinline__ void wgmma_image(float* d, const u32* a, u64 b, u32 add) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %29, 0; "
     "wgmma.mma_async.sync.aligned.m64n48k16.f32." ELEMENT "." ELEMENT " "
@@ -35,27 +30,10 @@ __device__ __forceinline__ void wgmma_image(float* d, const u32* a, u64 b, u32 a
     "{%24, %25, %26, %27}, %28, p, 1, 1, 0; }"
     : D8(0), D8(8), D8(16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
-// Barriers 1 and 2: the turn of each warpgroup at the first product. 3 and 4: the four warps of a warpgroup.
-__device__ __forceinline__ void turn_wait(int member) {
-  asm volatile("bar.sync %0, 256;" :: "r"(1 + member) : "memory");
-}
-__device__ __forceinline__ void turn_pass(int member) {
-  asm volatile("bar.arrive %0, 256;" :: "r"(2 - member) : "memory");
-}
+// Barriers 1 and 2 are the turns (hopper.cu), 3 and 4 the four warps of a warpgroup.
 __device__ __forceinline__ void warpgroup_sync(int member) {
   asm volatile("bar.sync %0, 128;" :: "r"(3 + member) : "memory");
 }
-__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barriers_ready() {
-  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
-}
-__device__ __forceinline__ void copies_done() {
-  asm volatile("cp.async.wait_all; fence.proxy.async.shared::cta;" ::: "memory");
-}
-__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 56;"); }
-__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 224;"); }
 
 #define PLANE ((CELLS + 1) * 16)  // 8 channels of a row; 65 pixels: the eight chunks of a pixel fall on different banks
 #define ROW_BYTES (PLANE * 8)
@@ -119,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
           const bool inside = (u32)y < (u32)height && (u32)xx < (u32)width;
           copy16(to + pixel * 16, inside ? from + xx * 128 : x, inside);
         }
-        copies_done();
+        copies_commit();
+        copies_wait<0>();
         barrier_arrive(FULL(member, turn));
       }
       row += part.count;

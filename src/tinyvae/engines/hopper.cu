@@ -14,7 +14,7 @@
 //
 // NVRTC compiles one kernel at a time (see nvrtc.py): no header, no host compiler. hopper_kernels.py names the kernel
 // (-DCONV_TILES, -DIMAGE_CONV or -DFIRST_CONV) and passes every constant that it also uses itself. Frames are NTHWC.
-// grow_image.cu is compiled behind this file and uses its functions.
+// grow_image.cu and conv_rows.cu are compiled behind this file and use its functions.
 
 typedef unsigned int u32; typedef unsigned long long u64; typedef long long i64; typedef unsigned short u16;
 __device__ __forceinline__ u32 smem_address(const void* p) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-#if defined(CONV_TILES) || defined(GROW_IMAGE)
+#if defined(CONV_TILES) || defined(GROW_IMAGE) || defined(CONV_ROWS)
 __device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count) : "memory");
 }
@@ -115,6 +115,35 @@ __device__ __forceinline__ void wgmma_tile(float* d, u64 a, u64 b, u32 add) {
     "{" NAMES "}, %" TEXT(OPERAND_A) ", %" TEXT(OPERAND_B) ", p, 1, 1, 0, 0; }"
     : DATA : "l"(a), "l"(b), "r"(add));
 }
+#endif
+
+#if defined(GROW_IMAGE) || defined(CONV_ROWS)
+// What the kernels share that go row by row: loading warps fill a ring in shared memory with asynchronous copies, two
+// computing warpgroups take turns at the tensor cores.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int OPEN> __device__ __forceinline__ void wgmma_wait() {  // until at most OPEN groups are not done
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(OPEN) : "memory");
+}
+// Barriers 1 and 2: the turn of each warpgroup.
+__device__ __forceinline__ void turn_wait(int member) {
+  asm volatile("bar.sync %0, 256;" :: "r"(1 + member) : "memory");
+}
+__device__ __forceinline__ void turn_pass(int member) {
+  asm volatile("bar.arrive %0, 256;" :: "r"(2 - member) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barriers_ready() {
+  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int OPEN> __device__ __forceinline__ void copies_wait() {  // until at most OPEN groups are on their way
+  asm volatile("cp.async.wait_group %0; fence.proxy.async.shared::cta;" :: "n"(OPEN) : "memory");
+}
+__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 56;"); }
+__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 224;"); }
 #endif
 
 #ifdef CONV_TILES

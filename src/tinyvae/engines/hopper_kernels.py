@@ -202,12 +202,9 @@ class FirstWeights:
 
 
 def pack_first_weights(weight: Tensor, bias: Tensor) -> FirstWeights:
-    """``weight`` is (64, 3, 3, 3). The matrix columns of a thread become neighbors, so that it writes 16 bytes."""
-    columns = torch.arange(64)
-    tile, column = columns // 8, columns % 8
-    channel = tile // 4 * 32 + column // 2 * 8 + tile % 4 * 2 + column % 2
+    """``weight`` is (64, 3, 3, 3)."""
     padded = weight.new_zeros(32, 64)
-    padded[:27] = weight.flatten(1).T[:, channel.to(weight.device)]
+    padded[:27] = weight.flatten(1).T[:, thread_channels().to(weight.device)]
     return FirstWeights(packed=_fragments(padded), bias=bias.float().contiguous())
 
 
@@ -228,6 +225,13 @@ def _first_launch(bfloat: bool, device_index: int, frames: int, height: int, wid
     values = [height, width, tiles_x, tiles_y, stacked, frames]
     kernel = _kernel("first_conv", device_index, threads=256, shared_bytes=0, BFLOAT=int(bfloat))
     return Launch(kernel, 4, values, blocks=blocks, shared_bytes=0)
+
+
+def thread_channels() -> Tensor:
+    """The channel of each of 64 matrix columns: those of a thread become neighbors, so that it writes 16 bytes."""
+    columns = torch.arange(64)
+    tile, column = columns // 8, columns % 8
+    return tile // 4 * 32 + column // 2 * 8 + tile % 4 * 2 + column % 2
 
 
 def _fragments(weight_KN: Tensor) -> Tensor:

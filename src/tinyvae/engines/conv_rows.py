@@ -1,0 +1,144 @@
+"""3x3 convolutions of 64 channels over one frame or two, row by row, on Hopper GPUs.
+
+`conv_rows.cu` holds and explains the kernel. Everything here is fp16 or bf16 on a device of compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from importlib import resources
+
+import torch
+from torch import Tensor
+
+from tinyvae.engines.hopper_kernels import TILES_THREADS, WEIGHT_TILE, thread_channels
+from tinyvae.engines.nvrtc import Kernel, Launch, compile_kernel
+
+COLUMN = 8  # pixels; a step of a warpgroup takes eight columns
+ROW_BYTES = (8 * (COLUMN + 2) + 1) * 128  # of a step's input row in shared memory
+RING = {1: 7, 2: 2}  # steps in shared memory for each warpgroup, by the number of frames
+ON_THE_WAY = {1: 2, 2: 0}  # of these the newest, whose copies are not waited for
+BIAS_AND_BARRIER_BYTES = 512
+FEWEST_ROWS = 4  # of a warpgroup; it computes up to two more
+
+
+class _Rows(ctypes.Structure):
+    """The kernel's ``Rows``, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("frames_per_video", "frames", "height", "width")),
+        *((name, ctypes.c_int) for name in ("columns", "stacked", "rows", "share")),
+        ("slope", ctypes.c_float),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowWeights:
+    """Weights of one `conv_rows` call, packed as the kernel reads them."""
+
+    packed: Tensor  # [frame][horizontal tap][8-channel chunk][output row above, beside, below][64 outputs][8 inputs]
+    bias: Tensor  # fp32
+
+    @property
+    def sources(self) -> int:
+        """2: the convolution also sees the frame before."""
+        return self.packed.shape[0]
+
+
+def pack_row_weights(weight: Tensor, bias: Tensor) -> RowWeights:
+    """``weight`` is (64, 64, 3, 3), or (64, 128, 3, 3): first the inputs of the frame, then those of the frame before."""
+    outputs, inputs = weight.shape[:2]
+    assert outputs == 64 and inputs in (64, 128) and weight.shape[2:] == (3, 3)
+    ordered = weight[thread_channels().to(weight.device)]
+    # An input row meets the output row above with the lowest of its taps.
+    split = ordered.flip(2).reshape(64, inputs // 64, 8, 8, 3, 3)  # out, frame, chunk, in, row, horizontal tap
+    return RowWeights(packed=split.permute(1, 5, 2, 4, 0, 3).contiguous(), bias=bias.float().contiguous())
+
+
+def conv_rows(
+    x_BHWC: Tensor,
+    weights: RowWeights,
+    *,
+    frames_per_video: int = 1,
+    past_NHWC: Tensor | None = None,
+    residual_BHWC: Tensor | None = None,
+    relu: bool = False,
+    slope: float = 0.0,
+    stacked: int = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Convolution, bias, residual and activation in one pass; arguments and result as in `hopper_kernels.conv_tiles`.
+
+    ``slope`` is that of the ReLU below zero: not 0 is LeakyReLU.
+    """
+    frames, height, width, channels = x_BHWC.shape
+    assert channels == 64 and x_BHWC.is_contiguous() and x_BHWC.dtype == weights.packed.dtype
+    assert frames % frames_per_video == 0 and frames % stacked == 0
+    shape = (frames // stacked, height, width, 64 * stacked)
+    if out is None:
+        out = torch.empty(shape, dtype=x_BHWC.dtype, device=x_BHWC.device)
+    assert out.shape == shape and out.is_contiguous()
+    launch = _launch(
+        x_BHWC.dtype == torch.bfloat16,
+        x_BHWC.device.index,
+        (frames, height, width, frames_per_video),
+        weights.sources,
+        stacked,
+        slope if relu else 1.0,
+    )
+    past = past_NHWC if weights.sources == 2 else None
+    launch(x_BHWC, past, weights.packed, weights.bias, residual_BHWC, out)
+    return out
+
+
+@functools.lru_cache(maxsize=256)
+def _launch(
+    bfloat: bool, device_index: int, video: tuple[int, int, int, int], sources: int, stacked: int, slope: float
+) -> Launch:
+    frames, height, width, frames_per_video = video
+    processors = torch.cuda.get_device_properties(device_index).multi_processor_count
+    columns, rows, share, blocks = cut_work(frames, height, width, processors=processors)
+    values = _Rows(frames_per_video, frames, height, width, columns, stacked, rows, share, slope)
+    return Launch(_kernel(bfloat, sources, device_index), 6, [values], blocks=blocks, shared_bytes=shared_bytes(sources))
+
+
+def cut_work(frames: int, height: int, width: int, *, processors: int) -> tuple[int, int, int, int]:
+    """(columns of a frame, rows of all strips, rows of a warpgroup, blocks): each block has two warpgroups."""
+    columns = -(-width // COLUMN)
+    rows = -(-frames * columns // 8) * height
+    share = max(FEWEST_ROWS, -(-rows // (2 * processors)))
+    return columns, rows, share, -(-rows // (2 * share))
+
+
+def shared_bytes(sources: int) -> int:
+    """Weights, two rings of steps, bias and barriers."""
+    return sources * (9 * WEIGHT_TILE + 2 * RING[sources] * ROW_BYTES) + BIAS_AND_BARRIER_BYTES
+
+
+@functools.cache
+def _kernel(bfloat: bool, sources: int, device_index: int) -> Kernel:
+    folder = resources.files("tinyvae.engines")
+    source = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in ("hopper.cu", "conv_rows.cu"))
+    constants = {
+        "BFLOAT": int(bfloat),
+        "SOURCES": sources,
+        "RING": RING[sources],
+        "ON_THE_WAY": ON_THE_WAY[sources],
+        "WEIGHT_TILE": WEIGHT_TILE,
+        # The matrix instruction of hopper.cu with 192 columns; its operands behind the 96 accumulators.
+        "TILE_H": 24,
+        "TILE_PIXELS": 192,
+        "OPERAND_A": 96,
+        "OPERAND_B": 97,
+        "OPERAND_ADD": 98,
+    }
+    return compile_kernel(
+        source,
+        "conv_rows",
+        constants,
+        device_index=device_index,
+        threads=TILES_THREADS,
+        shared_bytes=shared_bytes(sources),
+    )
