@@ -162,11 +162,19 @@ def main() -> None:
     parser.add_argument(
         "--two_image_kernels", action="store_true", help="the last growing layer and the RGB convolution apart"
     )
+    parser.add_argument(
+        "--row_convs",
+        type=int,
+        nargs="*",
+        default=sorted(hopper.ROW_CONVS),
+        help="these of the convolutions 1, 2 and 3 of a memory block with 64 channels go row by row",
+    )
     parser.add_argument("--check_variants", action="store_true", help="also compare every variant with float32")
     parser.add_argument("--output", type=Path, help="folder for codec.json")
     arguments = parser.parse_args()
     hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
     hopper.JOIN_IMAGE = not arguments.two_image_kernels
+    hopper.ROW_CONVS = frozenset(arguments.row_convs)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0 if torch.cuda.is_available() else None)
     model = TAEHV(arguments.variant)
     spread_weights(model)

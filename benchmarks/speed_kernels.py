@@ -1,6 +1,6 @@
 """The Hopper kernels one by one: right, and how fast beside cuDNN at the shapes of a 480x720x49 video.
 
-    python benchmarks/speed_kernels.py [--only_image] [--output DIR]
+    python benchmarks/speed_kernels.py [--only_image | --only_rows] [--output DIR]
 
 Each line: relative error against float32 (output poisoned with NaN before), median time, TFLOP/s, and the same
 convolution through cuDNN in channels_last without bias, residual, ReLU or interleaving (so cuDNN does less).
@@ -12,14 +12,16 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.convert.bench import relative_error, time_alternating_ms
-from tinyvae.engines import fold, grow_image, hopper_kernels
+from tinyvae.engines import conv_rows, cudnn, fold, grow_image, hopper_kernels
 
 LAUNCHES = 10
 DEVICE = torch.device("cuda", 0)
@@ -269,17 +271,53 @@ def time_grow_image(dtype: torch.dtype) -> list[dict[str, object]]:
     return rows
 
 
+def time_conv_rows(dtype: torch.dtype) -> list[dict[str, object]]:
+    """The three convolutions of a memory block with 64 channels: row by row, in tiles, and through cuDNN as the engine
+    calls it. Blocks of a decoder and an encoder at 480x720x49, then what a stream computes of one latent."""
+    rows: list[dict[str, object]] = []
+    for frames, height, width in ((6, 37, 29), (26, 240, 360), (13, 120, 180), (13, 60, 90), (4, 240, 360)):
+        x, kept = (random_frames(frames, height, width, 64, dtype) for _ in "ab")
+        for number, sources, residual in ((1, 2, None), (2, 1, None), (3, 1, kept)):
+            weight = (torch.randn(64, sources * 64, 3, 3, device=DEVICE) / (sources * 576) ** 0.5).to(dtype)
+            bias = torch.randn(64, device=DEVICE).to(dtype)
+            how: dict[str, Any] = {"frames_per_video": frames, "residual_BHWC": residual, "relu": True}
+            by_rows = partial(conv_rows.conv_rows, x, conv_rows.pack_row_weights(weight, bias), **how)
+            packed = hopper_kernels.pack_tile_weights(weight, bias, sources=sources)
+            by_tiles = partial(hopper_kernels.conv_tiles, x, packed, **how)
+            few = None if residual is None else residual[:3]
+            expected = reference(x[:3], weight, bias, few, sources=sources, grown=1, videos=1)
+            made, apart = by_rows(out=torch.full_like(x, torch.nan)), by_tiles()
+            name = f"convolution {number} of a block, {dtype} {frames}x{height}x{width}"
+            errors = {"rows": relative_error(made[:3], expected), "tiles": relative_error(apart[:3], expected)}
+            rows.append({"check": name, **errors, "difference": relative_error(made, apart)})
+            print(rows[-1], flush=True)
+            calls: dict[str, Callable[[], object]] = {"rows": by_rows, "tiles": by_tiles}
+            if number == 1:
+                calls["cudnn"] = cudnn_two_frames(x, weight, bias, by_tiles)
+            else:
+                nhwc, flat = weight.contiguous(memory_format=torch.channels_last), x.permute(0, 3, 1, 2)
+                added = None if residual is None else residual.permute(0, 3, 1, 2)
+                calls["cudnn"] = partial(cudnn.conv_relu, flat, nhwc, bias, residual=added)
+            rows.append(timed(name, 2.0 * x[..., 0].numel() * weight.numel(), calls))
+    return rows
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only_image", action="store_true", help="time the last growing layer and the image only")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--only_image", action="store_true", help="time the last growing layer and the image only")
+    only.add_argument("--only_rows", action="store_true", help="time the memory blocks with 64 channels only")
     parser.add_argument("--output", type=Path, help="folder for kernels.json")
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = False  # the float32 references must be float32
     rows = check_tiles(torch.float16) + check_tiles(torch.bfloat16)
-    rows += time_grow_image(torch.bfloat16) + time_grow_image(torch.float16)
     if not arguments.only_image:
+        rows += time_conv_rows(torch.bfloat16) + time_conv_rows(torch.float16)
+    if not arguments.only_rows:
+        rows += time_grow_image(torch.bfloat16) + time_grow_image(torch.float16)
+    if not (arguments.only_image or arguments.only_rows):
         rows += time_tiles(torch.float16) + time_image_side(torch.float16)
     if arguments.output:
         (arguments.output / "kernels.json").write_text(json.dumps(rows, indent=1))

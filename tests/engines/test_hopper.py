@@ -7,6 +7,7 @@ The kernels themselves are compared with torch by benchmarks/speed_kernels.py on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from tests.engines import cudnn_stand_ins
 from tinyvae import TAEHV
-from tinyvae.engines import grow_image, hopper, hopper_kernels
+from tinyvae.engines import conv_rows, grow_image, hopper, hopper_kernels
 from tinyvae.engines.fused import folded_copy
 
 
@@ -62,6 +63,25 @@ def torch_conv_tiles(
     made = torch.relu(made) if relu else made
     made = made.unflatten(0, (-1, stacked)).flatten(1, 2).permute(0, 2, 3, 1).contiguous()
     return made if out is None else out.copy_(made)
+
+
+def unpacked_rows(weights: conv_rows.RowWeights) -> Tensor:
+    """OIHW, by the addresses and columns that `conv_rows` reads: 12288 values a horizontal tap, 1536 a chunk of 8
+    inputs, 512 an output row, 8 a column. A thread with lane % 4 == lane writes these columns to these channels."""
+    o, i = torch.meshgrid(torch.arange(64), torch.arange(64 * weights.sources), indexing="ij")
+    half, lane, n, r = o // 32, o % 32 // 8, o % 8 // 2, o % 2
+    column = (half * 4 + n) * 8 + lane * 2 + r
+    weight = torch.empty(64, 64 * weights.sources, 3, 3)
+    for row in range(3):  # of the output: the one above the input row takes its lowest tap
+        for tap in range(3):
+            address = (i // 64 * 3 + tap) * 12288 + i % 64 // 8 * 1536 + row * 512 + column * 8 + i % 8
+            weight[:, :, 2 - row, tap] = weights.packed.flatten()[address]
+    return weight
+
+
+def torch_conv_rows(x_BHWC: Tensor, weights: conv_rows.RowWeights, **how: Any) -> Tensor:
+    packed = hopper_kernels.pack_tile_weights(unpacked_rows(weights), weights.bias, sources=weights.sources)
+    return torch_conv_tiles(x_BHWC, packed, **how)
 
 
 def columns(packed: Tensor) -> Tensor:
@@ -118,6 +138,7 @@ def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_kernels, "image_conv", torch_image_conv)
     monkeypatch.setattr(hopper_kernels, "first_conv", torch_first_conv)
     monkeypatch.setattr(grow_image, "grow_image", torch_grow_image)
+    monkeypatch.setattr(conv_rows, "conv_rows", torch_conv_rows)
     cudnn_stand_ins.stand_in(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
 
@@ -129,13 +150,20 @@ def stacks(model: TAEHV) -> tuple[hopper.HopperStack, hopper.HopperStack]:
 
 
 @pytest.mark.usefixtures("kernels_in_torch")
-@pytest.mark.parametrize(("cudnn_channels", "join_image"), [((), False), (sorted(hopper.CUDNN_CHANNELS), True)])
+@pytest.mark.parametrize(
+    ("cudnn_channels", "join_image", "row_convs"), [((), False, ()), (sorted(hopper.CUDNN_CHANNELS), True, (1, 2, 3))]
+)
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taeltx_2"])
 def test_same_numbers_whole_and_in_chunks(
-    variant: str, cudnn_channels: Sequence[int], join_image: bool, monkeypatch: pytest.MonkeyPatch
+    variant: str,
+    cudnn_channels: Sequence[int],
+    join_image: bool,
+    row_convs: Sequence[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hopper, "CUDNN_CHANNELS", frozenset(cudnn_channels))
     monkeypatch.setattr(hopper, "JOIN_IMAGE", join_image)
+    monkeypatch.setattr(hopper, "ROW_CONVS", frozenset(row_convs))
     model = TAEHV(variant)
     factor = model.spec.space_factor
     encoder, decoder = stacks(model)

@@ -48,7 +48,7 @@ class RowWeights:
 
 
 def pack_row_weights(weight: Tensor, bias: Tensor) -> RowWeights:
-    """``weight`` is (64, 64, 3, 3), or (64, 128, 3, 3): first the inputs of the frame, then those of the frame before."""
+    """``weight`` is (64, 64, 3, 3), or (64, 128, 3, 3): the frame's own inputs, then those of the frame before."""
     outputs, inputs = weight.shape[:2]
     assert outputs == 64 and inputs in (64, 128) and weight.shape[2:] == (3, 3)
     ordered = weight[thread_channels().to(weight.device)]
@@ -76,6 +76,7 @@ def conv_rows(
     frames, height, width, channels = x_BHWC.shape
     assert channels == 64 and x_BHWC.is_contiguous() and x_BHWC.dtype == weights.packed.dtype
     assert frames % frames_per_video == 0 and frames % stacked == 0
+    assert 0 <= slope < 1, "a LeakyReLU is the larger of v and slope · v"
     shape = (frames // stacked, height, width, 64 * stacked)
     if out is None:
         out = torch.empty(shape, dtype=x_BHWC.dtype, device=x_BHWC.device)
@@ -101,7 +102,8 @@ def _launch(
     processors = torch.cuda.get_device_properties(device_index).multi_processor_count
     columns, rows, share, blocks = cut_work(frames, height, width, processors=processors)
     values = _Rows(frames_per_video, frames, height, width, columns, stacked, rows, share, slope)
-    return Launch(_kernel(bfloat, sources, device_index), 6, [values], blocks=blocks, shared_bytes=shared_bytes(sources))
+    kernel = _kernel(bfloat, sources, device_index)
+    return Launch(kernel, 6, [values], blocks=blocks, shared_bytes=shared_bytes(sources))
 
 
 def cut_work(frames: int, height: int, width: int, *, processors: int) -> tuple[int, int, int, int]:

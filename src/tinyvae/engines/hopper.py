@@ -8,7 +8,7 @@ kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines import fold, grow_image, nvrtc
+from tinyvae.engines import conv_rows, fold, grow_image, nvrtc
 from tinyvae.engines import hopper_kernels as kernels
 from tinyvae.engines.cudnn import PatchConv, conv_relu
 from tinyvae.engines.eager import compute_layer
@@ -29,6 +29,9 @@ nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py --cudnn_channe
 JOIN_IMAGE = True
 """Whether the last growing layer and an RGB image convolution are one kernel (`benchmarks/speed_kernels.py` and
 `benchmarks/speed_codec.py --two_image_kernels` compare)."""
+ROW_CONVS: frozenset[int] = frozenset({1, 2, 3})
+"""Which of the three convolutions of a memory block with 64 channels `conv_rows` does. The others are done as in wider
+blocks (`benchmarks/speed_kernels.py --only_rows` and `benchmarks/speed_codec.py --row_convs` compare)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +44,9 @@ class _CudnnWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class _MemWeights:
-    first: kernels.TileWeights
-    second: kernels.TileWeights | _CudnnWeights
-    third: kernels.TileWeights | _CudnnWeights
+    first: kernels.TileWeights | conv_rows.RowWeights
+    second: kernels.TileWeights | conv_rows.RowWeights | _CudnnWeights
+    third: kernels.TileWeights | conv_rows.RowWeights | _CudnnWeights
 
 
 def why_not_hopper(layers: Sequence[fold.Layer], dtype: torch.dtype, device: torch.device) -> str | None:
@@ -125,25 +128,24 @@ class HopperStack(Stack):
         weights = cast(_MemWeights, self._packed[place])
         frames, (_, height, width, channels) = x.shape[0] // num_videos, x.shape
         last = x.unflatten(0, (num_videos, -1))[:, -1].clone()
-        hidden = kernels.conv_tiles(x, weights.first, frames_per_video=frames, past_NHWC=state[place], relu=True)
+        first, second, third = weights.first, weights.second, weights.third
+        hidden = _kernel(first)(x, first, frames_per_video=frames, past_NHWC=state[place], relu=True)
         state[place] = None
-        if isinstance(weights.second, _CudnnWeights):
-            deeper = _cudnn_conv_relu(hidden, weights.second)
+        if isinstance(second, _CudnnWeights):
+            deeper = _cudnn_conv_relu(hidden, second)
         else:
-            deeper = kernels.conv_tiles(hidden, weights.second, frames_per_video=frames, relu=True)
-        if isinstance(weights.third, _CudnnWeights):
+            deeper = _kernel(second)(hidden, second, frames_per_video=frames, relu=True)
+        if isinstance(third, _CudnnWeights):
             del hidden  # the result takes its memory
-            return _cudnn_conv_relu(deeper, weights.third, residual_BHWC=x), last
+            return _cudnn_conv_relu(deeper, third, residual_BHWC=x), last
         # The pooling layer behind needs its frames side by side.
         stacked = (
             cast(fold.PoolLayer, self.layers[place + 1]).stride if self.pools_whole(place + 1, state, frames) else 1
         )
         # The first hidden frames are no longer needed: the result takes their place.
         out = hidden.view(-1, height, width, channels * stacked)
-        made = kernels.conv_tiles(
-            deeper, weights.third, frames_per_video=frames, residual_BHWC=x, relu=True, stacked=stacked, out=out
-        )
-        return made, last
+        how = {"frames_per_video": frames, "residual_BHWC": x, "relu": True, "stacked": stacked, "out": out}
+        return _kernel(third)(deeper, third, **how), last
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         if self.is_encoder and start == 0:
@@ -197,14 +199,17 @@ class HopperStack(Stack):
 
     def _pack_block(self, place: int, layer: fold.MemLayer) -> _MemWeights:
         channels = layer.second.shape[0]
-        first = torch.cat([layer.first[:channels], layer.first[channels:]], dim=1)
+        first, bias = torch.cat([layer.first[:channels], layer.first[channels:]], dim=1), layer.first_bias[:channels]
         by_cudnn = channels in CUDNN_CHANNELS
+        by_rows: frozenset[int] = ROW_CONVS if channels == 64 else frozenset()
         # Before a pooling layer the result has its frames side by side, which cuDNN cannot do.
         before_pool = place + 1 < len(self.layers) and isinstance(self.layers[place + 1], fold.PoolLayer)
         return _MemWeights(
-            first=kernels.pack_tile_weights(first, layer.first_bias[:channels], sources=2),
-            second=_pack_3x3(layer.second, layer.second_bias, by_cudnn),
-            third=_pack_3x3(layer.third, layer.third_bias, by_cudnn and not before_pool),
+            first=conv_rows.pack_row_weights(first, bias)
+            if 1 in by_rows
+            else kernels.pack_tile_weights(first, bias, sources=2),
+            second=_pack_3x3(layer.second, layer.second_bias, 2 in by_rows, by_cudnn),
+            third=_pack_3x3(layer.third, layer.third_bias, 3 in by_rows, by_cudnn and not before_pool),
         )
 
     def _pack_first(self, layer: fold.ConvLayer) -> kernels.FirstWeights | dict[int, PatchConv]:
@@ -215,7 +220,16 @@ class HopperStack(Stack):
         return {stacked: PatchConv.of(layer, patch_size=patch, stacked=stacked) for stacked in stackings}
 
 
-def _pack_3x3(weight: Tensor, bias: Tensor, by_cudnn: bool) -> kernels.TileWeights | _CudnnWeights:
+def _kernel(weights: kernels.TileWeights | conv_rows.RowWeights) -> Callable[..., Tensor]:
+    """The kernel that reads these weights; both take the same arguments."""
+    return conv_rows.conv_rows if isinstance(weights, conv_rows.RowWeights) else kernels.conv_tiles
+
+
+def _pack_3x3(
+    weight: Tensor, bias: Tensor, by_rows: bool, by_cudnn: bool
+) -> kernels.TileWeights | conv_rows.RowWeights | _CudnnWeights:
+    if by_rows:
+        return conv_rows.pack_row_weights(weight, bias)
     if by_cudnn:
         return _CudnnWeights(weight=fold.channels_last(weight), bias=bias)
     return kernels.pack_tile_weights(weight, bias)

@@ -1,0 +1,27 @@
+"""Who computes which rows. test_hopper.py compares the packed weights with torch, and tests/gpu/test_gpu_engines.py the
+kernel itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from tinyvae.engines import conv_rows, hopper_kernels
+
+
+@pytest.mark.parametrize("processors", [1, 7, 132])
+def test_every_row_of_every_strip_has_one_warpgroup(processors: int) -> None:
+    for frames, height, width in ((1, 1, 1), (2, 240, 360), (3, 37, 63), (26, 240, 64), (5, 2, 200), (13, 60, 90)):
+        columns, rows, share, blocks = conv_rows.cut_work(frames, height, width, processors=processors)
+        assert (columns - 1) * 8 < width <= columns * 8
+        strips, rest = divmod(rows, height)
+        assert rest == 0 and (strips - 1) * 8 < frames * columns <= strips * 8
+        # The first warpgroup of a block always has work: it gets its turn from the second one.
+        assert (blocks - 1) * 2 * share < rows <= blocks * 2 * share
+        assert blocks <= processors
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+def test_shared_memory_holds_weights_and_steps(sources: int) -> None:
+    assert conv_rows.shared_bytes(sources) <= hopper_kernels.MAX_SHARED_BYTES
+    # A warpgroup waits for a step that the loading warps have announced; they announce it while they wait for room.
+    assert 0 <= conv_rows.ON_THE_WAY[sources] <= conv_rows.RING[sources] - 2
