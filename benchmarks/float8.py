@@ -105,8 +105,8 @@ class Format:
         """
         limit = E4M3_MOST if self.is_float else 127 if signed else 255
         scale = most.clamp(min=1e-12) / (limit / 2 if self.is_float else limit)
-        scaled = (x / scale).clamp(-limit if signed else 0, limit)
-        return (scaled.to(torch.float8_e4m3fn).float() if self.is_float else scaled.round()) * scale
+        scaled = (x / scale).clamp_(-limit if signed else 0, limit)
+        return (scaled.to(torch.float8_e4m3fn).float() if self.is_float else scaled.round_()).mul_(scale)
 
 
 FORMATS = (
@@ -248,7 +248,7 @@ class RoundedStack(eager.EagerStack):
             made = eager.interleave_phases(made, layer.frames, *size)
         else:
             made = eager.spread_frames(made, layer.frames)
-        return F.leaky_relu(made, layer.slope) if layer.relu else made
+        return F.leaky_relu_(made, layer.slope) if layer.relu else made
 
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         layer, arithmetic = self.layers[place], self._arithmetic
@@ -261,12 +261,12 @@ class RoundedStack(eager.EagerStack):
         both = torch.cat(layer.first.chunk(2), dim=1)  # one sum, so one scale for each output channel
         now = arithmetic.store(first, x)
         two = torch.cat([now, torch.cat([torch.zeros_like(now[:1]), now[:-1]])], dim=1)
-        hidden = F.leaky_relu(arithmetic.conv(first, two, both, layer.first_bias[:channels]), layer.slope)
+        hidden = F.leaky_relu_(arithmetic.conv(first, two, both, layer.first_bias[:channels]), layer.slope)
         hidden = arithmetic.conv(second, arithmetic.store(second, hidden), layer.second, layer.second_bias)
-        hidden = arithmetic.store(third, F.leaky_relu(hidden, layer.slope))
+        hidden = arithmetic.store(third, F.leaky_relu_(hidden, layer.slope))
         added = arithmetic.residual(first, x, now)
-        out = arithmetic.conv(third, hidden, layer.third, layer.third_bias) + added
-        return F.leaky_relu(out, layer.slope), x[-1:]
+        out = arithmetic.conv(third, hidden, layer.third, layer.third_bias).add_(added)
+        return F.leaky_relu_(out, layer.slope), x[-1:]
 
 
 class RoundedTAEHV(FusedTAEHV):
