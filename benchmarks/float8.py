@@ -30,10 +30,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tinyvae import TAEHV, VARIANTS, load_model
+from tinyvae.cli.options import number, size
 from tinyvae.convert.int8 import read_part
 from tinyvae.engines import eager, fold
 from tinyvae.engines.fused import Engine, FusedTAEHV, folded_copy
 from tinyvae.engines.stack import Stack, State
+from tinyvae.errors import UserError
 from tinyvae.evaluation.clip_sources import find_clips, measure_clip
 from tinyvae.evaluation.metrics import psnr_from_mse
 from tinyvae.models.streaming import Side
@@ -202,8 +204,8 @@ class Count(Arithmetic):
         is_short = self._setting.rounds_input(place) and self._setting.rounds_weight(place)
         products = x.shape[0] * x.shape[2] * x.shape[3] // stride**2 * weight.numel()
         seconds = 2 * products / FLOPS / (2 if is_short else 1)
-        size = weight.numel() * (1 if self._setting.rounds_weight(place) else 2)
-        self._work.append((seconds, self._bytes + size))
+        weights = weight.numel() * (1 if self._setting.rounds_weight(place) else 2)
+        self._work.append((seconds, self._bytes + weights))
         return super().conv(place, x, weight, bias, stride)
 
     def floor_ms(self, out: Tensor) -> float:
@@ -229,23 +231,23 @@ class RoundedStack(eager.EagerStack):
         return None if x.is_meta else super().slice_room(start, stop, x)  # a count needs every layer once
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
-        for number in range(start, stop):
-            x = self._layer(number, self.layers[number], x)
+        for place in range(start, stop):
+            x = self._layer(place, self.layers[place], x)
         return x
 
-    def _layer(self, number: int, layer: fold.Layer, x: Tensor) -> Tensor:
+    def _layer(self, layer_number: int, layer: fold.Layer, x: Tensor) -> Tensor:
         if isinstance(layer, fold.ClampLayer):
             return eager.compute_layer(layer, x)
-        part = "edge" if number in (self._first, len(self.layers) - 1) else "between"
-        place = Place(side=self._side, layer=number, part=part)
-        size, x = x.shape[2:], self._arithmetic.store(place, x)
+        part = "edge" if layer_number in (self._first, len(self.layers) - 1) else "between"
+        place = Place(side=self._side, layer=layer_number, part=part)
+        grid, x = x.shape[2:], self._arithmetic.store(place, x)
         if isinstance(layer, fold.PoolLayer):
             return self._arithmetic.conv(place, eager.stack_frames(x, layer), layer.weight, None, 2)
         assert isinstance(layer, fold.ConvLayer | fold.GrowLayer)
         bias = layer.bias if isinstance(layer, fold.ConvLayer) else None
         made = self._arithmetic.conv(place, x, layer.weight, bias)
         if isinstance(layer, fold.GrowLayer):
-            made = eager.interleave_phases(made, layer.frames, *size)
+            made = eager.interleave_phases(made, layer.frames, *grid)
         else:
             made = eager.spread_frames(made, layer.frames)
         return F.leaky_relu_(made, layer.slope) if layer.relu else made
@@ -392,18 +394,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a file, a run, or a variant's name")
     parser.add_argument("--clips", type=Path, required=True)
-    parser.add_argument("--size", default="256x256", help="height x width of the videos' middle")
-    parser.add_argument("--frames", type=int, default=20)
-    parser.add_argument("--max_clips", type=int, default=6)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--size", type=size, default=(256, 256), metavar="HxW", help="of the videos' middle, scaled")
+    parser.add_argument("--frames", type=number(int, 1), default=20)
+    parser.add_argument("--max_clips", type=number(int, 1), default=6)
+    parser.add_argument("--threads", type=number(int, 1), default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    torch.manual_seed(0)
-    height, width = map(int, arguments.size.split("x"))
 
     def videos(split: str, most: int) -> list[Tensor]:
         clips = find_clips(arguments.clips / "annotations.json", split=split, max_clips=most)
-        return [read_part(measure_clip(clip, max_frames=arguments.frames, size=(height, width))) for clip in clips]
+        return [read_part(measure_clip(clip, max_frames=arguments.frames, size=arguments.size)) for clip in clips]
 
     calibration = videos("train", CALIBRATION_CLIPS)
     is_random = arguments.model in VARIANTS
@@ -415,4 +415,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as mistake:
+        raise SystemExit(str(mistake)) from None
