@@ -18,13 +18,13 @@ Sizes = Sequence[int]
 def conv_relu(
     x: Tensor, weight: Tensor, bias: Tensor, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
 ) -> Tensor:
-    assert dilation == (1,) * len(padding) and groups == 1
+    assert dilation == (1,) * len(padding) and groups * weight.shape[1] == x.shape[1]
     assert x.dtype == weight.dtype == bias.dtype, "cuDNN takes one precision"
     conv, layout = (F.conv2d, torch.channels_last) if x.ndim == 4 else (F.conv3d, torch.channels_last_3d)
     assert weight.is_contiguous(memory_format=layout), "other weights would be laid out anew at every call"
     if x.is_meta:
         return _shape_alone(x, weight, padding, layout)
-    made = conv(x, weight, bias, stride=tuple(stride), padding=tuple(padding))
+    made = conv(x, weight, bias, stride=tuple(stride), padding=tuple(padding), groups=groups)
     return made.relu_().contiguous(memory_format=layout)
 
 
@@ -39,12 +39,16 @@ def conv_add_relu(
     dilation: Sizes,
     groups: int,
 ) -> Tensor:
-    assert dilation == (1, 1) and groups == 1 and x.dtype == weight.dtype == bias.dtype == z.dtype
+    assert (
+        dilation == (1, 1)
+        and groups * weight.shape[1] == x.shape[1]
+        and x.dtype == weight.dtype == bias.dtype == z.dtype
+    )
     assert weight.is_contiguous(memory_format=torch.channels_last)
     assert z.shape == (x.shape[0], weight.shape[0], *x.shape[2:])
     if x.is_meta:
         return _shape_alone(x, weight, padding, torch.channels_last)
-    made = F.conv2d(x, weight, bias, stride=tuple(stride), padding=tuple(padding))
+    made = F.conv2d(x, weight, bias, stride=tuple(stride), padding=tuple(padding), groups=groups)
     return made.add_(z, alpha=alpha).relu_().contiguous(memory_format=torch.channels_last)
 
 

@@ -23,6 +23,7 @@ from tinyvae.engines.fused import FusedTAEHV, folded_copy
 from tinyvae.errors import UserError
 
 TOLERANCE = 2e-6
+BLOCK_KINDS = ("taehv", "taew2_2_super", "taeltx2_3_wide")  # one variant for each kind of memory block
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +47,16 @@ def in_pieces(stack: CudnnStack, video: Tensor, sizes: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("slice_bytes", [1, 2**40])
 @pytest.mark.parametrize("num_videos", [1, 2])
-@pytest.mark.parametrize("variant", [name for name, spec in VARIANTS.items() if spec.decoder != "wide"])
+@pytest.mark.parametrize(
+    ("variant", "activation"),
+    [*((name, "relu") for name in VARIANTS), *((name, "leaky_relu") for name in (*BLOCK_KINDS, "taehv1_5"))],
+)
 @torch.no_grad()
-def test_every_variant(variant: str, num_videos: int, slice_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variant(
+    variant: str, activation: str, num_videos: int, slice_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stack_module, "CPU_SLICE_BYTES", slice_bytes)
-    model = small(variant)
+    model = small(variant, activation=activation)
     encoder, decoder = stacks(model)
     factor, unit = model.spec.space_factor, model.spec.time_factor
     frames = torch.rand(num_videos, 3 * unit, 3, factor, 2 * factor)

@@ -6,6 +6,7 @@ memory block carries its last input frame NHWC. Only the layers at the image run
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -16,14 +17,15 @@ from torch.nn import functional as F
 
 from tinyvae.engines import fold, nvrtc
 from tinyvae.engines import hopper_kernels as kernels
-from tinyvae.engines.cudnn import PatchConv, conv_relu
-from tinyvae.engines.eager import compute_layer
+from tinyvae.engines.cudnn import PatchConv, conv_relu, over_two_frames, two_frame_conv_relu
+from tinyvae.engines.eager import activate, compute_layer
 from tinyvae.engines.stack import Stack, State
 
 SLICE_BYTES = 192 * 2**20  # for the 64-channel frames at full resolution of one slice
 CUDNN_CHANNELS: frozenset[int] = frozenset({64, 128})
 """In memory blocks with these channel counts cuDNN does the second and third convolution. It saves 0.3 ms of 11.4 each,
-nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py --cudnn_channels` compares)."""
+nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py --cudnn_channels` compares). Not with LeakyReLU:
+cuDNN's calls have ReLU inside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,16 @@ class _MemWeights:
     third: kernels.TileWeights | _CudnnWeights
 
 
+@dataclass(frozen=True, kw_only=True)
+class _WideWeights:
+    """Of a wide block: cuDNN does the 1x1 convolutions, the kernels those over groups of 64 channels."""
+
+    first: _CudnnWeights  # over two frames
+    second: kernels.TileWeights
+    third: _CudnnWeights
+    fourth: kernels.TileWeights
+
+
 def why_not_hopper(layers: Sequence[fold.Layer], dtype: torch.dtype, device: torch.device) -> str | None:
     """None where the kernels can run these layers, else the reason in words."""
     if device.type != "cuda":
@@ -54,7 +66,9 @@ def why_not_hopper(layers: Sequence[fold.Layer], dtype: torch.dtype, device: tor
             return f"{layer.second.shape[0]} channels is no multiple of 64"
         if isinstance(layer, fold.GrowLayer) and layer.weight.shape[0] // (4 * layer.frames) % 64:
             return f"{layer.weight.shape[0] // (4 * layer.frames)} channels is no multiple of 64"
-        if not isinstance(layer, fold.MemLayer | fold.GrowLayer | fold.ConvLayer | fold.PoolLayer | fold.ClampLayer):
+        if isinstance(layer, fold.WideMemLayer) and (layer.second.shape[0] % 64 or layer.second.shape[1] != 64):
+            return f"{layer.second.shape[0]} channels in {layer.groups} groups are no groups of 64"
+        if isinstance(layer, fold.SuperMemLayer):
             return "a super decoder has no kernel of its own"
     return nvrtc.why_unavailable()
 
@@ -65,6 +79,9 @@ class HopperStack(Stack):
     def __init__(self, layers: Sequence[fold.Layer], *, patch_size: int) -> None:
         super().__init__(fold.map_weights(layers, fold.channels_last), patch_size=patch_size)
         self._dtype = cast(fold.ConvLayer, layers[0 if self.is_encoder else -1]).weight.dtype
+        # One slope for every launch, also where no activation follows: another one would be another kernel to compile.
+        self._slope = max(getattr(layer, "slope", 0.0) for layer in layers)
+        self._conv_tiles = functools.partial(kernels.conv_tiles, relu=True, slope=self._slope)
         self._packed = [self._pack(place) for place in range(len(layers))]
 
     def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
@@ -112,15 +129,17 @@ class HopperStack(Stack):
             out.copy_(F.pixel_shuffle(self.compute(start, stop, x).permute(0, 3, 1, 2), self.patch_size))
 
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
+        if isinstance(self.layers[place], fold.WideMemLayer):
+            return self._wide_block(place, x, state, num_videos)
         weights = cast(_MemWeights, self._packed[place])
         frames, (_, height, width, channels) = x.shape[0] // num_videos, x.shape
         last = x.unflatten(0, (num_videos, -1))[:, -1].clone()
-        hidden = kernels.conv_tiles(x, weights.first, frames_per_video=frames, past_NHWC=state[place], relu=True)
+        hidden = self._conv_tiles(x, weights.first, frames_per_video=frames, past_NHWC=state[place])
         state[place] = None
         if isinstance(weights.second, _CudnnWeights):
             deeper = _cudnn_conv_relu(hidden, weights.second)
         else:
-            deeper = kernels.conv_tiles(hidden, weights.second, frames_per_video=frames, relu=True)
+            deeper = self._conv_tiles(hidden, weights.second)
         if isinstance(weights.third, _CudnnWeights):
             del hidden  # the result takes its memory
             return _cudnn_conv_relu(deeper, weights.third, residual_BHWC=x), last
@@ -130,10 +149,25 @@ class HopperStack(Stack):
         )
         # The first hidden frames are no longer needed: the result takes their place.
         out = hidden.view(-1, height, width, channels * stacked)
-        made = kernels.conv_tiles(
-            deeper, weights.third, frames_per_video=frames, residual_BHWC=x, relu=True, stacked=stacked, out=out
+        return self._conv_tiles(deeper, weights.third, residual_BHWC=x, stacked=stacked, out=out), last
+
+    def _wide_block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
+        weights, slope = cast(_WideWeights, self._packed[place]), self._slope
+        last = x.unflatten(0, (num_videos, -1))[:, -1].clone()
+        past, state[place] = state[place], None
+        past = None if past is None else past.permute(0, 3, 1, 2)[:, None]
+        hidden = two_frame_conv_relu(
+            x.permute(0, 3, 1, 2),
+            weights.first.weight,
+            weights.first.bias,
+            past_N1CHW=past,
+            num_videos=num_videos,
+            slope=slope,
         )
-        return made, last
+        del past
+        hidden = self._conv_tiles(hidden.permute(0, 2, 3, 1).contiguous(), weights.second)
+        hidden = _cudnn_conv_relu(hidden, weights.third, slope=slope)
+        return self._conv_tiles(hidden, weights.fourth, residual_BHWC=x), last
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         if self.is_encoder and start == 0:
@@ -146,14 +180,12 @@ class HopperStack(Stack):
         first = self._packed[0]
         image_BCHW = image_BCHW.to(self._dtype)
         if isinstance(first, kernels.FirstWeights):
-            return kernels.first_conv(image_BCHW, first, stacked=stacked)
+            return kernels.first_conv(image_BCHW, first, stacked=stacked, slope=self._slope)
         return cast(dict[int, PatchConv], first)[stacked](image_BCHW).permute(0, 2, 3, 1).contiguous()
 
     def _layer(self, layer: fold.Layer, packed: object, x: Tensor) -> Tensor:
         if isinstance(packed, kernels.TileWeights):
-            return kernels.conv_tiles(
-                x, packed, frames_per_video=1, relu=cast(fold.ConvLayer | fold.GrowLayer, layer).relu
-            )
+            return self._conv_tiles(x, packed, relu=cast(fold.ConvLayer | fold.GrowLayer, layer).relu)
         if isinstance(layer, fold.PoolLayer):
             if x.shape[3] != layer.weight.shape[1]:
                 x = x.unflatten(0, (-1, layer.stride)).permute(0, 2, 3, 1, 4).flatten(3)
@@ -162,13 +194,15 @@ class HopperStack(Stack):
             return compute_layer(layer, x)
         assert isinstance(layer, fold.ConvLayer) and layer.frames == 1 and not layer.shuffle
         made = _cudnn_conv(x, layer.weight, layer.bias)
-        return torch.relu_(made) if layer.relu else made
+        return activate(made, layer.slope) if layer.relu else made
 
     def _pack(self, place: int) -> object:
         """What the kernels read of a layer; None where cuDNN does it."""
         layer = self.layers[place]
         if isinstance(layer, fold.MemLayer):
             return self._pack_block(place, layer)
+        if isinstance(layer, fold.WideMemLayer):
+            return _pack_wide_block(layer)
         if isinstance(layer, fold.GrowLayer):
             return kernels.pack_tile_weights(layer.weight, None, grown=layer.frames)
         if not isinstance(layer, fold.ConvLayer):
@@ -186,7 +220,7 @@ class HopperStack(Stack):
     def _pack_block(self, place: int, layer: fold.MemLayer) -> _MemWeights:
         channels = layer.second.shape[0]
         first = torch.cat([layer.first[:channels], layer.first[channels:]], dim=1)
-        by_cudnn = channels in CUDNN_CHANNELS
+        by_cudnn = channels in CUDNN_CHANNELS and not layer.slope
         # Before a pooling layer the result has its frames side by side, which cuDNN cannot do.
         before_pool = place + 1 < len(self.layers) and isinstance(self.layers[place + 1], fold.PoolLayer)
         return _MemWeights(
@@ -203,16 +237,28 @@ class HopperStack(Stack):
         return {stacked: PatchConv.of(layer, patch_size=patch, stacked=stacked) for stacked in stackings}
 
 
+def _pack_wide_block(layer: fold.WideMemLayer) -> _WideWeights:
+    channels, groups = layer.second.shape[0], layer.groups
+    return _WideWeights(
+        first=_CudnnWeights(weight=over_two_frames(layer), bias=layer.first_bias[:channels]),
+        second=kernels.pack_tile_weights(layer.second, layer.second_bias, groups=groups),
+        third=_CudnnWeights(weight=fold.channels_last(layer.third), bias=layer.third_bias),
+        fourth=kernels.pack_tile_weights(layer.fourth, layer.fourth_bias, groups=groups),
+    )
+
+
 def _pack_3x3(weight: Tensor, bias: Tensor, by_cudnn: bool) -> kernels.TileWeights | _CudnnWeights:
     if by_cudnn:
         return _CudnnWeights(weight=fold.channels_last(weight), bias=bias)
     return kernels.pack_tile_weights(weight, bias)
 
 
-def _cudnn_conv_relu(x_BHWC: Tensor, weights: _CudnnWeights, residual_BHWC: Tensor | None = None) -> Tensor:
-    """3x3 convolution, bias, residual and ReLU as one cuDNN call, BHWC in and out."""
+def _cudnn_conv_relu(
+    x_BHWC: Tensor, weights: _CudnnWeights, residual_BHWC: Tensor | None = None, *, slope: float = 0.0
+) -> Tensor:
+    """Convolution, bias, residual and ReLU as one cuDNN call, BHWC in and out; ``slope`` as in `conv_relu`."""
     residual = None if residual_BHWC is None else residual_BHWC.permute(0, 3, 1, 2)
-    made = conv_relu(x_BHWC.permute(0, 3, 1, 2), weights.weight, weights.bias, residual=residual)
+    made = conv_relu(x_BHWC.permute(0, 3, 1, 2), weights.weight, weights.bias, residual=residual, slope=slope)
     return made.permute(0, 2, 3, 1).contiguous()
 
 

@@ -11,7 +11,7 @@ import functools
 import glob
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,14 +63,16 @@ class Launch:
 
 
 def compile_kernel(
-    source: str, name: str, constants: dict[str, int], *, device_index: int, threads: int, shared_bytes: int
+    source: str, name: str, constants: Mapping[str, float], *, device_index: int, threads: int, shared_bytes: int
 ) -> Kernel:
-    """Compile the function ``name`` (extern "C") of ``source`` for sm_90a and load it onto a device.
+    """Compile the function ``name`` (extern "C") of ``source`` for a device and load it there.
 
     The source sees ``constants`` and THREADS as macros, and a macro with the function's own name in capitals.
     """
     macros = {name.upper(): 1, "THREADS": threads, **constants}
-    image = _compile(source, tuple(f"-D{macro}={value}" for macro, value in macros.items()))
+    capability = torch.cuda.get_device_capability(device_index)
+    architecture = "sm_90a" if capability == (9, 0) else "sm_{}{}".format(*capability)
+    image = _compile(source, tuple(f"-D{macro}={value}" for macro, value in macros.items()), architecture)
     driver = _driver()
     with torch.cuda.device(device_index):
         torch.cuda.current_stream().synchronize()  # makes torch's context current before the driver is asked
@@ -83,13 +85,14 @@ def compile_kernel(
 
 
 @functools.cache
-def _compile(source: str, macros: tuple[str, ...]) -> bytes:
+def _compile(source: str, macros: tuple[str, ...], architecture: str) -> bytes:
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
     status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"tinyvae.cu", 0, None, None)
     if status != 0:
         raise KernelBuildError(f"nvrtcCreateProgram failed with code {status}.")
-    options = [b"--gpu-architecture=sm_90a", b"--std=c++17", *(macro.encode() for macro in macros)]
+    flags = [f"--gpu-architecture={architecture}", "--std=c++17", *macros]
+    options = [flag.encode() for flag in flags]
     status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     if status != 0:
         size = ctypes.c_size_t()
