@@ -63,16 +63,23 @@ class Launch:
 
 
 def compile_kernel(
-    source: str, name: str, constants: Mapping[str, float], *, device_index: int, threads: int, shared_bytes: int
+    source: str,
+    name: str,
+    constants: Mapping[str, float],
+    *,
+    device_index: int,
+    threads: int,
+    shared_bytes: int,
+    capability: tuple[int, int] | None = None,
 ) -> Kernel:
-    """Compile the function ``name`` (extern "C") of ``source`` for a device and load it there.
+    """Compile the function ``name`` (extern "C") of ``source`` and load it onto a device: for its ``capability``, or
+    without one for sm_90a, Hopper with the instructions that no other card has.
 
     The source sees ``constants`` and THREADS as macros, and a macro with the function's own name in capitals.
     """
     macros = {name.upper(): 1, "THREADS": threads, **constants}
-    capability = torch.cuda.get_device_capability(device_index)
-    architecture = "sm_90a" if capability == (9, 0) else "sm_{}{}".format(*capability)
-    image = _compile(source, tuple(f"-D{macro}={value}" for macro, value in macros.items()), architecture)
+    target = "sm_90a" if capability is None else f"sm_{capability[0]}{capability[1]}"
+    image = _compile(source, target, tuple(f"-D{macro}={value}" for macro, value in macros.items()))
     driver = _driver()
     with torch.cuda.device(device_index):
         torch.cuda.current_stream().synchronize()  # makes torch's context current before the driver is asked
@@ -85,14 +92,13 @@ def compile_kernel(
 
 
 @functools.cache
-def _compile(source: str, macros: tuple[str, ...], architecture: str) -> bytes:
+def _compile(source: str, target: str, macros: tuple[str, ...]) -> bytes:
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
     status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"tinyvae.cu", 0, None, None)
     if status != 0:
         raise KernelBuildError(f"nvrtcCreateProgram failed with code {status}.")
-    flags = [f"--gpu-architecture={architecture}", "--std=c++17", *macros]
-    options = [flag.encode() for flag in flags]
+    options = [f"--gpu-architecture={target}".encode(), b"--std=c++17", *(macro.encode() for macro in macros)]
     status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     if status != 0:
         size = ctypes.c_size_t()

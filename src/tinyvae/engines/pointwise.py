@@ -74,7 +74,13 @@ def _kernel(device_index: int, dtype: torch.dtype, slope: float) -> Kernel | Non
     constants = {"BITS": 8 * dtype.itemsize, "BFLOAT": int(dtype == torch.bfloat16), "SLOPE": slope}
     try:
         return compile_kernel(
-            source, "pointwise", constants, device_index=device_index, threads=THREADS, shared_bytes=0
+            source,
+            "pointwise",
+            constants,
+            device_index=device_index,
+            threads=THREADS,
+            shared_bytes=0,
+            capability=torch.cuda.get_device_capability(device_index),
         )
     except KernelBuildError as reason:
         what = f"the kernel for activations could not be made here ({str(reason).rstrip('.')})"
