@@ -155,9 +155,11 @@ def test_wide_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("kernels_in_torch")
+@pytest.mark.parametrize("cudnn_groups", [False, True])
 @pytest.mark.parametrize("slope", [0.0, 0.2])
-def test_wide_block(slope: float) -> None:
+def test_wide_block(slope: float, cudnn_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One block of 128 channels, two videos, in pieces: against the plain block."""
+    monkeypatch.setattr(hopper, "CUDNN_GROUPS", cudnn_groups)
     block = WideMemBlock(128, slope).requires_grad_(False)
     layers: list[Layer] = [fold_wide_mem_block(block), ConvLayer(weight=torch.zeros(3, 128, 3, 3), bias=None)]
     stack = hopper.HopperStack(layers, patch_size=1)

@@ -27,6 +27,9 @@ CUDNN_CHANNELS: frozenset[int] = frozenset({64, 128})
 nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py --cudnn_channels` compares). Not with LeakyReLU:
 cuDNN's calls have ReLU inside."""
 
+CUDNN_GROUPS = False
+"""Whether cuDNN does a wide block's 3x3 convolutions over groups too. `benchmarks/speed_blocks.py` compares."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _CudnnWeights:
@@ -48,9 +51,9 @@ class _WideWeights:
     """Of a wide block: cuDNN does the 1x1 convolutions, the kernels those over groups of 64 channels."""
 
     first: _CudnnWeights  # over two frames
-    second: kernels.TileWeights
+    second: kernels.TileWeights | _CudnnWeights
     third: _CudnnWeights
-    fourth: kernels.TileWeights
+    fourth: kernels.TileWeights | _CudnnWeights
 
 
 def why_not_hopper(layers: Sequence[fold.Layer], dtype: torch.dtype, device: torch.device) -> str | None:
@@ -136,13 +139,10 @@ class HopperStack(Stack):
         last = x.unflatten(0, (num_videos, -1))[:, -1].clone()
         hidden = self._conv_tiles(x, weights.first, frames_per_video=frames, past_NHWC=state[place])
         state[place] = None
-        if isinstance(weights.second, _CudnnWeights):
-            deeper = _cudnn_conv_relu(hidden, weights.second)
-        else:
-            deeper = self._conv_tiles(hidden, weights.second)
+        deeper = self._conv(hidden, weights.second)
         if isinstance(weights.third, _CudnnWeights):
             del hidden  # the result takes its memory
-            return _cudnn_conv_relu(deeper, weights.third, residual_BHWC=x), last
+            return self._conv(deeper, weights.third, residual_BHWC=x), last
         # The pooling layer behind needs its frames side by side.
         stacked = (
             cast(fold.PoolLayer, self.layers[place + 1]).stride if self.pools_whole(place + 1, state, frames) else 1
@@ -152,7 +152,7 @@ class HopperStack(Stack):
         return self._conv_tiles(deeper, weights.third, residual_BHWC=x, stacked=stacked, out=out), last
 
     def _wide_block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
-        weights, slope = cast(_WideWeights, self._packed[place]), self._slope
+        weights = cast(_WideWeights, self._packed[place])
         last = x.unflatten(0, (num_videos, -1))[:, -1].clone()
         past, state[place] = state[place], None
         past = None if past is None else past.permute(0, 3, 1, 2)[:, None]
@@ -162,12 +162,19 @@ class HopperStack(Stack):
             weights.first.bias,
             past_N1CHW=past,
             num_videos=num_videos,
-            slope=slope,
+            slope=self._slope,
         )
         del past
-        hidden = self._conv_tiles(hidden.permute(0, 2, 3, 1).contiguous(), weights.second)
-        hidden = _cudnn_conv_relu(hidden, weights.third, slope=slope)
-        return self._conv_tiles(hidden, weights.fourth, residual_BHWC=x), last
+        hidden = self._conv(hidden.permute(0, 2, 3, 1).contiguous(), weights.second)
+        hidden = self._conv(hidden, weights.third)
+        return self._conv(hidden, weights.fourth, residual_BHWC=x), last
+
+    def _conv(
+        self, x: Tensor, weights: kernels.TileWeights | _CudnnWeights, residual_BHWC: Tensor | None = None
+    ) -> Tensor:
+        if isinstance(weights, _CudnnWeights):
+            return _cudnn_conv_relu(x, weights, residual_BHWC, slope=self._slope)
+        return self._conv_tiles(x, weights, residual_BHWC=residual_BHWC)
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         if self.is_encoder and start == 0:
@@ -241,21 +248,19 @@ def _pack_wide_block(layer: fold.WideMemLayer) -> _WideWeights:
     channels, groups = layer.second.shape[0], layer.groups
     return _WideWeights(
         first=_CudnnWeights(weight=over_two_frames(layer), bias=layer.first_bias[:channels]),
-        second=kernels.pack_tile_weights(layer.second, layer.second_bias, groups=groups),
+        second=_pack_3x3(layer.second, layer.second_bias, CUDNN_GROUPS, groups),
         third=_CudnnWeights(weight=fold.channels_last(layer.third), bias=layer.third_bias),
-        fourth=kernels.pack_tile_weights(layer.fourth, layer.fourth_bias, groups=groups),
+        fourth=_pack_3x3(layer.fourth, layer.fourth_bias, CUDNN_GROUPS, groups),
     )
 
 
-def _pack_3x3(weight: Tensor, bias: Tensor, by_cudnn: bool) -> kernels.TileWeights | _CudnnWeights:
+def _pack_3x3(weight: Tensor, bias: Tensor, by_cudnn: bool, groups: int = 1) -> kernels.TileWeights | _CudnnWeights:
     if by_cudnn:
         return _CudnnWeights(weight=fold.channels_last(weight), bias=bias)
-    return kernels.pack_tile_weights(weight, bias)
+    return kernels.pack_tile_weights(weight, bias, groups=groups)
 
 
-def _cudnn_conv_relu(
-    x_BHWC: Tensor, weights: _CudnnWeights, residual_BHWC: Tensor | None = None, *, slope: float = 0.0
-) -> Tensor:
+def _cudnn_conv_relu(x_BHWC: Tensor, weights: _CudnnWeights, residual_BHWC: Tensor | None, *, slope: float) -> Tensor:
     """Convolution, bias, residual and ReLU as one cuDNN call, BHWC in and out; ``slope`` as in `conv_relu`."""
     residual = None if residual_BHWC is None else residual_BHWC.permute(0, 3, 1, 2)
     made = conv_relu(x_BHWC.permute(0, 3, 1, 2), weights.weight, weights.bias, residual=residual, slope=slope)
