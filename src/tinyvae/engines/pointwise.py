@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from tinyvae.engines.nvrtc import Kernel, KernelBuildError, Launch, compile_kernel
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WORD_BYTES, THREADS = 16, 256
 MOST_WORDS = 2**31 - 1  # of one launch
 BLOCKS_PER_PROCESSOR = 8  # as many as run at once
@@ -26,15 +27,16 @@ BLOCKS_PER_PROCESSOR = 8  # as many as run at once
 def finish(made: Tensor, bias: Tensor, residual: Tensor | None, slope: float) -> Tensor:
     """activation(``made`` + ``bias`` + ``residual``), written over ``made``.
 
-    ``made`` and ``residual`` are frames or videos, BCHW or NCTHW, with the channels last in memory, fp16, bf16 or fp32;
-    ``bias`` has one value per channel in the same precision. ``slope`` is that of the ReLU below zero, 0 to 1.
+    ``made`` and ``residual`` are frames or videos, BCHW or NCTHW; the kernel takes them with the channels last in
+    memory, in fp16, bf16 or fp32. ``bias`` has one value per channel in the same precision. ``slope`` is that of the
+    ReLU below zero, 0 to 1.
     Example: ``finish(F.conv2d(x, weight, padding=1), bias, x, 0.2)``.
     """
     pixels, others = made.movedim(1, -1), None if residual is None else residual.movedim(1, -1)
     pixel_bytes = made.shape[1] * made.element_size()
     fits = pixel_bytes % WORD_BYTES == 0 and made.nbytes // WORD_BYTES <= MOST_WORDS
     is_dense = pixels.is_contiguous() and (others is None or others.is_contiguous())
-    if made.is_cuda and fits and is_dense:
+    if made.is_cuda and made.dtype in DTYPES and fits and is_dense:
         words, per_pixel = made.nbytes // WORD_BYTES, pixel_bytes // WORD_BYTES
         if (launch := _launch(made.device.index, made.dtype, slope, words, per_pixel)) is not None:
             assert bias.dtype == made.dtype and bias.is_contiguous() and bias.data_ptr() % WORD_BYTES == 0
