@@ -28,6 +28,7 @@ from tinyvae.convert.bench import peak_bytes, relative_error, stream_through, ti
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
 from tinyvae.models.codec import VideoCodec
+from tinyvae.models.variants import Activation
 
 
 def engines_of(model: TAEHV, wanted: list[Engine]) -> dict[str, VideoCodec]:
@@ -92,6 +93,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default="taehv")
+    parser.add_argument("--activation", choices=get_args(Activation), default="relu")
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
     parser.add_argument("--sizes", nargs="+", default=["480x720x49", "480x720x25", "240x360x17"])
     parser.add_argument("--engines", nargs="+", choices=get_args(Engine), default=list(get_args(Engine)))
@@ -104,7 +106,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = not arguments.no_trials
     torch.backends.cudnn.allow_tf32 = False  # for what the errors are measured against
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    model = TAEHV(arguments.variant)
+    model = TAEHV(arguments.variant, activation=arguments.activation)
     spread_weights(model)
     exact = copy.deepcopy(model).to(device, torch.float64 if arguments.dtype == "fp32" else torch.float32).eval()
     model = model.to(device, DTYPES[arguments.dtype]).eval()

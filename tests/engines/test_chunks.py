@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import get_args
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tinyvae.engines import fused, hopper
 from tinyvae.engines.fused import Engine, FusedTAEHV, chunk_bytes, chunk_latents
 from tinyvae.engines.stack import CPU_SLICE_BYTES, SLICE_BYTES
 from tinyvae.models.streaming import Side
+from tinyvae.models.variants import Activation
 
 GIB = 2**30
 
@@ -26,10 +28,14 @@ def cudnn_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def weightless(
-    variant: str, dtype: torch.dtype = torch.float16, width: float = 1.0, engine: Engine = "eager"
+    variant: str,
+    dtype: torch.dtype = torch.float16,
+    width: float = 1.0,
+    engine: Engine = "eager",
+    activation: Activation = "relu",
 ) -> FusedTAEHV:
     """A codec on the meta device: shapes without values, so that whole videos cost nothing."""
-    return FusedTAEHV(TAEHV(variant, width=width).to("meta", dtype), engine=engine)
+    return FusedTAEHV(TAEHV(variant, width=width, activation=activation).to("meta", dtype), engine=engine)
 
 
 def latent_size(variant: str, height: int, width: int) -> tuple[int, int]:
@@ -68,6 +74,7 @@ STORED: dict[tuple[Engine, int], dict[str, dict[str, list[int]]]] = {
         "taeltx_2": {"encoder": [2852, 178, 32, 13], "decoder": [1621, 101, 18, 6]},
         "taeh3": {"encoder": [1209, 75, 13, 5], "decoder": [2161, 134, 25, 9]},
         "taew2_2_super": {"encoder": [3241, 201, 37, 13]},
+        "taeltx2_3_wide": {"encoder": [2852, 178, 32, 13], "decoder": [1330, 82, 14, 5]},
     },
     ("cudnn", 2): {
         "taehv": {"encoder": [809, 49, 8, 2], "decoder": [809, 49, 8, 1]},
@@ -75,6 +82,7 @@ STORED: dict[tuple[Engine, int], dict[str, dict[str, list[int]]]] = {
         "taeltx_2": {"encoder": [2524, 158, 29, 11], "decoder": [1621, 101, 18, 6]},
         "taeh3": {"encoder": [1296, 80, 15, 5], "decoder": [2161, 134, 25, 9]},
         "taew2_2_super": {"encoder": [3241, 201, 37, 13], "decoder": [694, 42, 7, 2]},
+        "taeltx2_3_wide": {"encoder": [2524, 158, 29, 11], "decoder": [1330, 82, 14, 5]},
     },
     ("cudnn", 4): {
         "taehv": {"encoder": [404, 24, 3, 1], "decoder": [404, 24, 2, 1]},
@@ -82,6 +90,7 @@ STORED: dict[tuple[Engine, int], dict[str, dict[str, list[int]]]] = {
         "taeltx_2": {"encoder": [1262, 79, 14, 5], "decoder": [810, 50, 9, 3]},
         "taeh3": {"encoder": [648, 40, 7, 2], "decoder": [1080, 66, 12, 4]},
         "taew2_2_super": {"encoder": [1620, 100, 18, 6], "decoder": [346, 21, 3, 1]},
+        "taeltx2_3_wide": {"encoder": [1262, 79, 14, 5], "decoder": [665, 41, 7, 2]},
     },
     ("eager", 2): {
         "taehv": {"encoder": [719, 44, 7, 1], "decoder": [809, 49, 8, 1]},
@@ -130,7 +139,7 @@ SLOW = pytest.mark.slow
     ("variant", "engine"),
     [
         *((name, engine) for name in VARIANTS if name != "taeltx2_3_wide" for engine in ("eager", "cudnn")),
-        pytest.param("taeltx2_3_wide", "eager", marks=SLOW),
+        *(pytest.param("taeltx2_3_wide", engine, marks=SLOW) for engine in ("eager", "cudnn")),
     ],
 )
 @pytest.mark.parametrize(
@@ -148,9 +157,19 @@ def test_default_chunk_takes_half_a_gigabyte(
     """At 480x720; in float32 one latent of a patch-1 decoder is a little more, and so are narrow networks in the eager
     engine with a GPU's slices. Two more would be near the limit.
     """
-    codec = weightless(variant, dtype, width, engine)
-    size = latent_size(variant, 480, 720)
-    for side in ("decoder", "encoder"):
+    check_half_a_gigabyte(weightless(variant, dtype, width, engine), limit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["taehv", "taew2_2_super", "taeltx2_3_wide"])
+def test_leaky_relu_takes_no_more(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cudnn_stand_ins.keep_layout(monkeypatch)
+    check_half_a_gigabyte(weightless(variant, engine="cudnn", activation="leaky_relu"), 0.6)
+
+
+def check_half_a_gigabyte(codec: FusedTAEHV, limit: float) -> None:
+    size = latent_size(codec.spec.name, 480, 720)
+    for side in get_args(Side):
         chunk = codec.stream_chunk_latents(side, *size)
         alive = live_bytes(codec, side, chunk, size)
         assert alive < limit * GIB, (side, chunk, alive / GIB)

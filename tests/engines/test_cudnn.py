@@ -46,11 +46,47 @@ def in_pieces(stack: CudnnStack, video: Tensor, sizes: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("slice_bytes", [1, 2**40])
 @pytest.mark.parametrize("num_videos", [1, 2])
-@pytest.mark.parametrize("variant", [name for name, spec in VARIANTS.items() if spec.decoder != "wide"])
+@pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
 def test_every_variant(variant: str, num_videos: int, slice_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_module, "CPU_SLICE_BYTES", slice_bytes)
-    model = small(variant)
+    check_whole_and_in_pieces(small(variant), num_videos)
+
+
+@pytest.mark.parametrize(("num_videos", "variant"), [(1, "taehv"), (2, "taew2_2_super"), (2, "taeltx2_3_wide")])
+@torch.no_grad()
+def test_leaky_relu_without_cudnns_relu(num_videos: int, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of memory block; no call that has ReLU inside is left."""
+
+    def refuse(*arguments: object) -> Tensor:
+        raise AssertionError("cuDNN's ReLU in a network of LeakyReLU")
+
+    monkeypatch.setattr(torch, "cudnn_convolution_relu", refuse)
+    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", refuse)
+    monkeypatch.setattr(stack_module, "CPU_SLICE_BYTES", 1)
+    check_whole_and_in_pieces(small(variant, activation="leaky_relu"), num_videos)
+
+
+@torch.no_grad()
+def test_groups_that_cudnn_does_not_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card without fused convolutions over groups: torch computes these, without a word; the others stay fused."""
+    fused_before = torch.cudnn_convolution_add_relu
+
+    def refuse_groups(*arguments: Any) -> Tensor:
+        if arguments[-1] > 1:
+            raise RuntimeError("GET was unable to find an engine to execute this computation")
+        return fused_before(*arguments)
+
+    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", refuse_groups)
+    cudnn.fuses_groups.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_whole_and_in_pieces(small("taeltx2_3_wide"), 1)
+    assert not cudnn.fuses_groups(torch.float32, torch.device("cpu"))
+    cudnn.fuses_groups.cache_clear()
+
+
+def check_whole_and_in_pieces(model: TAEHV, num_videos: int) -> None:
     encoder, decoder = stacks(model)
     factor, unit = model.spec.space_factor, model.spec.time_factor
     frames = torch.rand(num_videos, 3 * unit, 3, factor, 2 * factor)

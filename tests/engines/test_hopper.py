@@ -17,7 +17,9 @@ from torch.nn import functional as F
 from tests.engines import cudnn_stand_ins
 from tinyvae import TAEHV
 from tinyvae.engines import conv_rows, grow_image, hopper, hopper_kernels
+from tinyvae.engines.fold import ConvLayer, Layer, fold_wide_mem_block
 from tinyvae.engines.fused import folded_copy
+from tinyvae.models.blocks import WideMemBlock
 
 
 def unpacked_tiles(weights: hopper_kernels.TileWeights) -> Tensor:
@@ -33,10 +35,11 @@ def torch_conv_tiles(
     x_BHWC: Tensor,
     weights: hopper_kernels.TileWeights,
     *,
-    frames_per_video: int,
+    frames_per_video: int = 1,
     past_NHWC: Tensor | None = None,
     residual_BHWC: Tensor | None = None,
     relu: bool = False,
+    slope: float = 0.0,
     stacked: int = 1,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -46,7 +49,9 @@ def torch_conv_tiles(
         video = x.unflatten(0, (-1, frames_per_video))
         first = torch.zeros_like(video[:, :1]) if past_NHWC is None else past_NHWC.permute(0, 3, 1, 2)[:, None]
         x = torch.cat([x, torch.cat([first, video[:, :-1]], 1).flatten(0, 1)], 1)
-    made = F.conv2d(x, weight, padding=1)
+    assert x.shape[1] == weights.channels_in * weights.sources
+    groups = weights.packed.shape[0] if weights.grouped else 1
+    made = F.conv2d(x, weight, padding=1, groups=groups)
     if weights.taps == 4:
         phases = made.unflatten(1, (2, 2, weights.grown, -1))
         made = x.new_empty(frames, weights.grown, weights.channels_out, 2 * height, 2 * width)
@@ -60,7 +65,7 @@ def torch_conv_tiles(
         made = made + weights.bias[:, None, None]
     if residual_BHWC is not None:
         made = made + residual_BHWC.permute(0, 3, 1, 2)
-    made = torch.relu(made) if relu else made
+    made = F.leaky_relu(made, slope) if relu else made
     made = made.unflatten(0, (-1, stacked)).flatten(1, 2).permute(0, 2, 3, 1).contiguous()
     return made if out is None else out.copy_(made)
 
@@ -121,14 +126,16 @@ def torch_grow_image(x_BHWC: Tensor, weights: grow_image.GrowImageWeights, out: 
     out.copy_(quads.flatten(4, 5).flatten(2, 3))
 
 
-def torch_first_conv(x_BCHW: Tensor, weights: hopper_kernels.FirstWeights, *, stacked: int = 1) -> Tensor:
+def torch_first_conv(
+    x_BCHW: Tensor, weights: hopper_kernels.FirstWeights, *, stacked: int = 1, slope: float = 0.0
+) -> Tensor:
     matrix, weight = columns(weights.packed)[:27], torch.empty(64, 27)
     for lane in range(4):  # a thread with lane % 4 == lane has these accumulators and writes them to these channels
         for part in range(2):
             for n in range(4):
                 for r in range(2):
                     weight[part * 32 + lane * 8 + n * 2 + r] = matrix[:, (part * 4 + n) * 8 + lane * 2 + r]
-    made = torch.relu(F.conv2d(x_BCHW, weight.reshape(64, 3, 3, 3), weights.bias, padding=1))
+    made = F.leaky_relu(F.conv2d(x_BCHW, weight.reshape(64, 3, 3, 3), weights.bias, padding=1), slope)
     return made.unflatten(0, (-1, stacked)).flatten(1, 2).permute(0, 2, 3, 1).contiguous()
 
 
@@ -164,7 +171,60 @@ def test_same_numbers_whole_and_in_chunks(
     monkeypatch.setattr(hopper, "CUDNN_CHANNELS", frozenset(cudnn_channels))
     monkeypatch.setattr(hopper, "JOIN_IMAGE", join_image)
     monkeypatch.setattr(hopper, "ROW_CONVS", frozenset(row_convs))
-    model = TAEHV(variant)
+    check_whole_and_in_chunks(TAEHV(variant), monkeypatch)
+
+
+def spread(variant: str, **options: object) -> TAEHV:
+    """Weights of which every layer matters to the output."""
+    model = TAEHV(variant, **options)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.05 if parameter.ndim == 1 else parameter[0].numel() ** -0.5)
+    return model
+
+
+@pytest.mark.usefixtures("kernels_in_torch")
+@pytest.mark.parametrize("variant", ["taehv", pytest.param("taehv1_5", marks=pytest.mark.slow)])
+def test_leaky_relu_without_cudnns_relu(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels do all 3x3 convolutions of the blocks; no call that has ReLU inside is left."""
+
+    def refuse(*arguments: object) -> Tensor:
+        raise AssertionError("cuDNN's ReLU in a network of LeakyReLU")
+
+    monkeypatch.setattr(torch, "cudnn_convolution_relu", refuse)
+    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", refuse)
+    check_whole_and_in_chunks(spread(variant, activation="leaky_relu"), monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kernels_in_torch")
+def test_wide_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = spread("taeltx2_3_wide")
+    packed = stacks(model)[1]._packed
+    assert sum(isinstance(weights, hopper._WideWeights) for weights in packed) == 9
+    check_whole_and_in_chunks(model, monkeypatch)
+
+
+@pytest.mark.usefixtures("kernels_in_torch")
+@pytest.mark.parametrize("cudnn_groups", [False, True])
+@pytest.mark.parametrize("slope", [0.0, 0.2])
+def test_wide_block(slope: float, cudnn_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block of 128 channels, two videos, in pieces: against the plain block."""
+    monkeypatch.setattr(hopper, "CUDNN_GROUPS", cudnn_groups)
+    block = WideMemBlock(128, slope).requires_grad_(False)
+    layers: list[Layer] = [fold_wide_mem_block(block), ConvLayer(weight=torch.zeros(3, 128, 3, 3), bias=None)]
+    stack = hopper.HopperStack(layers, patch_size=1)
+    video = torch.randn(2, 5, 128, 3, 7)
+    past = torch.cat([torch.zeros(2, 1, 128, 3, 7), video[:, :-1]], dim=1)
+    expected = block(video.flatten(0, 1), past.flatten(0, 1)).unflatten(0, (2, 5))
+    state, parts = [None, None], []
+    for part in video.split([1, 3, 1], dim=1):
+        made, state[0] = stack.block(0, part.flatten(0, 1).permute(0, 2, 3, 1).contiguous(), state, 2)
+        parts.append(made.permute(0, 3, 1, 2).unflatten(0, (2, -1)))
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-5, rtol=1e-4)
+
+
+def check_whole_and_in_chunks(model: TAEHV, monkeypatch: pytest.MonkeyPatch) -> None:
     factor = model.spec.space_factor
     encoder, decoder = stacks(model)
     monkeypatch.setattr(hopper, "SLICE_BYTES", 2**16)  # several groups of frames at full resolution

@@ -1,4 +1,5 @@
-"""The engine of cuDNN's fused convolutions: convolution, bias, residual and ReLU in one call.
+"""The engine of cuDNN's fused convolutions: convolution, bias, residual and ReLU in one call. LeakyReLU is not among
+them: there cuDNN does the convolution, and `pointwise` the rest in one pass.
 
 torch adds the bias in a second pass over the result, and a ReLU in a third: at 64 channels that doubles the time (0.27
 against 0.14 ms, eight frames of 240x360, fp16, H200). This engine is for CUDA cards and networks that the Hopper
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.engines import eager, fold
+from tinyvae.engines.pointwise import finish
 from tinyvae.engines.stack import Stack, State, slice_bytes
 
 
@@ -64,13 +66,32 @@ REFUSALS = (
 _refused: set[tuple[object, ...]] = set()  # what cuDNN refused in this process: it is not asked again
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor, padding: tuple[int, ...], residual: Tensor | None) -> Tensor:
+@functools.cache
+def fuses_groups(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether cuDNN has fused convolutions over groups of channels; tried once per device and dtype."""
+    x = torch.ones(2, 128, 4, 4, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
+    weight = torch.ones(128, 64, 3, 3, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
+    try:
+        _fused_conv(x, weight, x.new_ones(128), (1, 1), x)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # cuDNN has no such kernel for this card and dtype
+        return False
+    return True
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor, padding: tuple[int, ...], residual: Tensor | None, *, slope: float = 0.0
+) -> Tensor:
     """relu(convolution + bias + residual), 2-D or 3-D, with stride 1: by cuDNN, or by torch for a shape that cuDNN
-    refuses."""
+    refuses. ``slope`` is that of the ReLU below zero; not 0 is LeakyReLU, which cuDNN does not have inside. A weight
+    with fewer inputs than ``x`` has channels is over groups of channels."""
+    if slope or (weight.shape[1] != x.shape[1] and not fuses_groups(x.dtype, x.device)):
+        return _plain_conv(x, weight, bias, padding, residual, slope)
     if not _refused:  # on most machines always: the host is often the limit, so nothing is looked up
         key = None
     elif (key := _shape_key(x, weight)) in _refused:
-        return _plain_conv(x, weight, bias, padding, residual)
+        return _plain_conv(x, weight, bias, padding, residual, slope)
     try:
         return _fused_conv(x, weight, bias, padding, residual)
     except RuntimeError as error:
@@ -81,7 +102,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor, padding: tuple[int, ...], 
     frames, taps = "x".join(map(str, x.shape)), "x".join(map(str, weight.shape))
     what = f"cuDNN refuses a convolution of {frames} by {taps} in {x.dtype} ({reason})"
     warnings.warn(f"{what}; torch's own operators compute this shape, slower and with the same result.", stacklevel=2)
-    return _plain_conv(x, weight, bias, padding, residual)
+    return _plain_conv(x, weight, bias, padding, residual, slope)
 
 
 def _shape_key(x: Tensor, weight: Tensor) -> tuple[object, ...]:
@@ -89,30 +110,34 @@ def _shape_key(x: Tensor, weight: Tensor) -> tuple[object, ...]:
 
 
 def _fused_conv(x: Tensor, weight: Tensor, bias: Tensor, padding: tuple[int, ...], residual: Tensor | None) -> Tensor:
-    ones = (1,) * len(padding)
+    ones, groups = (1,) * len(padding), x.shape[1] // weight.shape[1]
     if residual is None:
-        return torch.cudnn_convolution_relu(x, weight, bias, ones, padding, ones, 1)
-    return torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, ones, padding, ones, 1)
+        return torch.cudnn_convolution_relu(x, weight, bias, ones, padding, ones, groups)
+    return torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, ones, padding, ones, groups)
 
 
-def _plain_conv(x: Tensor, weight: Tensor, bias: Tensor, padding: tuple[int, ...], residual: Tensor | None) -> Tensor:
+def _plain_conv(
+    x: Tensor, weight: Tensor, bias: Tensor, padding: tuple[int, ...], residual: Tensor | None, slope: float
+) -> Tensor:
     conv: Callable[..., Tensor] = F.conv2d if x.ndim == 4 else F.conv3d
-    made = conv(x, weight, bias, padding=padding)
-    made = made if residual is None else made.add_(residual)
     layout = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
-    return made.relu_().contiguous(memory_format=layout)
+    made = conv(x, weight, padding=padding, groups=x.shape[1] // weight.shape[1])
+    return finish(made.contiguous(memory_format=layout), bias, residual, slope)
 
 
-def conv_relu(x_BCHW: Tensor, weight: Tensor, bias: Tensor, *, residual: Tensor | None = None) -> Tensor:
-    """relu(convolution + bias + residual) on the same grid; a 2x2 ``weight`` makes one row and one column more."""
-    return convolve(x_BCHW, weight, bias, (weight.shape[2] // 2, weight.shape[3] // 2), residual)
+def conv_relu(
+    x_BCHW: Tensor, weight: Tensor, bias: Tensor, *, residual: Tensor | None = None, slope: float = 0.0
+) -> Tensor:
+    """relu(convolution + bias + residual) on the same grid; a 2x2 ``weight`` makes one row and one column more. More in
+    `convolve`."""
+    return convolve(x_BCHW, weight, bias, (weight.shape[2] // 2, weight.shape[3] // 2), residual, slope=slope)
 
 
 def two_frame_conv_relu(
-    x_BCHW: Tensor, weight: Tensor, bias: Tensor, *, past_N1CHW: Tensor | None, num_videos: int
+    x_BCHW: Tensor, weight: Tensor, bias: Tensor, *, past_N1CHW: Tensor | None, num_videos: int, slope: float = 0.0
 ) -> Tensor:
-    """relu of a 3x3 over each frame and the one before it; ``weight`` is (out, in, 2, 3, 3), the frame before first.
-    ``past_N1CHW`` stands before the first frame of each video (None: zeros)."""
+    """relu of a 3x3 or 1x1 over each frame and the one before it, with a weight of `over_two_frames`. ``past_N1CHW``
+    stands before the first frame of each video (None: zeros)."""
     video = x_BCHW.unflatten(0, (num_videos, -1))
     num_frames = video.shape[1]
     # For one video at its start the padding of cuDNN makes the zeros. It also makes one frame too many at the end.
@@ -120,7 +145,12 @@ def two_frame_conv_relu(
     if not by_padding:
         before = torch.zeros_like(video[:, :1]) if past_N1CHW is None else past_N1CHW
         video = torch.cat([before.permute(0, 1, 3, 4, 2), video.permute(0, 1, 3, 4, 2)], dim=1).permute(0, 1, 4, 2, 3)
-    made = convolve(video.transpose(1, 2), weight, bias, (1 if by_padding else 0, 1, 1), None)
+    frames, before_first = video.transpose(1, 2), 1 if by_padding else 0
+    if weight.ndim == 5:
+        made = convolve(frames, weight, bias, (before_first, 1, 1), None, slope=slope)
+    else:  # a frame is one row of a picture
+        made = convolve(frames.flatten(3), weight, bias, (before_first, 0), None, slope=slope)
+        made = made.unflatten(3, frames.shape[3:])
     return made.transpose(1, 2)[:, :num_frames].flatten(0, 1)
 
 
@@ -136,6 +166,7 @@ class PatchConv:
     bias: Tensor
     patch_size: int
     stacked: int
+    slope: float
 
     @classmethod
     def of(cls, layer: fold.Layer, *, patch_size: int, stacked: int) -> PatchConv:
@@ -144,7 +175,13 @@ class PatchConv:
         assert side_by_side.bias is not None
         weight = side_by_side.weight
         filled = F.pad(weight, (0, 0, 0, 0, 0, -weight.shape[1] % eager.CUDA_CHANNEL_MULTIPLE))
-        return cls(weight=fold.channels_last(filled), bias=side_by_side.bias, patch_size=patch_size, stacked=stacked)
+        return cls(
+            weight=fold.channels_last(filled),
+            bias=side_by_side.bias,
+            patch_size=patch_size,
+            stacked=stacked,
+            slope=layer.slope,
+        )
 
     def __call__(self, image_BCHW: Tensor) -> Tensor:
         """Images (B·stacked)3HW, contiguous, to B(stacked·out)(H/patch)(W/patch)."""
@@ -156,7 +193,7 @@ class PatchConv:
         # Channels are (frame, color, row in the patch, column in the patch), in the order of pixel_unshuffle.
         split = image_BCHW.reshape(-1, stacked, colors, height // patch, patch, width // patch, patch)
         laid_out[..., :used].unflatten(3, (stacked, colors, patch, patch)).copy_(split.permute(0, 3, 5, 1, 2, 4, 6))
-        return conv_relu(laid_out.permute(0, 3, 1, 2), self.weight, self.bias)
+        return conv_relu(laid_out.permute(0, 3, 1, 2), self.weight, self.bias, slope=self.slope)
 
 
 class CudnnStack(Stack):
@@ -172,9 +209,9 @@ class CudnnStack(Stack):
         most = max(layer.weight.shape[0] for layer in self.layers if isinstance(layer, fold.ConvLayer | fold.GrowLayer))
         self._zeros = at_image.weight.new_zeros(most)  # a bias for cuDNN where a layer has none
         self._over_time = {
-            place: _two_frame_weight(layer)
+            place: over_two_frames(layer)
             for place, layer in enumerate(self.layers)
-            if isinstance(layer, fold.MemLayer)
+            if isinstance(layer, fold.MemLayer | fold.WideMemLayer)
         }
         if self.is_encoder:
             counts, patch = {1, cast(fold.PoolLayer, self.layers[1]).stride}, patch_size
@@ -219,15 +256,20 @@ class CudnnStack(Stack):
         layer = self.layers[place]
         if isinstance(layer, fold.SuperMemLayer):
             return _super_mem_block(layer, x, state[place], num_videos)
-        assert isinstance(layer, fold.MemLayer)
-        last = x.unflatten(0, (num_videos, -1))[:, -1:].clone()
+        assert isinstance(layer, fold.MemLayer | fold.WideMemLayer)
+        last, slope = x.unflatten(0, (num_videos, -1))[:, -1:].clone(), layer.slope
         bias = layer.first_bias[: x.shape[1]]
         past, state[place] = state[place], None
-        hidden = two_frame_conv_relu(x, self._over_time[place], bias, past_N1CHW=past, num_videos=num_videos)
+        hidden = two_frame_conv_relu(
+            x, self._over_time[place], bias, past_N1CHW=past, num_videos=num_videos, slope=slope
+        )
         del past
-        deeper = conv_relu(hidden, layer.second, layer.second_bias)
+        deeper = conv_relu(hidden, layer.second, layer.second_bias, slope=slope)
         del hidden  # the result takes its memory
-        return conv_relu(deeper, layer.third, layer.third_bias, residual=x), last
+        if isinstance(layer, fold.MemLayer):
+            return conv_relu(deeper, layer.third, layer.third_bias, residual=x, slope=slope), last
+        deeper = conv_relu(deeper, layer.third, layer.third_bias, slope=slope)
+        return conv_relu(deeper, layer.fourth, layer.fourth_bias, residual=x, slope=slope), last
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         if self.is_encoder and start == 0:
@@ -241,19 +283,19 @@ class CudnnStack(Stack):
         if isinstance(layer, fold.ClampLayer | fold.PoolLayer):
             return eager.compute_layer(layer, x)
         if isinstance(layer, fold.GrowLayer):
-            phases = self._conv(x, layer.weight, None, relu=layer.relu)
+            phases = self._conv(x, layer.weight, None, relu=layer.relu, slope=layer.slope)
             return eager.interleave_phases(phases, layer.frames, x.shape[2], x.shape[3])
         assert isinstance(layer, fold.ConvLayer)
-        made = self._conv(x, layer.weight, layer.bias, relu=layer.relu)
+        made = self._conv(x, layer.weight, layer.bias, relu=layer.relu, slope=layer.slope)
         if layer.shuffle:
             rows = eager.as_bhwc(made).unflatten(3, (2, 2, -1)).permute(0, 1, 3, 2, 4, 5)  # see _order_patches
             made = eager.as_bchw(eager.dense(rows).flatten(3, 4).flatten(1, 2))
         return eager.spread_frames(made, layer.frames)
 
-    def _conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool) -> Tensor:
+    def _conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, relu: bool, slope: float) -> Tensor:
         if not relu:
             return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
-        return conv_relu(x, weight, self._zeros[: weight.shape[0]] if bias is None else bias)
+        return conv_relu(x, weight, self._zeros[: weight.shape[0]] if bias is None else bias, slope=slope)
 
 
 def write_image(made_BCHW: Tensor, bias: Tensor, patch_size: int, frames: int, image_BCHW: Tensor) -> None:
@@ -280,7 +322,7 @@ def _super_mem_block(
     del then  # the next results take its memory
     both = both.flatten(0, 1)
     eager.copy_pixels(both[..., :channels], eager.as_bhwc(_depthwise(x, layer.depth)))
-    wide = conv_relu(both.permute(0, 3, 1, 2), layer.widen, layer.widen_bias)
+    wide = conv_relu(both.permute(0, 3, 1, 2), layer.widen, layer.widen_bias, slope=layer.slope)
     del both
     out = eager.as_bhwc(x).contiguous()
     out.view(-1, channels).addmm_(eager.as_bhwc(wide).reshape(-1, wide.shape[1]), layer.narrow.flatten(1).T)
@@ -294,9 +336,12 @@ def _depthwise(x: Tensor, weight: Tensor) -> Tensor:
     return F.conv2d(filled, weight, padding=3, groups=x.shape[1])[:frames]
 
 
-def _two_frame_weight(layer: fold.MemLayer) -> Tensor:
-    """(2C, C, 3, 3), the half for x_t first, as (C, C, 2, 3, 3) over x_{t-1} and x_t."""
+def over_two_frames(layer: fold.MemLayer | fold.WideMemLayer) -> Tensor:
+    """The first convolution of a block as one over x_{t-1} and x_t: of (2C, C, 3, 3), the half for x_t first, it makes
+    (C, C, 2, 3, 3), and of a 1x1 (C, C, 2, 1), over pictures whose rows are frames: cuDNN serves 2-D best."""
     now, then = layer.first.chunk(2)
+    if now.shape[-1] == 1:
+        return fold.channels_last(torch.cat([then, now], dim=2))
     return torch.stack([then, now], dim=2).contiguous(memory_format=torch.channels_last_3d)
 
 

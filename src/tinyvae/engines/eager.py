@@ -114,10 +114,10 @@ def compute_layer(layer: fold.Layer, x: Tensor) -> Tensor:
     phases = F.conv2d(x, layer.weight, padding=1)
     grow = interleave_phases if may_work_in_place() else _stack_phases
     grown = grow(phases, layer.frames, *x.shape[2:])
-    return _activate(grown, layer.slope) if layer.relu else grown
+    return activate(grown, layer.slope) if layer.relu else grown
 
 
-def _activate(x: Tensor, slope: float) -> Tensor:
+def activate(x: Tensor, slope: float) -> Tensor:
     """ReLU, or LeakyReLU where ``slope`` is not 0; over ``x`` where that is allowed."""
     if slope:
         return F.leaky_relu(x, slope, inplace=may_work_in_place())
@@ -129,7 +129,7 @@ def _conv(layer: fold.ConvLayer, x: Tensor) -> Tensor:
         layer = stacked_first(layer, x.shape[1] // layer.weight.shape[1])
     made = aligned_conv(x, layer.weight, layer.bias, multiple=CUDA_CHANNEL_MULTIPLE if x.is_cuda else 1)
     if layer.relu:
-        made = _activate(made, layer.slope)
+        made = activate(made, layer.slope)
     if layer.shuffle:
         made = F.pixel_shuffle(made, 2).contiguous(memory_format=torch.channels_last)
     return spread_frames(made, layer.frames)
@@ -164,15 +164,15 @@ def _block(layer: fold.Layer, x: Tensor, past: Tensor | None, num_videos: int) -
     assert isinstance(layer, fold.MemLayer | fold.WideMemLayer)
     first_half = _two_frame_conv_in_place if may_work_in_place() else _two_frame_conv
     hidden, last = first_half(layer, x, past, num_videos)
-    hidden = _activate(hidden, layer.slope)
+    hidden = activate(hidden, layer.slope)
     if isinstance(layer, fold.WideMemLayer):
         hidden = F.conv2d(hidden, layer.second, layer.second_bias, padding=1, groups=layer.groups)
-        hidden = F.conv2d(_activate(hidden, layer.slope), layer.third, layer.third_bias)
-        out = F.conv2d(_activate(hidden, layer.slope), layer.fourth, layer.fourth_bias, padding=1, groups=layer.groups)
+        hidden = F.conv2d(activate(hidden, layer.slope), layer.third, layer.third_bias)
+        out = F.conv2d(activate(hidden, layer.slope), layer.fourth, layer.fourth_bias, padding=1, groups=layer.groups)
     else:
         hidden = F.conv2d(hidden, layer.second, layer.second_bias, padding=1)
-        out = F.conv2d(_activate(hidden, layer.slope), layer.third, layer.third_bias, padding=1)
-    return _activate(out.add_(x) if may_work_in_place() else out + x, layer.slope), last
+        out = F.conv2d(activate(hidden, layer.slope), layer.third, layer.third_bias, padding=1)
+    return activate(out.add_(x) if may_work_in_place() else out + x, layer.slope), last
 
 
 def _two_frame_conv(
@@ -207,7 +207,7 @@ def _super_mem_block(
     then = F.conv2d(x, layer.past_depth, padding=3, groups=channels)
     shifted, last = _shift(as_bhwc(then), past, num_videos)
     wide = F.conv2d(as_bchw(torch.cat([as_bhwc(now), shifted], dim=3)), layer.widen, layer.widen_bias)
-    return x + F.conv2d(_activate(wide, layer.slope), layer.narrow), last
+    return x + F.conv2d(activate(wide, layer.slope), layer.narrow), last
 
 
 def _shift(x_BHWC: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:

@@ -2,11 +2,13 @@
 
 `model.fused()` folds a copy of the weights once (see `fold`) and chooses, for encoder and decoder each, an engine:
 
-- ``hopper``: own kernels, fp16 and bf16 on GPUs of compute capability 9.0 (H100, H200), base networks whose hidden
-  channel counts are multiples of 64. Kernels are compiled once per process and tile height (four at most).
-- ``cudnn``: cuDNN's fused convolutions, on other CUDA devices, in float32, for other widths and the super decoders.
+- ``hopper``: own kernels, fp16 and bf16 on GPUs of compute capability 9.0 (H100, H200), base networks and the wide
+  decoder where hidden channel counts are multiples of 64. Kernels are compiled once per process and tile height (four
+  at most).
+- ``cudnn``: cuDNN's fused convolutions, on other CUDA devices, in float32, for other widths and the super decoders;
+  with LeakyReLU, which they lack, cuDNN's plain ones and one own pass behind each.
 - ``onednn``: oneDNN's fused convolutions, on x86 CPUs, in float32, and in bfloat16 if the CPU has instructions for it.
-- ``eager``: torch's own operators, wherever the others cannot run: other CPUs, on CUDA LeakyReLU and the wide decoder.
+- ``eager``: torch's own operators, where the others cannot run: other CPUs, cards without cuDNN's fused convolutions.
 
 `FusedTAEHV.engines` says what was chosen and why. Frame count and size may change at every call. The object keeps the
 device and dtype that the model has now. A stream runs a chunk of latents at a time that fits into STREAM_BYTES.
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 from tinyvae.engines import hopper
 from tinyvae.engines.cudnn import CudnnStack, why_not_cudnn
 from tinyvae.engines.eager import EagerStack
-from tinyvae.engines.fold import Layer, WideMemLayer, channels_last, fold_layers, map_weights
+from tinyvae.engines.fold import Layer, channels_last, fold_layers, map_weights
 from tinyvae.engines.hopper import HopperStack, why_not_hopper
 from tinyvae.engines.onednn import OnednnStack, has_bfloat16, why_not_onednn
 from tinyvae.engines.stack import Stack, slice_bytes
@@ -202,11 +204,7 @@ def choose_engine(
     layers: Sequence[Layer], dtype: torch.dtype, device: torch.device, wanted: Engine | None
 ) -> tuple[Engine, str]:
     """(engine, why not a faster one); a wanted engine that cannot run here is refused."""
-    network = why_only_eager(layers)
-    hopper_reason, cudnn_reason = (
-        network or why_not_hopper(layers, dtype, device),
-        network or why_not_cudnn(dtype, device),
-    )
+    hopper_reason, cudnn_reason = why_not_hopper(layers, dtype, device), why_not_cudnn(dtype, device)
     reasons: dict[Engine, str | None] = {
         "hopper": hopper_reason,
         "cudnn": cudnn_reason,
@@ -235,15 +233,6 @@ def _choose_on_cpu(dtype: torch.dtype, onednn_reason: str | None) -> tuple[Engin
         return "eager", onednn_reason
     is_slower = dtype == torch.float32 and has_bfloat16()
     return "onednn", "in bfloat16 it is about twice as fast on this CPU" if is_slower else ""
-
-
-def why_only_eager(layers: Sequence[Layer]) -> str | None:
-    """Why the engines of fused kernels cannot run a network, in words; None where they may."""
-    if any(getattr(layer, "slope", 0.0) for layer in layers):
-        return "the fused kernels have ReLU built in, and this network has LeakyReLU"
-    if any(isinstance(layer, WideMemLayer) for layer in layers):
-        return "there is no fused kernel for the wide decoder"
-    return None
 
 
 def folded_copy(network: nn.Sequential) -> list[Layer]:

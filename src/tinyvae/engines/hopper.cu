@@ -3,13 +3,14 @@
 // Why own kernels: with 64 channels a 3x3 convolution reads each pixel nine times through the L2 cache, and a tile of
 // 256 pixels x 64 channels does 51 operations per byte it loads, so the L2 (about 5.5 TB/s) holds a library's implicit
 // product near 280 TFLOP/s. These kernels load each pixel with its halo into shared memory once, for all nine taps, and
-// finish bias, residual and ReLU in registers, so an activation is read once and written once.
+// finish bias, residual and activation in registers, so a frame is read once and written once.
 //
 // conv_tiles, the workhorse: output channels are the rows of the matrix instruction (M = 64), pixels its columns
 // (N = 8 wide x TILE_H tall). The halo tile lies in shared memory as [8-channel chunk][pixel][16 bytes] without
 // swizzle: a tap is then a shifted start address in the instruction's descriptor. One weight-loading warp, three
 // halo-loading warps, two computing warpgroups which share either the weights (two pixel tiles) or the pixels (two
-// blocks of 64 channels). It serves 3x3 convolutions over one or two frames and the 2x2 phase convolutions.
+// blocks of 64 channels). It serves 3x3 convolutions over one or two frames or over groups of 64 channels, and the 2x2
+// phase convolutions.
 // image_conv: the last convolution, 64 channels to the image, pixel-shuffle included. first_conv: 3 to 64 channels.
 //
 // NVRTC compiles one kernel at a time (see nvrtc.py): no header, no host compiler. hopper_kernels.py names the kernel
@@ -38,6 +39,11 @@ __device__ __forceinline__ float high(u32 v) {
   float f; asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(f) : "r"(v)); return f;
 }
 #define ELEMENT "f16"
+#endif
+#ifdef SLOPE
+__device__ __forceinline__ float activate(float v) {  // ReLU, or LeakyReLU: 0 < SLOPE < 1
+  return SLOPE == 0 ? fmaxf(v, 0.f) : fmaxf(v, (float)SLOPE * v);
+}
 #endif
 __device__ __forceinline__ void copy16(u32 dst, const void* src, bool valid) {
   u32 bytes = valid ? 16 : 0;  // fewer bytes than 16 are filled up with zeros: the convolution's padding
@@ -162,6 +168,7 @@ struct Shape {
   int split_pixels;                             // 1: the warpgroups share weights, 0: they share pixels
   int weight_stages, tiles_x, tiles_y, tiles;   // tiles: over all frames
   int relu;
+  int grouped;                                  // 1: a block of outputs sees the 64 inputs at its own place only
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
@@ -183,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
     asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
   }
   __syncthreads();
-  const int slices_per_frame = s.channels_in >> 6, slices = slices_per_frame * s.sources;
+  const int slices_per_frame = s.grouped ? 1 : s.channels_in >> 6, slices = slices_per_frame * s.sources;
   const int items_per_tile = s.split_pixels ? s.blocks : s.blocks >> 1;  // jobs over the same pixels
   const int pixel_groups = s.split_pixels ? (s.tiles + 1) >> 1 : s.tiles;
   const int jobs = pixel_groups * items_per_tile;
@@ -214,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
       const i64 row_bytes = (i64)s.width * s.channels_in * 2;
       int turn = 0;
       for (int job = blockIdx.x; job < jobs; job += gridDim.x) {
-        const int pixel_group = job / items_per_tile;
+        const int pixel_group = job / items_per_tile, group_of_64 = s.grouped ? job % items_per_tile : 0;
         for (int slice = 0; slice < slices; slice++, turn++) {
           const int buffer = turn & 1;
           for (int h = 0; h < halos; h++) {
@@ -228,7 +235,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
               else if (past) from = past + frame / s.frames_per_video * frame_bytes;
               else exists = false;
             }
-            from += y0 * row_bytes + (i64)xx * s.channels_in * 2 + (slice % slices_per_frame) * 128 + chunk * 16;
+            from += y0 * row_bytes + (i64)xx * s.channels_in * 2 + chunk * 16 +
+                    (group_of_64 + slice % slices_per_frame) * 128;
             const u32 to = halo_at + (h * 2 + buffer) * HALO_BYTES + chunk * PLANE + place * 16;
             barrier_wait(EMPTY_H(h, buffer), ((turn >> 1) & 1) ^ 1);
             if (place < HALO_W) {
@@ -329,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
         for (int half = 0; half < 2; half++) {
           float* d = acc + (i * 2 + half) * 4;
           float v0 = d[0] + bias_low, v1 = d[1] + bias_low, v2 = d[2] + bias_high, v3 = d[3] + bias_high;
-          if (relu_now) { v0 = fmaxf(v0, 0.f); v1 = fmaxf(v1, 0.f); v2 = fmaxf(v2, 0.f); v3 = fmaxf(v3, 0.f); }
+          if (relu_now) { v0 = activate(v0); v1 = activate(v1); v2 = activate(v2); v3 = activate(v3); }
           packed[half * 2] = pack(v0, v1); packed[half * 2 + 1] = pack(v2, v3);
         }
         const int buffer = (i & 1) * 512;  // two in turn: the next write waits for the sync in between
@@ -343,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
 #pragma unroll
           for (int w = 0; w < 4; w++) {
             float lo = low(p[w]) + low(q[w]), hi = high(p[w]) + high(q[w]);
-            if (s.relu) { lo = fmaxf(lo, 0.f); hi = fmaxf(hi, 0.f); }
+            if (s.relu) { lo = activate(lo); hi = activate(hi); }
             p[w] = pack(lo, hi);
           }
         }
@@ -433,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) image_conv(
 #endif
 
 #ifdef FIRST_CONV
-// N 3 H W -> N/stacked H W (stacked 64) with bias and ReLU. A tile is 32 wide and 16 tall; the 27 taps are filled up
+// N 3 H W -> N/stacked H W (stacked 64) with bias and activation. A tile is 32 wide and 16 tall; the 27 taps are filled up
 // to K = 32 with zeros.
 #define PITCH 36
 extern "C" __global__ void __launch_bounds__(THREADS) first_conv(
@@ -506,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) first_conv(
           for (int n = 0; n < 4; n++) {
             const float lo = acc[part * 4 + n][side * 2] + offset_of[part * 8 + n * 2];
             const float hi = acc[part * 4 + n][side * 2 + 1] + offset_of[part * 8 + n * 2 + 1];
-            v[n] = pack(fmaxf(lo, 0.f), fmaxf(hi, 0.f));
+            v[n] = pack(activate(lo), activate(hi));
           }
           *(uint4*)(to + channel * 2) = make_uint4(v[0], v[1], v[2], v[3]);
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,14 +18,17 @@ from torch.nn import functional as F
 
 from tinyvae.engines import conv_rows, fold, grow_image, nvrtc
 from tinyvae.engines import hopper_kernels as kernels
-from tinyvae.engines.cudnn import PatchConv, conv_relu
-from tinyvae.engines.eager import compute_layer
+from tinyvae.engines.cudnn import PatchConv, conv_relu, over_two_frames, two_frame_conv_relu
+from tinyvae.engines.eager import activate, compute_layer
 from tinyvae.engines.stack import Stack, State
 
 SLICE_BYTES = 192 * 2**20  # for the 64-channel frames at full resolution of one slice
 CUDNN_CHANNELS: frozenset[int] = frozenset({64, 128})
 """In memory blocks with these channel counts cuDNN does the second and third convolution. It saves 0.3 ms of 11.4 each,
-nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py --cudnn_channels` compares)."""
+nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py --cudnn_channels` compares). Not with LeakyReLU:
+cuDNN's calls have ReLU inside."""
+CUDNN_GROUPS = False
+"""Whether cuDNN does a wide block's 3x3 convolutions over groups too. `benchmarks/speed_blocks.py` compares."""
 JOIN_IMAGE = True
 """Whether the last growing layer and an RGB image convolution are one kernel (`benchmarks/speed_kernels.py` and
 `benchmarks/speed_codec.py --two_image_kernels` compare)."""
@@ -42,11 +45,24 @@ class _CudnnWeights:
     bias: Tensor
 
 
+_ConvWeights = kernels.TileWeights | conv_rows.RowWeights | _CudnnWeights
+
+
 @dataclass(frozen=True, kw_only=True)
 class _MemWeights:
     first: kernels.TileWeights | conv_rows.RowWeights
-    second: kernels.TileWeights | conv_rows.RowWeights | _CudnnWeights
-    third: kernels.TileWeights | conv_rows.RowWeights | _CudnnWeights
+    second: _ConvWeights
+    third: _ConvWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WideWeights:
+    """Of a wide block: cuDNN does the 1x1 convolutions, the kernels those over groups of 64 channels."""
+
+    first: _CudnnWeights  # over two frames
+    second: _ConvWeights
+    third: _CudnnWeights
+    fourth: _ConvWeights
 
 
 def why_not_hopper(layers: Sequence[fold.Layer], dtype: torch.dtype, device: torch.device) -> str | None:
@@ -62,7 +78,9 @@ def why_not_hopper(layers: Sequence[fold.Layer], dtype: torch.dtype, device: tor
             return f"{layer.second.shape[0]} channels is no multiple of 64"
         if isinstance(layer, fold.GrowLayer) and layer.weight.shape[0] // (4 * layer.frames) % 64:
             return f"{layer.weight.shape[0] // (4 * layer.frames)} channels is no multiple of 64"
-        if not isinstance(layer, fold.MemLayer | fold.GrowLayer | fold.ConvLayer | fold.PoolLayer | fold.ClampLayer):
+        if isinstance(layer, fold.WideMemLayer) and (layer.second.shape[0] % 64 or layer.second.shape[1] != 64):
+            return f"{layer.second.shape[0]} channels in {layer.groups} groups are no groups of 64"
+        if isinstance(layer, fold.SuperMemLayer):
             return "a super decoder has no kernel of its own"
     return nvrtc.why_unavailable()
 
@@ -73,6 +91,8 @@ class HopperStack(Stack):
     def __init__(self, layers: Sequence[fold.Layer], *, patch_size: int) -> None:
         super().__init__(fold.map_weights(layers, fold.channels_last), patch_size=patch_size)
         self._dtype = cast(fold.ConvLayer, layers[0 if self.is_encoder else -1]).weight.dtype
+        # One slope for every launch, also where no activation follows: another one would be another kernel to compile.
+        self._slope = max(getattr(layer, "slope", 0.0) for layer in layers)
         self._packed = [self._pack(place) for place in range(len(layers))]
 
     def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
@@ -125,27 +145,56 @@ class HopperStack(Stack):
             out.copy_(F.pixel_shuffle(self.compute(start, stop, x).permute(0, 3, 1, 2), self.patch_size))
 
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
+        if isinstance(self.layers[place], fold.WideMemLayer):
+            return self._wide_block(place, x, state, num_videos)
         weights = cast(_MemWeights, self._packed[place])
         frames, (_, height, width, channels) = x.shape[0] // num_videos, x.shape
         last = x.unflatten(0, (num_videos, -1))[:, -1].clone()
-        first, second, third = weights.first, weights.second, weights.third
-        hidden = _kernel(first)(x, first, frames_per_video=frames, past_NHWC=state[place], relu=True)
+        hidden = self._kernel(x, weights.first, frames_per_video=frames, past_NHWC=state[place])
         state[place] = None
-        if isinstance(second, _CudnnWeights):
-            deeper = _cudnn_conv_relu(hidden, second)
-        else:
-            deeper = _kernel(second)(hidden, second, frames_per_video=frames, relu=True)
-        if isinstance(third, _CudnnWeights):
+        deeper = self._conv(hidden, weights.second)
+        if isinstance(weights.third, _CudnnWeights):
             del hidden  # the result takes its memory
-            return _cudnn_conv_relu(deeper, third, residual_BHWC=x), last
+            return self._conv(deeper, weights.third, residual_BHWC=x), last
         # The pooling layer behind needs its frames side by side.
         stacked = (
             cast(fold.PoolLayer, self.layers[place + 1]).stride if self.pools_whole(place + 1, state, frames) else 1
         )
         # The first hidden frames are no longer needed: the result takes their place.
         out = hidden.view(-1, height, width, channels * stacked)
-        how = {"frames_per_video": frames, "residual_BHWC": x, "relu": True, "stacked": stacked, "out": out}
-        return _kernel(third)(deeper, third, **how), last
+        return self._kernel(deeper, weights.third, residual_BHWC=x, stacked=stacked, out=out), last
+
+    def _wide_block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
+        weights = cast(_WideWeights, self._packed[place])
+        last = x.unflatten(0, (num_videos, -1))[:, -1].clone()
+        past, state[place] = state[place], None
+        past = None if past is None else past.permute(0, 3, 1, 2)[:, None]
+        hidden = two_frame_conv_relu(
+            x.permute(0, 3, 1, 2),
+            weights.first.weight,
+            weights.first.bias,
+            past_N1CHW=past,
+            num_videos=num_videos,
+            slope=self._slope,
+        )
+        del past
+        hidden = self._conv(hidden.permute(0, 2, 3, 1).contiguous(), weights.second)
+        hidden = self._conv(hidden, weights.third)
+        return self._conv(hidden, weights.fourth, residual_BHWC=x), last
+
+    def _conv(self, x: Tensor, weights: _ConvWeights, residual_BHWC: Tensor | None = None) -> Tensor:
+        if isinstance(weights, _CudnnWeights):
+            return _cudnn_conv_relu(x, weights, residual_BHWC, slope=self._slope)
+        return self._kernel(x, weights, residual_BHWC=residual_BHWC)
+
+    def _kernel(
+        self, x: Tensor, weights: kernels.TileWeights | conv_rows.RowWeights, *, relu: bool = True, **how: Any
+    ) -> Tensor:
+        """By the kernel that reads these weights; both take the same arguments."""
+        compute: Callable[..., Tensor] = kernels.conv_tiles
+        if isinstance(weights, conv_rows.RowWeights):
+            compute = conv_rows.conv_rows
+        return compute(x, weights, relu=relu, slope=self._slope, **how)
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         if self.is_encoder and start == 0:
@@ -158,14 +207,12 @@ class HopperStack(Stack):
         first = self._packed[0]
         image_BCHW = image_BCHW.to(self._dtype)
         if isinstance(first, kernels.FirstWeights):
-            return kernels.first_conv(image_BCHW, first, stacked=stacked)
+            return kernels.first_conv(image_BCHW, first, stacked=stacked, slope=self._slope)
         return cast(dict[int, PatchConv], first)[stacked](image_BCHW).permute(0, 2, 3, 1).contiguous()
 
     def _layer(self, layer: fold.Layer, packed: object, x: Tensor) -> Tensor:
         if isinstance(packed, kernels.TileWeights):
-            return kernels.conv_tiles(
-                x, packed, frames_per_video=1, relu=cast(fold.ConvLayer | fold.GrowLayer, layer).relu
-            )
+            return self._kernel(x, packed, relu=cast(fold.ConvLayer | fold.GrowLayer, layer).relu)
         if isinstance(layer, fold.PoolLayer):
             if x.shape[3] != layer.weight.shape[1]:
                 x = x.unflatten(0, (-1, layer.stride)).permute(0, 2, 3, 1, 4).flatten(3)
@@ -174,13 +221,15 @@ class HopperStack(Stack):
             return compute_layer(layer, x)
         assert isinstance(layer, fold.ConvLayer) and layer.frames == 1 and not layer.shuffle
         made = _cudnn_conv(x, layer.weight, layer.bias)
-        return torch.relu_(made) if layer.relu else made
+        return activate(made, layer.slope) if layer.relu else made
 
     def _pack(self, place: int) -> object:
         """What the kernels read of a layer; None where cuDNN does it."""
         layer = self.layers[place]
         if isinstance(layer, fold.MemLayer):
             return self._pack_block(place, layer)
+        if isinstance(layer, fold.WideMemLayer):
+            return _pack_wide_block(layer)
         if isinstance(layer, fold.GrowLayer):
             return kernels.pack_tile_weights(layer.weight, None, grown=layer.frames)
         if not isinstance(layer, fold.ConvLayer):
@@ -200,7 +249,7 @@ class HopperStack(Stack):
     def _pack_block(self, place: int, layer: fold.MemLayer) -> _MemWeights:
         channels = layer.second.shape[0]
         first, bias = torch.cat([layer.first[:channels], layer.first[channels:]], dim=1), layer.first_bias[:channels]
-        by_cudnn = channels in CUDNN_CHANNELS
+        by_cudnn = channels in CUDNN_CHANNELS and not layer.slope
         by_rows: frozenset[int] = ROW_CONVS if channels == 64 else frozenset()
         # Before a pooling layer the result has its frames side by side, which cuDNN cannot do.
         before_pool = place + 1 < len(self.layers) and isinstance(self.layers[place + 1], fold.PoolLayer)
@@ -220,25 +269,28 @@ class HopperStack(Stack):
         return {stacked: PatchConv.of(layer, patch_size=patch, stacked=stacked) for stacked in stackings}
 
 
-def _kernel(weights: kernels.TileWeights | conv_rows.RowWeights) -> Callable[..., Tensor]:
-    """The kernel that reads these weights; both take the same arguments."""
-    return conv_rows.conv_rows if isinstance(weights, conv_rows.RowWeights) else kernels.conv_tiles
+def _pack_wide_block(layer: fold.WideMemLayer) -> _WideWeights:
+    channels, groups = layer.second.shape[0], layer.groups
+    return _WideWeights(
+        first=_CudnnWeights(weight=over_two_frames(layer), bias=layer.first_bias[:channels]),
+        second=_pack_3x3(layer.second, layer.second_bias, False, CUDNN_GROUPS, groups),
+        third=_CudnnWeights(weight=fold.channels_last(layer.third), bias=layer.third_bias),
+        fourth=_pack_3x3(layer.fourth, layer.fourth_bias, False, CUDNN_GROUPS, groups),
+    )
 
 
-def _pack_3x3(
-    weight: Tensor, bias: Tensor, by_rows: bool, by_cudnn: bool
-) -> kernels.TileWeights | conv_rows.RowWeights | _CudnnWeights:
+def _pack_3x3(weight: Tensor, bias: Tensor, by_rows: bool, by_cudnn: bool, groups: int = 1) -> _ConvWeights:
     if by_rows:
         return conv_rows.pack_row_weights(weight, bias)
     if by_cudnn:
         return _CudnnWeights(weight=fold.channels_last(weight), bias=bias)
-    return kernels.pack_tile_weights(weight, bias)
+    return kernels.pack_tile_weights(weight, bias, groups=groups)
 
 
-def _cudnn_conv_relu(x_BHWC: Tensor, weights: _CudnnWeights, residual_BHWC: Tensor | None = None) -> Tensor:
-    """3x3 convolution, bias, residual and ReLU as one cuDNN call, BHWC in and out."""
+def _cudnn_conv_relu(x_BHWC: Tensor, weights: _CudnnWeights, residual_BHWC: Tensor | None, *, slope: float) -> Tensor:
+    """Convolution, bias, residual and ReLU as one cuDNN call, BHWC in and out; ``slope`` as in `conv_relu`."""
     residual = None if residual_BHWC is None else residual_BHWC.permute(0, 3, 1, 2)
-    made = conv_relu(x_BHWC.permute(0, 3, 1, 2), weights.weight, weights.bias, residual=residual)
+    made = conv_relu(x_BHWC.permute(0, 3, 1, 2), weights.weight, weights.bias, residual=residual, slope=slope)
     return made.permute(0, 2, 3, 1).contiguous()
 
 

@@ -33,7 +33,7 @@ class _Shape(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("frames_per_video", "frames", "height", "width")),
         *((name, ctypes.c_int) for name in ("channels_in", "channels_out", "sources", "blocks", "taps", "grown")),
         *((name, ctypes.c_int) for name in ("stacked", "split_pixels", "weight_stages")),
-        *((name, ctypes.c_int) for name in ("tiles_x", "tiles_y", "tiles", "relu")),
+        *((name, ctypes.c_int) for name in ("tiles_x", "tiles_y", "tiles", "relu", "grouped")),
     ]
 
 
@@ -48,21 +48,27 @@ class TileWeights:
     sources: int  # 2: the convolution also sees the frame before
     taps: int  # 9 or 4
     grown: int = 1  # output frames per input frame
+    grouped: bool = False  # a block of 64 outputs sees the 64 inputs at its own place only
 
 
-def pack_tile_weights(weight: Tensor, bias: Tensor | None, *, sources: int = 1, grown: int = 1) -> TileWeights:
-    """``weight`` is (out, sources·in, 3, 3), or (4·grown·out, in, 2, 2) with the phases of `fold.split_phases`."""
+def pack_tile_weights(
+    weight: Tensor, bias: Tensor | None, *, sources: int = 1, grown: int = 1, groups: int = 1
+) -> TileWeights:
+    """``weight`` is (out, sources·in, 3, 3), or (4·grown·out, in, 2, 2) with the phases of `fold.split_phases`, or
+    (64·groups, 64, 3, 3) for groups of 64 channels."""
     outputs, inputs, taps = weight.shape[0], weight.shape[1], weight.shape[2] * weight.shape[3]
     assert outputs % 64 == 0 and inputs % (64 * sources) == 0, "channels must be multiples of 64"
+    assert groups == 1 or (outputs, inputs, sources, taps, grown) == (64 * groups, 64, 1, 9, 1)
     split = weight.reshape(outputs // 64, 64, inputs // 64, 8, 8, taps)
     return TileWeights(
         packed=split.permute(0, 2, 5, 3, 1, 4).contiguous(),
         bias=None if bias is None else bias.float().contiguous(),
-        channels_in=inputs // sources,
+        channels_in=inputs * groups // sources,
         channels_out=outputs // grown // (4 if taps == 4 else 1),
         sources=sources,
         taps=taps,
         grown=grown,
+        grouped=groups > 1,
     )
 
 
@@ -70,15 +76,17 @@ def conv_tiles(
     x_BHWC: Tensor,
     weights: TileWeights,
     *,
-    frames_per_video: int,
+    frames_per_video: int = 1,
     past_NHWC: Tensor | None = None,
     residual_BHWC: Tensor | None = None,
     relu: bool = False,
+    slope: float = 0.0,
     stacked: int = 1,
     out: Tensor | None = None,
 ) -> Tensor:
     """Convolution, bias, residual and ReLU in one pass. Phases (2x2 weights) make a doubled grid.
 
+    ``slope`` is that of the ReLU below zero: not 0 is LeakyReLU. Weights over two frames need ``frames_per_video``;
     ``past_NHWC`` stands before the first frame of each video (None: zeros). ``stacked`` puts that many consecutive
     output frames side by side into a pixel's channels, as a pooling layer needs them.
     """
@@ -97,6 +105,8 @@ def conv_tiles(
         weights.packed.shape[0],
         stacked,
         relu,
+        slope,
+        weights.grouped,
     )
     past = past_NHWC if weights.sources == 2 else None
     launch(x_BHWC, past, weights.packed, weights.bias, residual_BHWC, out)
@@ -112,24 +122,26 @@ def _tiles_launch(
     blocks: int,
     stacked: int,
     relu: bool,
+    slope: float,
+    grouped: bool,
 ) -> Launch:
     """How the work of one `conv_tiles` call is cut up."""
     frames, height, width, frames_per_video = video
     channels_in, channels_out, sources, taps, grown = convolution
     tile_h = best_tile_height(height)
-    split_pixels = blocks % 2 == 1
+    split_pixels = grouped or blocks % 2 == 1  # blocks of different groups have no pixels in common
     tiles_x, tiles_y = -(-width // 8), -(-height // tile_h)
     halo_bytes = (HALO_W * (tile_h + 2) + 1) * 128
     stage_bytes = WEIGHT_TILE * (1 if split_pixels else 2)
     fixed = STAGING_BYTES + BARRIER_BYTES + halo_bytes * (4 if split_pixels else 2)
     # No more stages than a job has steps: the warpgroup that runs ahead must not get two jobs ahead.
-    steps = channels_in // 64 * sources * taps
+    steps = (1 if grouped else channels_in // 64) * sources * taps
     stages = min(8, steps, (MAX_SHARED_BYTES - fixed) // stage_bytes)
     tiles = tiles_x * tiles_y * frames
     jobs = -(-tiles // 2) * blocks if split_pixels else tiles * blocks // 2
     shape = _Shape(
         frames_per_video, frames, height, width, channels_in, channels_out, sources, blocks, taps, grown, stacked,
-        int(split_pixels), stages, tiles_x, tiles_y, tiles, int(relu),
+        int(split_pixels), stages, tiles_x, tiles_y, tiles, int(relu), int(grouped),
     )  # fmt: skip
     kernel = _kernel(
         "conv_tiles",
@@ -139,6 +151,7 @@ def _tiles_launch(
         TILE_H=tile_h,
         TILE_PIXELS=8 * tile_h,
         BFLOAT=int(bfloat),
+        SLOPE=slope,
         HALO_W=HALO_W,
         WEIGHT_TILE=WEIGHT_TILE,
         STAGING_BYTES=STAGING_BYTES,
@@ -208,22 +221,24 @@ def pack_first_weights(weight: Tensor, bias: Tensor) -> FirstWeights:
     return FirstWeights(packed=_fragments(padded), bias=bias.float().contiguous())
 
 
-def first_conv(x_BCHW: Tensor, weights: FirstWeights, *, stacked: int = 1) -> Tensor:
-    """RGB frames B3HW (contiguous) to (B/stacked)HW(stacked·64) with bias and ReLU."""
+def first_conv(x_BCHW: Tensor, weights: FirstWeights, *, stacked: int = 1, slope: float = 0.0) -> Tensor:
+    """RGB frames B3HW (contiguous) to (B/stacked)HW(stacked·64) with bias and ReLU; ``slope`` as in `conv_tiles`."""
     frames, channels, height, width = x_BCHW.shape
     assert channels == 3 and x_BCHW.is_contiguous() and frames % stacked == 0
     out = torch.empty(frames // stacked, height, width, 64 * stacked, dtype=x_BCHW.dtype, device=x_BCHW.device)
-    launch = _first_launch(x_BCHW.dtype == torch.bfloat16, x_BCHW.device.index, frames, height, width, stacked)
+    launch = _first_launch(x_BCHW.dtype == torch.bfloat16, x_BCHW.device.index, frames, height, width, stacked, slope)
     launch(x_BCHW, weights.packed, weights.bias, out)
     return out
 
 
 @functools.lru_cache(maxsize=64)
-def _first_launch(bfloat: bool, device_index: int, frames: int, height: int, width: int, stacked: int) -> Launch:
+def _first_launch(
+    bfloat: bool, device_index: int, frames: int, height: int, width: int, stacked: int, slope: float
+) -> Launch:
     tiles_x, tiles_y = -(-width // 32), -(-height // 16)
     blocks = min(tiles_x * tiles_y * frames, 2 * _processors(device_index))
     values = [height, width, tiles_x, tiles_y, stacked, frames]
-    kernel = _kernel("first_conv", device_index, threads=256, shared_bytes=0, BFLOAT=int(bfloat))
+    kernel = _kernel("first_conv", device_index, threads=256, shared_bytes=0, BFLOAT=int(bfloat), SLOPE=slope)
     return Launch(kernel, 4, values, blocks=blocks, shared_bytes=0)
 
 
@@ -252,8 +267,9 @@ def _processors(device_index: int) -> int:
 
 
 @functools.cache
-def _kernel(name: str, device_index: int, *, threads: int, shared_bytes: int, **constants: int) -> Kernel:
+def _kernel(name: str, device_index: int, *, threads: int, shared_bytes: int, **constants: float) -> Kernel:
     """A kernel of ``hopper.cu``, compiled once for each set of constants and device."""
+    assert 0 <= constants.get("SLOPE", 0) < 1, "a LeakyReLU is the larger of v and slope · v"
     source = resources.files("tinyvae.engines").joinpath("hopper.cu").read_text(encoding="utf-8")
     return compile_kernel(
         source, name, constants, device_index=device_index, threads=threads, shared_bytes=shared_bytes
