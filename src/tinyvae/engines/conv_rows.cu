@@ -3,8 +3,8 @@
 //
 // Pixels are the rows of the matrix instruction (M = 64). Its columns are three output rows of 64 channels (N = 192):
 // an input row adds to the output rows above it, beside it and below it. So a step takes one input row with its three
-// horizontal taps (K = 3 x 64 of each frame), and then the output row above is complete. It is written, and the
-// accumulators of the other two move up. An input row is loaded once and read once per horizontal tap, not nine times.
+// horizontal taps (K = 3 x 64 of each frame), and then the output row above is complete. It is written, and the sums of
+// the other two move up. An input row is loaded once and read once per horizontal tap, not nine times.
 //
 // The 64 pixels of a step are eight columns of eight pixels, each with a pixel more on both sides. A column is a start
 // address for the instruction, so the eight need not be neighbors: a strip takes the next eight of all columns of all
@@ -149,7 +149,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
       to[pixel] = out + (frame / s.stacked * frame_bytes + part.top * row_bytes + xx * 128) * s.stacked +
                  frame % s.stacked * 128 + channel * 2;
     }
-    float kept[64];  // what the steps before gave to the output rows above and beside: [row][64 channels] of two pixels
+    // What the steps before gave to the output rows above and beside, with the bias: [row][64 channels] of two pixels.
+    // Apart from the accumulators: where those move, ptxas (CUDA 13.0) waits after each matrix instruction.
+    float kept[64];
 #pragma unroll
     for (int i = 0; i < 64; i++) kept[i] = offset[((i >> 4) & 1) * 32 + ((i >> 2) & 3) * 2 + (i & 1)];
     for (int y = start_of(part); y <= part.top + part.count; y++, turn++) {
