@@ -131,6 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
   // A thread has the channels 0..7 and 32..39 from its own first one, of two pixels: `lane / 4` of two columns.
   const int channel = (lane & 3) * 8;
   const float* offset = (const float*)(shared + BIAS_AT) + channel;  // there, because registers are few
+  const bool adds = SOURCES == 1 && residual;  // only the last convolution of a block
   int turn = 0;
   barrier_wait(WEIGHTS_FULL, 0);
   if (member == 1) turn_pass(1);
@@ -170,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
         if (tap >= TAPS - 2) wgmma_commit();
       }
       uint4 more[2][2];
-      if (residual && writes) {
+      if (adds && writes) {
 #pragma unroll
         for (int pixel = 0; pixel < 2; pixel++)
 #pragma unroll
@@ -186,13 +187,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
         for (int pixel = 0; pixel < 2; pixel++) {
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            const u32 adds[4] = {more[pixel][half].x, more[pixel][half].y, more[pixel][half].z, more[pixel][half].w};
+            const u32 words[4] = {more[pixel][half].x, more[pixel][half].y, more[pixel][half].z, more[pixel][half].w};
             u32 v[4];
 #pragma unroll
             for (int n = 0; n < 4; n++) {
               const int i = (half * 4 + n) * 4 + pixel * 2;
               float lo = kept[i] + acc[i], hi = kept[i + 1] + acc[i + 1];
-              if (residual) { lo += low(adds[n]); hi += high(adds[n]); }
+              if (adds) { lo += low(words[n]); hi += high(words[n]); }
               v[n] = pack(fmaxf(lo, s.slope * lo), fmaxf(hi, s.slope * hi));
             }
             if (exists[pixel]) *(uint4*)(to[pixel] + half * 64) = make_uint4(v[0], v[1], v[2], v[3]);
