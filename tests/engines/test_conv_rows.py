@@ -23,5 +23,5 @@ def test_every_row_of_every_strip_has_one_warpgroup(processors: int) -> None:
 @pytest.mark.parametrize("sources", [1, 2])
 def test_shared_memory_holds_weights_and_steps(sources: int) -> None:
     assert conv_rows.shared_bytes(sources) <= hopper_kernels.MAX_SHARED_BYTES
-    # A warpgroup waits for a step that the loading warps have announced; they announce it while they wait for room.
+    # While the loading warps wait for room, a warpgroup must have a step that they announced, and one more on the way.
     assert 0 <= conv_rows.ON_THE_WAY[sources] <= conv_rows.RING[sources] - 2

@@ -3,8 +3,8 @@
 //
 // Pixels are the rows of the matrix instruction (M = 64). Its columns are three output rows of 64 channels (N = 192):
 // an input row adds to the output rows above it, beside it and below it. So a step takes one input row with its three
-// horizontal taps (K = 3 x 64 of each frame), and then the output row above is complete. It is written, and the
-// accumulators of the other two move up. An input row is loaded once and read once per horizontal tap, not nine times.
+// horizontal taps (K = 3 x 64 of each frame), and then the output row above is complete. It is written, and the sums of
+// the other two move up. An input row is loaded once and read once per horizontal tap, not nine times.
 //
 // The 64 pixels of a step are eight columns of eight pixels, each with a pixel more on both sides. A column is a start
 // address for the instruction, so the eight need not be neighbors: a strip takes the next eight of all columns of all
@@ -131,6 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
   // A thread has the channels 0..7 and 32..39 from its own first one, of two pixels: `lane / 4` of two columns.
   const int channel = (lane & 3) * 8;
   const float* offset = (const float*)(shared + BIAS_AT) + channel;  // there, because registers are few
+  const bool adds = SOURCES == 1 && residual;  // only the last convolution of a block
   int turn = 0;
   barrier_wait(WEIGHTS_FULL, 0);
   if (member == 1) turn_pass(1);
@@ -149,7 +150,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
       to[pixel] = out + (frame / s.stacked * frame_bytes + part.top * row_bytes + xx * 128) * s.stacked +
                  frame % s.stacked * 128 + channel * 2;
     }
-    float kept[64];  // what the steps before gave to the output rows above and beside: [row][64 channels] of two pixels
+    // What the steps before gave to the output rows above and beside, with the bias: [row][64 channels] of two pixels.
+    // Apart from the accumulators: where those move, ptxas (CUDA 13.0) waits after each matrix instruction.
+    float kept[64];
 #pragma unroll
     for (int i = 0; i < 64; i++) kept[i] = offset[((i >> 4) & 1) * 32 + ((i >> 2) & 3) * 2 + (i & 1)];
     for (int y = start_of(part); y <= part.top + part.count; y++, turn++) {
@@ -168,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
         if (tap >= TAPS - 2) wgmma_commit();
       }
       uint4 more[2][2];
-      if (residual && writes) {
+      if (adds && writes) {
 #pragma unroll
         for (int pixel = 0; pixel < 2; pixel++)
 #pragma unroll
@@ -184,13 +187,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
         for (int pixel = 0; pixel < 2; pixel++) {
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            const u32 adds[4] = {more[pixel][half].x, more[pixel][half].y, more[pixel][half].z, more[pixel][half].w};
+            const u32 words[4] = {more[pixel][half].x, more[pixel][half].y, more[pixel][half].z, more[pixel][half].w};
             u32 v[4];
 #pragma unroll
             for (int n = 0; n < 4; n++) {
               const int i = (half * 4 + n) * 4 + pixel * 2;
               float lo = kept[i] + acc[i], hi = kept[i + 1] + acc[i + 1];
-              if (residual) { lo += low(adds[n]); hi += high(adds[n]); }
+              if (adds) { lo += low(words[n]); hi += high(words[n]); }
               v[n] = pack(fmaxf(lo, s.slope * lo), fmaxf(hi, s.slope * hi));
             }
             if (exists[pixel]) *(uint4*)(to[pixel] + half * 64) = make_uint4(v[0], v[1], v[2], v[3]);

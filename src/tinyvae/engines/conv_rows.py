@@ -76,6 +76,7 @@ def conv_rows(
     frames, height, width, channels = x_BHWC.shape
     assert channels == 64 and x_BHWC.is_contiguous() and x_BHWC.dtype == weights.packed.dtype
     assert frames % frames_per_video == 0 and frames % stacked == 0
+    assert weights.sources == 1 or residual_BHWC is None, "the kernel over two frames has no residual"
     assert 0 <= slope < 1, "a LeakyReLU is the larger of v and slope · v"
     shape = (frames // stacked, height, width, 64 * stacked)
     if out is None:
