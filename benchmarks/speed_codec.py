@@ -159,10 +159,14 @@ def main() -> None:
         default=sorted(hopper.CUDNN_CHANNELS),
         help="memory blocks of this many channels take cuDNN's fused convolutions where they can",
     )
+    parser.add_argument(
+        "--two_image_kernels", action="store_true", help="the last growing layer and the RGB convolution apart"
+    )
     parser.add_argument("--check_variants", action="store_true", help="also compare every variant with float32")
     parser.add_argument("--output", type=Path, help="folder for codec.json")
     arguments = parser.parse_args()
     hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
+    hopper.JOIN_IMAGE = not arguments.two_image_kernels
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0 if torch.cuda.is_available() else None)
     model = TAEHV(arguments.variant)
     spread_weights(model)

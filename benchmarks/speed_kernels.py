@@ -1,6 +1,6 @@
 """The Hopper kernels one by one: right, and how fast beside cuDNN at the shapes of a 480x720x49 video.
 
-    python benchmarks/speed_kernels.py [--output DIR]
+    python benchmarks/speed_kernels.py [--only_image] [--output DIR]
 
 Each line: relative error against float32 (output poisoned with NaN before), median time, TFLOP/s, and the same
 convolution through cuDNN in channels_last without bias, residual, ReLU or interleaving (so cuDNN does less).
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.convert.bench import relative_error, time_alternating_ms
-from tinyvae.engines import hopper_kernels
+from tinyvae.engines import fold, grow_image, hopper_kernels
 
 LAUNCHES = 10
 DEVICE = torch.device("cuda", 0)
@@ -227,15 +227,60 @@ def time_image_side(dtype: torch.dtype) -> list[dict[str, object]]:
     return rows
 
 
+def time_grow_image(dtype: torch.dtype) -> list[dict[str, object]]:
+    """The last growing layer and the image convolution: in one kernel, and in two, two frames at a time."""
+    rows: list[dict[str, object]] = []
+    for frames, height, width in ((3, 37, 29), (26, 240, 360), (26, 360, 640)):
+        x = random_frames(frames, height, width, 64, dtype)
+        grow = fold.GrowLayer(weight=(torch.randn(512, 64, 2, 2, device=DEVICE) / 16).to(dtype), frames=2, relu=True)
+        image = fold.ConvLayer(
+            weight=(torch.randn(3, 64, 3, 3, device=DEVICE) / 24).to(dtype), bias=torch.randn(3, device=DEVICE)
+        )
+        assert image.bias is not None
+        one = grow_image.pack_weights(grow, image)
+        tiles = hopper_kernels.pack_tile_weights(grow.weight, None, grown=2)
+        last = hopper_kernels.pack_image_weights(image.weight, image.bias, 1)
+        outs = [torch.full((2 * frames, 3, 2 * height, 2 * width), torch.nan, dtype=dtype, device=DEVICE) for _ in "ab"]
+
+        def in_one(a: Tensor = x, w: grow_image.GrowImageWeights = one, out: Tensor = outs[0]) -> None:
+            grow_image.grow_image(a, w, out)
+
+        def in_two(
+            a: Tensor = x,
+            t: hopper_kernels.TileWeights = tiles,
+            w: hopper_kernels.ImageWeights = last,
+            out: Tensor = outs[1],
+        ) -> None:
+            for part, made in zip(a.split(2), out.split(4), strict=True):
+                between = hopper_kernels.conv_tiles(part, t, frames_per_video=1, relu=True)
+                hopper_kernels.image_conv(between, w, made)
+
+        in_one()
+        in_two()
+        between = reference(x[:4], grow.weight, None, None, sources=1, grown=2, videos=1).permute(0, 3, 1, 2)
+        expected = F.conv2d(between, image.weight.float(), image.bias, padding=1)
+        one_error, two_error = (relative_error(out[: len(expected)], expected) for out in outs)
+        name = f"grow_image {dtype} {frames}x{height}x{width}"
+        rows.append({"check": name, "one": one_error, "two": two_error, "difference": relative_error(*outs)})
+        print(rows[-1], flush=True)
+        if frames == 26:
+            flops = 2.0 * x[..., 0].numel() * (grow.weight.numel() + 8 * image.weight.numel())
+            rows.append(timed(f"phases 64->64 x2 and 64->3, {height}x{width}", flops, {"one": in_one, "two": in_two}))
+    return rows
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only_image", action="store_true", help="time the last growing layer and the image only")
     parser.add_argument("--output", type=Path, help="folder for kernels.json")
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = False  # the float32 references must be float32
     rows = check_tiles(torch.float16) + check_tiles(torch.bfloat16)
-    rows += time_tiles(torch.float16) + time_image_side(torch.float16)
+    rows += time_grow_image(torch.bfloat16) + time_grow_image(torch.float16)
+    if not arguments.only_image:
+        rows += time_tiles(torch.float16) + time_image_side(torch.float16)
     if arguments.output:
         (arguments.output / "kernels.json").write_text(json.dumps(rows, indent=1))
 

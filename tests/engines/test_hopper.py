@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tests.engines import cudnn_stand_ins
 from tinyvae import TAEHV
-from tinyvae.engines import hopper, hopper_kernels
+from tinyvae.engines import grow_image, hopper, hopper_kernels
 from tinyvae.engines.fold import ConvLayer, Layer, fold_wide_mem_block
 from tinyvae.engines.fused import folded_copy
 from tinyvae.models.blocks import WideMemBlock
@@ -85,6 +85,27 @@ def torch_image_conv(x_BHWC: Tensor, weights: hopper_kernels.ImageWeights, out: 
     out.copy_(F.pixel_shuffle(made, weights.patch_size))
 
 
+def torch_grow_image(x_BHWC: Tensor, weights: grow_image.GrowImageWeights, out: Tensor) -> None:
+    """By the addresses and columns that `grow_image` reads and sums: cells of phases, then quads of output pixels."""
+    (frames, height, width, _), grown = x_BHWC.shape, weights.grown
+    o, i, tap = torch.meshgrid(torch.arange(256), torch.arange(64), torch.arange(4), indexing="ij")
+    grow = weights.packed[:, tap * 16384 + i // 8 * 2048 + o * 8 + i % 8].unflatten(3, (2, 2))  # frame, out, in, 2x2
+    column, k = torch.meshgrid(torch.arange(48), torch.arange(256), indexing="ij")
+    image = weights.packed[0][65536 + k // 8 * 384 + column * 8 + k % 8]
+    cells = torch.relu(F.conv2d(x_BHWC.permute(0, 3, 1, 2), grow.flatten(0, 1), padding=1))
+    cells = cells.unflatten(1, (grown, 2, 2, 64)).flatten(0, 1)  # frame; phase row, phase column, channel; y, x
+    cells[:, 1, :, :, 0], cells[:, 0, :, :, -1] = 0, 0
+    cells[:, :, 1, :, :, 0], cells[:, :, 0, :, :, -1] = 0, 0
+    reach = torch.einsum("fkyx,ok->foyx", cells.flatten(1, 3), image)
+    quads = weights.bias[None, :, None, None, None, None].repeat(frames * grown, 1, height, 2, width, 2)
+    for lane in range(4):  # the thread's output pixel of each quad
+        for number in range(12):  # its columns: dy, dx, RGB
+            dy, dx, color = number // 6, number // 3 % 2, number % 3
+            part = reach[:, number // 2 * 8 + lane * 2 + number % 2, dy : dy + height, dx : dx + width]
+            quads[:, color, :, lane // 2, :, lane % 2] += part
+    out.copy_(quads.flatten(4, 5).flatten(2, 3))
+
+
 def torch_first_conv(
     x_BCHW: Tensor, weights: hopper_kernels.FirstWeights, *, stacked: int = 1, slope: float = 0.0
 ) -> Tensor:
@@ -103,6 +124,7 @@ def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_kernels, "conv_tiles", torch_conv_tiles)
     monkeypatch.setattr(hopper_kernels, "image_conv", torch_image_conv)
     monkeypatch.setattr(hopper_kernels, "first_conv", torch_first_conv)
+    monkeypatch.setattr(grow_image, "grow_image", torch_grow_image)
     cudnn_stand_ins.stand_in(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
 
@@ -114,12 +136,13 @@ def stacks(model: TAEHV) -> tuple[hopper.HopperStack, hopper.HopperStack]:
 
 
 @pytest.mark.usefixtures("kernels_in_torch")
-@pytest.mark.parametrize("cudnn_channels", [(), sorted(hopper.CUDNN_CHANNELS)])
+@pytest.mark.parametrize(("cudnn_channels", "join_image"), [((), False), (sorted(hopper.CUDNN_CHANNELS), True)])
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taeltx_2"])
 def test_same_numbers_whole_and_in_chunks(
-    variant: str, cudnn_channels: Sequence[int], monkeypatch: pytest.MonkeyPatch
+    variant: str, cudnn_channels: Sequence[int], join_image: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper, "CUDNN_CHANNELS", frozenset(cudnn_channels))
+    monkeypatch.setattr(hopper, "JOIN_IMAGE", join_image)
     check_whole_and_in_chunks(TAEHV(variant), monkeypatch)
 
 

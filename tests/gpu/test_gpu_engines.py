@@ -11,9 +11,11 @@ from typing import get_args
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
-from tinyvae.engines import cudnn, pointwise
+from tinyvae.engines import cudnn, fold, grow_image, hopper, hopper_kernels, pointwise
+from tinyvae.engines.eager import interleave_phases
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
 
@@ -162,6 +164,67 @@ def test_large_frames_are_the_hopper_engines_on_hopper(
     exact_out = exact.decode_video(latents.float()).double()
     assert error(fused.encode_video(frames), exact_in) < 1.3 * error(model.encode_video(frames), exact_in)
     assert error(fused.decode_video(latents), exact_out) < 1.3 * error(model.decode_video(latents), exact_out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("frames", "height", "width", "grown"),
+    [(1, 1, 1, 2), (3, 37, 29, 2), (2, 5, 63, 1), (2, 9, 64, 2), (5, 60, 90, 2), (1, 3, 200, 1), (26, 240, 360, 2)],
+)
+def test_grow_image_against_its_two_layers(
+    frames: int, height: int, width: int, grown: int, dtype: torch.dtype
+) -> None:
+    """As near to float64 as the two kernels that it replaces, every pixel written, and the same bits each time."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Hopper kernels need compute capability 9.0")
+    torch.manual_seed(height)
+    grow = fold.GrowLayer(
+        weight=(torch.randn(256 * grown, 64, 2, 2, device="cuda") / 16).to(dtype), frames=grown, relu=True
+    )
+    image = fold.ConvLayer(
+        weight=(torch.randn(3, 64, 3, 3, device="cuda") / 24).to(dtype), bias=torch.randn(3, device="cuda")
+    )
+    assert image.bias is not None
+    x = torch.randn(frames, height, width, 64, device="cuda").to(dtype)
+    shape = (frames * grown, 3, 2 * height, 2 * width)
+    made, again, apart = (torch.full(shape, torch.nan, dtype=dtype, device="cuda") for _ in range(3))
+    weights = grow_image.pack_weights(grow, image)
+    grow_image.grow_image(x, weights, made)
+    for _ in range(20):
+        grow_image.grow_image(x, weights, again.fill_(torch.nan))
+        assert torch.equal(made, again)
+    tiles = hopper_kernels.pack_tile_weights(grow.weight, None, grown=grown)
+    between = hopper_kernels.conv_tiles(x, tiles, frames_per_video=1, relu=True)
+    hopper_kernels.image_conv(between, hopper_kernels.pack_image_weights(image.weight, image.bias, 1), apart)
+    exact = exact_grow_image(x[:3], grow, image)
+    assert error(made[: len(exact)], exact) < 1.05 * error(apart[: len(exact)], exact)
+    assert error(made, apart.double()) < FLOOR[dtype] * 2
+
+
+def exact_grow_image(x_BHWC: Tensor, grow: fold.GrowLayer, image: fold.ConvLayer) -> Tensor:
+    """Both layers in float64 through torch, without a rounding between them."""
+    assert image.bias is not None
+    cells = F.conv2d(x_BHWC.double().permute(0, 3, 1, 2), grow.weight.double(), padding=1)
+    phases = interleave_phases(cells, grow.frames, x_BHWC.shape[1], x_BHWC.shape[2])
+    return F.conv2d(torch.relu(phases), image.weight.double(), image.bias.double(), padding=1)
+
+
+def test_an_rgb_decoder_on_hopper_has_one_kernel_at_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its frames are those of the two kernels, with less memory."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Hopper kernels need compute capability 9.0")
+    model = spread("taehv").half()
+    latents = torch.randn(1, 3, 16, 30, 45, device="cuda", dtype=torch.float16)
+    made, peaks = [], []
+    for joined in (False, True):
+        monkeypatch.setattr(hopper, "JOIN_IMAGE", joined)
+        fused = FusedTAEHV(model, engine="hopper")
+        fused.decode_video(latents)
+        torch.cuda.reset_peak_memory_stats()
+        made.append(fused.decode_video(latents))
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert error(made[1], made[0].double()) < 2 * FLOOR[torch.float16]
+    assert peaks[1] < peaks[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,6 +11,7 @@ OIHW. Where the channels hold several frames, the frame is the outer index.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -285,6 +286,20 @@ def split_phases(weight_FOIHW: Tensor) -> Tensor:
     left, center, right = rows.unbind(5)  # rows: phase row, frames, out, in, tap row, taps 0..2
     taps = torch.stack([torch.stack([left, center + right], 5), torch.stack([left + center, right], 5)], 1)
     return taps.flatten(0, 3)
+
+
+def join_phases(weight: Tensor) -> Tensor:
+    """A 3x3 over pixels (out, in, 3, 3) as a 2x2 over cells of phases: (out·2·2, 2·2·in, 2, 2).
+
+    Phase (i, j) of cell (y, x) is pixel (2y-i, 2x-j): `GrowLayer`'s convolution before it is cropped makes these cells.
+    The outputs (row, column) at (y, x) are the pixels (2y+row, 2x+column), and they read the cells y..y+1, x..x+1.
+    """
+    outputs, inputs = weight.shape[:2]
+    joined = weight.new_zeros(outputs, 2, 2, 2, 2, inputs, 2, 2)  # out, row, column; phase row, column, in; cell
+    for row, column, y, x in itertools.product((0, 1), (0, 1), (0, 1, 2), (0, 1, 2)):
+        down, right = row + y, column + x  # the pixel that this tap reads, from the upper left one of the four cells
+        joined[:, row, column, 1 - down % 2, 1 - right % 2, :, down // 2, right // 2] = weight[:, :, y, x]
+    return joined.flatten(3, 5).flatten(0, 2)
 
 
 def map_weights(layers: Sequence[Layer], change: Callable[[Tensor], Tensor]) -> list[Layer]:

@@ -15,6 +15,7 @@
 //
 // NVRTC compiles one kernel at a time (see nvrtc.py): no header, no host compiler. hopper_kernels.py names the kernel
 // (-DCONV_TILES, -DIMAGE_CONV or -DFIRST_CONV) and passes every constant that it also uses itself. Frames are NTHWC.
+// grow_image.cu is compiled behind this file and uses its functions.
 
 typedef unsigned int u32; typedef unsigned long long u64; typedef long long i64; typedef unsigned short u16;
 __device__ __forceinline__ u32 smem_address(const void* p) {
@@ -55,11 +56,7 @@ __device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-#ifdef CONV_TILES
-#define HALO_H (TILE_H + 2)
-#define PLANE ((HALO_W * HALO_H + 1) * 16)  // one more pixel: the eight chunks of a pixel fall on different banks
-#define HALO_BYTES (PLANE * 8)
-
+#if defined(CONV_TILES) || defined(GROW_IMAGE)
 __device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count) : "memory");
 }
@@ -124,6 +121,12 @@ __device__ __forceinline__ void wgmma_tile(float* d, u64 a, u64 b, u32 add) {
     "{" NAMES "}, %" TEXT(OPERAND_A) ", %" TEXT(OPERAND_B) ", p, 1, 1, 0, 0; }"
     : DATA : "l"(a), "l"(b), "r"(add));
 }
+#endif
+
+#ifdef CONV_TILES
+#define HALO_H (TILE_H + 2)
+#define PLANE ((HALO_W * HALO_H + 1) * 16)  // one more pixel: the eight chunks of a pixel fall on different banks
+#define HALO_BYTES (PLANE * 8)
 
 struct Shape {
   int frames_per_video, frames, height, width;  // of the input

@@ -1,12 +1,14 @@
 """The engine of the Hopper kernels: one launch per convolution, nothing between the launches.
 
 Frames travel as BHWC (B = N·T, contiguous), fp16 or bf16; an encoder's images are B3HW until its first convolution. A
-memory block carries its last input frame NHWC. Only the layers at the image run slice by slice.
+memory block carries its last input frame NHWC. Only the layers at the image run slice by slice, if they are not one
+kernel.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines import fold, nvrtc
+from tinyvae.engines import fold, grow_image, nvrtc
 from tinyvae.engines import hopper_kernels as kernels
 from tinyvae.engines.cudnn import PatchConv, conv_relu, over_two_frames, two_frame_conv_relu
 from tinyvae.engines.eager import activate, compute_layer
@@ -26,9 +28,11 @@ CUDNN_CHANNELS: frozenset[int] = frozenset({64, 128})
 """In memory blocks with these channel counts cuDNN does the second and third convolution. It saves 0.3 ms of 11.4 each,
 nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py --cudnn_channels` compares). Not with LeakyReLU:
 cuDNN's calls have ReLU inside."""
-
 CUDNN_GROUPS = False
 """Whether cuDNN does a wide block's 3x3 convolutions over groups too. `benchmarks/speed_blocks.py` compares."""
+JOIN_IMAGE = True
+"""Whether the last growing layer and an RGB image convolution are one kernel (`benchmarks/speed_kernels.py` and
+`benchmarks/speed_codec.py --two_image_kernels` compare)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +107,9 @@ class HopperStack(Stack):
 
     def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
         if self.ends_in_image(stop):
-            return SLICE_BYTES / self._dtype.itemsize
+            # One kernel for both layers keeps nothing at full size but the image.
+            joined = isinstance(self._packed[-1], grow_image.GrowImageWeights)
+            return math.inf if joined else SLICE_BYTES / self._dtype.itemsize
         if not (self.is_encoder and start == 0 and stop > 1):
             return None
         # Beside its full-size frames a slice has its image, cast and laid out in patches.
@@ -126,7 +132,10 @@ class HopperStack(Stack):
         if not self.ends_in_image(stop):
             return super().write(start, stop, x, out)
         image = self._packed[-1]
-        if isinstance(image, kernels.ImageWeights):
+        if isinstance(image, grow_image.GrowImageWeights):
+            assert start == stop - 2, "a memory block stands before the last growing layer"
+            grow_image.grow_image(x, image, out)
+        elif isinstance(image, kernels.ImageWeights):
             kernels.image_conv(self.compute(start, stop - 1, x), image, out)
         else:
             out.copy_(F.pixel_shuffle(self.compute(start, stop, x).permute(0, 3, 1, 2), self.patch_size))
@@ -217,6 +226,8 @@ class HopperStack(Stack):
         outputs, inputs = layer.weight.shape[:2]
         if place == 0 and self.is_encoder:
             return self._pack_first(layer)
+        if JOIN_IMAGE and place == len(self.layers) - 1 and grow_image.fits(self.layers[-2], layer):
+            return grow_image.pack_weights(cast(fold.GrowLayer, self.layers[-2]), layer)
         if place == len(self.layers) - 1 and inputs == 64 and outputs == 3 * self.patch_size**2:
             assert layer.bias is not None
             return kernels.pack_image_weights(layer.weight, layer.bias, self.patch_size)

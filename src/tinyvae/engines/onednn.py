@@ -13,7 +13,6 @@ frame NCHW, a pooling layer the frames NTCHW that wait for partners.
 from __future__ import annotations
 
 import functools
-import itertools
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -294,18 +293,8 @@ def grow_image_of(grow: fold.GrowLayer, image: fold.ConvLayer) -> Callable[[Tens
     weights = grow.weight.unflatten(0, (2, 2, grow.frames, -1)).unbind(2)
     grows = [Conv.of(weight.flatten(0, 2), relu=grow.relu, slope=grow.slope) for weight in weights]
     bias = None if image.bias is None else image.bias.repeat_interleave(4)
-    last = replace(Conv.of(join_phases(image.weight), bias), padding=0)
+    last = replace(Conv.of(fold.join_phases(image.weight), bias), padding=0)
     return functools.partial(_grow_image, grows, last)
-
-
-def join_phases(weight: Tensor) -> Tensor:
-    """A 3x3 over pixels (out, in, 3, 3) as a 2x2 over cells of phases: (out·2·2, 2·2·in, 2, 2)."""
-    outputs, inputs = weight.shape[:2]
-    joined = weight.new_zeros(outputs, 2, 2, 2, 2, inputs, 2, 2)  # out, row, column; phase row, column, in; cell
-    for row, column, y, x in itertools.product((0, 1), (0, 1), (0, 1, 2), (0, 1, 2)):
-        down, right = row + y, column + x  # the pixel that this tap reads, from the upper left one of the four cells
-        joined[:, row, column, 1 - down % 2, 1 - right % 2, :, down // 2, right // 2] = weight[:, :, y, x]
-    return joined.flatten(3, 5).flatten(0, 2)
 
 
 def _grow_image(grows: list[Conv], last: Conv, x: Tensor) -> Tensor:

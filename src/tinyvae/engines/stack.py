@@ -82,7 +82,7 @@ class Stack(ABC):
             return self.compute(start, stop, x)
         channels, height, width = self.grid(start, x)
         widest, unit = self.widest(start, stop, channels)
-        group = max(1, int(room / (widest * height * width))) * unit
+        group = max(1, int(min(room / (widest * height * width), num_frames))) * unit
         is_whole, is_image = group >= num_frames, self.ends_in_image(stop)
         if is_whole and not is_image:
             return self.compute(start, stop, x)
@@ -134,7 +134,7 @@ class Stack(ABC):
 
     @abstractmethod
     def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
-        """How many values the widest frames of a slice of this run may have; None: the run is never sliced."""
+        """How many values the widest frames of a slice of this run may have; None: `compute` takes the whole run."""
 
     @abstractmethod
     def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:

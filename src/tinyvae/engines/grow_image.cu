@@ -1,0 +1,226 @@
+// The last growing layer and the image convolution behind it in one kernel: 64 channels on the small grid -> RGB on the
+// doubled grid. What lies between them, 64 channels at full size, stays in registers.
+//
+// Cells. Cell (y, x) holds the four pixels of the rows 2y-1, 2y and the columns 2x-1, 2x of the doubled grid: phase
+// (i, j) is pixel (2y-i, 2x-j). All four read the same 2x2 small pixels (y-1..y, x-1..x), so a growing layer is one
+// product: 64 cells x K = 4 taps of 64 channels x N = 4 phases of 64 channels. There is one row and one column of cells
+// more than small pixels. Pixels outside the image are zeros for the 3x3, so the outer cells lose two of their phases.
+// A cell reaches the 4x4 output pixels of four quads: quad (y, x), the output pixels 2y..2y+1, 2x..2x+1, is the sum
+// over the cells (y+dy, x+dx), dy, dx = 0, 1. So the 3x3 is a second product, 64 cells x K = 4 phases of 64 channels x
+// N = 4 quads of 4 pixels of RGB = 48, and a sum of four neighbors. Cells are the rows of both products: what the first
+// leaves in a thread's registers is, rounded, the left factor of the second.
+//
+// A warpgroup takes a strip of 64 cells and goes down row by row. The sum over dy stays in the thread, the sum over dx
+// is a shuffle; only the cells at the seams of its four warps go through shared memory. A step reads one new row of 65
+// small pixels, so a strip computes 64 cells for 63 quads, and one row of cells more for each part of a strip.
+// A block makes one of the frames that an input frame grows into: its weights (152 KiB) stay in shared memory.
+// The loading warps fill a ring of rows for each of two computing warpgroups, which take turns at the first product:
+// one rounds, sums and writes while the other multiplies.
+//
+// grow_image.py compiles this behind hopper.cu, whose functions it uses.
+
+#ifdef GROW_IMAGE
+__device__ __forceinline__ u32 pack_relu(float lo, float hi) {
+  u32 r; asm("cvt.rn.relu." ELEMENT "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r;
+}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int OPEN> __device__ __forceinline__ void wgmma_wait() {  // until at most OPEN groups are not done
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(OPEN) : "memory");
+}
+__device__ __forceinline__ void wgmma_image(float* d, const u32* a, u64 b, u32 add) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %29, 0; "
+    "wgmma.mma_async.sync.aligned.m64n48k16.f32." ELEMENT "." ELEMENT " "
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, "
+    "{%24, %25, %26, %27}, %28, p, 1, 1, 0; }"
+    : D8(0), D8(8), D8(16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+// Barriers 1 and 2: the turn of each warpgroup at the first product. 3 and 4: the four warps of a warpgroup.
+__device__ __forceinline__ void turn_wait(int member) {
+  asm volatile("bar.sync %0, 256;" :: "r"(1 + member) : "memory");
+}
+__device__ __forceinline__ void turn_pass(int member) {
+  asm volatile("bar.arrive %0, 256;" :: "r"(2 - member) : "memory");
+}
+__device__ __forceinline__ void warpgroup_sync(int member) {
+  asm volatile("bar.sync %0, 128;" :: "r"(3 + member) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barriers_ready() {
+  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+}
+__device__ __forceinline__ void copies_done() {
+  asm volatile("cp.async.wait_all; fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 56;"); }
+__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 224;"); }
+
+#define PLANE ((CELLS + 1) * 16)  // 8 channels of a row; 65 pixels: the eight chunks of a pixel fall on different banks
+#define ROW_BYTES (PLANE * 8)
+#define GROW_TAP 32768             // bytes of one tap: [8-channel chunk][4 phases of 64 outputs][16 bytes]
+#define IMAGE_AT (4 * GROW_TAP)    // the second product's: [8-channel chunk][48 outputs][16 bytes]
+#define IMAGE_CHUNK (48 * 16)
+#define RING_AT (WEIGHT_TILES * WEIGHT_TILE)
+#define SEAMS_AT (RING_AT + 2 * RING * ROW_BYTES)
+#define BARRIERS_AT (SEAMS_AT + SEAM_BYTES)
+
+struct Part {  // of a strip: the quads of `count` rows from row `top`
+  int frame, left, top, count;
+};
+__device__ __forceinline__ Part part_at(int row, int stop, int height, int strips) {
+  const int strip = row / height, top = row % height;
+  return {strip / strips, strip % strips * (CELLS - 1), top, min(height - top, stop - row)};
+}
+// Rows of cells that a share of rows of quads needs: one more for each part.
+__device__ __forceinline__ int steps_of(int first, int stop, int height) {
+  return first < stop ? stop - first + (stop - 1) / height - first / height + 1 : 0;
+}
+
+// x: frames, height, width, 64. weights: of each frame made of one. out: frames · grown, 3, 2 height, 2 width, in pairs
+// of pixels. All strips together have `rows` rows of quads; each warpgroup takes `share` of them.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
+    const char* x, const char* weights, const float* bias, u32* out, int height, int width, int grown, int strips,
+    int rows, int share) {
+  extern __shared__ __align__(1024) char shared[];
+  const u32 base = smem_address(shared), bars = base + BARRIERS_AT;
+#define FULL(member, turn) (bars + 8 * ((member) * RING + (turn) % RING))
+#define EMPTY(member, turn) (FULL(member, turn) + 16 * RING)
+#define WEIGHTS_FULL (bars + 32 * RING)
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  const int made = blockIdx.x % grown;  // which of the frames
+  if (thread == 0) {
+    for (int i = 0; i < 2 * RING; i++) { barrier_init(FULL(0, 0) + 8 * i, 64); barrier_init(EMPTY(0, 0) + 8 * i, 4); }
+    barrier_init(WEIGHTS_FULL, 1);
+    barriers_ready();
+  }
+  __syncthreads();
+
+  if (thread < 128) {
+    fewer_registers();
+    if (thread == 0) {
+      barrier_expect(WEIGHTS_FULL, RING_AT);
+      for (int i = 0; i < WEIGHT_TILES; i++)
+        load_weights(base + i * WEIGHT_TILE, weights + (made * WEIGHT_TILES + i) * WEIGHT_TILE, WEIGHTS_FULL);
+    }
+    // Two warps for each warpgroup: eight threads read a pixel's 128 bytes.
+    const int member = warp >> 1, place = (thread >> 3) & 7, chunk = thread & 7;
+    const int first = (blockIdx.x / grown * 2 + member) * share, stop = min(rows, first + share);
+    int turn = 0;
+    for (int row = first; row < stop;) {
+      const Part part = part_at(row, stop, height, strips);
+      for (int y = part.top - 1; y <= part.top + part.count; y++, turn++) {
+        const u32 to = base + RING_AT + (member * RING + turn % RING) * ROW_BYTES + chunk * PLANE;
+        const char* from = x + ((i64)part.frame * height + y) * width * 128 + chunk * 16;
+        barrier_wait(EMPTY(member, turn), ((turn / RING) & 1) ^ 1);
+        for (int pixel = place; pixel <= CELLS; pixel += 8) {
+          const int xx = part.left - 1 + pixel;
+          const bool inside = (u32)y < (u32)height && (u32)xx < (u32)width;
+          copy16(to + pixel * 16, inside ? from + xx * 128 : x, inside);
+        }
+        copies_done();
+        barrier_arrive(FULL(member, turn));
+      }
+      row += part.count;
+    }
+    return;
+  }
+
+  more_registers();
+  const int member = (warp >> 2) - 1, quarter = warp & 3;
+  const int first = (blockIdx.x / grown * 2 + member) * share, stop = min(rows, first + share);
+  const int other = first + (member ? -share : share);
+  const int steps = steps_of(first, stop, height), other_steps = steps_of(other, min(rows, other + share), height);
+  float* seams = (float*)(shared + SEAMS_AT) + member * 48;  // [warp][output pixel of a quad][RGB]
+  const int down = (lane >> 1) & 1, right = lane & 1;        // the thread's output pixel of each quad
+  const float offset[3] = {bias[0], bias[1], bias[2]};
+  float kept[2][6] = {};  // of the row of cells above, for [cell, cell + 8][dx, RGB]
+  int turn = 0, step = 0;
+  barrier_wait(WEIGHTS_FULL, 0);
+  if (member == 1) turn_pass(1);
+  for (int row = first; row < stop;) {
+    const Part part = part_at(row, stop, height, strips);
+    row += part.count;
+    barrier_wait(FULL(member, turn), (turn / RING) & 1);
+    for (int y = part.top; y <= part.top + part.count; y++, turn++) {
+      barrier_wait(FULL(member, turn + 1), ((turn + 1) / RING) & 1);
+      float acc[128];  // [phase][64 channels] of the cells `lane / 4` and + 8
+      turn_wait(member);
+      wgmma_fence();
+#pragma unroll
+      for (int tap = 0; tap < 4; tap++) {
+        const u32 pixels = base + RING_AT + (member * RING + (turn + (tap >> 1)) % RING) * ROW_BYTES + (tap & 1) * 16;
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+          wgmma_tile(acc, descriptor(pixels + k * 2 * PLANE, PLANE, 128),
+                     descriptor(base + tap * GROW_TAP + k * 8192, 4096, 128), tap + k > 0);
+        if (tap >= 2) wgmma_commit();
+      }
+      wgmma_wait<1>();  // the other warpgroup starts when the last tap of this one is left
+      if (++step < max(steps, other_steps) || member == 0) turn_pass(member);
+      wgmma_wait<0>();
+      if (lane == 0) {
+        barrier_arrive(EMPTY(member, turn));
+        if (y == part.top + part.count) barrier_arrive(EMPTY(member, turn + 1));
+      }
+
+      u32 phases[64];  // [phase][16 channels][cell, cell + 8, and again for 8 channels more]
+#pragma unroll
+      for (int i = 0; i < 64; i++) phases[i] = pack_relu(acc[2 * i], acc[2 * i + 1]);
+      if (y == 0 || y == height || part.left == 0 || part.left + CELLS > width) {
+#pragma unroll
+        for (int i = 0; i < 64; i++) {
+          const int cell = part.left + quarter * 16 + (lane >> 2) + (i & 1) * 8;
+          const bool row_exists = i & 32 ? y > 0 : y < height, column_exists = i & 16 ? cell > 0 : cell < width;
+          if (!row_exists || !column_exists) phases[i] = 0;
+        }
+      }
+      float sums[24];
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 16; k++)
+        wgmma_image(sums, phases + k * 4, descriptor(base + IMAGE_AT + k * 2 * IMAGE_CHUNK, IMAGE_CHUNK, 128), k > 0);
+      wgmma_commit();
+      wgmma_wait<0>();
+
+      // A thread's twelve columns of a cell are its output pixel of the four quads: [dy][dx][RGB].
+      float above[2][6];  // of the quads in the row above this row of cells
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int i = 0; i < 6; i++) {
+          above[half][i] = kept[half][i] + sums[((i + 6) >> 1) * 4 + half * 2 + (i & 1)];
+          kept[half][i] = sums[(i >> 1) * 4 + half * 2 + (i & 1)];
+        }
+      if (y == part.top) continue;  // nothing is kept yet
+      if (lane < 4)  // all four warps have read the seams of the step before: they met at their turn
+#pragma unroll
+        for (int c = 0; c < 3; c++) seams[quarter * 12 + lane * 3 + c] = above[0][3 + c];
+      warpgroup_sync(member);
+      const int cell = quarter * 16 + (lane >> 2) + right * 8, column = part.left + cell;
+      const bool exists = cell < CELLS - 1 && column < width;
+      u32* to = out + (((i64)part.frame * grown + made) * 6 * height + 2 * (y - 1) + down) * width + column;
+#pragma unroll
+      for (int c = 0; c < 3; c++, to += (i64)2 * height * width) {
+        float near = __shfl_sync(~0u, above[0][3 + c], lane + 4), far = __shfl_sync(~0u, above[1][3 + c], lane + 4);
+        if (lane >= 28) {  // the neighbor of cell 7 is cell 8, that of cell 15 lies in the next warp
+          near = far;
+          if (quarter < 3) far = seams[(quarter + 1) * 12 + (lane & 3) * 3 + c];
+        }
+        near += above[0][c] + offset[c];
+        far += above[1][c] + offset[c];
+        // Two threads have the two columns of a quad: one writes them for the first cell, one for the second.
+        const float got = __shfl_xor_sync(~0u, right ? near : far, 1);
+        const u32 pixels = right ? pack(got, far) : pack(near, got);
+        if (exists) *to = pixels;
+      }
+    }
+    turn++;
+  }
+  for (; step < other_steps; step++) {  // so that the other warpgroup gets its turns
+    turn_wait(member);
+    if (step + 1 < other_steps || member == 0) turn_pass(member);
+  }
+}
+#endif
