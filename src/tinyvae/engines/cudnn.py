@@ -21,8 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines import eager, fold
+from tinyvae.engines import depthwise, eager, fold
 from tinyvae.engines.stack import Stack, State, slice_bytes
+
+OWN_DEPTHWISE = True
+"""Whether our own kernel computes the depthwise convolutions of super blocks where it runs (`depthwise`); False: cuDNN.
+`benchmarks/speed_kernels.py` compares the two."""
 
 
 @functools.cache
@@ -176,6 +180,12 @@ class CudnnStack(Stack):
             for place, layer in enumerate(self.layers)
             if isinstance(layer, fold.MemLayer)
         }
+        own = OWN_DEPTHWISE and depthwise.why_not_depthwise(self._dtype, at_image.weight.device) is None
+        self._bands = {
+            place: depthwise.pack_bands(layer.depth, layer.past_depth)
+            for place, layer in enumerate(self.layers)
+            if own and isinstance(layer, fold.SuperMemLayer)
+        }
         if self.is_encoder:
             counts, patch = {1, cast(fold.PoolLayer, self.layers[1]).stride}, patch_size
             self._first = {count: PatchConv.of(at_image, patch_size=patch, stacked=count) for count in counts}
@@ -184,7 +194,8 @@ class CudnnStack(Stack):
             self._image_weight = fold.channels_last(F.pad(at_image.weight, (0, 0, 0, 0, 0, 0, 0, more)))
 
     def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
-        with torch.autocast("cuda", enabled=False):  # weights and frames have one dtype already
+        # Our kernel runs on the current device. Weights and frames have one dtype already.
+        with torch.cuda.device_of(frames_NTCHW), torch.autocast("cuda", enabled=False):
             return super().run(frames_NTCHW, state)
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
@@ -218,7 +229,7 @@ class CudnnStack(Stack):
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         layer = self.layers[place]
         if isinstance(layer, fold.SuperMemLayer):
-            return _super_mem_block(layer, x, state[place], num_videos)
+            return _super_mem_block(layer, self._bands.get(place), x, state[place], num_videos)
         assert isinstance(layer, fold.MemLayer)
         last = x.unflatten(0, (num_videos, -1))[:, -1:].clone()
         bias = layer.first_bias[: x.shape[1]]
@@ -268,9 +279,29 @@ def write_image(made_BCHW: Tensor, bias: Tensor, patch_size: int, frames: int, i
 
 
 def _super_mem_block(
-    layer: fold.SuperMemLayer, x: Tensor, past: Tensor | None, num_videos: int
+    layer: fold.SuperMemLayer, bands: Tensor | None, x: Tensor, past: Tensor | None, num_videos: int
 ) -> tuple[Tensor, Tensor]:
-    """Writes its result over ``x``."""
+    """Writes its result over ``x``. The widened frames, four times as many values, are made in slices."""
+    out = eager.as_bhwc(x).contiguous()
+    if bands is None:
+        both, last = _two_depthwise(layer, out.permute(0, 3, 1, 2), past, num_videos)
+    else:
+        past = None if past is None else past.flatten(0, 1)
+        both, last = depthwise.super_depthwise(out, bands, num_videos=num_videos, past_NHWC=past)
+        last = last.unsqueeze(1)
+    channels, wide_channels = layer.narrow.shape[:2]
+    wide_bytes = wide_channels * out[0, ..., 0].numel() * out.element_size()
+    slices = -(-out.shape[0] // max(1, slice_bytes(x.device) // wide_bytes))
+    narrow = layer.narrow.flatten(1).T
+    for here, pair in zip(out.chunk(slices), both.chunk(slices), strict=True):
+        wide = conv_relu(pair.permute(0, 3, 1, 2), layer.widen, layer.widen_bias)
+        here.view(-1, channels).addmm_(eager.as_bhwc(wide).reshape(-1, wide_channels), narrow)
+        del wide  # the next slice takes its memory
+    return out.permute(0, 3, 1, 2), last
+
+
+def _two_depthwise(layer: fold.SuperMemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    """`depthwise.super_depthwise` by cuDNN: (both side by side BHW(2C), ``past_depth`` of the last frame N1HWC)."""
     channels = x.shape[1]
     then = eager.as_bhwc(_depthwise(x, layer.past_depth)).unflatten(0, (num_videos, -1))
     last = then[:, -1:].clone()
@@ -280,11 +311,7 @@ def _super_mem_block(
     del then  # the next results take its memory
     both = both.flatten(0, 1)
     eager.copy_pixels(both[..., :channels], eager.as_bhwc(_depthwise(x, layer.depth)))
-    wide = conv_relu(both.permute(0, 3, 1, 2), layer.widen, layer.widen_bias)
-    del both
-    out = eager.as_bhwc(x).contiguous()
-    out.view(-1, channels).addmm_(eager.as_bhwc(wide).reshape(-1, wide.shape[1]), layer.narrow.flatten(1).T)
-    return out.permute(0, 3, 1, 2), last
+    return both, last
 
 
 def _depthwise(x: Tensor, weight: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def why_not_hopper(layers: Sequence[fold.Layer], dtype: torch.dtype, device: tor
         if isinstance(layer, fold.GrowLayer) and layer.weight.shape[0] // (4 * layer.frames) % 64:
             return f"{layer.weight.shape[0] // (4 * layer.frames)} channels is no multiple of 64"
         if not isinstance(layer, fold.MemLayer | fold.GrowLayer | fold.ConvLayer | fold.PoolLayer | fold.ClampLayer):
-            return "a super decoder has no kernel of its own"
+            return "there are no Hopper kernels for super decoders"
     return nvrtc.why_unavailable()
 
 

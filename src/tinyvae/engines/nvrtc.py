@@ -63,14 +63,23 @@ class Launch:
 
 
 def compile_kernel(
-    source: str, name: str, constants: dict[str, int], *, device_index: int, threads: int, shared_bytes: int
+    source: str,
+    name: str,
+    constants: dict[str, int],
+    *,
+    device_index: int,
+    threads: int,
+    shared_bytes: int,
+    capability: tuple[int, int] | None = None,
 ) -> Kernel:
-    """Compile the function ``name`` (extern "C") of ``source`` for sm_90a and load it onto a device.
+    """Compile the function ``name`` (extern "C") of ``source`` and load it onto a device: for its ``capability``, or
+    without one for sm_90a, Hopper with the instructions that no other card has.
 
     The source sees ``constants`` and THREADS as macros, and a macro with the function's own name in capitals.
     """
     macros = {name.upper(): 1, "THREADS": threads, **constants}
-    image = _compile(source, tuple(f"-D{macro}={value}" for macro, value in macros.items()))
+    target = "sm_90a" if capability is None else f"sm_{capability[0]}{capability[1]}"
+    image = _compile(source, target, tuple(f"-D{macro}={value}" for macro, value in macros.items()))
     driver = _driver()
     with torch.cuda.device(device_index):
         torch.cuda.current_stream().synchronize()  # makes torch's context current before the driver is asked
@@ -83,13 +92,13 @@ def compile_kernel(
 
 
 @functools.cache
-def _compile(source: str, macros: tuple[str, ...]) -> bytes:
+def _compile(source: str, target: str, macros: tuple[str, ...]) -> bytes:
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
     status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"tinyvae.cu", 0, None, None)
     if status != 0:
         raise KernelBuildError(f"nvrtcCreateProgram failed with code {status}.")
-    options = [b"--gpu-architecture=sm_90a", b"--std=c++17", *(macro.encode() for macro in macros)]
+    options = [f"--gpu-architecture={target}".encode(), b"--std=c++17", *(macro.encode() for macro in macros)]
     status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
     if status != 0:
         size = ctypes.c_size_t()
@@ -105,14 +114,27 @@ def _compile(source: str, macros: tuple[str, ...]) -> bytes:
     return image.raw
 
 
-def why_unavailable() -> str | None:
-    """None where kernels can be compiled and loaded, else the reason in words."""
+def why_unavailable(capability: tuple[int, int] | None = None) -> str | None:
+    """None where kernels can be compiled (for cards of this ``capability``) and loaded, else the reason in words."""
     try:
         _driver()
         _nvrtc()
     except KernelBuildError as reason:
         return str(reason).rstrip(".")
+    if capability is not None and 10 * capability[0] + capability[1] not in _known_architectures():
+        return f"this NVRTC does not compile for compute capability {capability[0]}.{capability[1]}"
     return None
+
+
+@functools.cache
+def _known_architectures() -> frozenset[int]:
+    """What NVRTC compiles for: 80 is compute capability 8.0."""
+    nvrtc, count = _nvrtc(), ctypes.c_int()
+    status = nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    known = (ctypes.c_int * count.value)()
+    if status != 0 or nvrtc.nvrtcGetSupportedArchs(known) != 0:
+        raise KernelBuildError("NVRTC does not say which cards it compiles for.")
+    return frozenset(known)
 
 
 @functools.cache
