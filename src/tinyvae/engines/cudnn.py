@@ -3,7 +3,7 @@
 torch adds the bias in a second pass over the result, and a ReLU in a third: at 64 channels that doubles the time (0.27
 against 0.14 ms, eight frames of 240x360, fp16, H200). This engine is for CUDA cards and networks that the Hopper
 kernels do not serve; sizes and lengths may change at every call. Where cuDNN refuses a shape, torch's own operators
-compute that convolution, and a warning says so once.
+compute that convolution, and a warning says so once. A super block's depthwise convolutions have a kernel of their own.
 
 Frames travel as BCHW (B = N·T) in channels_last memory, fp16, bf16 or fp32. A memory block carries its last input frame
 N1CHW, a super block its last frame N1HWC after the depthwise convolution.
