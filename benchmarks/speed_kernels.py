@@ -270,7 +270,7 @@ def time_depthwise(dtype: torch.dtype) -> list[dict[str, object]]:
             flat = x.permute(0, 3, 1, 2)
             calls: dict[str, Callable[[], object]] = {
                 "kernel": lambda a=x, b=bands, p=past: depthwise.super_depthwise(a, b, num_videos=1, past_NHWC=p),
-                "cudnn": lambda a=flat, k=layer, p=past: cudnn._two_depthwise(k, a, p[None], 1),
+                "cudnn": lambda a=flat, k=layer, p=past: cudnn.two_depthwise(k, a, p[None], 1),
             }
             rows.append(timed(f"depthwise {channels}ch, {x.shape[0]} frames", 2.0 * x.numel() * 98, calls))
         both = random_frames(4 * grown, height, width, 2 * channels, dtype)

@@ -64,14 +64,14 @@ def test_bands_are_a_depthwise_convolution(num_videos: int, frames: int, height:
     assert torch.equal(made[:, 0], past)
 
 
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("own", [True, False, None])
 @pytest.mark.parametrize("slice_bytes", [1, 2**40])
 @pytest.mark.parametrize("variant", ["taew2_2_super", "taehv1_5_super"])
 @torch.no_grad()
 def test_decoders_with_and_without_it(
-    variant: str, slice_bytes: int, own: bool, monkeypatch: pytest.MonkeyPatch
+    variant: str, slice_bytes: int, own: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole and in pieces, two videos; the one constant switches it off."""
+    """Whole and in pieces, two videos; the one constant switches it off. None: too many values for its offsets."""
     cudnn_stand_ins.stand_in(monkeypatch)
     asked = []
 
@@ -81,7 +81,8 @@ def test_decoders_with_and_without_it(
 
     monkeypatch.setattr(depthwise, "super_depthwise", stand_in)
     monkeypatch.setattr(depthwise, "why_not_depthwise", lambda dtype, device: None)
-    monkeypatch.setattr(cudnn, "OWN_DEPTHWISE", own)
+    monkeypatch.setattr(cudnn, "OWN_DEPTHWISE", own is not False)
+    monkeypatch.setattr(depthwise, "MOST_VALUES", 0 if own is None else depthwise.MOST_VALUES)
     monkeypatch.setattr(stack_module, "CPU_SLICE_BYTES", slice_bytes)
     model = small(variant)
     latents = torch.randn(2, 3, model.spec.latent_channels, 2, 3)

@@ -180,11 +180,10 @@ class CudnnStack(Stack):
             for place, layer in enumerate(self.layers)
             if isinstance(layer, fold.MemLayer)
         }
-        own = OWN_DEPTHWISE and depthwise.why_not_depthwise(self._dtype, at_image.weight.device) is None
-        self._bands = {
-            place: depthwise.pack_bands(layer.depth, layer.past_depth)
+        self._super = {
+            place: SuperWeights.of(layer)
             for place, layer in enumerate(self.layers)
-            if own and isinstance(layer, fold.SuperMemLayer)
+            if isinstance(layer, fold.SuperMemLayer)
         }
         if self.is_encoder:
             counts, patch = {1, cast(fold.PoolLayer, self.layers[1]).stride}, patch_size
@@ -229,7 +228,7 @@ class CudnnStack(Stack):
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         layer = self.layers[place]
         if isinstance(layer, fold.SuperMemLayer):
-            return _super_mem_block(layer, self._bands.get(place), x, state[place], num_videos)
+            return _super_mem_block(self._super[place], x, state[place], num_videos)
         assert isinstance(layer, fold.MemLayer)
         last = x.unflatten(0, (num_videos, -1))[:, -1:].clone()
         bias = layer.first_bias[: x.shape[1]]
@@ -278,29 +277,43 @@ def write_image(made_BCHW: Tensor, bias: Tensor, patch_size: int, frames: int, i
     torch.add(values, bias.view(*shape, 1, 1), out=grown)
 
 
-def _super_mem_block(
-    layer: fold.SuperMemLayer, bands: Tensor | None, x: Tensor, past: Tensor | None, num_videos: int
-) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, kw_only=True)
+class SuperWeights:
+    """A super block's layer, with what is made of its weights once: the host is often the limit."""
+
+    layer: fold.SuperMemLayer
+    bands: Tensor | None  # for our own depthwise kernel; None: cuDNN computes them
+    narrow: Tensor  # (4C, C)
+
+    @classmethod
+    def of(cls, layer: fold.SuperMemLayer) -> SuperWeights:
+        own = OWN_DEPTHWISE and depthwise.why_not_depthwise(layer.depth.dtype, layer.depth.device) is None
+        bands = depthwise.pack_bands(layer.depth, layer.past_depth) if own else None
+        return cls(layer=layer, bands=bands, narrow=layer.narrow.flatten(1).T)
+
+
+def _super_mem_block(weights: SuperWeights, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
     """Writes its result over ``x``. The widened frames, four times as many values, are made in slices."""
-    out = eager.as_bhwc(x).contiguous()
-    if bands is None:
-        both, last = _two_depthwise(layer, out.permute(0, 3, 1, 2), past, num_videos)
+    layer, out = weights.layer, eager.as_bhwc(x).contiguous()
+    frames, height, width, channels = out.shape
+    if weights.bands is None or out.numel() > depthwise.MOST_VALUES:
+        both, last = two_depthwise(layer, out.permute(0, 3, 1, 2), past, num_videos)
     else:
-        past = None if past is None else past.flatten(0, 1)
-        both, last = depthwise.super_depthwise(out, bands, num_videos=num_videos, past_NHWC=past)
+        before = None if past is None else past.flatten(0, 1)
+        both, last = depthwise.super_depthwise(out, weights.bands, num_videos=num_videos, past_NHWC=before)
         last = last.unsqueeze(1)
-    channels, wide_channels = layer.narrow.shape[:2]
-    wide_bytes = wide_channels * out[0, ..., 0].numel() * out.element_size()
-    slices = -(-out.shape[0] // max(1, slice_bytes(x.device) // wide_bytes))
-    narrow = layer.narrow.flatten(1).T
-    for here, pair in zip(out.chunk(slices), both.chunk(slices), strict=True):
+    wide_channels = weights.narrow.shape[0]
+    fit = slice_bytes(x.device) // (wide_channels * height * width * out.element_size())
+    slices = -(-frames // max(1, fit))
+    parts = [(out, both)] if slices == 1 else list(zip(out.chunk(slices), both.chunk(slices), strict=True))
+    for here, pair in parts:
         wide = conv_relu(pair.permute(0, 3, 1, 2), layer.widen, layer.widen_bias)
-        here.view(-1, channels).addmm_(eager.as_bhwc(wide).reshape(-1, wide_channels), narrow)
+        here.view(-1, channels).addmm_(eager.as_bhwc(wide).reshape(-1, wide_channels), weights.narrow)
         del wide  # the next slice takes its memory
     return out.permute(0, 3, 1, 2), last
 
 
-def _two_depthwise(layer: fold.SuperMemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+def two_depthwise(layer: fold.SuperMemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
     """`depthwise.super_depthwise` by cuDNN: (both side by side BHW(2C), ``past_depth`` of the last frame N1HWC)."""
     channels = x.shape[1]
     then = eager.as_bhwc(_depthwise(x, layer.past_depth)).unflatten(0, (num_videos, -1))

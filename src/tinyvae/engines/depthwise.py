@@ -21,6 +21,7 @@ CHANNELS = 16  # which a block of threads computes
 TAPS = 7
 THREADS = 512
 LEAST_CAPABILITY = (8, 0)
+MOST_VALUES = 2**34 - 1  # of one call: its offsets have 32 bits and count 16 bytes
 STEPS_PER_BLOCK = 8  # what it costs a block of threads to start, in rows
 
 
@@ -88,7 +89,7 @@ def cut_up(
 ) -> tuple[_Shape, int]:
     """(how the work is cut into strips, blocks of threads). Flat strips load more halo, tall ones leave processors
     idle; the height with the fewest rows for the busiest processor is taken."""
-    assert channels % CHANNELS == 0 and frames * height * width * channels // 4 < 2**31, "offsets have 32 bits"
+    assert channels % CHANNELS == 0 and frames * height * width * channels <= MOST_VALUES
     tiles_x, channel_blocks = -(-width // 8), channels // CHANNELS
 
     def cut(strips_y: int) -> tuple[int, int, int, int]:
