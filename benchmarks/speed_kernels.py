@@ -132,9 +132,26 @@ def repeated(call: Callable[[], object]) -> Callable[[], None]:
     return calls
 
 
-def timed(name: str, flops: float, calls: dict[str, Callable[[], object]]) -> dict[str, object]:
+def graphed(call: Callable[[], object]) -> Callable[[], None]:
+    """`repeated` as a CUDA graph, for kernels that are shorter than their launch."""
+    for _ in range(2):
+        call()  # compiles, and lets cuDNN choose
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        repeated(call)()
+    return graph.replay
+
+
+def timed(
+    name: str,
+    flops: float,
+    calls: dict[str, Callable[[], object]],
+    *,
+    repeat: Callable[..., Callable[[], None]] = repeated,
+) -> dict[str, object]:
     # Several launches between two events, so that the host's share of a launch is not counted.
-    times = time_alternating_ms({key: repeated(call) for key, call in calls.items()}, DEVICE, repeats=9, warmups=2)
+    times = time_alternating_ms({key: repeat(call) for key, call in calls.items()}, DEVICE, repeats=9, warmups=2)
     row: dict[str, object] = {"step": name}
     for which, values in times.items():
         median = statistics.median(values) / LAUNCHES
@@ -272,14 +289,17 @@ def time_depthwise(dtype: torch.dtype) -> list[dict[str, object]]:
                 "kernel": lambda a=x, b=bands, p=past: depthwise.super_depthwise(a, b, num_videos=1, past_NHWC=p),
                 "cudnn": lambda a=flat, k=layer, p=past: cudnn.two_depthwise(k, a, p[None], 1),
             }
-            rows.append(timed(f"depthwise {channels}ch, {x.shape[0]} frames", 2.0 * x.numel() * 98, calls))
+            rows.append(
+                timed(f"depthwise {channels}ch, {x.shape[0]} frames", 2.0 * x.numel() * 98, calls, repeat=graphed)
+            )
         both = random_frames(4 * grown, height, width, 2 * channels, dtype)
         flat, pixels, matrix = both.permute(0, 3, 1, 2), both.flatten(0, 2), widen.flatten(1).T
         calls = {
             "cudnn": lambda a=flat, w=widen, b=bias: cudnn.conv_relu(a, w, b),
             "cublas": lambda a=pixels, w=matrix, b=bias: torch._addmm_activation(b, a, w),
         }
-        rows.append(timed(f"widen {channels}ch, {both.shape[0]} frames", 2.0 * both.numel() * 4 * channels, calls))
+        flops = 2.0 * both.numel() * 4 * channels
+        rows.append(timed(f"widen {channels}ch, {both.shape[0]} frames", flops, calls, repeat=graphed))
     return rows
 
 

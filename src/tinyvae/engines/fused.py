@@ -4,7 +4,8 @@
 
 - ``hopper``: own kernels, fp16 and bf16 on GPUs of compute capability 9.0 (H100, H200), base networks whose hidden
   channel counts are multiples of 64. Kernels are compiled once per process and tile height (four at most).
-- ``cudnn``: cuDNN's fused convolutions, on other CUDA devices, in float32, for other widths and the super decoders.
+- ``cudnn``: cuDNN's fused convolutions, on other CUDA devices, in float32, for other widths and the super decoders,
+  whose depthwise convolutions have a kernel of their own.
 - ``onednn``: oneDNN's fused convolutions, on x86 CPUs, in float32, and in bfloat16 if the CPU has instructions for it.
 - ``eager``: torch's own operators, wherever the others cannot run: other CPUs, on CUDA LeakyReLU and the wide decoder.
 
