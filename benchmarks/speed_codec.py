@@ -26,7 +26,7 @@ from tinyvae.convert.bench import (
     stream_through,
     time_alternating_ms,
 )
-from tinyvae.engines import hopper
+from tinyvae.engines import cudnn, hopper
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
 from tinyvae.models.codec import VideoCodec
@@ -45,7 +45,7 @@ def spread_weights(model: TAEHV) -> None:
 
 
 def streaming_calls(model: TAEHV, latents: torch.Tensor, frames: torch.Tensor) -> list[dict[str, Callable[[], object]]]:
-    """Calls to be timed in turn: whole videos beside streams in the default chunk; streams of single latents.
+    """Calls to be timed in turn: whole videos beside streams in the default chunk; streams of one, three, eight.
 
     Two at a time, because a call after an easy one finds a cooler card with a higher clock.
     """
@@ -64,6 +64,10 @@ def streaming_calls(model: TAEHV, latents: torch.Tensor, frames: torch.Tensor) -
         {
             "decode by single latents": partial(stream_through, fused, "decode", latents, chunk_latents=1),
             "plain by single latents": partial(stream_through, model, "decode", latents, chunk_latents=1),
+        },
+        {
+            f"decode by {count} latents": partial(stream_through, fused, "decode", latents, chunk_latents=count)
+            for count in (3, 8)
         },
     ]
 
@@ -169,12 +173,14 @@ def main() -> None:
         default=sorted(hopper.ROW_CONVS),
         help="these of the convolutions 1, 2 and 3 of a memory block with 64 channels go row by row",
     )
+    parser.add_argument("--cudnn_depthwise", action="store_true", help="super decoders without our depthwise kernel")
     parser.add_argument("--check_variants", action="store_true", help="also compare every variant with float32")
     parser.add_argument("--output", type=Path, help="folder for codec.json")
     arguments = parser.parse_args()
     hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
     hopper.JOIN_IMAGE = not arguments.two_image_kernels
     hopper.ROW_CONVS = frozenset(arguments.row_convs)
+    cudnn.OWN_DEPTHWISE = not arguments.cudnn_depthwise
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0 if torch.cuda.is_available() else None)
     model = TAEHV(arguments.variant)
     spread_weights(model)

@@ -1,9 +1,11 @@
-"""The Hopper kernels one by one: right, and how fast beside cuDNN at the shapes of a 480x720x49 video.
+"""Our kernels one by one: right, and how fast beside cuDNN at the shapes of a 480x720x49 video.
 
-    python benchmarks/speed_kernels.py [--only_image | --only_rows] [--output DIR]
+    python benchmarks/speed_kernels.py [--only tiles image rows depthwise] [--output DIR]
 
 Each line: relative error against float32 (output poisoned with NaN before), median time, TFLOP/s, and the same
-convolution through cuDNN in channels_last without bias, residual, ReLU or interleaving (so cuDNN does less).
+convolution through cuDNN in channels_last without bias, residual, ReLU or interleaving (so cuDNN does less). The
+depthwise lines compare whole operations: both convolutions, with their results side by side; the last lines of them the
+1x1 convolution behind, by cuDNN and by cuBLAS.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.convert.bench import relative_error, time_alternating_ms
-from tinyvae.engines import conv_rows, cudnn, fold, grow_image, hopper_kernels
+from tinyvae.engines import conv_rows, cudnn, depthwise, fold, grow_image, hopper_kernels
 
 LAUNCHES = 10
 DEVICE = torch.device("cuda", 0)
@@ -132,9 +134,26 @@ def repeated(call: Callable[[], object]) -> Callable[[], None]:
     return calls
 
 
-def timed(name: str, flops: float, calls: dict[str, Callable[[], object]]) -> dict[str, object]:
+def graphed(call: Callable[[], object]) -> Callable[[], None]:
+    """`repeated` as a CUDA graph, for kernels that are shorter than their launch."""
+    for _ in range(2):
+        call()  # compiles, and lets cuDNN choose
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        repeated(call)()
+    return graph.replay
+
+
+def timed(
+    name: str,
+    flops: float,
+    calls: dict[str, Callable[[], object]],
+    *,
+    repeat: Callable[..., Callable[[], None]] = repeated,
+) -> dict[str, object]:
     # Several launches between two events, so that the host's share of a launch is not counted.
-    times = time_alternating_ms({key: repeated(call) for key, call in calls.items()}, DEVICE, repeats=9, warmups=2)
+    times = time_alternating_ms({key: repeat(call) for key, call in calls.items()}, DEVICE, repeats=9, warmups=2)
     row: dict[str, object] = {"step": name}
     for which, values in times.items():
         median = statistics.median(values) / LAUNCHES
@@ -302,23 +321,86 @@ def time_conv_rows(dtype: torch.dtype) -> list[dict[str, object]]:
     return rows
 
 
+SUPER_STAGES = ((512, 30, 45, 1), (256, 60, 90, 1), (128, 120, 180, 2))  # channels, size, frames of a latent
+
+
+def check_depthwise(dtype: torch.dtype) -> list[dict[str, object]]:
+    """Right at odd sizes, several videos, with and without a frame before."""
+    rows: list[dict[str, object]] = []
+    for channels, height, width, videos, frames in ((512, 30, 45, 1, 1), (256, 31, 50, 2, 3), (16, 61, 91, 1, 13)):
+        depth, past_depth = (torch.randn(2, channels, 1, 7, 7, device=DEVICE) / 7).to(dtype)
+        x = random_frames(videos * frames, height, width, channels, dtype)
+        for past in (None, random_frames(videos, height, width, channels, dtype)):
+            bands = depthwise.pack_bands(depth, past_depth)
+            poison = [x.new_full((2 * x.numel(),), torch.nan), x.new_full((x.numel() // frames,), torch.nan)]
+            del poison  # the results take this memory
+            both, last = depthwise.super_depthwise(x, bands, num_videos=videos, past_NHWC=past)
+            now, then = (
+                F.conv2d(x.float().permute(0, 3, 1, 2), weight.float(), padding=3, groups=channels).permute(0, 2, 3, 1)
+                for weight in (depth, past_depth)
+            )
+            video = then.unflatten(0, (videos, -1))
+            first = torch.zeros_like(video[:, 0]) if past is None else past.float()
+            shifted = torch.cat([first[:, None], video[:, :-1]], 1).flatten(0, 1)
+            errors = relative_error(both, torch.cat([now, shifted], 3)), relative_error(last, video[:, -1])
+            rows.append({"check": f"depthwise {channels}ch {height}x{width} {videos}x{frames}", "error": max(errors)})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def time_depthwise(dtype: torch.dtype) -> list[dict[str, object]]:
+    rows = []
+    for channels, height, width, grown in SUPER_STAGES:
+        depth, past_depth = (torch.randn(2, channels, 1, 7, 7, device=DEVICE) / 7).to(dtype)
+        widen = torch.randn(4 * channels, 2 * channels, 1, 1, device=DEVICE).to(dtype) * 0.03
+        bias = torch.randn(4 * channels, device=DEVICE).to(dtype)
+        layer = fold.SuperMemLayer(depth=depth, past_depth=past_depth, widen=widen, widen_bias=bias, narrow=widen)
+        bands = depthwise.pack_bands(depth, past_depth)
+        for latents in (1, 3, 7, 8, 13):
+            x = random_frames(latents * grown, height, width, channels, dtype)
+            past = random_frames(1, height, width, channels, dtype)
+            flat = x.permute(0, 3, 1, 2)
+            calls: dict[str, Callable[[], object]] = {
+                "kernel": lambda a=x, b=bands, p=past: depthwise.super_depthwise(a, b, num_videos=1, past_NHWC=p),
+                "cudnn": lambda a=flat, k=layer, p=past: cudnn.two_depthwise(k, a, p[None], 1),
+            }
+            rows.append(
+                timed(f"depthwise {channels}ch, {x.shape[0]} frames", 2.0 * x.numel() * 98, calls, repeat=graphed)
+            )
+        both = random_frames(4 * grown, height, width, 2 * channels, dtype)
+        flat, pixels, matrix = both.permute(0, 3, 1, 2), both.flatten(0, 2), widen.flatten(1).T
+        calls = {
+            "cudnn": lambda a=flat, w=widen, b=bias: cudnn.conv_relu(a, w, b),
+            "cublas": lambda a=pixels, w=matrix, b=bias: torch._addmm_activation(b, a, w),
+        }
+        flops = 2.0 * both.numel() * 4 * channels
+        rows.append(timed(f"widen {channels}ch, {both.shape[0]} frames", flops, calls, repeat=graphed))
+    return rows
+
+
+KERNELS: dict[str, Callable[[], list[dict[str, object]]]] = {
+    "tiles": lambda: [*both_dtypes(check_tiles), *time_tiles(torch.float16), *time_image_side(torch.float16)],
+    "image": lambda: both_dtypes(time_grow_image),
+    "rows": lambda: both_dtypes(time_conv_rows),
+    "depthwise": lambda: [*both_dtypes(check_depthwise), *time_depthwise(torch.float16)],
+}
+
+
+def both_dtypes(measure: Callable[[torch.dtype], list[dict[str, object]]]) -> list[dict[str, object]]:
+    return measure(torch.float16) + measure(torch.bfloat16)
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--only_image", action="store_true", help="time the last growing layer and the image only")
-    only.add_argument("--only_rows", action="store_true", help="time the memory blocks with 64 channels only")
+    parser.add_argument(
+        "--only", nargs="*", choices=list(KERNELS), default=list(KERNELS), help="these kernels alone, of all four"
+    )
     parser.add_argument("--output", type=Path, help="folder for kernels.json")
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = False  # the float32 references must be float32
-    rows = check_tiles(torch.float16) + check_tiles(torch.bfloat16)
-    if not arguments.only_image:
-        rows += time_conv_rows(torch.bfloat16) + time_conv_rows(torch.float16)
-    if not arguments.only_rows:
-        rows += time_grow_image(torch.bfloat16) + time_grow_image(torch.float16)
-    if not (arguments.only_image or arguments.only_rows):
-        rows += time_tiles(torch.float16) + time_image_side(torch.float16)
+    rows = [row for name in arguments.only for row in KERNELS[name]()]
     if arguments.output:
         (arguments.output / "kernels.json").write_text(json.dumps(rows, indent=1))
 

@@ -4,7 +4,7 @@ them: there cuDNN does the convolution, and `pointwise` the rest in one pass.
 torch adds the bias in a second pass over the result, and a ReLU in a third: at 64 channels that doubles the time (0.27
 against 0.14 ms, eight frames of 240x360, fp16, H200). This engine is for CUDA cards and networks that the Hopper
 kernels do not serve; sizes and lengths may change at every call. Where cuDNN refuses a shape, torch's own operators
-compute that convolution, and a warning says so once.
+compute that convolution, and a warning says so once. A super block's depthwise convolutions have a kernel of their own.
 
 Frames travel as BCHW (B = N·T) in channels_last memory, fp16, bf16 or fp32. A memory block carries its last input frame
 N1CHW, a super block its last frame N1HWC after the depthwise convolution.
@@ -22,9 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines import eager, fold
+from tinyvae.engines import depthwise, eager, fold
 from tinyvae.engines.pointwise import finish
 from tinyvae.engines.stack import Stack, State, slice_bytes
+
+OWN_DEPTHWISE = True
+"""Whether our own kernel computes the depthwise convolutions of super blocks where it runs (`depthwise`); False: cuDNN.
+`benchmarks/speed_kernels.py` compares the two."""
 
 
 @functools.cache
@@ -213,6 +217,11 @@ class CudnnStack(Stack):
             for place, layer in enumerate(self.layers)
             if isinstance(layer, fold.MemLayer | fold.WideMemLayer)
         }
+        self._super = {
+            place: SuperWeights.of(layer)
+            for place, layer in enumerate(self.layers)
+            if isinstance(layer, fold.SuperMemLayer)
+        }
         if self.is_encoder:
             counts, patch = {1, cast(fold.PoolLayer, self.layers[1]).stride}, patch_size
             self._first = {count: PatchConv.of(at_image, patch_size=patch, stacked=count) for count in counts}
@@ -221,7 +230,8 @@ class CudnnStack(Stack):
             self._image_weight = fold.channels_last(F.pad(at_image.weight, (0, 0, 0, 0, 0, 0, 0, more)))
 
     def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
-        with torch.autocast("cuda", enabled=False):  # weights and frames have one dtype already
+        # Our kernel runs on the current device. Weights and frames have one dtype already.
+        with torch.cuda.device_of(frames_NTCHW), torch.autocast("cuda", enabled=False):
             return super().run(frames_NTCHW, state)
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
@@ -255,7 +265,7 @@ class CudnnStack(Stack):
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         layer = self.layers[place]
         if isinstance(layer, fold.SuperMemLayer):
-            return _super_mem_block(layer, x, state[place], num_videos)
+            return _super_mem_block(self._super[place], x, state[place], num_videos)
         assert isinstance(layer, fold.MemLayer | fold.WideMemLayer)
         last, slope = x.unflatten(0, (num_videos, -1))[:, -1:].clone(), layer.slope
         bias = layer.first_bias[: x.shape[1]]
@@ -309,10 +319,44 @@ def write_image(made_BCHW: Tensor, bias: Tensor, patch_size: int, frames: int, i
     torch.add(values, bias.view(*shape, 1, 1), out=grown)
 
 
-def _super_mem_block(
-    layer: fold.SuperMemLayer, x: Tensor, past: Tensor | None, num_videos: int
-) -> tuple[Tensor, Tensor]:
-    """Writes its result over ``x``."""
+@dataclass(frozen=True, kw_only=True)
+class SuperWeights:
+    """A super block's layer, with what is made of its weights once: the host is often the limit."""
+
+    layer: fold.SuperMemLayer
+    bands: Tensor | None  # for our own depthwise kernel; None: cuDNN computes them
+    narrow: Tensor  # (4C, C)
+
+    @classmethod
+    def of(cls, layer: fold.SuperMemLayer) -> SuperWeights:
+        own = OWN_DEPTHWISE and depthwise.why_not_depthwise(layer.depth.dtype, layer.depth.device) is None
+        bands = depthwise.pack_bands(layer.depth, layer.past_depth) if own else None
+        return cls(layer=layer, bands=bands, narrow=layer.narrow.flatten(1).T)
+
+
+def _super_mem_block(weights: SuperWeights, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    """Writes its result over ``x``. The widened frames, four times as many values, are made in slices."""
+    layer, out = weights.layer, eager.as_bhwc(x).contiguous()
+    frames, height, width, channels = out.shape
+    if weights.bands is None or out.numel() > depthwise.MOST_VALUES:
+        both, last = two_depthwise(layer, out.permute(0, 3, 1, 2), past, num_videos)
+    else:
+        before = None if past is None else past.flatten(0, 1)
+        both, last = depthwise.super_depthwise(out, weights.bands, num_videos=num_videos, past_NHWC=before)
+        last = last.unsqueeze(1)
+    wide_channels = weights.narrow.shape[0]
+    fit = slice_bytes(x.device) // (wide_channels * height * width * out.element_size())
+    slices = -(-frames // max(1, fit))
+    parts = [(out, both)] if slices == 1 else list(zip(out.chunk(slices), both.chunk(slices), strict=True))
+    for here, pair in parts:
+        wide = conv_relu(pair.permute(0, 3, 1, 2), layer.widen, layer.widen_bias, slope=layer.slope)
+        here.view(-1, channels).addmm_(eager.as_bhwc(wide).reshape(-1, wide_channels), weights.narrow)
+        del wide  # the next slice takes its memory
+    return out.permute(0, 3, 1, 2), last
+
+
+def two_depthwise(layer: fold.SuperMemLayer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
+    """`depthwise.super_depthwise` by cuDNN: (both side by side BHW(2C), ``past_depth`` of the last frame N1HWC)."""
     channels = x.shape[1]
     then = eager.as_bhwc(_depthwise(x, layer.past_depth)).unflatten(0, (num_videos, -1))
     last = then[:, -1:].clone()
@@ -322,11 +366,7 @@ def _super_mem_block(
     del then  # the next results take its memory
     both = both.flatten(0, 1)
     eager.copy_pixels(both[..., :channels], eager.as_bhwc(_depthwise(x, layer.depth)))
-    wide = conv_relu(both.permute(0, 3, 1, 2), layer.widen, layer.widen_bias, slope=layer.slope)
-    del both
-    out = eager.as_bhwc(x).contiguous()
-    out.view(-1, channels).addmm_(eager.as_bhwc(wide).reshape(-1, wide.shape[1]), layer.narrow.flatten(1).T)
-    return out.permute(0, 3, 1, 2), last
+    return both, last
 
 
 def _depthwise(x: Tensor, weight: Tensor) -> Tensor:

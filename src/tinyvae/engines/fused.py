@@ -5,8 +5,9 @@
 - ``hopper``: own kernels, fp16 and bf16 on GPUs of compute capability 9.0 (H100, H200), base networks and the wide
   decoder where hidden channel counts are multiples of 64. Kernels are compiled once per process and tile height (four
   at most).
-- ``cudnn``: cuDNN's fused convolutions, on other CUDA devices, in float32, for other widths and the super decoders;
-  with LeakyReLU, which they lack, cuDNN's plain ones and one own pass behind each.
+- ``cudnn``: cuDNN's fused convolutions, on other CUDA devices, in float32, for other widths and the super decoders,
+  whose depthwise convolutions have a kernel of their own; with LeakyReLU, which cuDNN lacks, its plain convolutions and
+  one own pass behind each.
 - ``onednn``: oneDNN's fused convolutions, on x86 CPUs, in float32, and in bfloat16 if the CPU has instructions for it.
 - ``eager``: torch's own operators, where the others cannot run: other CPUs, cards without cuDNN's fused convolutions.
 
@@ -45,9 +46,10 @@ Engine = Literal["hopper", "cudnn", "onednn", "eager"]
 STREAM_BYTES = 608 * 2**20  # for one chunk, beside its input
 MOST_LATENTS = 4096
 FEW_LATENTS = 4  # to have this many, a chunk may take twice the memory: on an H200 each chunk costs 0.2 to 0.7 ms
-SUPER_COPIES: dict[Engine, int] = {"cudnn": 7, "onednn": 7, "eager": 10}
+SUPER_COPIES: dict[Engine, int] = {"cudnn": 4, "onednn": 7, "eager": 10}
 """A super block holds its input, two tensors side by side and four widened ones; in the eager engine also both
-depthwise results and one of them shifted. Other blocks hold three tensors. In the onednn engine all but the input are
+depthwise results and one of them shifted. Other blocks hold three tensors. In the cudnn engine the widened ones are of
+one slice; before them, one depthwise result is alive beside the first three. In the onednn engine all but the input are
 of a few frames only."""
 
 
@@ -93,8 +95,11 @@ def _values_alive(spec: VariantSpec, side: Side, engine: Engine, num_latents: in
     image = num_latents * _image_values(spec)
     frame = 16 * _block_channels(spec, side)  # of the widest memory block
     block = num_latents * spec.time_factor // stride * frame
-    copies = SUPER_COPIES[engine] if side == "decoder" and spec.decoder == "super" else 3
+    is_super = side == "decoder" and spec.decoder == "super"
+    copies = SUPER_COPIES[engine] if is_super else 3
     in_blocks: float = copies * block + frame
+    if engine == "cudnn" and is_super:
+        in_blocks = max(in_blocks, 3 * block + frame + min(max(slice_values, 4 * frame), 4 * block))
     if engine == "onednn":
         at_once = min(max(slice_values, frame), block)
         in_blocks = block + copies * at_once + 2 * frame

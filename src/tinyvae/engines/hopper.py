@@ -7,6 +7,7 @@ kernel.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def why_not_hopper(layers: Sequence[fold.Layer], dtype: torch.dtype, device: tor
         if isinstance(layer, fold.WideMemLayer) and (layer.second.shape[0] % 64 or layer.second.shape[1] != 64):
             return f"{layer.second.shape[0]} channels in {layer.groups} groups are no groups of 64"
         if isinstance(layer, fold.SuperMemLayer):
-            return "a super decoder has no kernel of its own"
+            return "there are no Hopper kernels for super decoders"
     return nvrtc.why_unavailable()
 
 

@@ -114,14 +114,27 @@ def _compile(source: str, target: str, macros: tuple[str, ...]) -> bytes:
     return image.raw
 
 
-def why_unavailable() -> str | None:
-    """None where kernels can be compiled and loaded, else the reason in words."""
+def why_unavailable(capability: tuple[int, int] | None = None) -> str | None:
+    """None where kernels can be compiled (for cards of this ``capability``) and loaded, else the reason in words."""
     try:
         _driver()
         _nvrtc()
     except KernelBuildError as reason:
         return str(reason).rstrip(".")
+    if capability is not None and 10 * capability[0] + capability[1] not in _known_architectures():
+        return f"this NVRTC does not compile for compute capability {capability[0]}.{capability[1]}"
     return None
+
+
+@functools.cache
+def _known_architectures() -> frozenset[int]:
+    """What NVRTC compiles for: 80 is compute capability 8.0."""
+    nvrtc, count = _nvrtc(), ctypes.c_int()
+    status = nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    known = (ctypes.c_int * count.value)()
+    if status != 0 or nvrtc.nvrtcGetSupportedArchs(known) != 0:
+        raise KernelBuildError("NVRTC does not say which cards it compiles for.")
+    return frozenset(known)
 
 
 @functools.cache
