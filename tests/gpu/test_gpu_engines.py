@@ -133,6 +133,34 @@ def test_two_threads_with_two_streams_on_one_codec(variant: str) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("variant", ["taew2_2", "taeltx_2", "taew2_2_super"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_replayed_chunks_are_the_launched_ones(variant: str, dtype: torch.dtype) -> None:
+    """Whole videos and interleaved streams, several times: the first time launches, later ones replay a CUDA graph."""
+    fused = spread(variant).to(dtype).fused()
+    spec, torch_random = fused.spec, torch.Generator("cuda").manual_seed(0)
+    length, side = 3 * spec.time_factor, 6 * spec.space_factor
+    films = torch.rand(3, 1, length, 3, side, side, device="cuda", dtype=dtype, generator=torch_random)
+    launched = [fused.encode_video(films[0])]
+    decoded = [fused.decode_video(launched[0])]
+    for film in films[1:]:
+        fused._replays["encoder"]._recordings.clear()
+        fused._replays["decoder"]._recordings.clear()
+        launched.append(fused.encode_video(film))
+        decoded.append(fused.decode_video(launched[-1]))
+    for _ in range(3):
+        for film, latents, frames in zip(films, launched, decoded, strict=True):
+            assert torch.equal(fused.encode_video(film), latents)
+            assert torch.equal(fused.decode_video(latents), frames)
+    assert any(recording is not None for recording in fused._replays["decoder"]._recordings.values())
+    streams = [StreamingDecoder(fused, num_latents=latents.shape[1]) for latents in launched]
+    parts = [latents.split(1, dim=1) for latents in launched]
+    made = [[stream.push(part) for stream, part in zip(streams, row, strict=True)] for row in zip(*parts, strict=True)]
+    expected = [by_latents(fused, latents) for latents in launched]
+    for number, frames in enumerate(expected):
+        assert torch.equal(torch.cat([row[number] for row in made], dim=1), frames)
+
+
 def test_480x720_fp16_is_the_hopper_engine_on_hopper() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the Hopper kernels need compute capability 9.0")

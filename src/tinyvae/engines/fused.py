@@ -26,6 +26,7 @@ from tinyvae.engines.cudnn import CudnnStack, why_not_cudnn
 from tinyvae.engines.eager import EagerStack
 from tinyvae.engines.fold import Layer, WideMemLayer, channels_last, fold_layers, map_weights
 from tinyvae.engines.hopper import HopperStack, why_not_hopper
+from tinyvae.engines.replay import Replay
 from tinyvae.engines.stack import Stack, slice_bytes
 from tinyvae.errors import UserError
 from tinyvae.models.codec import CodecState, VideoCodec
@@ -122,25 +123,38 @@ class FusedTAEHV(VideoCodec):
         self.engines: dict[str, str] = {}
         self._chosen: dict[Side, Engine] = {}
         self._chunks: dict[tuple[Side, int], int] = {}  # latents of a chunk by side and pixels of a latent
+        networks: dict[Side, nn.Sequential] = {"encoder": model.encoder, "decoder": model.decoder}
         with torch.no_grad():
-            self._encoder = self._build("encoder", folded_copy(model.encoder), engine)
-            self._decoder = self._build("decoder", folded_copy(model.decoder), engine)
+            self._stacks = {side: self._build(side, folded_copy(net), engine) for side, net in networks.items()}
+        # torch's own operators are for networks without fused kernels: there the GPU is the limit.
+        replayed = [side for side in networks if self._chosen[side] != "eager"]
+        self._replays = {side: Replay(self._stacks[side]) for side in replayed}
 
     def encode_chunk(self, frames_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
-        return self._run(self._encoder, frames_NTCHW, state)
+        return self._run("encoder", frames_NTCHW, state)
 
     def decode_chunk(self, latents_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
-        return self._run(self._decoder, latents_NTCHW, state)
+        return self._run("decoder", latents_NTCHW, state)
 
-    def _run(self, stack: Stack, x_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
+    def _run(self, side: Side, x_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
+        stack = self._stacks[side]
         assert state is None or (isinstance(state, list) and len(state) == len(stack.layers)), (
             "this state has been used; pass a copy of the list to continue twice from one state"
         )
+        runner = self._replays[side] if side in self._replays and self._is_small(side, x_NTCHW.shape) else stack
         with torch.no_grad():
-            made = stack.run(x_NTCHW, state)
+            made = runner.run(x_NTCHW, state)
         if state is not None:
             state.clear()  # so that a used state is not taken for that of a new video
         return made
+
+    def _is_small(self, side: Side, shape: torch.Size) -> bool:
+        """Whether a chunk NTCHW takes no more memory than a chunk of a stream."""
+        num_videos, length, _, height, width = shape
+        if side == "encoder":
+            length = -(-length // self.spec.time_factor)
+            height, width = height // self.spec.space_factor, width // self.spec.space_factor
+        return length <= self.stream_chunk_latents(side, height, width, num_videos=num_videos)
 
     @property
     def dtype(self) -> torch.dtype:
