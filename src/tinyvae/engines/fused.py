@@ -126,9 +126,7 @@ class FusedTAEHV(VideoCodec):
         networks: dict[Side, nn.Sequential] = {"encoder": model.encoder, "decoder": model.decoder}
         with torch.no_grad():
             self._stacks = {side: self._build(side, folded_copy(net), engine) for side, net in networks.items()}
-        # torch's own operators are for networks without fused kernels: there the GPU is the limit.
-        replayed = [side for side in networks if self._chosen[side] != "eager"]
-        self._replays = {side: Replay(self._stacks[side]) for side in replayed}
+        self._replays = {side: Replay(stack) for side, stack in self._stacks.items() if self._device.type == "cuda"}
 
     def encode_chunk(self, frames_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
         return self._run("encoder", frames_NTCHW, state)
