@@ -99,7 +99,7 @@ def open_models(arguments: argparse.Namespace) -> list[RoundTrip]:
     device = choose_devices(arguments.device)[0]
     models: list[RoundTrip] = [open_model(arguments.model_path, variant=arguments.variant, device=device)]
     if teacher is not None:
-        models.append(TeacherRoundTrip(Path(teacher), device=device, dtype=None, label=None))
+        models.append(TeacherRoundTrip.open(teacher, device=device, dtype=None))
     return models
 
 

@@ -1,12 +1,19 @@
 """Train a small teacher: a real video VAE of diffusers, narrowed, from fresh weights on one GPU in a few minutes.
 
 The released teachers cannot be had everywhere. Distillation is proven on teachers of the same classes that anyone can
-make again. Their latents are normalized by their own statistics, as released ones are.
+make again: 16 latent channels, 4x8x8, latents normalized by their own statistics. On one H200, with diffusers and PyAV
+installed, each line takes about 8 minutes: 440 s of training with its compilation, the rest is decoding and figures.
 
-    python benchmarks/make_teacher.py cogvideox --clips DIR --seconds 460 --output teacher_cogvideox
+    python benchmarks/make_teacher.py cogvideox --clips DIR --seconds 440 --output $OUT/teacher_cogvideox
+    python benchmarks/make_teacher.py wan --clips DIR --seconds 440 --output $OUT/teacher_wan
 
-``DIR`` holds annotations.json with train and val clips. Prints the PSNR of the teacher's round trip on the validation
-clips (centre 256x256; of 20 frames the first 17, which both families take) and writes a diffusers folder.
+``DIR`` holds annotations.json with train and val clips. The script ends by the clock, and the learning rates reach zero
+with it. ``--steps 200`` instead tells in two minutes whether all compiles here, and the time of a step. It writes a
+diffusers folder (bfloat16, files of at most 16 MB) with figures.json: PSNR of the round trip of 20 validation and 20
+training clips (center 256x256; of 20 frames the 17 that both families take), as `tinyvae` loads the folder.
+
+    python benchmarks/make_teacher.py wan --clips DIR --device cpu --steps 4 --batch_size 2 --size 32 \\
+        --settings '{"base_dim": 8}' --output /tmp/teacher       # the whole way in seconds, for a look
 """
 
 from __future__ import annotations
@@ -14,146 +21,249 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from scratch_search import load_split
-from torch import Tensor
+from torch import Tensor, nn
+from whole_clips import decode_whole, encode_whole, whole_clips
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "cogvideox": {"block_out_channels": (48, 96, 96, 192), "layers_per_block": 2, "norm_num_groups": 16},
-    "wan": {"base_dim": 40},
+from tinyvae.teachers import Teacher, load_teacher
+from tinyvae.training.optim import Muon, OptimizerSet, WeightAverage
+
+CLASSES = {"cogvideox": "AutoencoderKLCogVideoX", "wan": "AutoencoderKLWan"}
+# Cost of a step of 144 frames of 128x128, counted by FlopCounterMode. The full-size blocks of 3x3x3 convs are dear.
+#   CogVideoX  (48, 96, 96, 192) x 2   24.3 M  21.3 TFLOP   Wan  40 x (1, 2, 4, 4) x 2  22.2 M  17.1 TFLOP  first try
+#   CogVideoX  (32, 64, 128, 192) x 2  24.6 M  12.6 TFLOP   Wan  32 x (1, 2, 4, 6) x 2  24.4 M  11.8 TFLOP
+#   CogVideoX  (32, 64, 128, 256) x 1  29.2 M   9.8 TFLOP   Wan  32 x (1, 2, 4, 8) x 1  29.1 M   8.4 TFLOP
+#   CogVideoX  (32, 64, 128, 224) x 1  23.4 M   9.2 TFLOP   Wan  32 x (1, 2, 4, 7) x 1  23.3 M   8.0 TFLOP  chosen
+#   CogVideoX  (32, 48, 96, 224) x 1   21.6 M   7.1 TFLOP   Wan  24 x (1, 2, 4, 8) x 1  16.5 M   4.8 TFLOP
+# (our own network with as many pixels: 3.5 TFLOP)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cogvideox": {"block_out_channels": (32, 64, 128, 224), "layers_per_block": 1, "norm_num_groups": 16},
+    "wan": {"base_dim": 32, "dim_mult": [1, 2, 4, 7], "num_res_blocks": 1},
 }
-NUM_FRAMES = 9  # 1 + 4k: what Wan takes; CogVideoX takes any
-KL_WEIGHT = 1e-6
+# Of a training clip and a batch. Wan trained on 9 frames loses dBs in the frames after those; CogVideoX does not.
+LENGTHS, BATCH_SIZES = {"cogvideox": 9, "wan": 17}, {"cogvideox": 16, "wan": 8}
+FIRST_LOG_VARIANCE = -7.0  # a deviation of 0.03: with diffusers' first weights the noise is as large as the latents
+KL_WEIGHT, L1_WEIGHT = 1e-5, 0.02
 
 
-def make_vae(family: str) -> Any:
-    import diffusers
+def make_vae(family: str, settings: dict[str, Any], *, seed: int, quiet: float) -> Any:
+    """A VAE whose residual branches begin ``quiet`` (1: as loud as any other conv) and whose norms begin plain."""
+    torch.manual_seed(seed)
+    vae = getattr(diffusers, CLASSES[family])(**SETTINGS[family] | settings)
+    for name, module in vae.named_modules():
+        if isinstance(module, nn.Conv2d | nn.Conv3d):
+            nn.init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
+            nn.init.zeros_(module.bias)
+        elif name.endswith((".conv_y", ".conv_b")):  # scale and shift by the latents, behind a norm of CogVideoX
+            nn.init.zeros_(module.conv.weight)
+            nn.init.constant_(module.conv.bias, 1.0 if name.endswith("y") else 0.0)
+    for conv in branch_ends(vae):
+        conv.weight.data.mul_(quiet)
+    # The rows that make the variance begin as a constant; Wan has one more 1x1 conv on the way.
+    moments = vae.encoder.conv_out.conv if vae.quant_conv is None else vae.quant_conv
+    half = moments.out_channels // 2
+    moments.weight.data[half:] = 0
+    moments.bias.data[half:] = FIRST_LOG_VARIANCE
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}  # `vae.to` can set one of them only
+    for parameter in vae.parameters():
+        if parameter.ndim in formats:
+            parameter.data = parameter.data.to(memory_format=formats[parameter.ndim])
+    return vae
 
-    torch.manual_seed(0)
-    kind = {"cogvideox": diffusers.AutoencoderKLCogVideoX, "wan": diffusers.AutoencoderKLWan}[family]
-    return kind(**FAMILIES[family]).cuda()
+
+def branch_ends(vae: Any) -> Iterator[nn.Conv2d | nn.Conv3d]:
+    """The last conv of every residual branch."""
+    for name, module in vae.named_modules():
+        if name.endswith(".conv2"):  # CogVideoX wraps the conv that pads in time
+            yield module if isinstance(module, nn.Conv3d) else module.conv
+        elif name.endswith(".proj"):  # of Wan's attention
+            yield module
 
 
-def random_crops(videos: list[Tensor], batch_size: int, size: int, generator: torch.Generator) -> Tensor:
-    """float NCTHW in [-1, 1] of random files, start frames, places and mirrorings; ``videos`` are uint8 TCHW."""
-    usable = [video for video in videos if len(video) >= NUM_FRAMES and min(video.shape[2:]) >= size]
+def make_optimizers(vae: Any, *, rate: float, muon_rate: float) -> OptimizerSet:
+    """Muon for the convs inside (0: for none), AdamW for the first, the last, norms, biases and what norms hold."""
+    outside = ("encoder.conv_in.", "decoder.conv_out.")
+    inner = [
+        parameter
+        for name, parameter in vae.named_parameters()
+        if muon_rate and parameter.ndim >= 4 and "norm" not in name and not name.startswith(outside)
+    ]
+    chosen = {id(parameter) for parameter in inner}
+    plain = [parameter for parameter in vae.parameters() if id(parameter) not in chosen]
+    # Not fused: the fused step refuses gradients whose strides differ from the weight's, as 1x1 convs' can.
+    adamw = torch.optim.AdamW(plain, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    return OptimizerSet([adamw] + ([Muon(inner, lr=muon_rate, momentum=0.95)] if inner else []))
+
+
+def random_crops(videos: list[Tensor], shape: tuple[int, int, int], generator: torch.Generator) -> Tensor:
+    """uint8 NCTHW of random files, start frames, places and mirrorings; ``videos`` are uint8 TCHW. ``shape``: number
+    of crops, frames of each, height and width."""
+    batch_size, num_frames, size = shape
+    usable = [video for video in videos if len(video) >= num_frames and min(video.shape[2:]) >= size]
     clips = []
     for number in torch.randint(len(usable), (batch_size,), generator=generator).tolist():
         video = usable[number]
-        limits = (len(video) - NUM_FRAMES, video.shape[2] - size, video.shape[3] - size)
+        limits = (len(video) - num_frames, video.shape[2] - size, video.shape[3] - size)
         first, top, left = (int(torch.randint(limit + 1, (1,), generator=generator)) for limit in limits)
-        clip = video[first : first + NUM_FRAMES, :, top : top + size, left : left + size]
+        clip = video[first : first + num_frames, :, top : top + size, left : left + size]
         clips.append(clip.flip(-1) if torch.rand((), generator=generator) < 0.5 else clip)
-    return torch.stack(clips).transpose(1, 2).float().div_(127.5).sub_(1)
+    return torch.stack(clips).transpose(1, 2)
 
 
-def validation_clips(videos: list[Tensor]) -> list[Tensor]:
-    """float 1CTHW in [-1, 1]: of 20 frames in the middle 256x256 of every file the 17 that both families take."""
-    clips = []
+def make_losses(vae: Any, device: torch.device) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The function (uint8 crops, noise like their latents) -> (loss, mean squared error of pixels in [0, 1])."""
+
+    def losses(crops: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        frames = (crops.float() / 127.5 - 1).contiguous(memory_format=torch.channels_last_3d)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            mean, log_variance = encode_whole(vae, frames)
+            mean, log_variance = mean.float(), log_variance.float()
+            decoded = decode_whole(vae, mean + noise * torch.exp(log_variance / 2))
+        error = decoded.float() - frames
+        squared = error.square().mean()
+        kl = (mean.square() + log_variance.exp() - 1 - log_variance).mean() / 2
+        return squared + L1_WEIGHT * error.abs().mean() + KL_WEIGHT * kl, squared.detach() / 4
+
+    return losses
+
+
+def compile_or_not(losses: Any, crops: Tensor, noise: Tensor) -> Any:
+    """``losses`` compiled, where that works here (one step is tried); on a CPU it would take minutes."""
+    if not crops.is_cuda:
+        return losses
+    compiled = torch.compile(losses, dynamic=False)
+    try:
+        compiled(crops, noise)[0].backward()
+    except Exception as fault:  # noqa: BLE001  # compilers fail in many ways; the run goes on slower, and says why
+        print(f"  torch.compile fails here, so steps take longer: {type(fault).__name__}: {str(fault)[:400]}")
+        torch._dynamo.reset()
+        return losses
+    return compiled
+
+
+def train(vae: Any, videos: list[Tensor], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train by the clock or by steps; rates rise for ``warmup`` steps and fall in a line to zero. Leaves the averaged
+    weights in ``vae``."""
+    began = time.perf_counter()
+    device = next(vae.parameters()).device
+    optimizers = make_optimizers(vae, rate=arguments.learning_rate, muon_rate=arguments.muon_learning_rate)
+    average = WeightAverage(vae, decay=arguments.ema_decay)
+    generator = torch.Generator().manual_seed(arguments.seed)
+    shape = batch_size, num_frames, size = arguments.batch_size, arguments.frames, arguments.size
+    latents = torch.empty(batch_size, 16, 1 + num_frames // 4, size // 8, size // 8, device=device)
+    crops = random_crops(videos, shape, generator)
+    losses = compile_or_not(make_losses(vae, device), crops, torch.randn_like(latents))
+    optimizers.zero_grad()
+    step, share, curve, compiled_s = 0, 0.0, [], time.perf_counter() - began
+    print(f"  the first step was ready after {compiled_s:.0f} s", flush=True)
+    while share < 1:
+        optimizers.set_rates(min(1.0, (step + 1) / arguments.warmup) * (1 - share))
+        loss, error = losses(random_crops(videos, shape, generator), torch.randn_like(latents))
+        loss.backward()
+        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        for optimizer in optimizers.optimizers:
+            optimizer.step()
+        optimizers.zero_grad()
+        average.update(vae)
+        step += 1
+        if step % arguments.log_steps == 0:
+            curve.append((step, time.perf_counter() - began, float(-10 * error.log10())))
+            print("  step {}, {:.0f} s, {:.2f} dB on the batch".format(*curve[-1]), flush=True)
+            if curve[-1][2] != curve[-1][2]:
+                raise SystemExit("the loss is not a number; take smaller rates.")
+        elapsed = time.perf_counter() - began
+        share = step / arguments.steps if arguments.steps else min(1.0, elapsed / arguments.seconds)
+    torch._foreach_copy_([parameter.data for parameter in vae.parameters()], list(average.values.values()))
+    seconds = time.perf_counter() - began
+    print(f"  {step} steps in {seconds:.0f} s, {(seconds - compiled_s) / step * 1e3:.1f} ms a step", flush=True)
+    return {"steps": step, "seconds": seconds, "first_step_s": compiled_s, "curve": curve}
+
+
+@torch.no_grad()
+def normalize_latents(vae: Any, videos: list[Tensor], arguments: argparse.Namespace) -> None:
+    """Write the statistics of the latents of training crops into the VAE's config."""
+    generator, means = torch.Generator().manual_seed(arguments.seed + 1), []
+    for _ in range(8):
+        crops = random_crops(videos, (arguments.batch_size, arguments.frames, arguments.size), generator)
+        means.append(vae.encode(crops.float() / 127.5 - 1).latent_dist.mode())
+    columns = torch.cat(means).transpose(0, 1).flatten(1)
+    if arguments.family == "wan":
+        vae.register_to_config(latents_mean=columns.mean(dim=1).tolist(), latents_std=columns.std(dim=1).tolist())
+    else:  # CogVideoX has one factor and no mean
+        vae.register_to_config(scaling_factor=float(columns.square().mean().rsqrt()))
+
+
+def center_clips(videos: list[Tensor], num_frames: int = 17) -> Iterator[Tensor]:
+    """float 1TCHW in [0, 1]: of 20 frames in the middle 256x256 of each file the 17 that both families take."""
     for video in videos:
         height, width = (min(256, side // 8 * 8) for side in video.shape[-2:])
         top, left, first = (video.shape[2] - height) // 2, (video.shape[3] - width) // 2, (len(video) - 20) // 2
-        clip = video[first : first + 17, :, top : top + height, left : left + width]
-        clips.append(clip.transpose(0, 1)[None].float().div(127.5).sub(1))
-    return clips
+        yield video[None, first : first + num_frames, :, top : top + height, left : left + width].float() / 255
 
 
-@torch.no_grad()
-def score(vae: Any, clips: list[Tensor]) -> float:
-    """Mean over clips of the mean per-frame PSNR of the round trip, dB, pixels in [0, 1]."""
-    values = []
-    for clip in clips:
-        with torch.autocast("cuda", torch.bfloat16):
-            decoded = vae.decode(vae.encode(clip).latent_dist.mode()).sample.float().clamp(-1, 1)
-        error = ((decoded - clip) / 2).square().mean(dim=(0, 1, 3, 4))
-        values.append((-10 * error.log10()).mean())
-    return float(torch.stack(values).mean())
+def frame_psnr(decoded_NTCHW: Tensor, frames_NTCHW: Tensor) -> Tensor:
+    """PSNR of each frame, dB, pixels in [0, 1]: NT."""
+    return -10 * (decoded_NTCHW.float() - frames_NTCHW).square().mean(dim=(2, 3, 4)).clamp(min=1e-10).log10()
 
 
-@torch.no_grad()
-def latent_statistics(vae: Any, videos: list[Tensor]) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each latent channel over training crops."""
-    generator = torch.Generator().manual_seed(1)
-    latents = []
-    for _ in range(8):
-        with torch.autocast("cuda", torch.bfloat16):
-            latents.append(vae.encode(random_crops(videos, 16, 128, generator)).latent_dist.mode().float())
-    columns = torch.cat(latents).transpose(0, 1).flatten(1)
-    return columns.mean(dim=1).tolist(), columns.std(dim=1).tolist()
-
-
-def train(vae: Any, videos: list[Tensor], *, seconds: float, batch_size: int, size: int, learning_rate: float) -> Any:
-    """Train for ``seconds``; the rate falls in a line to zero. Returns the VAE with averaged weights."""
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=True)
-    average = torch.optim.swa_utils.AveragedModel(vae, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.998))
-    generator = torch.Generator().manual_seed(0)
-    began, step, share = time.perf_counter(), 0, 0.0
-    while share < 1:
-        share = min(1.0, (time.perf_counter() - began) / seconds)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * min(1.0, (step + 1) / 100) * (1 - share)
-        frames = random_crops(videos, batch_size, size, generator)
-        with torch.autocast("cuda", torch.bfloat16):
-            latents = vae.encode(frames).latent_dist
-            decoded = vae.decode(latents.sample()).sample
-        error = decoded.float() - frames
-        loss = error.square().mean() + 0.02 * error.abs().mean() + KL_WEIGHT * latents.kl().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        average.update_parameters(vae)
-        step += 1
-        if step % 200 == 0:
-            psnr = float(-10 * (error.detach() / 2).square().mean().log10())
-            print(f"  step {step}, {time.perf_counter() - began:.0f} s, {psnr:.2f} dB on the batch", flush=True)
-    print(f"  {step} steps in {time.perf_counter() - began:.0f} s")
-    return average.module
-
-
-def save(vae: Any, folder: Path, family: str, statistics: tuple[list[float], list[float]]) -> None:
-    """A diffusers folder in bfloat16, with the latents' own statistics."""
-    mean, std = statistics
-    if family == "wan":
-        vae.register_to_config(latents_mean=mean, latents_std=std)
-    else:  # CogVideoX has one factor and no mean
-        root_mean_square = sum(m * m + s * s for m, s in zip(mean, std, strict=True)) / len(mean)
-        vae.register_to_config(scaling_factor=root_mean_square**-0.5)
-    vae.to(torch.bfloat16).save_pretrained(folder, max_shard_size="15MB")
+def score(teacher: Teacher, videos: list[Tensor]) -> float:
+    """Mean over clips of the mean PSNR of their frames, of the round trip."""
+    each = [frame_psnr(teacher.decode(teacher.encode(clip)), clip).mean() for clip in center_clips(videos)]
+    return float(torch.stack(each).mean())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("family", choices=CLASSES)
     parser.add_argument("--clips", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=460)
-    parser.add_argument("--batch_size", type=int, default=16)
-    parser.add_argument("--size", type=int, default=128, help="height and width of the training crops")
-    parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=440, help="of training, with the compilation")
+    parser.add_argument("--steps", type=int, help="end by steps instead")
+    parser.add_argument("--frames", type=int, choices=(9, 17), help=f"of a training clip; default: {LENGTHS}")
+    parser.add_argument("--batch_size", type=int, help=f"default: {BATCH_SIZES}")
+    parser.add_argument("--size", type=int, default=128, help="height and width of the training crops")
+    parser.add_argument("--learning_rate", type=float, default=1e-3, help="of AdamW")
+    parser.add_argument("--muon_learning_rate", type=float, default=0.004, help="0: AdamW for all")
+    parser.add_argument("--quiet", type=float, default=0.03, help="first size of the last conv of a residual branch")
+    parser.add_argument("--warmup", type=int, default=50, help="steps")
+    parser.add_argument("--ema_decay", type=float, default=0.95)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--settings", type=json.loads, default={}, help="JSON: what differs in the VAE's config")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--log_steps", type=int, default=200)
+    parser.add_argument("--max_clips", type=int, default=20, help="of each figure")
     arguments = parser.parse_args()
+    arguments.frames = arguments.frames or LENGTHS[arguments.family]
+    arguments.batch_size = arguments.batch_size or BATCH_SIZES[arguments.family]
+    diffusers.logging.set_verbosity_error()  # it warns of every change of precision
+    device, began = torch.device(arguments.device), time.perf_counter()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    train_videos, val_videos = ([v.cuda() for v in load_split(arguments.clips, name)] for name in ("train", "val"))
-    vae = make_vae(arguments.family)
-    size_M = sum(parameter.numel() for parameter in vae.parameters()) / 1e6
-    print(f"{arguments.family}: {size_M:.1f} M parameters, torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    vae = train(
-        vae,
-        train_videos,
-        seconds=arguments.seconds,
-        batch_size=arguments.batch_size,
-        size=arguments.size,
-        learning_rate=arguments.learning_rate,
-    )
-    clips = validation_clips(val_videos)
-    figures = {"validation": score(vae, clips)}
-    figures["training"] = score(vae, validation_clips(train_videos[:20]))
-    save(vae, arguments.output, arguments.family, latent_statistics(vae, train_videos))
-    (arguments.output / "figures.json").write_text(json.dumps(figures))
-    print(f"{arguments.family}: " + ", ".join(f"{value:.2f} dB on {name} clips" for name, value in figures.items()))
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 5  # of cuDNN's best guesses
+    training, validation = ([v.to(device) for v in load_split(arguments.clips, name)] for name in ("train", "val"))
+    vae = make_vae(arguments.family, arguments.settings, seed=arguments.seed, quiet=arguments.quiet).to(device)
+    parameters = sum(parameter.numel() for parameter in vae.parameters())
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"{arguments.family}: {parameters / 1e6:.1f} M parameters, torch {torch.__version__}, {name}")
+    print(f"  {len(training)} + {len(validation)} clips after {time.perf_counter() - began:.0f} s", flush=True)
+    with whole_clips(in_two_parts=arguments.family == "cogvideox" and arguments.frames == 17):
+        figures = train(vae, training, arguments)
+    normalize_latents(vae, training, arguments)
+    vae.to(torch.bfloat16).save_pretrained(arguments.output, max_shard_size="16MB")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    teacher = load_teacher(arguments.family, arguments.output, dtype=dtype, device=device)
+    figures |= {"validation_db": score(teacher, validation[: arguments.max_clips])}
+    figures |= {"training_db": score(teacher, training[:: len(training) // arguments.max_clips or 1])}
+    figures |= {"parameters": parameters, "torch": torch.__version__, "seed": arguments.seed}
+    figures["arguments"] = {key: str(value) for key, value in vars(arguments).items()}
+    (arguments.output / "figures.json").write_text(json.dumps(figures, indent=1))
+    words = ", ".join(f"{figures[f'{name}_db']:.2f} dB on {name} clips" for name in ("validation", "training"))
+    print(f"{arguments.family}: {words}; {time.perf_counter() - began:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,28 @@
-"""Benchmarks that keep results in the repository do so only when they are told to."""
+"""Benchmarks that keep results in the repository do so only when told to; those that train teachers and students run
+from end to end, and train the function that the teacher has in use."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+
+from tinyvae.cli.main import run
+from tinyvae.data.sample_clips import write_sample_clips
 
 ROOT = Path(__file__).resolve().parents[1]
+NARROW: dict[str, dict[str, Any]] = {
+    "cogvideox": {"block_out_channels": [8, 8, 8, 16], "norm_num_groups": 4, "layers_per_block": 1},
+    "wan": {"base_dim": 8, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1},
+}
 
 
 @pytest.fixture
@@ -42,3 +54,75 @@ def test_chaos_keeps_its_results_only_with_write(
     chaos.main()
     assert json.loads(file.read_text())["kills"]["result"]["kills"] == 1 and "kept in" in capsys.readouterr().out
     assert "1 x `kill -9`" in page.read_text() and page.read_text().startswith("before ")
+
+
+@pytest.mark.parametrize(("family", "num_frames"), [("cogvideox", 9), ("cogvideox", 17), ("wan", 17)])
+def test_whole_clips_are_what_diffusers_makes_of_them(
+    family: str, num_frames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from whole_clips import decode_whole, encode_whole, whole_clips  # type: ignore[import-not-found]
+
+    torch.manual_seed(0)
+    kind = {"cogvideox": "AutoencoderKLCogVideoX", "wan": "AutoencoderKLWan"}[family]
+    vae = getattr(diffusers, kind)(**NARROW[family])
+    frames = torch.rand(2, 3, num_frames, 16, 24) * 2 - 1
+    with torch.no_grad():
+        known = vae.encode(frames).latent_dist
+        decoded = vae.decode(known.mode()).sample
+        with whole_clips(in_two_parts=family == "cogvideox" and num_frames == 17):
+            mean, log_variance = encode_whole(vae, frames)
+            made = decode_whole(vae, mean)
+        again = vae.encode(frames).latent_dist.mode()
+    torch.testing.assert_close(mean, known.mode(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(log_variance, known.logvar, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(made.clamp(-1, 1), decoded.clamp(-1, 1), atol=1e-5, rtol=1e-4)
+    assert decoded.std() > 0.01 and torch.equal(again, known.mode()), "behind the block diffusers is itself again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NARROW)
+def test_a_teacher_is_made_and_students_learn_from_it(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("diffusers")
+    clips, teacher, rows = tmp_path / "clips", tmp_path / "teacher", tmp_path / "rows.json"
+    write_sample_clips(clips, count=5, height=32, width=48, frames=20)
+    said = run_benchmark(
+        *("make_teacher.py", family, "--clips", clips, "--output", teacher, "--device", "cpu", "--steps", 3),
+        *("--batch_size", 1, "--size", 32, "--settings", json.dumps(NARROW[family])),
+    )
+    figures = json.loads((teacher / "figures.json").read_text())
+    assert figures["steps"] == 3 and f"{figures['validation_db']:.2f} dB on validation clips" in said
+    config = json.loads((teacher / "config.json").read_text())
+    assert config["latents_std"][0] != 2.8184 if family == "wan" else config["scaling_factor"] != 1.15258426
+
+    evaluated = tmp_path / "evaluated"
+    words = ["--data", clips / "annotations.json", "--frames", 17, "--device", "cpu", "--lpips", "off", "--films", 0]
+    assert run(["eval", str(teacher), *map(str, words), "--output", str(evaluated)]) == 0
+    assert "PSNR" in capsys.readouterr().out and (evaluated / "results.json").is_file()
+
+    candidates = ["", "train=decoder,teacher_frames=5,features=0.1", "train=encoder,activation=leaky_relu"]
+    candidates += [
+        "consistency=0.1,reconstruction_loss_weight=2,round_trip_to=encoder,freeze_encoder=0.5,small_first=16"
+    ]
+    run_benchmark(
+        *("distill_search.py", *candidates, "--clips", clips, "--teacher", teacher, "--steps", 4, "--pool", 4),
+        *("--set", "height=32,width=32,train_batch_size=2,model_width=0.25", "--output", rows),
+    )
+    found = json.loads(rows.read_text())
+    assert [row["name"] for row in found] == ["base", *candidates[1:]] and {row["steps"] for row in found} == {4}
+    assert {round(row["teacher"], 4) for row in found} == {round(figures["validation_db"], 4)}, (
+        "one and the same figure"
+    )
+    assert all(row["decoder"] > 5 and row["encoder"] > 5 and row["raw"]["own"] > 5 for row in found)
+
+
+def run_benchmark(*words: Any) -> str:
+    """What a script of benchmarks/ prints; it must succeed."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "benchmarks" / words[0]), *map(str, words[1:])]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout

@@ -29,7 +29,7 @@ LAUNCH_KEYS |= {*launch_config.Zero.model_fields, *launch_config.DeepSpeedSettin
 NO_SETTINGS = {
     *("load_model", "encode_video", "check_teacher", "make_train_loader", "open_or_build_index", "full_path"),
     *("best_model", "best_score", "best_step", "early_stop", "size_independent", "cosine_with_restarts"),
-    *("seraena_correction_std", "invert_scale_latents"),
+    *("seraena_correction_std", "invert_scale_latents", "decoder_psnr", "latent_snr"),
 }
 """Names with an underscore in the documents that are functions, values or metrics of ours or of others."""
 OLD_NAMES = {

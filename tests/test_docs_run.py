@@ -59,11 +59,16 @@ RUN_ELSEWHERE = {
 
 SUBSTITUTIONS = {
     r"/data/latents": "latents",
+    r"/models/Wan2\.1/vae": "wan_teacher",
+    r"--output_dir output/my_student": "--output_dir output/made",
+    r"checkpoints/taew2_1\.pth": "lighttaew2_1.safetensors",
     r"/data/videos|/data/val|videos/val|(?<=--data_root )clips|videos/(?= )": "videos",
     r"(?<=--preset )h100": "quickstart",
     r"output/RUN_B": "taehv.safetensors",
     r"\b(?:RUN_OR_FILE|MODEL|output/RUN(?:_A)?)(?= |$)": "output/my_run",
     r"output/my_run(?= --to (?:lightx2v|sdcpp))": "output/wan_run",
+    r"output/my_run(?= --keep 0.5)": "output/wide_run",
+    r"--model_width 0.5(?= --pretrained)": "--model_width 0.125",
     r"output/my_run(?= --to (?:comfyui|diffusers|upstream))": "output/full_run",
     r"480x720": "32x48",
     r"256x256": "32x32",
@@ -72,7 +77,7 @@ SUBSTITUTIONS = {
     r"--(max_train_steps) \d+": r"--\1 3",
     r"@2000": "@1",
     r"@8000": "@2",
-    r"--clips 100000": "--clips 4",
+    r"--clips 1\d+": "--clips 4",
     r"--num_samples 5": "--num_samples 1 --data_root videos",
 }
 
@@ -93,12 +98,13 @@ SMALL_TEACHER = settings(
 )
 OPTIONS = {
     "bench": settings("size=32x32 frames=5 repeats=3"),
+    "prune": settings("max_clips=1"),
     **dict.fromkeys(("train", "check", "latents"), SMALL_RUN),
     **dict.fromkeys(("eval", "compare"), settings("size=32x32 frames=9")),
 }
 """What is added to the commands of a verb, except what they say themselves."""
 
-SLOW = ("train", "check", "latents", "export", "compare", "eval")
+SLOW = ("train", "check", "latents", "export", "compare", "eval", "prune")
 """Verbs that take more than a second even when small."""
 
 
@@ -182,10 +188,18 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file, variant in (("lighttaew2_1", "taew2_1"), ("lighttaehy1_5", "taehv1_5")):  # files that state nothing
         save_file(TAEHV(variant, width=0.125).state_dict(), folder / f"{file}.safetensors")
     runs = {"my_run": TAEHV("taehv", width=0.125), "full_run": TAEHV("taehv"), "wan_run": TAEHV("taew2_2")}
+    runs["wide_run"] = TAEHV("taehv", width=0.25)  # to be pruned
     for name, model in runs.items():  # two of full width: most other programs load no other
         config = replace(load_preset("scratch"), variant=model.spec.name, model_width=model.spec.width)
         save_model(model, folder / "output" / name / "best_model")
         (folder / "output" / name / "config.json").write_text(to_json(config))
+    student = folder / "output" / "my_student"
+    save_model(TAEHV("taew2_1"), student / "best_model")
+    save_model(TAEHV("taew2_1", width=0.125), folder / "output" / "small_student")
+    student_of = replace(load_preset("distill"), variant="taew2_1", ref_vae_path="wan_teacher")
+    (student / "config.json").write_text(to_json(student_of))
+    diffusers = pytest.importorskip("diffusers")
+    diffusers.AutoencoderKLWan(base_dim=8, num_res_blocks=1).save_pretrained(folder / "wan_teacher")
     save_model(wan, folder / "run_or_file")
     earlier = replace(load_preset("scratch"), data_root=videos)
     (folder / "output" / "2026-11-15_10-00-00").mkdir()
@@ -233,6 +247,8 @@ def small_command(command: str, scratch: Path) -> list[str]:
         write_teacher(scratch / "teacher")
         write_lpips(scratch / "lpips.safetensors")
         added = SMALL_RUN | SMALL_TEACHER
+    elif added is SMALL_RUN and "wan_teacher" in words:
+        added = SMALL_RUN | {"n_frames": "9"}
     elif added is SMALL_RUN and words[2].endswith(".py"):
         added = SMALL_RUN | {"data_root": "videos"}  # settings files name a folder of their author
     if "resolutions" in said:
@@ -247,6 +263,8 @@ PYTHON_SUBSTITUTIONS = {
     "for batch in loader:": "for batch in [next(iter(loader))]:",
     "videos/val": "videos",
     'export("output/my_run"': 'export("output/full_run"',
+    "output/my_student": "output/small_student",
+    "/models/Wan2.1/vae": "wan_teacher",
 }
 
 

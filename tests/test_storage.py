@@ -116,7 +116,7 @@ def test_a_url_with_credentials_is_refused_and_they_are_not_shown(
 def test_a_file_is_fetched_once_and_again_when_it_changes(shelf: Url, tmp_path: Path) -> None:
     for _ in range(2):
         assert local_file(shelf / "a.mp4").read_bytes() == b"a" * 1000
-    assert fetches(tmp_path) == ["a.mp4"] and oct(file_cache().copies.folder.stat().st_mode)[-3:] == "700"
+    assert fetches(tmp_path) == ["a.mp4"] and oct(file_cache().folder.stat().st_mode)[-3:] == "700"
     (tmp_path / "shelf" / "a.mp4").write_bytes(b"x" * 1000)
     os.utime(tmp_path / "shelf" / "a.mp4", (1, 1))
     assert local_file(shelf / "a.mp4").read_bytes() == b"x" * 1000 and local_file(shelf / "a.mp4").suffix == ".mp4"

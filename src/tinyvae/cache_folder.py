@@ -7,6 +7,7 @@ sets the file's time of last access; its time of change stays, because the decod
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
 import re
@@ -23,9 +24,6 @@ ABANDONED_S = 3600.0
 """An unfinished copy that was not written to for this long belongs to a process that was killed."""
 COPY_NAME = re.compile(r"[0-9a-f]{32}\.\w+")
 """Only files of such names are counted and deleted, whatever else a user keeps in the folder."""
-
-CacheEvent = Literal["", "evicts", "full"]
-"""What happened to a cache: nothing, copies of earlier runs were deleted, or it does not hold all files of this run."""
 
 
 class CacheNote(NamedTuple):
@@ -44,14 +42,20 @@ def default_cache_folder(kind: str) -> Path:
 class CacheFolder:
     """Copies by key, at most ``max_gb`` GiB of them. Copies used after ``run_start`` (of `time.time`) are this run's.
 
+    A kind of cache has a ``title``, and ``advice`` for where it does not hold all files of a run.
+
     >>> folder = CacheFolder(Path("/fast/cache"), max_gb=50, run_start=time.time())  # doctest: +SKIP
     >>> folder.place("videos/a.mp4\\0" + "1234", ".rgb")  # doctest: +SKIP
     PosixPath('/fast/cache/5b36f1...rgb')
     """
 
+    title = "the cache"
+    advice = ""
+
     def __init__(self, folder: Path, *, max_gb: float, run_start: float = math.inf) -> None:
         self.folder, self.max_gb, self.run_start = folder, max_gb, run_start
-        self.event: CacheEvent = ""
+        self.event: Literal["", "evicts", "full"] = ""
+        """Nothing; copies of earlier runs were deleted; it does not hold all files of this run."""
 
     def place(self, key: str, suffix: str) -> Path:
         """Where the copy with this key is, if there is one. The key names the original and its version."""
@@ -84,6 +88,15 @@ class CacheFolder:
                     surplus -= copy_size
                     self.event = "full" if used_at >= self.run_start else self.event or "evicts"
         return surplus <= 0
+
+    def notes(self) -> list[CacheNote]:
+        """What a run should say about this cache, once."""
+        start = f"{self.title} in {self.folder}"
+        if self.event == "evicts":
+            return [CacheNote(logging.INFO, f"{start} makes room: files of earlier runs are deleted")]
+        if self.event == "full":
+            return [CacheNote(logging.WARNING, f"{start} is full: {self.advice.format(max_gb=self.max_gb)}")]
+        return []
 
 
 def open_copy(file: Path, size: int | None) -> FileIO | None:

@@ -37,12 +37,7 @@ from tinyvae.models.variants import (
     VariantSpec,
 )
 from tinyvae.models.weights import load_model
-from tinyvae.teachers.statistics import (
-    KNOWN_STATISTICS,
-    chosen_statistics,
-    pixel_normalization,
-    statistics_of_vae,
-)
+from tinyvae.teachers.statistics import KNOWN_STATISTICS, chosen_statistics, pixel_normalization, statistics_of_vae
 
 require_package("diffusers", extra="diffusers", needed_for="tinyvae.diffusers")
 
@@ -102,8 +97,11 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         self._statistics = chosen_statistics(self.spec, latents_mean, latents_std, scaling_factor)
         self._pixel_mean, self._pixel_std = pixel_normalization(self.spec)
         self._fused: tuple[object, FusedTAEHV, list[Tensor]] | None = None
-        self.use_slicing = False
-        self.use_tiling = False
+        self.use_slicing = self.use_tiling = False
+        # What pipelines read from the VAE itself, as from its config.
+        self.temporal_compression_ratio, self.spatial_compression_ratio = self.spec.time_factor, self.spec.space_factor
+        self.temperal_downsample = derived_config(self.spec)["temperal_downsample"]
+        self.tokens_chunk_size = H3_CHUNK_LATENTS
         self.register_to_config(
             latents_mean=list(self._statistics.mean),
             latents_std=list(self._statistics.std),
@@ -133,10 +131,8 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
                 f"a preview decoder makes smaller or fewer frames than a pipeline expects (preview={spec.preview!r}); "
                 "load the model without preview=."
             )
-        options: dict[str, Any] = {}
-        if teacher is not None:
-            options = statistics_of_vae(teacher, spec)
-        elif spec.name not in KNOWN_STATISTICS and spec.name != "taeos1_3":  # for which there is no pipeline
+        options: dict[str, Any] = {} if teacher is None else statistics_of_vae(teacher, spec)
+        if teacher is None and spec.name not in KNOWN_STATISTICS and spec.name != "taeos1_3":  # which has no pipeline
             warnings.warn(
                 f"the latent statistics of {spec.teacher} come with its VAE; without teacher=pipe.vae they are mean 0 "
                 "and deviation 1, which is wrong for a pipeline that gives latents to another network.",
@@ -160,8 +156,6 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
     def gradient_checkpointing(self, is_on: bool) -> None:
         self.network.gradient_checkpointing = is_on
 
-    # what pipelines read from the VAE itself
-
     @property
     def latents_mean(self) -> Tensor:
         """The mean of each latent channel, float32 on the CPU (the LTX pipelines read it here)."""
@@ -171,24 +165,6 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
     def latents_std(self) -> Tensor:
         """The deviation of each latent channel, float32 on the CPU."""
         return torch.tensor(self._statistics.std)
-
-    @property
-    def temporal_compression_ratio(self) -> int:
-        return self.spec.time_factor
-
-    @property
-    def spatial_compression_ratio(self) -> int:
-        return self.spec.space_factor
-
-    @property
-    def temperal_downsample(self) -> list[bool]:
-        """Which of the three stages halve the frames; spelled as in diffusers."""
-        return list(self.config.temperal_downsample)
-
-    @property
-    def tokens_chunk_size(self) -> int:
-        """Latents of one of MiniMax H3's chunks."""
-        return H3_CHUNK_LATENTS
 
     # switches
 
@@ -235,7 +211,7 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         the keywords of other decoders have no effect: this decoder has no noise to remove.
         """
         parts = [self._decode(part) for part in self._slices(z)]
-        video = parts[0] if len(parts) == 1 else torch.cat(parts)
+        video = parts[0] if len(parts) == 1 else torch.cat(parts)  # a single one is not copied
         return DecoderOutput(sample=video) if return_dict else (video,)
 
     def forward(

@@ -42,6 +42,11 @@ class UnreadableVideoError(UserError):
         return f"{self.path}: {self.reason}"
 
 
+def why_unreadable(fault: UnreadableVideoError | OSError) -> str:
+    """Why a video could not be read, for the list of bad files."""
+    return fault.reason if isinstance(fault, UnreadableVideoError) else f"cannot be read: {fault.strerror or fault}"
+
+
 def nearest_name(wrong: str, known: Iterable[str]) -> str:
     """``" Did you mean 'x'?"`` for the known name closest to ``wrong``, or an empty string."""
     close = difflib.get_close_matches(wrong, list(known), n=1, cutoff=NEAR)

@@ -94,6 +94,11 @@ def _try_writing(folder: Path) -> None:
         pass
 
 
+def existing_folder(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
+
+
 def why_not_written(fault: BaseException, folder: Path, *, needed_bytes: int | None = None) -> str:
     """Why a write into ``folder`` failed, in the system's words; for a full disk also how much is free and needed.
 
@@ -124,6 +129,5 @@ def writing_to(folder: Path) -> Iterator[None]:
     except UserError:
         raise
     except OSError as fault:
-        place = next((there for there in (folder, *folder.parents) if there.is_dir()), folder)
-        reason = why_not_written(fault, place)
+        reason = why_not_written(fault, existing_folder(folder))
         raise UserError(f"writing to {folder} failed ({reason}); check its space and permissions.") from fault

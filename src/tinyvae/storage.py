@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-import logging
 import os
 import posixpath
 import re
@@ -25,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from tinyvae.cache_folder import CacheFolder, CacheNote, default_cache_folder, open_copy
+from tinyvae.cache_folder import CacheFolder, default_cache_folder, open_copy
 from tinyvae.errors import UserError, require_package
 from tinyvae.files import FULL_DISK_ERRORS, atomic_write, lock_file
 
@@ -149,8 +148,7 @@ def version_of(place: Place) -> FileVersion:
 
 def list_files(folder: Url) -> Iterator[tuple[str, FileVersion]]:
     """(path from the folder, version) of every file below it, sorted by path. Holds about 2 KB for each file."""
-    with _reaching(folder):
-        system, path = _open_system(folder)
+    with _reaching(folder) as (system, path):
         system.invalidate_cache()
         found: dict[str, dict[str, Any]] = system.find(path, detail=True)
     start = len(path.rstrip("/")) + 1
@@ -175,8 +173,7 @@ def local_file(place: Place, version: FileVersion | None = None) -> Path:
 def upload(file: Path, url: Url) -> None:
     """Write a local file to a URL. On object storage it appears there complete or not at all."""
     try:
-        with _reaching(url):
-            system, path = _open_system(url)
+        with _reaching(url) as (system, path):
             system.put_file(str(file), path)
     except OSError as fault:
         raise StorageError(f"{url} cannot be written ({fault.strerror or fault}); name another place") from None
@@ -202,81 +199,69 @@ def work_folder(place: Place) -> Path:
     """A local folder for work that ends in ``place``: itself, or one beside the fetched files, always the same."""
     if isinstance(place, Path):
         return place
-    copies = file_cache().copies
-    return copies.folder / f"work-{copies.place(str(place), '').name}"
+    cache = file_cache()
+    return cache.folder / f"work-{cache.place(str(place), '').name}"
 
 
 # the cache of fetched files
 
 
-class FileCache:
-    """Fetched files in a folder of at most ``max_gb`` GiB, and what was used in the last seconds."""
+class FileCache(CacheFolder):
+    """Fetched files: at most ``max_gb`` GiB, and what was used in the last seconds."""
 
-    def __init__(self, folder: Path, *, max_gb: float) -> None:
-        self.copies = CacheFolder(folder, max_gb=max_gb, run_start=time.time())
+    title = "the cache of fetched files"
+    advice = (
+        "file_cache_gb ({max_gb:.3g}) does not hold all files of this run, and those not used for the longest time are "
+        "deleted and fetched again when needed; raise file_cache_gb, or name a file_cache_dir on a larger disk"
+    )
 
     def fetch(self, url: Url, version: FileVersion) -> Path:
         """The copy of a file; processes that want the same one at the same time fetch it once."""
         key = f"{url}\0{version.size}\0{version.tag}"
-        file = self.copies.place(key, url.suffix if re.fullmatch(r"\.\w{1,8}", url.suffix) else ".file")
+        file = self.place(key, url.suffix if re.fullmatch(r"\.\w{1,8}", url.suffix) else ".file")
         try:
-            if self._is_there(file, version):
+            if _is_there(file, version):
                 return file
-            self.copies.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with open(self.copies.folder / f"lock-{int(file.name[:8], 16) % NUM_LOCKS}", "ab") as lock:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with open(self.folder / f"lock-{int(file.name[:8], 16) % NUM_LOCKS}", "ab") as lock:
                 lock_file(lock, wait=True)
-                if not self._is_there(file, version):
-                    if not self.copies.make_room(max(version.size, 0), keep_used_since=time.time() - IN_USE_S):
-                        self.copies.event = "full"
-                    self._download(url, version, file)
+                if not _is_there(file, version):
+                    if not self.make_room(max(version.size, 0), keep_used_since=time.time() - IN_USE_S):
+                        self.event = "full"
+                    _download(url, version, file)
         except OSError as fault:
-            if fault.errno in FULL_DISK_ERRORS or str(fault.filename).startswith(str(self.copies.folder)):
-                reason = fault.strerror or str(fault)
-                text = (
-                    f"the cache of fetched files {self.copies.folder} cannot be written ({reason}); free some space, "
-                )
-                raise StorageError(f"{text}lower file_cache_gb, or name another file_cache_dir") from None
+            if fault.errno in FULL_DISK_ERRORS or str(fault.filename).startswith(str(self.folder)):
+                raise StorageError(
+                    f"the cache of fetched files {self.folder} cannot be written ({fault.strerror or fault}); free "
+                    "some space, lower file_cache_gb, or name another file_cache_dir"
+                ) from None
             raise
         return file
 
-    def notes(self) -> list[CacheNote]:
-        """What a run should say about this cache, once."""
-        folder, size_gb = self.copies.folder, self.copies.max_gb
-        if self.copies.event == "evicts":
-            text = f"the cache of fetched files in {folder} makes room: files of earlier runs are deleted"
-            return [CacheNote(logging.INFO, text)]
-        if self.copies.event == "full":
-            text = (
-                f"the cache of fetched files in {folder} is full: file_cache_gb ({size_gb:.3g}) does not hold all "
-                "files of this run, and those not used for the longest time are deleted and fetched again when "
-                "needed; raise file_cache_gb, or name a file_cache_dir on a larger disk"
-            )
-            return [CacheNote(logging.WARNING, text)]
-        return []
 
-    def _is_there(self, file: Path, version: FileVersion) -> bool:
-        stream = open_copy(file, None if version.size < 0 else version.size)
-        if stream is not None:
-            stream.close()
-        return stream is not None
+def _is_there(file: Path, version: FileVersion) -> bool:
+    stream = open_copy(file, None if version.size < 0 else version.size)
+    if stream is not None:
+        stream.close()
+    return stream is not None
 
-    def _download(self, url: Url, version: FileVersion, file: Path) -> None:
-        for wait_s in (*RETRY_WAITS_S, None):
-            try:
-                with atomic_write(file, sync=False) as part:
-                    with _reaching(url):
-                        system, path = _open_system(url)
-                        system.get_file(path, part.name)
-                    size = os.stat(part.name).st_size
-                    if version.size not in (-1, size):
-                        reason = f"it has {size} bytes there but had {version.size} when it was listed or indexed"
-                        raise OSError(errno.ESTALE, f"{reason}; run `tinyvae data index` again", str(url))
-                return
-            except (UnreachableStorageError, OSError) as fault:
-                is_passing = isinstance(fault, UnreachableStorageError) or fault.errno in (errno.EIO, errno.EBUSY)
-                if wait_s is None or not is_passing:
-                    raise
-                time.sleep(wait_s)
+
+def _download(url: Url, version: FileVersion, file: Path) -> None:
+    for wait_s in (*RETRY_WAITS_S, None):
+        try:
+            with atomic_write(file, sync=False) as part:
+                with _reaching(url) as (system, path):
+                    system.get_file(path, part.name)
+                size = os.stat(part.name).st_size
+                if version.size not in (-1, size):
+                    reason = f"it has {size} bytes there but had {version.size} when it was listed or indexed"
+                    raise OSError(errno.ESTALE, f"{reason}; run `tinyvae data index` again", str(url))
+            return
+        except (UnreachableStorageError, OSError) as fault:
+            is_passing = isinstance(fault, UnreachableStorageError) or fault.errno in (errno.EIO, errno.EBUSY)
+            if wait_s is None or not is_passing:
+                raise
+            time.sleep(wait_s)
 
 
 def use_file_cache(folder: Path | None, max_gb: float | None) -> None:
@@ -302,7 +287,7 @@ def file_cache() -> FileCache:
 
 @functools.cache
 def _file_cache(folder: Path, max_gb: float) -> FileCache:
-    return FileCache(folder, max_gb=max_gb)
+    return FileCache(folder, max_gb=max_gb, run_start=time.time())
 
 
 # what fsspec says, in our words
@@ -314,16 +299,8 @@ UNREACHABLE = {
 }  # fmt: skip
 """Names of error classes (or of their bases) of botocore, aiohttp, httpx, requests, fsspec and Python."""
 VERSION_KEYS = (
-    "ETag",
-    "etag",
-    "blob_id",
-    "md5Hash",
-    "content_hash",
-    "LastModified",
-    "last_modified",
-    "mtime",
-    "created",
-)
+    "ETag", "etag", "blob_id", "md5Hash", "content_hash", "LastModified", "last_modified", "mtime", "created",
+)  # fmt: skip
 
 
 def without_secrets(text: str) -> str:
@@ -356,8 +333,7 @@ def _open_system(url: Url) -> tuple[Any, str]:
 def _facts(url: Url) -> dict[str, Any] | None:
     """What the storage says of a file or folder; None where there is nothing."""
     try:
-        with _reaching(url):
-            system, path = _open_system(url)
+        with _reaching(url) as (system, path):
             return dict(system.info(path))
     except FileNotFoundError:
         return None
@@ -376,10 +352,11 @@ def _not_there(url: Url) -> FileNotFoundError:
 
 
 @contextmanager
-def _reaching(url: Url) -> Iterator[None]:
-    """Around each use of fsspec: what goes wrong becomes an `OSError` about one file, or a `StorageError`."""
+def _reaching(url: Url) -> Iterator[tuple[Any, str]]:
+    """Around each use of fsspec: gives the file system of a URL and the path in it. What goes wrong becomes an
+    `OSError` about one file, or a `StorageError`."""
     try:
-        yield
+        yield _open_system(url)
     except UserError:
         raise
     except Exception as fault:  # each file system has errors of its own, of any class

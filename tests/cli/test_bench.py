@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from tinyvae import TAEHV, save_model
 from tinyvae.cli.main import run
+from tinyvae.convert.bench import BenchmarkCase, Ceilings, count_work, floor_ms
 from tinyvae.errors import UserError
 
 
@@ -39,12 +41,60 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for word in ("memory", "error", "compute", "bandwidth", "speed-up"):
         assert word in heading and f"\n{word} " in f"\n{legend}", word
     assert max(map(len, shown.splitlines()[3:])) <= 110
-    assert "eager" in report["engines"]["decoder"] and report["engines"]["decoder"] in shown
+    assert report["engines"] == TAEHV("taehv", width=0.125).fused().engines and report["engines"]["decoder"] in shown
+
+
+def test_several_models_and_sizes_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(TAEHV("taehv", width=0.125), tmp_path / "first.safetensors")
+    save_model(TAEHV("taew2_2", width=0.25), tmp_path / "second.safetensors")
+    target = tmp_path / "bench.json"
+    models = [str(tmp_path / "first.safetensors"), "--against", str(tmp_path / "second.safetensors")]
+    options = ["--frames", "5", "--device", "cpu", "--repeats", "3", "--output", str(target)]
+    assert run(["bench", *models, "--size", "16x32", "--size", "32x16", *options]) == 0
+    shown = capsys.readouterr().out
+    report = json.loads(target.read_text())
+    rows = report["timings"]
+    assert [(row["operation"], row["size"]) for row in rows[::2]] == [
+        ("decode", [16, 32]),
+        ("encode", [16, 32]),
+        ("decode", [32, 16]),
+        ("encode", [32, 16]),
+    ]
+    assert [(row["model"], row["variant"], row["width"]) for row in rows[:2]] == [
+        ("first", "taehv", 0.125),
+        ("second", "taew2_2", 0.25),
+    ]
+    for place, row in enumerate(rows):
+        first = rows[place - place % 2]
+        assert row["speed"] == pytest.approx(first["milliseconds"] / row["milliseconds"])
+        assert row["frames_per_s"] == pytest.approx(5 / row["milliseconds"] * 1e3) and row["share_of_floor"] > 0
+        assert f"{row['milliseconds']:.2f}" in shown
+    heading, legend = shown.splitlines()[2], shown.split("\n\n")[1]
+    for word in ("speed", "memory", "floor"):
+        assert word in heading and f"\n{word} " in f"\n{legend}", word
+
+
+def test_the_floor_is_the_sum_over_layers() -> None:
+    """Never less than all arithmetic or all bytes alone, and exactly that where one of the two is free."""
+    model = TAEHV("taehv", width=0.125)
+    case = BenchmarkCase(height=16, width=24, num_frames=5)
+    flops, moved = count_work(model, "decode", 5, 16, 24)
+    both = floor_ms(model, "decode", case, Ceilings(bytes_per_s=1e9, flops_per_s=1e10))
+    assert both >= max(flops / 1e10, moved / 1e9) * 1e3
+    free_bytes = floor_ms(model, "decode", case, Ceilings(bytes_per_s=math.inf, flops_per_s=1e10))
+    assert free_bytes == pytest.approx(flops / 1e10 * 1e3)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["taehv", "--against", "taew2_2", "taehv", "--device", "cpu"], "taehv is named twice"),
+        (["taehv", "--against", "taew22", "--device", "cpu"], "Did you mean 'taew2_2'"),
+        (["taehv", "--against", "no_such_file.pth", "--device", "cpu"], "no model at no_such_file.pth"),
+        (["taehv", "--against", "taeltx_2", "--device", "cpu"], "taeltx_2 needs .* 480x704 or 480x736"),
+        (["taehv", "--against", "taeltx_2", "--size", "32x32", "--repeats", "2", "--device", "cpu"], "3 repeats"),
+        (["taehv", "--size", "64x64", "--size", "64x64", "--device", "cpu"], "one size twice"),
+        (["taehv", "--against", "a", "b", "--variant", "taehv", "--variant", "-"], "2 times for 3 models"),
         (["taehv", "--size", "480"], "HEIGHTxWIDTH"),
         (["taehv", "--size", "²x2"], "HEIGHTxWIDTH"),
         (["taehv", "--device", "mps"], "mps"),

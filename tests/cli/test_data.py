@@ -5,35 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
-import av
-import numpy as np
 import pytest
 from PIL import Image
 
+from tests.video import small_videos
 from tinyvae.cli import main as cli
 from tinyvae.data.index import open_index
 from tinyvae.errors import MissingFileError, UserError
 
-
-def write_video(path: Path, *, frames: int = 20, width: int = 160, height: int = 136, level: int = 128) -> None:
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=24, options={"crf": "20", "preset": "ultrafast"})
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        ramp = np.linspace(0, 255, width).astype(np.uint8)
-        for number in range(frames):
-            picture = np.broadcast_to(np.roll(ramp, 4 * number)[None, :, None], (height, width, 3)).copy()
-            picture[: height // 2] = level
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        container.mux(stream.encode(None))
+write_video = partial(small_videos.write_video, frames=20, width=160, height=136)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data_verb")
     for number in range(6):
-        write_video(folder / f"v{number}.mp4", level=40 * number)
+        write_video(folder / f"v{number}.mp4", seed=number)
     write_video(folder / "short.mp4", frames=6)
     return folder
 

@@ -15,7 +15,7 @@ from tinyvae.config.rules import check_config, value_complaints
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 
-NAMES = ["16gpu_h100", "1gpu_h100", "a800", "h100", "quickstart", "scratch", "test"]
+NAMES = ["16gpu_h100", "1gpu_h100", "a800", "distill", "h100", "quickstart", "scratch", "test"]
 WITH_TEACHER = ["16gpu_h100", "1gpu_h100", "a800", "h100", "test"]
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
@@ -63,6 +63,19 @@ PROMISED: dict[str, dict[str, Any]] = {
         "mixed_precision": "bf16",
         "compile_model": True,
         "use_ref_vae": False,
+    },
+    "distill": {
+        "use_ref_vae": True,
+        "reconstruction_loss_weight": 0.0,
+        "optimizer": "muon",
+        "muon_learning_rate": 0.004,
+        "lr_scheduler": "linear",
+        "lr_warmup_steps": 30,
+        "mixed_precision": "bf16",
+        "compile_model": True,
+        "train_batch_size": 16,
+        "validation_height": 256,
+        "validation_width": 256,
     },
 }
 
@@ -138,6 +151,16 @@ def test_a800_is_h100_in_5000_steps() -> None:
 def test_averaged_weights_span_a_fifth_of_the_run_at_most(name: str) -> None:
     preset = load_preset(name)
     assert 1 / (1 - preset.ema_decay) <= preset.max_train_steps / 5 + 1e-6
+
+
+def test_distill_is_scratch_with_a_teacher() -> None:
+    distill, scratch = load_preset("distill"), load_preset("scratch")
+    changed = {key for key in vars(scratch) if getattr(distill, key) != getattr(scratch, key)}
+    lengths = {"n_frames", "max_train_steps", "validation_steps", "checkpointing_steps", "output_dir", "tracker_name"}
+    assert changed - lengths == {
+        *("use_ref_vae", "reconstruction_loss_weight", "encoder_loss_weight", "decoder_loss_weight")
+    }
+    assert distill.trained_parts == "encoder and decoder" and not distill.makes_round_trip
 
 
 def test_sixteen_gpus_double_the_batch_of_eight() -> None:

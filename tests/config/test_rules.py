@@ -163,11 +163,18 @@ def test_seraena_must_be_able_to_begin() -> None:
     assert "seraena_start=auto needs validations" in complaint(blind)
 
 
+def test_something_is_trained_before_seraena_begins() -> None:
+    alone = replace(TrainConfig(), **SERAENA, reconstruction_loss_weight=0.0)
+    assert not value_complaints(alone)
+    assert "nothing would be trained before Seraena begins" in complaint(replace(alone, seraena_start=5))
+
+
 TEACHER = {"use_ref_vae": True, "encoder_loss_weight": 0.1}
 
 
 def test_a_teacher_that_is_not_named_is_a_mistake() -> None:
-    assert "ref_vae_path is not set" in complaint(replace(TrainConfig(), **TEACHER))
+    with pytest.raises(UserError, match=r"no teacher is named; name its folder \(--teacher FOLDER\)"):
+        check_config(replace(TrainConfig(), **TEACHER, data_root=Path(__file__).parent))
 
 
 def test_a_teacher_of_another_family_is_a_mistake() -> None:

@@ -97,7 +97,9 @@ def test_dtypes() -> None:
         programs.check_dtype(COMFYUI, wan, "float16")
     with pytest.raises(UserError, match=r"takes the file for Wan 2\.1's"):
         programs.check_dtype(COMFYUI, taehv, "bfloat16")
-    with pytest.raises(UserError, match="--dtype int8 is not known"):
+    with pytest.raises(UserError, match="--dtype 'int4' is not known"):
+        programs.check_dtype(COMFYUI, taehv, "int4")
+    with pytest.raises(UserError, match="ComfyUI does not read taehv as int8"):
         programs.check_dtype(COMFYUI, taehv, "int8")
 
 

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.video import small_videos
 from tinyvae.cache_folder import ABANDONED_S
 from tinyvae.data import decoded_cache
 from tinyvae.data.clip import ClipSettings, CropWindow
@@ -24,23 +26,17 @@ from tinyvae.data.index_build import open_or_build_index
 from tinyvae.data.loader import make_train_loader
 from tinyvae.data.splits import split
 from tinyvae.errors import UnreadableVideoError
+from tinyvae.storage import version_of
 from tinyvae.video.decode import VideoInfo, probe_video, read_frames
-from tinyvae.video.write import VideoWriter
 
-
-def write_video(path: Path, *, seed: int = 0, frames: int = 12) -> Path:
-    pixels = torch.randint(0, 256, (frames, 3, 8, 12), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    large = pixels.repeat_interleave(8, dim=2).repeat_interleave(8, dim=3)
-    with VideoWriter(path, fps=24, width=96, height=64, overwrite=True) as writer:
-        writer.write(large)
-    return path
+write_video = partial(small_videos.write_video, frames=12)
 
 
 def whole(cache: DecodedCache, video: Path, info: VideoInfo | None = None) -> torch.Tensor | None:
     """Every frame, uncut."""
     info = info or probe_video(video)
     window = CropWindow(top=0, left=0, height=info.height, width=info.width)
-    return cache.clip(video, info, range(info.frames), window, timeout_s=30)
+    return cache.clip(video, info, range(info.frames), window, timeout_s=30, version=version_of(video))
 
 
 def test_frames_are_those_of_the_file_and_survive_a_second_look(tmp_path: Path) -> None:
@@ -59,7 +55,7 @@ def test_a_window_is_cut_where_the_file_would_be(tmp_path: Path, frame_indices: 
     cache, info = DecodedCache(tmp_path / "cache", max_gb=1), probe_video(video)
     for top, left, height, width in ((0, 0, 64, 96), (63, 95, 1, 1), (7, 13, 40, 50), (0, 46, 64, 50)):
         cut = CropWindow(top=top, left=left, height=height, width=width)
-        cached = cache.clip(video, info, frame_indices, cut, timeout_s=30)
+        cached = cache.clip(video, info, frame_indices, cut, timeout_s=30, version=version_of(video))
         expected = read_frames(video, frame_indices)[..., top : top + height, left : left + width]
         assert cached is not None and torch.equal(cached, expected)
 
@@ -160,6 +156,7 @@ from pathlib import Path
 from tinyvae.video.decode import probe_video, read_frames
 from tinyvae.data.decoded_cache import DecodedCache
 from tinyvae.data.clip import CropWindow
+from tinyvae.storage import version_of
 
 folder, seed, max_gb = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 videos = sorted(folder.glob("*.mp4"))
@@ -169,7 +166,7 @@ cache, draw, hits = DecodedCache(folder / "cache", max_gb=max_gb), random.Random
 window = CropWindow(top=0, left=0, height=64, width=96)
 for _ in range(200):
     video = draw.choice(videos)
-    got = cache.clip(video, infos[video], range(12), window, timeout_s=30)
+    got = cache.clip(video, infos[video], range(12), window, timeout_s=30, version=version_of(video))
     hits += got is not None
     assert got is None or torch.equal(got, expected[video]), video
 print(hits)

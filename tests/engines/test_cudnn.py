@@ -5,6 +5,9 @@ cuDNN itself is compared with the plain network by benchmarks/speed_engines.py o
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from torch import Tensor
 from tests.engines import cudnn_stand_ins
 from tests.engines.small_models import PREVIEWS, relative_error, small
 from tinyvae import TAEHV, VARIANTS
+from tinyvae.engines import cudnn
 from tinyvae.engines import stack as stack_module
 from tinyvae.engines.cudnn import CudnnStack, PatchConv, try_convolutions
 from tinyvae.engines.fold import ConvLayer
@@ -116,3 +120,56 @@ def test_what_cudnn_says_becomes_the_reason(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "cudnn_convolution_add_relu", fail)
     with pytest.raises(torch.OutOfMemoryError):
         try_convolutions(torch.float32, cpu)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, error: RuntimeError, *, frames: int) -> list[tuple[int, ...]]:
+    """Let cuDNN's calls refuse inputs of this many frames (images, or frames of one video); gives the shapes asked."""
+    monkeypatch.setattr(cudnn, "_refused", set())
+    asked: list[tuple[int, ...]] = []
+
+    def refusing(real: Any) -> Any:
+        def call(x: Tensor, *others: Any) -> Tensor:
+            if x.shape[0 if x.ndim == 4 else 2] == frames:
+                asked.append(tuple(x.shape))
+                raise error
+            return real(x, *others)
+
+        return call
+
+    for name in ("cudnn_convolution_relu", "cudnn_convolution_add_relu"):
+        monkeypatch.setattr(torch, name, refusing(getattr(torch, name)))
+    return asked
+
+
+@pytest.mark.parametrize("variant", ["taehv", "taew2_2_super"])
+@torch.no_grad()
+def test_a_refused_shape_is_computed_by_torch(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a stream too: what a block carries is the same. cuDNN is asked once for each shape."""
+    refusal = RuntimeError("GET was unable to find an engine to execute this computation")
+    asked = refuse(monkeypatch, refusal, frames=2)
+    model = small(variant)
+    encoder, decoder = stacks(model)
+    factor, unit = model.spec.space_factor, model.spec.time_factor
+    frames = torch.rand(1, 3 * unit, 3, 2 * factor, 3 * factor)
+    latents = model.encode_chunk(frames, None)[0]
+    expected = model.decode_chunk(latents, None)[0]
+    with pytest.warns(UserWarning, match="cuDNN refuses a convolution of") as seen:
+        assert relative_error(in_pieces(encoder, frames, [unit, 2 * unit]), latents) < TOLERANCE
+        assert relative_error(in_pieces(decoder, latents, [1, 2]), expected) < TOLERANCE
+    assert asked and len(seen) == len(asked) and len({str(item.message) for item in seen}) == len(seen)
+    assert "unable to find an engine" in str(seen[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert relative_error(in_pieces(decoder, latents, [1, 2]), expected) < TOLERANCE
+    assert len(seen) == len(asked), "a refused shape was tried again"
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDNN_STATUS_NOT_SUPPORTED"), RuntimeError("CUDA error: misaligned address")]
+)
+@torch.no_grad()
+def test_other_errors_stay_errors(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(monkeypatch, error, frames=2)
+    decoder = stacks(small("taehv"))[1]
+    with pytest.raises(type(error), match=str(error)):
+        decoder.run(torch.randn(1, 2, 16, 4, 4), None)

@@ -30,26 +30,25 @@ def video_for(model: TAEHV, num_videos: int = 2, extra_frames: int = 1) -> Tenso
 @torch.no_grad()
 def test_every_variant_whole_and_sequential(variant: str) -> None:
     model = small(variant)
-    fused = model.fused()
     frames = video_for(model)
     latents = model.encode_video(frames)
     decoded = model.decode_video(latents)
-    for parallel in (True, False):
+    for engine, parallel in ((None, True), (None, False), ("eager", True), ("eager", False)):
+        fused = model.fused(engine=engine)
         assert relative_error(fused.encode_video(frames, parallel=parallel), latents) < TOLERANCE
         assert relative_error(fused.decode_video(latents, parallel=parallel), decoded) < TOLERANCE
 
 
 @pytest.mark.parametrize("variant", ["taehv1_5", "taew2_2_super", "taeltx2_3_wide"])
-def test_leaky_relu_runs_in_the_eager_engine(variant: str) -> None:
+def test_leaky_relu_runs_in_two_engines(variant: str) -> None:
     model = small(variant, activation="leaky_relu")
     latents = torch.randn(2, 3, model.spec.latent_channels, 2, 3)
     with torch.no_grad():
         plain, relu = model.decode(latents), small(variant)
         relu.load_state_dict(model.state_dict())
         assert relative_error(relu.decode(latents), plain) > 0.01, "the activation matters"
-        fused = model.fused()
-        assert relative_error(fused.decode(latents), plain) < TOLERANCE
-    assert fused.engines["decoder"] == "eager (the fused kernels have ReLU built in, and this network has LeakyReLU)"
+        for engine in (None, "eager"):
+            assert relative_error(model.fused(engine=engine).decode(latents), plain) < TOLERANCE
     model.folded_training = True
     folded = model.decode(latents)
     assert relative_error(folded, plain) < TOLERANCE
@@ -160,7 +159,9 @@ def test_engine_is_chosen_and_said() -> None:
     with pytest.raises(UserError, match="the model is on cpu"):
         FusedTAEHV(model, engine="hopper")
     engine, reason = choose_engine(folded_copy(model.decoder), torch.float32, torch.device("cpu"), None)
-    assert engine == "eager" and reason and reason in repr(model.fused())
+    assert engine in ("onednn", "eager") and engine in repr(model.fused()) and reason in repr(model.fused())
+    engine, reason = choose_engine(folded_copy(model.decoder), torch.float16, torch.device("cpu"), None)
+    assert engine == "eager" and reason and reason in repr(copy.deepcopy(model).half().fused())
 
 
 def test_codec_says_where_it_brings_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +223,7 @@ def test_gradients_are_not_promised() -> None:
 
 
 def test_unknown_engine_is_named() -> None:
-    with pytest.raises(UserError, match="hopper, cudnn, eager"):
+    with pytest.raises(UserError, match="hopper, cudnn, onednn, eager"):
         FusedTAEHV(small("taehv"), engine="compiled")  # type: ignore[arg-type]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import get_args
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
+from tinyvae.engines import cudnn
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
 
@@ -94,10 +96,11 @@ def check_against_float64(model: TAEHV) -> None:
     assert checked >= (3 if only_eager else 6), "cuDNN and eager in three precisions at least"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taew2_2_super"])
-def test_a_graph_gives_the_streams_own_frames(variant: str) -> None:
-    model = spread(variant).half()
-    latents = torch.randn(1, 5, model.spec.latent_channels, 12, 20, device="cuda", dtype=torch.float16)
+def test_a_graph_gives_the_streams_own_frames(variant: str, dtype: torch.dtype) -> None:
+    model = spread(variant).to(dtype)
+    latents = torch.randn(1, 5, model.spec.latent_channels, 12, 20, device="cuda", dtype=dtype)
     fused = model.fused()
     graph, stream = StreamingDecoder(fused, low_latency=True), StreamingDecoder(fused)
     for part in latents.split(1, dim=1):
@@ -174,3 +177,41 @@ def test_480x720_fp16_is_the_hopper_engine_on_hopper() -> None:
     exact_out = exact.decode_video(latents.float()).double()
     assert error(fused.encode_video(frames), exact_in) < 1.3 * error(model.encode_video(frames), exact_in)
     assert error(fused.decode_video(latents), exact_out) < 1.3 * error(model.decode_video(latents), exact_out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", ["taehv", "taew2_2_super"])
+def test_a_shape_that_cudnn_refuses(variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch computes it on the card, within the same error; one warning for each shape."""
+    model = spread(variant)
+    exact = copy.deepcopy(model).double()
+    plain = model.to(dtype)
+    latents = torch.randn(1, 3, model.spec.latent_channels, 12, 20, device="cuda", dtype=dtype)
+    exact_out = exact.decode_video(latents.double())
+    limit = 1.3 * max(error(plain.decode_video(latents), exact_out), FLOOR[dtype])
+    fused = FusedTAEHV(plain, engine="cudnn")
+
+    def refuse(*arguments: object) -> Tensor:
+        raise RuntimeError("GET was unable to find an engine to execute this computation")
+
+    monkeypatch.setattr(cudnn, "_refused", set())
+    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", refuse)
+    monkeypatch.setattr(torch, "cudnn_convolution_relu", refuse)
+    with pytest.warns(UserWarning, match="cuDNN refuses"):
+        assert error(fused.decode_video(latents), exact_out) < limit
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert error(fused.decode_video(latents), exact_out) < limit
+
+
+def test_cudnns_own_refusal_is_known() -> None:
+    """What cuDNN says to a convolution that it has no kernel for is among the words that we look for."""
+    x = torch.ones(1, 8, 8, 8, device="cuda", dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    weight = torch.ones(8, 8, 3, 3, device="cuda", dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    bias = torch.ones(8, device="cuda", dtype=torch.float64)
+    try:
+        torch.cudnn_convolution_relu(x, weight, bias, (1, 1), (1, 1), (1, 1), 1)
+    except RuntimeError as refusal:
+        assert any(words in str(refusal) for words in cudnn.REFUSALS), str(refusal)
+    else:
+        pytest.skip("this cuDNN has fused convolutions in float64")

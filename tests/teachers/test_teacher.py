@@ -310,8 +310,9 @@ def test_another_latent_count_stops_the_run(folders: dict[str, Path]) -> None:
 
 
 def test_a_whole_clip_instead_of_its_target_is_our_own_mistake(folders: dict[str, Path]) -> None:
-    with pytest.raises(AssertionError, match="13 frames of"):
+    with pytest.raises(AssertionError, match="give clip_of the 16 frames"):
         load(folders, "taew2_1").encode(torch.rand(1, 16, 3, 16, 16))
+    assert load(folders, "taew2_1").clip_of(torch.rand(1, 16, 3, 16, 16)).shape[1] == 13
 
 
 # the check at start-up

@@ -19,7 +19,17 @@ import yaml
 
 from tests.training.engine_runs import largest_difference, results, run_plan, same_weights
 from tests.training.faults import NanLoss, OutOfMemoryInZero
-from tests.training.tiny_runs import SERAENA, arguments_for, differences, launch, read_lines, state_of
+from tests.training.test_golden_losses import write_teacher
+from tests.training.tiny_runs import (
+    DECODER_ALONE,
+    SERAENA,
+    arguments_for,
+    differences,
+    launch,
+    read_lines,
+    state_of,
+    train_here,
+)
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.training.deepspeed import LaunchConfig, Zero, read_environment, read_launch_file
@@ -517,6 +527,24 @@ def test_a_frozen_teacher_beside_deepspeed(clips: Path, tmp_path: Path) -> None:
     (moments,) = state["engine"]["optimizers"]["optimizers"]
     assert len(moments["state"]) == len(state["model"])
     assert not any("teacher" in key for key in state["model"])
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_a_decoder_alone_under_deepspeed(clips: Path, tmp_path: Path) -> None:
+    """DeepSpeed holds the trained part only; the run is the plain engine's, and goes on there from its checkpoint."""
+    settings = {**DECODER_ALONE, "teacher": write_teacher(tmp_path / "teacher"), "log_every": 1}
+    train_here(arguments_for(clips, tmp_path / "plain", **settings, train_batch_size=2))
+    under, arguments = UnderDeepSpeed(json_file(tmp_path, 3)), arguments_for(clips, tmp_path / "zero", **settings)
+    run = launch([*arguments, "--train_batch_size", "1"], tmp_path / "logs", ranks=2, prepare=under)
+    assert run.wait(180) == [0, 0], run.both_logs()
+    assert losses_of(tmp_path / "zero") == pytest.approx(losses_of(tmp_path / "plain"), abs=1e-5)
+    state = state_of(tmp_path / "zero" / "checkpoint-3")["training_state.pt"]
+    (moments,) = state["engine"]["optimizers"]["optimizers"]
+    assert len(moments["state"]) == sum(name.startswith("decoder") for name in state["model"])
+    settings |= {"resume_from_checkpoint": tmp_path / "zero" / "checkpoint-3", "train_batch_size": 2}
+    train_here(arguments_for(clips, tmp_path / "moved", **settings))
+    assert losses_of(tmp_path / "moved")[-3:] == pytest.approx(losses_of(tmp_path / "plain")[-3:], abs=1e-5)
 
 
 @needs_deepspeed

@@ -73,6 +73,19 @@ def test_a_card_without_validation_with_a_teacher_and_a_start(tmp_path: Path) ->
         assert words in card, words
 
 
+def test_the_card_of_a_decoder_from_stored_latents(tmp_path: Path) -> None:
+    changes = {"use_ref_vae": True, "ref_vae_path": "owner/vae", "latent_store": Path("latents")}
+    losses = {"reconstruction_loss_weight": 0.0, "decoder_loss_weight": 10.0, "temporal_loss_weight": 0.0}
+    card = model_card(
+        replace(CONFIG, **changes, **losses), tmp_path, TAEHV("taehv", width=0.125), PROGRESS, command="x"
+    )
+    for words in (
+        "from fresh weights, with stored latents of the teacher owner/vae\n",
+        "decoder (10)\n- only the decoder was trained; the other part has fresh (random) weights\n- weights:",
+    ):
+        assert words in card, words
+
+
 def test_the_final_model_is_the_average_and_the_card_can_be_left_out(tmp_path: Path) -> None:
     model = TAEHV("taehv", width=0.125)
     average = WeightAverage(model, decay=0.9)

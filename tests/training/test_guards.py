@@ -130,7 +130,8 @@ def test_gradients_in_parts_equal_those_of_the_whole(clips: Path) -> None:
         engine.prepare(model, make_optimizers(model, config))
         task = build_task(config, engine, model)
         parts = frames.chunk(num_parts)
-        corrections: list[Any] = task.correct_in_parts(parts) if num_parts > 1 else [None]
+        without: dict[str, Any] = {"stored": [None] * num_parts, "positions": [()] * num_parts}
+        corrections: list[Any] = task.correct_in_parts(parts, **without) if num_parts > 1 else [None]
         for part, corrected in zip(parts, corrections, strict=True):
             losses = task.losses(part, use_seraena=True, corrected=corrected)
             (losses.total * len(part) / len(frames)).backward()

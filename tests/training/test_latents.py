@@ -9,24 +9,27 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
+from tests.data.ray_workers import GivesKilled, KilledOnce
 from tests.data.test_latent_store import FACTS, SIZES
 from tests.training.test_full_disk import fill, small_disk  # noqa: F401  (a fixture)
 from tests.training.test_golden_losses import write_teacher
-from tests.training.tiny_runs import arguments_for, launch, read_lines, run_differences, train_here
+from tests.training.tiny_runs import arguments_for, differences, launch, read_lines, run_differences, train_here
 from tinyvae.cli.main import run
 from tinyvae.config.load import load_config
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data import latent_store
 from tinyvae.data.latent_store import LatentStore
 from tinyvae.errors import UserError
+from tinyvae.training import latents
+from tinyvae.training.build import open_latents
 from tinyvae.training.clips import RunData
 from tinyvae.training.latents import LatentJob, make_latents
 from tinyvae.training.loop import Trainer
@@ -91,12 +94,25 @@ DTYPES = [
 def test_training_from_a_store_is_training_with_the_teacher(
     clips: Path, teacher: Path, tmp_path: Path, teacher_dtype: str, dtype: str
 ) -> None:
-    """To the last bit; a store in bfloat16 keeps all that a teacher in bfloat16 says. The run loads no teacher."""
+    """To the last bit; a store in bfloat16 keeps all that a teacher in bfloat16 says.
+
+    Where the teacher is named beside the store, only validation runs it; else the run loads none.
+    """
     words = live(clips, tmp_path / "live", teacher, ref_vae_dtype=teacher_dtype)
     assert make(words, tmp_path / "store", dtype=dtype) == 0
     train_here(words)
-    train_here(recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store"))
+    beside = {"latent_store": tmp_path / "store", "ref_vae_dtype": teacher_dtype}
+    train_here(live(clips, tmp_path / "stored", teacher, **beside))
     assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
+    train_here(recipe(clips, tmp_path / "alone", latent_store=tmp_path / "store"))
+    weights = [torch.load(tmp_path / run / "final_model.pth", weights_only=True) for run in ("live", "alone")]
+    assert differences(*weights) == []
+    (with_teacher,), (alone,) = (
+        json.loads((tmp_path / run / "validation_history.json").read_text()) for run in ("live", "alone")
+    )
+    assert {name for name in with_teacher if name not in alone} >= {"decoder_psnr", "decoder_ssim", "latent_snr"}
+    assert with_teacher["psnr"] == alone["psnr"]
+    assert "no teacher is named beside the latent store" in (tmp_path / "alone/train.log").read_text()
 
 
 @pytest.mark.slow
@@ -106,7 +122,7 @@ def test_a_store_of_several_sizes(clips: Path, teacher: Path, tmp_path: Path) ->
     words = live(clips, tmp_path / "live", teacher, **sizes)
     make(words, tmp_path / "store", num_clips=6)
     train_here(words)
-    train_here(recipe(clips, tmp_path / "stored", latent_store=tmp_path / "store", **sizes))
+    train_here(live(clips, tmp_path / "stored", teacher, latent_store=tmp_path / "store", **sizes))
     assert run_differences(tmp_path / "live", tmp_path / "stored", 6) == []
     make(words, tmp_path / "small", num_clips=1)
     train_here(recipe(clips, tmp_path / "again", latent_store=tmp_path / "small", **sizes))
@@ -184,7 +200,7 @@ def test_bfloat16_is_a_rounding_of_float32_and_shards_do_not_show(
     make(words, tmp_path / "parts", 4, dtype="bfloat16", part=1, num_parts=2)
     assert make(words, tmp_path / "parts", 4, dtype="bfloat16", part=0, num_parts=2) == 0
     whole, parts = (LatentStore.open(tmp_path / name) for name in ("whole", "parts"))
-    assert parts.num_shards == 2 and parts.num_bytes < whole.num_bytes
+    assert len(parts.shards) == 2 and parts.num_bytes < whole.num_bytes
     exact, rounded = whole.read(range(4)), parts.read(range(4))
     assert exact.std is not None and rounded.std is not None
     assert torch.equal(exact.mean.to(torch.bfloat16), rounded.mean)
@@ -272,6 +288,12 @@ def test_nothing_is_written_where_the_disk_cannot_hold_it(
     assert "10000000000 clips of 2.00 KiB in float32, 18.6 TiB in all" in capsys.readouterr().out
 
 
+def test_a_run_that_does_not_sample_reads_no_spread(clips: Path, made: Path, tmp_path: Path) -> None:
+    words = recipe(clips, tmp_path / "run", latent_store=made, ref_vae_sample=False)
+    store = open_latents(load_config(words[0], words[1:]).config, None, processes=None)
+    assert store is not None and not store.with_std
+
+
 def test_settings_without_a_teacher_have_no_latents(clips: Path, made: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no teacher whose latents could be stored"):
         make(arguments_for(clips, tmp_path / "run"), tmp_path / "store")
@@ -306,21 +328,36 @@ def test_a_full_disk_is_one_sentence_and_what_is_written_stays(
     gc.collect()
 
 
+KILLED_IN_THE_SECOND_WRITE = """
+import os, signal, sys
+from tinyvae.cli.main import main
+from tinyvae.data import latent_store
+save, calls = latent_store.save, []
+def save_or_die(*what):
+    calls.append(what)
+    return save(*what) if len(calls) < 2 else os.killpg(0, signal.SIGKILL)
+latent_store.save = save_or_die
+main(sys.argv[1:])
+"""
+
+
 @pytest.mark.slow
 def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path, teacher: Path, tmp_path: Path) -> None:
     """The real command: killed, damaged, started again in two processes at once; the store is that of one process."""
     words = live(clips, tmp_path / "run", teacher, train_batch_size=4, dataloader_num_workers=2)
-    command = [sys.executable, "-m", "tinyvae", "latents", *words, "--clips", "96", "--dtype", "fp32", "--output"]
+    arguments = ["latents", *words, "--clips", "72", "--dtype", "fp32", "--output"]
+    command = [sys.executable, "-m", "tinyvae", *arguments]
     folder, environment = tmp_path / "store", {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, str(folder)], env=environment, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while not list(folder.glob("latents-*")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_IN_THE_SECOND_WRITE, *arguments, str(folder)],
+        env=environment,
+        start_new_session=True,
+        check=False,
+        timeout=120,
+    )
+    assert killed.returncode == -signal.SIGKILL
     store = LatentStore.open(folder)
-    assert 1 <= store.num_shards - len(list(store.missing_shards())) < 2
+    assert list(store.missing_shards()) == [1] and len(list(folder.glob(".latents-*.part"))) == 1
     first = folder / "latents-00000.safetensors"
     first.write_bytes(first.read_bytes()[:1000])
     pair = [
@@ -330,8 +367,39 @@ def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path,
     messages = [process.communicate(timeout=120)[1].decode() for process in pair]
     assert [process.returncode for process in pair] == [0, 0], messages
     assert "latents-00000.safetensors is damaged" in messages[0]
-    make(words, tmp_path / "again", 96)
-    both = [LatentStore.open(made).read(range(96)) for made in (folder, tmp_path / "again")]
+    make(words, tmp_path / "again", 72)
+    both = [LatentStore.open(made).read(range(72)) for made in (folder, tmp_path / "again")]
     assert torch.equal(both[0].mean, both[1].mean)
     assert both[0].std is not None and both[1].std is not None and torch.equal(both[0].std, both[1].std)
-    assert json.loads((folder / "store.json").read_text())["num_clips"] == 96
+    assert json.loads((folder / "store.json").read_text())["num_clips"] == 72
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """The manifest, and what each shard says and holds; the bytes of its tensors."""
+    found: dict[str, Any] = {"manifest": (folder / "store.json").read_text()}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "np") as shard:
+            tensors = {name: shard.get_tensor(name).tobytes() for name in shard.keys()}  # noqa: SIM118 - no dictionary
+            found[file.name] = (dict(shard.metadata()), tensors)
+    return found
+
+
+@pytest.mark.slow
+def test_the_store_of_a_ray_cluster_is_that_of_one_process(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clips have two sizes. One process that reads and one that encodes are killed with SIGKILL in the middle."""
+    pytest.importorskip("ray")
+    monkeypatch.setattr(latent_store, "CLIPS_PER_SHARD", 4)
+    teacher = write_teacher(tmp_path / "teacher")
+    words = live(clips, tmp_path / "run", teacher, resolutions="8x32x32,8x16x24")
+    options = ["--clips", "18", "--dtype", "float32", "--output"]
+    assert run(["latents", *words, *options, str(tmp_path / "alone")]) == 0
+    reading = KilledOnce(latents.read_part, tmp_path / "reading", call=2)
+    encoding = GivesKilled(latents.open_encoder, tmp_path / "encoding", call=2)
+    monkeypatch.setattr(latents, "read_part", reading)
+    monkeypatch.setattr(latents, "open_encoder", encoding)
+    assert run(["latents", *words, *options, str(tmp_path / "cluster"), "--ray", "local"]) == 0
+    assert reading.num_calls > 9 and encoding.killed.num_calls > 5, "the killed ones came again"
+    alone, cluster = contents(tmp_path / "alone"), contents(tmp_path / "cluster")
+    assert len(alone) == 6 and cluster == alone

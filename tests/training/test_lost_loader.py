@@ -25,7 +25,7 @@ TRAINING, VALIDATION = -1, 0  # places of workers: those of the validation start
 
 def kill_a_worker(place: int) -> None:
     """And stay in Python for a moment: torch's own handler would raise right here."""
-    workers = sorted(psutil.Process().children(), key=lambda worker: worker.pid)
+    workers = sorted(psutil.Process().children(), key=lambda worker: (worker.create_time(), worker.pid))
     assert len(workers) >= 2, workers
     workers[place].kill()
     for _ in range(30):

@@ -232,6 +232,12 @@ def test_a_step_that_fits_a_cpu_is_taken_as_it_is(clips: Path, tmp_path: Path) -
     )
 
 
+def test_a_run_of_nothing_but_the_teachers_losses_tries_a_round_trip(tmp_path: Path) -> None:
+    small = {"model_width": 0.125, "height": 16, "width": 16, "train_batch_size": 1}
+    trial = try_step(replace(load_preset("distill"), ref_vae_path=str(tmp_path), **small))
+    assert trial.measured_at.endswith("on the CPU, without the teacher") and trial.seconds > 0
+
+
 def test_the_table_shows_ticks_and_fixes_also_without_unicode() -> None:
     checks = [
         Check(name="a", found="fine"),

@@ -12,19 +12,24 @@ import pytest
 import torch
 
 from tests.training.faults import SignalInStep
+from tests.training.test_golden_losses import write_teacher
 from tests.training.tiny_runs import (
+    DECODER_ALONE,
     SERAENA,
     arguments_for,
     differences,
     launch,
     run_differences,
+    state_of,
     train_here,
     write_clips,
 )
 from tinyvae import load_model
 from tinyvae.cli.main import main, run
+from tinyvae.config.load import load_config
 from tinyvae.data.index_build import build_index
 from tinyvae.errors import UserError
+from tinyvae.training.build import build_model
 from tinyvae.training.checkpoint import _write_manifest, _write_state, read_manifest
 from tinyvae.training.resume import Progress
 
@@ -56,6 +61,41 @@ def test_six_steps_are_three_and_three(clips: Path, tmp_path: Path, changes: dic
     stop_at_3(clips, tmp_path / "halves", **changes)
     train_here(arguments_for(clips, tmp_path / "halves", resume_from_checkpoint="latest", **changes))
     assert run_differences(tmp_path / "whole", tmp_path / "halves", 6) == []
+
+
+def test_a_decoder_alone_resumes_exactly_and_only_as_that(clips: Path, tmp_path: Path) -> None:
+    """The encoder keeps its first weights and has no part in the optimizer; another trained part is refused."""
+    changes: dict[str, object] = {
+        **DECODER_ALONE,
+        "teacher": write_teacher(tmp_path / "teacher"),
+        "optimizer": "muon",
+        "ema_decay": 0.9,
+        "max_train_steps": 4,
+        "checkpointing_steps": 2,
+    }
+    words = arguments_for(clips, tmp_path / "whole", **changes)
+    train_here(words)
+    assert "only the decoder is trained" in (tmp_path / "whole/train.log").read_text()
+    shutil.copytree(tmp_path / "whole", tmp_path / "halves")
+    shutil.rmtree(tmp_path / "halves/checkpoint-4")
+    resumed = {**changes, "resume_from_checkpoint": "latest"}
+    train_here(arguments_for(clips, tmp_path / "halves", **resumed))
+    assert run_differences(tmp_path / "whole", tmp_path / "halves", 4) == []
+    fresh = build_model(load_config(words[0], words[1:]).config).state_dict()
+    shared = state_of(tmp_path / "halves/checkpoint-4")["training_state.pt"]
+    for part, is_equal in (("encoder", True), ("decoder", False)):
+        for weights in (shared["model"], shared["average"]["values"]):
+            names = [name for name in fresh if name.startswith(part)]
+            assert all(torch.equal(weights[name], fresh[name]) for name in names) is is_equal
+    held = [
+        len(group["params"]) for one in shared["engine"]["optimizers"]["optimizers"] for group in one["param_groups"]
+    ]
+    assert sum(held) == sum(name.startswith("decoder") for name in fresh)
+    more = {**resumed, "encoder_loss_weight": 1.0, "max_train_steps": 5}
+    with pytest.raises(UserError, match="what the losses train: decoder -> encoder and decoder"):
+        train_here(arguments_for(clips, tmp_path / "halves", **more))
+    train_here(arguments_for(clips, tmp_path / "halves", **more, allow_changed_settings=True))
+    assert "the moments of muon for encoder and decoder start from zero" in (tmp_path / "halves/train.log").read_text()
 
 
 def test_with_seraena_and_its_buffer(clips: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from tests.training.faults import Both, SignalInStep, SlowSteps
 from tests.training.tiny_runs import SERAENA, Launch, arguments_for, launch, run_differences, train_here
 from tinyvae.data.index_build import build_index
 from tinyvae.training import clips as clips_module
-from tinyvae.training import validation
+from tinyvae.training import guards, validation
 from tinyvae.training.guards import SAME_ORDER_S, SignalWatch
 
 
@@ -83,17 +84,18 @@ class SignalInValidation:
     """SIGTERM before a batch of the second validation is measured."""
 
     def __call__(self, rank: int) -> None:
-        measure, calls = validation._measure, []
+        measure, calls = validation._Scorer.measure, []
 
-        def measure_and_signal(*arguments: object) -> object:
+        def measure_and_signal(scorer: Any, batch: Any) -> Any:
             calls.append(1)
             if rank == 0 and len(calls) == 3:  # each validation measures two batches of a clip
                 os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.1)
+                while not guards._open_watches[0].received:
+                    time.sleep(0.01)
             print(f"measured {len(calls)}", flush=True)
-            return measure(*arguments)  # type: ignore[arg-type]
+            return measure(scorer, batch)
 
-        validation._measure = measure_and_signal  # type: ignore[assignment]
+        validation._Scorer.measure = measure_and_signal  # type: ignore[method-assign]
 
 
 def test_in_a_validation(clips: Path, tmp_path: Path, undisturbed: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from tinyvae import TAEHV
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.latent_store import StoredLatents
-from tinyvae.losses.distances import latent_loss
+from tinyvae.losses.distances import latent_loss, temporal_loss
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.losses.seraena import Seraena
 from tinyvae.teachers import LatentSpace
@@ -26,6 +26,9 @@ class LinearTeacher:
         self.spec = spec
         self.space = LatentSpace(mean=(0.0,) * spec.latent_channels, std=(1.0,) * spec.latent_channels, factor=1.0)
         self.fed: list[int] = []
+
+    def clip_of(self, frames: torch.Tensor) -> torch.Tensor:
+        return frames[:, : self.spec.aligned_frames(frames.shape[1])]
 
     def distribution(self, frames: torch.Tensor, *, with_std: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.fed.append(frames.shape[1])
@@ -110,30 +113,96 @@ def test_a_student_of_vae_space_learns_the_stored_latents_themselves() -> None:
     torch.testing.assert_close(losses.logged["encoder_loss"], expected.detach())
 
 
-def test_the_decoder_loss_trains_the_decoder_on_the_teachers_latents() -> None:
-    """With only the decoder term, the encoder gets no gradient: the student's own latents play no part."""
+SERAENA = {"use_seraena": True, "n_seraena_frames": 2}
+
+ASKED = [  # loss weights above 0, times that the student encodes and decodes, and what gets gradients
+    ({"reconstruction": 1.0}, 1, 1, "encoder and decoder"),
+    ({"reconstruction": 1.0, "encoder": 1.0}, 1, 1, "encoder and decoder"),
+    ({"reconstruction": 1.0, "encoder": 1.0, "decoder": 1.0}, 1, 2, "encoder and decoder"),
+    ({"encoder": 1.0, "decoder": 1.0}, 1, 1, "encoder and decoder"),
+    ({"decoder": 1.0}, 0, 1, "decoder"),
+    ({"encoder": 1.0}, 1, 0, "encoder"),
+    ({"decoder": 1.0, "temporal": 1.0}, 0, 1, "decoder"),
+    ({"decoder": 1.0, "seraena": 1.0}, 0, 1, "decoder"),
+    ({"encoder": 1.0, "decoder": 1.0, "seraena": 1.0}, 1, 1, "encoder and decoder"),
+    ({"encoder": 1.0, "temporal": 1.0}, 1, 1, "encoder and decoder"),
+    ({"temporal": 1.0}, 1, 1, "encoder and decoder"),
+    ({"seraena": 1.0}, 1, 1, "encoder and decoder"),
+]
+
+
+@pytest.mark.parametrize(("weights", "encodings", "decodings", "trained"), ASKED, ids=lambda value: str(value))
+def test_a_step_computes_what_its_losses_need(
+    monkeypatch: pytest.MonkeyPatch, weights: dict[str, float], encodings: int, decodings: int, trained: str
+) -> None:
+    changes: dict[str, Any] = {f"{name}_loss_weight": value for name, value in weights.items()}
+    changes |= {"reconstruction_loss_weight": weights.get("reconstruction", 0.0)}
+    changes |= SERAENA if "seraena" in weights else {}
+    task = make_task(use_ref_vae=bool({"encoder", "decoder"} & set(weights)), ref_vae_path="x", **changes)
+    calls: list[str] = []
+    for name in ("encode", "decode"):
+        run = getattr(task.model, name)
+        monkeypatch.setattr(task.model, name, lambda x, run=run, name=name: calls.append(name) or run(x))
+    losses = task.losses(FRAMES, use_seraena="seraena" in weights)
+    assert (calls.count("encode"), calls.count("decode")) == (encodings, decodings)
+    terms = {name for name in losses.logged if name.endswith("_loss") and name != "seraena_discriminator_loss"}
+    assert terms == {f"{name}_loss" for name in weights}
+    losses.total.backward()
+    parts = {"encoder": task.model.encoder, "decoder": task.model.decoder}
+    learning = [name for name, part in parts.items() if all(p.grad is not None for p in part.parameters())]
+    still = [name for name, part in parts.items() if all(p.grad is None for p in part.parameters())]
+    assert " and ".join(learning) == trained == task.config.trained_parts and len(learning) + len(still) == 2
+
+
+def test_without_a_round_trip_the_losses_on_the_output_are_those_of_the_decoded_teacher_latents() -> None:
+    """The temporal loss sees those frames, and so does Seraena, with the latents that made them."""
+    changes = {"reconstruction_loss_weight": 0.0, "encoder_loss_weight": 1.0, "decoder_loss_weight": 1.0}
+    changes |= {"temporal_loss_weight": 1.0, "seraena_loss_weight": 1.0}
+    task = make_task(use_ref_vae=True, ref_vae_path="x", **changes, **SERAENA)
+    assert task.teacher is not None and task.seraena is not None
+    target = task.model.target(FRAMES)
+    latents = task.teacher.distribution(target, with_std=False)[0]
+    decoded = task.model.decode(latents)
+    seen: list[torch.Tensor] = []
+    step = task.seraena.step
+    task.seraena.step = lambda *tensors, average: seen.extend(tensors) or step(*tensors, average=average)  # type: ignore[method-assign]
+    logged = task.losses(FRAMES, use_seraena=True).logged
+    torch.testing.assert_close(logged["temporal_loss"], temporal_loss(decoded, target).detach())
+    for found, wanted in zip(seen, (target, decoded, latents), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.slow
+def test_one_graph_for_encoder_and_decoder_of_a_distillation() -> None:
+    """torch.compile sees the whole of the student's work, without a break."""
     task = make_task(
         use_ref_vae=True,
         ref_vae_path="x",
         reconstruction_loss_weight=0.0,
+        encoder_loss_weight=1.0,
         decoder_loss_weight=1.0,
-        encoder_loss_weight=0.0,
     )
-    task.losses(FRAMES, use_seraena=False).total.backward()
-    encoder = [p.grad for p in task.model.encoder.parameters() if p.grad is not None and p.grad.abs().max() > 0]
-    decoder = [p.grad for p in task.model.decoder.parameters() if p.grad is not None and p.grad.abs().max() > 0]
-    assert not encoder and len(decoder) == len(list(task.model.decoder.parameters()))
+    found = torch._dynamo.explain(task._student)(FRAMES, torch.zeros(2, 2, 16, 2, 2))
+    assert (found.graph_count, found.graph_break_count) == (1, 0)
 
 
-def test_a_teachers_term_of_weight_zero_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = make_task(use_ref_vae=True, encoder_loss_weight=1.0)
-    decoded: list[int] = []
-    decode = task.model.decode
-    monkeypatch.setattr(task.model, "decode", lambda latents: decoded.append(len(latents)) or decode(latents))
-    assert set(task.losses(FRAMES, use_seraena=False).logged) == {"loss", "reconstruction_loss", "encoder_loss"}
-    assert len(decoded) == 1, "the teacher's latents were decoded for nothing"
-    task = make_task(use_ref_vae=True, decoder_loss_weight=1.0)
-    assert set(task.losses(FRAMES, use_seraena=False).logged) == {"loss", "reconstruction_loss", "decoder_loss"}
+@pytest.mark.parametrize("decodes", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_seraenas_correction_in_parts_is_that_of_the_whole(decodes: bool) -> None:
+    """Where memory runs out, the discriminator still sees all clips at once, and the same frames as otherwise."""
+    changes = {"reconstruction_loss_weight": 0.0, "encoder_loss_weight": 1.0, "seraena_loss_weight": 1.0, **SERAENA}
+    changes |= {"decoder_loss_weight": 1.0} if decodes else {}
+    whole, parted = (make_task(use_ref_vae=True, ref_vae_path="x", **changes) for _ in range(2))
+    parted.model.load_state_dict(whole.model.state_dict())
+    assert whole.seraena is not None and parted.seraena is not None
+    parted.seraena.load_shared_state_dict(whole.seraena.shared_state_dict())
+    expected = whole.losses(FRAMES, use_seraena=True).logged["seraena_loss"]
+    parts, positions = FRAMES.chunk(2), [[0], [1]]
+    corrections = parted.correct_in_parts(parts, stored=[None, None], positions=positions)
+    found = [
+        parted.losses(part, use_seraena=True, corrected=corrected).logged["seraena_loss"]
+        for part, corrected in zip(parts, corrections, strict=True)
+    ]
+    torch.testing.assert_close(sum(found) / 2, expected)
 
 
 def test_the_compile_switch_compiles_the_students_step(monkeypatch: pytest.MonkeyPatch) -> None:

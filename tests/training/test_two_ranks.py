@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from tests.training.faults import Both, KeepWeights, NanLoss, OutOfMemory, OutOfMemoryInSeraena, SlowSteps
+from tests.training.test_golden_losses import write_teacher
 from tests.training.tiny_runs import (
+    DECODER_ALONE,
     SERAENA,
     Launch,
     arguments_for,
@@ -100,6 +102,19 @@ def test_a_nan_on_one_rank_makes_all_skip(clips: Path, tmp_path: Path, seraena: 
     skipped = [line for line in text.splitlines() if "skipped:" in line]
     assert len(skipped) == 2 and all("process 1:" in line and "process 0:" not in line for line in skipped)
     assert state_of(tmp_path / "run/checkpoint-6")["training_state.pt"]["progress"]["skipped_steps"] == 2
+
+
+def test_a_decoder_alone_on_two_ranks(clips: Path, tmp_path: Path) -> None:
+    """The encoder does not run: its weights stay equal on both ranks, and the run is that of one process."""
+    changes = {**DECODER_ALONE, "teacher": write_teacher(tmp_path / "teacher"), "train_batch_size": 1}
+    running = two_ranks(clips, tmp_path, **changes)
+    assert running.wait(120) == [0, 0], running.both_logs()
+    assert_ranks_equal(tmp_path)
+    train_here(arguments_for(clips, tmp_path / "alone", **{**changes, "train_batch_size": 2}))
+    both = [torch.load(tmp_path / run / "final_model.pth", weights_only=True) for run in ("run", "alone")]
+    for name, value in both[0].items():
+        torch.testing.assert_close(value, both[1][name], rtol=1e-4, atol=1e-5)
+        assert not name.startswith("encoder") or torch.equal(value, both[1][name])
 
 
 class NanFrames:

@@ -35,6 +35,15 @@ TIMINGS = {
 
 SERAENA = {"use_seraena": True, "seraena_loss_weight": 0.1, "n_seraena_frames": 4, "seraena_buffer_mb": 1}
 
+DECODER_ALONE = {
+    "variant": "taecvx",
+    "n_frames": 8,
+    "reconstruction_loss_weight": 0.0,
+    "decoder_loss_weight": 10.0,
+    "ref_vae_dtype": "float32",
+}
+"""With a CogVideoX ``teacher``: no loss needs the encoder."""
+
 
 def write_clips(folder: Path, *, num_clips: int = 8) -> Path:
     """Small moving pictures of 48x40, 14 frames each."""

@@ -62,6 +62,8 @@ def write_video(
     context_settings: dict[str, Any] | None = None,
 ) -> Path:
     """Encode ``frames_TCHW``; ``pts`` (in ``time_base``) are 0, 1, 2... unless given."""
+    if codec == "libx264":
+        options = {"x264-params": "mbtree=0", **(options or {})}  # with it, the same frames give other bytes at times
     with av.open(str(path), "w", container_options=container_options or {}) as container:
         stream: Any = container.add_stream(codec, rate=Fraction(25), options=options or {})
         stream.height, stream.width = frames_TCHW.shape[2:]

@@ -4,6 +4,10 @@ Models and data are given as to `tinyvae eval`; a diffusers VAE folder can stand
 clip by clip, with a 95 % confidence interval: "unclear" means that the interval holds zero. All models are compared on
 the frames that every one of them gives back. With --output, results.json and report.html are written.
 
+With --teacher FOLDER each MODEL is a student of that teacher, and one is enough: its decoder (on the teacher's latents)
+and its encoder (whose latents the teacher decodes) are compared too, with the teacher and with those of the first
+student.
+
 example:
   tinyvae compare taehv.safetensors output/my_run --data videos/val --output output/comparison
   tinyvae compare CogVideoX-2b/vae taecvx.pth output/my_run --variant - --variant taecvx --variant - --data videos/val
@@ -20,18 +24,24 @@ from tinyvae.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="two or more models; the first is the baseline")
+    parser.add_argument(
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        help="two or more models (beside a --teacher one or more); the first is the baseline",
+    )
     variant = "once for each model, where files cannot tell; - for none"
     parser.add_argument("--variant", action="append", metavar="NAME", help=variant)
     add_data_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from tinyvae.evaluation.compare import compare, with_own_labels
-    from tinyvae.evaluation.results import comparison_text, evaluation_table
+    from tinyvae.evaluation.compare import compare
+    from tinyvae.evaluation.results import comparison_text, evaluation_table, figures_text
+    from tinyvae.evaluation.round_trip import with_own_labels
 
     models, variants = arguments.models, arguments.variant or ["-"] * len(arguments.models)
-    if len(models) < 2:
+    if len(models) < 2 and arguments.teacher is None:
         raise UserError("compare needs at least two models; for one, use: tinyvae eval MODEL --data DATA")
     if len(variants) != len(models):
         what = f"--variant was given {len(variants)} times for {len(models)} models"
@@ -40,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     opened, settings = open_models(arguments, list(zip(models, named, strict=True)))
     round_trips = with_own_labels(opened)
     comparison = compare(round_trips, arguments.data, **settings, show_progress_bar=True)
-    evaluations = list(comparison.evaluations)
-    print(evaluation_table(evaluations))
+    print(evaluation_table(comparison.evaluations))
+    if comparison.figures:
+        print("\n" + figures_text(comparison))
     print("\n" + comparison_text(comparison))
-    return finish(comparison, evaluations, list(round_trips), arguments)
+    return finish(comparison, round_trips, arguments)

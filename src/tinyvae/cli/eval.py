@@ -5,8 +5,13 @@ video, an annotation file (.json, .jsonl) or an index of `tinyvae data index`. W
 annotated as val are taken, unless --split says otherwise. Every frame is streamed through the model in constant memory
 and compared with its input frame. With --output, results.json and report.html are written.
 
+With --teacher FOLDER (a diffusers VAE) three more round trips of the same frames stand beside the model's own: the
+teacher's; the teacher's latents decoded by the model; the model's latents decoded by the teacher. You also see how much
+faster than the teacher the model encodes and decodes.
+
 example:
   tinyvae eval output/my_run --data videos/val --output output/my_run/eval
+  tinyvae eval output/my_run --teacher CogVideoX-2b/vae --data videos/val --output output/my_run/eval
   tinyvae eval taew2_2.pth --data clips.jsonl --split test --frames 49 --size 480x720
 
 exit code: 0 all videos measured; 1 some were skipped or gave no numbers (they are named); 2 a mistake in the command.
@@ -35,6 +40,8 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=place, required=True, metavar="DATA", help=what)
     add_options(parser, "--output", help="folder for results.json and report.html")
     add_options(parser, "--device", help="cpu, cuda, cuda:1 or cuda:0,cuda:1; default: every GPU, else the CPU")
+    teacher = "diffusers VAE folder or hub name of its teacher: show decoder and encoder beside it, each alone"
+    parser.add_argument("--teacher", metavar="FOLDER", help=teacher)
     add_options(parser, "--data_root", "--split", "--frames", "--size", "--dtype", "--fused")
     parser.add_argument("--max_clips", type=number(int, 1), help="at most this many videos, evenly spread")
     parser.add_argument("--lpips", metavar="FILE", help="LPIPS weights; 'off' leaves the metric out; default: as found")
@@ -42,22 +49,32 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from tinyvae.evaluation.compare import compare
     from tinyvae.evaluation.evaluating import evaluate
-    from tinyvae.evaluation.results import evaluation_table
+    from tinyvae.evaluation.results import evaluation_table, figures_text
 
-    (round_trip,), settings = open_models(arguments, [(arguments.model, arguments.variant)])
-    result = evaluate(round_trip, arguments.data, **settings, show_progress_bar=True)
-    print(evaluation_table([result]))
-    return finish(result, [result], [round_trip], arguments)
+    round_trips, settings = open_models(arguments, [(arguments.model, arguments.variant)])
+    if arguments.teacher is None:
+        result = evaluate(round_trips[0], arguments.data, **settings, show_progress_bar=True)
+        print(evaluation_table([result]))
+        return finish(result, round_trips, arguments)
+    comparison = compare(round_trips, arguments.data, **settings, show_progress_bar=True)
+    print(evaluation_table(comparison.evaluations))
+    print("\n" + figures_text(comparison))
+    return finish(comparison, round_trips, arguments)
 
 
 def open_models(
     arguments: argparse.Namespace, models: Sequence[tuple[str, str | None]]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """(the models, on the first device; what `evaluate` and `compare` take besides). Checks folder and data first."""
+    """(the models, on the first device; what `evaluate` and `compare` take besides). Checks folder and data first.
+
+    With --teacher the models are the teacher and what stands beside it.
+    """
     from tinyvae.evaluation.clip_sources import choose_split
     from tinyvae.evaluation.cost import choose_devices
     from tinyvae.evaluation.round_trip import is_teacher, open_model
+    from tinyvae.evaluation.teacher_figures import beside_teacher, open_teacher
     from tinyvae.files import make_output_folder
 
     if arguments.output is not None:
@@ -80,11 +97,15 @@ def open_models(
         # A single VAE cannot be fused, and `open_model` says so; beside other models --fused is meant for those.
         fused = arguments.fused and not (len(models) > 1 and is_teacher(Path(path)))
         opened.append(open_model(path, variant=variant, device=devices[0], dtype=arguments.dtype, fused=fused))
+    if arguments.teacher is not None:
+        teacher = open_teacher(arguments.teacher, opened, device=devices[0], dtype=arguments.dtype)
+        opened = beside_teacher(opened, teacher)
     return opened, settings
 
 
-def finish(result: Any, evaluations: list[Any], round_trips: list[Any], arguments: argparse.Namespace) -> int:
+def finish(result: Any, round_trips: list[Any], arguments: argparse.Namespace) -> int:
     """Say on stderr what was skipped and what was not measured, and write the files; returns the exit code."""
+    evaluations = result.evaluations
     for note in dict.fromkeys(note for evaluation in evaluations for note in evaluation.notes):
         print(f"note: {note}", file=sys.stderr)
     skipped = {clip.name: clip.reason for evaluation in evaluations for clip in evaluation.skipped}

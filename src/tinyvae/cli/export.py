@@ -7,6 +7,7 @@ example:
   tinyvae export --to list
   tinyvae export output/my_run --to comfyui --output ComfyUI/models/vae_approx
   tinyvae export output/my_run --to onnx --output my_model_onnx
+  tinyvae export output/my_run --to onnx --output my_model_int8 --dtype int8 --data my_clips
 
 exit code: 0 written and checked; 2 a mistake in the command, or an export that cannot work.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 
-from tinyvae.cli.options import DTYPES, MODEL, add_options
+from tinyvae.cli.options import DTYPES, MODEL, add_options, place
 from tinyvae.convert.programs import PROGRAMS, get_program, program_table
 from tinyvae.errors import UserError
 
@@ -27,8 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "--output", metavar="PATH", help="a folder (the file gets the name that the program wants), or a file"
     )
     parser.add_argument("--slot", help="vae (default), or preview: ComfyUI's live preview alone")
-    add_options(parser, "--dtype", help=f"{', '.join(DTYPES)}; default: what the program wants")
+    dtypes = f"{', '.join(DTYPES)}, or int8 for onnx and web (the decoder); default: what the program wants"
+    parser.add_argument("--dtype", type=full_name, metavar="NAME", help=dtypes)
+    videos = "for int8: videos to calibrate on, like those that will be decoded; folder, video, annotations or index"
+    parser.add_argument("--data", type=place, metavar="DATA", help=videos)
     add_options(parser, "--variant", "--overwrite")
+
+
+def full_name(dtype: str) -> str:
+    """``fp16`` -> ``float16``; other words stay, and the export says whether it knows them."""
+    return next((name for name, short in DTYPES.items() if short == dtype), dtype)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         to=arguments.to,
         output=arguments.output,
         slot=arguments.slot,
-        dtype=None if arguments.dtype is None else str(arguments.dtype).removeprefix("torch."),
+        dtype=arguments.dtype,
+        data=arguments.data,
         variant=arguments.variant,
         overwrite=arguments.overwrite,
     )

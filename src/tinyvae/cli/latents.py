@@ -16,7 +16,6 @@ example:
 from __future__ import annotations
 
 import argparse
-from functools import partial
 
 from tinyvae.cli.options import add_options, number, place
 from tinyvae.cli.train import only_preset
@@ -74,15 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
         part=part - 1,
         num_parts=num_parts,
         processes=arguments.gpus,
+        ray=arguments.ray,
     )
-    make = None
-    if arguments.ray is not None:
-        from tinyvae.data.ray_cluster import check_address
-        from tinyvae.training.latent_cluster import make_shards_on_cluster
-
-        check_address(arguments.ray)
-        make = partial(make_shards_on_cluster, arguments.ray)
-    missing = make_latents(loaded, job, make=make)
+    missing = make_latents(loaded, job)
     if missing:
         print(f"part {part} of {num_parts} is done; {count_of(missing, 'shard')} of other parts still to make")
     else:

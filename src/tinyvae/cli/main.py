@@ -33,6 +33,7 @@ VERBS: dict[str, str] = {
     "reconstruct": "send videos through a model: mp4 in, mp4 out",
     "encode": "videos to latents",
     "decode": "latents to videos",
+    "prune": "make a narrower network of a trained one",
     "push": "push a model to the Hugging Face hub, with card, settings and report",
     "export": "write a model for ComfyUI, diffusers, LightX2V, stable-diffusion.cpp, ONNX or the browser",
 }

@@ -9,6 +9,7 @@ bug); 128 + n signal n stopped the run, which is saved.
 example:
   tinyvae train quickstart
   tinyvae train h100 --data_root /data/videos --max_train_steps 5000
+  tinyvae train distill --teacher CogVideoX-2b --data_root /data/videos
   tinyvae train my_settings.py --resume latest
 """
 

@@ -10,6 +10,7 @@ import ast
 import builtins
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import runpy
@@ -25,12 +26,15 @@ from tinyvae.config import old_files, rules
 from tinyvae.config.old_files import Settings
 from tinyvae.config.rules import Complaint, GivenPath
 from tinyvae.config.schema import FIELDS, RUN_FORMAT, TrainConfig, kinds_of, path_keys, shown_value
+from tinyvae.config.variant import TEACHER_KEYS, variant_of_teacher, variant_of_weights
 from tinyvae.errors import MissingFileError, UserError, nearest_name
+from tinyvae.models.variants import VARIANTS
 from tinyvae.storage import Url
 
 PRESET_FOLDER = Path(__file__).resolve().parent / "presets"
 PROJECT_MARKERS = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg", "environment.yml", "requirements.txt")
 LARGEST_FILE = 2**20  # bytes; a larger file is something else, such as a video or weights
+TEACHER_NAMES = ("teacher", "cogvideox_model_path")  # other names of ref_vae_path, which say more than the path
 SWITCH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
@@ -320,14 +324,10 @@ class _Merging:
         self._settle_variant()
 
     def _add(self, number: int, layer: Layer, key: str, value: Any) -> None:
-        if key == "cogvideox_model_path":
-            if value in (None, "", "none"):  # as in the config.json of earlier runs
+        if key in TEACHER_NAMES:
+            if value in (None, "", "none") and key == "cogvideox_model_path":  # as in the config.json of earlier runs
                 return
-            if layer.values.get("ref_vae_path") not in (None, value):
-                text = f"ref_vae_path and {key} ({layer.where(key)}) name two teachers; leave one of them out."
-                self._complain(("ref_vae_path",), text)
-            if layer.values.get("ref_vae_type") is None:
-                self._add(number, layer, "ref_vae_type", "cogvideox")
+            self._add_teacher(number, layer, key, value)
         if key in old_files.OLD_KEYS:
             self.notices.append(f"{key} is not a setting any more: {old_files.OLD_KEYS[key]}.")
         elif key in old_files.CHECKED_KEYS:
@@ -338,6 +338,17 @@ class _Merging:
             near = nearest_name(old_files.OTHER_NAMES.get(key, key), FIELDS)
             text = f"there is no setting {key!r} ({layer.where(key)}).{near}"
             self._complain((key, *near.split("'")[1:2]), text)
+
+    def _add_teacher(self, number: int, layer: Layer, key: str, value: Any) -> None:
+        """What another name of ``ref_vae_path`` says besides the path."""
+        others = [name for name in ("ref_vae_path", *TEACHER_NAMES) if name != key and name in layer.values]
+        if any(layer.values[name] not in (None, value) for name in others):
+            text = f"{others[0]} and {key} ({layer.where(key)}) name two teachers; leave one of them out."
+            self._complain(("ref_vae_path",), text)
+        if key == "teacher":
+            self._set(number, layer, "use_ref_vae", str(value).lower() not in ("", "none", "null"))
+        elif layer.values.get("ref_vae_type") is None:
+            self._add(number, layer, "ref_vae_type", "cogvideox")
 
     def _complain(self, keys: tuple[str, ...], text: str) -> None:
         self.complaints.append(Complaint(keys=keys, text=text))
@@ -414,31 +425,35 @@ class _Merging:
     def _settle_variant(self) -> None:
         """Where no layer names the variant: the teacher does, else the weights to start from, else the default."""
         weights, presumed = self.values.get("pretrained_model_path"), self.values.get("variant")
-        if presumed is None and self.values.get("ref_vae_type") == "cogvideox":
-            self._decide("variant", "taecvx", "the teacher is a CogVideoX; set variant to say otherwise")
-        elif weights is None or not os.path.exists(weights):
+        if presumed is None:
+            self._settle_variant_by_teacher()
+            presumed = self.values.get("variant")
+        if weights is None or not os.path.exists(weights):
             return
-        elif presumed is None or self._is_later("pretrained_model_path", "variant"):
+        if presumed is None or self._is_later("pretrained_model_path", "variant"):
             try:
-                self._settle_variant_by(weights, presumed)
+                told = variant_of_weights(weights, presumed, self._layer_of("variant") if presumed else "")
             except UserError as mistake:
                 self._complain(("pretrained_model_path", "variant"), f"pretrained_model_path: {mistake}")
+            else:
+                if told is not None:
+                    self._decide("variant", told.name, told.because)
 
-    def _settle_variant_by(self, weights: Path, presumed: str | None) -> None:
-        from tinyvae.models.weights import find_weights, fitting_variants, read_weights, tell_variant
-
-        file = find_weights(weights)
-        state, stated = read_weights(file)
-        found = tell_variant(state, stated=stated, variant=None, origin=file, presumed=presumed).name
-        fitting = fitting_variants(state)
-        if presumed is None:
-            because = f"the weights in {file} are of that network"
-            if not stated.get("variant") and len(fitting) > 1:
-                because = f"nothing tells which of {', '.join(fitting)} the weights in {file} are"
-            self._decide("variant", found, f"{because}; set variant to say otherwise")
-        elif found != presumed:
-            text = f"the weights in {file} are {found}, and {self._layer_of('variant')} sets variant to {presumed}; "
-            raise UserError(f"{text}say which to train with --variant.")
+    def _settle_variant_by_teacher(self) -> None:
+        try:
+            told = variant_of_teacher(self.values)
+        except UserError as mistake:
+            self._complain(("variant", *TEACHER_KEYS), str(mistake))
+            return
+        if told is None:
+            return
+        self._decide("variant", told.name, told.because)
+        n_frames = self.values.get("n_frames", FIELDS["n_frames"].default)
+        is_older = self._set_in.get("n_frames", -1) < max(self._set_in.get(key, -1) for key in TEACHER_KEYS)
+        fits = VARIANTS[told.name].is_training_length
+        if is_older and not self.values.get("resolutions") and not fits(n_frames):
+            fitting = next(length for length in itertools.count(n_frames) if fits(length))
+            self._decide("n_frames", fitting, f"{told.name} takes no clips of {n_frames} frames")
 
     def disagreements(self, config: TrainConfig) -> Iterator[Complaint]:
         """Old keys that the variant decides now, where a file has another value."""

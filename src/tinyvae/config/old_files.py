@@ -29,7 +29,7 @@ _GONE: Mapping[str, str] = {
     "save_best save_best_model": "the best model is always kept in best_model/ (by metric_for_best_model)",
     "frames_to_trim": "the variant's frame rule decides it",
     "use_zero3_save zero3_save_16bit_model": "saved weights are always whole, whatever the ZeRO stage",
-    "find_unused_parameters": "every parameter takes part in every step",
+    "find_unused_parameters": "every weight that is trained takes part in every step",
     "broadcast_buffers": "the networks have no buffers to send; Seraena's are synchronised always",
     "dataloader_drop_last": "batches run across epochs, so none is incomplete",
     "dataloader_timeout": "decode_timeout_s bounds the time of each clip",
@@ -55,15 +55,19 @@ _ELSEWHERE: Mapping[str, str] = {
     "mixed_precision": "precision use_amp amp fp16 bf16 dtype",
     "dataloader_num_workers": "workers",
     "ema_decay": "ema",
-    "ref_vae_path": "teacher",
     "data_root": "dataset",
     "n_frames": "frames",
     "height": "resolution",
 }
 
 OTHER_NAMES: Mapping[str, str] = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}
-ALIASES: Mapping[str, str] = {"cogvideox_model_path": "ref_vae_path", "resume": "resume_from_checkpoint"}
-"""Another name of a key -> the key. ``cogvideox_model_path`` also says that the teacher is a CogVideoX."""
+ALIASES: Mapping[str, str] = {
+    "teacher": "ref_vae_path",
+    "cogvideox_model_path": "ref_vae_path",
+    "resume": "resume_from_checkpoint",
+}
+"""Another name of a key -> the key. ``teacher`` also turns use_ref_vae on, and ``cogvideox_model_path`` (of old files)
+also says that the teacher is a CogVideoX."""
 
 OLD_NAMES = {*ALIASES, *CHECKED_KEYS, *OLD_KEYS}
 

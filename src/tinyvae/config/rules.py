@@ -283,6 +283,9 @@ def _loss_rules(config: TrainConfig) -> Findings:
                 yield f"{key} {switch}", text
     if not any(weights.values()):
         yield " ".join(weights), "all loss weights are 0, so nothing would be trained; set one."
+    elif config.seraena_start and not any(weights[key] for key in weights if key != "seraena_loss_weight"):
+        text = f"nothing would be trained before Seraena begins (seraena_start={config.seraena_start}): "
+        yield "seraena_start seraena_loss_weight", f"{text}set another loss weight, or seraena_start to 0."
     _, *validated = config.validation_size
     _, *narrowest = min(config.sizes.sizes, key=lambda size: min(size.height, size.width))
     for key in _lpips_needs(config):
@@ -300,16 +303,17 @@ def _lpips_needs(config: TrainConfig) -> list[str]:
 
 
 def _teacher_rules(config: TrainConfig) -> Findings:
-    if not config.use_ref_vae or config.latent_store is not None:
+    if config.teacher_path is None:
         return
-    from tinyvae.teachers.families import FAMILIES
+    from tinyvae.teachers.families import FAMILIES, NETWORK
+    from tinyvae.teachers.network import is_network
 
     keys = "variant use_ref_vae ref_vae_path ref_vae_type"
     kind, variant = config.ref_vae_type, config.variant
     possible = sorted({family.kind for family in FAMILIES.values() if variant in family.variants})
-    if config.teacher_path is None:
-        yield "use_ref_vae ref_vae_path", "use_ref_vae is on, but ref_vae_path is not set; name a teacher."
-    elif not possible:
+    if kind == NETWORK.kind or is_network(config.teacher_path):
+        return  # one of ours can teach every variant
+    if not possible:
         yield keys, f"there is no teacher for {variant} in diffusers; set use_ref_vae to false."
     elif kind is not None and kind not in possible:
         students = dict.fromkeys(name for f in FAMILIES.values() if f.kind == kind for name in f.variants)
@@ -347,6 +351,9 @@ def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list
             complaints.append(Complaint(keys=(key,), text=f"{key}={named} {refusal}."))
         elif not is_there and not may_be_absent:
             complaints.append(_missing(config, key, given))
+    if config.use_ref_vae and config.ref_vae_path is None and config.latent_store is None:
+        text = "no teacher is named; name its folder (--teacher FOLDER), or set use_ref_vae to false."
+        complaints.append(Complaint(keys=("ref_vae_path", "use_ref_vae"), text=text))
     wrong = {key for complaint in complaints for key in complaint.keys}
     # What is not there or may not be read is complained of once; the others are looked into.
     seen_from = given["ref_vae_path"].base if "ref_vae_path" in given else None
@@ -366,7 +373,8 @@ def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list
                 check()
         except UserError as mistake:
             missing = isinstance(mistake, MissingFileError) and keys[0] == "ref_vae_path"
-            complaints.append(Complaint(keys=keys, text=f"{keys[0]}: {mistake}", missing=missing))
+            written = given[keys[0]].key if keys[0] in given else keys[0]
+            complaints.append(Complaint(keys=keys, text=f"{written}: {mistake}", missing=missing))
     if obstacle := _obstacle_to_writing(config.output_dir):
         text = f"output_dir={config.output_dir} cannot be written: {obstacle}; choose another."
         complaints.append(Complaint(keys=("output_dir",), text=text))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LIMIT_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}  # the limits of pydantic
 TIME_DIRECTIVES = "YmdHMS"  # letters after % in ``output_dir`` that stand for a part of the time of the start
 RUN_FORMAT = "tinyvae-run"  # the format that a run's ``config.json`` states
-TeacherType = Literal["cogvideox", "wan", "hunyuan", "ltx", "minimax"]
+TeacherType = Literal["cogvideox", "wan", "hunyuan", "ltx", "minimax", "taehv"]
 
 
 def option(default: Any, meaning: str, *, group: str = "", **limits: float) -> Any:
@@ -135,7 +135,9 @@ class TrainConfig:
     reconstruction_loss_type: Literal["mse", "l1", "charbonnier"] = option(
         "mse", "What the reconstruction and decoder losses measure.", group="Losses"
     )
-    reconstruction_loss_weight: float = option(10.0, "Weight: the student's own round trip against the frames.", ge=0)
+    reconstruction_loss_weight: float = option(
+        10.0, "Weight: the student's own round trip against the frames; 0: the step does not compute it.", ge=0
+    )
     encoder_loss_weight: float = option(0.0, "Weight: student latents against the teacher's.", ge=0)
     decoder_loss_weight: float = option(0.0, "Weight: the teacher's latents decoded, against the frames.", ge=0)
     perceptual_loss_weight: float = option(0.0, "Weight: LPIPS (needs LPIPS weights).", ge=0)
@@ -145,7 +147,10 @@ class TrainConfig:
 
     use_ref_vae: bool = option(False, "Load a reference VAE as the teacher.", group="Teacher (reference VAE)")
     ref_vae_type: TeacherType | None = option(None, "Family of the teacher; none: read from its config.json.")
-    ref_vae_path: str | None = option(None, "The teacher: a diffusers folder or a hub name (owner/name).")
+    ref_vae_path: str | None = option(
+        None,
+        "The teacher: a diffusers folder, a hub name (owner/name), or our weights; --teacher sets it and use_ref_vae.",
+    )
     ref_vae_dtype: Literal["float32", "float16", "bfloat16"] = option("bfloat16", "Precision of the teacher.")
     ref_vae_sample: bool = option(False, "Draw the teacher's latents from their distribution; off: take its mode.")
     latent_store: Path | Url | None = option(
@@ -239,6 +244,34 @@ class TrainConfig:
     def teacher_path(self) -> str | None:
         """The folder or hub name of the teacher that the run loads; None without one, and with a latent store."""
         return self.ref_vae_path if self.use_ref_vae and self.latent_store is None else None
+
+    @property
+    def decodes_teacher(self) -> bool:
+        """Whether a step decodes the teacher's latents: for the decoder loss."""
+        return self.decoder_loss_weight > 0
+
+    @property
+    def makes_round_trip(self) -> bool:
+        """Whether a step decodes the student's own latents: for the reconstruction loss, or for a loss on the output
+        (LPIPS, temporal, Seraena) where there is no decoding of the teacher's latents to compute it on."""
+        on_output = self.perceptual_loss_weight or self.temporal_loss_weight or self.use_seraena
+        return self.reconstruction_loss_weight > 0 or (bool(on_output) and not self.decodes_teacher)
+
+    @property
+    def trains_encoder(self) -> bool:
+        """Whether a step runs the encoder; where not, its weights stay as they are."""
+        return self.makes_round_trip or self.encoder_loss_weight > 0
+
+    @property
+    def trains_decoder(self) -> bool:
+        """Whether a step runs the decoder; where not, its weights stay as they are."""
+        return self.makes_round_trip or self.decodes_teacher
+
+    @property
+    def trained_parts(self) -> str:
+        """``encoder and decoder``, ``encoder`` or ``decoder``."""
+        trained = {"encoder": self.trains_encoder, "decoder": self.trains_decoder}
+        return " and ".join(part for part, is_trained in trained.items() if is_trained)
 
     @property
     def validation_size(self) -> tuple[int, int, int]:

@@ -1,7 +1,7 @@
-"""How fast a codec is here: plain against fused in one run, beside what the device can do at most.
+"""How fast codecs are here, beside what the device can do at most: plain against fused, or several models.
 
 Times are medians of repeated calls after a warm-up, between device events on CUDA and by the wall clock elsewhere.
-Plain and fused are timed in turn, so a device that slows down slows both. Inputs are random, never zeros.
+What is compared is timed in turn, so a device that slows down slows all of it. Inputs are random, never zeros.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import NoReturn
@@ -25,6 +25,7 @@ from tinyvae.evaluation.cost import without_cudnn_trials
 from tinyvae.models.codec import VideoCodec
 from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
+from tinyvae.models.variants import VariantSpec
 from tinyvae.terminal import progress_bar
 
 
@@ -139,8 +140,7 @@ def relative_error(made: Tensor, reference: Tensor) -> float:
 def run_benchmark(model: TAEHV, case: BenchmarkCase) -> tuple[Ceilings, list[Timing], FusedTAEHV]:
     """Time encode and decode in one run: the plain network, its fused form, and that as a stream."""
     model.spec.check_size(case.height, case.width)
-    if case.repeats < 3:
-        raise UserError(f"a median needs at least 3 repeats, got {case.repeats}; raise --repeats.")
+    check_repeats(case)
     device, dtype = model.device, model.dtype
     # Sizes change rarely here: let cuDNN pick its fastest algorithm, as a user who cares for speed does.
     torch.backends.cudnn.benchmark = True
@@ -164,9 +164,7 @@ def _time_operation(
         for name, codec in codecs.items()
     }
     calls["fused stream"] = partial(stream_through, fused, operation, argument)
-    num_calls = len(calls) * (case.warmups + case.repeats)
-    with progress_bar(desc=operation, total=num_calls, unit="call", disable=not case.show_progress_bar) as bar:
-        times = time_alternating_ms(calls, model.device, repeats=case.repeats, warmups=case.warmups, bar=bar)
+    times = _time_with_bar(operation, calls, model.device, case)
     peaks = {name: peak_bytes(call, model.device) for name, call in calls.items()}
     # Last, because it is another length: a compiler has seen that of the timed calls first, as a user's would.
     errors = _errors(model, codecs, operation, argument)
@@ -192,17 +190,36 @@ def _time_operation(
     return timings
 
 
+def _time_with_bar(
+    title: str, calls: Mapping[str, Callable[[], object]], device: torch.device, case: BenchmarkCase
+) -> dict[str, list[float]]:
+    num_calls = len(calls) * (case.warmups + case.repeats)
+    with progress_bar(desc=title, total=num_calls, unit="call", disable=not case.show_progress_bar) as bar:
+        return time_alternating_ms(calls, device, repeats=case.repeats, warmups=case.warmups, bar=bar)
+
+
 def count_work(model: TAEHV, operation: str, num_frames: int, height: int, width: int) -> tuple[float, float]:
     """(floating point operations, bytes moved) of encoding this many frames, or of decoding their latents, folded."""
+    flops, moved = zip(*layer_work(model, operation, num_frames, height, width), strict=True)
+    return sum(flops), sum(moved)
+
+
+def floor_ms(model: TAEHV, operation: str, case: BenchmarkCase, ceilings: Ceilings) -> float:
+    """The least time that the layers take one after another: each computes at the speed of the matrix product or moves
+    its bytes at the speed of the copy, whichever takes longer."""
+    work = layer_work(model, operation, case.num_frames, case.height, case.width)
+    return 1e3 * sum(max(flops / ceilings.flops_per_s, moved / ceilings.bytes_per_s) for flops, moved in work)
+
+
+@torch.no_grad()
+def layer_work(model: TAEHV, operation: str, num_frames: int, height: int, width: int) -> Iterator[tuple[float, float]]:
+    """(floating point operations, bytes moved) of each folded layer."""
     spec = model.spec
     latents, factor, patch = spec.latents(num_frames), spec.space_factor, spec.patch_size
     size = fold.Size(latents, spec.latent_channels, height // factor, width // factor)
     if operation == "encode":
         size = fold.Size(latents * spec.time_factor, spec.image_channels, height // patch, width // patch)
-    macs = moved = 0
-    with torch.no_grad():
-        layers = fold.fold_layers(model.encoder if operation == "encode" else model.decoder)
-    for layer in layers:
+    for layer in fold.fold_layers(model.encoder if operation == "encode" else model.decoder):
         after = layer.output(size)
         grid = after if isinstance(layer, fold.PoolLayer) else size  # where the outputs of the convolution lie
         if isinstance(layer, fold.ClampLayer):
@@ -219,10 +236,9 @@ def count_work(model: TAEHV, operation: str, num_frames: int, height: int, width
         else:
             assert isinstance(layer, fold.ConvLayer | fold.PoolLayer | fold.GrowLayer), layer
             weights, values = layer.weight.numel(), size.values + after.values
-        macs += grid.frames * grid.height * grid.width * weights
-        moved += values + weights
+        macs = grid.frames * grid.height * grid.width * weights
+        yield 2.0 * macs, float((values + weights) * model.dtype.itemsize)
         size = after
-    return 2.0 * macs, float(moved * model.dtype.itemsize)
 
 
 def stream_through(codec: VideoCodec, operation: str, video_NTCHW: Tensor, *, chunk_latents: int | None = None) -> None:
@@ -259,6 +275,79 @@ def _errors(model: TAEHV, codecs: dict[str, VideoCodec], operation: str, argumen
     return {name: relative_error(run(codec), reference) for name, codec in codecs.items()}
 
 
-def as_json(ceilings: Ceilings, timings: list[Timing]) -> dict[str, object]:
+# several models
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTiming:
+    """One operation of one fused model among others, at one size."""
+
+    model: str
+    variant: str
+    width: float  # of the network: factor on its channels
+    engine: str
+    size: tuple[int, int]  # height and width of the frames
+    operation: str  # decode or encode
+    milliseconds: float  # median
+    frames_per_s: float
+    speed: float  # how many times as fast as the first model
+    peak_bytes: int | None  # as in `Timing`
+    share_of_floor: float  # the least time that its layers could take here (`floor_ms`) / the measured time
+
+
+@torch.no_grad()
+def compare_speed(models: Mapping[str, TAEHV], case: BenchmarkCase, ceilings: Ceilings) -> list[ModelTiming]:
+    """Time the fused forms of several models in turn, so that a device that slows down slows all of them. ``models`` by
+    name, on one device and in one dtype; the first is the one that the others are compared with.
+
+    Example: ``compare_speed({"whole": load_model("a"), "half": load_model("b")}, case, ceilings)[0].milliseconds``
+    """
+    check_sizes([model.spec for model in models.values()], [(case.height, case.width)])
+    check_repeats(case)
+    first = next(iter(models.values()))
+    torch.backends.cudnn.benchmark = True  # as in `run_benchmark`
+    fused = {name: model.fused() for name, model in models.items()}
+    frames = torch.rand(1, case.num_frames, 3, case.height, case.width, device=first.device).to(first.dtype)
+    latents = {name: codec.encode_video(frames) for name, codec in fused.items()}
+    calls: dict[str, dict[str, Callable[[], object]]] = {
+        "decode": {name: partial(codec.decode_video, latents[name]) for name, codec in fused.items()},
+        "encode": {name: partial(codec.encode_video, frames) for name, codec in fused.items()},
+    }
+    timings = []
+    for operation, by_model in calls.items():
+        times = _time_with_bar(f"{case.height}x{case.width} {operation}", by_model, first.device, case)
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        for (name, model), median in zip(models.items(), medians.values(), strict=True):
+            timings.append(
+                ModelTiming(
+                    model=name,
+                    variant=model.spec.name,
+                    width=model.spec.width,
+                    engine=fused[name].engines["decoder" if operation == "decode" else "encoder"].split(" ")[0],
+                    size=(case.height, case.width),
+                    operation=operation,
+                    milliseconds=median,
+                    frames_per_s=case.num_frames / median * 1e3,
+                    speed=next(iter(medians.values())) / median,
+                    peak_bytes=peak_bytes(by_model[name], first.device),
+                    share_of_floor=floor_ms(model, operation, case, ceilings) / median,
+                )
+            )
+    return timings
+
+
+def check_sizes(specs: Sequence[VariantSpec], sizes: Sequence[tuple[int, int]]) -> None:
+    """Refuse a frame size that does not fit one of the models; the nearest sizes that are named fit all of them."""
+    for height, width in sizes:
+        # Space factors are 8, 16 and 32: what fits the largest fits all.
+        max(specs, key=lambda spec: spec.space_factor).check_size(height, width)
+
+
+def check_repeats(case: BenchmarkCase) -> None:
+    if case.repeats < 3:
+        raise UserError(f"a median needs at least 3 repeats, got {case.repeats}; raise --repeats.")
+
+
+def as_json(ceilings: Ceilings, timings: Sequence[Timing | ModelTiming]) -> dict[str, object]:
     """All numbers as plain dicts, for ``tinyvae bench --output``."""
     return {"ceilings": asdict(ceilings), "timings": [asdict(timing) for timing in timings]}

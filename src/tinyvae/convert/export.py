@@ -13,9 +13,11 @@ import copy
 import math
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,11 +29,13 @@ from tinyvae.convert.programs import Program, Slot
 from tinyvae.errors import FileExistsAlreadyError, UserError
 from tinyvae.files import check_output_file, make_output_folder, writing_to
 from tinyvae.models.taehv import TAEHV
-from tinyvae.models.variants import H3_CHUNK_FRAMES, VariantSpec
+from tinyvae.models.variants import H3_CHUNK_FRAMES, VARIANTS, VariantSpec
 from tinyvae.models.weights import load_model, plain_state, save_model
+from tinyvae.storage import Place, place_of
 from tinyvae.teachers.statistics import pixel_normalization
 
 if TYPE_CHECKING:
+    from tinyvae.convert.int8 import Int8Check
     from tinyvae.diffusers import AutoencoderTinyVideo
 
 TOLERANCE = 1e-4
@@ -50,13 +54,36 @@ class Exported:
     """What an export wrote.
 
     ``rounding_db``: PSNR between the frames of the model and those of its weights in the written dtype, on random
-    latents; infinite where nothing was rounded. ``message``: one line for the user: the file, and where it goes.
+    latents; infinite where nothing was rounded. For int8 on frames of the user's videos. ``speedup``: of an int8
+    decoder over the float32 one, on one core of this CPU. ``message``: one line for the user: the file, and where it
+    goes.
     """
 
     files: tuple[Path, ...]
     dtype: str
     rounding_db: float
     message: str
+    speedup: float | None = None
+
+
+Written: TypeAlias = "tuple[list[Path], Int8Check | None]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What an export writes, and where. ``data``: the videos for int8."""
+
+    program: Program
+    slot: Slot
+    target: Path
+    dtype: str
+    overwrite: bool
+    data: Place | None
+
+    @property
+    def weights_dtype(self) -> str:
+        """The dtype that the weights are rounded to; an int8 graph is made from a float32 one."""
+        return "float32" if self.dtype == "int8" else self.dtype
 
 
 def export(
@@ -66,6 +93,7 @@ def export(
     *,
     slot: str | None = None,
     dtype: str | None = None,
+    data: Place | str | None = None,
     variant: str | None = None,
     overwrite: bool = False,
 ) -> Exported:
@@ -76,23 +104,39 @@ def export(
     live preview. ``dtype``: "float16", "bfloat16" or "float32"; the default is what the program wants. ``variant``: for
     a path whose file does not state it.
 
+    For onnx and web ``dtype`` can be "int8": the decoder's convolutions. ``data`` is then a video or a folder of videos
+    (or annotations, or an index; a path or a URL) to calibrate on, like those that will be decoded.
+
     Example: ``export(model, to="sdcpp", output="taew2_2.safetensors").files``.
     """
     program = programs.get_program(to)
     if not isinstance(model, TAEHV):
         model = load_model(model, variant=variant)
     chosen = programs.choose_slot(program, model.spec, name=slot)
-    written = programs.check_dtype(program, chosen, dtype)
-    rounded = round_model(to_signed_pixels(model) if chosen.signed_pixels else model, written)
-    target = programs.output_file(program, chosen, Path(output))
+    plan = _Plan(
+        program=program,
+        slot=chosen,
+        target=programs.output_file(program, chosen, Path(output)),
+        dtype=programs.check_dtype(program, chosen, dtype, has_data=data is not None),
+        overwrite=overwrite,
+        data=None if data is None else place_of(data),
+    )
+    rounded = round_model(to_signed_pixels(model) if chosen.signed_pixels else model, plan.weights_dtype)
     write = {"weights": _write_weights, "folder": _write_folder}.get(program.writes, _write_graphs)
-    files = write(rounded, program, chosen, target, getattr(torch, written), overwrite)
-    decibels = rounding_db(model, to_unit_pixels(rounded) if chosen.signed_pixels else rounded)
-    place = place_of(program, chosen, target)
-    note = "" if math.isinf(decibels) else f", {decibels:.0f} dB from the model's own weights"
-    shown = target if program.writes in ("folder", "page") else " and ".join(map(str, files))
-    message = f"wrote {shown} ({written}{note}); {place}."
-    return Exported(files=tuple(files), dtype=written, rounding_db=decibels, message=message)
+    files, int8 = write(rounded, plan)
+    if int8 is not None:
+        decibels, note = int8.psnr_db, f" {int8.words()}"
+    else:
+        decibels = rounding_db(model, to_unit_pixels(rounded) if chosen.signed_pixels else rounded)
+        note = "" if math.isinf(decibels) else f", {decibels:.0f} dB from the model's own weights"
+    shown = plan.target if program.writes in ("folder", "page") else " and ".join(map(str, files))
+    return Exported(
+        files=tuple(files),
+        dtype=plan.dtype,
+        rounding_db=decibels,
+        speedup=None if int8 is None else int8.speedup,
+        message=f"wrote {shown} ({plan.dtype}{note}); {place_of_file(program, chosen, plan.target)}.",
+    )
 
 
 def round_model(model: TAEHV, dtype: str) -> TAEHV:
@@ -121,23 +165,21 @@ def rounding_db(model: TAEHV, rounded: TAEHV) -> float:
 # weights
 
 
-def _write_weights(
-    rounded: TAEHV, program: Program, slot: Slot, target: Path, dtype: torch.dtype, overwrite: bool
-) -> list[Path]:
-    check_path(program, slot, target)
+def _write_weights(rounded: TAEHV, plan: _Plan) -> Written:
+    slot, target, dtype = plan.slot, plan.target, getattr(torch, plan.dtype)
+    check_path(plan.program, slot, target)
     check_output_file(target, option="--output")
-    _refuse_existing([target], overwrite)
-    with writing_to(target.parent), tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as folder:
-        written = Path(folder) / target.name
+    _refuse_existing([target], plan.overwrite)
+    with _draft_folder(target.parent) as folder:
+        draft = folder / target.name
         if slot.signed_pixels:  # without a statement: it would be untrue, because our own models are for [0, 1]
             state = plain_state(rounded, dtype=dtype)
-            torch.save(state, written) if written.suffix == ".pth" else save_file(state, written)
+            torch.save(state, draft) if draft.suffix == ".pth" else save_file(state, draft)
             rounded = to_unit_pixels(rounded)
         else:
-            save_model(rounded, written, dtype=dtype)
-        check_weights(written, target, program, slot, rounded)
-        os.replace(written, target)
-    return [target]
+            save_model(rounded, draft, dtype=dtype)
+        check_weights(draft, target, plan.program, slot, rounded)
+    return [target], None
 
 
 def check_path(program: Program, slot: Slot, file: Path) -> None:
@@ -169,30 +211,29 @@ def check_path(program: Program, slot: Slot, file: Path) -> None:
             )
 
 
-def place_of(program: Program, slot: Slot, target: Path) -> str:
+def place_of_file(program: Program, slot: Slot, target: Path) -> str:
     """Where to put the file, and what it does there: one sentence without its full stop."""
     place = slot.place
     if program is programs.COMFYUI and slot.name == "vae" and target.name != slot.file_name:
         # Its VAE loader looks into vae_approx for the known names alone.
         place = next(other.place for other in program.slots if "models/vae:" in other.place)
     shown = target if program.writes != "weights" or program in (programs.LIGHTX2V, programs.SDCPP) else target.name
-    return place.format(file=shown)
+    return place.format(file=shown, teacher=VARIANTS[slot.variant].teacher)
 
 
 def check_weights(written: Path, target: Path, program: Program, slot: Slot, rounded: TAEHV) -> None:
     """Read a file as the program would read ``target``, and compare its frames and latents with the model's."""
-    state = _raw_state(written)
-    wanted_dtype = {str(value.dtype) for value in state.values()}
-    assert len(wanted_dtype) == 1, f"{written} mixes {wanted_dtype}"
+    is_pickled = written.suffix == ".pth"
+    state = torch.load(written, map_location="cpu", weights_only=True) if is_pickled else load_file(written)
+    assert len({value.dtype for value in state.values()}) == 1, f"{written} mixes dtypes"
     try:
         reading = readers.READINGS[program.name](state, target.absolute(), slot.variant)
         readers.check_shapes(state, reading)
     except readers.UnreadableByProgramError as fault:
         raise ExportMismatchError(f"{program.title} cannot read the file: {fault}; nothing was written.") from None
     state = {key: value.float() for key, value in state.items()}
-    is_chunked = rounded.spec.frame_rule == "chunked"
     with torch.no_grad():
-        for num_latents in (2, 7) if is_chunked else (2, 3):
+        for num_latents in (2, 7) if rounded.spec.frame_rule == "chunked" else (2, 3):
             latents = random_latents(rounded.spec, num_latents)
             made = readers.read_decode(state, reading, latents / slot.handed_scale)
             _compare("frames", made, rounded.decode(latents), program, TOLERANCE)
@@ -202,30 +243,20 @@ def check_weights(written: Path, target: Path, program: Program, slot: Slot, rou
         _compare("latents", made * slot.handed_scale, rounded.encode(frames), program, TOLERANCE)
 
 
-def _raw_state(file: Path) -> dict[str, Tensor]:
-    if file.suffix == ".pth":
-        return dict(torch.load(file, map_location="cpu", weights_only=True))
-    return load_file(file)
-
-
 # a folder of diffusers
 
 
-def _write_folder(
-    rounded: TAEHV, program: Program, _slot: Slot, target: Path, dtype: torch.dtype, overwrite: bool
-) -> list[Path]:
+def _write_folder(rounded: TAEHV, plan: _Plan) -> Written:
     from tinyvae.diffusers import AutoencoderTinyVideo
 
-    make_output_folder(target, option="--output")
-    with writing_to(target), tempfile.TemporaryDirectory(dir=target, prefix=".export-") as name:
-        folder = Path(name)
-        AutoencoderTinyVideo.from_tinyvae(copy.deepcopy(rounded).to(dtype)).save_pretrained(folder)
-        names = sorted(file.name for file in folder.iterdir())
-        _refuse_existing([target / name for name in names], overwrite)
-        check_folder(AutoencoderTinyVideo.from_pretrained(folder, torch_dtype=torch.float32), rounded, program)
-        for name in names:
-            os.replace(folder / name, target / name)
-    return [target / name for name in names]
+    make_output_folder(plan.target, option="--output")
+    with _draft_folder(plan.target) as folder:
+        vae = AutoencoderTinyVideo.from_tinyvae(copy.deepcopy(rounded).to(getattr(torch, plan.dtype)))
+        vae.save_pretrained(folder)
+        files = [plan.target / file.name for file in sorted(folder.iterdir())]
+        _refuse_existing(files, plan.overwrite)
+        check_folder(AutoencoderTinyVideo.from_pretrained(folder, torch_dtype=torch.float32), rounded, plan.program)
+    return files, None
 
 
 def check_folder(vae: AutoencoderTinyVideo, rounded: TAEHV, program: Program) -> None:
@@ -249,30 +280,28 @@ def check_folder(vae: AutoencoderTinyVideo, rounded: TAEHV, program: Program) ->
 # graphs
 
 
-def _write_graphs(
-    rounded: TAEHV, program: Program, _slot: Slot, target: Path, dtype: torch.dtype, overwrite: bool
-) -> list[Path]:
+def _write_graphs(rounded: TAEHV, plan: _Plan) -> Written:
+    from tinyvae.convert import int8, web
     from tinyvae.convert import onnx as graphs
-    from tinyvae.convert import web
 
+    target, is_page = plan.target, plan.program.writes == "page"
     if target.suffix == ".onnx":
         raise UserError(f"--output {target}: two files are written, the encoder and the decoder; name a folder.")
     make_output_folder(target, option="--output")
-    names = [graphs.ENCODER_FILE, graphs.DECODER_FILE, *(web.page_files() if program.writes == "page" else [])]
-    _refuse_existing([target / name for name in names], overwrite)
-    with writing_to(target), tempfile.TemporaryDirectory(dir=target, prefix=".export-") as name:
-        folder = Path(name)
-        sides = {"encoder": folder / graphs.ENCODER_FILE, "decoder": folder / graphs.DECODER_FILE}
-        sides["encoder"].write_bytes(graphs.build_graph(rounded, "encoder", dtype).SerializeToString())
-        sides["decoder"].write_bytes(graphs.build_graph(rounded, "decoder", dtype).SerializeToString())
-        check_graphs(sides["encoder"], sides["decoder"], rounded, program)
-        if program.writes == "page":
-            facts = {side: graphs.GraphStream(file).facts for side, file in sides.items()}
-            web.write_page(folder, rounded, {"dtype": str(dtype).removeprefix("torch."), **facts})
-        for name in names:
-            (target / name).parent.mkdir(exist_ok=True)
-            os.replace(folder / name, target / name)
-    return [target / name for name in names]
+    files = [target / name for name in (*graphs.FILES.values(), *(web.page_files() if is_page else []))]
+    _refuse_existing(files, plan.overwrite)
+    videos = None if plan.data is None else int8.read_videos(plan.data, rounded.spec)
+    with _draft_folder(target) as folder:
+        sides = {side: folder / name for side, name in graphs.FILES.items()}
+        for side, file in sides.items():
+            graph = graphs.build_graph(rounded, side, getattr(torch, plan.weights_dtype))
+            file.write_bytes(graph.SerializeToString())
+        check_graphs(sides["encoder"], sides["decoder"], rounded, plan.program)
+        checked = None if videos is None else int8.quantize_decoder(sides["decoder"], rounded, videos)
+        if is_page:
+            facts: dict[str, Any] = {side: graphs.GraphStream(file).facts for side, file in sides.items()}
+            web.write_page(folder, rounded, {"dtype": plan.dtype, **facts})
+    return files, checked
 
 
 def check_graphs(encoder: Path, decoder: Path, rounded: TAEHV, program: Program) -> None:
@@ -281,8 +310,7 @@ def check_graphs(encoder: Path, decoder: Path, rounded: TAEHV, program: Program)
 
     spec = rounded.spec
     frames, latents = random_frames(spec), random_latents(spec, 3)
-    is_half = graphs.GraphStream(decoder).is_half
-    tolerance = HALF_TOLERANCE if is_half else TOLERANCE
+    tolerance = HALF_TOLERANCE if graphs.GraphStream(decoder).is_half else TOLERANCE
     made = graphs.stream_decode(decoder, latents, spec)
     _compare("frames", made, rounded.decode_video(latents), program, tolerance)
     made = graphs.stream_encode(encoder, frames, spec)
@@ -290,6 +318,18 @@ def check_graphs(encoder: Path, decoder: Path, rounded: TAEHV, program: Program)
 
 
 # shared
+
+
+@contextmanager
+def _draft_folder(target: Path) -> Iterator[Path]:
+    """A hidden folder in ``target``. Its files move up at the end, and none does if something fails before."""
+    with writing_to(target), tempfile.TemporaryDirectory(dir=target, prefix=".export-") as name:
+        folder = Path(name)
+        yield folder
+        for draft in [file for file in folder.rglob("*") if file.is_file()]:
+            file = target / draft.relative_to(folder)
+            file.parent.mkdir(exist_ok=True)
+            os.replace(draft, file)
 
 
 def random_latents(spec: VariantSpec, num_latents: int) -> Tensor:
@@ -307,16 +347,13 @@ def random_frames(spec: VariantSpec) -> Tensor:
 
 def _compare(what: str, made: Tensor, expected: Tensor, program: Program, tolerance: float) -> None:
     if made.shape != expected.shape:
-        raise ExportMismatchError(
-            f"read by the rules of {program.title}, the {what} have shape {list(made.shape)} instead of "
-            f"{list(expected.shape)}; nothing was written."
-        )
-    error = (made - expected).abs().max().item() / max(1.0, expected.abs().max().item())
-    if not error <= tolerance:  # also where it is NaN
-        raise ExportMismatchError(
-            f"read by the rules of {program.title}, the {what} differ from the model's by {error:.2g}; nothing was "
-            "written."
-        )
+        fault = f"have shape {list(made.shape)} instead of {list(expected.shape)}"
+    else:
+        error = (made - expected).abs().max().item() / max(1.0, expected.abs().max().item())
+        if error <= tolerance:  # never where it is NaN
+            return
+        fault = f"differ from the model's by {error:.2g}"
+    raise ExportMismatchError(f"read by the rules of {program.title}, the {what} {fault}; nothing was written.")
 
 
 def _refuse_existing(files: list[Path], overwrite: bool) -> None:

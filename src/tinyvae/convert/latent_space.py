@@ -48,26 +48,24 @@ def encoder_to_vae_space(state: Mapping[str, Tensor], statistics: LatentSpace) -
 
     Example: ``model.load_state_dict(encoder_to_vae_space(model.state_dict(), statistics))``.
     """
-    scale, shift = _scale_and_shift(statistics)
-    return _rescale_last_conv(state, scale, shift)
+    std, mean = _float64(statistics)
+    return _rescale_last_conv(state, std / statistics.factor, mean)
 
 
 def encoder_to_diffusion_space(state: Mapping[str, Tensor], statistics: LatentSpace) -> dict[str, Tensor]:
     """The other way: from an encoder that makes VAE-space latents."""
-    scale, shift = _scale_and_shift(statistics)
-    return _rescale_last_conv(state, 1 / scale, -shift / scale)
+    std, mean = _float64(statistics)
+    return _rescale_last_conv(state, statistics.factor / std, -mean * statistics.factor / std)
 
 
-def _scale_and_shift(statistics: LatentSpace) -> tuple[Tensor, Tensor]:
-    """``vae = diffusion * scale + shift``, one value per latent channel."""
-    std, mean = (torch.tensor(values, dtype=torch.float64) for values in (statistics.std, statistics.mean))
-    return std / statistics.factor, mean
+def _float64(statistics: LatentSpace) -> list[Tensor]:
+    return [torch.tensor(values, dtype=torch.float64) for values in (statistics.std, statistics.mean)]
 
 
 def _rescale_last_conv(state: Mapping[str, Tensor], scale: Tensor, shift: Tensor) -> dict[str, Tensor]:
     """Latents become ``latents * scale + shift``. Computed in float64, stored in the dtype of the weights."""
     weight, bias = state[f"{LAST_CONV}.weight"], state[f"{LAST_CONV}.bias"]
-    assert weight.shape[0] == len(scale) == len(shift), "the statistics are of another number of latent channels"
+    assert weight.shape[0] == len(scale), "the statistics are of another number of latent channels"
     scale, shift = scale.to(weight.device), shift.to(weight.device)
     return {
         **state,

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Side = Literal["encoder", "decoder"]
 OPSET, IR_VERSION = 18, 10  # both are read by onnxruntime from 1.18 on, and by TensorRT
 METADATA_KEY = "tinyvae"
-ENCODER_FILE, DECODER_FILE = "encoder.onnx", "decoder.onnx"
+FILES: dict[Side, str] = {"encoder": "encoder.onnx", "decoder": "decoder.onnx"}
 
 
 class GraphWriter:
@@ -233,15 +233,16 @@ def describe_stream(spec: VariantSpec, side: Side, states: list[tuple[int, int]]
 
 
 class GraphStream:
-    """One graph in onnxruntime with the state of one video.
+    """One graph in onnxruntime with the state of one video. ``num_threads``: 0 leaves the choice to onnxruntime.
 
     Example: ``GraphStream(Path("decoder.onnx")).step(latent)`` gives S frames (S, 3, H, W) of a latent (1, C, h, w).
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, num_threads: int = 0) -> None:
         runtime = require_package("onnxruntime", extra="onnx", needed_for="the check of an ONNX export")
         options = runtime.SessionOptions()
         options.log_severity_level = 3  # its warnings are about speed
+        options.intra_op_num_threads = num_threads
         self._session = runtime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         self.facts = json.loads(self._session.get_modelmeta().custom_metadata_map[METADATA_KEY])
         self.is_half = self._session.get_inputs()[0].type == "tensor(float16)"

@@ -20,14 +20,7 @@ def to_signed_pixels(model: TAEHV) -> TAEHV:
 
     Example: ``save_file(to_signed_pixels(model).state_dict(), "lighttaehy1_5.safetensors")``.
     """
-    changed, first, last = _copy_with_ends(model)
-    with torch.no_grad():
-        # first(x) with x = (y + 1) / 2, and 2 * last(x) - 1
-        _bias(first).add_(first.weight.sum((1, 2, 3)) / 2)
-        first.weight.div_(2)
-        last.weight.mul_(2)
-        _bias(last).mul_(2).sub_(1)
-    return changed
+    return _with_pixels(model, scale=2.0, shift=-1.0)
 
 
 def to_unit_pixels(model: TAEHV) -> TAEHV:
@@ -35,22 +28,18 @@ def to_unit_pixels(model: TAEHV) -> TAEHV:
 
     Example: ``to_unit_pixels(load_model(file, latent_space="vae", activation="leaky_relu")).decode_video(latents)``.
     """
-    changed, first, last = _copy_with_ends(model)
-    with torch.no_grad():
-        _bias(first).sub_(first.weight.sum((1, 2, 3)))
-        first.weight.mul_(2)
-        last.weight.div_(2)
-        _bias(last).add_(1).div_(2)
-    return changed
+    return _with_pixels(model, scale=0.5, shift=0.5)
 
 
-def _copy_with_ends(model: TAEHV) -> tuple[TAEHV, nn.Conv2d, nn.Conv2d]:
+def _with_pixels(model: TAEHV, *, scale: float, shift: float) -> TAEHV:
+    """A copy for pixels that are ``scale * x + shift`` where the model's are x."""
     changed = copy.deepcopy(model)
     first, last = changed.encoder[0], changed.decoder[-1]
-    assert isinstance(first, nn.Conv2d) and isinstance(last, nn.Conv2d)
-    return changed, first, last
-
-
-def _bias(conv: nn.Conv2d) -> torch.Tensor:
-    assert conv.bias is not None
-    return conv.bias
+    assert isinstance(first, nn.Conv2d) and first.bias is not None
+    assert isinstance(last, nn.Conv2d) and last.bias is not None
+    with torch.no_grad():
+        first.weight.div_(scale)
+        first.bias.sub_(shift * first.weight.sum((1, 2, 3)))
+        last.weight.mul_(scale)
+        last.bias.mul_(scale).add_(shift)
+    return changed

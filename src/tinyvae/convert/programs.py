@@ -9,10 +9,10 @@ This file needs no torch, so that ``tinyvae export --to list`` answers at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from tinyvae.errors import UserError, nearest_name
 from tinyvae.models.variants import VARIANTS, Activation, LatentSpaceName, VariantSpec
@@ -21,6 +21,9 @@ Written = Literal["weights", "folder", "graphs", "page"]
 
 SLOT_WORDS = {"vae": "its use as the VAE", "preview": "the live preview"}
 ANY_DTYPE = ("float16", "bfloat16", "float32")
+FORM_WORDS = {"diffusion": "diffusion-space latents", "vae": "VAE-space latents"}
+FORM_WORDS |= {"relu": "ReLU", "leaky_relu": "LeakyReLU(0.2)"}
+SUPER = tuple(name for name in VARIANTS if name.endswith("_super"))
 SUPER_WAY_OUT = "train the base variant, or use --to upstream, --to onnx or --to web, which run the super decoder"
 
 
@@ -34,21 +37,6 @@ class Form:
     @classmethod
     def of(cls, spec: VariantSpec) -> Form:
         return cls(latent_space=spec.latent_space, activation=spec.activation)
-
-    def words(self) -> tuple[str, str]:
-        """The two facts as a message says them."""
-        space = {"diffusion": "diffusion-space latents", "vae": "VAE-space latents"}[self.latent_space]
-        return space, {"relu": "ReLU", "leaky_relu": "LeakyReLU(0.2)"}[self.activation]
-
-    def settings(self) -> str:
-        """The two facts as the settings of a training run that differ from their defaults."""
-        changed = {key: value for key, value in vars(self).items() if value != getattr(OURS, key)}
-        return " ".join(f"--{key} {value}" for key, value in changed.items())
-
-    def difference(self, other: Form) -> tuple[str, str]:
-        """(what this form has that the other has not, what the other has instead), as a message says it."""
-        pairs = [pair for pair in zip(self.words(), other.words(), strict=True) if pair[0] != pair[1]]
-        return ", ".join(mine for mine, _ in pairs), ", ".join(theirs for _, theirs in pairs)
 
 
 OURS = Form()
@@ -64,9 +52,11 @@ class Slot:
     """One use that a program has for one variant.
 
     ``dtypes``: those that the program reads as it should; the first is written unless the user asks for another.
-    ``place``: where the file goes, and what it does there; ``{file}`` stands for its name. ``handed_scale``: the
-    program hands over the latents of ``needs`` divided by this, and scales them itself. ``signed_pixels``: it takes and
-    gives pixels in [-1, 1]; the export converts the first and the last convolution.
+    ``other_dtypes``: what goes wrong with the others.
+    ``place``: where the file goes, and what it does there; ``{file}`` stands for its name, ``{teacher}`` for the model
+    whose VAE it replaces. ``handed_scale``: the program hands over the latents of ``needs`` divided by this, and scales
+    them itself. ``signed_pixels``: it takes and gives pixels in [-1, 1]; the export converts the first and the last
+    convolution.
     """
 
     variant: str
@@ -74,6 +64,7 @@ class Slot:
     place: str
     name: str = "vae"
     dtypes: tuple[str, ...] = ANY_DTYPE
+    other_dtypes: str = ""
     needs: Form = OURS
     handed_scale: float = 1.0
     signed_pixels: bool = False
@@ -94,51 +85,61 @@ class Program:
     any_width: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def slot_names(self) -> list[str]:
-        return list(dict.fromkeys(slot.name for slot in self.slots))
+
+def _same_slots(file_suffix: str, place: str, *, without: Container[str] = (), **options: Any) -> tuple[Slot, ...]:
+    """One slot for each variant: the variant's name is the file's."""
+    return tuple(
+        Slot(variant=variant, file_name=f"{variant}{file_suffix}", place=place, **options)
+        for variant in VARIANTS
+        if variant not in without
+    )
+
+
+def _slots_of_any_form(place: str, **options: Any) -> tuple[Slot, ...]:
+    return tuple(slot for form in FORMS for slot in _same_slots("", place, needs=form, **options))
 
 
 # ComfyUI
 
 APPROX = "put {file} into ComfyUI/models/vae_approx"
-_COMFY_NO_MODEL = "ComfyUI has no model with these latents and would scale them as another model's"
-_COMFY_SUPER = f"ComfyUI stops with a KeyError on super decoders; {SUPER_WAY_OUT}"
-_COMFY_WIDE = "ComfyUI knows no wide decoder; train taeltx2_3, or use --to sdcpp or --to onnx"
 _VAE_SPACE = Form(latent_space="vae")
+_COMFY_NO_MODEL = "ComfyUI has no model with these latents (%s) and would scale them as another model's"
 HUNYUAN_SCALE, HUNYUAN_15_SCALE = 0.476986, 1.03682
 """The diffusion latents of Hunyuan Video, and of 1.5, are those of their VAE times this."""
-NOT_HALF = ("bfloat16", "float32")
-"""For 16 channels ComfyUI takes a float16 file for Hunyuan Video's and scales the latents."""
+_HALF = {
+    "dtypes": ("float16",),
+    "other_dtypes": "with another dtype it takes the file for Wan 2.1's and does not scale the latents",
+}
+_NOT_HALF = {
+    "dtypes": ("bfloat16", "float32"),
+    "other_dtypes": "it takes a float16 file with 16 channels for Hunyuan Video's and scales the latents",
+}
 
 
-def _comfy_preview(variant: str, stem: str, dtypes: tuple[str, ...]) -> Slot:
+def _comfy_vae(variant: str, stem: str, **options: Any) -> Slot:
+    place = f"{APPROX}: the Load VAE node then offers {stem}, for VAE Decode and VAE Encode"
+    return Slot(variant=variant, file_name=f"{stem}.safetensors", **{"place": place, **options})
+
+
+def _comfy_preview(variant: str, stem: str, **options: Any) -> Slot:
     # The VAE loader offers the exact stem alone, the preview takes any name that begins with it. With the longer name
     # nobody can load the file into the decode node, where it would decode wrongly.
-    return Slot(
-        variant=variant,
-        name="preview",
-        file_name=f"{stem}_preview.safetensors",
-        dtypes=dtypes,
-        place=f"{APPROX} and remove other files there that begin with {stem}: it makes the live previews (choose "
-        "the preview method TAESD). It cannot serve the VAE Decode node",
+    place = (
+        f"{APPROX} and remove other files there that begin with {stem}: it makes the live previews (choose "
+        "the preview method TAESD). It cannot serve the VAE Decode node"
     )
-
-
-def _comfy_vae(variant: str, stem: str, **options: object) -> Slot:
-    place = f"{APPROX}: the Load VAE node then offers {stem}, for VAE Decode and VAE Encode"
-    return Slot(variant=variant, file_name=f"{stem}.safetensors", place=place, **options)  # type: ignore[arg-type]
+    return Slot(variant=variant, name="preview", file_name=f"{stem}_preview.safetensors", place=place, **options)
 
 
 COMFYUI = Program(
     name="comfyui",
     title="ComfyUI",
     slots=(
-        _comfy_vae("taehv", "taehv", dtypes=("float16",), handed_scale=HUNYUAN_SCALE),
-        _comfy_vae("taew2_1", "lighttaew2_1", dtypes=NOT_HALF, needs=_VAE_SPACE),
-        _comfy_preview("taew2_1", "lighttaew2_1", NOT_HALF),
+        _comfy_vae("taehv", "taehv", handed_scale=HUNYUAN_SCALE, **_HALF),
+        _comfy_vae("taew2_1", "lighttaew2_1", needs=_VAE_SPACE, **_NOT_HALF),
+        _comfy_preview("taew2_1", "lighttaew2_1", **_NOT_HALF),
         _comfy_vae("taew2_2", "lighttaew2_2", needs=_VAE_SPACE),
-        _comfy_preview("taew2_2", "lighttaew2_2", ANY_DTYPE),
+        _comfy_preview("taew2_2", "lighttaew2_2"),
         _comfy_vae(
             "taehv1_5",
             "lighttaehy1_5",
@@ -147,33 +148,35 @@ COMFYUI = Program(
             signed_pixels=True,
         ),
         _comfy_vae("taeltx_2", "taeltx_2"),
-        Slot(
-            variant="taeltx2_3",
-            file_name="taeltx2_3.safetensors",
+        _comfy_vae(
+            "taeltx2_3",
+            "taeltx2_3",
             place="put {file} into ComfyUI/models/vae: the Load VAE node then offers it, for VAE Decode and VAE Encode",
         ),
         _comfy_vae("taeh3", "taeh3"),
     ),
     refused={
-        "taecvx": f"{_COMFY_NO_MODEL} (CogVideoX); use --to upstream or --to onnx",
-        "taeos1_3": f"{_COMFY_NO_MODEL} (Open-Sora); use --to upstream or --to onnx",
-        "taehv1_5_super": _COMFY_SUPER,
-        "taew2_2_super": _COMFY_SUPER,
-        "taeltx2_3_wide": _COMFY_WIDE,
+        "taecvx": f"{_COMFY_NO_MODEL % 'CogVideoX'}; use --to upstream or --to onnx",
+        "taeos1_3": f"{_COMFY_NO_MODEL % 'Open-Sora'}; use --to upstream or --to onnx",
+        "taeltx2_3_wide": "ComfyUI knows no wide decoder; train taeltx2_3, or use --to sdcpp or --to onnx",
+        **dict.fromkeys(SUPER, f"ComfyUI stops with a KeyError on super decoders; {SUPER_WAY_OUT}"),
     },
 )
 
 # LightX2V
 
-_LIGHT_PLACE = 'set "use_tae": true and "tae_path" to the path of {file} in the config of a %s model'
 _LIGHT_ONLY = "LightX2V has a tiny VAE for its Wan and Hunyuan Video 1.5 models alone; use --to upstream or --to onnx"
-_LIGHT_SUPER = f"LightX2V loads strictly and knows no super decoder; {SUPER_WAY_OUT}"
 
 
-def _light(variant: str, stem: str, host: str, **options: object) -> Slot:
-    place = f"{_LIGHT_PLACE % host}; it then decodes with this network"
-    dtypes = ("bfloat16", "float16", "float32")
-    return Slot(variant=variant, file_name=f"{stem}.safetensors", dtypes=dtypes, place=place, **options)  # type: ignore[arg-type]
+def _light(variant: str, stem: str, host: str, **options: Any) -> Slot:
+    setting = f'set "use_tae": true and "tae_path" to the path of {{file}} in the config of a {host} model'
+    return Slot(
+        variant=variant,
+        file_name=f"{stem}.safetensors",
+        dtypes=("bfloat16", "float16", "float32"),
+        place=f"{setting}; it then decodes with this network",
+        **options,
+    )
 
 
 LIGHTX2V = Program(
@@ -198,7 +201,7 @@ LIGHTX2V = Program(
         **dict.fromkeys(
             ("taehv", "taecvx", "taeos1_3", "taeltx_2", "taeltx2_3", "taeltx2_3_wide", "taeh3"), _LIGHT_ONLY
         ),
-        **dict.fromkeys(("taehv1_5_super", "taew2_2_super"), _LIGHT_SUPER),
+        **dict.fromkeys(SUPER, f"LightX2V loads strictly and knows no super decoder; {SUPER_WAY_OUT}"),
     },
 )
 
@@ -213,7 +216,6 @@ _SDCPP_HOSTS = {
     "taeltx2_3_wide": "LTX-2.3 or LTX-2.5",
     "taeh3": "MiniMax H3",
 }
-_SDCPP_SUPER = f"stable-diffusion.cpp knows no super decoder; {SUPER_WAY_OUT}"
 
 SDCPP = Program(
     name="sdcpp",
@@ -230,8 +232,7 @@ SDCPP = Program(
         "taehv": "stable-diffusion.cpp has no tiny VAE for Hunyuan Video 1.0; use --to comfyui or --to upstream",
         "taecvx": "stable-diffusion.cpp does not run CogVideoX; use --to upstream or --to onnx",
         "taeos1_3": "stable-diffusion.cpp does not run Open-Sora; use --to upstream or --to onnx",
-        "taehv1_5_super": _SDCPP_SUPER,
-        "taew2_2_super": _SDCPP_SUPER,
+        **dict.fromkeys(SUPER, f"stable-diffusion.cpp knows no super decoder; {SUPER_WAY_OUT}"),
     },
 )
 
@@ -242,69 +243,51 @@ _DIFFUSERS_LTX = (
     "AutoencoderTinyVideo.from_tinyvae(model, teacher=pipe.vae) in Python (docs/diffusers.md)"
 )
 
+_DIFFUSERS_NO = {
+    **{variant: _DIFFUSERS_LTX for variant in VARIANTS if variant.startswith("taeltx")},
+    "taeos1_3": "diffusers has no pipeline of Open-Sora; use --to upstream or --to onnx",
+}
+
 DIFFUSERS = Program(
     name="diffusers",
     title="diffusers",
     writes="folder",
-    suffixes=(),
     any_width=True,
-    slots=tuple(
-        Slot(
-            variant=variant,
-            file_name=variant,
-            dtypes=("float16", "bfloat16", "float32"),
-            place="`tinyvae.diffusers.AutoencoderTinyVideo.from_pretrained('{file}')` is a VAE for the pipelines of "
-            f"{VARIANTS[variant].teacher}",
-            needs=form,
-        )
-        for form in FORMS
-        for variant in VARIANTS
-        if not variant.startswith("taeltx") and variant != "taeos1_3"
+    slots=_slots_of_any_form(
+        "`tinyvae.diffusers.AutoencoderTinyVideo.from_pretrained('{file}')` is a VAE for the pipelines of {teacher}",
+        without=_DIFFUSERS_NO,
     ),
-    refused={
-        **{variant: _DIFFUSERS_LTX for variant in VARIANTS if variant.startswith("taeltx")},
-        "taeos1_3": "diffusers has no pipeline of Open-Sora; use --to upstream or --to onnx",
-    },
+    refused=_DIFFUSERS_NO,
 )
 
 # upstream's class, ONNX, the browser
+
+_UPSTREAM_NO = {
+    "taeltx2_3_wide": "the wide decoder is in a branch of upstream's class alone; use --to sdcpp or --to onnx"
+}
 
 UPSTREAM = Program(
     name="upstream",
     title="upstream's TAEHV class, SGLang, FastVideo",
     suffixes=(".pth",),
-    slots=tuple(
-        Slot(
-            variant=variant,
-            file_name=f"{variant}.pth",
-            place="load it with TAEHV('{file}') and keep its name: the path picks the variant there",
-        )
-        for variant in VARIANTS
-        if variant != "taeltx2_3_wide"
+    slots=_same_slots(
+        ".pth",
+        "load it with TAEHV('{file}') and keep its name: the path picks the variant there",
+        without=_UPSTREAM_NO,
     ),
-    refused={
-        "taeltx2_3_wide": "the wide decoder is in a branch of upstream's class alone; use --to sdcpp or --to onnx",
-    },
+    refused=_UPSTREAM_NO,
 )
-
-
-def _graph_slots(place: str) -> tuple[Slot, ...]:
-    return tuple(
-        Slot(variant=variant, file_name=variant, dtypes=("float32", "float16"), place=place, needs=form)
-        for variant in VARIANTS
-        for form in FORMS
-    )
-
+_GRAPH_DTYPES = ("float32", "float16", "int8")
 
 ONNX = Program(
     name="onnx",
     title="ONNX (onnxruntime and others)",
     writes="graphs",
-    suffixes=(),
     any_width=True,
-    slots=_graph_slots(
+    slots=_slots_of_any_form(
         "{file}/encoder.onnx takes the frames of one latent a call, {file}/decoder.onnx one latent a call; "
-        "examples/stream_onnx.py shows the loop"
+        "examples/stream_onnx.py shows the loop",
+        dtypes=_GRAPH_DTYPES,
     ),
 )
 
@@ -312,9 +295,10 @@ WEB = Program(
     name="web",
     title="a page in the browser",
     writes="page",
-    suffixes=(),
     any_width=True,
-    slots=_graph_slots("start `python -m http.server -d {file}` and open http://localhost:8000 to try the model"),
+    slots=_slots_of_any_form(
+        "start `python -m http.server -d {file}` and open http://localhost:8000 to try the model", dtypes=_GRAPH_DTYPES
+    ),
 )
 
 PROGRAMS: dict[str, Program] = {
@@ -340,8 +324,9 @@ def choose_slot(program: Program, spec: VariantSpec, *, name: str | None = None)
 
     Example: ``choose_slot(COMFYUI, get_spec("taehv")).dtypes`` is ``("float16",)``.
     """
-    if name is not None and name not in program.slot_names:
-        raise UserError(f"{program.title} has no slot {name!r}; leave --slot out, or use {_or(program.slot_names)}.")
+    names = list(dict.fromkeys(slot.name for slot in program.slots))
+    if name not in (None, *names):
+        raise UserError(f"{program.title} has no slot {name!r}; leave --slot out, or use {_or(names)}.")
     if spec.preview is not None:
         raise UserError("a model loaded with preview= cannot be exported; load it without preview=.")
     slots = [slot for slot in program.slots if slot.variant == spec.name]
@@ -353,31 +338,31 @@ def choose_slot(program: Program, spec: VariantSpec, *, name: str | None = None)
             "use --to onnx or --to web, or train one with model_width = 1."
         )
     wanted, form = name or "vae", Form.of(spec)
-    named = [slot for slot in slots if slot.name == wanted]
-    fitting = [slot for slot in named if slot.needs == form]
-    if fitting:
-        return fitting[0]
-    raise UserError(_why_no_slot(program, spec, wanted, form, named))
+    for slot in slots:
+        if (slot.name, slot.needs) == (wanted, form):
+            return slot
+    raise UserError(_why_no_slot(program, spec, wanted))
 
 
-def _why_no_slot(program: Program, spec: VariantSpec, wanted: str, form: Form, named: list[Slot]) -> str:
-    others = [
-        slot.name for slot in program.slots if slot.variant == spec.name and slot.needs == form and slot.name != wanted
-    ]
-    elsewhere = [
-        other.name
+def _why_no_slot(program: Program, spec: VariantSpec, wanted: str) -> str:
+    form = Form.of(spec)
+    fitting = [
+        (other.name, slot.name)
         for other in PROGRAMS.values()
-        if other is not program and any(slot.variant == spec.name and slot.needs == form for slot in other.slots)
+        for slot in other.slots
+        if (slot.variant, slot.needs) == (spec.name, form)
     ]
-    ways = [f"{SLOT_WORDS[name]} works (--slot {name})" for name in others] + [f"or use --to {_or(elsewhere)}"]
-    if named and (settings := named[0].needs.settings()):
-        ways.append(f"or train one for it (tinyvae train ... {settings})")
-    if named:
-        needed, given = named[0].needs.difference(form)
-        reason = (
-            f"{SLOT_WORDS[wanted]} needs a network for {needed}, and this one has {given}, so it would decode wrongly "
-            "without a word"
-        )
+    ways = [f"{SLOT_WORDS[slot]} works (--slot {slot})" for name, slot in fitting if name == program.name]
+    elsewhere = dict.fromkeys(name for name, _ in fitting if name != program.name)
+    ways.append(f"or use --to {_or([*elsewhere])}")
+    needs = [slot.needs for slot in program.slots if (slot.variant, slot.name) == (spec.name, wanted)]
+    if needs:
+        keys = [key for key, value in vars(form).items() if value != getattr(needs[0], key)]
+        needed, given = (", ".join(FORM_WORDS[getattr(each, key)] for key in keys) for each in (needs[0], form))
+        reason = f"{SLOT_WORDS[wanted]} needs a network for {needed}, and this one has {given}"
+        reason += ", so it would decode wrongly without a word"
+        settings = [f"--{key} {value}" for key, value in vars(needs[0]).items() if value != getattr(OURS, key)]
+        ways += [f"or train one for it (tinyvae train ... {' '.join(settings)})"] if settings else []
     else:
         reason = f"it has no {wanted} slot for {spec.name}"
     return f"{spec.name} cannot be exported to {program.title}: {reason}; {', '.join(ways).removeprefix('or ')}."
@@ -387,18 +372,23 @@ def _or(words: list[str]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def check_dtype(program: Program, slot: Slot, dtype: str | None) -> str:
-    """The dtype to write: the slot's own, or the one asked for where the program reads it as it should."""
-    if dtype is not None and dtype not in ANY_DTYPE:
-        raise UserError(f"--dtype {dtype} is not known; use {_or([*slot.dtypes])}.")
-    if dtype is None or dtype in slot.dtypes:
-        return dtype or slot.dtypes[0]
-    why = ""
-    if program is COMFYUI and slot.dtypes == NOT_HALF:
-        why = " (it takes a float16 file with 16 channels for Hunyuan Video's and scales the latents)"
-    if program is COMFYUI and slot.variant == "taehv":
-        why = " (with another dtype it takes the file for Wan 2.1's and does not scale the latents)"
-    raise UserError(f"{program.title} does not read {slot.variant} as {dtype}{why}; use --dtype {_or([*slot.dtypes])}.")
+def check_dtype(program: Program, slot: Slot, dtype: str | None, *, has_data: bool = False) -> str:
+    """The dtype to write: the slot's own, or the one asked for where the program reads it as it should.
+
+    ``has_data``: whether the user named videos, which int8 alone takes.
+    """
+    chosen = dtype or slot.dtypes[0]
+    if chosen not in (*ANY_DTYPE, "int8"):
+        raise UserError(f"--dtype {dtype!r} is not known; use {_or([*slot.dtypes])}.")
+    if chosen not in slot.dtypes:
+        why = f" ({slot.other_dtypes})" if slot.other_dtypes else ""
+        what = f"{program.title} does not read {slot.variant} as {dtype}{why}"
+        raise UserError(f"{what}; use --dtype {_or([*slot.dtypes])}.")
+    if chosen == "int8" and not has_data:
+        raise UserError("--dtype int8 is calibrated on videos like those that will be decoded; name some with --data.")
+    if has_data and chosen != "int8":
+        raise UserError(f"--data is for --dtype int8 alone, and {chosen} is written; leave it out or add --dtype int8.")
+    return chosen
 
 
 def output_file(program: Program, slot: Slot, output: Path) -> Path:
@@ -418,8 +408,7 @@ def output_file(program: Program, slot: Slot, output: Path) -> Path:
 def program_table() -> str:
     """Programs and variants as text: the dtype that is written, by slot, or - where the program cannot use it."""
     rows = [("variant", *PROGRAMS)]
-    for variant in VARIANTS:
-        rows.append((variant, *(_cell(program, variant) for program in PROGRAMS.values())))
+    rows += [(variant, *(_cell(program, variant) for program in PROGRAMS.values())) for variant in VARIANTS]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     titles = [f"  {program.name:<10} {program.title}" for program in PROGRAMS.values()]
@@ -432,8 +421,7 @@ def program_table() -> str:
 
 
 def _cell(program: Program, variant: str) -> str:
-    fitting = [slot for slot in program.slots if slot.variant == variant and slot.needs == OURS]
-    if not fitting:
-        return "-"
-    slot = fitting[0]
-    return slot.dtypes[0] if slot.name == "vae" else f"({slot.name})"
+    for slot in program.slots:
+        if (slot.variant, slot.needs) == (variant, OURS):
+            return slot.dtypes[0] if slot.name == "vae" else f"({slot.name})"
+    return "-"

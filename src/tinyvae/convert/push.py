@@ -22,10 +22,11 @@ tags: [video, autoencoder, taehv]
 
 # {name}
 
-A tiny video autoencoder of the TAEHV family: {variant}, which stands in for the VAE of {teacher}.
+A tiny video autoencoder of the TAEHV family: {spec.name}, which stands in for the VAE of {spec.teacher}.
 
-- latents: {channels} channels, one for {frames} frames of {pixels}x{pixels} pixels; width factor {width:g}
-- {latent_space} space, {activation}
+- latents: {spec.latent_channels} channels, one for {spec.time_factor} frames of \
+{spec.space_factor}x{spec.space_factor} pixels; width factor {spec.width:g}
+- {spec.latent_space} space, {spec.activation}
 
 ## Use
 
@@ -85,37 +86,17 @@ def collect(folder: Path, run: Path, weights: Path, model: TAEHV, repo: str) -> 
     step = read_weights(weights)[1].get("training_step")
     save_model(model, folder, formats=(".safetensors",), training_step=step)
     card = run / CARD
-    (folder / "README.md").write_text(
-        card_for_hub(card.read_text(encoding="utf-8"), repo) if card.is_file() else plain_card(model, repo),
-        encoding="utf-8",
-    )
-    if card.is_file() and (run / SETTINGS).is_file():  # the run's own; config.json describes the network
-        shutil.copyfile(run / SETTINGS, folder / "training_config.json")
+    if card.is_file():
+        # The example of a run's card loads the run's folder.
+        text = re.sub(r'load_model\("[^"]*"\)', f'load_model("{repo}")', card.read_text(encoding="utf-8"))
+        if (run / SETTINGS).is_file():  # the run's own; config.json describes the network
+            shutil.copyfile(run / SETTINGS, folder / "training_config.json")
+    else:
+        text = PLAIN_CARD.format(name=repo.split("/")[1], repo=repo, spec=model.spec)
+    (folder / "README.md").write_text(text, encoding="utf-8")
     if (run / REPORT).is_file():
         shutil.copyfile(run / REPORT, folder / REPORT)
     return sorted(file.name for file in folder.iterdir())
-
-
-def card_for_hub(card: str, repo: str) -> str:
-    """A run's card, whose example loads the model from the hub."""
-    return re.sub(r'load_model\("[^"]*"\)', f'load_model("{repo}")', card)
-
-
-def plain_card(model: TAEHV, repo: str) -> str:
-    """A card for weights without a run."""
-    spec = model.spec
-    return PLAIN_CARD.format(
-        name=repo.split("/")[1],
-        repo=repo,
-        variant=spec.name,
-        teacher=spec.teacher,
-        channels=spec.latent_channels,
-        frames=spec.time_factor,
-        pixels=spec.space_factor,
-        width=spec.width,
-        latent_space=spec.latent_space,
-        activation=spec.activation,
-    )
 
 
 def _why_not_pushed(repo: str, failure: Exception) -> str:

@@ -9,18 +9,28 @@ shapes and dtype (ComfyUI), by the path (upstream), by the model that it runs (s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tinyvae.models.weights import shape_differences
+
 State = Mapping[str, Tensor]
-Layer = tuple[str, int, int]
-"""(kind, index in the file's keys, stride in time)."""
+
+
+class Layer(NamedTuple):
+    """One layer: its kind, its number in the file's keys, its channels, and its stride in time."""
+
+    kind: str
+    number: int
+    into: int = 0
+    out: int = 0
+    stride: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +52,7 @@ class Reading:
     pixel_range: tuple[int, int] = (0, 1)
 
 
+WAN_2_1, WAN_2_2, HUNYUAN_15 = (Reading(channels=c, patch=p) for c, p in ((16, 1), (48, 2), (32, 2)))
 LTX = Reading(channels=128, patch=4, encoder_strides=(2, 2, 2), decoder_strides=(2, 2, 2))
 H3 = Reading(channels=24, patch=2, frames="h3")
 HUNYUAN_SCALE, HUNYUAN_15_SCALE = 0.476986, 1.03682
@@ -59,12 +70,11 @@ def comfyui_reading(state: State, _path: Path, _variant: str) -> Reading:
     if "decoder.22.bias" not in state or "decoder.1.weight" not in state:
         raise UnreadableByProgramError("decoder.22.bias or decoder.1.weight is missing")
     channels, outputs = state["decoder.1.weight"].shape[1], state["decoder.22.bias"].shape[0]
-    if channels == 16:
-        is_hunyuan = state["decoder.22.bias"].dtype == torch.float16
-        return Reading(channels=16, patch=1, scale=HUNYUAN_SCALE if is_hunyuan else 1.0)
+    if channels == 16 and state["decoder.22.bias"].dtype == torch.float16:
+        return replace(WAN_2_1, scale=HUNYUAN_SCALE)
     if channels == 32 and outputs == 12:
-        return Reading(channels=32, patch=2, slope=0.2, scale=HUNYUAN_15_SCALE, pixel_range=(-1, 1))
-    known = {48: Reading(channels=48, patch=2), 128: LTX, 24: H3}
+        return replace(HUNYUAN_15, slope=0.2, scale=HUNYUAN_15_SCALE, pixel_range=(-1, 1))
+    known = {reading.channels: reading for reading in (WAN_2_1, WAN_2_2, LTX, H3)}
     if channels not in known:
         raise UnreadableByProgramError(f"no model there has {channels} latent channels")
     return known[channels]
@@ -72,28 +82,15 @@ def comfyui_reading(state: State, _path: Path, _variant: str) -> Reading:
 
 def lightx2v_reading(_state: State, path: Path, variant: str) -> Reading:
     """By the model that it runs; ``taecvx`` anywhere in the path changes the frame rule."""
-    hosts = {
-        "taew2_1": Reading(channels=16, patch=1),
-        "taew2_2": Reading(channels=48, patch=2),
-        "taehv1_5": Reading(channels=32, patch=2, slope=0.2, scale=1 / HUNYUAN_15_SCALE, pixel_range=(-1, 1)),
-    }
-    chosen = hosts[variant]
-    if "taecvx" in str(path):
-        return Reading(channels=chosen.channels, patch=chosen.patch, slope=chosen.slope, frames="cogvideox")
-    return chosen
+    hunyuan = replace(HUNYUAN_15, slope=0.2, scale=1 / HUNYUAN_15_SCALE, pixel_range=(-1, 1))
+    chosen = {"taew2_1": WAN_2_1, "taew2_2": WAN_2_2, "taehv1_5": hunyuan}[variant]
+    return replace(chosen, frames="cogvideox") if "taecvx" in str(path) else chosen
 
 
 def sdcpp_reading(state: State, _path: Path, variant: str) -> Reading:
     """By the model that it runs; a wide decoder by one of its keys."""
-    hosts = {
-        "taew2_1": Reading(channels=16, patch=1),
-        "taew2_2": Reading(channels=48, patch=2),
-        "taehv1_5": Reading(channels=32, patch=2),
-        "taeltx_2": LTX,
-        "taeltx2_3": LTX,
-        "taeltx2_3_wide": LTX,
-        "taeh3": H3,
-    }
+    hosts = {"taew2_1": WAN_2_1, "taew2_2": WAN_2_2, "taehv1_5": HUNYUAN_15, "taeh3": H3}
+    hosts |= dict.fromkeys(("taeltx_2", "taeltx2_3", "taeltx2_3_wide"), LTX)
     is_wide = "decoder.3.conv.6.weight" in state
     return replace(hosts[variant], decoder="wide") if is_wide else hosts[variant]
 
@@ -101,16 +98,13 @@ def sdcpp_reading(state: State, _path: Path, variant: str) -> Reading:
 def upstream_reading(_state: State, path: Path, _variant: str) -> Reading:
     """By words anywhere in the path; without one, the network of Hunyuan Video."""
     words = str(path)
-    decoder: Literal["base", "super"] = "super" if "_super" in words else "base"
-    if "taeltx" in words:
-        return LTX
-    if "taeh3" in words:
-        return H3
-    if "taehv1_5" in words:
-        return Reading(channels=32, patch=2, decoder=decoder)
-    if "taew2_2" in words:
-        return Reading(channels=48, patch=2, decoder=decoder)
-    return Reading(channels=16, patch=1, decoder=decoder, frames="cogvideox" if "taecvx" in words else "causal")
+    for word, reading in (("taeltx", LTX), ("taeh3", H3)):
+        if word in words:
+            return reading
+    found = HUNYUAN_15 if "taehv1_5" in words else WAN_2_2 if "taew2_2" in words else WAN_2_1
+    if found is WAN_2_1 and "taecvx" in words:
+        found = replace(found, frames="cogvideox")
+    return replace(found, decoder="super") if "_super" in words else found
 
 
 READINGS: dict[str, Callable[[State, Path, str], Reading]] = {
@@ -125,92 +119,73 @@ READINGS: dict[str, Callable[[State, Path, str], Reading]] = {
 
 
 def encoder_layers(reading: Reading) -> list[Layer]:
-    layers: list[Layer] = [("conv", 0, 1), ("act", 1, 1)]
+    layers = [Layer("conv", 0, 3 * reading.patch**2, 64), Layer("act", 1)]
     for stage, stride in enumerate(reading.encoder_strides):
         first = 2 + 5 * stage
-        layers += [("pool", first, stride), ("down", first + 1, 1)]
-        layers += [("mem", first + 2 + number, 1) for number in range(3)]
-    return [*layers, ("conv", 17, 1)]
+        layers += [Layer("pool", first, 64, 64, stride), Layer("down", first + 1, 64, 64)]
+        layers += [Layer("mem", first + 2 + n, 64, 64) for n in range(3)]
+    return [*layers, Layer("conv", 17, 64, reading.channels)]
 
 
 def decoder_layers(reading: Reading) -> list[Layer]:
-    if reading.decoder == "super":
-        layers: list[Layer] = [("conv", 0, 1)]
-        for stage, stride in enumerate(reading.decoder_strides):
-            first = 1 + 7 * stage
-            layers += [("super", first + number, 1) for number in range(3)]
-            layers += [("conv", first + 3, 1), ("act", first + 4, 1), ("shuffle", first + 5, 1)]
-            layers += [("grow", first + 6, stride)]
-        return [*layers, ("conv", 22, 1)]
-    layers = [("clamp", 0, 1), ("conv", 1, 1), ("act", 2, 1)]
-    for stage, stride in enumerate(reading.decoder_strides):
-        first, block = 3 + 6 * stage, "wide" if reading.decoder == "wide" else "mem"
-        layers += [(block, first + number, 1) for number in range(3)]
-        layers += [("double", first + 3, 1), ("grow", first + 4, stride), ("conv", first + 5, 1)]
-    return [*layers, ("act", 21, 1), ("conv", 22, 1)]
+    is_super, block = reading.decoder == "super", "mem" if reading.decoder == "base" else reading.decoder
+    widths = {"base": (256, 128, 64, 64), "super": (512, 256, 128, 64), "wide": (1024, 512, 256, 64)}[reading.decoder]
+    if is_super:
+        layers = [Layer("point", 0, reading.channels, widths[0])]
+    else:
+        layers = [Layer("clamp", 0), Layer("conv", 1, reading.channels, widths[0]), Layer("act", 2)]
+    for here, after, stride in zip(widths, widths[1:], reading.decoder_strides, strict=False):
+        layers += [Layer(block, len(layers) + n, here, here) for n in range(3)]
+        first = len(layers)
+        if is_super:
+            layers += [Layer("conv", first, here, 4 * after), Layer("act", first + 1), Layer("shuffle", first + 2)]
+            layers += [Layer("grow", first + 3, after, after, stride)]
+        else:
+            layers += [Layer("double", first), Layer("grow", first + 1, here, here, stride)]
+            layers += [Layer("plain", first + 2, here, after)]
+    layers += [] if is_super else [Layer("act", 21)]
+    return [*layers, Layer("conv", 22, widths[-1], 3 * reading.patch**2)]
+
+
+def convolutions(layer: Layer) -> list[tuple[str, int, int, int, bool]]:
+    """(key after the number, output channels, input channels, kernel, whether it has a bias) of a layer."""
+    _, _, into, out, stride = layer
+    return {
+        "conv": [("", out, into, 3, True)],
+        "plain": [("", out, into, 3, False)],
+        "down": [("", out, into, 3, False)],
+        "point": [("", out, into, 1, False)],
+        "pool": [(".conv", out, stride * into, 1, False)],
+        "grow": [(".conv", stride * out, into, 1, False)],
+        "mem": [(f".conv.{n}", out, wide, 3, True) for n, wide in ((0, 2 * into), (2, out), (4, out))],
+        "super": [
+            (".conv.0", 2 * into, 1, 7, False),
+            (".conv.1", 4 * into, 2 * into, 1, True),
+            (".conv.3", out, 4 * into, 1, False),
+        ],
+        "wide": [
+            (f".conv.{n}", out, wide, kernel, True)
+            for n, wide, kernel in ((0, 2 * into, 1), (2, 64, 3), (4, out, 1), (6, 64, 3))
+        ],
+    }.get(layer.kind, [])
 
 
 def expected_shapes(reading: Reading) -> dict[str, tuple[int, ...]]:
     """Every key of the file that the program expects, with its shape."""
     shapes: dict[str, tuple[int, ...]] = {}
-
-    def add(name: str, out: int, into: int, kernel: int, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (out, into, kernel, kernel)
-        if bias:
-            shapes[f"{name}.bias"] = (out,)
-
-    def add_mem(name: str, channels: int) -> None:
-        for number, into in ((0, 2 * channels), (2, channels), (4, channels)):
-            add(f"{name}.conv.{number}", channels, into, 3, True)
-
-    def add_super(name: str, channels: int) -> None:
-        add(f"{name}.conv.0", 2 * channels, 1, 7, False)
-        add(f"{name}.conv.1", 4 * channels, 2 * channels, 1, True)
-        add(f"{name}.conv.3", channels, 4 * channels, 1, False)
-
-    def add_wide(name: str, channels: int) -> None:
-        for number, into, kernel in ((0, 2 * channels, 1), (2, 64, 3), (4, channels, 1), (6, 64, 3)):
-            add(f"{name}.conv.{number}", channels, into, kernel, True)
-
-    pixels = 3 * reading.patch**2
-    add("encoder.0", 64, pixels, 3, True)
-    for stage, stride in enumerate(reading.encoder_strides):
-        first = 2 + 5 * stage
-        add(f"encoder.{first}.conv", 64, 64 * stride, 1, False)
-        add(f"encoder.{first + 1}", 64, 64, 3, False)
-        for number in range(3):
-            add_mem(f"encoder.{first + 2 + number}", 64)
-    add("encoder.17", reading.channels, 64, 3, True)
-    is_super = reading.decoder == "super"
-    widths = {"base": (256, 128, 64, 64), "super": (512, 256, 128, 64), "wide": (1024, 512, 256, 64)}[reading.decoder]
-    add_block = {"base": add_mem, "super": add_super, "wide": add_wide}[reading.decoder]
-    add("decoder.0" if is_super else "decoder.1", widths[0], reading.channels, 1 if is_super else 3, not is_super)
-    for stage, stride in enumerate(reading.decoder_strides):
-        here, after = widths[stage], widths[stage + 1]
-        first = (1 + 7 * stage) if is_super else (3 + 6 * stage)
-        for number in range(3):
-            add_block(f"decoder.{first + number}", here)
-        if is_super:
-            add(f"decoder.{first + 3}", 4 * after, here, 3, True)
-            add(f"decoder.{first + 6}.conv", stride * after, after, 1, False)
-        else:
-            add(f"decoder.{first + 4}.conv", stride * here, here, 1, False)
-            add(f"decoder.{first + 5}", after, here, 3, False)
-    add("decoder.22", pixels, widths[-1], 3, True)
+    for half, layers in (("encoder", encoder_layers(reading)), ("decoder", decoder_layers(reading))):
+        for layer in layers:
+            for key, out, into, kernel, has_bias in convolutions(layer):
+                name = f"{half}.{layer.number}{key}"
+                shapes[f"{name}.weight"] = (out, into, kernel, kernel)
+                if has_bias:
+                    shapes[f"{name}.bias"] = (out,)
     return shapes
 
 
 def check_shapes(state: State, reading: Reading) -> None:
     """Raise where a program that loads strictly would: a missing key, a key too many, another shape."""
-    expected = expected_shapes(reading)
-    wrong = [f"{key} is missing" for key in expected if key not in state]
-    wrong += [f"{key} is not known" for key in state if key not in expected]
-    wrong += [
-        f"{key} is {list(state[key].shape)} instead of {list(shape)}"
-        for key, shape in expected.items()
-        if key in state and tuple(state[key].shape) != shape
-    ]
-    if wrong:
+    if wrong := shape_differences(state, expected_shapes(reading)):
         raise UnreadableByProgramError("; ".join(wrong[:3]))
 
 
@@ -230,67 +205,59 @@ class Half:
         if place == len(self._layers):
             yield frame_NCHW
             return
-        kind, index, stride = self._layers[place]
-        for made in getattr(self, f"_{kind}")(frame_NCHW, f"{self._name}.{index}", index, stride):
+        for made in self._run(frame_NCHW, self._layers[place]):
             yield from self.push(made, place + 1)
 
+    def _run(self, x: Tensor, layer: Layer) -> Sequence[Tensor]:
+        name = f"{self._name}.{layer.number}"
+        match layer.kind:
+            case "conv" | "plain" | "point":
+                return [self._convolve(x, name)]
+            case "down":
+                return [self._convolve(x, name, stride=2)]
+            case "act":
+                return [self._activate(x)]
+            case "clamp":
+                return [3 * torch.tanh(x / 3)]
+            case "double":
+                return [x.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)]
+            case "shuffle":
+                return [F.pixel_shuffle(x, 2)]
+            case "grow":
+                return self._convolve(x, f"{name}.conv").chunk(layer.stride, dim=1)
+            case "pool":
+                waiting = [*self._past.get(layer.number, []), x]
+                is_full = len(waiting) == layer.stride
+                self._past[layer.number] = [] if is_full else waiting
+                return [self._convolve(torch.cat(waiting, dim=1), f"{name}.conv")] if is_full else []
+        before = self._past.get(layer.number, torch.zeros_like(x))
+        self._past[layer.number] = x
+        return [getattr(self, f"_{layer.kind}")(x, torch.cat([x, before], dim=1), f"{name}.conv")]
+
+    def _mem(self, x: Tensor, both: Tensor, name: str) -> Tensor:
+        y = self._activate(self._convolve(both, f"{name}.0"))
+        y = self._activate(self._convolve(y, f"{name}.2"))
+        return self._activate(self._convolve(y, f"{name}.4") + x)
+
+    def _wide(self, x: Tensor, both: Tensor, name: str) -> Tensor:
+        groups = x.shape[1] // 64
+        y = self._activate(self._convolve(both, f"{name}.0"))
+        y = self._activate(self._convolve(y, f"{name}.2", groups=groups))
+        y = self._activate(self._convolve(y, f"{name}.4"))
+        return self._activate(self._convolve(y, f"{name}.6", groups=groups) + x)
+
+    def _super(self, x: Tensor, both: Tensor, name: str) -> Tensor:
+        y = self._convolve(both, f"{name}.0", groups=both.shape[1])
+        return x + self._convolve(self._activate(self._convolve(y, f"{name}.1")), f"{name}.3")
+
     def _convolve(self, x: Tensor, name: str, **options: Any) -> Tensor:
-        weight = self._state[f"{name}.weight"]
-        bias = self._state.get(f"{name}.bias")
+        weight, bias = self._state[f"{name}.weight"], self._state.get(f"{name}.bias")
         if name == "encoder.0" and self._border:
             return F.conv2d(F.pad(x, (1, 1, 1, 1), value=self._border), weight, bias)
         return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2, **options)
 
     def _activate(self, x: Tensor) -> Tensor:
         return F.leaky_relu(x, self._slope) if self._slope else x.clamp_min(0)
-
-    def _conv(self, x: Tensor, name: str, *_: int) -> list[Tensor]:
-        return [self._convolve(x, name)]
-
-    def _down(self, x: Tensor, name: str, *_: int) -> list[Tensor]:
-        return [self._convolve(x, name, stride=2)]
-
-    def _act(self, x: Tensor, *_: Any) -> list[Tensor]:
-        return [self._activate(x)]
-
-    def _clamp(self, x: Tensor, *_: Any) -> list[Tensor]:
-        return [3 * torch.tanh(x / 3)]
-
-    def _double(self, x: Tensor, *_: Any) -> list[Tensor]:
-        return [x.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)]
-
-    def _shuffle(self, x: Tensor, *_: Any) -> list[Tensor]:
-        return [F.pixel_shuffle(x, 2)]
-
-    def _mem(self, x: Tensor, name: str, index: int, _stride: int) -> list[Tensor]:
-        before = self._past.get(index, torch.zeros_like(x))
-        self._past[index] = x
-        y = self._activate(self._convolve(torch.cat([x, before], dim=1), f"{name}.conv.0"))
-        y = self._activate(self._convolve(y, f"{name}.conv.2"))
-        return [self._activate(self._convolve(y, f"{name}.conv.4") + x)]
-
-    def _wide(self, x: Tensor, name: str, index: int, _stride: int) -> list[Tensor]:
-        before = self._past.get(index, torch.zeros_like(x))
-        self._past[index] = x
-        y, groups = torch.cat([x, before], dim=1), x.shape[1] // 64
-        for number, options in ((0, {}), (2, {"groups": groups}), (4, {})):
-            y = self._activate(self._convolve(y, f"{name}.conv.{number}", **options))
-        return [self._activate(self._convolve(y, f"{name}.conv.6", groups=groups) + x)]
-
-    def _super(self, x: Tensor, name: str, index: int, _stride: int) -> list[Tensor]:
-        before = self._past.get(index, torch.zeros_like(x))
-        self._past[index] = x
-        both = torch.cat([x, before], dim=1)
-        y = self._convolve(both, f"{name}.conv.0", groups=both.shape[1])
-        return [x + self._convolve(self._activate(self._convolve(y, f"{name}.conv.1")), f"{name}.conv.3")]
-
-    def _pool(self, x: Tensor, name: str, index: int, stride: int) -> list[Tensor]:
-        waiting = [*self._past.get(index, []), x]
-        self._past[index] = waiting if len(waiting) < stride else []
-        return [] if len(waiting) < stride else [self._convolve(torch.cat(waiting, dim=1), f"{name}.conv")]
-
-    def _grow(self, x: Tensor, name: str, _index: int, stride: int) -> list[Tensor]:
-        return list(self._convolve(x, f"{name}.conv").chunk(stride, dim=1))
 
 
 def read_encode(state: State, reading: Reading, frames_NTCHW: Tensor, *, border: float = 0.0) -> Tensor:

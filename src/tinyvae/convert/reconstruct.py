@@ -235,9 +235,9 @@ def encode_to_file(
 ) -> int:
     """Latents of a whole video to a safetensors file; returns how many. `decode_to_video` gives every frame back."""
     part = measure_clip(ClipSource(name=source.name, path=source), max_frames=max_frames, size=None)
-    _, chunks = covering_chunks(round_trip, part)
+    covered, chunks = covering_chunks(round_trip, part)
     codec = round_trip.codec
-    encoder = StreamingEncoder(codec)
+    encoder = StreamingEncoder(codec, num_frames=covered)
     left = part.num_frames  # of the video's own frames; the repeated ones are no progress
     with write_latents(
         target, latent_facts(part, codec.spec.name, codec.spec.latent_space), overwrite=overwrite

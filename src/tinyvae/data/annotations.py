@@ -45,9 +45,7 @@ class VideoEntry:
 
 def default_data_root(source: Place) -> Place:
     """The folder that relative paths start from: the folder tree itself, or the folder of the annotation file."""
-    if source.is_dir():
-        return source
-    return source.parent if isinstance(source, Url) else source.absolute().parent
+    return source if source.is_dir() else source.absolute().parent
 
 
 def iterate_entries(source: Place, data_root: Place | None = None) -> Iterator[VideoEntry]:

@@ -71,8 +71,6 @@ def blur(frames_NTCHW: Tensor, sigmas: Tensor) -> Tensor:
     """Gaussian blur of float frames, edges mirrored. ``sigmas``: (N,) in pixels (0: unchanged), on the CPU."""
     n, t, c, h, w = frames_NTCHW.shape
     reach = min(math.ceil(BLUR_REACH * float(sigmas.max())), h - 1, w - 1)
-    if reach < 1:
-        return frames_NTCHW
     offsets = torch.arange(-reach, reach + 1, dtype=torch.float64)
     # A sigma of zero would divide by zero; anything this small gives the weight 1 to the middle and 0 elsewhere.
     spread = sigmas.double().clamp_min(1e-3).view(-1, 1)

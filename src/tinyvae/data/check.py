@@ -21,7 +21,7 @@ from tinyvae.data.clip import ClipChoice, ClipSettings, choose_clip, file_of, fr
 from tinyvae.data.clip_reading import BadFile, read_clip
 from tinyvae.data.index import SPLITS, IndexRow, VideoIndex, is_bad
 from tinyvae.data.splits import ClipSet, SplitBy, refuse_bad_index, split
-from tinyvae.errors import UnreadableVideoError, UserError
+from tinyvae.errors import UnreadableVideoError, UserError, why_unreadable
 from tinyvae.models.variants import VARIANTS, get_spec
 from tinyvae.storage import local_file
 from tinyvae.terminal import bytes_in_words, duration_in_words
@@ -219,7 +219,7 @@ def stage_training_samples(clips: ClipSet, settings: ClipSettings, count: int) -
             path = local_file(index.full_path(row), index.version(row))
             frames = read_frames(path, choice.frame_indices, info=info, timeout_s=timeout_s)
         except (UnreadableVideoError, OSError) as fault:
-            stages.bad_files.append(BadFile.of(row, fault))
+            stages.bad_files.append(BadFile(path=row.path, reason=why_unreadable(fault)))
             continue
         model_input = to_model_input(clip[None], torch.tensor([choice.color_and_blur]))[0]
         for stage, values in (("file (RGB)", frames), ("batch", clip), ("model input", model_input)):

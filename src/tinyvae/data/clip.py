@@ -154,8 +154,7 @@ class ClipSettings:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {rule}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class CropWindow:
+class CropWindow(NamedTuple):
     """A window of the decoded picture, in its pixels."""
 
     top: int

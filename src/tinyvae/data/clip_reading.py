@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.cache_folder import CacheNote
+from tinyvae.cache_folder import CacheNote, default_cache_folder
 from tinyvae.data.augment import to_model_input
 from tinyvae.data.clip import ClipChoice, ClipSettings, choose_clip, choose_validation_clip, file_of
 from tinyvae.data.decoded_cache import DecodedCache
@@ -27,10 +25,10 @@ from tinyvae.data.index import IndexRow, VideoIndex
 from tinyvae.data.latent_store import LatentStore, StoredLatents
 from tinyvae.data.sizes import SizesOfPositions
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
-from tinyvae.data.workers import Loan, SharedMemoryError, WorkerBuffers, free_clip_memory
-from tinyvae.errors import UnreadableVideoError, UserError
+from tinyvae.data.workers import Loan, WorkerBuffers, free_clip_memory
+from tinyvae.errors import UnreadableVideoError, UserError, why_unreadable
 from tinyvae.files import lock_file
-from tinyvae.storage import StorageError, Url, file_cache, local_file, version_of
+from tinyvae.storage import Url, file_cache, local_file, version_of
 from tinyvae.video.decode import read_frames
 
 log = logging.getLogger(__name__)
@@ -40,6 +38,9 @@ MAX_ATTEMPTS = 8
 TRIES_BEFORE_JUDGEMENT = 64
 """A share means little over fewer reads than this."""
 
+TakenClip = tuple[int, IndexRow, ClipChoice]
+"""A position, and the clip that was read for it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BadFile:
@@ -48,12 +49,6 @@ class BadFile:
     path: str
     reason: str
 
-    @classmethod
-    def of(cls, row: IndexRow, fault: UnreadableVideoError | OSError) -> BadFile:
-        if isinstance(fault, UnreadableVideoError):
-            return cls(path=row.path, reason=fault.reason)
-        return cls(path=row.path, reason=f"cannot be read: {fault.strerror or fault}")
-
 
 class BadFileLog:
     """``bad_files.jsonl``: one line for each bad file. Several ranks, and a resumed run, may write to the same file."""
@@ -61,7 +56,6 @@ class BadFileLog:
     def __init__(self, file: Path) -> None:
         self.file = Path(file)
         self._known: set[str] = set()
-        self._read_up_to = 0
 
     def add(self, *bad_files: BadFile) -> None:
         fresh = [bad for bad in bad_files if bad.path not in self._known]
@@ -70,26 +64,18 @@ class BadFileLog:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.file, "a+b") as stream:
             lock_file(stream, wait=True)
-            stream.seek(self._read_up_to)
-            for line in stream:
-                if line.endswith(b"\n"):
-                    self._known.add(json.loads(line)["path"])
-                else:
-                    # A kill cut this line off. The file will be named again.
-                    stream.truncate(stream.tell() - len(line))
-            stream.seek(0, os.SEEK_END)
+            stream.seek(0)
+            *lines, cut_off = stream.read().split(b"\n")
+            stream.truncate(stream.tell() - len(cut_off))  # by a kill; its file will be named again
+            self._known = {json.loads(line)["path"] for line in lines}
             for bad in fresh:
                 if bad.path not in self._known:
                     self._known.add(bad.path)
                     stream.write(json.dumps(asdict(bad)).encode() + b"\n")
-            stream.flush()
-            self._read_up_to = stream.tell()
 
     def add_index(self, index: VideoIndex) -> int:
         """Add every file that is bad in the index; returns how many there are."""
-        bad_files = (BadFile(path=row.path, reason=row.reason) for row in index.bad_rows())
-        while batch := list(islice(bad_files, 1024)):
-            self.add(*batch)
+        self.add(*(BadFile(path=row.path, reason=row.reason) for row in index.bad_rows()))
         return index.num_bad
 
 
@@ -201,8 +187,8 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
         self._sizes = sizes
         self.cache: DecodedCache | None = None
         if settings.decoded_cache_gb > 0:  # what is used from now on stays there for this loader
-            folder, max_gb = settings.decoded_cache_dir, settings.decoded_cache_gb
-            self.cache = DecodedCache(folder, max_gb=max_gb, run_start=time.time())
+            folder = settings.decoded_cache_dir or default_cache_folder("decoded")
+            self.cache = DecodedCache(folder, max_gb=settings.decoded_cache_gb, run_start=time.time())
         self.board = board
         self._buffers = WorkerBuffers(board)
         self._num_read = 0
@@ -231,56 +217,57 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
         return first
 
     def __getitems__(self, positions: list[int]) -> ReadBatch:
-        settings = self._settings_of(positions)
-        shape = (len(positions), settings.n_frames, 3, settings.height, settings.width)
-        try:
-            frames, loan = self._buffers.take(shape)
-        except SharedMemoryError as full:
-            return ReadBatch(failure=str(full))
-        taken: list[tuple[int, IndexRow, ClipChoice]] = []
+        batch, loan, failure = None, None, ""
+        taken: list[TakenClip] = []
         bad: list[BadFile] = []
-        for position in positions:
-            for row, choice in self._candidates(position, settings):
-                try:
-                    read_clip(self.clips.index, row, choice, settings, self.cache, out=frames[len(taken)])
-                except (UnreadableVideoError, OSError) as fault:
-                    bad.append(BadFile.of(row, fault))
-                    continue
-                except StorageError as gone:
-                    return ReadBatch(bad_files=tuple(bad), num_tries=len(taken) + len(bad), failure=str(gone))
-                taken.append((position, row, choice))
-                self._num_read += 1
-                free_clip_memory(self._num_read)
-                break
-            else:
-                if self.training:
-                    failure = (
-                        f"{MAX_ATTEMPTS} files in a row could not be read at position {position}; the last was "
-                        f"{bad[-1].path!r}: {bad[-1].reason}; look whether the storage is still mounted, or run "
-                        "`tinyvae data check`"
-                    )
-                    return ReadBatch(bad_files=tuple(bad), num_tries=len(taken) + len(bad), failure=failure)
         try:
-            latents = self._latents_of(taken)
+            settings = self._settings_of(positions)
+            shape = (len(positions), settings.n_frames, 3, settings.height, settings.width)
+            frames, loan = self._buffers.take(shape)
+            for position in positions:
+                self._read_one(position, settings, frames[len(taken)], taken, bad)
+            if taken:
+                batch = ClipBatch(
+                    frames=frames[: len(taken)],
+                    color_and_blur=torch.tensor([choice.color_and_blur for _, _, choice in taken]),
+                    names=[row.path for _, row, _ in taken],
+                    positions=[position for position, _, _ in taken],
+                    epoch=positions[0] // len(self.clips),
+                    latents=self._latents_of(taken),
+                )
         except UserError as mistake:
-            return ReadBatch(bad_files=tuple(bad), num_tries=len(taken) + len(bad), failure=str(mistake))
-        batch = ClipBatch(
-            frames=frames[: len(taken)],
-            color_and_blur=torch.tensor([choice.color_and_blur for _, _, choice in taken]),
-            names=[row.path for _, row, _ in taken],
-            positions=[position for position, _, _ in taken],
-            epoch=positions[0] // len(self.clips),
-            latents=latents,
-        )
+            failure = str(mistake)
         return ReadBatch(
-            batch=batch if taken else None,
+            batch=batch,
             bad_files=tuple(bad),
             num_tries=len(taken) + len(bad),
+            failure=failure,
             loan=loan,
             cache_notes=(*file_cache().notes(), *(self.cache.notes() if self.cache is not None else ())),
         )
 
-    def _latents_of(self, taken: list[tuple[int, IndexRow, ClipChoice]]) -> StoredLatents | None:
+    def _read_one(
+        self, position: int, settings: ClipSettings, out: Tensor, taken: list[TakenClip], bad: list[BadFile]
+    ) -> None:
+        """Read the clip of a position into ``out``, and add to ``taken`` and ``bad`` what happened."""
+        for row, choice in self._candidates(position, settings):
+            try:
+                read_clip(self.clips.index, row, choice, settings, self.cache, out=out)
+            except (UnreadableVideoError, OSError) as fault:
+                bad.append(BadFile(path=row.path, reason=why_unreadable(fault)))
+                continue
+            taken.append((position, row, choice))
+            self._num_read += 1
+            free_clip_memory(self._num_read)
+            return
+        if self.training:
+            raise UserError(
+                f"{MAX_ATTEMPTS} files in a row could not be read at position {position}; the last was "
+                f"{bad[-1].path!r}: {bad[-1].reason}; look whether the storage is still mounted, or run "
+                "`tinyvae data check`"
+            )
+
+    def _latents_of(self, taken: list[TakenClip]) -> StoredLatents | None:
         """The stored latents of the clips that were read; ``UserError`` where they are those of another file."""
         if self.latents is None:
             return None
@@ -324,7 +311,7 @@ def read_clip(
             choice.frame_indices,
             info=info,
             timeout_s=timeout_s,
-            window=(window.top, window.left, window.height, window.width),
+            window=window,
             out=out if is_native else None,
         )
     return finish_clip(frames, out, choice.flip)

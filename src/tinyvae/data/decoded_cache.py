@@ -2,14 +2,10 @@
 
 Each file is decoded once, and later clips read only the rows that they need. A clip has the same frames with and
 without the cache. Rows are read, not mapped: where page faults are slow (in a sandbox) a map cost 16 ms a clip.
-
-Any number of processes share one folder. Where room is needed, the copy that was not used for the longest time goes
-first (`tinyvae.cache_folder`).
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from io import FileIO
@@ -19,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinyvae.cache_folder import CacheFolder, CacheNote, default_cache_folder, open_copy
+from tinyvae.cache_folder import CacheFolder, open_copy
 from tinyvae.data.clip import CropWindow
 from tinyvae.errors import UnreadableVideoError
 from tinyvae.files import FULL_DISK_ERRORS, atomic_write
-from tinyvae.storage import FileVersion, Place, absolute_text, local_file, version_of
+from tinyvae.storage import FileVersion, Place, absolute_text, local_file
 from tinyvae.video.decode import VideoInfo, iterate_frames
 
 CHANNELS = 3
@@ -36,8 +32,11 @@ class DecodedCache(CacheFolder):
     them for another gains nothing: it would decode a whole video for each clip.
     """
 
-    def __init__(self, folder: Path | None, *, max_gb: float, run_start: float = math.inf) -> None:
-        super().__init__(folder or default_cache_folder("decoded"), max_gb=max_gb, run_start=run_start)
+    title = "the decoded cache"
+    advice = (
+        "decoded_cache_gb ({max_gb:.3g}) or the disk does not hold all files of this run, and clips of the others are "
+        "decoded each time; raise decoded_cache_gb, or name another decoded_cache_dir"
+    )
 
     def clip(
         self,
@@ -47,14 +46,12 @@ class DecodedCache(CacheFolder):
         window: CropWindow,
         *,
         timeout_s: float,
-        version: FileVersion | None = None,
+        version: FileVersion,
     ) -> Tensor | None:
         """The window of some frames of a video, uint8 TCHW RGB; None where the cache has no room for the video.
 
-        ``version``: the version of the video if it is known; else the video is asked for it. A video behind a URL is
-        fetched only if its copy is not there.
+        A video behind a URL is fetched only if its copy is not there.
         """
-        version = version_of(video) if version is None else version
         # Another name for another version of the file, so that a replaced video is decoded again.
         file = self.place(f"{absolute_text(video)}\0{version.size}\0{version.tag}", ".rgb")
         shape = (info.frames, CHANNELS, info.height, info.width)
@@ -68,20 +65,6 @@ class DecodedCache(CacheFolder):
             for frame, index in zip(clip, frame_indices, strict=True):
                 _read_window(stream, index, window, frame, frame_height=info.height, frame_width=info.width)
         return torch.from_numpy(clip)
-
-    def notes(self) -> list[CacheNote]:
-        """What a run should say about this cache, once."""
-        if self.event == "evicts":
-            text = f"the decoded cache in {self.folder} makes room: files of earlier runs are deleted"
-            return [CacheNote(logging.INFO, text)]
-        if self.event == "full":
-            text = (
-                f"the decoded cache in {self.folder} is full: decoded_cache_gb ({self.max_gb:.3g}) or the disk does "
-                "not hold all files of this run, and clips of the others are decoded each time; raise "
-                "decoded_cache_gb, or name another decoded_cache_dir"
-            )
-            return [CacheNote(logging.WARNING, text)]
-        return []
 
     def _fill(
         self, file: Path, video: Place, version: FileVersion, shape: tuple[int, ...], *, timeout_s: float

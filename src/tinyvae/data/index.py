@@ -34,7 +34,6 @@ ANY_MAGIC = b"TVINDEX"
 MAGIC = ANY_MAGIC + b"2"
 HEADER_BYTES = 1 << 16
 CHUNK_ROWS = 1 << 17
-ROWS_PER_FLUSH = 256
 MAX_REASON_BYTES = 600
 LOOKUPS_BEFORE_RELEASE = 8  # one touch of the page cache may map 2 MB
 SPLITS = ("", "train", "val", "test")  # a row stores the place of its split in this list
@@ -117,8 +116,6 @@ class VideoIndex:
         return len(self._rows)
 
     def row(self, number: int) -> IndexRow:
-        if not 0 <= number < len(self._rows):
-            raise IndexError(f"row {number} of an index with {len(self._rows)} rows")
         raw = self._rows[number]
         path, reason = self._texts(raw)
         values = dict(zip(COLUMNS, raw.item()[-len(COLUMNS) :], strict=True))
@@ -145,13 +142,8 @@ class VideoIndex:
 
     def find(self, path: str) -> int | None:
         """Number of the row with this relative path, or None."""
-        wanted = hash_of_path(path)
-        number = int(np.searchsorted(self._rows["path_hash"], np.uint64(wanted)))
-        while number < len(self._rows) and int(self._rows[number]["path_hash"]) == wanted:
-            if self._texts(self._rows[number])[0] == path:
-                return number
-            number += 1
-        return None
+        number = int(np.searchsorted(self._rows["path_hash"], np.uint64(hash_of_path(path))))
+        return number if number < len(self._rows) and self._texts(self._rows[number])[0] == path else None
 
     def chunks(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """``(number of the first row, rows as a structured array)``; valid until the next chunk is asked for."""
@@ -249,8 +241,8 @@ class IndexJournal:
             self._lock.close()
             raise UserError(f"another process is building the index {output} now; wait for it or stop it") from None
         self._rows = open(self._rows_file, "ab")  # noqa: SIM115
-        self._text = open(self._text_file, "ab")  # noqa: SIM115
-        self._waiting: list[tuple[Any, ...]] = []
+        # Without a buffer: a row that is on the disk has its text there too, whenever the process dies.
+        self._text = open(self._text_file, "ab", buffering=0)  # noqa: SIM115
         self._first_text = self._text_bytes = self._text.tell()
         self._first_row = self._drop_torn_rows()
         self.resumed: VideoIndex | None = None
@@ -267,22 +259,13 @@ class IndexJournal:
         values = {name: getattr(row, name) for name in COLUMNS}
         values |= {"split": SPLITS.index(row.split), "codec": row.codec.encode()}
         texts = (hash_of_path(row.path), self._text_bytes, len(path), len(reason))
-        self._waiting.append((*texts, *values.values()))
         self._text.write(path + reason)
         self._text_bytes += len(path) + len(reason)
-        if len(self._waiting) >= ROWS_PER_FLUSH:
-            self.flush()
-
-    def flush(self) -> None:
-        """Text first: a row in the journal always has its text, whenever the process dies."""
-        self._text.flush()
-        self._rows.write(np.array(self._waiting, dtype=ROW).tobytes())
-        self._rows.flush()
-        self._waiting.clear()
+        self._rows.write(np.array((*texts, *values.values()), dtype=ROW).tobytes())
 
     def finish(self, header: dict[str, Any]) -> int:
         """Write the index in place of the old one and remove the journal. Returns how many rows were repeats."""
-        self.flush()
+        self._rows.flush()
         rows = self._journal_rows(self._first_row)
         num_repeats = _write_index(self.output, rows, self._text_file, self._first_text, header, final=True)
         self.close()
@@ -291,9 +274,7 @@ class IndexJournal:
         return num_repeats
 
     def close(self) -> None:
-        """Close the files; what was flushed stays for the next build."""
-        if not self._rows.closed:
-            self.flush()
+        """Close the files; they stay for the next build."""
         self._rows.close()
         self._text.close()
         self._lock.close()

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from tinyvae.data.annotations import VideoEntry, default_data_root, iterate_entries
 from tinyvae.data.index import IndexJournal, IndexRow, VideoIndex, hash_of_path, is_index, open_index
 from tinyvae.data.ray_cluster import ray_cluster
-from tinyvae.errors import UnreadableVideoError, UserError
+from tinyvae.errors import UnreadableVideoError, UserError, why_unreadable
 from tinyvae.storage import Place, Url, absolute_text, local_file, place_of, version_of
 from tinyvae.terminal import progress_bar
 from tinyvae.video.decode import VideoInfo, probe_video
@@ -195,8 +195,6 @@ def _open_usable(file: Path) -> VideoIndex | None:
 
 
 def _check_output(source: Place, output: Path) -> None:
-    if output.is_dir():
-        raise UserError(f"the output {output} is a folder; give the name of the index file to write")
     if output.exists() and not is_index(output):
         raise UserError(f"{output} exists and is not an index; it is not overwritten: give another name with -o")
     if isinstance(source, Path) and source.exists() and output.exists() and source.samefile(output):
@@ -238,10 +236,8 @@ def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) 
         return replace(row, thorough=thorough, **info), True
     except FileNotFoundError:
         reason = NOT_THERE
-    except UnreadableVideoError as refused:
-        reason = refused.reason
-    except OSError as failed:
-        reason = f"cannot be read: {failed.strerror or failed}"
+    except (UnreadableVideoError, OSError) as fault:
+        reason = why_unreadable(fault)
     return replace(row, reason=reason), True
 
 

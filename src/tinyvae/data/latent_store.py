@@ -149,6 +149,8 @@ class LatentStore:
     num_clips: int
     """Of each stage of sizes, at least; most runs have one stage."""
     clips_per_shard: int = CLIPS_PER_SHARD
+    with_std: bool = True
+    """Whether `read` gives the spread too, where it is stored."""
 
     @classmethod
     def open(cls, folder: Place) -> LatentStore:
@@ -196,7 +198,9 @@ class LatentStore:
                 if isinstance(folder, Url):
                     fix = "name another place, or make the store in a local folder and copy it"
                     raise UserError(f"{folder} holds {begun.num_clips} clips and cannot grow behind a URL; {fix}.")
-            store._write_manifest()
+            values = {"version": VERSION, "num_clips": store.num_clips, "clips_per_shard": store.clips_per_shard}
+            with writing(folder / MANIFEST, "w") as stream:
+                json.dump(values | {"facts": asdict(facts)}, stream, indent=1)
         return store
 
     @functools.cached_property
@@ -222,10 +226,6 @@ class LatentStore:
         return sorted({shard for stage in self.stages for shard in range(stage.start // size, -(-stage.stop // size))})
 
     @property
-    def num_shards(self) -> int:
-        return len(self.shards)
-
-    @property
     def num_bytes(self) -> int:
         """What the shards that are there take on the disk."""
         return sum(shard_sizes(self.folder).values())
@@ -246,16 +246,18 @@ class LatentStore:
         """
         there = shard_sizes(self.folder)
         for shard in self.shards[part::num_parts]:
-            try:
-                # Behind a URL a shard that is there is complete, and to open it is to fetch it.
-                is_missing = self._file(shard).name not in there
-                is_missing = is_missing or (not isinstance(self.folder, Url) and not self._is_complete(shard))
-            except DamagedShardError as damage:
-                if not skip_damaged:
-                    raise
-                log.warning("%s is damaged (%s) and counts as missing", damage.file, damage.reason)
-                is_missing = True
-            if is_missing:
+            is_complete = self._file(shard).name in there
+            # Behind a URL a shard that is there is complete, and to open it is to fetch it.
+            if is_complete and not isinstance(self.folder, Url):
+                try:
+                    # The last one of a store that has grown may hold too few.
+                    is_complete = len(self._open(shard).files) == len(self.positions(shard))
+                except DamagedShardError as damage:
+                    if not skip_damaged:
+                        raise
+                    log.warning("%s is damaged (%s) and counts as missing", damage.file, damage.reason)
+                    is_complete = False
+            if not is_complete:
                 yield shard
 
     def check_fits(self, wanted: Mapping[str, Any]) -> None:
@@ -271,7 +273,7 @@ class LatentStore:
         missing = len(list(self.missing_shards()))
         if missing:
             raise UserError(
-                f"the latent store {self.folder} lacks {missing} of its {self.num_shards} shards; run the same "
+                f"the latent store {self.folder} lacks {missing} of its {len(self.shards)} shards; run the same "
                 "tinyvae latents command again, it goes on where it stopped."
             )
 
@@ -293,8 +295,9 @@ class LatentStore:
 
     def read(self, positions: Sequence[int]) -> StoredLatents:
         """The latents of clips at any positions, in the store's dtype, on the CPU; std is None without spread."""
-        means, stds = zip(*(self._read_clip(self.clip_of(position)) for position in positions), strict=True)
-        return StoredLatents(mean=torch.stack(means), std=torch.stack(stds) if self.facts.has_std else None)
+        names = ("mean", "std") if self.facts.has_std and self.with_std else ("mean",)
+        clips = [self.clip_of(position) for position in positions]
+        return StoredLatents(**{name: torch.stack([self._read_one(name, clip) for clip in clips]) for name in names})
 
     def file_of(self, position: int) -> str:
         """The video file that the latents at a position were made from, relative to the data root."""
@@ -306,14 +309,14 @@ class LatentStore:
         shard = position // self.clips_per_shard
         return shard, self.positions(shard).index(position)
 
-    def _read_clip(self, position: int) -> tuple[Tensor, Tensor | None]:
+    def _read_one(self, name: str, position: int) -> Tensor:
+        """The ``mean`` or the ``std`` of the clip at a stored position."""
         shard, row = self._place_of(position)
         opened = self._open(shard)
-        clips = {name: opened.tensors.get_tensor(f"{name}-{row:05}") for name in opened.checksums}
-        for name, clip in clips.items():
-            if _checksum(clip) != opened.checksums[name][row]:
-                raise DamagedShardError(self._file(shard), f"the {name} of clip {position} has changed")
-        return clips["mean"], clips.get("std")
+        values = opened.tensors.get_tensor(f"{name}-{row:05}")
+        if _checksum(values) != opened.checksums[name][row]:
+            raise DamagedShardError(self._file(shard), f"the {name} of clip {position} has changed")
+        return values
 
     def _file(self, shard: int) -> Place:
         return self.folder / f"latents-{shard:05}.safetensors"
@@ -323,15 +326,6 @@ class LatentStore:
         if opened.facts != self.facts.digest:
             raise DamagedShardError(self._file(shard), "it belongs to another store")
         return opened
-
-    def _is_complete(self, shard: int) -> bool:
-        """Whether a shard holds all of its positions: the last one of a store that has grown may not."""
-        return len(self._open(shard).files) == len(self.positions(shard))
-
-    def _write_manifest(self) -> None:
-        values = {"version": VERSION, "num_clips": self.num_clips, "clips_per_shard": self.clips_per_shard}
-        with writing(self.folder / MANIFEST, "w") as stream:
-            json.dump(values | {"facts": asdict(self.facts)}, stream, indent=1)
 
 
 def shard_sizes(folder: Place) -> dict[str, int]:

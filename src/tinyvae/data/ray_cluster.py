@@ -10,7 +10,7 @@ import logging
 import os
 import pickle
 import socket
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,23 +143,20 @@ class Cluster:
         )(_Actor)
         packed, num_actors = ray.cloudpickle.dumps(make_worker), self.num_gpus or max(1, self.num_tasks // 2)
         actors = [actor_class.remote(packed, os.getcwd()) for _ in range(num_actors)]
-        load = Counter(dict.fromkeys(range(len(actors)), 0))
-        actor_of: dict[Any, int] = {}
+        free = deque(actors * (1 + WAITING_PER_ACTOR))  # each as often as it may get one more item
+        actor_of: dict[Any, Any] = {}
         prepare_part = self._task(prepare, max_retries=RETRIES)
 
         def start(item: tuple[Item, Sequence[Part]]) -> Any:
-            number = min(load, key=load.__getitem__)
-            load[number] += 1
-            key, parts = item
-            result = actors[number].run.remote(key, *map(prepare_part, parts))
-            actor_of[result] = number
+            (key, parts), actor = item, free.popleft()
+            result = actor.run.remote(key, *map(prepare_part, parts))
+            actor_of[result] = actor
             return result
 
         def finish(result: Any) -> None:
-            load[actor_of.pop(result)] -= 1
+            free.append(actor_of.pop(result))
 
-        limit = len(actors) * (1 + WAITING_PER_ACTOR)
-        for (key, _), result in self._results(start, items, limit, finish=finish):
+        for (key, _), result in self._results(start, items, len(free), finish=finish):
             yield key, result
 
     def _task(self, function: Callable[..., Any], *, max_retries: int) -> Callable[[Any], Any]:

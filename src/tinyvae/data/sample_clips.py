@@ -41,8 +41,6 @@ def write_sample_clips(
         raise UserError(f"a sample set needs at least one clip of one frame, not {count} of {frames}")
     if height < 32 or width < 32 or height % 2 or width % 2:
         raise UserError(f"sample clips need even sizes of at least 32, not {width}x{height}")
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsAlreadyError(f"{folder} is a file; name a folder for the sample clips")
     names = [clip_name(number) for number in range(count)]
     present = [name for name in (*names, "annotations.json") if (folder / name).exists()]
     if present and not overwrite:

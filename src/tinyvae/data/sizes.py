@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -89,7 +89,11 @@ class SizeSchedule:
             raise UserError(f"resolutions: the first stage, {first!r}, must begin at step 0; write it with @0.")
         return cls(
             stages=tuple(
-                Stage(first_step=step, sizes=tuple(stage), shares=_normalized(stage.values()))
+                Stage(
+                    first_step=step,
+                    sizes=tuple(stage),
+                    shares=tuple(share / sum(stage.values()) for share in stage.values()),
+                )
                 for step, stage in sorted(by_step.items())
             )
         )
@@ -153,8 +157,3 @@ class SizesOfPositions:
 def with_size(settings: ClipSettings, size: ClipSize) -> ClipSettings:
     """The same settings for clips of another size."""
     return replace(settings, n_frames=size.n_frames, height=size.height, width=size.width)
-
-
-def _normalized(shares: Collection[float]) -> tuple[float, ...]:
-    total = sum(shares)
-    return tuple(share / total for share in shares)

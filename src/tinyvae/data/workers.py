@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.multiprocessing import get_sharing_strategy
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tinyvae.errors import UserError
 from tinyvae.heap import trim_heap
 
 BUFFERS = 3
@@ -29,10 +30,6 @@ BUFFERS = 3
 MAX_KEPT_BYTES = 128 * 10**6
 """Of all buffers of a worker; larger batches have fewer, so that many workers stay small. Where batches have several
 sizes, buffer i has grown to at most 1 / (i + 1) of this, and all of them together to 1.8 times as much."""
-
-
-class SharedMemoryError(Exception):
-    """There is no room for a batch in shared memory; the text says so to the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +124,7 @@ def _shared_memory(num_bytes: int) -> torch.UntypedStorage:
     except (RuntimeError, OSError) as error:
         if isinstance(error, RuntimeError) and "shared memory" not in str(error):
             raise
-        raise SharedMemoryError(
+        raise UserError(
             f"a loader's worker found no {num_bytes / 1e6:.0f} MB for a batch in shared memory (/dev/shm); in a "
             "container give it more (docker run --ipc=host, or --shm-size=16g), or lower dataloader_num_workers or "
             "prefetch_factor (dataloader_num_workers=0 needs none)"

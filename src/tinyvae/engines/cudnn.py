@@ -2,7 +2,8 @@
 
 torch adds the bias in a second pass over the result, and a ReLU in a third: at 64 channels that doubles the time (0.27
 against 0.14 ms, eight frames of 240x360, fp16, H200). This engine is for CUDA cards and networks that the Hopper
-kernels do not serve; sizes and lengths may change at every call.
+kernels do not serve; sizes and lengths may change at every call. Where cuDNN refuses a shape, torch's own operators
+compute that convolution, and a warning says so once.
 
 Frames travel as BCHW (B = N·T) in channels_last memory, fp16, bf16 or fp32. A memory block carries its last input frame
 N1CHW, a super block its last frame N1HWC after the depthwise convolution.
@@ -11,7 +12,8 @@ N1CHW, a super block its last frame N1HWC after the depthwise convolution.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -40,9 +42,9 @@ def try_convolutions(dtype: torch.dtype, device: torch.device) -> str | None:
     bias = torch.ones(64, dtype=dtype, device=device)
     over_time = torch.stack([weight, weight], dim=2).contiguous(memory_format=torch.channels_last_3d)
     try:
-        conv_relu(x, weight, bias, residual=x)
-        conv_relu(x, weight, bias)
-        two_frame_conv_relu(x, over_time, bias, past_N1CHW=None, num_videos=1)
+        _fused_conv(x, weight, bias, (1, 1), x)
+        _fused_conv(x, weight, bias, (1, 1), None)
+        _fused_conv(x.unflatten(0, (1, -1)).transpose(1, 2), over_time, bias, (1, 1, 1), None)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # cuDNN has no kernel for this card and dtype
@@ -50,12 +52,60 @@ def try_convolutions(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
+REFUSALS = (
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "CUDNN_STATUS_BAD_PARAM",
+    "CUDNN_STATUS_ARCH_MISMATCH",
+    "unable to find an engine",
+    "Unable to find a valid cuDNN algorithm",
+)
+"""What torch's errors say where cuDNN has no kernel for a shape. Other errors (memory, a broken launch) stay errors."""
+
+_refused: set[tuple[object, ...]] = set()  # what cuDNN refused in this process: it is not asked again
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor, padding: tuple[int, ...], residual: Tensor | None) -> Tensor:
+    """relu(convolution + bias + residual), 2-D or 3-D, with stride 1: by cuDNN, or by torch for a shape that cuDNN
+    refuses."""
+    if not _refused:  # on most machines always: the host is often the limit, so nothing is looked up
+        key = None
+    elif (key := _shape_key(x, weight)) in _refused:
+        return _plain_conv(x, weight, bias, padding, residual)
+    try:
+        return _fused_conv(x, weight, bias, padding, residual)
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or not any(words in str(error) for words in REFUSALS):
+            raise
+        reason = str(error).splitlines()[0]
+    _refused.add(key or _shape_key(x, weight))
+    frames, taps = "x".join(map(str, x.shape)), "x".join(map(str, weight.shape))
+    what = f"cuDNN refuses a convolution of {frames} by {taps} in {x.dtype} ({reason})"
+    warnings.warn(f"{what}; torch's own operators compute this shape, slower and with the same result.", stacklevel=2)
+    return _plain_conv(x, weight, bias, padding, residual)
+
+
+def _shape_key(x: Tensor, weight: Tensor) -> tuple[object, ...]:
+    return x.device, x.dtype, x.shape, weight.shape
+
+
+def _fused_conv(x: Tensor, weight: Tensor, bias: Tensor, padding: tuple[int, ...], residual: Tensor | None) -> Tensor:
+    ones = (1,) * len(padding)
+    if residual is None:
+        return torch.cudnn_convolution_relu(x, weight, bias, ones, padding, ones, 1)
+    return torch.cudnn_convolution_add_relu(x, weight, residual, 1.0, bias, ones, padding, ones, 1)
+
+
+def _plain_conv(x: Tensor, weight: Tensor, bias: Tensor, padding: tuple[int, ...], residual: Tensor | None) -> Tensor:
+    conv: Callable[..., Tensor] = F.conv2d if x.ndim == 4 else F.conv3d
+    made = conv(x, weight, bias, padding=padding)
+    made = made if residual is None else made.add_(residual)
+    layout = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+    return made.relu_().contiguous(memory_format=layout)
+
+
 def conv_relu(x_BCHW: Tensor, weight: Tensor, bias: Tensor, *, residual: Tensor | None = None) -> Tensor:
     """relu(convolution + bias + residual) on the same grid; a 2x2 ``weight`` makes one row and one column more."""
-    ones, padding = (1, 1), (weight.shape[2] // 2, weight.shape[3] // 2)
-    if residual is None:
-        return torch.cudnn_convolution_relu(x_BCHW, weight, bias, ones, padding, ones, 1)
-    return torch.cudnn_convolution_add_relu(x_BCHW, weight, residual, 1.0, bias, ones, padding, ones, 1)
+    return convolve(x_BCHW, weight, bias, (weight.shape[2] // 2, weight.shape[3] // 2), residual)
 
 
 def two_frame_conv_relu(
@@ -70,10 +120,7 @@ def two_frame_conv_relu(
     if not by_padding:
         before = torch.zeros_like(video[:, :1]) if past_N1CHW is None else past_N1CHW
         video = torch.cat([before.permute(0, 1, 3, 4, 2), video.permute(0, 1, 3, 4, 2)], dim=1).permute(0, 1, 4, 2, 3)
-    ones = (1, 1, 1)
-    made = torch.cudnn_convolution_relu(
-        video.transpose(1, 2), weight, bias, ones, (1 if by_padding else 0, 1, 1), ones, 1
-    )
+    made = convolve(video.transpose(1, 2), weight, bias, (1 if by_padding else 0, 1, 1), None)
     return made.transpose(1, 2)[:, :num_frames].flatten(0, 1)
 
 

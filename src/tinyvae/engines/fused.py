@@ -5,7 +5,8 @@
 - ``hopper``: own kernels, fp16 and bf16 on GPUs of compute capability 9.0 (H100, H200), base networks whose hidden
   channel counts are multiples of 64. Kernels are compiled once per process and tile height (four at most).
 - ``cudnn``: cuDNN's fused convolutions, on other CUDA devices, in float32, for other widths and the super decoders.
-- ``eager``: torch's own operators, on CPUs and wherever the other two cannot run: LeakyReLU, the wide decoder.
+- ``onednn``: oneDNN's fused convolutions, on x86 CPUs, in float32, and in bfloat16 if the CPU has instructions for it.
+- ``eager``: torch's own operators, wherever the others cannot run: other CPUs, on CUDA LeakyReLU and the wide decoder.
 
 `FusedTAEHV.engines` says what was chosen and why. Frame count and size may change at every call. The object keeps the
 device and dtype that the model has now. A stream runs a chunk of latents at a time that fits into STREAM_BYTES.
@@ -14,6 +15,7 @@ device and dtype that the model has now. A stream runs a chunk of latents at a t
 from __future__ import annotations
 
 import copy
+import logging
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Literal
@@ -26,6 +28,7 @@ from tinyvae.engines.cudnn import CudnnStack, why_not_cudnn
 from tinyvae.engines.eager import EagerStack
 from tinyvae.engines.fold import Layer, WideMemLayer, channels_last, fold_layers, map_weights
 from tinyvae.engines.hopper import HopperStack, why_not_hopper
+from tinyvae.engines.onednn import OnednnStack, has_bfloat16, why_not_onednn
 from tinyvae.engines.replay import Replay
 from tinyvae.engines.stack import Stack, slice_bytes
 from tinyvae.errors import UserError
@@ -34,14 +37,17 @@ from tinyvae.models.streaming import Side, joined_latents
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec
 
-Engine = Literal["hopper", "cudnn", "eager"]
+log = logging.getLogger(__name__)
+
+Engine = Literal["hopper", "cudnn", "onednn", "eager"]
 
 STREAM_BYTES = 608 * 2**20  # for one chunk, beside its input
 MOST_LATENTS = 4096
 FEW_LATENTS = 4  # to have this many, a chunk may take twice the memory: on an H200 each chunk costs 0.2 to 0.7 ms
-SUPER_COPIES: dict[Engine, int] = {"cudnn": 7, "eager": 10}
+SUPER_COPIES: dict[Engine, int] = {"cudnn": 7, "onednn": 7, "eager": 10}
 """A super block holds its input, two tensors side by side and four widened ones; in the eager engine also both
-depthwise results and one of them shifted. Other blocks hold three tensors."""
+depthwise results and one of them shifted. Other blocks hold three tensors. In the onednn engine all but the input are
+of a few frames only."""
 
 
 def chunk_latents(
@@ -87,15 +93,22 @@ def _values_alive(spec: VariantSpec, side: Side, engine: Engine, num_latents: in
     frame = 16 * _block_channels(spec, side)  # of the widest memory block
     block = num_latents * spec.time_factor // stride * frame
     copies = SUPER_COPIES[engine] if side == "decoder" and spec.decoder == "super" else 3
-    in_blocks = copies * block + frame
+    in_blocks: float = copies * block + frame
+    if engine == "onednn":
+        at_once = min(max(slice_values, frame), block)
+        in_blocks = block + copies * at_once + 2 * frame
     full_frame = 64 * spec.hidden(64)  # on the full grid
-    one_slice = min(max(slice_values, stride * full_frame), num_latents * spec.time_factor * full_frame)
+    # onednn cuts a slice of too large frames into bands of rows
+    least = slice_values if engine == "onednn" else stride * full_frame
+    one_slice = min(max(slice_values, least), num_latents * spec.time_factor * full_frame)
     two_slices = one_slice if engine == "hopper" else 2 * one_slice  # the kernels need no second one
     if side == "decoder":
-        results = (3 if is_chunked else 2) * image  # written, perhaps chosen from, and clamped
+        # written, perhaps chosen from, and clamped; onednn lays pixels out for itself first
+        lays_out = engine == "onednn" and spec.patch_size > 1
+        results = (3 if is_chunked or lays_out else 2) * image
         return max(in_blocks, block + image + two_slices, results)
     whole_images = 3 * image if is_chunked else 0  # taeh3 joins each push with frames that waited and with zeros
-    if engine == "eager":  # which casts and lays out the whole push
+    if engine in ("eager", "onednn"):  # which cast and lay out the whole push
         return max(in_blocks, block + image + two_slices) + whole_images + image
     if engine == "cudnn":  # which casts and lays out the image of one slice
         two_slices = one_slice * (1 + 2 * spec.image_channels / spec.hidden(64))
@@ -123,6 +136,9 @@ class FusedTAEHV(VideoCodec):
         self.engines: dict[str, str] = {}
         self._chosen: dict[Side, Engine] = {}
         self._chunks: dict[tuple[Side, int], int] = {}  # latents of a chunk by side and pixels of a latent
+        is_short_on_cpu = self._device.type == "cpu" and self._dtype == torch.bfloat16
+        if engine is None and is_short_on_cpu and (reason := why_not_onednn(self._dtype, self._device)):
+            log.warning("%s: use model.float().fused().", reason)
         networks: dict[Side, nn.Sequential] = {"encoder": model.encoder, "decoder": model.decoder}
         with torch.no_grad():
             self._stacks = {side: self._build(side, folded_copy(net), engine) for side, net in networks.items()}
@@ -189,6 +205,8 @@ class FusedTAEHV(VideoCodec):
             return HopperStack(layers, patch_size=self.spec.patch_size)
         if engine == "cudnn":
             return CudnnStack(layers, patch_size=self.spec.patch_size)
+        if engine == "onednn":
+            return OnednnStack(layers, patch_size=self.spec.patch_size)
         return EagerStack(map_weights(layers, channels_last), patch_size=self.spec.patch_size)
 
 
@@ -201,7 +219,12 @@ def choose_engine(
         network or why_not_hopper(layers, dtype, device),
         network or why_not_cudnn(dtype, device),
     )
-    reasons: dict[Engine, str | None] = {"hopper": hopper_reason, "cudnn": cudnn_reason, "eager": None}
+    reasons: dict[Engine, str | None] = {
+        "hopper": hopper_reason,
+        "cudnn": cudnn_reason,
+        "onednn": why_not_onednn(dtype, device),
+        "eager": None,
+    }
     if wanted is not None:
         if wanted not in reasons:
             names = ", ".join(reasons)
@@ -214,7 +237,16 @@ def choose_engine(
     if cudnn_reason is None:
         is_exact = dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
         return "cudnn", hopper_reason + ("; with TF32 off the plain network is as fast" if is_exact else "")
+    if device.type == "cpu":
+        return _choose_on_cpu(dtype, reasons["onednn"])
     return "eager", "; ".join(dict.fromkeys([hopper_reason, cudnn_reason]))  # each reason once
+
+
+def _choose_on_cpu(dtype: torch.dtype, onednn_reason: str | None) -> tuple[Engine, str]:
+    if onednn_reason is not None:
+        return "eager", onednn_reason
+    is_slower = dtype == torch.float32 and has_bfloat16()
+    return "onednn", "in bfloat16 it is about twice as fast on this CPU" if is_slower else ""
 
 
 def why_only_eager(layers: Sequence[Layer]) -> str | None:

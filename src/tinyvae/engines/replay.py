@@ -49,6 +49,9 @@ class Replay:
         self._done: torch.cuda.Event | None = None  # when the GPU has finished with the memory of the graphs
         self._pool: Any = None  # one for all graphs: they never run at the same time
 
+    def __reduce__(self) -> tuple[type[Replay], tuple[Stack]]:
+        return Replay, (self._stack,)  # a copy records for itself
+
     def run(self, chunk_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
         """As `Stack.run`."""
         if torch.cuda.is_current_stream_capturing():  # the caller records a graph of its own

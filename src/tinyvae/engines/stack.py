@@ -81,9 +81,7 @@ class Stack(ABC):
         if room is None:
             return self.compute(start, stop, x)
         channels, height, width = self.grid(start, x)
-        if (start, stop) not in self._widest:
-            self._widest[start, stop] = widest_values(self.layers[start:stop], channels)
-        widest, unit = self._widest[start, stop]
+        widest, unit = self.widest(start, stop, channels)
         group = max(1, int(room / (widest * height * width))) * unit
         is_whole, is_image = group >= num_frames, self.ends_in_image(stop)
         if is_whole and not is_image:
@@ -101,6 +99,12 @@ class Stack(ABC):
             self.write(start, stop, part, out[done : done + count])
             done += count
         return out
+
+    def widest(self, start: int, stop: int, channels: int) -> tuple[float, int]:
+        """`widest_values` of layers ``start`` to ``stop``, which take ``channels``; counted once."""
+        if (start, stop) not in self._widest:
+            self._widest[start, stop] = widest_values(self.layers[start:stop], channels)
+        return self._widest[start, stop]
 
     def ends_in_image(self, stop: int) -> bool:
         """Whether the layers before ``stop`` end in the image, which this engine writes slice by slice."""

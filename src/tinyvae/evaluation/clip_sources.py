@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -67,6 +67,12 @@ class ClipPart:
     # When each frame is shown, in seconds after the first; None where frames follow each other evenly.
     times_s: npt.NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
     frames: Tensor | None = field(default=None, compare=False, repr=False)  # as in `ClipSource`
+
+    def first(self, num_frames: int) -> ClipPart:
+        """The first ``num_frames`` of its frames."""
+        times_s = self.times_s[:num_frames] if self.times_s is not None else None
+        frames = self.frames[:num_frames] if self.frames is not None else None
+        return replace(self, num_frames=num_frames, times_s=times_s, frames=frames)
 
 
 def choose_split(data: Place, *, data_root: Place | None, wanted: str | None) -> tuple[str | None, str]:

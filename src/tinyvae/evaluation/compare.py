@@ -15,8 +15,15 @@ from tinyvae.errors import UserError
 from tinyvae.evaluation.cost import choose_devices
 from tinyvae.evaluation.evaluating import EvaluationResult, EvaluationSettings, evaluate_models
 from tinyvae.evaluation.metrics import METRICS, ClipMetrics
-from tinyvae.evaluation.round_trip import Model, RoundTrip, open_model
+from tinyvae.evaluation.round_trip import MIXED_KIND, Model, RoundTrip, open_model, with_own_labels
 from tinyvae.evaluation.statistics import PairedDifference, paired_difference, summarize
+from tinyvae.evaluation.teacher_figures import (
+    TeacherFigures,
+    beside_teacher,
+    open_teacher,
+    rows_of,
+    teacher_figures,
+)
 
 if TYPE_CHECKING:
     from tinyvae.losses.perceptual import LPIPS
@@ -24,9 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A model against the baseline, metric by metric."""
+    """A model against another one, metric by metric."""
 
     label: str
+    baseline: str
     differences: tuple[PairedDifference, ...]
 
     def difference(self, metric: str) -> PairedDifference | None:
@@ -35,11 +43,15 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Models in the order given; the first is the baseline."""
+    """Models in the order given; the first is the baseline.
+
+    Beside a teacher the models are those of `beside_teacher`, and ``figures`` has one entry for each student.
+    """
 
     evaluations: tuple[EvaluationResult, ...]
     candidates: tuple[Candidate, ...]
     winners: dict[str, str | None]  # metric -> label of the model with the best mean over shared clips; None: a tie
+    figures: tuple[TeacherFigures, ...] = ()
 
     @property
     def baseline(self) -> EvaluationResult:
@@ -55,6 +67,7 @@ def compare(
     models: Sequence[Model],
     data: str | os.PathLike[str],
     *,
+    teacher: str | os.PathLike[str] | None = None,
     device: str | torch.device | Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     lpips: LPIPS | str | os.PathLike[str] | None = "auto",
@@ -67,14 +80,18 @@ def compare(
 ) -> Comparison:
     """Evaluate two or more models on the frames that every one of them gives back; arguments as in `evaluate`.
 
-    A file that cannot tell its variant is opened with `open_model` first.
+    A file that cannot tell its variant is opened with `open_model` first. ``teacher``: the diffusers folder or hub name
+    of the teacher of these students, of which one is enough then; the result has ``figures`` for each student.
 
     Example: ``compare(["taehv.pth", "output/my_run"], "videos/val").candidates[0].difference("psnr").verdict``
     """
-    if len(models) < 2:
-        raise UserError("compare needs at least two models; for one, use: tinyvae eval MODEL --data DATA")
     devices = choose_devices(device)
     round_trips = with_own_labels([open_model(model, device=devices[0], dtype=dtype) for model in models])
+    if teacher is not None:
+        opened = open_teacher(teacher, round_trips, device=devices[0], dtype=dtype)
+        round_trips = beside_teacher(round_trips, opened)
+    if len(round_trips) < 2:
+        raise UserError("compare needs at least two models; for one, use: tinyvae eval MODEL --data DATA")
     warn_of_twins(round_trips)
     root = str(data_root) if data_root is not None else None
     settings = EvaluationSettings(
@@ -100,23 +117,31 @@ def compare_results(evaluations: Sequence[EvaluationResult]) -> Comparison:
         replace(evaluation, summary=summarize(list(table.values())), notes=(*evaluation.notes, *notes))
         for evaluation, table in zip(evaluations, tables, strict=True)
     ]
-    candidates = []
-    for evaluation, table in zip(evaluations[1:], tables[1:], strict=True):
-        found = [paired_difference(metric, tables[0], table) for metric in METRICS]
-        candidates.append(Candidate(label=evaluation.model.label, differences=tuple(d for d in found if d is not None)))
     labels = [evaluation.model.label for evaluation in evaluations]
-    return Comparison(evaluations=tuple(evaluations), candidates=tuple(candidates), winners=_winners(labels, tables))
+    by_label = dict(zip(labels, tables, strict=True))
+    candidates = []
+    for baseline, label in _pairs(evaluations):
+        found = [paired_difference(metric, by_label[baseline], by_label[label]) for metric in METRICS]
+        differences = tuple(difference for difference in found if difference is not None)
+        candidates.append(Candidate(label=label, baseline=baseline, differences=differences))
+    return Comparison(
+        evaluations=tuple(evaluations),
+        candidates=tuple(candidates),
+        winners=_winners(labels, tables),
+        figures=tuple(teacher_figures(rows) for rows in rows_of(evaluations)),
+    )
 
 
-def with_own_labels(round_trips: Sequence[RoundTrip]) -> list[RoundTrip]:
-    """The models, with a number behind a label that an earlier one has already."""
-    seen: dict[str, int] = {}
-    for round_trip in round_trips:
-        label = round_trip.facts.label
-        seen[label] = seen.get(label, 0) + 1
-        if seen[label] > 1:
-            round_trip.facts = replace(round_trip.facts, label=f"{label} ({seen[label]})")
-    return list(round_trips)
+def _pairs(evaluations: Sequence[EvaluationResult]) -> list[tuple[str, str]]:
+    """(baseline, candidate) of each difference: all against the first; and of the students of a teacher, each part of
+    a later one against the same part of the first."""
+    first, *others = (evaluation.model.label for evaluation in evaluations)
+    pairs = [(first, other) for other in others]
+    if students := rows_of(evaluations):
+        for rows in students[1:]:
+            both = zip(students[0][1:], rows[1:], strict=True)
+            pairs += [(earlier.model.label, later.model.label) for earlier, later in both]
+    return pairs
 
 
 def warn_of_twins(round_trips: Sequence[RoundTrip]) -> None:
@@ -124,7 +149,7 @@ def warn_of_twins(round_trips: Sequence[RoundTrip]) -> None:
     seen: dict[object, RoundTrip] = {}
     for model in round_trips:
         facts = model.facts
-        if facts.path is None:
+        if facts.path is None or facts.kind == MIXED_KIND:
             continue
         # A teacher is a folder of many files and has no sha256. Plain against fused, or two dtypes, are no twins.
         weights = facts.sha256 or os.path.realpath(facts.path)

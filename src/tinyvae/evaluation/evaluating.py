@@ -24,7 +24,16 @@ from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.evaluation.clip_sources import ClipSource, Middle, choose_split, find_clips, measure_clip
 from tinyvae.evaluation.cost import StageTimes, choose_devices, environment_facts, fitting_in_memory, free_memory
 from tinyvae.evaluation.metrics import ClipMeter, ClipMetrics, open_lpips
-from tinyvae.evaluation.round_trip import TEACHER_KIND, Model, ModelFacts, RoundTrip, in_chunks_that_fit, open_model
+from tinyvae.evaluation.round_trip import (
+    MIXED_KIND,
+    TEACHER_KIND,
+    Model,
+    ModelFacts,
+    RoundTrip,
+    in_chunks_that_fit,
+    open_model,
+    shared_part,
+)
 from tinyvae.evaluation.statistics import Summary, summarize
 from tinyvae.storage import place_of
 from tinyvae.terminal import count_of, progress_bar
@@ -54,13 +63,14 @@ class ClipResult:
 
     name: str
     path: str
-    num_frames: int  # read; ``metrics.num_frames`` of them came back aligned
+    num_frames: int  # encoded; ``metrics.num_frames`` of them came back aligned
     fps: float
     height: int
     width: int
     metrics: ClipMetrics
     encode_s: float
     decode_s: float
+    is_warm_up: bool = False  # the first clip of its device: its times are not those of later clips
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +308,7 @@ class _Worker:
                 if part.num_frames < needed:  # almost nothing of it could be compared
                     short = f"it has {part.num_frames} of the {needed} frames that one {self.round_trip.facts.variant}"
                     raise UnreadableVideoError(part.path, f"{short} latent needs; use a longer video")
+                part = shared_part(part, [self.round_trip, *self.compared_with])
                 metrics, times = in_chunks_that_fit(
                     self.round_trip, part, lambda chunks: self._measure_chunks(chunks, part.num_frames)
                 )
@@ -313,6 +324,7 @@ class _Worker:
             metrics=metrics,
             encode_s=times.encode_s,
             decode_s=times.decode_s,
+            is_warm_up=not self.results,
         )
         self.results.append(result)
         return result
@@ -330,7 +342,8 @@ class _Worker:
             meter.push(piece.decoded[:keep], piece.target[:keep])
             measured += keep
         assert measured == wanted, (measured, wanted, num_frames)
-        if times.peak_bytes is not None:
+        # Two models work in a mixed round trip, and latents may come from an earlier pass: its memory says nothing.
+        if times.peak_bytes is not None and round_trip.facts.kind != MIXED_KIND:
             own_bytes = own_memory_bytes(round_trip.facts, device, idle=idle, peak=times.peak_bytes)
             self.peak_bytes = max(self.peak_bytes or 0, own_bytes)
         return meter.result(), times
@@ -346,7 +359,7 @@ def _cost(workers: Sequence[_Worker]) -> Cost:
     encode_fps = decode_fps = encode_pixels = decode_pixels = 0.0
     for worker in workers:
         if counted := worker.results[1:] or worker.results:
-            num_frames = [worker.round_trip.used_frames(clip.num_frames) for clip in counted]
+            num_frames = [clip.num_frames for clip in counted]
             pixels = sum(n * clip.height * clip.width for n, clip in zip(num_frames, counted, strict=True))
             encode_s, decode_s = sum(clip.encode_s for clip in counted), sum(clip.decode_s for clip in counted)
             encode_fps += sum(num_frames) / encode_s

@@ -22,7 +22,7 @@ from tinyvae.evaluation.clip_sources import FALLBACK_FPS, ClipPart, ClipSource, 
 from tinyvae.evaluation.cost import StageTimes, fitting_in_memory
 from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
 from tinyvae.evaluation.metrics import sortable
-from tinyvae.evaluation.round_trip import RoundTrip, in_chunks_that_fit
+from tinyvae.evaluation.round_trip import MIXED_KIND, RoundTrip, in_chunks_that_fit, shared_part
 from tinyvae.storage import place_of
 from tinyvae.terminal import progress_bar
 
@@ -141,6 +141,16 @@ class WorstFrame:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SameFrame:
+    """One frame of a clip as input and as each model gives it back; pictures are ``data:`` addresses by label."""
+
+    frame: int
+    psnr: dict[str, float]
+    whole: dict[str, str]  # small; "input" comes first
+    patches: dict[str, str]  # one square of it, pixel by pixel: where the worst of the models is worst
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClipEvidence:
     """What a report shows of one clip, and why it shows this clip (worst, best, ...)."""
 
@@ -149,6 +159,7 @@ class ClipEvidence:
     film: Film
     worst_frames: tuple[WorstFrame, ...]
     latents: dict[str, dict[int, str]]  # model -> number of the latent -> its picture as a ``data:`` address
+    same_frame: SameFrame | None  # beside a teacher
 
     @property
     def lowest_psnr(self) -> float:
@@ -189,31 +200,41 @@ def gather_evidence(
     """
     chosen, settings = choose_clips(evaluations, limit=limit), evaluations[0].settings
     known, labels = {clip.name: clip for clip in clips}, [trip.facts.label for trip in round_trips]
+    is_beside_teacher = any(trip.facts.kind == MIXED_KIND for trip in round_trips)
+    stills = {name: hardest_frame(evaluations, name) for name, _ in chosen} if is_beside_teacher else {}
     drawn: list[Future[ClipEvidence]] = []
     with ThreadPoolExecutor(max_workers=DRAWING_THREADS) as pool:
         for name, why in progress_bar(chosen, desc="films for the report", unit="clip", disable=not show_progress_bar):
             results = [next(clip for clip in e.clips if clip.name == name) for e in evaluations]
             source = known.get(name) or ClipSource(name=name, path=place_of(results[0].path))
             part = measure_clip(source, max_frames=settings.max_frames, size=settings.size, middle=settings.middle)
+            part = shared_part(part, round_trips)
             with fitting_in_memory(part.path):
-                window, looks = _look_at_clip(part, round_trips, results)
+                window, looks = _look_at_clip(part, round_trips, results, still=stills.get(name))
             drawn.append(pool.submit(_draw, part, why, labels, window.start, looks, results))
             if len(drawn) > DRAWING_THREADS:
                 drawn[-DRAWING_THREADS - 1].result()  # so that few clips wait in memory
         return [future.result() for future in drawn]
 
 
+def hardest_frame(evaluations: Sequence[EvaluationResult], name: str) -> int:
+    """The frame of a clip with the lowest PSNR over all models."""
+    curves = [evaluation.by_name()[name].psnr_by_frame for evaluation in evaluations]
+    means = [sortable(sum(values) / len(values)) for values in zip(*curves, strict=True)]
+    return means.index(min(means))
+
+
 def _look_at_clip(
-    part: ClipPart, round_trips: Sequence[RoundTrip], results: Sequence[ClipResult]
+    part: ClipPart, round_trips: Sequence[RoundTrip], results: Sequence[ClipResult], *, still: int | None
 ) -> tuple[range, list[_Look]]:
-    """The frames to show, and what each model makes of them."""
+    """The frames to show, and what each model makes of them. ``still``: a frame to keep whole, of all models."""
     compared = results[0].metrics.num_frames
     first = max(0, min(results[-1].metrics.worst_frame - PLAYER_FRAMES // 2, compared - PLAYER_FRAMES))
     window = range(first, min(compared, first + PLAYER_FRAMES))
     # Input, outputs and errors of all models fit into one film, of even width.
     width = min(PLAYER_WIDTH, MAX_FILM_WIDTH // (1 + 2 * len(round_trips)) // 2 * 2)
     looks = [
-        _look_at(part, trip, window, result.metrics.worst_frame, width)
+        _look_at(part, trip, window, (result.metrics.worst_frame, still), width)
         for trip, result in zip(round_trips, results, strict=True)
     ]
     return window, looks
@@ -241,20 +262,24 @@ def _draw(
                 _worst_frame(label, result, look) for label, result, look in zip(labels, results, looks, strict=True)
             ),
             latents={label: look.latent_pictures() for label, look in zip(labels, looks, strict=True) if look.latents},
+            same_frame=_same_frame(labels, results, looks),
         )
 
 
 class _Look:
-    """What one pass of a model over a clip leaves: small frames of the window, one whole frame, some latents."""
+    """What one pass of a model over a clip leaves: small frames of the window, one or two whole ones, some latents."""
 
-    def __init__(self, window: range, worst: int, latent_places: Sequence[int], width: int) -> None:
-        self._window, self._worst, self._width = window, worst, width
+    def __init__(self, window: range, kept: tuple[int, int | None], latent_places: Sequence[int], width: int) -> None:
+        """``kept``: the model's worst frame, and one that is kept of all models, if any."""
+        self._window, self._width = window, width
+        self.worst, self.still = kept
+        self._kept = {frame for frame in kept if frame is not None}
         self._latent_places = set(latent_places)
         self._num_frames = self._num_latents = 0
         self.input: list[Tensor] = []
         self.output: list[Tensor] = []
         self.error: list[Tensor] = []
-        self.worst_pair: tuple[Tensor, Tensor] | None = None
+        self.pairs: dict[int, tuple[Tensor, Tensor]] = {}  # kept frame -> decoded, target
         self.latents: dict[int, Tensor] = {}
 
     def see(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
@@ -266,8 +291,9 @@ class _Look:
             self.input.append(shrink(to_bytes_range(target), width=self._width))
             self.output.append(shrink(to_bytes_range(decoded), width=self._width))
             self.error.append(shrink(heat_map(decoded, target), width=self._width))
-        if first <= self._worst < last:
-            self.worst_pair = decoded_TCHW[self._worst - first].cpu(), target_TCHW[self._worst - first].cpu()
+        for kept in self._kept:
+            if first <= kept < last:
+                self.pairs[kept] = decoded_TCHW[kept - first].cpu(), target_TCHW[kept - first].cpu()
         self._num_frames = last
 
     def see_latents(self, latents_NTCHW: Tensor) -> None:
@@ -282,15 +308,15 @@ class _Look:
 
     @property
     def is_done(self) -> bool:
-        return self._num_frames >= self._window.stop and self._num_frames > self._worst
+        return self._num_frames >= self._window.stop and self._kept <= self.pairs.keys()
 
 
-def _look_at(part: ClipPart, round_trip: RoundTrip, window: range, worst: int, width: int) -> _Look:
+def _look_at(part: ClipPart, round_trip: RoundTrip, window: range, kept: tuple[int, int | None], width: int) -> _Look:
     last = round_trip.spec.latents(round_trip.used_frames(window.stop)) - 1
     places = sorted({round(i * last / (NUM_LATENT_PICTURES - 1)) for i in range(NUM_LATENT_PICTURES)})
 
     def look_at(chunks: Iterator[Tensor]) -> _Look:
-        look = _Look(window, worst, places, width)
+        look = _Look(window, kept, places, width)
         for piece in round_trip.run(chunks, part.num_frames, StageTimes(), look.see_latents):
             look.see(piece.decoded, piece.target)
             if look.is_done:
@@ -301,9 +327,8 @@ def _look_at(part: ClipPart, round_trip: RoundTrip, window: range, worst: int, w
 
 
 def _worst_frame(label: str, result: ClipResult, look: _Look) -> WorstFrame:
-    assert look.worst_pair is not None
-    decoded, target = look.worst_pair
-    place = result.metrics.worst_frame
+    decoded, target = look.pairs[look.worst]
+    place = look.worst
     top, left, height, width = worst_patch(decoded, target, side=PATCH_SIDE)
     here = (..., slice(top, top + height), slice(left, left + width))
     frame_height, frame_width = target.shape[-2:]
@@ -325,6 +350,24 @@ def _worst_frame(label: str, result: ClipResult, look: _Look) -> WorstFrame:
         },
         patch_width=width,
         patch_height=height,
+    )
+
+
+def _same_frame(labels: Sequence[str], results: Sequence[ClipResult], looks: Sequence[_Look]) -> SameFrame | None:
+    if (frame := looks[0].still) is None:
+        return None
+    psnr = {label: result.metrics.psnr_by_frame[frame] for label, result in zip(labels, results, strict=True)}
+    target = looks[0].pairs[frame][1]
+    frames = {"input": target, **{label: look.pairs[frame][0] for label, look in zip(labels, looks, strict=True)}}
+    worst = min(psnr, key=lambda label: sortable(psnr[label]))
+    top, left, height, width = worst_patch(frames[worst], target, side=PATCH_SIDE)
+    small = {label: shrink(to_bytes_range(image[None]), width=PLAYER_WIDTH)[0] for label, image in frames.items()}
+    here = (..., slice(top, top + height), slice(left, left + width))
+    return SameFrame(
+        frame=frame,
+        psnr=psnr,
+        whole={label: picture_uri(image, "JPEG", quality=90) for label, image in small.items()},
+        patches={label: picture_uri(to_bytes_range(image[here])) for label, image in frames.items()},
     )
 
 

@@ -39,11 +39,17 @@ def results_as_json(result: Result, *, command: str) -> dict[str, Any]:
         content["comparison"] = {
             "baseline": result.baseline.model.label,
             "differences": [
-                {"model": candidate.label, "by_metric": {d.metric: asdict(d) for d in candidate.differences}}
+                {
+                    "model": candidate.label,
+                    "baseline": candidate.baseline,
+                    "by_metric": {d.metric: asdict(d) for d in candidate.differences},
+                }
                 for candidate in result.candidates
             ],
             "winners": result.winners,
         }
+        if result.figures:
+            content["comparison"]["teacher_figures"] = [asdict(figures) for figures in result.figures]
     return _plain(content)
 
 
@@ -117,17 +123,53 @@ def _evaluation_rows(results: Sequence[EvaluationResult], names: dict[str, str])
 
 
 def comparison_text(comparison: Comparison, width: int | None = None) -> str:
-    """Every candidate against the baseline, then which model is best in each metric."""
+    """Every candidate against its baseline, then which model is best in each metric.
+
+    Beside a teacher: the students against each other; `figures_text` tells how far they are from the teacher.
+    """
     labels = [evaluation.model.label for evaluation in comparison.evaluations]
     names = short_names(labels, width or shutil.get_terminal_size().columns)
     parts = []
+    teachers = {figures.teacher.label for figures in comparison.figures}
     for candidate in comparison.candidates:
-        heading = f"{names[candidate.label]} against {names[comparison.baseline.model.label]}:"
-        parts.append("\n".join([heading, _difference_table(candidate), *_clip_lines(comparison, candidate.label)]))
+        if candidate.baseline in teachers:
+            continue
+        heading = f"{names[candidate.label]} against {names[candidate.baseline]}:"
+        parts.append("\n".join([heading, _difference_table(candidate), *_clip_lines(comparison, candidate)]))
     winners = [
         [f"  {METRICS[metric].label}", names[label] if label else "tie"] for metric, label in comparison.winners.items()
     ]
     return "\n\n".join([*parts, f"best mean:\n{_aligned(winners)}"])
+
+
+def figures_text(comparison: Comparison) -> str:
+    """Each student beside its teacher: PSNR of the four round trips, gaps to the teacher's, and speeds."""
+    info, parts = METRICS["psnr"], []
+    for figures in comparison.figures:
+        rows: list[Row] = []
+        for words, figure in figures.rows().items():
+            cells = [f"{info.shown(figure.psnr.mean if figure.psnr else None)} dB", "", ""]
+            if figure.gap is not None:
+                difference = figure.gap.difference
+                cells[1:] = (
+                    info.shown_difference(difference.mean),
+                    f"({info.interval(difference.low, difference.high)})",
+                )
+            rows.append([f"  {words}", *cells])
+        lines = [f"{figures.student.label} beside its teacher {figures.teacher.label}:", _aligned(rows)]
+        for verb, speed in (("encodes", figures.encode), ("decodes", figures.decode)):
+            if speed is None:
+                lines.append(f"  {verb}: speed not measured (the only clip is the warm-up)")
+            else:
+                clip = f"{in_ms(speed.student_ms)} a clip, the teacher {in_ms(speed.teacher_ms)}"
+                lines.append(f"  {verb} {speed.times_as_fast:.3g}x as fast: {clip}")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def in_ms(number: float) -> str:
+    """``4.21 ms``, ``3,320 ms``."""
+    return f"{number:,.0f} ms" if number >= 100 else f"{number:.3g} ms"
 
 
 def _difference_table(candidate: Candidate) -> str:
@@ -142,10 +184,10 @@ def _difference_table(candidate: Candidate) -> str:
     return _aligned(rows)
 
 
-def _clip_lines(comparison: Comparison, label: str) -> Iterator[str]:
-    """The clips on which a model gains and loses most against the baseline, by PSNR; of few clips each once."""
-    baseline = comparison.baseline.by_name()
-    table = next(e.by_name() for e in comparison.evaluations if e.model.label == label)
+def _clip_lines(comparison: Comparison, candidate: Candidate) -> Iterator[str]:
+    """The clips on which a model gains and loses most against its baseline, by PSNR; of few clips each once."""
+    tables = {evaluation.model.label: evaluation.by_name() for evaluation in comparison.evaluations}
+    baseline, table = tables[candidate.baseline], tables[candidate.label]
     pairs = ((table[name].psnr - baseline[name].psnr, name) for name in table if name in baseline)
     gains = sorted((pair for pair in pairs if math.isfinite(pair[0])), reverse=True)
     lines = [f"    {gain:+7.2f} dB  {name}" for gain, name in gains]

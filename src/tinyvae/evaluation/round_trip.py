@@ -1,18 +1,19 @@
 """A model, opened, as evaluation and reconstruction use it: frames in, decoded frames out.
 
 A network of the family runs as a stream. A teacher (the diffusers VAE that tiny networks stand in for) runs a clip as a
-whole. In both, decoded frame j is input frame j. A stream gives decoded frames as they become ready, so a bounded
-number of input frames waits for them.
+whole. A mixed round trip encodes with one and decodes with the other. In all of them, decoded frame j is input frame j.
+A stream gives decoded frames as they become ready, so a bounded number of input frames waits for them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,12 +29,13 @@ from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import LatentSpaceName, VariantSpec, get_spec
 from tinyvae.models.weights import find_weights, load_model
-from tinyvae.teachers import find_teacher, load_teacher
+from tinyvae.teachers import Teacher, find_teacher, load_teacher
 
 CHUNK_PIXELS = {"cpu": 1_400_000, "cuda": 12_000_000}
 """Pixels that go through the network at once. Larger chunks cost memory and gain nothing."""
 MAX_CHUNK_FRAMES = 32
-FAMILY_KIND, TEACHER_KIND = "tinyvae", "teacher"
+MAX_KNOWN_BYTES = 2**30  # of latents that are kept for a second pass: over 200 clips of 49 frames of 480x720
+FAMILY_KIND, TEACHER_KIND, MIXED_KIND = "tinyvae", "teacher", "mixed"
 
 OnLatents = Callable[[Tensor], None]  # gets the latents NTCHW as they are made
 
@@ -44,7 +46,7 @@ class ModelFacts:
 
     label: str
     path: str | None
-    kind: str  # `FAMILY_KIND` or `TEACHER_KIND`
+    kind: str  # `FAMILY_KIND`, `TEACHER_KIND` or `MIXED_KIND`
     variant: str
     width: float | None
     parameters: int
@@ -82,10 +84,44 @@ class RoundTrip(ABC):
         """The same model on a device (itself if it is there already)."""
 
     @abstractmethod
+    def encode(self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes) -> Iterator[Tensor]:
+        """Latents NTCHW, as they are made, of chunks of NTCHW frames in [0, 1] whose size fits; N is 1."""
+
+    @abstractmethod
+    def decode(self, latents: Iterable[Tensor], num_latents: int, times: StageTimes) -> Iterator[Tensor]:
+        """Frames NTCHW in [0, 1], as they are made, of parts of ``num_latents`` latents NTCHW in all."""
+
     def run(
         self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes, on_latents: OnLatents | None = None
     ) -> Iterator[Piece]:
         """Pieces in order for chunks of uint8 TCHW frames, ``num_frames`` in all."""
+        waiting: list[Tensor] = []  # input frames CHW without their decoded partners
+
+        def read() -> Iterator[Tensor]:
+            for frames_TCHW in chunks:
+                target_TCHW = to_unit_range(frames_TCHW, self.device)
+                waiting.extend(target_TCHW)
+                yield pad_to_multiple(target_TCHW[None], self.spec.space_factor)
+
+        def encoded() -> Iterator[Tensor]:
+            for latents_NTCHW in self.encode(read(), num_frames, times):
+                if on_latents is not None:
+                    on_latents(latents_NTCHW)
+                yield latents_NTCHW
+
+        left = wanted = self.aligned_frames(num_frames)
+        for decoded_NTCHW in self.decode(encoded(), self.spec.latents(self.used_frames(num_frames)), times):
+            # A decoder can make more frames than went in (taecvx).
+            targets = waiting[: min(decoded_NTCHW.shape[1], left)]
+            if targets:
+                del waiting[: len(targets)]
+                left -= len(targets)
+                height, width = targets[0].shape[-2:]
+                decoded_TCHW = decoded_NTCHW[0, : len(targets), :, :height, :width]
+                yield Piece(decoded=decoded_TCHW.float(), target=torch.stack(targets))
+        if left:
+            place = Path(self.facts.path or self.facts.label)
+            raise UnreadableVideoError(place, f"{self.facts.variant} gave back {wanted - left} of {wanted} frames")
 
     def used_frames(self, num_frames: int) -> int:
         """How many leading frames of a T-frame clip go into the encoder."""
@@ -126,37 +162,50 @@ class StreamedCodec(RoundTrip):
             raise UserError(f"{what} and cannot be moved to {device}; make it there.")
         return StreamedCodec(deepcopy(self.codec).to(device), self.facts)
 
-    def run(
-        self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes, on_latents: OnLatents | None = None
-    ) -> Iterator[Piece]:
-        decoder = StreamingDecoder(self.codec, num_latents=self.spec.latents(num_frames))
-        waiting: list[Tensor] = []  # input frames CHW without their decoded partners
-        for latents_NTCHW in self._encode(chunks, waiting, times):
-            if on_latents is not None:
-                on_latents(latents_NTCHW)
-            with times.stage("decode", self.device):
-                decoded_NTCHW = decoder.push(latents_NTCHW)
-            targets = waiting[: decoded_NTCHW.shape[1]]  # fewer at the end of a clip: taecvx decodes more than went in
-            if targets:
-                del waiting[: len(targets)]
-                height, width = targets[0].shape[-2:]
-                decoded_TCHW = decoded_NTCHW[0, : len(targets), :, :height, :width]
-                yield Piece(decoded=decoded_TCHW.float(), target=torch.stack(targets))
-        decoder.flush()
-
-    def _encode(self, chunks: Iterable[Tensor], waiting: list[Tensor], times: StageTimes) -> Iterator[Tensor]:
-        """The latents of each chunk and of the end; input frames are added to ``waiting``."""
-        encoder = StreamingEncoder(self.codec)
-        for frames_TCHW in chunks:
-            target_TCHW = to_unit_range(frames_TCHW, self.device)
-            waiting.extend(target_TCHW)
-            padded = pad_to_multiple(target_TCHW[None], self.spec.space_factor)
+    def encode(self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes) -> Iterator[Tensor]:
+        encoder = StreamingEncoder(self.codec, num_frames=num_frames)
+        for frames_NTCHW in chunks:
             with times.stage("encode", self.device):
-                latents_NTCHW = encoder.push(padded)
+                latents_NTCHW = encoder.push(frames_NTCHW)
             yield latents_NTCHW
         with times.stage("encode", self.device):
             latents_NTCHW = encoder.flush()
         yield latents_NTCHW
+
+    def decode(self, latents: Iterable[Tensor], num_latents: int, times: StageTimes) -> Iterator[Tensor]:
+        decoder = StreamingDecoder(self.codec, num_latents=num_latents)
+        for latents_NTCHW in latents:
+            height, width = (side * self.spec.space_factor for side in latents_NTCHW.shape[-2:])
+            # A teacher's latents come all at once.
+            size = max(1, self.chunk_frames(height, width) // self.spec.time_factor)
+            for part_NTCHW in latents_NTCHW.split(size, dim=1):
+                with times.stage("decode", self.device):
+                    decoded_NTCHW = decoder.push(part_NTCHW)
+                yield decoded_NTCHW
+        decoder.flush()
+
+
+class KnownLatents:
+    """A teacher's latents of clips, in main memory, by the hash of their frames; and the seconds that each took."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Tensor, float]] = {}
+        self._num_bytes = 0
+
+    @staticmethod
+    def key(frames_NTCHW: Tensor) -> str:
+        """Of frames NTCHW in [0, 1] that were bytes before."""
+        frames = (frames_NTCHW * 255).round().to(torch.uint8).cpu().contiguous()
+        return f"{tuple(frames.shape)} {hashlib.blake2b(frames.numpy().data).hexdigest()}"
+
+    def get(self, key: str) -> tuple[Tensor, float] | None:
+        return self._kept.get(key)
+
+    def add(self, key: str, latents_NTCHW: Tensor, seconds: float) -> None:
+        """Keep them, unless there are `MAX_KNOWN_BYTES` already: then they are computed again."""
+        self._num_bytes += latents_NTCHW.nbytes
+        if self._num_bytes <= MAX_KNOWN_BYTES:
+            self._kept[key] = latents_NTCHW.cpu(), seconds
 
 
 class TeacherRoundTrip(RoundTrip):
@@ -164,64 +213,142 @@ class TeacherRoundTrip(RoundTrip):
 
     is_stream = False
 
-    def __init__(self, path: Path, *, device: torch.device, dtype: torch.dtype | None, label: str | None) -> None:
-        """``path``: a diffusers folder or a hub name. Without ``dtype``: float32 on a CPU, bfloat16 on a GPU."""
+    def __init__(
+        self, teacher: Teacher, path: str | Path, *, label: str | None = None, known: KnownLatents | None = None
+    ) -> None:
+        """``path``: where ``teacher`` comes from. ``known``: latents that are not computed twice; None: they are."""
         found = find_teacher(path, None)
         candidates = found.family.variant_candidates(found.geometry) or found.family.variants
-        spec, packed = get_spec(candidates[0]), found.geometry.time_factor
+        spec, packed = get_spec(candidates[0], latent_space=teacher.latent_space), found.geometry.time_factor
         if spec.time_factor != packed:
-            known = f"unlike any {found.family.class_name} that is known"
-            raise UserError(f"{path} packs {packed} frames into a latent, {known}; its frames cannot be counted.")
-        dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-        self._teacher = load_teacher(None, path, dtype=dtype, device=device)
-        self._path = path
+            unlike = f"unlike any {found.family.class_name} that is known"
+            raise UserError(f"{path} packs {packed} frames into a latent, {unlike}; its frames cannot be counted.")
+        self.teacher, self._path, self._known = teacher, path, known
         facts = ModelFacts(
-            label=label or label_of(path),
+            label=label or label_of(Path(path)),
             path=str(path),
             kind=TEACHER_KIND,
-            variant=self._teacher.class_name,
+            variant=teacher.class_name,
             width=None,
-            parameters=self._teacher.num_parameters,
+            parameters=teacher.num_parameters,
             encoder_parameters=None,
             decoder_parameters=None,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=str(teacher.dtype).removeprefix("torch."),
             sha256=None,
+            latent_space=spec.latent_space,
             latent_variant=spec.name,
         )
         super().__init__(facts, spec)
 
+    @classmethod
+    def open(
+        cls, path: str | Path, *, device: torch.device, dtype: torch.dtype | None, label: str | None = None
+    ) -> TeacherRoundTrip:
+        """``path``: a diffusers folder or a hub name. Without ``dtype``: float32 on a CPU, bfloat16 on a GPU."""
+        dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        with fitting_in_memory(path):
+            return cls(load_teacher(None, path, dtype=dtype, device=device), path, label=label)
+
+    def remembering(self) -> TeacherRoundTrip:
+        """The same teacher, which encodes each clip once: further passes over it take the latents from memory."""
+        return TeacherRoundTrip(self.teacher, self._path, label=self.facts.label, known=KnownLatents())
+
     @property
     def device(self) -> torch.device:
-        return self._teacher.device
+        return self.teacher.device
 
     def to(self, device: torch.device) -> TeacherRoundTrip:
         if device == self.device:
             return self
-        return TeacherRoundTrip(self._path, device=device, dtype=self._teacher.dtype, label=self.facts.label)
+        teacher = load_teacher(None, self._path, dtype=self.teacher.dtype, device=device, spec=self.teacher.spec)
+        return TeacherRoundTrip(teacher, self._path, label=self.facts.label, known=self._known)
 
     def used_frames(self, num_frames: int) -> int:
         """The longest part of a clip that teacher and students count alike: CogVideoX encodes other lengths in one
         mode and decodes them in another."""
-        return next((t for t in range(num_frames, 0, -1) if self.spec.is_training_length(t)), num_frames)
+        return self.spec.training_length(num_frames)
 
-    def run(
-        self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes, on_latents: OnLatents | None = None
-    ) -> Iterator[Piece]:
-        wanted = self.aligned_frames(num_frames)
-        target_TCHW = to_unit_range(torch.cat(list(chunks))[:wanted], self.device)
-        height, width = target_TCHW.shape[-2:]
-        padded = pad_to_multiple(target_TCHW[None], self._teacher.geometry.space_factor)
+    def encode(self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes) -> Iterator[Tensor]:
+        frames_NTCHW = torch.cat(list(chunks), dim=1)[:, : self.aligned_frames(num_frames)]
+        if self._known is None:
+            yield self._encoded(frames_NTCHW, times)
+            return
+        key = self._known.key(frames_NTCHW)
+        if (found := self._known.get(key)) is None:
+            before = times.encode_s
+            latents_NTCHW = self._encoded(frames_NTCHW, times)
+            self._known.add(key, latents_NTCHW, times.encode_s - before)
+            yield latents_NTCHW
+        else:
+            latents_NTCHW, seconds = found
+            times.encode_s += seconds
+            yield latents_NTCHW.to(self.device)
+
+    def _encoded(self, frames_NTCHW: Tensor, times: StageTimes) -> Tensor:
         with times.stage("encode", self.device):
-            latents_NTCHW = self._teacher.encode(padded)
-        if on_latents is not None:
-            on_latents(latents_NTCHW)
+            return self.teacher.encode(frames_NTCHW)
+
+    def decode(self, latents: Iterable[Tensor], num_latents: int, times: StageTimes) -> Iterator[Tensor]:
+        latents_NTCHW = torch.cat(list(latents), dim=1)
         with times.stage("decode", self.device):
-            decoded_NTCHW = self._teacher.decode(latents_NTCHW)
-        if decoded_NTCHW.shape[1] < wanted:
-            raise UnreadableVideoError(
-                self._path, f"{self.facts.variant} gave back {decoded_NTCHW.shape[1]} of {wanted} frames"
-            )
-        yield Piece(decoded=decoded_NTCHW[0, :wanted, :, :height, :width].float(), target=target_TCHW)
+            decoded_NTCHW = self.teacher.decode(latents_NTCHW)
+        yield decoded_NTCHW
+
+
+class MixedRoundTrip(RoundTrip):
+    """The encoder of one model and the decoder of another: of a student and its teacher, in either order.
+
+    Latents go from one latent space to the other exactly, where the two differ.
+    """
+
+    def __init__(self, encoder: RoundTrip, decoder: RoundTrip, *, label: str | None = None) -> None:
+        """``label``: None for the student's, with the word for its part."""
+        self._encoder, self._decoder = encoder, decoder
+        if isinstance(encoder, TeacherRoundTrip):
+            self._teacher, self._student, part = encoder, decoder, "decoder"
+        else:
+            assert isinstance(decoder, TeacherRoundTrip), "one of the two is the teacher"
+            self._teacher, self._student, part = decoder, encoder, "encoder"
+        of_student = self._student.facts
+        parameters = of_student.decoder_parameters if part == "decoder" else of_student.encoder_parameters
+        facts = replace(
+            of_student,
+            label=label or f"{of_student.label} {part}",
+            kind=MIXED_KIND,
+            parameters=parameters or of_student.parameters,
+            encoder_parameters=parameters if part == "encoder" else None,
+            decoder_parameters=parameters if part == "decoder" else None,
+        )
+        super().__init__(facts, self._student.spec)
+
+    @property
+    def device(self) -> torch.device:
+        return self._encoder.device
+
+    def to(self, device: torch.device) -> MixedRoundTrip:
+        if device == self.device:
+            return self
+        return MixedRoundTrip(self._encoder.to(device), self._decoder.to(device), label=self.facts.label)
+
+    def used_frames(self, num_frames: int) -> int:
+        return self._teacher.used_frames(num_frames)
+
+    def chunk_frames(self, height: int, width: int) -> int:
+        self._student.chunk_pixels = self.chunk_pixels or self._student.chunk_pixels
+        return self._student.chunk_frames(height, width)
+
+    def encode(self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes) -> Iterator[Tensor]:
+        return self._encoder.encode(chunks, num_frames, times)
+
+    def decode(self, latents: Iterable[Tensor], num_latents: int, times: StageTimes) -> Iterator[Tensor]:
+        return self._decoder.decode(map(self._converted, latents), num_latents, times)
+
+    def _converted(self, latents_NTCHW: Tensor) -> Tensor:
+        """Latents of the encoder's space in the decoder's."""
+        space, wanted = self._teacher.teacher.space, self._decoder.spec.latent_space
+        if wanted == self._encoder.spec.latent_space:
+            return latents_NTCHW
+        return space.normalize(latents_NTCHW) if wanted == "diffusion" else space.denormalize(latents_NTCHW)
 
 
 Model = str | os.PathLike[str] | VideoCodec | RoundTrip  # a path that `open_model` takes, or what is open already
@@ -252,8 +379,7 @@ def open_model(
         if variant is not None or fused:
             option = "variant" if variant is not None else "fused"
             raise UserError(f"{option} is for models of the family, and {path} is a teacher; leave it out.")
-        with fitting_in_memory(path):
-            return TeacherRoundTrip(path, device=device, dtype=dtype, label=label)
+        return TeacherRoundTrip.open(path, device=device, dtype=dtype, label=label)
     if dtype is None and device.type == "cpu":
         dtype = torch.float32
 
@@ -318,6 +444,22 @@ def to_unit_range(frames_TCHW: Tensor, device: torch.device) -> Tensor:
     """uint8 0..255 -> float32 in [0, 1] on a device."""
     assert frames_TCHW.dtype == torch.uint8, frames_TCHW.dtype
     return frames_TCHW.to(device, non_blocking=True).float() / 255
+
+
+def with_own_labels(round_trips: Sequence[RoundTrip]) -> list[RoundTrip]:
+    """The models, with a number behind a label that an earlier one has already."""
+    seen: dict[str, int] = {}
+    for round_trip in round_trips:
+        label = round_trip.facts.label
+        seen[label] = seen.get(label, 0) + 1
+        if seen[label] > 1:
+            round_trip.facts = replace(round_trip.facts, label=f"{label} ({seen[label]})")
+    return list(round_trips)
+
+
+def shared_part(part: ClipPart, round_trips: Sequence[RoundTrip]) -> ClipPart:
+    """The frames of a clip that all of these models encode: a teacher and its students get the same ones."""
+    return part.first(min(trip.used_frames(part.num_frames) for trip in round_trips))
 
 
 Made = TypeVar("Made")

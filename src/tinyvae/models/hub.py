@@ -17,8 +17,9 @@ from tinyvae.errors import MissingFileError, UserError, require_package
 from tinyvae.terminal import count_of
 
 HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?::(?P<file>.+))?")
-SUFFIXES = (".safetensors", ".pth")
-FIRST_CHOICES = ("model", "best_model/model", "final_model")  # as in the folder of a run
+FORMATS = (".safetensors", ".pth")
+FIRST_CHOICES = [f"{stem}{suffix}" for stem in ("model", "best_model/model", "final_model") for suffix in FORMATS]
+"""Of a repository as of a run's folder."""
 TIMEOUT_S = 10
 SHOWN_FILES = 8
 LOGIN = "log in with `hf auth login` or set HF_TOKEN"
@@ -27,7 +28,7 @@ LOGIN = "log in with `hf auth login` or set HF_TOKEN"
 def names_hub_model(path: str) -> bool:
     """Whether a path that does not exist here can be a name of the hub: not a file's, and its first part no folder."""
     match = HUB_NAME.fullmatch(path)
-    if match is None or (match["file"] is None and PurePosixPath(path).suffix in SUFFIXES):
+    if match is None or (match["file"] is None and PurePosixPath(path).suffix in FORMATS):
         return False
     return not Path(path.split("/")[0]).exists()
 
@@ -61,38 +62,38 @@ def fetch_weights(path: str) -> Path:
 
 def choose_file(repo: str, published: Sequence[str], wanted: str | None) -> str:
     """The weights file that a name means among those of a repository."""
-    weights = [name for name in published if PurePosixPath(name).suffix in SUFFIXES]
+    weights = [name for name in published if PurePosixPath(name).suffix in FORMATS]
     if wanted is not None:
         if wanted not in published:
-            raise MissingFileError(f"{repo} on the hub has no file {wanted}; it has {_listed(weights)}.")
+            raise MissingFileError(f"{repo} on the hub has no file {wanted}; it has {list_weights(weights)}.")
         return wanted
-    likely = [f"{stem}{suffix}" for stem in FIRST_CHOICES for suffix in SUFFIXES if f"{stem}{suffix}" in weights]
+    likely = [name for name in FIRST_CHOICES if name in weights]
     if not likely and len(weights) != 1:
         advice = f"name one, as in {repo}:{weights[0]}" if weights else "name another repository"
-        raise UserError(f"{repo} on the hub has {_listed(weights)}; {advice}.")
+        raise UserError(f"{repo} on the hub has {list_weights(weights)}; {advice}.")
     return (likely or weights)[0]
 
 
-def _listed(weights: list[str]) -> str:
-    more = f" and {len(weights) - SHOWN_FILES} more" if len(weights) > SHOWN_FILES else ""
-    return (
-        f"{count_of(len(weights), 'weight file')} ({', '.join(weights[:SHOWN_FILES])}{more})"
-        if weights
-        else "no weight file"
-    )
+def list_weights(names: Sequence[str]) -> str:
+    """``2 weight files (a.pth, b.pth)``, for a message."""
+    if not names:
+        return "no weight file"
+    more = f" and {len(names) - SHOWN_FILES} more" if len(names) > SHOWN_FILES else ""
+    return f"{count_of(len(names), 'weight file')} ({', '.join(names[:SHOWN_FILES])}{more})"
 
 
 def _cached(hub: Any, repo: str, wanted: str | None, *, why: str) -> Path:
     """The file as it was downloaded before."""
-    # The layout of huggingface_hub's cache: refs/main names the newest snapshot that was downloaded.
-    place = Path(hub.constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
-    newest = place / "refs" / "main"
-    folder = place / "snapshots" / newest.read_text().strip() if newest.is_file() else None
-    there = [] if folder is None else [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
-    if folder is None or not there or (wanted is not None and wanted not in there):
+    there: list[str] = []
+    try:
+        folder = Path(hub.snapshot_download(repo, local_files_only=True))
+        there = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    except FileNotFoundError:  # nothing of this repository was
+        pass
+    if not there or wanted not in (None, *there):
         what = repo if wanted is None else f"{wanted} of {repo}"
         raise MissingFileError(f"{why}, and {what} was not downloaded before; load it once where there is a network.")
-    return folder / choose_file(repo, sorted(there), wanted)
+    return folder / choose_file(repo, there, wanted)
 
 
 # what goes wrong

@@ -91,9 +91,11 @@ class TAEHV(VideoCodec, nn.Module):
     def fused(self, *, engine: Engine | None = None) -> FusedTAEHV:
         """The same codec with folded weights: same calls, same output, faster. This model stays usable.
 
-        ``engine``: "hopper", "cudnn" or "eager" instead of the one that is chosen; what cannot run here is refused.
+        ``engine``: "hopper", "cudnn", "onednn" or "eager" instead of the one that is chosen; what cannot run here is
+        refused.
 
-        Example: ``fast = load_model("run").half().cuda().fused(); latents = fast.encode_video(frames)``.
+        Example: ``fast = load_model("run").half().cuda().fused(); latents = fast.encode_video(frames)``; on a CPU
+        ``load_model("run").bfloat16().fused()``.
         """
         return models.fuse(self, engine=engine)
 

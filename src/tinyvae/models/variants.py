@@ -167,6 +167,10 @@ class VariantSpec:
         # A single frame is 0·k+1: one latent, one frame out, an image.
         return num_frames % period in (0, 1)
 
+    def training_length(self, num_frames: int) -> int:
+        """The longest part of T frames that student and teacher count alike; T itself where there is none."""
+        return next((t for t in range(num_frames, 0, -1) if self.is_training_length(t)), num_frames)
+
     def check_training_length(self, num_frames: int) -> None:
         """Refuse a clip length that student and teacher would count differently, naming the nearest valid ones."""
         if self.is_training_length(num_frames):

@@ -31,10 +31,9 @@ from torch import Tensor
 from tinyvae import __version__
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError, nearest_name
 from tinyvae.files import atomic_write
-from tinyvae.models.hub import fetch_weights, names_hub_model
+from tinyvae.models.hub import FIRST_CHOICES, FORMATS, fetch_weights, list_weights, names_hub_model
 from tinyvae.models.taehv import TAEHV, build_decoder, build_encoder
 from tinyvae.models.variants import (
-    DECODER_CHANNELS,
     VARIANTS,
     WIDTH_STEP,
     Activation,
@@ -52,13 +51,12 @@ LATENT_CONVENTIONS: dict[LatentSpaceName, str] = {
 }
 WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 METADATA_KEY = "tinyvae"  # of a safetensors file's metadata, and of that of a .pth file's state dict
-FORMATS = (".safetensors", ".pth")
 DESCRIBED_NAMES = tuple(f"{stem}{suffix}" for stem in ("model", "final_model") for suffix in FORMATS)
 """What we write into a folder with a ``config.json``. That file says nothing about any other name beside it."""
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 CHECKPOINT_NAME = re.compile(r"(?:emergency_)?checkpoint-(\d+)")
-SHOWN_FILES, SHOWN_KEYS = 8, 4
+SHOWN_KEYS = 4
 OTHER_FORMATS = (".pt", ".bin", ".ckpt", ".onnx", ".gguf")  # files that we do not write
 
 DAMAGE: tuple[type[Exception], ...] = (RuntimeError, EOFError, OSError, ValueError, LookupError, AttributeError)
@@ -79,10 +77,10 @@ def load_model(
     """The model in a weights file, model folder, checkpoint folder, run folder or repository of the hub, in eval mode.
 
     A run folder gives its best model, else its final one, else its newest checkpoint. A name of the hub is
-    ``owner/name``, or ``owner/name:file``. ``variant`` overrules what the
-    file states; it is needed only where neither the file nor its shapes can tell. ``latent_space`` ("diffusion" or
-    "vae") and ``activation`` ("relu" or "leaky_relu") overrule the file likewise; shapes never tell them, and a file
-    that does not state them is taken for diffusion space and ReLU. ``dtype`` defaults to the file's.
+    ``owner/name``, or ``owner/name:file``. ``variant`` overrules what the file states; it is needed only where neither
+    the file nor its shapes can tell. ``latent_space`` ("diffusion" or "vae") and ``activation`` ("relu" or
+    "leaky_relu") overrule the file likewise; shapes never tell them, and a file that does not state them is taken for
+    diffusion space and ReLU. ``dtype`` defaults to the file's.
 
     Example: ``model = load_model("output/my_run", device="cuda", dtype=torch.float16)``.
     """
@@ -90,16 +88,17 @@ def load_model(
     state, stated = read_weights(weights_file)
     check_state(state, origin=weights_file)
     spec = tell_variant(state, stated=stated, variant=variant, origin=weights_file)
-    options: dict[str, Any] = {
-        "latent_space": latent_space or stated.get("latent_space"),
-        "activation": activation or stated.get("activation"),
-    }
-    if options["latent_space"] is None and "lighttae" in weights_file.name.lower():
+    latent_space, activation = latent_space or stated.get("latent_space"), activation or stated.get("activation")
+    if latent_space is None and "lighttae" in weights_file.name.lower():
         warn_of_lighttae(weights_file)
-    given = {key: value for key, value in options.items() if value is not None}
     with torch.device("meta"):
-        model = TAEHV(spec.name, width=spec.width, preview=preview, **given)
-    assert set(state) == set(model.state_dict())
+        model = TAEHV(
+            spec.name,
+            width=spec.width,
+            preview=preview,
+            latent_space=latent_space or "diffusion",
+            activation=activation or "relu",
+        )
     model.load_state_dict(state, assign=True)
     file_dtype = state["encoder.0.weight"].dtype
     return model.to(device=torch.device(device), dtype=dtype or file_dtype).eval().requires_grad_(True)
@@ -108,11 +107,11 @@ def load_model(
 def warn_of_lighttae(file: Path) -> None:
     """LightX2V's files have the shapes of ours and other latents; nothing in them says so."""
     leaky = ", activation='leaky_relu', and it gives pixels in [-1, 1]" if "hy1" in file.name.lower() else ""
-    text = (
+    warnings.warn(
         f"{file.name} is named like a network of LightX2V, which works with VAE-space latents, and does not state it; "
+        f"it is taken for one of diffusion space. If it is LightX2V's, pass latent_space='vae'{leaky}.",
+        stacklevel=3,
     )
-    text += f"it is taken for one of diffusion space. If it is LightX2V's, pass latent_space='vae'{leaky}."
-    warnings.warn(text, stacklevel=3)
 
 
 def save_model(
@@ -166,12 +165,11 @@ def describe(spec: VariantSpec, *, training_step: int | None = None) -> dict[str
     facts = asdict(spec)
     facts.pop("preview")  # a way of running the weights, not a property of them
     facts["variant"] = facts.pop("name")
-    decoder_channels = DECODER_CHANNELS[spec.decoder][: 3 if spec.decoder == "base" else 4]
     return {
         "format": MODEL_FORMAT,
         **facts,
         "encoder_channels": [spec.hidden(64)],
-        "decoder_channels": [spec.hidden(channels) for channels in decoder_channels],
+        "decoder_channels": list(spec.decoder_channels[: 3 if spec.decoder == "base" else 4]),
         "time_factor": spec.time_factor,
         "space_factor": spec.space_factor,
         "trim": spec.trim,
@@ -226,8 +224,7 @@ def find_weights(path: Path) -> Path:
     # A folder of a save that is under way or was cut short has another name.
     named = ((CHECKPOINT_NAME.fullmatch(entry.name), entry.name) for entry in inside)
     checkpoints = sorted(((int(match[1]), name) for match, name in named if match), reverse=True)
-    models = [f"{stem}{suffix}" for stem in ("model", "best_model/model", "final_model") for suffix in FORMATS]
-    for name in (*models, *(f"{name}/model.safetensors" for _, name in checkpoints)):
+    for name in (*FIRST_CHOICES, *(f"{name}/model.safetensors" for _, name in checkpoints)):
         if (path / name).is_file():
             return path / name
     loose = [entry for entry in inside if entry.suffix in FORMATS]
@@ -235,9 +232,7 @@ def find_weights(path: Path) -> Path:
         return loose[0]
     holds = "it holds no weights; name a weights file or a run's folder"
     if loose:
-        names = ", ".join(file.name for file in loose[:SHOWN_FILES])
-        more = f" and {len(loose) - SHOWN_FILES} more" if len(loose) > SHOWN_FILES else ""
-        holds = f"it holds {len(loose)} weight files ({names}{more}); name one of them"
+        holds = f"it holds {list_weights([file.name for file in loose])}; name one of them"
     raise UserError(f"{path} is not a model, checkpoint or run folder: {holds}.")
 
 
@@ -355,10 +350,9 @@ def _refuse_existing(weights_files: list[Path], config_file: Path | None, config
             raise FileExistsAlreadyError(f"{file} exists already; pass overwrite=True to replace it.")
     if config_file is not None and config_file.exists():
         there = _read_config(config_file)
-        compared = {key: there.get(key) for key in ("variant", "width", "latent_space", "activation")}
-        if any(
-            value != config[key] for key, value in compared.items() if key in ("variant", "width") or value is not None
-        ):
+        stated = {key: there[key] for key in ("latent_space", "activation") if there.get(key) is not None}
+        stated |= {key: there.get(key) for key in ("variant", "width")}
+        if not stated.items() <= config.items():
             text = f"{config_file} describes another model; save to another folder or pass overwrite=True."
             raise FileExistsAlreadyError(text)
 
@@ -483,13 +477,18 @@ def _network_shapes(spec: VariantSpec) -> Mapping[str, torch.Size]:
 
 def _difference(state: Mapping[str, Tensor], spec: VariantSpec) -> str:
     """The first few keys in which a state dict differs from a variant."""
-    expected = _expected_shapes(spec)
-    lines = [f"{key} is missing" for key in expected if key not in state]
-    lines += [f"{key} is not known" for key in state if key not in expected]
-    lines += [
+    found = shape_differences(state, _expected_shapes(spec))
+    more = f" and {len(found) - SHOWN_KEYS} more" if len(found) > SHOWN_KEYS else ""
+    return f"Against {spec.name}: {'; '.join(found[:SHOWN_KEYS])}{more}."
+
+
+def shape_differences(state: Mapping[str, Tensor], expected: Mapping[str, Sequence[int]]) -> list[str]:
+    """What a strict load would complain about: keys that are missing, keys too many, other shapes."""
+    missing = [f"{key} is missing" for key in expected if key not in state]
+    unknown = [f"{key} is not known" for key in state if key not in expected]
+    other = [
         f"{key} is {list(state[key].shape)} instead of {list(shape)}"
         for key, shape in expected.items()
-        if key in state and state[key].shape != shape
+        if key in state and tuple(state[key].shape) != tuple(shape)
     ]
-    more = f" and {len(lines) - SHOWN_KEYS} more" if len(lines) > SHOWN_KEYS else ""
-    return f"Against {spec.name}: {'; '.join(lines[:SHOWN_KEYS])}{more}."
+    return missing + unknown + other

@@ -1,4 +1,4 @@
-"""Which diffusers VAEs can teach, and what each one's numbers mean.
+"""Which VAEs can teach, and what each one's numbers mean: those of diffusers, and networks of our own family.
 
 tinyvae trains on *diffusion space*, which is what the diffusion model sees: ``(z - mean) * factor / std``, channel by
 channel, for all families.
@@ -15,7 +15,7 @@ from tinyvae.errors import UserError
 from tinyvae.models.variants import VARIANTS, VariantSpec
 from tinyvae.teachers.latent_space import LatentSpace
 
-TeacherKind = Literal["cogvideox", "wan", "hunyuan", "ltx", "minimax"]
+TeacherKind = Literal["cogvideox", "wan", "hunyuan", "ltx", "minimax", "taehv"]
 TEACHER_KINDS: tuple[str, ...] = get_args(TeacherKind)
 
 Config = Mapping[str, Any]  # a VAE's config.json, with diffusers' defaults where it is silent
@@ -39,7 +39,8 @@ class TeacherFamily:
 
     ``variants``: the students whose latent space is this family's. A video in [0, 1] enters as
     ``(x - pixel_mean) / pixel_std``. ``one_at_a_time``: diffusers' class fails on a batch of more than one video.
-    ``compiles``: torch.compile makes its encoder faster (seen on a GPU).
+    ``compiles``: torch.compile makes its encoder faster (seen on a GPU). ``sees_all``: it encodes all frames of a clip,
+    as a student does, and not only those that come back.
     """
 
     kind: TeacherKind
@@ -50,6 +51,7 @@ class TeacherFamily:
     pixel_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     one_at_a_time: bool = False
     compiles: bool = False
+    sees_all: bool = False
 
     def variant_candidates(self, geometry: TeacherGeometry) -> tuple[str, ...]:
         """The students that fit a teacher of this family with these numbers."""
@@ -118,6 +120,17 @@ _FAMILIES = (
     ),
 )
 FAMILIES: dict[str, TeacherFamily] = {family.class_name: family for family in _FAMILIES}
+
+NETWORK = TeacherFamily(
+    "taehv",
+    "TAEHV",
+    tuple(VARIANTS),
+    lambda config: geometry_of(VARIANTS[config["variant"]]),
+    pixel_mean=(0.0, 0.0, 0.0),  # frames enter as they are
+    pixel_std=(1.0, 1.0, 1.0),
+    sees_all=True,
+)
+"""A network of our own, which teaches a smaller one; no class of diffusers, so not among `FAMILIES`."""
 
 
 def latent_space_of(config: Config, channels: int) -> LatentSpace:

@@ -1,4 +1,4 @@
-"""A teacher: a frozen diffusers VAE, found in a folder or on the hub, checked against the student, and loaded."""
+"""A teacher: a frozen VAE of diffusers or network of ours, found, checked against the student, and loaded."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from torch import Tensor
 from tinyvae.errors import MissingFileError, UserError, nearest_name, require_package
 from tinyvae.files import sha256_of
 from tinyvae.models.hub import hub_failures
-from tinyvae.models.variants import VariantSpec
+from tinyvae.models.variants import LatentSpaceName, VariantSpec
+from tinyvae.models.weights import load_model
 from tinyvae.teachers.families import (
     FAMILIES,
+    NETWORK,
     TEACHER_KINDS,
     TeacherFamily,
     TeacherGeometry,
     geometry_of,
     latent_space_of,
 )
+from tinyvae.teachers.network import NetworkVAE, is_network, read_network
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ class Teacher:
     Example::
 
         teacher = load_teacher(None, "owner/model", dtype=torch.bfloat16, device="cuda", spec=get_spec("taecvx"))
-        latents_NTCHW = teacher.encode(model.target(frames_NTCHW))
+        latents_NTCHW = teacher.encode(teacher.clip_of(frames_NTCHW))
     """
 
     def __init__(self, vae: Any, found: FoundTeacher, spec: VariantSpec | None, *, compiled: bool = False) -> None:
@@ -64,7 +67,8 @@ class Teacher:
         if compiled and family.compiles:
             self._vae.encoder.compile(dynamic=False)
         self._pixels_per_call = PIXELS_PER_CALL
-        self._spec = spec
+        self.spec = spec
+        self._sees_all = family.sees_all
         self.class_name = family.class_name
         self.geometry = found.geometry
         self.device: torch.device = self._vae.device
@@ -75,10 +79,19 @@ class Teacher:
         held = {name: value.tolist() for name, value in vae.named_buffers() if name.startswith("latents_")}
         self.space = latent_space_of({**found.config, **held}, found.geometry.latent_channels)
         self._student_space = self.space if spec is None else self.space.of_student(spec)
+        own: LatentSpaceName = found.config.get("latent_space", "diffusion")  # only a network of ours states it
+        self.latent_space: LatentSpaceName = own if spec is None else spec.latent_space
         self._pixel_mean, self._pixel_std = (
             torch.tensor(values, dtype=torch.float32, device=self.device).view(1, -1, 1, 1, 1)
             for values in (family.pixel_mean, family.pixel_std)
         )
+
+    def clip_of(self, frames_NTCHW: Tensor) -> Tensor:
+        """The frames of a clip that the teacher encodes: those that the student gives back (`VideoCodec.target`). A
+        network of ours encodes all of them, as the student does."""
+        if self.spec is None or self._sees_all:
+            return frames_NTCHW
+        return frames_NTCHW[:, : self.spec.aligned_frames(frames_NTCHW.shape[1])]
 
     def encode(self, frames_NTCHW: Tensor) -> Tensor:
         """Latents NTCHW, fp32: the means of `distribution`, which says what the frames are."""
@@ -88,13 +101,11 @@ class Teacher:
     def distribution(self, frames_NTCHW: Tensor, *, with_std: bool = False) -> tuple[Tensor, Tensor | None]:
         """(mean, std) NTCHW of each clip's latents in the VAE's own space and dtype; ``with_std`` off: std is None.
 
-        The frames are NTCHW in [0, 1] on any device: `VideoCodec.target` of the clip. Latents of another number or
+        The frames are NTCHW in [0, 1] on any device: `clip_of` the clip. Latents of another number or
         size than the student's, or that are not finite, stop the run.
         """
         num_frames = frames_NTCHW.shape[1]
-        if self._spec is not None:
-            aligned = self._spec.aligned_frames(num_frames)
-            assert aligned == num_frames, f"give the {aligned} frames of VideoCodec.target, not all {num_frames}"
+        assert self.clip_of(frames_NTCHW).shape == frames_NTCHW.shape, f"give clip_of the {num_frames} frames"
         with torch.autocast(device_type=self.device.type, enabled=False):
             parts = self._in_parts(self._encode_part, frames_NTCHW, frames_NTCHW[0].numel() // 3)
         mean = torch.cat([part.mode() for part in parts]).transpose(1, 2)
@@ -140,7 +151,7 @@ class Teacher:
         return (video_NCTHW.float() * self._pixel_std + self._pixel_mean).clamp(0, 1)
 
     def _check_latents(self, latents_NTCHW: Tensor, frames_NTCHW: Tensor) -> None:
-        spec, num_frames = self._spec, frames_NTCHW.shape[1]
+        spec, num_frames = self.spec, frames_NTCHW.shape[1]
         if spec is not None:
             height, width = (size // spec.space_factor for size in frames_NTCHW.shape[-2:])
             wanted = (len(frames_NTCHW), spec.latents(num_frames), spec.latent_channels, height, width)
@@ -166,14 +177,17 @@ def load_teacher(
     spec: VariantSpec | None = None,
     compiled: bool = False,
 ) -> Teacher:
-    """The frozen teacher of a local folder (a VAE's or a whole pipeline's) or of a hub name.
+    """The frozen teacher of a local folder (a VAE's or a whole pipeline's), of a hub name, or of weights of ours.
 
     ``kind`` None: what config.json says. ``spec``: the student that it must fit; its latents are checked at every call.
     ``compiled``: compile its encoder, where that is faster (a GPU).
     """
     if spec is not None:
         check_teacher(path, kind, spec)
-    found = find_teacher(path, kind)
+    found = find_teacher(path, kind, presumed=None if spec is None else spec.name)
+    if found.family.kind == NETWORK.kind:
+        network = load_model(found.place, found.config["variant"], device=device, dtype=dtype)
+        return Teacher(NetworkVAE(network), found, spec)
     options = {} if found.subfolder is None else {"subfolder": found.subfolder}
     try:
         vae = _vae_class(found.family.class_name).from_pretrained(found.place, torch_dtype=dtype, **options)
@@ -189,8 +203,11 @@ def check_teacher(path: str | Path, kind: str | None, spec: VariantSpec, *, seen
 
     ``seen_from``: the folder that ``path`` is relative to, for the message; None: the shell's folder.
     """
-    found = find_teacher(path, kind, seen_from=seen_from)
+    found = find_teacher(path, kind, seen_from=seen_from, presumed=spec.name)
     fitting = found.family.variant_candidates(found.geometry)
+    if found.family.kind == NETWORK.kind and found.config["latent_space"] != spec.latent_space:
+        what = f"the teacher {path} makes latents of {found.config['latent_space']} space"
+        raise UserError(f"{what}; set latent_space to {found.config['latent_space']}, or name another teacher.")
     if spec.name in fitting:
         latent_space_of(found.config, found.geometry.latent_channels)
         return
@@ -212,12 +229,23 @@ class FoundTeacher:
     geometry: TeacherGeometry
 
 
-def find_teacher(path: str | Path, kind: str | None, *, seen_from: Path | None = None) -> FoundTeacher:
-    """Read a teacher's config.json (from the hub: that one small file) and tell its family."""
+def find_teacher(
+    path: str | Path, kind: str | None, *, seen_from: Path | None = None, presumed: str | None = None
+) -> FoundTeacher:
+    """Read a teacher's config.json (from the hub: that one small file), or weights of ours, and tell its family.
+
+    ``presumed``: the variant of weights that do not state one and fit several.
+    """
     if kind is not None and kind not in TEACHER_KINDS:
         raise UserError(
             f"there is no teacher kind {kind!r}.{nearest_name(kind, TEACHER_KINDS)} Use {', '.join(TEACHER_KINDS)}."
         )
+    if kind == NETWORK.kind or is_network(path):
+        if kind not in (None, NETWORK.kind):
+            raise UserError(f"the teacher {path} holds a network of kind {NETWORK.kind}, not {kind}.")
+        file, network, facts = read_network(path, presumed=presumed)
+        geometry = network.geometry(facts)
+        return FoundTeacher(place=str(file), subfolder=None, family=network, config=facts, geometry=geometry)
     if Path(path).exists():
         place, subfolder, config = _local_config(Path(path))
     else:
@@ -244,6 +272,14 @@ def identify_teacher(path: str | Path) -> dict[str, str] | None:
 
     None where its files are not on this machine. diffusers is not needed.
     """
+    if is_network(path):
+        file, family, facts = read_network(path, presumed=None)
+        settings = json.dumps(facts, sort_keys=True)
+        return {
+            "class": family.class_name,
+            "config": hashlib.sha256(settings.encode()).hexdigest()[:HASH_DIGITS],
+            "weights": sha256_of(file)[:HASH_DIGITS],
+        }
     folder = _folder_here(path)
     if folder is None:
         return None

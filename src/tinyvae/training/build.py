@@ -51,6 +51,11 @@ def build_model(config: TrainConfig) -> TAEHV:
         model = TAEHV.of(config.spec)
         if config.init == "he":
             initialize_he(model, seed=config.seed)
+    model.encoder.requires_grad_(config.trains_encoder)
+    model.decoder.requires_grad_(config.trains_decoder)
+    if not (config.trains_encoder and config.trains_decoder):
+        rest = "as fresh weights are" if config.pretrained_model_path is None else "as it is in pretrained_model_path"
+        log.info("only the %s is trained: no loss needs the other part, which stays %s", config.trained_parts, rest)
     model.gradient_checkpointing = config.gradient_checkpointing
     model.folded_training = True  # the same function and gradients in less work (docs/performance.md)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -164,7 +169,7 @@ def open_latents(config: TrainConfig, train: ClipSet | None, *, processes: int |
     known = identify_teacher(config.ref_vae_path) if config.use_ref_vae and config.ref_vae_path else None
     store.check_fits({"teacher": known or {}})  # a teacher that is not here cannot be compared
     store.check_complete()
-    return store
+    return replace(store, with_std=config.ref_vae_sample)  # a run that does not sample reads no spread
 
 
 def latent_complaints(config: TrainConfig) -> list[Complaint]:

@@ -209,11 +209,13 @@ def read_launch_file(file: Path) -> LaunchConfig:
 
 
 class _Held(nn.Module):
-    """The parameters as DeepSpeed holds them: all on one module, so that ZeRO-3 gathers them in one exchange."""
+    """The trained parameters as DeepSpeed holds them: on one module, so that ZeRO-3 gathers them in one exchange."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             # DeepSpeed sees flat memory, so it gets a channels-last weight in the plain order.
             plain = parameter.detach().clone(memory_format=torch.contiguous_format)
             self.register_parameter(name.replace(".", "_"), nn.Parameter(plain))

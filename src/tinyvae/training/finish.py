@@ -27,11 +27,12 @@ from tinyvae.data.loader import MAX_KEPT_BYTES
 from tinyvae.data.splits import ClipSet
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.evaluation.clip_sources import ClipSource, Middle
+from tinyvae.evaluation.compare import Comparison, compare_results
 from tinyvae.evaluation.evaluating import EvaluationSettings, evaluate_round_trip
 from tinyvae.evaluation.report import publish
-from tinyvae.evaluation.round_trip import open_model
+from tinyvae.evaluation.round_trip import TeacherRoundTrip, open_model
+from tinyvae.evaluation.teacher_figures import beside_teacher
 from tinyvae.files import why_not_written
-from tinyvae.losses.perceptual import LPIPS
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model
 from tinyvae.terminal import count_of
@@ -39,7 +40,8 @@ from tinyvae.training.checkpoint import WRITE_FAULTS, state_bytes
 from tinyvae.training.clips import RunData, loading_processes, validation_settings
 from tinyvae.training.optim import WeightAverage
 from tinyvae.training.resume import Progress
-from tinyvae.training.validation import score_in_words
+from tinyvae.training.validation import SHOWN_METRICS, Validator, score_in_words
+from tinyvae.training.validation_teacher import uncompiled
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +84,7 @@ def model_card(config: TrainConfig, folder: Path, model: TAEHV, progress: Progre
         losses=", ".join(f"{name} ({weight:g})" for name, weight in weights.items() if weight > 0),
         entries=entries,
         # A run that is resumed with LPIPS weights has the score from there on.
-        metrics=[name for name in ("psnr", "ssim", "lpips") if any(name in entry for entry in entries)],
+        metrics=[name for name in SHOWN_METRICS if any(name in entry for entry in entries)],
         best_step=next((entry["step"] for entry in reversed(entries) if entry["is_best"]), None),
         validation_size=config.validation_size,
         count_of=count_of,
@@ -91,26 +93,18 @@ def model_card(config: TrainConfig, folder: Path, model: TAEHV, progress: Progre
     )
 
 
-def write_run_report(
-    config: TrainConfig,
-    folder: Path,
-    data: RunData,
-    known: Mapping[str, Tensor],
-    lpips: LPIPS | None,
-    *,
-    device: torch.device,
-    command: str,
-) -> None:
+def write_run_report(validator: Validator, data: RunData, *, command: str) -> None:
     """Evaluate the run's best model (else its final one) on its validation clips: ``results.json``, ``report.html``.
 
-    ``known``: validation clips that are in memory, by name (uint8 TCHW); the others are read from their files. If the
+    Clips that the validations have in memory are not read again. With a teacher the model stands beside it. If the
     report cannot be made, that is a warning.
     """
+    config, folder, teacher, device = validator.config, validator.folder, validator.teacher, validator.engine.device
     started = time.perf_counter()
     if not len(data.validation):
         log.info("no report: the run has no validation files")
         return
-    clips = report_clips(config, data.validation, known)
+    clips = report_clips(config, data.validation, validator.known_clips)
     best = folder / "best_model" if (folder / "best_model").is_dir() else folder
     n_frames, height, width = config.validation_size
     settings = EvaluationSettings(
@@ -121,12 +115,21 @@ def write_run_report(
         middle=Middle(frame_step=config.min_frame_delta, scaled=config.random_resize),
     )
     try:
-        round_trip = open_model(best, variant=config.variant, device=device, label=config.variant)
-        with torch.no_grad():
-            result = evaluate_round_trip(round_trip, clips, settings, devices=[device], lpips=lpips)
-            publish(result, [round_trip], folder, command=command, clips=clips)
+        models = [open_model(best, variant=config.variant, device=device, label=config.variant)]
+        with torch.no_grad(), uncompiled():
+            if teacher is not None:
+                models = beside_teacher(models, TeacherRoundTrip(teacher.open(), teacher.path))
+            results = [
+                evaluate_round_trip(
+                    model, clips, settings, devices=[device], lpips=validator.lpips, compared_with=models
+                )
+                for model in models
+            ]
+            result = results[0] if teacher is None else compare_results(results)
+            publish(result, models, folder, command=command, clips=clips)
     except Exception as fault:
         words = ["--data", str(config.data_source), "--frames", str(n_frames), "--size", f"{height}x{width}"]
+        words += ["--teacher", teacher.path] if teacher is not None else []
         log.warning(
             "the run is complete, but its report could not be made: %s; make it again with: %s",
             str(fault) or type(fault).__name__,
@@ -134,6 +137,8 @@ def write_run_report(
             exc_info=not isinstance(fault, UserError),  # a bug of ours comes with its traceback
         )
         return
+    for figures in result.figures if isinstance(result, Comparison) else ():
+        log.info("%s", figures.sentence())
     log.info("report: %s; %.1f s", folder / "report.html", time.perf_counter() - started)
 
 

@@ -1,28 +1,37 @@
 """Making a latent store: the teacher's latents of a run's first N clips, in the run's own order.
 
-A shard is made in three steps, each a function of its own: read its micro-batches (`data.clip_reading.Clips`, CPU),
-`encode_clips` (where the teacher is), and `LatentStore.write`. `make_shards` does them in this process, with the run's
-own loader, and `latent_cluster.make_shards_on_cluster` on a Ray cluster.
+`make_shards` works in this process, with the run's own loader. `make_shards_on_cluster` works on a Ray cluster: tasks
+on all cores read clips, and one actor per GPU encodes them and writes its shards, so all machines must share the
+store's folder. The micro-batches are the same, and so is the store.
 """
 
 from __future__ import annotations
 
+import gc
 import shutil
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from tinyvae.config.load import LoadedConfig
 from tinyvae.config.rules import path_complaints, raise_complaints, value_complaints
 from tinyvae.config.schema import TrainConfig
-from tinyvae.data.clip_reading import ClipBatch
+from tinyvae.data.clip_reading import BadFileWatch, ClipBatch, Clips, ReadBatch
 from tinyvae.data.latent_store import DTYPES, LOCK, LatentStore, StoredLatents, StoreFacts
 from tinyvae.data.loader import make_position_loader
+from tinyvae.data.ray_cluster import check_address, ray_cluster
 from tinyvae.data.splits import ClipSet
 from tinyvae.errors import UserError
 from tinyvae.files import lock_file, make_output_folder, writing_to
-from tinyvae.models.variants import VariantSpec
 from tinyvae.storage import Place, Url, use_file_cache, work_folder
 from tinyvae.teachers import Teacher, identify_teacher
 from tinyvae.terminal import bytes_in_words, count_of, progress_bar
@@ -34,8 +43,8 @@ from tinyvae.training.guards import is_out_of_memory
 NOT_NEEDED = {"pretrained_model_path", "lpips_weights", "output_dir"}
 """Settings that name files of a run that its latents do not need."""
 
-MakeShards = Callable[[TrainConfig, RunData, LatentStore, Teacher, Sequence[int]], None]
-"""What makes the missing shards: `make_shards` in this process, or `latent_cluster.make_shards_on_cluster`."""
+ReadPart = tuple[ReadBatch, npt.NDArray[np.uint8]]
+"""A micro-batch without its frames, and the frames (NTCHW): Ray shares arrays between processes without a copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +58,11 @@ class LatentJob:
     num_parts: int = 1
     processes: int = 1
     """How many the run will have; only counts for clips of several sizes."""
+    ray: str | None = None
+    """The address of the Ray cluster that makes the shards; None: this process."""
 
 
-def make_latents(loaded: LoadedConfig, job: LatentJob, *, make: MakeShards | None = None) -> int:
+def make_latents(loaded: LoadedConfig, job: LatentJob) -> int:
     """Make what is missing of a store, and return how many shards of other parts are still missing.
 
     Raises `UserError` for mistakes. Shards that are there stay.
@@ -62,7 +73,7 @@ def make_latents(loaded: LoadedConfig, job: LatentJob, *, make: MakeShards | Non
         make_latents(load_config("h100", ["--data_root", "clips"]), job)
     """
     config = loaded.config
-    check_job(loaded)
+    check_job(loaded, job)
     make_output_folder(work_folder(job.folder))
     engine = Engine(config)
     if engine.world_size > 1:
@@ -74,19 +85,24 @@ def make_latents(loaded: LoadedConfig, job: LatentJob, *, make: MakeShards | Non
     with writing_to(work_folder(job.folder)):
         store = LatentStore.create(job.folder, facts, num_clips=job.num_clips, batch_size=config.train_batch_size)
     shards = list(store.missing_shards(job.part, job.num_parts, skip_damaged=True))
-    print(f"{count_of(store.num_shards, 'shard')} in all, {len(shards)} to make here", flush=True)
-    (make or make_shards)(config, data, store, teacher, shards)
+    print(f"{count_of(len(store.shards), 'shard')} in all, {len(shards)} to make here", flush=True)
+    if job.ray is None:
+        make_shards(config, data, store, teacher, shards)
+    elif shards:
+        make_shards_on_cluster(job.ray, config, data, store, shards)
     return len(list(store.missing_shards(skip_damaged=True)))
 
 
-def check_job(loaded: LoadedConfig) -> None:
-    """Refuse settings that no store can be made from."""
+def check_job(loaded: LoadedConfig, job: LatentJob) -> None:
+    """Refuse settings that no store can be made from, and a cluster that does not answer."""
     config = loaded.config
+    if job.ray is not None:
+        check_address(job.ray)
     use_file_cache(config.file_cache_dir, config.file_cache_gb)
     if config.latent_store is not None:
         raise UserError("latent_store is set, but a store is made by the teacher itself; use --latent_store none.")
     if config.teacher_path is None:
-        text = "there is no teacher whose latents could be stored; use --use_ref_vae true --ref_vae_path FOLDER"
+        text = "there is no teacher whose latents could be stored; use --teacher FOLDER"
         raise UserError(f"{loaded.source}: {text}, and a weight for encoder_loss_weight or decoder_loss_weight.")
     complaints = [*value_complaints(config), *path_complaints(config, loaded.given_paths)]
     needed = [complaint for complaint in complaints if not NOT_NEEDED & set(complaint.keys)]
@@ -152,28 +168,33 @@ def micro_batches(store: LatentStore, shard: int, batch_size: int) -> list[range
     ]
 
 
-def encode_clips(teacher: Teacher, batch: ClipBatch, spec: VariantSpec, *, with_std: bool) -> StoredLatents:
-    """The teacher's latents of a micro-batch, on the CPU, in the teacher's dtype."""
-    frames_NTCHW = batch.model_input(teacher.device)
+def write_shard(store: LatentStore, teacher: Teacher, shard: int, batches: Iterable[ClipBatch]) -> None:
+    """Encode the micro-batches of a shard as they come, and write it."""
+    made: list[StoredLatents] = []
+    files: list[str] = []
     try:
-        target_NTCHW = frames_NTCHW[:, : spec.aligned_frames(frames_NTCHW.shape[1])]
-        mean, std = teacher.distribution(target_NTCHW, with_std=with_std)
+        for batch in batches:
+            frames_NTCHW = batch.model_input(teacher.device)
+            mean, std = teacher.distribution(teacher.clip_of(frames_NTCHW), with_std=store.facts.has_std)
+            made.append(StoredLatents(mean=mean, std=std).to("cpu"))
+            files += batch.names
     except (RuntimeError, MemoryError) as fault:
         if not is_out_of_memory(fault):
             raise
         raise UserError("out of memory in the teacher; use smaller clips or a smaller --train_batch_size.") from None
-    return StoredLatents(mean=mean, std=std).to("cpu")
+    with writing_to(work_folder(store.folder)):
+        store.write(shard, made, files)
 
 
 def make_shards(
     config: TrainConfig, data: RunData, store: LatentStore, teacher: Teacher, shards: Sequence[int]
 ) -> None:
-    """Read, encode and write shards in this process, with workers that read ahead; each is written when it is full."""
-    batches = [(shard, part) for shard in shards for part in micro_batches(store, shard, config.train_batch_size)]
+    """Read, encode and write shards in this process, with workers that read ahead."""
+    work = {shard: micro_batches(store, shard, config.train_batch_size) for shard in shards}
     loader = make_position_loader(
         data.train,
         training_settings(config),
-        [positions for _, positions in batches],
+        [positions for parts in work.values() for positions in parts],
         sizes=store.facts.sizes,
         num_workers=loading_processes(config),
         prefetch_factor=config.prefetch_factor,
@@ -181,16 +202,67 @@ def make_shards(
         bad_file_limit=config.bad_file_limit,
         bad_file_log=data.bad_files,
     )
-    reads: Iterable[ClipBatch] = iter(loader)
-    made: list[StoredLatents] = []
-    files: list[str] = []
-    total = sum(len(positions) for _, positions in batches)
-    with closing(reads), progress_bar(total=total, desc="latents", unit="clip", disable=not batches) as bar:  # type: ignore[type-var]
-        for (shard, positions), batch in zip(batches, reads, strict=True):
-            made.append(encode_clips(teacher, batch, config.spec, with_std=store.facts.has_std))
-            files += batch.names
-            bar.update(len(batch))
-            if positions[-1] == store.positions(shard)[-1]:
-                with writing_to(work_folder(store.folder)):
-                    store.write(shard, made, files)
-                made, files = [], []
+    total = sum(len(store.positions(shard)) for shard in shards)
+    batches: Any = iter(loader)
+    with closing(batches), progress_bar(total=total, desc="latents", unit="clip", disable=not shards) as bar:
+        for shard, parts in work.items():
+            write_shard(store, teacher, shard, islice(batches, len(parts)))
+            bar.update(len(store.positions(shard)))
+
+
+# on a Ray cluster
+
+
+def make_shards_on_cluster(
+    address: str, config: TrainConfig, data: RunData, store: LatentStore, shards: Sequence[int]
+) -> None:
+    """As `make_shards`, on the cluster at ``address``; there each actor loads a teacher of its own."""
+    clips = Clips(data.train, training_settings(config), training=True, sizes=store.facts.sizes)
+    watch = BadFileWatch(limit=config.bad_file_limit, written_to=data.bad_files)
+    work = ((shard, micro_batches(store, shard, config.train_batch_size)) for shard in shards)
+    total = sum(len(store.positions(shard)) for shard in shards)
+    with ray_cluster(address) as cluster, progress_bar(total=total, desc="latents", unit="clip") as bar:
+        make_worker = partial(open_encoder, config, store, "cuda" if cluster.num_gpus else "cpu")
+        for shard, reads in cluster.feed(partial(read_part, config, clips), make_worker, work):
+            for read in reads:
+                watch.see(read.bad_files, read.num_tries)
+                watch.judge()
+                if read.failure:
+                    raise UserError(read.failure)
+            bar.update(len(store.positions(shard)))
+
+
+def read_part(config: TrainConfig, clips: Clips, positions: range) -> ReadPart:
+    """Read the clips of a micro-batch; a failure is in what it returns, with the bad files."""
+    use_file_cache(config.file_cache_dir, config.file_cache_gb)
+    read = clips.__getitems__(list(positions))
+    gc.collect()  # closed decoders, which hold frames
+    if read.batch is None:
+        return read, np.empty(0, np.uint8)
+    bare = replace(read.batch, frames=torch.empty(0, dtype=torch.uint8))
+    return replace(read, batch=bare, loan=None), read.batch.frames.numpy()
+
+
+def open_encoder(config: TrainConfig, store: LatentStore, device: str) -> Callable[..., list[ReadBatch]]:
+    """Load the teacher of a store, in an actor: what it gives encodes and writes a shard."""
+    assert config.teacher_path is not None
+    teacher = build_teacher(config, torch.device(device))
+    known = identify_teacher(config.teacher_path) or {}
+    if known.items() - store.facts.teacher.items():
+        raise UserError(
+            f"the teacher {config.teacher_path} on machine {socket.gethostname()} is not that of the store "
+            f"{store.folder}; all machines of the Ray cluster need the same files under the same path"
+        )
+    return partial(encode_shard, store, teacher)
+
+
+def encode_shard(store: LatentStore, teacher: Teacher, shard: int, *parts: ReadPart) -> list[ReadBatch]:
+    """Encode and write a shard; returns what happened while its parts were read. A failed part: nothing is written."""
+    reads: list[ReadBatch] = [replace(read, batch=None) for read, _ in parts]
+    if any(read.failure for read in reads):
+        return reads
+    bare = [(read.batch, frames) for read, frames in parts if read.batch is not None]
+    assert len(bare) == len(parts), "a training batch without failure is whole"
+    batches = (replace(batch, frames=torch.from_numpy(frames.copy())) for batch, frames in bare)  # Ray's are read-only
+    write_shard(store, teacher, shard, batches)
+    return reads

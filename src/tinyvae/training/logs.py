@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from tinyvae.cache_folder import GIB
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.sizes import ClipSize
 from tinyvae.errors import UserError
@@ -32,8 +33,6 @@ from tinyvae.training.pictures import DrawingError, draw_pictures
 from tinyvae.training.trackers import TITLES, Tracker, open_tracker, tracker_failures
 
 log = logging.getLogger(__name__)
-
-GIB = 2**30
 
 
 class _BarSafeHandler(logging.StreamHandler):

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import psutil
@@ -98,12 +99,15 @@ class Trainer:
             while self.progress.step < config.max_train_steps and not stops_early(self.progress, config):
                 started = time.perf_counter()
                 clips = self._next_clips()
+                waited_s = time.perf_counter() - started
                 result = self.step(clips)
                 self._count(clips, result, seconds=time.perf_counter() - started)
                 parts.profiler.step()
                 bar.update()
                 if self.progress.step == begun_at + 1:
-                    log.info("first step done %.1f s after the start", time.time() - psutil.Process().create_time())
+                    first_s, after_s = time.perf_counter() - started, time.time() - psutil.Process().create_time()
+                    parts_s = f"{waited_s:.1f} s of them for its clips, {first_s - waited_s:.1f} s to compute it"
+                    log.info("first step done %.1f s after the start, %s", after_s, parts_s)
                 if self.step_log.is_due(self.progress.step):
                     self._log(bar)
                 (signal_number,) = parts.engine.worst(parts.signals.received)
@@ -184,22 +188,23 @@ class Trainer:
         frames = batch.model_input(engine.device)
         latents = None if batch.latents is None else batch.latents.to(engine.device)
         parts = frames.chunk(self.slices[frames.shape[1:]] or 1)
+        ends = list(accumulate(map(len, parts)))
+        rows = [slice(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
+        stored = [None if latents is None else latents[of_part] for of_part in rows]
+        positions = [batch.positions[of_part] for of_part in rows]
         corrections: list[SeraenaResult | None] = [None] * len(parts)
         if use_seraena and len(parts) > 1:
             with engine.autocast():
-                corrections = list(task.correct_in_parts(parts))
-        first = 0
-        for part, corrected in zip(parts, corrections, strict=True):
-            rows = slice(first, first + len(part))
-            first = rows.stop
+                corrections = list(task.correct_in_parts(parts, stored=stored, positions=positions))
+        for part, corrected, latents, places in zip(parts, corrections, stored, positions, strict=True):
             with engine.autocast():
                 losses = task.losses(
                     part,
                     use_seraena=use_seraena,
                     step=self.progress.step,
                     corrected=corrected,
-                    stored=None if latents is None else latents[rows],
-                    positions=batch.positions[rows],
+                    stored=latents,
+                    positions=places,
                 )
             weight = share * len(part) / len(frames)
             # A loss that is not finite can have finite gradients, and the guard looks at those alone: make them NaN.

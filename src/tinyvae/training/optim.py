@@ -144,8 +144,9 @@ class OptimizerSet:
 
 
 def make_optimizers(model: TAEHV, config: TrainConfig) -> OptimizerSet:
+    """The optimizers of the weights that require gradients."""
     inner = inner_conv_weights(model) if config.optimizer == "muon" else {}
-    plain = [p for name, p in model.named_parameters() if name not in inner]
+    plain = [p for name, p in model.named_parameters() if p.requires_grad and name not in inner]
     adamw = torch.optim.AdamW(
         plain,
         lr=config.learning_rate,
@@ -160,9 +161,11 @@ def make_optimizers(model: TAEHV, config: TrainConfig) -> OptimizerSet:
 
 
 def inner_conv_weights(model: TAEHV) -> dict[str, nn.Parameter]:
-    """The 4-D weights except those of the first conv of the encoder, the last of the decoder, and depthwise ones."""
+    """The trained 4-D weights except those of the first conv of the encoder, the last of the decoder, and depthwise
+    ones."""
     edges = {"encoder.0.weight", f"decoder.{len(model.decoder) - 1}.weight"}
-    weights = {name: p for name, p in model.named_parameters() if p.ndim == 4 and name not in edges}
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    weights = {name: p for name, p in trained if p.ndim == 4 and name not in edges}
     return {name: p for name, p in weights.items() if p.shape[1] > 1}  # a depthwise kernel mixes no channels
 
 

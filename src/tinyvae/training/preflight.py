@@ -38,6 +38,7 @@ from tinyvae.data.latent_store import DTYPES, LatentStore, StoredLatents
 from tinyvae.data.sizes import ClipSize
 from tinyvae.data.splits import ClipSet, split
 from tinyvae.errors import UserError
+from tinyvae.files import existing_folder
 from tinyvae.storage import Place, Url, file_cache, use_file_cache
 from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
 from tinyvae.training.build import build_model, build_task, open_latents
@@ -229,7 +230,7 @@ def _packages(config: TrainConfig, launch: LaunchConfig | None) -> Check:
 
 def _disk(config: TrainConfig, processes: int) -> Check:
     """Room for the checkpoints to come, from the number of parameters."""
-    place = next(parent for parent in (config.output_dir, *config.output_dir.absolute().parents) if parent.exists())
+    place = existing_folder(config.output_dir)
     free, one = shutil.disk_usage(place).free, checkpoint_bytes(config, processes)
     kept = config.checkpoints_total_limit
     if kept is None:
@@ -286,12 +287,11 @@ def _file_cache(config: TrainConfig) -> Iterator[Check]:
     """Where files behind URLs are kept, if there are some."""
     if not any(isinstance(getattr(config, key), Url) for key in DATA_KEYS):
         return
-    copies = file_cache().copies
-    there = next(place for place in (copies.folder, *copies.folder.absolute().parents) if place.is_dir())
-    free = shutil.disk_usage(there).free
-    found = f"{copies.folder} for files of URLs, at most {copies.max_gb:g} GiB; {bytes_in_words(free)} free"
-    kept = sum(file.stat().st_size for file in copies.folder.iterdir()) if copies.folder.is_dir() else 0
-    too_small = kept + free < copies.max_gb * GIB
+    cache = file_cache()
+    free = shutil.disk_usage(existing_folder(cache.folder)).free
+    found = f"{cache.folder} for files of URLs, at most {cache.max_gb:g} GiB; {bytes_in_words(free)} free"
+    kept = sum(file.stat().st_size for file in cache.folder.iterdir()) if cache.folder.is_dir() else 0
+    too_small = kept + free < cache.max_gb * GIB
     fix = "lower --file_cache_gb, or name a --file_cache_dir on a larger disk" if too_small else ""
     yield Check(name="file cache", found=found, fix=fix, only_warns=True)
 
@@ -302,7 +302,7 @@ def _latents(config: TrainConfig) -> Check | None:
         return None
     try:
         index = config.index_path
-        train = None if index is None else _train_files(config, open_index(index, config.data_root))
+        train = None if index is None else _sides(config, open_index(index, config.data_root))[0]
         store = open_latents(config, train, processes=None)
     except UserError as mistake:
         return Check(name="latents", found=str(config.latent_store), fix=str(mistake))
@@ -314,9 +314,15 @@ def _latents(config: TrainConfig) -> Check | None:
     return Check(name="latents", found=found + ("" if train else "; the run compares its files at the start"))
 
 
-def _train_files(config: TrainConfig, index: VideoIndex) -> ClipSet:
-    limits = {"train_split": config.train_split, "bad_file_limit": config.bad_file_limit}
-    return split(index, training_settings(config), split_by=config.split_by, **limits)[0]
+def _sides(config: TrainConfig, index: VideoIndex, *, whole: bool = True) -> tuple[ClipSet, ClipSet]:
+    """Training and validation files. Of a sample (not ``whole``) all train: the hash may put it all on one side."""
+    return split(
+        index,
+        training_settings(config),
+        train_split=config.train_split if whole else 1.0,
+        split_by=config.split_by if whole else "hash",
+        bad_file_limit=config.bad_file_limit,
+    )
 
 
 def _sampled_data(config: TrainConfig, source: Place) -> Check:
@@ -338,14 +344,8 @@ def _sampled_data(config: TrainConfig, source: Place) -> Check:
 
 
 def _split(config: TrainConfig, index: VideoIndex, note: str, *, whole: bool) -> Check:
-    """``whole``: the index holds all files. Of a sample the sides do not count: the hash may put it all on one."""
-    train, validation = split(
-        index,
-        training_settings(config),
-        train_split=config.train_split if whole else 1.0,
-        split_by=config.split_by if whole else "hash",
-        bad_file_limit=config.bad_file_limit,
-    )
+    """``whole``: the index holds all files."""
+    train, validation = _sides(config, index, whole=whole)
     note += f": {len(train)} train, {len(validation)} validate" if whole else f": {len(train)} of {len(index)} usable"
     if train.excluded.total:
         note += f"; left out: {train.excluded.sentence()}"
@@ -366,10 +366,15 @@ def _without(config: TrainConfig, missing_keys: set[str]) -> TrainConfig:
     """The same run without what is missing, so that a step can be tried before everything is there."""
     changes: dict[str, Any] = {"pretrained_model_path": None} if "pretrained_model_path" in missing_keys else {}
     if missing_keys & {"ref_vae_path", "cogvideox_model_path", "latent_store"}:
-        changes |= NO_TEACHER
+        changes |= _no_teacher(config)
     if "lpips_weights" in missing_keys:
         changes |= {"perceptual_loss_weight": 0.0, "lpips_weights": None, "metric_for_best_model": "psnr"}
     return replace(config, **changes)
+
+
+def _no_teacher(config: TrainConfig) -> dict[str, Any]:
+    """What to change for a step without the teacher; a run that has nothing but its losses tries a round trip."""
+    return {**NO_TEACHER, "reconstruction_loss_weight": config.reconstruction_loss_weight or 1.0}
 
 
 def _trial_step(config: TrainConfig) -> Iterator[Check]:
@@ -427,7 +432,7 @@ def _small(config: TrainConfig) -> TrainConfig:
         width=min(config.width, side),
         train_batch_size=min(config.train_batch_size, SMALL_BATCH),
         compile_model=False,
-        **NO_TEACHER,
+        **_no_teacher(config),
     )
 
 
@@ -436,7 +441,7 @@ def _some_latents(config: TrainConfig, store: LatentStore) -> StoredLatents:
     spec, factor = config.spec, config.spec.space_factor
     shape = (spec.latents(config.n_frames), spec.latent_channels, config.height // factor, config.width // factor)
     values = torch.rand(config.train_batch_size, *shape).to(DTYPES[store.facts.dtype])
-    return StoredLatents(mean=values, std=values if store.facts.has_std else None)
+    return StoredLatents(mean=values, std=values if config.ref_vae_sample else None)
 
 
 def measure_step(config: TrainConfig, device: torch.device) -> tuple[float, float, int, int]:

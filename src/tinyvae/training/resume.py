@@ -170,11 +170,11 @@ def check_same_data(saved: SavedRun, config: TrainConfig, data: RunData) -> None
     if others:
         log.info("settings changed since the checkpoint: %s", "; ".join(others))
     stored = (saved.manifest.get("stored_clips"), data.stored_clips)
-    if not changes and saved.manifest["data_fingerprint"] != data.train.fingerprint:
-        changes = ["the list of training files (files were added, removed or replaced)"]
-        _refuse(saved.folder, changes, config)
-    elif not changes and None not in stored and stored[0] != stored[1]:
-        changes = [f"clips in the latent store: {stored[0]} -> {stored[1]}, which changes their order"]
+    if not changes:
+        if saved.manifest["data_fingerprint"] != data.train.fingerprint:
+            changes = ["the list of training files (files were added, removed or replaced)"]
+        elif None not in stored and stored[0] != stored[1]:
+            changes = [f"clips in the latent store: {stored[0]} -> {stored[1]}, which changes their order"]
         _refuse(saved.folder, changes, config)
     if changes:
         log.warning("resuming with changed settings, as allowed: %s", "; ".join(changes))
@@ -185,7 +185,14 @@ def _changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> tuple[li
     now = json.loads(to_json(config))
     changed = {key: f"{key}: {saved[key]!r} -> {now[key]!r}" for key in FIELDS if saved.get(key, now[key]) != now[key]}
     fixed = [text for key, text in changed.items() if key in FIXED_SETTINGS]
+    if (parts := _saved_parts(saved)) != config.trained_parts:
+        fixed.append(f"what the losses train: {parts} -> {config.trained_parts}")
     return fixed, [text for key, text in changed.items() if key not in FIXED_SETTINGS | UNTOLD_SETTINGS]
+
+
+def _saved_parts(saved: Mapping[str, Any]) -> str:
+    """`TrainConfig.trained_parts` of a checkpoint's settings."""
+    return TrainConfig(**{key: value for key, value in saved.items() if key in FIELDS}).trained_parts
 
 
 def _refuse(folder: Path, changes: list[str], config: TrainConfig) -> None:
@@ -205,6 +212,7 @@ class RunState:
     model: TAEHV
     average: WeightAverage | None
     seraena: Seraena | None
+    decided_by: str  # the validation score that decides on the best model
 
     def save(self, writer: CheckpointWriter, loop: LoopState, *, emergency: bool) -> bool:
         """Write a checkpoint, all ranks together; tell whether it is on disk."""
@@ -259,13 +267,13 @@ class RunState:
         info = _read_info(self.folder / "best_model")
         if info is not None and info["step"] == progress.best_step:
             return info
-        return {"step": progress.best_step, self.config.metric_for_best_model: progress.best_score}
+        return {"step": progress.best_step, self.decided_by: progress.best_score}
 
     def _meaning_of_scores(self) -> dict[str, Any]:
         """What two validations must have in common for their scores to be compared, in plain values."""
         config, validation = self.config, self.data.validation
         return {
-            "metric_for_best_model": config.metric_for_best_model,
+            "metric_for_best_model": self.decided_by,
             "num_validation_samples": min(config.num_validation_samples, len(validation)),
             **dict(zip(VALIDATION_SIZE, config.validation_size, strict=True)),
             "min_frame_delta": config.min_frame_delta,
@@ -276,7 +284,10 @@ class RunState:
         """Take over a checkpoint's state; return where the loop was. ``fresh``: the loop of a new run."""
         shared, seraena_start = saved.shared, fresh.seraena_start
         self._restore_model(saved)
-        old, new = saved.manifest["config"]["optimizer"], self.config.optimizer
+        settings, config = saved.manifest["config"], self.config
+        old, new = settings["optimizer"], str(config.optimizer)
+        if (parts := _saved_parts(settings)) != config.trained_parts:
+            old, new = f"{old} for {parts}", f"{new} for {config.trained_parts}"
         if old == new:
             self.engine.load_state_dict(shared["engine"])
         elif self.engine.is_main:

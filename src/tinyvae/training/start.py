@@ -40,7 +40,9 @@ from tinyvae.training.resume import (
     restore_best_model,
 )
 from tinyvae.training.run_folder import RunPlace, copy_past
+from tinyvae.training.task import TrainingTask
 from tinyvae.training.validation import Validator
+from tinyvae.training.validation_teacher import ValidationTeacher, deciding_score, find_validation_teacher
 
 log = logging.getLogger(__name__)
 
@@ -132,22 +134,19 @@ class _Run:
         engine.prepare(model, optimizers)
         task = build_task(config, engine, model, latents=data.latents)
         average = WeightAverage(model, decay=config.ema_decay) if config.ema_decay > 0 else None
+        teacher = find_validation_teacher(config, engine, task.teacher)
         state = RunState(
-            config=config, engine=engine, folder=folder, data=data, model=model, average=average, seraena=task.seraena
-        )
-        loop, data = self._settle(state, data)
-        validator = Validator(
-            config,
-            engine,
-            folder,
+            config=config,
+            engine=engine,
+            folder=folder,
+            data=data,
             model=model,
             average=average,
-            loader=data.validation_loader(engine) if config.validation_steps > 0 else None,
-            lpips=task.lpips,
-            run_log=self.run_log,
-            stop_signal=lambda: self.signals.received,
-            from_step=loop.progress.step,
+            seraena=task.seraena,
+            decided_by=deciding_score(config, with_teacher=teacher is not None),
         )
+        loop, data = self._settle(state, data)
+        validator = self._validator(task, average, teacher, data, from_step=loop.progress.step)
         needed_bytes = checkpoint_bytes(config, engine.world_size)
         writer = CheckpointWriter(folder, engine, keep=config.checkpoints_total_limit, needed_bytes=needed_bytes)
         profiler = self._profiler(loop)
@@ -174,11 +173,33 @@ class _Run:
         if engine.is_main:
             write_final_model(config, folder, model, average, progress, command=command)
             if config.report:
-                known = validator.known_clips
-                write_run_report(config, folder, data, known, task.lpips, device=engine.device, command=command)
+                write_run_report(validator, data, command=command)
         engine.barrier()
         trainer.check_saved(folder)
         return progress
+
+    def _validator(
+        self,
+        task: TrainingTask,
+        average: WeightAverage | None,
+        teacher: ValidationTeacher | None,
+        data: RunData,
+        *,
+        from_step: int,
+    ) -> Validator:
+        return Validator(
+            self.config,
+            self.engine,
+            self.folder,
+            model=task.model,
+            average=average,
+            loader=data.validation_loader(self.engine) if self.config.validation_steps > 0 else None,
+            lpips=task.lpips,
+            teacher=teacher,
+            run_log=self.run_log,
+            stop_signal=lambda: self.signals.received,
+            from_step=from_step,
+        )
 
     def _profiler(self, loop: LoopState) -> StepProfiler:
         steps_left = self.config.max_train_steps - loop.progress.step

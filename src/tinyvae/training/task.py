@@ -58,6 +58,8 @@ class TrainingTask:
         self.lpips = lpips
         self.seraena = seraena
         self._average = average
+        self._encodes, self._makes_round_trip = config.trains_encoder, config.makes_round_trip
+        self._decodes_teacher = config.decodes_teacher
         self._tells_more = config.debug  # the first call of `losses` logs what it works with
         # With several clip sizes each has a graph of its own: a graph for any size would be slower.
         compiled = (
@@ -82,41 +84,30 @@ class TrainingTask:
     ) -> StepLosses:
         """Losses of clips NTCHW in [0, 1]; each term is a mean over its elements, so slices of a batch average.
 
-        A term of weight 0 is not computed, except the reconstruction, which every log shows. ``step`` decides which
-        ``perceptual_frames`` LPIPS sees. ``corrected``: Seraena's result where `correct_in_parts` has made it already.
-        ``stored``: the teacher's latents of these clips, on their device, where the run has a store. ``positions``: of
-        the clips in the run, for ``ref_vae_sample``. If Seraena met values that are not finite on any rank, the total
-        is not finite on all ranks.
+        A term of weight 0 is not computed, and neither is what only it needs: encoder, decoder, own round trip. LPIPS,
+        temporal loss and Seraena look at the own round trip, else at the decoded teacher latents. ``step`` decides
+        which ``perceptual_frames`` LPIPS sees. ``corrected``: Seraena's result where `correct_in_parts` has made it
+        already. ``stored``: the teacher's latents of these clips, on their device, where the run has a store.
+        ``positions``: of the clips in the run, for ``ref_vae_sample``. If Seraena met values that are not finite on
+        any rank, the total is not finite on all ranks.
         """
-        config = self.config
         target = self.model.target(frames_NTCHW)
-        teacher_latents = self._teacher_latents(target, stored, positions)
-        to_decode = teacher_latents if config.decoder_loss_weight > 0 else None
-        decoded, latents, taught = self._forward(frames_NTCHW, to_decode)
+        teacher_latents = self._teacher_latents(frames_NTCHW, stored, positions)
+        decoded, latents, taught = self._forward(frames_NTCHW, teacher_latents if self._decodes_teacher else None)
         if self._tells_more:
             log_tensors(
                 {"frames": frames_NTCHW, "target frames": target, "teacher latents": teacher_latents}
                 | {"student latents": latents, "decoded frames": decoded, "decoded teacher latents": taught}
             )
-        kind = config.reconstruction_loss_type
-        terms: dict[str, tuple[float, Tensor]] = {
-            "reconstruction_loss": (config.reconstruction_loss_weight, reconstruction_loss(decoded, target, kind))
-        }
-        if teacher_latents is not None and config.encoder_loss_weight > 0:
-            terms["encoder_loss"] = (config.encoder_loss_weight, latent_loss(latents, teacher_latents))
-        if taught is not None:
-            terms["decoder_loss"] = (config.decoder_loss_weight, reconstruction_loss(taught, target, kind))
-        if self.lpips is not None and config.perceptual_loss_weight > 0:
-            distance = perceptual_loss(self.lpips, decoded, target, max_frames=config.perceptual_frames, offset=step)
-            terms["perceptual_loss"] = (config.perceptual_loss_weight, distance)
-        if config.temporal_loss_weight > 0:
-            terms["temporal_loss"] = (config.temporal_loss_weight, temporal_loss(decoded, target))
+        terms = self._distances(target, decoded, latents, taught, teacher_latents, step=step)
         logged: dict[str, Tensor] = {}
         if use_seraena:
             assert self.seraena is not None
+            output, made_of = (taught, teacher_latents) if decoded is None else (decoded, latents)
+            assert output is not None and made_of is not None, "Seraena is on: makes_round_trip or decodes_teacher"
             if corrected is None:
-                corrected = self.seraena.step(target, decoded, latents, average=self._average)
-            terms["seraena_loss"] = (config.seraena_loss_weight, seraena_loss(decoded, corrected.target_NTCHW))
+                corrected = self.seraena.step(target, output, made_of, average=self._average)
+            terms["seraena_loss"] = (self.config.seraena_loss_weight, seraena_loss(output, corrected.target_NTCHW))
             logged |= {f"seraena_{name}": value for name, value in corrected.scalars.items()}
         total = torch.stack([weight * value for weight, value in terms.values()]).sum()
         logged |= {"loss": total.detach()} | {name: value.detach() for name, (_, value) in terms.items()}
@@ -127,19 +118,62 @@ class TrainingTask:
             total = total * math.nan  # `logged` stays this rank's own, so that a report can name the right clips
         return StepLosses(total=total, logged=logged)
 
-    def correct_in_parts(self, parts: Sequence[Tensor]) -> list[SeraenaResult]:
-        """Seraena's step over clips that the student passes in parts; the discriminator still sees all at once."""
+    def _distances(
+        self,
+        target: Tensor,
+        decoded: Tensor | None,
+        latents: Tensor | None,
+        taught: Tensor | None,
+        teacher_latents: Tensor | None,
+        *,
+        step: int,
+    ) -> dict[str, tuple[float, Tensor]]:
+        """Name -> (weight, value) of all losses except Seraena's; frames and latents are NTCHW."""
+        config, kind = self.config, self.config.reconstruction_loss_type
+        terms: dict[str, tuple[float, Tensor]] = {}
+        if decoded is not None and config.reconstruction_loss_weight > 0:
+            distance = reconstruction_loss(decoded, target, kind)
+            terms["reconstruction_loss"] = (config.reconstruction_loss_weight, distance)
+        if latents is not None and teacher_latents is not None and config.encoder_loss_weight > 0:
+            terms["encoder_loss"] = (config.encoder_loss_weight, latent_loss(latents, teacher_latents))
+        if taught is not None:
+            terms["decoder_loss"] = (config.decoder_loss_weight, reconstruction_loss(taught, target, kind))
+        output = taught if decoded is None else decoded
+        if output is None:
+            return terms
+        if self.lpips is not None and config.perceptual_loss_weight > 0:
+            distance = perceptual_loss(self.lpips, output, target, max_frames=config.perceptual_frames, offset=step)
+            terms["perceptual_loss"] = (config.perceptual_loss_weight, distance)
+        if config.temporal_loss_weight > 0:
+            terms["temporal_loss"] = (config.temporal_loss_weight, temporal_loss(output, target))
+        return terms
+
+    def correct_in_parts(
+        self,
+        parts: Sequence[Tensor],
+        *,
+        stored: Sequence[StoredLatents | None],
+        positions: Sequence[Sequence[int]],
+    ) -> list[SeraenaResult]:
+        """Seraena's step over clips that the student passes in parts; the discriminator still sees all at once.
+
+        ``stored`` and ``positions``: of each part, as in `losses`.
+        """
         assert self.seraena is not None
+        targets = [self.model.target(frames) for frames in parts]
         with torch.no_grad():
-            made = [self._student(frames, None)[:2] for frames in parts]
-        decoded, latents = (torch.cat(column) for column in zip(*made, strict=True))
-        target = torch.cat([self.model.target(frames) for frames in parts])
-        whole = self.seraena.step(target, decoded, latents, average=self._average)
-        targets = whole.target_NTCHW.split([len(frames) for frames in parts])
-        return [replace(whole, target_NTCHW=target_NTCHW) for target_NTCHW in targets]
+            if self._makes_round_trip:
+                made_of = [self.model.encode(frames) for frames in parts]
+            else:
+                teaching = map(self._teacher_latents, parts, stored, positions)
+                made_of = [latents for latents in teaching if latents is not None]
+            output = torch.cat([self.model.decode(latents) for latents in made_of])
+        whole = self.seraena.step(torch.cat(targets), output, torch.cat(made_of), average=self._average)
+        corrected = whole.target_NTCHW.split([len(frames) for frames in parts])
+        return [replace(whole, target_NTCHW=target_NTCHW) for target_NTCHW in corrected]
 
     def _teacher_latents(
-        self, target_NTCHW: Tensor, stored: StoredLatents | None, positions: Sequence[int]
+        self, frames_NTCHW: Tensor, stored: StoredLatents | None, positions: Sequence[int]
     ) -> Tensor | None:
         """Teacher latents NTCHW in the student's space, fp32, from the store or by the teacher; None without one."""
         if self._space is None:
@@ -149,15 +183,18 @@ class TrainingTask:
             mean, std = stored.mean, stored.std
         else:
             assert self.teacher is not None, "a run with a store gets latents with every batch"
-            mean, std = self.teacher.distribution(target_NTCHW, with_std=sample)
+            mean, std = self.teacher.distribution(self.teacher.clip_of(frames_NTCHW), with_std=sample)
         if sample:
             assert std is not None, "a store without spread was refused at the start"
             mean = draw(mean, std, seed=self.config.seed, positions=positions)
         return self._space.normalize(mean).contiguous()  # one layout, so that one compilation serves store and teacher
 
-    def _student(self, frames_NTCHW: Tensor, teacher_latents: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(decoded frames, latents, decoded teacher latents): all of the student's work, for one compilation."""
-        latents = self.model.encode(frames_NTCHW)
-        decoded = self.model.decode(latents)
+    def _student(
+        self, frames_NTCHW: Tensor, teacher_latents: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(decoded frames, latents, decoded teacher latents), None where no loss needs it: all of the student's work,
+        for one compilation."""
+        latents = self.model.encode(frames_NTCHW) if self._encodes else None
+        decoded = self.model.decode(latents) if self._makes_round_trip and latents is not None else None
         taught = None if teacher_latents is None else self.model.decode(teacher_latents)
         return decoded, latents, taught

@@ -13,9 +13,9 @@ import tempfile
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 
@@ -23,9 +23,6 @@ from tinyvae.config.schema import FIELDS, TrainConfig, shown_value, to_json
 from tinyvae.errors import UserError, require_package
 from tinyvae.files import atomic_write
 from tinyvae.training.pictures import Pictures
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 TITLES = {"tensorboard": "TensorBoard", "wandb": "wandb", "mlflow": "MLflow"}
 RECORD_FILE = "tracker.json"
@@ -50,8 +47,7 @@ class Tracker(ABC):
 
 def open_tracker(folder: Path, config: TrainConfig, *, from_step: int) -> Tracker:
     """The tracker that ``report_to`` names. ``folder``: the run's; ``from_step``: where it resumes."""
-    kinds: dict[str, Callable[[Path, TrainConfig, int], Tracker]]
-    kinds = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
+    kinds: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
     return kinds[config.report_to](folder, config, from_step)
 
 
@@ -75,7 +71,7 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         place = str(folder / config.logging_dir / config.tracker_name)
-        self._writer: SummaryWriter = SummaryWriter(place, purge_step=from_step + 1 if from_step else None)
+        self._writer = SummaryWriter(place, purge_step=from_step + 1 if from_step else None)
         self._writer.add_text("config", f"```json\n{to_json(config)}\n```", from_step)
         rows = "\n".join(f"| {key} | {value} |" for key, value in settings_of(config).items())
         self._writer.add_text("settings", f"| key | value |\n|---|---|\n{rows}", from_step)

@@ -7,9 +7,9 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,7 @@ from tinyvae.training.engine import Engine
 from tinyvae.training.guards import Status, StopRequested, is_out_of_memory
 from tinyvae.training.logs import RunLog
 from tinyvae.training.optim import WeightAverage
+from tinyvae.training.validation_teacher import DECODER, LATENT_SNR, ValidationTeacher, deciding_score, latent_snr
 
 if TYPE_CHECKING:
     from tinyvae.training.resume import Progress
@@ -42,8 +43,9 @@ log = logging.getLogger(__name__)
 
 HISTORY = "validation_history.json"
 SHOWN_CLIPS = 4
-SHOWN_METRICS = ("psnr", "ssim", "lpips")
+SHOWN_METRICS = ("psnr", "ssim", "lpips", "decoder_psnr", LATENT_SNR)
 RECORDED_METRICS = ("psnr", "ssim", "lpips", "mse", "mae", "flicker_error", "flicker_energy")
+DECODER_METRICS = ("psnr", "ssim", "lpips", "mse")  # of the decoder alone: those that can decide
 
 Shown = list[tuple[str, Tensor, Tensor]]  # name, input, output; TCHW in [0, 1] on the CPU
 
@@ -81,6 +83,7 @@ class Validator:
     average: WeightAverage | None  # its weights decide where there are any
     loader: ValidationLoader | None  # None for a run without validation
     lpips: LPIPS | None
+    teacher: ValidationTeacher | None = None  # its latents of the clips are scored too
     run_log: RunLog
     stop_signal: Callable[[], int]  # the number of a signal that this rank has received, 0 for none
     from_step: int
@@ -95,6 +98,11 @@ class Validator:
         file = self.folder / HISTORY
         found = json.loads(file.read_text()) if file.is_file() else []
         return [entry for entry in found if entry["step"] <= self.from_step]
+
+    @property
+    def decided_by(self) -> str:
+        """The name of the score that decides on the best model."""
+        return deciding_score(self.config, with_teacher=self.teacher is not None)
 
     @contextmanager
     def reading_ahead(self) -> Iterator[None]:
@@ -114,7 +122,7 @@ class Validator:
 
     def validate(self, progress: Progress, train_loss: float) -> tuple[Progress, float]:
         """Score, log, keep the best: the new progress and the score. ``train_loss``: of the newest log line, or NaN."""
-        started, metric = time.perf_counter(), self.config.metric_for_best_model
+        started, metric = time.perf_counter(), self.decided_by
         result = self._score()
         score = result.metrics.get(metric, math.nan)
         if math.isnan(score):
@@ -122,7 +130,7 @@ class Validator:
                 f"validation at step {progress.step} gave no {metric}: the outputs are not finite or the metric "
                 "could not be measured."
             )
-        improved = progress.improved_by(score, metric)
+        improved = progress.improved_by(score, self.config.metric_for_best_model)
         known_loss = train_loss if math.isfinite(train_loss) else None
         if improved:  # what fails on the main process for good is raised by all ranks
             self.engine.from_main(lambda: self._keep_best(progress.step, result, known_loss))
@@ -150,6 +158,8 @@ class Validator:
                 self.engine,
                 lpips=self.lpips,
                 average=self.average,
+                teacher=self.teacher,
+                shows_decoder=self.decided_by.startswith(DECODER),
                 num_shown=SHOWN_CLIPS if shows else 0,
                 stop_signal=self.stop_signal,
             )
@@ -158,7 +168,8 @@ class Validator:
 
     def _keep_best(self, step: int, result: ValidationResult, train_loss: float | None) -> None:
         """Write ``best_model/``. A full disk does not end the run here: three failed checkpoints do that."""
-        metrics = {name: result.metrics.get(name) for name in SHOWN_METRICS}
+        metrics = {name: result.metrics.get(name) for name in SHOWN_METRICS[:3]}
+        metrics |= {name: result.metrics[name] for name in SHOWN_METRICS[3:] if name in result.metrics}
         try:
             with averaged_weights(self.model, self.average):
                 write_best_model(self.folder, self.model, {"step": step, **metrics, "train_loss": train_loss})
@@ -191,7 +202,7 @@ class Validator:
         self._write(HISTORY, self.history)
         measured = [(name, result.metrics[name]) for name in SHOWN_METRICS if name in result.metrics]
         scores = ", ".join(f"{name} {score_in_words(name, score)}" for name, score in measured)
-        metric = self.config.metric_for_best_model
+        metric = self.decided_by
         earlier = "" if improved else f" {score_in_words(metric, progress.best_score)} at step {progress.best_step}"
         log.info("validation at step %d: %s (best %s%s); %.1f s", progress.step, scores, metric, earlier, seconds)
 
@@ -203,7 +214,7 @@ class Validator:
             return
         info = {
             "step": progress.step,
-            "metric": self.config.metric_for_best_model,
+            "metric": self.decided_by,
             "best_score": progress.best_score,
             "best_step": progress.best_step,
             "validations_without_improvement": progress.stale_validations,
@@ -226,10 +237,10 @@ def stops_early(progress: Progress, config: TrainConfig) -> bool:
 
 
 def score_in_words(name: str, score: float | None) -> str:
-    """``11.00 dB`` for psnr, ``0.9314`` for all others; a dash where there is none."""
+    """``11.00 dB`` for psnr and snr, ``0.9314`` for all others; a dash where there is none."""
     if score is None:
         return "–"
-    return f"{score:.2f} dB" if name == "psnr" else f"{score:.4f}"
+    return f"{score:.2f} dB" if name.endswith(("psnr", "snr")) else f"{score:.4f}"
 
 
 def averaged_weights(model: VideoCodec, average: WeightAverage | None) -> AbstractContextManager[None]:
@@ -247,24 +258,38 @@ def validate(
     *,
     lpips: LPIPS | None,
     average: WeightAverage | None = None,
+    teacher: ValidationTeacher | None = None,
+    shows_decoder: bool = False,
     num_shown: int = 0,
     stop_signal: Callable[[], int] = lambda: 0,
 ) -> ValidationResult:
     """Score a codec on the validation clips, with its averaged weights too if there are any.
 
+    With a ``teacher``: also its decoder on teacher latents (``decoder_psnr`` and the like), and its latents against the
+    teacher's (``latent_snr``).
+
     Each rank measures its own clips; then all ranks hold all results. Before each batch the ranks ask each other
     whether to go on. Whatever stops one of them raises `ValidationCut` on all; what is wrong with the clips of all
-    ranks together raises the same ``UserError`` on all. ``num_shown``: clips of this rank to keep for pictures.
+    ranks together raises the same ``UserError`` on all. ``num_shown``: clips of this rank to keep for pictures;
+    ``shows_decoder``: of the decoder on teacher latents.
     """
     own: dict[str, Scores] = {}
-    shown: Shown = []
+    scorer = _Scorer(
+        model=model,
+        device=engine.device,
+        lpips=lpips,
+        average=average,
+        teacher=teacher,
+        shows_decoder=shows_decoder,
+        num_shown=num_shown,
+    )
     batches, batch = iter(loader), None
     status, trouble = Status.WELL, None
     anybody_has_more = 1
     while anybody_has_more:
         try:
             if batch is not None:
-                own |= _measure(model, batch, engine, lpips, average, shown, num_shown)
+                own |= scorer.measure(batch)
             batch = next(batches, None)
         except Exception as fault:  # noqa: BLE001 (all ranks hear of it, then the loop raises it)
             if is_out_of_memory(fault):  # it is not kept: its traceback would hold the tensors of that moment
@@ -283,7 +308,14 @@ def validate(
             raise ValidationCut(trouble) from trouble
     everybody = engine.gather((own, loader.reads))
     loader.check([reads for _, reads in everybody])
-    clips = {name: scores for of_rank, _ in everybody for name, scores in of_rank.items()}
+    if teacher is not None:
+        teacher.forget()
+    return _result([scores for scores, _ in everybody], scorer.shown)
+
+
+def _result(everybody: Sequence[Mapping[str, Scores]], shown: Shown) -> ValidationResult:
+    """The means over the clips of all ranks, each given by name."""
+    clips = {name: scores for of_rank in everybody for name, scores in of_rank.items()}
     assert clips, "a validation without a clip that passed the loader's check"
     ordered = [clips[name] for name in sorted(clips)]  # so that the sums do not depend on how the clips were shared out
     raw = [scores.raw for scores in ordered if scores.raw is not None]
@@ -295,44 +327,85 @@ def validate(
     )
 
 
+class ClipScores(NamedTuple):
+    """One clip with one set of weights; the last two where there is a teacher."""
+
+    own: ClipMetrics
+    decoder: ClipMetrics | None = None
+    latent_snr: float | None = None
+
+
 class Scores(NamedTuple):
     """One clip, with the weights that decide, and with those without averaging where there are both."""
 
-    averaged: ClipMetrics
-    raw: ClipMetrics | None
+    averaged: ClipScores
+    raw: ClipScores | None
 
 
-@torch.no_grad()
-def _measure(
-    model: VideoCodec,
-    batch: ClipBatch,
-    engine: Engine,
-    lpips: LPIPS | None,
-    average: WeightAverage | None,
-    shown: Shown,
-    num_shown: int,
-) -> dict[str, Scores]:
-    """Scores of each clip of a batch, by name; adds to ``shown`` until it holds ``num_shown``."""
-    frames = batch.model_input(engine.device)
-    target = model.target(frames)
-    raw: list[ClipMetrics | None] = [None] * len(batch)
-    if average is not None:
-        raw = [*clip_metrics(model.reconstruct(frames).float(), target, lpips=lpips)]
-    with averaged_weights(model, average):
-        decoded = model.reconstruct(frames).float()
-    for i in range(min(len(batch), num_shown - len(shown))):
-        shown.append((batch.names[i], target[i].cpu(), decoded[i].cpu()))
-    scores = map(Scores, clip_metrics(decoded, target, lpips=lpips), raw)
-    return dict(zip(batch.names, scores, strict=True))
+class _Output(NamedTuple):
+    """Input and output NTCHW of a batch, in [0, 1]."""
+
+    target: Tensor
+    decoded: Tensor
 
 
-def _means(clips: list[ClipMetrics]) -> dict[str, float]:
-    """Mean over clips of each recorded metric, and its spread as NAME_std."""
+@dataclass(frozen=True, kw_only=True)
+class _Scorer:
+    """Measures batches, and keeps up to ``num_shown`` clips for pictures."""
+
+    model: VideoCodec
+    device: torch.device
+    lpips: LPIPS | None
+    average: WeightAverage | None
+    teacher: ValidationTeacher | None
+    shows_decoder: bool
+    num_shown: int
+    shown: Shown = field(default_factory=list)
+
+    @torch.no_grad()
+    def measure(self, batch: ClipBatch) -> dict[str, Scores]:
+        """Scores of each clip of a batch, by name."""
+        frames = batch.model_input(self.device)
+        raw: list[ClipScores] | list[None] = [None] * len(batch)
+        if self.average is not None:
+            raw, _ = self._score(batch.names, frames)
+        with averaged_weights(self.model, self.average):
+            averaged, output = self._score(batch.names, frames)
+        for i in range(min(len(batch), self.num_shown - len(self.shown))):
+            self.shown.append((batch.names[i], output.target[i].cpu(), output.decoded[i].cpu()))
+        return dict(zip(batch.names, map(Scores, averaged, raw), strict=True))
+
+    def _score(self, names: Sequence[str], frames: Tensor) -> tuple[list[ClipScores], _Output]:
+        """Scores of clips with the weights that the model has now, and the output that can be shown."""
+        model = self.model
+        output = _Output(model.target(frames), model.reconstruct(frames).float())
+        own = clip_metrics(output.decoded, output.target, lpips=self.lpips)
+        if self.teacher is None:
+            return [ClipScores(metrics) for metrics in own], output
+        frames = self.teacher.frames(frames)
+        latents, target = self.teacher.latents(names, frames), model.target(frames)
+        taught = _Output(target, model.decode_video(latents)[:, : target.shape[1]].float())
+        decoder = clip_metrics(taught.decoded, taught.target, lpips=self.lpips)
+        near = latent_snr(model.encode_video(frames), latents)
+        return list(map(ClipScores, own, decoder, near)), taught if self.shows_decoder else output
+
+
+def _means(clips: list[ClipScores]) -> dict[str, float]:
+    """Mean over clips of each recorded metric, and its spread as NAME_std; ``decoder_NAME`` of the decoder alone."""
+    metrics = _named_means([clip.own for clip in clips], RECORDED_METRICS)
+    if decoder := [clip.decoder for clip in clips if clip.decoder is not None]:
+        metrics |= _named_means(decoder, DECODER_METRICS, prefix=DECODER)
+    if near := [clip.latent_snr for clip in clips if clip.latent_snr is not None]:
+        metrics[LATENT_SNR] = math.fsum(near) / len(near)
+    return metrics
+
+
+def _named_means(clips: list[ClipMetrics], names: Sequence[str], *, prefix: str = "") -> dict[str, float]:
     summary = summarize(clips)
+    found = {f"{prefix}{name}": estimate for name in names if (estimate := summary.value(name)) is not None}
     metrics: dict[str, float] = {}
-    for name in RECORDED_METRICS:
-        if (estimate := summary.value(name)) is not None:
-            metrics |= {name: estimate.mean, f"{name}_std": 0.0 if estimate.std is None else estimate.std}
+    for name, estimate in found.items():
+        metrics |= {name: estimate.mean, f"{name}_std": 0.0 if estimate.std is None else estimate.std}
     return metrics
 
 

@@ -139,6 +139,22 @@ def test_a_video_file_in_half_precision(tmp_path: Path, write_video: WriteVideo)
         assert page.complaints() == []
 
 
+def test_an_int8_decoder(tmp_path: Path, write_video: WriteVideo) -> None:
+    require_runtime()
+    model = small("taehv").requires_grad_(False)
+    done = export(model, to="web", output=tmp_path / "page", dtype="int8", data=write_video("a.mp4", frames=40))
+    with serve(tmp_path / "page") as address, open_browser() as page:
+        open_page(page, address, width=DESKTOP)
+        set_values(page, width=64, fps=12, seconds=1)
+        page.run("document.getElementById('example').click()")
+        page.wait(DONE, timeout_s=300)
+        frames, decoded = read_frames(page, "frames"), read_frames(page, "decoded")
+        expected = model.decode_video(model.encode_video(frames))[:, : frames.shape[1]]
+        error = (decoded - expected).square().mean().item()
+        assert 0 < error < 10 ** -(35 / 10), (error, done.rounding_db)
+        assert page.complaints() == []
+
+
 def test_what_is_no_video_is_said(tmp_path: Path) -> None:
     require_runtime()
     export(small("taehv"), to="web", output=tmp_path / "page")

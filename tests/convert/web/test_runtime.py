@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_another_file_is_not_kept(empty_cache: Path, tmp_path: Path, monkeypatch
 
 
 def test_what_is_kept_is_used_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "RUNTIME_FILES", {"a.mjs": web.hashlib.sha256(b"right").hexdigest()})
+    monkeypatch.setattr(web, "RUNTIME_FILES", {"a.mjs": hashlib.sha256(b"right").hexdigest()})
     monkeypatch.setattr(web, "fetch_runtime", lambda folder: pytest.fail("fetched again"))
     empty_cache.mkdir(parents=True)
     (empty_cache / "a.mjs").write_bytes(b"right")
@@ -58,7 +59,7 @@ def test_what_is_kept_is_used_again(empty_cache: Path, monkeypatch: pytest.Monke
 
 
 def test_a_damaged_copy_is_fetched_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "RUNTIME_FILES", {"a.mjs": web.hashlib.sha256(b"right").hexdigest()})
+    monkeypatch.setattr(web, "RUNTIME_FILES", {"a.mjs": hashlib.sha256(b"right").hexdigest()})
     fetched = []
     monkeypatch.setattr(web, "fetch_runtime", fetched.append)
     empty_cache.mkdir(parents=True)

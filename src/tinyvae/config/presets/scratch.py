@@ -11,7 +11,6 @@ Expect:    31.6 dB after about four minutes of steps on an H200 (clips of 128x12
 from tinyvae.config import TrainConfig
 
 config = TrainConfig(
-    variant="taehv",
     height=128,
     width=128,
     n_frames=12,

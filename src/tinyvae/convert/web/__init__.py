@@ -7,7 +7,6 @@ folder, and each file is compared with the sha256 that is written here.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvae.errors import UserError
-from tinyvae.files import atomic_write
+from tinyvae.files import atomic_write, sha256_of
 
 if TYPE_CHECKING:
     from tinyvae.models.taehv import TAEHV
@@ -35,16 +34,12 @@ RUNTIME_FILES = {
 NPM_TIMEOUT_S = 300
 
 
-def cached_runtime_folder() -> Path:
-    """Where the fetched files stay: ``$XDG_CACHE_HOME/tinyvae``, else ``~/.cache/tinyvae``."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "tinyvae" / PACKAGE.replace("@", "-")
-
-
 def find_runtime() -> Path:
-    """The folder with onnxruntime-web's files; npm fetches them where they are not there yet."""
-    folder = cached_runtime_folder()
-    if not all((folder / name).is_file() and _is_right(folder / name, name) for name in RUNTIME_FILES):
+    """The folder with onnxruntime-web's files: ``onnxruntime-web-VERSION`` in ``$XDG_CACHE_HOME/tinyvae``, else in
+    ``~/.cache/tinyvae``. npm fetches them where they are not there yet."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(cache) / "tinyvae" / PACKAGE.replace("@", "-")
+    if not all(_is_right(folder / name) for name in RUNTIME_FILES):
         fetch_runtime(folder)
     return folder
 
@@ -58,15 +53,9 @@ def fetch_runtime(folder: Path) -> None:
             "install it (it comes with Node.js), or use --to onnx."
         )
     with tempfile.TemporaryDirectory() as name:
+        command = [npm, "pack", PACKAGE, "--silent"]
         try:
-            done = subprocess.run(
-                [npm, "pack", PACKAGE, "--silent"],
-                cwd=name,
-                capture_output=True,
-                text=True,
-                timeout=NPM_TIMEOUT_S,
-                check=False,
-            )
+            done = subprocess.run(command, cwd=name, capture_output=True, text=True, timeout=NPM_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
             raise UserError(f"npm did not fetch {PACKAGE} in {NPM_TIMEOUT_S} s; check the network.") from None
         packed = list(Path(name).glob("*.tgz"))
@@ -75,18 +64,20 @@ def fetch_runtime(folder: Path) -> None:
             raise UserError(f"npm could not fetch {PACKAGE} ({last[0]}); check the network and npm's settings.")
         with tarfile.open(packed[0]) as package:
             package.extractall(name, filter="data")
-        for file in RUNTIME_FILES:
-            fetched = Path(name) / "package" / "dist" / file
-            if not fetched.is_file() or not _is_right(fetched, file):
-                raise UserError(f"{file} of {PACKAGE} is not the file that was expected (sha256); nothing was kept.")
+        fetched = [Path(name) / "package" / "dist" / file for file in RUNTIME_FILES]
+        for file in fetched:
+            if not _is_right(file):
+                raise UserError(
+                    f"{file.name} of {PACKAGE} is not the file that was expected (sha256); nothing was kept."
+                )
         folder.mkdir(parents=True, exist_ok=True)
-        for file in RUNTIME_FILES:
-            with atomic_write(folder / file) as stream:
-                stream.write((Path(name) / "package" / "dist" / file).read_bytes())
+        for file in fetched:
+            with atomic_write(folder / file.name) as stream:
+                stream.write(file.read_bytes())
 
 
-def _is_right(path: Path, name: str) -> bool:
-    return hashlib.sha256(path.read_bytes()).hexdigest() == RUNTIME_FILES[name]
+def _is_right(file: Path) -> bool:
+    return file.is_file() and sha256_of(file) == RUNTIME_FILES[file.name]
 
 
 def page_files() -> list[str]:

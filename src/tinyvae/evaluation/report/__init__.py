@@ -22,7 +22,7 @@ from tinyvae.evaluation.compare import Comparison
 from tinyvae.evaluation.evaluating import ClipResult, EvaluationResult
 from tinyvae.evaluation.metrics import METRICS, MetricInfo, sortable
 from tinyvae.evaluation.pictures import HEAT_FULL_SCALE, HEAT_STOPS, ClipEvidence, gather_evidence
-from tinyvae.evaluation.results import Result, write_results
+from tinyvae.evaluation.results import Result, in_ms, write_results
 from tinyvae.evaluation.round_trip import RoundTrip
 from tinyvae.files import atomic_write
 
@@ -75,12 +75,16 @@ def report_html(
     tables = [{clip.name: clip for clip in evaluation.clips} for evaluation in evaluations]
     listed = {name: [table[name] for table in tables] for name in listed_clips(evaluations)}
     measured = [info for name, info in METRICS.items() if any(e.summary.value(name) for e in evaluations)]
+    figures = result.figures if isinstance(result, Comparison) else ()
     worst_cards = [(clip, worst) for clip in evidence for worst in clip.worst_frames]
     main_curves = [name for name, points in training.items() if not _is_detail(name, points)]
     page = _environment().get_template("page.html")
     return page.render(
         evaluations=evaluations,
         comparison=result if isinstance(result, Comparison) else None,
+        figures=figures,
+        row_words={figure.label: words for one in figures for words, figure in one.rows().items()},
+        by_label={evaluation.model.label: evaluation for evaluation in evaluations},
         metrics=METRICS,
         measured=measured,
         best_and_worst=best_and_worst,
@@ -110,6 +114,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    environment.filters["in_ms"] = in_ms
     environment.filters["rate"] = lambda number: f"{number:,.1f}" if number < 100 else f"{number:,.0f}"
     return environment
 

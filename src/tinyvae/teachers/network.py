@@ -1,0 +1,85 @@
+"""A network of the family as a teacher: a trained student that teaches a smaller one, such as its own pruned form."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinyvae.models.taehv import TAEHV
+from tinyvae.models.variants import VARIANTS
+from tinyvae.models.weights import FORMATS, MODEL_FORMAT, RUN_FORMAT, find_weights, read_weights, tell_variant
+from tinyvae.teachers.families import NETWORK, TeacherFamily
+
+
+def is_network(path: str | Path) -> bool:
+    """Whether a path is a weights file or a model, checkpoint or run folder of ours; what diffusers wrote is not."""
+    place = Path(path)
+    if place.is_file():
+        return place.suffix in FORMATS and not place.stem.startswith("diffusion_pytorch_model")
+    try:
+        config = json.loads((place / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("format") in (MODEL_FORMAT, RUN_FORMAT)
+
+
+def read_network(path: str | Path, *, presumed: str | None) -> tuple[Path, TeacherFamily, dict[str, Any]]:
+    """(weights file, family, facts). Its students are the variants of the same latents. ``presumed``: the variant that
+    weights are taken for where they do not state it."""
+    file = find_weights(Path(path))
+    state, stated = read_weights(file)
+    spec = tell_variant(state, stated=stated, variant=None, origin=file, presumed=presumed)
+    students = tuple(name for name, other in VARIANTS.items() if other.teacher == spec.teacher)
+    facts = {
+        "_class_name": NETWORK.class_name,
+        "variant": spec.name,
+        "width": spec.width,
+        "latent_space": stated.get("latent_space") or "diffusion",
+        "activation": stated.get("activation") or "relu",
+    }
+    return file, replace(NETWORK, variants=students), facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A distribution without spread: a network of ours makes one latent of a clip."""
+
+    mean_NCTHW: Tensor
+
+    def mode(self) -> Tensor:
+        return self.mean_NCTHW
+
+    @property
+    def std(self) -> Tensor:
+        return torch.zeros_like(self.mean_NCTHW)
+
+
+class NetworkVAE(nn.Module):
+    """A network with the calls of a diffusers VAE, which a `Teacher` makes. Videos are NCTHW in [0, 1]."""
+
+    def __init__(self, network: TAEHV) -> None:
+        super().__init__()
+        self.network = network
+        self.config: dict[str, Any] = {}
+        self._fused = network.fused()
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.network.dtype
+
+    def encode(self, video_NCTHW: Tensor) -> SimpleNamespace:
+        latents_NTCHW = self._fused.encode_video(video_NCTHW.transpose(1, 2))
+        return SimpleNamespace(latent_dist=Point(mean_NCTHW=latents_NTCHW.transpose(1, 2)))
+
+    def decode(self, z_NCTHW: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(sample=self._fused.decode_video(z_NCTHW.transpose(1, 2)).transpose(1, 2))

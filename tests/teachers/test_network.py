@@ -1,0 +1,92 @@
+"""A network of ours as a teacher: its own latents, only for students of the same latents, and in a whole run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.tiny_runs import arguments_for, train_here, write_clips
+from tinyvae import TAEHV, save_model
+from tinyvae.errors import UserError
+from tinyvae.models.variants import get_spec
+from tinyvae.teachers import check_teacher, find_teacher, identify_teacher, load_teacher
+
+
+def saved(path: Path, variant: str = "taew2_2", **options: object) -> TAEHV:
+    torch.manual_seed(0)
+    model = TAEHV(variant, width=0.125, **options).eval()  # type: ignore[arg-type]
+    save_model(model, path)
+    return model
+
+
+@pytest.mark.parametrize("num_frames", [8, 9])
+def test_latents_are_those_of_the_network(tmp_path: Path, num_frames: int) -> None:
+    """Of all frames, also where fewer come back: teacher and student see the same."""
+    model = saved(tmp_path / "whole.safetensors")
+    spec = get_spec("taew2_2_super", width=0.25)  # another decoder and width, the same latents
+    teacher = load_teacher(None, tmp_path / "whole.safetensors", dtype=torch.float32, device="cpu", spec=spec)
+    frames = torch.rand(2, num_frames, 3, 32, 48)
+    assert teacher.clip_of(frames).shape == frames.shape
+    mean, std = teacher.distribution(frames, with_std=True)
+    torch.testing.assert_close(mean, model.encode_video(frames), atol=1e-5, rtol=1e-4)
+    assert std is not None and not std.any()
+    torch.testing.assert_close(teacher.encode(frames), mean)
+    torch.testing.assert_close(teacher.decode(mean), model.decode_video(mean), atol=1e-5, rtol=1e-4)
+    assert teacher.class_name == "TAEHV" and teacher.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_teacher_of_other_latents_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "taew2_1", "taew2_1")  # a model folder
+    file = tmp_path / "taew2_1"
+    check_teacher(file, None, get_spec("taew2_1"))
+    check_teacher(file, "taehv", get_spec("taew2_1", width=0.5))
+    with pytest.raises(UserError, match=r"another latent space than .*; use variant taew2_1"):
+        check_teacher(file, None, get_spec("taehv"))
+    with pytest.raises(UserError, match=r"has 16 latent channels.*48 latent channels"):
+        check_teacher(file, None, get_spec("taew2_2"))
+    with pytest.raises(UserError, match="of kind taehv, not wan"):
+        check_teacher(file, "wan", get_spec("taew2_1"))
+    with pytest.raises(UserError, match="latents of diffusion space; set latent_space to diffusion"):
+        check_teacher(file, None, get_spec("taew2_1", latent_space="vae"))
+    with pytest.raises(UserError, match=r"no model at .*nothing\.pth"):
+        check_teacher(tmp_path / "nothing.pth", "taehv", get_spec("taew2_1"))
+
+
+def test_weights_that_state_nothing_are_the_students(tmp_path: Path) -> None:
+    """Upstream's files state no variant, and four variants share one network."""
+    model = saved(tmp_path / "stated.pth", "taecvx")
+    torch.save(model.state_dict(), tmp_path / "plain.pth")
+    check_teacher(tmp_path / "plain.pth", None, get_spec("taecvx", width=0.125))
+    assert find_teacher(tmp_path / "plain.pth", None, presumed="taecvx").config["variant"] == "taecvx"
+
+
+def test_identity_follows_the_weights(tmp_path: Path) -> None:
+    model = saved(tmp_path / "a.safetensors")
+    save_model(model, tmp_path / "b.safetensors")
+    known = identify_teacher(tmp_path / "a.safetensors")
+    assert known is not None and known["class"] == "TAEHV"
+    with torch.no_grad():
+        model.encoder[0].weight += 1
+    save_model(model, tmp_path / "c.safetensors")
+    changed = identify_teacher(tmp_path / "c.safetensors")
+    assert changed is not None and changed["weights"] != known["weights"] and changed["config"] == known["config"]
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_it(tmp_path: Path) -> None:
+    """The whole network teaches its narrower form, which starts from weights of its own."""
+    saved(tmp_path / "whole.safetensors", "taehv")
+    run = tmp_path / "run"
+    settings = {
+        "use_ref_vae": True,
+        "ref_vae_path": str(tmp_path / "whole.safetensors"),
+        "ref_vae_dtype": "float32",
+        "encoder_loss_weight": 1.0,
+        "decoder_loss_weight": 1.0,
+    }
+    train_here(arguments_for(write_clips(tmp_path / "clips"), run, max_train_steps=2, **settings))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert any("encoder_loss" in str(line) and "decoder_loss" in str(line) for line in lines)
