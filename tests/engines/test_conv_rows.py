@@ -1,4 +1,4 @@
-"""Who computes which rows. test_hopper.py compares the packed weights with torch, and tests/gpu/test_gpu_engines.py the
+"""Who computes which rows. test_hopper.py compares the packed weights with torch, tests/gpu/test_gpu_conv_rows.py the
 kernel itself."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Who computes which rows, and for which networks. test_hopper.py compares the packed weights with torch, and
-tests/gpu/test_gpu_engines.py the kernel itself."""
+tests/gpu/test_gpu_grow_image.py the kernel itself."""
 
 from __future__ import annotations
 

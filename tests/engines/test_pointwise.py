@@ -1,6 +1,6 @@
 """Bias, residual and activation behind a convolution: torch's way, and how the kernel's work is cut up.
 
-tests/gpu/test_gpu_engines.py compares the kernel itself with torch.
+tests/gpu/test_gpu_pointwise.py compares the kernel itself with torch.
 """
 
 from __future__ import annotations

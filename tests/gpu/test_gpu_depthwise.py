@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.gpu.test_gpu_engines import FLOOR, by_latents, error
+from tests.gpu.gpu_codecs import FLOOR, SHORT, by_latents, error
 from tests.models.test_golden import golden_cases, golden_model
 from tinyvae import TAEHV
 from tinyvae.engines import cudnn
@@ -20,7 +20,6 @@ from tinyvae.engines.depthwise import pack_bands, super_depthwise, why_not_depth
 from tinyvae.engines.fused import FusedTAEHV
 
 SUPER = ["taew2_2_super", "taehv1_5_super"]
-SHORT = [torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +31,9 @@ def needs_the_kernel() -> None:
 def fused_with(model: TAEHV, own: bool, monkeypatch: pytest.MonkeyPatch) -> FusedTAEHV:
     monkeypatch.setattr(cudnn, "OWN_DEPTHWISE", own)
     codec = FusedTAEHV(model, engine="cudnn")
-    assert isinstance(codec._decoder, CudnnStack)
-    assert [weights.bands is not None for weights in codec._decoder._super.values()] == [own] * 9
+    decoder = codec._stacks["decoder"]
+    assert isinstance(decoder, CudnnStack)
+    assert [weights.bands is not None for weights in decoder._super.values()] == [own] * 9
     return codec
 
 

@@ -6,50 +6,20 @@ import copy
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
-from tinyvae.engines import conv_rows, cudnn, fold, grow_image, hopper, hopper_kernels, pointwise
-from tinyvae.engines.eager import interleave_phases
+from tests.gpu.gpu_codecs import FLOOR, SHORT, by_frames, by_latents, error, needs_hopper, spread
+from tinyvae import TAEHV, VARIANTS, StreamingDecoder
+from tinyvae.engines import cudnn
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
 
 CASES = [(variant, None) for variant in VARIANTS] + [("taehv", kind) for kind in ("time", "space", "both")]
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-FLOOR = {torch.float16: 2e-4, torch.bfloat16: 2e-3, torch.float32: 2e-6}
-"""A plain error below this is rounding luck: no engine is held to less."""
-
-
-def spread(variant: str, **options: object) -> TAEHV:
-    """Weights of which every layer matters to the output."""
-    model = TAEHV(variant, **options)  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale = 0.05 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-    return model.cuda().eval()
-
-
-def error(made: Tensor, exact: Tensor) -> float:
-    assert made.shape == exact.shape, (made.shape, exact.shape)
-    return ((made.double() - exact).norm() / exact.norm()).item()
-
-
-def by_latents(codec: object, latents: Tensor) -> Tensor:
-    stream = StreamingDecoder(codec, num_latents=latents.shape[1])  # type: ignore[arg-type]
-    return torch.cat([stream.push(part) for part in latents.split(1, dim=1)], dim=1)
-
-
-def by_frames(codec: object, frames: Tensor) -> Tensor:
-    stream = StreamingEncoder(codec)  # type: ignore[arg-type]
-    parts = [stream.push(part) for part in frames.split(3, dim=1)]
-    return torch.cat([*parts, stream.flush()], dim=1)
+DTYPES = list(FLOOR)
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +68,7 @@ def check_against_float64(model: TAEHV) -> None:
     assert checked >= 6, "cuDNN and eager in three precisions at least"
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taew2_2_super", "taeltx2_3_wide"])
 def test_a_graph_gives_the_streams_own_frames(variant: str, dtype: torch.dtype) -> None:
     model = spread(variant).to(dtype)
@@ -138,7 +108,7 @@ def test_two_threads_with_two_streams_on_one_codec(variant: str) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize(
     ("variant", "activation", "size"),
     [
@@ -152,8 +122,7 @@ def test_two_threads_with_two_streams_on_one_codec(variant: str) -> None:
 def test_large_frames_are_the_hopper_engines_on_hopper(
     variant: str, activation: str, size: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the Hopper kernels need compute capability 9.0")
+    needs_hopper()
     model = spread(variant, activation=activation).to(dtype)
     fused = model.fused()
     assert fused.engines == {"encoder": "hopper", "decoder": "hopper"}
@@ -164,154 +133,6 @@ def test_large_frames_are_the_hopper_engines_on_hopper(
     exact_out = exact.decode_video(latents.float()).double()
     assert error(fused.encode_video(frames), exact_in) < 1.3 * error(model.encode_video(frames), exact_in)
     assert error(fused.decode_video(latents), exact_out) < 1.3 * error(model.decode_video(latents), exact_out)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("frames", "height", "width", "grown"),
-    [(1, 1, 1, 2), (3, 37, 29, 2), (2, 5, 63, 1), (2, 9, 64, 2), (5, 60, 90, 2), (1, 3, 200, 1), (26, 240, 360, 2)],
-)
-def test_grow_image_against_its_two_layers(
-    frames: int, height: int, width: int, grown: int, dtype: torch.dtype
-) -> None:
-    """As near to float64 as the two kernels that it replaces, every pixel written, and the same bits each time."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the Hopper kernels need compute capability 9.0")
-    torch.manual_seed(height)
-    grow = fold.GrowLayer(
-        weight=(torch.randn(256 * grown, 64, 2, 2, device="cuda") / 16).to(dtype), frames=grown, relu=True
-    )
-    image = fold.ConvLayer(
-        weight=(torch.randn(3, 64, 3, 3, device="cuda") / 24).to(dtype), bias=torch.randn(3, device="cuda")
-    )
-    assert image.bias is not None
-    x = torch.randn(frames, height, width, 64, device="cuda").to(dtype)
-    shape = (frames * grown, 3, 2 * height, 2 * width)
-    made, again, apart = (torch.full(shape, torch.nan, dtype=dtype, device="cuda") for _ in range(3))
-    weights = grow_image.pack_weights(grow, image)
-    grow_image.grow_image(x, weights, made)
-    for _ in range(20):
-        grow_image.grow_image(x, weights, again.fill_(torch.nan))
-        assert torch.equal(made, again)
-    tiles = hopper_kernels.pack_tile_weights(grow.weight, None, grown=grown)
-    between = hopper_kernels.conv_tiles(x, tiles, frames_per_video=1, relu=True)
-    hopper_kernels.image_conv(between, hopper_kernels.pack_image_weights(image.weight, image.bias, 1), apart)
-    exact = exact_grow_image(x[:3], grow, image)
-    assert error(made[: len(exact)], exact) < 1.05 * error(apart[: len(exact)], exact)
-    assert error(made, apart.double()) < FLOOR[dtype] * 2
-
-
-def exact_grow_image(x_BHWC: Tensor, grow: fold.GrowLayer, image: fold.ConvLayer) -> Tensor:
-    """Both layers in float64 through torch, without a rounding between them."""
-    assert image.bias is not None
-    cells = F.conv2d(x_BHWC.double().permute(0, 3, 1, 2), grow.weight.double(), padding=1)
-    phases = interleave_phases(cells, grow.frames, x_BHWC.shape[1], x_BHWC.shape[2])
-    return F.conv2d(torch.relu(phases), image.weight.double(), image.bias.double(), padding=1)
-
-
-def test_an_rgb_decoder_on_hopper_has_one_kernel_at_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its frames are those of the two kernels, with less memory."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the Hopper kernels need compute capability 9.0")
-    model = spread("taehv").half()
-    latents = torch.randn(1, 3, 16, 30, 45, device="cuda", dtype=torch.float16)
-    made, peaks = [], []
-    for joined in (False, True):
-        monkeypatch.setattr(hopper, "JOIN_IMAGE", joined)
-        fused = FusedTAEHV(model, engine="hopper")
-        fused.decode_video(latents)
-        torch.cuda.reset_peak_memory_stats()
-        made.append(fused.decode_video(latents))
-        peaks.append(torch.cuda.max_memory_allocated())
-    assert error(made[1], made[0].double()) < 2 * FLOOR[torch.float16]
-    assert peaks[1] < peaks[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("sources", [1, 2])
-@pytest.mark.parametrize(
-    ("videos", "frames", "height", "width"),
-    [(1, 1, 1, 1), (2, 3, 37, 29), (1, 2, 5, 64), (3, 2, 9, 72), (2, 13, 60, 90), (1, 26, 240, 360)],
-)
-def test_conv_rows_against_conv_tiles(
-    videos: int, frames: int, height: int, width: int, sources: int, dtype: torch.dtype
-) -> None:
-    """As near to float64 as the kernel that it replaces, every value written, and the same bits each time."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the Hopper kernels need compute capability 9.0")
-    torch.manual_seed(height)
-    shape = (videos * frames, height, width, 64)
-    x, residual = (torch.randn(shape, device="cuda").to(dtype) for _ in "ab")
-    past = torch.randn(videos, *shape[1:], device="cuda").to(dtype) if videos > 1 else None
-    weight = (torch.randn(64, 64 * sources, 3, 3, device="cuda") / (576 * sources) ** 0.5).to(dtype)
-    bias = torch.randn(64, device="cuda").to(dtype)
-    stacked = 2 if sources == 1 and frames % 2 == 0 else 1
-    how: dict[str, Any] = {"frames_per_video": frames, "past_NHWC": past, "relu": True, "stacked": stacked}
-    how["residual_BHWC"] = residual if sources == 1 else None
-    rows = conv_rows.pack_row_weights(weight, bias)
-    out, again = (torch.full_like(x, torch.nan).view(-1, height, width, 64 * stacked) for _ in "ab")
-    made = conv_rows.conv_rows(x, rows, out=out, **how)
-    for _ in range(20):
-        assert torch.equal(made, conv_rows.conv_rows(x, rows, out=again.fill_(torch.nan), **how))
-    apart = hopper_kernels.conv_tiles(x, hopper_kernels.pack_tile_weights(weight, bias, sources=sources), **how)
-    assert error(made, apart.double()) < FLOOR[dtype] * 2
-    few = min(len(x), 6) // stacked * stacked
-    exact = exact_conv(x[:few], weight, bias, past, frames) + (residual[:few].double() if sources == 1 else 0)
-    side_by_side = torch.relu(exact).unflatten(0, (-1, stacked)).permute(0, 2, 3, 1, 4).flatten(3)
-    errors = [error(frames_made[: len(side_by_side)], side_by_side) for frames_made in (made, apart)]
-    assert errors[0] < 1.05 * max(errors[1], FLOOR[dtype])
-    leaky = conv_rows.conv_rows(x, rows, **{**how, "slope": 0.2, "stacked": 1})[:few]
-    assert error(leaky, F.leaky_relu(exact, 0.2)) < FLOOR[dtype] * 2
-
-
-def exact_conv(x_BHWC: Tensor, weight: Tensor, bias: Tensor, past_NHWC: Tensor | None, frames: int) -> Tensor:
-    """The convolution in float64 through torch, BHWC; ``frames`` of each video."""
-    flat = x_BHWC.double().permute(0, 3, 1, 2)
-    if weight.shape[1] == 128:
-        before = torch.cat([torch.zeros_like(flat[:1]), flat[:-1]])
-        starts = before[::frames]
-        starts.copy_(torch.zeros_like(starts) if past_NHWC is None else past_NHWC[: len(starts)].permute(0, 3, 1, 2))
-        flat = torch.cat([flat, before], 1)
-    return F.conv2d(flat, weight.double(), bias.double(), padding=1).permute(0, 2, 3, 1)
-
-
-def test_blocks_of_64_channels_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As near to float64 as with the other kernels: two videos, whole and as streams."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the Hopper kernels need compute capability 9.0")
-    model = spread("taehv").half()
-    exact = copy.deepcopy(model).double()
-    frames = torch.rand(2, 9, 3, 120, 200, device="cuda", dtype=torch.float16)
-    exact_in = exact.encode_video(frames.double())
-    latents = exact_in.half()
-    exact_out = exact.decode_video(latents.double())
-    errors = []
-    for convolutions in (frozenset[int](), frozenset({1, 2, 3})):
-        monkeypatch.setattr(hopper, "ROW_CONVS", convolutions)
-        fused = FusedTAEHV(model, engine="hopper")
-        encoded = [fused.encode_video(frames), by_frames(fused, frames)]
-        decoded = [fused.decode_video(latents), by_latents(fused, latents)]
-        errors.append([error(made, exact_in) for made in encoded] + [error(made, exact_out) for made in decoded])
-    for old, new in zip(*errors, strict=True):
-        assert new < 1.1 * max(old, FLOOR[torch.float16])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("channels", "pixels"), [(64, (3, 5, 7)), (72, (2, 3, 3)), (1024, (2, 4, 5)), (8, (9, 333, 41))]
-)
-def test_the_pointwise_kernel(channels: int, pixels: tuple[int, ...], dtype: torch.dtype) -> None:
-    """It rounds once, so it is what float32 gives, rounded; large results go round the grid many times."""
-    assert pointwise._kernel(torch.cuda.current_device(), dtype, 0.2) is not None
-    for slope in (0.0, 0.2):
-        made, other = (torch.randn(*pixels, channels, device="cuda").to(dtype).movedim(-1, 1) for _ in range(2))
-        bias = torch.randn(channels, device="cuda").to(dtype)
-        biased = made.float() + bias.float()[:, None, None]
-        for residual, total in ((None, biased), (other, biased + other.float())):
-            mine = made.clone()
-            pointwise.finish(mine, bias, residual, slope)
-            expected = torch.nn.functional.leaky_relu(total, slope).to(dtype)
-            torch.testing.assert_close(mine, expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.test_gpu_engines import error, spread
+from tests.gpu.gpu_codecs import error, spread
 from tinyvae import save_model
 from tinyvae.convert.prune import prune_model
 from tinyvae.models.variants import get_spec

@@ -32,6 +32,7 @@ from tinyvae.engines.eager import EagerStack
 from tinyvae.engines.fold import Layer, channels_last, fold_layers, map_weights
 from tinyvae.engines.hopper import HopperStack, why_not_hopper
 from tinyvae.engines.onednn import OnednnStack, has_bfloat16, why_not_onednn
+from tinyvae.engines.replay import Replay
 from tinyvae.engines.stack import Stack, slice_bytes
 from tinyvae.errors import UserError
 from tinyvae.models.codec import CodecState, VideoCodec
@@ -45,6 +46,9 @@ Engine = Literal["hopper", "cudnn", "onednn", "eager"]
 
 STREAM_BYTES = 608 * 2**20  # for one chunk, beside its input
 MOST_LATENTS = 4096
+REPLAY_CHUNKS = True
+"""Whether a GPU replays chunks that fit into STREAM_BYTES from CUDA graphs (`replay`; `benchmarks/speed_codec.py
+--no_replay` compares)."""
 FEW_LATENTS = 4  # to have this many, a chunk may take twice the memory: on an H200 each chunk costs 0.2 to 0.7 ms
 SUPER_COPIES: dict[Engine, int] = {"cudnn": 4, "onednn": 7, "eager": 10}
 """A super block holds its input, two tensors side by side and four widened ones; in the eager engine also both
@@ -145,25 +149,37 @@ class FusedTAEHV(VideoCodec):
         is_short_on_cpu = self._device.type == "cpu" and self._dtype == torch.bfloat16
         if engine is None and is_short_on_cpu and (reason := why_not_onednn(self._dtype, self._device)):
             log.warning("%s: use model.float().fused().", reason)
+        networks: dict[Side, nn.Sequential] = {"encoder": model.encoder, "decoder": model.decoder}
         with torch.no_grad():
-            self._encoder = self._build("encoder", folded_copy(model.encoder), engine)
-            self._decoder = self._build("decoder", folded_copy(model.decoder), engine)
+            self._stacks = {side: self._build(side, folded_copy(net), engine) for side, net in networks.items()}
+        is_replayed = REPLAY_CHUNKS and self._device.type == "cuda"
+        self._replays = {side: Replay(stack) for side, stack in self._stacks.items() if is_replayed}
 
     def encode_chunk(self, frames_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
-        return self._run(self._encoder, frames_NTCHW, state)
+        return self._run("encoder", frames_NTCHW, state)
 
     def decode_chunk(self, latents_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
-        return self._run(self._decoder, latents_NTCHW, state)
+        return self._run("decoder", latents_NTCHW, state)
 
-    def _run(self, stack: Stack, x_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
+    def _run(self, side: Side, x_NTCHW: Tensor, state: CodecState | None) -> tuple[Tensor, CodecState]:
+        stack = self._stacks[side]
         assert state is None or (isinstance(state, list) and len(state) == len(stack.layers)), (
             "this state has been used; pass a copy of the list to continue twice from one state"
         )
+        runner = self._replays[side] if side in self._replays and self._is_small(side, x_NTCHW.shape) else stack
         with torch.no_grad():
-            made = stack.run(x_NTCHW, state)
+            made = runner.run(x_NTCHW, state)
         if state is not None:
             state.clear()  # so that a used state is not taken for that of a new video
         return made
+
+    def _is_small(self, side: Side, shape: torch.Size) -> bool:
+        """Whether a chunk NTCHW takes no more memory than a chunk of a stream."""
+        num_videos, length, _, height, width = shape
+        if side == "encoder":
+            length = -(-length // self.spec.time_factor)
+            height, width = height // self.spec.space_factor, width // self.spec.space_factor
+        return length <= self.stream_chunk_latents(side, height, width, num_videos=num_videos)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,0 +1,125 @@
+"""Small chunks as CUDA graphs: one launch instead of a hundred.
+
+Where a network is small on the inside (taew2_2, taeltx_2), the GPU runs kernels faster than the host can launch them.
+So the second chunk of a shape is recorded as a CUDA graph, and later chunks of that shape replay it. A shape that comes
+once costs nothing. The graph works in memory of its own: a chunk and its state are copied in, and the results are
+copied out, so results stay valid and any number of streams can take turns.
+
+The thread that records has run the shape before: kernels are compiled then, and cuDNN, which chooses its kernels for
+each thread, need not try any out while a graph is recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinyvae.engines.stack import Stack, State
+
+MOST_BYTES = 512 * 2**20
+"""Of the inputs and outputs of all recordings of one side. The recording that was not used for longest goes first."""
+MOST_SHAPES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recording:
+    """A graph with the memory that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]  # the chunk, then what its state holds
+    outputs: list[Tensor | None]  # the frames, then the new state
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.inputs, *self.outputs) if tensor is not None)
+
+
+class Replay:
+    """Runs a stack on a GPU, from recordings where there are any. Threads may share it.
+
+    Example: ``frames, state = Replay(stack).run(latents_NTCHW, None)``
+    """
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._recordings: OrderedDict[Any, _Recording | int] = OrderedDict()  # a number: the thread that ran it last
+        self._lock = threading.Lock()
+        self._done: torch.cuda.Event | None = None  # when the GPU has finished with the memory of the graphs
+        self._pool: Any = None  # one for all graphs: they never run at the same time
+
+    def __reduce__(self) -> tuple[type[Replay], tuple[Stack]]:
+        return Replay, (self._stack,)  # a copy records for itself
+
+    def run(self, chunk_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """As `Stack.run`."""
+        if torch.cuda.is_current_stream_capturing():  # the caller records a graph of its own
+            return self._stack.run(chunk_NTCHW, state)
+        parts = [chunk_NTCHW, *(part for part in state or () if part is not None)]
+        filled = None if state is None else tuple(part is not None for part in state)
+        key = (filled, *((part.shape, part.dtype) for part in parts))
+        with self._lock, torch.cuda.device(chunk_NTCHW.device):
+            thread = threading.get_ident()
+            recording = self._recordings.get(key)
+            if recording == thread:
+                with contextlib.suppress(torch.OutOfMemoryError):  # no room for memory of its own: it launches on
+                    recording = self._record(parts, filled)
+            if isinstance(recording, _Recording):
+                self._remember(key, recording)
+                return self._replay(recording, parts)
+            self._remember(key, thread)
+        return self._stack.run(chunk_NTCHW, state)
+
+    def _remember(self, key: Any, recording: _Recording | int) -> None:
+        self._recordings[key] = recording
+        self._recordings.move_to_end(key)
+        while len(self._recordings) > 1 and (len(self._recordings) > MOST_SHAPES or self._num_bytes() > MOST_BYTES):
+            self._recordings.popitem(last=False)
+
+    def _num_bytes(self) -> int:
+        return sum(one.num_bytes for one in self._recordings.values() if isinstance(one, _Recording))
+
+    def _record(self, parts: list[Tensor], filled: tuple[bool, ...] | None) -> _Recording:
+        # Tensors of inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            graph = torch.cuda.CUDAGraph()
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            # `torch.cuda.graph` would also free all cached memory, which costs more than the recording.
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                # thread_local: other threads go on with their own work meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    # Made here, inputs lie in the graphs' own memory too: when a recording goes, a stream that still
+                    # reads it shares that memory with nobody but later graphs, which wait for it.
+                    inputs = [torch.empty_like(part) for part in parts]
+                    held = iter(inputs[1:])
+                    state = None if filled is None else [next(held) if is_there else None for is_there in filled]
+                    made, after = self._stack.run(inputs[0], state)
+                finally:
+                    graph.capture_end()
+            torch.cuda.current_stream().wait_stream(stream)
+        return _Recording(graph=graph, inputs=inputs, outputs=[made, *after])
+
+    def _replay(self, recording: _Recording, parts: list[Tensor]) -> tuple[Tensor, State]:
+        stream = torch.cuda.current_stream()
+        if self._done is not None:
+            stream.wait_event(self._done)  # another stream may still read from the graphs' memory
+        torch._foreach_copy_(recording.inputs, parts)
+        recording.graph.replay()
+        copies = [None if output is None else torch.empty_like(output) for output in recording.outputs]
+        torch._foreach_copy_(
+            [copy for copy in copies if copy is not None],
+            [output for output in recording.outputs if output is not None],
+        )
+        self._done = stream.record_event()
+        made = copies[0]
+        assert made is not None, "a stack always gives frames"
+        return made, copies[1:]

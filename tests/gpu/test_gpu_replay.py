@@ -1,0 +1,58 @@
+"""Chunks replayed from CUDA graphs on a GPU: the same bits as launched ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.gpu_codecs import SHORT, by_latents, spread
+from tinyvae import StreamingDecoder
+from tinyvae.engines import fused as engines
+from tinyvae.engines import replay
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taeltx_2", "taew2_2_super", "taeltx2_3_wide"])
+def test_replayed_chunks_are_the_launched_ones(
+    variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole videos and interleaved streams, several times: the first time launches, later ones replay a CUDA graph."""
+    model = spread(variant).to(dtype)
+    fused = model.fused()
+    monkeypatch.setattr(engines, "REPLAY_CHUNKS", False)
+    launched = model.fused()
+    assert not launched._replays
+    length, side = 3 * fused.spec.time_factor, 6 * fused.spec.space_factor
+    films = torch.rand(3, 1, length, 3, side, side, device="cuda").to(dtype)
+    latents = [launched.encode_video(film) for film in films]
+    frames = [launched.decode_video(one) for one in latents]
+    for _ in range(4):
+        for film, one, expected in zip(films, latents, frames, strict=True):
+            assert torch.equal(fused.encode_video(film), one)
+            assert torch.equal(fused.decode_video(one), expected)
+    for part in fused._replays.values():
+        assert any(isinstance(recording, replay._Recording) for recording in part._recordings.values())
+    streams = [StreamingDecoder(fused, num_latents=one.shape[1]) for one in latents]
+    pushes = zip(*(one.split(1, dim=1) for one in latents), strict=True)
+    made = [[stream.push(part) for stream, part in zip(streams, row, strict=True)] for row in pushes]
+    for number, one in enumerate(latents):
+        assert torch.equal(torch.cat([row[number] for row in made], dim=1), by_latents(launched, one))
+
+
+def test_recordings_go_while_other_streams_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sizes in turn on two CUDA streams, with room for one recording: each goes while the GPU may still read it."""
+    monkeypatch.setattr(replay, "MOST_SHAPES", 2)
+    model = spread("taew2_2").half()
+    fused = model.fused()
+    films = [torch.randn(1, 2, fused.spec.latent_channels, 20, 20 + more, device="cuda").half() for more in range(3)]
+    monkeypatch.setattr(engines, "REPLAY_CHUNKS", False)
+    expected = [model.fused().decode_video(film) for film in films]
+    torch.cuda.synchronize()
+    made, sides = [], [torch.cuda.Stream() for _ in films]
+    for _ in range(8):
+        for number in (0, 0, 1, 1, 2, 2):
+            with torch.cuda.stream(sides[number]):
+                made.append((number, fused.decode_video(films[number])))
+    torch.cuda.synchronize()
+    for number, frames in made:
+        assert torch.equal(frames, expected[number])
