@@ -18,7 +18,7 @@ from tests.engines.small_models import relative_error, small
 from tinyvae.engines import cudnn, depthwise, nvrtc
 from tinyvae.engines import stack as stack_module
 from tinyvae.engines.cudnn import CudnnStack
-from tinyvae.engines.depthwise import cut_up, pack_bands, why_not_depthwise
+from tinyvae.engines.depthwise import cut_work, pack_bands, why_not_depthwise
 from tinyvae.engines.fused import folded_copy
 
 
@@ -103,7 +103,7 @@ def test_decoders_with_and_without_it(
     [(1, 30, 45, 512), (1, 1, 1, 16), (7, 60, 90, 256), (26, 120, 180, 128), (3, 17, 23, 48), (2, 270, 480, 128)],
 )
 def test_strips_cover_every_pixel_once(frames: int, height: int, width: int, channels: int, processors: int) -> None:
-    shape, blocks = cut_up(frames, 1, height, width, channels, processors=processors)
+    shape, blocks = cut_work(frames, 1, height, width, channels, processors=processors)
     assert shape.strips == frames * shape.tiles_x * shape.strips_y
     assert (shape.tiles_x - 1) * 8 < width <= shape.tiles_x * 8
     assert (shape.strips_y - 1) * shape.strip_height < height <= shape.strips_y * shape.strip_height

@@ -39,7 +39,7 @@ def test_a_kernel_that_cannot_be_made_is_said_once(monkeypatch: pytest.MonkeyPat
     def fail(*arguments: object, **options: object) -> None:
         raise KernelBuildError("libnvrtc could not be opened; tried libnvrtc.so.")
 
-    monkeypatch.setattr(pointwise, "compile_kernel", fail)
+    monkeypatch.setattr(pointwise, "load_kernel", fail)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
     pointwise._kernel.cache_clear()
     with pytest.warns(UserWarning, match=r"could not be made here \(libnvrtc could not be opened") as seen:

@@ -15,9 +15,8 @@
 // one writes while the other multiplies. Each warpgroup has an equal share of the rows of all strips; each part of a
 // strip computes up to two rows more.
 //
-// conv_rows.py compiles this behind hopper.cu, whose functions it uses.
+// Compiled behind instructions.cu, whose functions it uses; conv_rows.py passes the constants.
 
-#ifdef CONV_ROWS
 __device__ __forceinline__ uint4 read16(const char* from, bool exists) {
   uint4 v = make_uint4(0, 0, 0, 0);
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
@@ -60,16 +59,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
     const char* x, const char* past, const char* weights, const float* bias, const char* residual, char* out, Rows s) {
   extern __shared__ __align__(1024) char shared[];
   const u32 base = smem_address(shared), bars = base + BARRIERS_AT;
-#define FULL(member, turn) (bars + 8 * ((member) * RING + (turn) % RING))
-#define EMPTY(member, turn) (FULL(member, turn) + 16 * RING)
-#define WEIGHTS_FULL (bars + 32 * RING)
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const i64 row_bytes = (i64)s.width * 128, frame_bytes = row_bytes * s.height;
-  if (thread == 0) {
-    for (int i = 0; i < 2 * RING; i++) { barrier_init(FULL(0, 0) + 8 * i, 64); barrier_init(EMPTY(0, 0) + 8 * i, 4); }
-    barrier_init(WEIGHTS_FULL, 1);
-    barriers_ready();
-  }
+  if (thread == 0) rings_init(bars);
   if (thread < 64) ((float*)(shared + BIAS_AT))[thread] = bias[thread];
   __syncthreads();
 
@@ -218,4 +210,3 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
     if (turn + 1 < other_steps || member == 0) turn_pass(member);
   }
 }
-#endif

@@ -8,20 +8,18 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
-from importlib import resources
 
 import torch
 from torch import Tensor
 
-from tinyvae.engines.hopper_kernels import TILES_THREADS, WEIGHT_TILE, thread_channels
-from tinyvae.engines.nvrtc import Kernel, Launch, compile_kernel
+from tinyvae.engines.hopper_kernels import TILES_THREADS, WEIGHT_TILE, share_rows, thread_channels
+from tinyvae.engines.nvrtc import Launch, load_kernel, processors
 
 COLUMN = 8  # pixels; a step of a warpgroup takes eight columns
 ROW_BYTES = (8 * (COLUMN + 2) + 1) * 128  # of a step's input row in shared memory
 RING = {1: 7, 2: 2}  # steps in shared memory for each warpgroup, by the number of frames
 ON_THE_WAY = {1: 2, 2: 0}  # of these the newest, whose copies are not waited for
 BIAS_AND_BARRIER_BYTES = 512
-FEWEST_ROWS = 4  # of a warpgroup; it computes up to two more
 
 
 class _Rows(ctypes.Structure):
@@ -77,7 +75,6 @@ def conv_rows(
     assert channels == 64 and x_BHWC.is_contiguous() and x_BHWC.dtype == weights.packed.dtype
     assert frames % frames_per_video == 0 and frames % stacked == 0
     assert weights.sources == 1 or residual_BHWC is None, "the kernel over two frames has no residual"
-    assert 0 <= slope < 1, "a LeakyReLU is the larger of v and slope · v"
     shape = (frames // stacked, height, width, 64 * stacked)
     if out is None:
         out = torch.empty(shape, dtype=x_BHWC.dtype, device=x_BHWC.device)
@@ -100,10 +97,21 @@ def _launch(
     bfloat: bool, device_index: int, video: tuple[int, int, int, int], sources: int, stacked: int, slope: float
 ) -> Launch:
     frames, height, width, frames_per_video = video
-    processors = torch.cuda.get_device_properties(device_index).multi_processor_count
-    columns, rows, share, blocks = cut_work(frames, height, width, processors=processors)
+    columns, rows, share, blocks = cut_work(frames, height, width, processors=processors(device_index))
     values = _Rows(frames_per_video, frames, height, width, columns, stacked, rows, share, slope)
-    kernel = _kernel(bfloat, sources, device_index)
+    kernel = load_kernel(
+        ("instructions.cu", "conv_rows.cu"),
+        "conv_rows",
+        device_index,
+        threads=TILES_THREADS,
+        shared_bytes=shared_bytes(sources),
+        PRODUCT_N=192,
+        BFLOAT=int(bfloat),
+        SOURCES=sources,
+        RING=RING[sources],
+        ON_THE_WAY=ON_THE_WAY[sources],
+        WEIGHT_TILE=WEIGHT_TILE,
+    )
     return Launch(kernel, 6, [values], blocks=blocks, shared_bytes=shared_bytes(sources))
 
 
@@ -111,37 +119,9 @@ def cut_work(frames: int, height: int, width: int, *, processors: int) -> tuple[
     """(columns of a frame, rows of all strips, rows of a warpgroup, blocks): each block has two warpgroups."""
     columns = -(-width // COLUMN)
     rows = -(-frames * columns // 8) * height
-    share = max(FEWEST_ROWS, -(-rows // (2 * processors)))
-    return columns, rows, share, -(-rows // (2 * share))
+    return columns, rows, *share_rows(rows, processors)
 
 
 def shared_bytes(sources: int) -> int:
     """Weights, two rings of steps, bias and barriers."""
     return sources * (9 * WEIGHT_TILE + 2 * RING[sources] * ROW_BYTES) + BIAS_AND_BARRIER_BYTES
-
-
-@functools.cache
-def _kernel(bfloat: bool, sources: int, device_index: int) -> Kernel:
-    folder = resources.files("tinyvae.engines")
-    source = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in ("hopper.cu", "conv_rows.cu"))
-    constants = {
-        "BFLOAT": int(bfloat),
-        "SOURCES": sources,
-        "RING": RING[sources],
-        "ON_THE_WAY": ON_THE_WAY[sources],
-        "WEIGHT_TILE": WEIGHT_TILE,
-        # The matrix instruction of hopper.cu with 192 columns; its operands behind the 96 accumulators.
-        "TILE_H": 24,
-        "TILE_PIXELS": 192,
-        "OPERAND_A": 96,
-        "OPERAND_B": 97,
-        "OPERAND_ADD": 98,
-    }
-    return compile_kernel(
-        source,
-        "conv_rows",
-        constants,
-        device_index=device_index,
-        threads=TILES_THREADS,
-        shared_bytes=shared_bytes(sources),
-    )

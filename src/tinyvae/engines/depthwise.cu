@@ -15,15 +15,9 @@
 // neighbors of one channel in one register, and results as [pair of channels][pixel]. The strides make every access free
 // of bank conflicts. Threads 0-255 load even rows, the others odd ones, each three rows ahead.
 //
-// Frames are NTHWC. NVRTC compiles this file (see nvrtc.py): no header, no host compiler. An infinite value makes the 16
-// columns around it not a number, because zeros of the band multiply it too.
+// Frames are NTHWC. Compiled behind instructions.cu. An infinite value makes the 16 columns around it not a number,
+// because zeros of the band multiply it too.
 
-typedef unsigned int u32;
-#if BFLOAT
-#define ELEMENT "bf16"
-#else
-#define ELEMENT "f16"
-#endif
 #define STRIPS 16
 #define TAPS 7
 #define PAIRS 8                        // of neighbor columns of a strip with its halo; the last one only meets zeros
@@ -31,9 +25,6 @@ typedef unsigned int u32;
 #define HALF_WORDS (8 * CHANNEL_WORDS + 16)  // of 8 channels; the 16 shift the banks
 #define RESULT_WORDS (128 + 4)               // of a pair of channels; the 4 shift the banks
 
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-  u32 r; asm("cvt.rn." ELEMENT "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r;
-}
 __device__ __forceinline__ void mma(float* d, uint4 a, uint2 b, const float* c) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT ".f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"

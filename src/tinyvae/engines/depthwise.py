@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from importlib import resources
 
 import torch
 from torch import Tensor
@@ -79,12 +78,14 @@ def super_depthwise(
 def _launch(
     is_bfloat: bool, device_index: int, frames: int, num_videos: int, height: int, width: int, channels: int
 ) -> nvrtc.Launch:
-    processors = torch.cuda.get_device_properties(device_index).multi_processor_count
-    shape, blocks = cut_up(frames, num_videos, height, width, channels, processors=processors)
-    return nvrtc.Launch(_kernel(is_bfloat, device_index), 5, [shape], blocks=blocks, shared_bytes=0)
+    shape, blocks = cut_work(frames, num_videos, height, width, channels, processors=nvrtc.processors(device_index))
+    kernel = nvrtc.load_kernel(
+        ("instructions.cu", "depthwise.cu"), "super_depthwise", device_index, threads=THREADS, BFLOAT=int(is_bfloat)
+    )
+    return nvrtc.Launch(kernel, 5, [shape], blocks=blocks)
 
 
-def cut_up(
+def cut_work(
     frames: int, num_videos: int, height: int, width: int, channels: int, *, processors: int
 ) -> tuple[_Shape, int]:
     """(how the work is cut into strips, blocks of threads). Flat strips load more halo, tall ones leave processors
@@ -106,17 +107,3 @@ def cut_up(
         frames * tiles_x * strips_y, walkers,
     )  # fmt: skip
     return shape, channel_blocks * walkers
-
-
-@functools.cache
-def _kernel(is_bfloat: bool, device_index: int) -> nvrtc.Kernel:
-    source = resources.files("tinyvae.engines").joinpath("depthwise.cu").read_text(encoding="utf-8")
-    return nvrtc.compile_kernel(
-        source,
-        "super_depthwise",
-        {"BFLOAT": int(is_bfloat)},
-        device_index=device_index,
-        threads=THREADS,
-        shared_bytes=0,
-        capability=torch.cuda.get_device_capability(device_index),
-    )

@@ -17,9 +17,8 @@
 // The loading warps fill a ring of rows for each of two computing warpgroups, which take turns at the first product:
 // one rounds, sums and writes while the other multiplies.
 //
-// grow_image.py compiles this behind hopper.cu, whose functions it uses.
+// Compiled behind instructions.cu, whose functions it uses; grow_image.py passes the constants.
 
-#ifdef GROW_IMAGE
 __device__ __forceinline__ u32 pack_relu(float lo, float hi) {
   u32 r; asm("cvt.rn.relu." ELEMENT "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r;
 }
@@ -30,7 +29,7 @@ __device__ __forceinline__ void wgmma_image(float* d, const u32* a, u64 b, u32 a
     "{%24, %25, %26, %27}, %28, p, 1, 1, 0; }"
     : D8(0), D8(8), D8(16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
-// Barriers 1 and 2 are the turns (hopper.cu), 3 and 4 the four warps of a warpgroup.
+// Barriers 1 and 2 are the turns (instructions.cu), 3 and 4 the four warps of a warpgroup.
 __device__ __forceinline__ void warpgroup_sync(int member) {
   asm volatile("bar.sync %0, 128;" :: "r"(3 + member) : "memory");
 }
@@ -63,16 +62,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
     int rows, int share) {
   extern __shared__ __align__(1024) char shared[];
   const u32 base = smem_address(shared), bars = base + BARRIERS_AT;
-#define FULL(member, turn) (bars + 8 * ((member) * RING + (turn) % RING))
-#define EMPTY(member, turn) (FULL(member, turn) + 16 * RING)
-#define WEIGHTS_FULL (bars + 32 * RING)
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const int made = blockIdx.x % grown;  // which of the frames
-  if (thread == 0) {
-    for (int i = 0; i < 2 * RING; i++) { barrier_init(FULL(0, 0) + 8 * i, 64); barrier_init(EMPTY(0, 0) + 8 * i, 4); }
-    barrier_init(WEIGHTS_FULL, 1);
-    barriers_ready();
-  }
+  if (thread == 0) rings_init(bars);
   __syncthreads();
 
   if (thread < 128) {
@@ -202,4 +194,3 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
     if (step + 1 < other_steps || member == 0) turn_pass(member);
   }
 }
-#endif

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from importlib import resources
 
 import torch
 from torch import Tensor
 
 from tinyvae.engines import fold
-from tinyvae.engines.hopper_kernels import TILES_THREADS, WEIGHT_TILE
-from tinyvae.engines.nvrtc import Kernel, Launch, compile_kernel
+from tinyvae.engines.hopper_kernels import TILES_THREADS, WEIGHT_TILE, share_rows
+from tinyvae.engines.nvrtc import Launch, load_kernel, processors
 
 CELLS = 64  # a strip is this many cells wide and makes one quad less
 RING = 4  # rows of small pixels in shared memory for each warpgroup: two in use, two on their way
@@ -22,7 +21,6 @@ WEIGHT_TILES = 19  # 16 of the growing layer for one output frame, 3 of the imag
 SEAM_BYTES = 384  # what the warps of a warpgroup tell their neighbors: 2 warpgroups · 4 warps · 12 values of 4 bytes
 BARRIER_BYTES = 256
 SHARED_BYTES = WEIGHT_TILES * WEIGHT_TILE + 2 * RING * (CELLS + 1) * 128 + SEAM_BYTES + BARRIER_BYTES
-FEWEST_ROWS = 4  # of a warpgroup; it computes one or two more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +68,22 @@ def grow_image(x_BHWC: Tensor, weights: GrowImageWeights, out: Tensor) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _launch(bfloat: bool, device_index: int, frames: int, height: int, width: int, grown: int) -> Launch:
-    processors = torch.cuda.get_device_properties(device_index).multi_processor_count
-    values, blocks = cut_work(frames, height, width, grown, processors=processors)
-    return Launch(_kernel(bfloat, device_index), 4, values, blocks=blocks, shared_bytes=SHARED_BYTES)
+    values, blocks = cut_work(frames, height, width, grown, processors=processors(device_index))
+    kernel = load_kernel(
+        ("instructions.cu", "grow_image.cu"),
+        "grow_image",
+        device_index,
+        threads=TILES_THREADS,
+        shared_bytes=SHARED_BYTES,
+        PRODUCT_N=256,
+        BFLOAT=int(bfloat),
+        CELLS=CELLS,
+        RING=RING,
+        SEAM_BYTES=SEAM_BYTES,
+        WEIGHT_TILE=WEIGHT_TILE,
+        WEIGHT_TILES=WEIGHT_TILES,
+    )
+    return Launch(kernel, 4, values, blocks=blocks, shared_bytes=SHARED_BYTES)
 
 
 def cut_work(frames: int, height: int, width: int, grown: int, *, processors: int) -> tuple[list[int], int]:
@@ -80,28 +91,5 @@ def cut_work(frames: int, height: int, width: int, grown: int, *, processors: in
     with equal shares of the rows of all strips."""
     strips = -(-width // (CELLS - 1))
     rows = frames * strips * height
-    share = max(FEWEST_ROWS, -(-rows // (2 * (processors // grown))))
-    return [height, width, grown, strips, rows, share], grown * -(-rows // (2 * share))
-
-
-@functools.cache
-def _kernel(bfloat: bool, device_index: int) -> Kernel:
-    folder = resources.files("tinyvae.engines")
-    source = "".join(folder.joinpath(name).read_text(encoding="utf-8") for name in ("hopper.cu", "grow_image.cu"))
-    constants = {
-        "BFLOAT": int(bfloat),
-        "CELLS": CELLS,
-        "RING": RING,
-        "SEAM_BYTES": SEAM_BYTES,
-        "WEIGHT_TILE": WEIGHT_TILE,
-        "WEIGHT_TILES": WEIGHT_TILES,
-        # The matrix instruction of hopper.cu with 256 columns; its operands behind the 128 accumulators.
-        "TILE_H": 32,
-        "TILE_PIXELS": 256,
-        "OPERAND_A": 128,
-        "OPERAND_B": 129,
-        "OPERAND_ADD": 130,
-    }
-    return compile_kernel(
-        source, "grow_image", constants, device_index=device_index, threads=TILES_THREADS, shared_bytes=SHARED_BYTES
-    )
+    share, blocks = share_rows(rows, processors // grown)
+    return [height, width, grown, strips, rows, share], grown * blocks

@@ -13,146 +13,11 @@
 // phase convolutions.
 // image_conv: the last convolution, 64 channels to the image, pixel-shuffle included. first_conv: 3 to 64 channels.
 //
-// NVRTC compiles one kernel at a time (see nvrtc.py): no header, no host compiler. hopper_kernels.py names the kernel
-// (-DCONV_TILES, -DIMAGE_CONV or -DFIRST_CONV) and passes every constant that it also uses itself. Frames are NTHWC.
-// grow_image.cu and conv_rows.cu are compiled behind this file and use its functions.
-
-typedef unsigned int u32; typedef unsigned long long u64; typedef long long i64; typedef unsigned short u16;
-__device__ __forceinline__ u32 smem_address(const void* p) {
-  u32 a; asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(a) : "l"(p)); return a;
-}
-#if BFLOAT
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-  u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r;
-}
-__device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
-__device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
-#define ELEMENT "bf16"
-#else
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-  u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r;
-}
-__device__ __forceinline__ float low(u32 v) {
-  float f; asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(f) : "r"(v)); return f;
-}
-__device__ __forceinline__ float high(u32 v) {
-  float f; asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(f) : "r"(v)); return f;
-}
-#define ELEMENT "f16"
-#endif
-#ifdef SLOPE
-__device__ __forceinline__ float activate(float v) {  // ReLU, or LeakyReLU: 0 < SLOPE < 1
-  return SLOPE == 0 ? fmaxf(v, 0.f) : fmaxf(v, (float)SLOPE * v);
-}
-#endif
-__device__ __forceinline__ void copy16(u32 dst, const void* src, bool valid) {
-  u32 bytes = valid ? 16 : 0;  // fewer bytes than 16 are filled up with zeros: the convolution's padding
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(dst), "l"(src), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT ".f32 "
-               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-#if defined(CONV_TILES) || defined(GROW_IMAGE) || defined(CONV_ROWS)
-__device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
-  u32 done = 0;
-  while (!done)
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(bar), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void load_weights(u32 dst, const char* src, u32 bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               :: "r"(dst), "l"(src), "r"(WEIGHT_TILE), "r"(bar) : "memory");
-}
-__device__ __forceinline__ u64 descriptor(u32 address, u32 leading_bytes, u32 stride_bytes) {
-  return (u64)((address & 0x3ffff) >> 4) | ((u64)(leading_bytes >> 4) << 16) | ((u64)(stride_bytes >> 4) << 32);
-}
-// The matrix instruction for N = 8 * TILE_H; its accumulators are 4 * TILE_H operands, named eight at a time.
-#define TEXT_(x) #x
-#define TEXT(x) TEXT_(x)
-#define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
-              "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define NAMES_64 \
-  "%0, %1, %2, %3, %4, %5, %6, %7" ", %8, %9, %10, %11, %12, %13, %14, %15" \
-  ", %16, %17, %18, %19, %20, %21, %22, %23" ", %24, %25, %26, %27, %28, %29, %30, %31" \
-  ", %32, %33, %34, %35, %36, %37, %38, %39" ", %40, %41, %42, %43, %44, %45, %46, %47" \
-  ", %48, %49, %50, %51, %52, %53, %54, %55" ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define DATA_64 D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56)
-#if TILE_H == 16
-#define NAMES NAMES_64
-#define DATA DATA_64
-#elif TILE_H == 24
-#define NAMES \
-  NAMES_64 \
-  ", %64, %65, %66, %67, %68, %69, %70, %71" ", %72, %73, %74, %75, %76, %77, %78, %79" \
-  ", %80, %81, %82, %83, %84, %85, %86, %87" ", %88, %89, %90, %91, %92, %93, %94, %95"
-#define DATA DATA_64, D8(64), D8(72), D8(80), D8(88)
-#elif TILE_H == 30
-#define NAMES \
-  NAMES_64 \
-  ", %64, %65, %66, %67, %68, %69, %70, %71" ", %72, %73, %74, %75, %76, %77, %78, %79" \
-  ", %80, %81, %82, %83, %84, %85, %86, %87" ", %88, %89, %90, %91, %92, %93, %94, %95" \
-  ", %96, %97, %98, %99, %100, %101, %102, %103" ", %104, %105, %106, %107, %108, %109, %110, %111" \
-  ", %112, %113, %114, %115, %116, %117, %118, %119"
-#define DATA DATA_64, D8(64), D8(72), D8(80), D8(88), D8(96), D8(104), D8(112)
-#elif TILE_H == 32
-#define NAMES \
-  NAMES_64 \
-  ", %64, %65, %66, %67, %68, %69, %70, %71" ", %72, %73, %74, %75, %76, %77, %78, %79" \
-  ", %80, %81, %82, %83, %84, %85, %86, %87" ", %88, %89, %90, %91, %92, %93, %94, %95" \
-  ", %96, %97, %98, %99, %100, %101, %102, %103" ", %104, %105, %106, %107, %108, %109, %110, %111" \
-  ", %112, %113, %114, %115, %116, %117, %118, %119" ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define DATA DATA_64, D8(64), D8(72), D8(80), D8(88), D8(96), D8(104), D8(112), D8(120)
-#else
-#error "a tile is 16, 24, 30 or 32 tall"
-#endif
-__device__ __forceinline__ void wgmma_tile(float* d, u64 a, u64 b, u32 add) {
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %" TEXT(OPERAND_ADD) ", 0; "
-    "wgmma.mma_async.sync.aligned.m64n" TEXT(TILE_PIXELS) "k16.f32." ELEMENT "." ELEMENT " "
-    "{" NAMES "}, %" TEXT(OPERAND_A) ", %" TEXT(OPERAND_B) ", p, 1, 1, 0, 0; }"
-    : DATA : "l"(a), "l"(b), "r"(add));
-}
-#endif
-
-#if defined(GROW_IMAGE) || defined(CONV_ROWS)
-// What the kernels share that go row by row: loading warps fill a ring in shared memory with asynchronous copies, two
-// computing warpgroups take turns at the tensor cores.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int OPEN> __device__ __forceinline__ void wgmma_wait() {  // until at most OPEN groups are not done
-  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(OPEN) : "memory");
-}
-// Barriers 1 and 2: the turn of each warpgroup.
-__device__ __forceinline__ void turn_wait(int member) {
-  asm volatile("bar.sync %0, 256;" :: "r"(1 + member) : "memory");
-}
-__device__ __forceinline__ void turn_pass(int member) {
-  asm volatile("bar.arrive %0, 256;" :: "r"(2 - member) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barriers_ready() {
-  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
-}
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int OPEN> __device__ __forceinline__ void copies_wait() {  // until at most OPEN groups are on their way
-  asm volatile("cp.async.wait_group %0; fence.proxy.async.shared::cta;" :: "n"(OPEN) : "memory");
-}
-__device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 56;"); }
-__device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 224;"); }
-#endif
+// Compiled behind instructions.cu, one kernel at a time: hopper_kernels.py names it (-DCONV_TILES, -DIMAGE_CONV or
+// -DFIRST_CONV) and passes every constant that it also uses itself. Frames are NTHWC.
 
 #ifdef CONV_TILES
+#define TILE_H (PRODUCT_N / 8)
 #define HALO_H (TILE_H + 2)
 #define PLANE ((HALO_W * HALO_H + 1) * 16)  // one more pixel: the eight chunks of a pixel fall on different banks
 #define HALO_BYTES (PLANE * 8)
@@ -187,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
   if (thread == 0) {
     for (int i = 0; i < 8; i++) { barrier_init(FULL_W(i), 1); barrier_init(EMPTY_W(i), 8); }
     for (int i = 0; i < 4; i++) { barrier_init(FULL_H(0, i), 96); barrier_init(EMPTY_H(0, i), s.split_pixels ? 4 : 8); }
-    asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
+    barriers_ready();
   }
   __syncthreads();
   const int slices_per_frame = s.grouped ? 1 : s.channels_in >> 6, slices = slices_per_frame * s.sources;
@@ -198,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
   const int tiles_per_frame = s.tiles_x * s.tiles_y;
 
   if (group == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    fewer_registers();
     if (warp == 0) {  // weights
       if (lane == 0) {
         int stage = 0; u32 phase = 1;
@@ -206,8 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
           const int block = (job % items_per_tile) * weight_sets;
           for (int step = 0; step < slices * s.taps; step++) {
             barrier_wait(EMPTY_W(stage), phase);
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                         :: "r"(FULL_W(stage)), "r"(WEIGHT_TILE * weight_sets) : "memory");
+            barrier_expect(FULL_W(stage), WEIGHT_TILE * weight_sets);
             for (int set = 0; set < weight_sets; set++)
               load_weights(weight_at + (stage * weight_sets + set) * WEIGHT_TILE,
                            weights + ((i64)(block + set) * slices * s.taps + step) * WEIGHT_TILE, FULL_W(stage));
@@ -247,13 +111,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
                 from += row_bytes;
               }
             }
-            asm volatile("cp.async.commit_group;" ::: "memory");
+            copies_commit();
           }
           if (halos == 2) {
-            asm volatile("cp.async.wait_group 1; fence.proxy.async.shared::cta;" ::: "memory");
+            copies_wait<1>();
             barrier_arrive(FULL_H(0, buffer));
           }
-          asm volatile("cp.async.wait_group 0; fence.proxy.async.shared::cta;" ::: "memory");
+          copies_wait<0>();
           barrier_arrive(FULL_H(halos - 1, buffer));
         }
       }
@@ -261,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+  more_registers();
   const int member = group - 1, quarter = warp & 3;
   const int h = s.split_pixels ? member : 0;
   char* staging = shared + (warp - 4) * 1024;
@@ -303,16 +167,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
         barrier_wait(FULL_W(stage), phase);
         const u32 a = weight_at + (stage * weight_sets + (s.split_pixels ? 0 : member)) * WEIGHT_TILE;
         const u32 b = halo + (dy * HALO_W + dx) * 16;
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; k++) {
           wgmma_tile(acc, descriptor(a + k * 2048, 1024, 128), descriptor(b + k * 2 * PLANE, PLANE, HALO_W * 16), add);
           add = 1;
         }
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        wgmma_commit();
         // The first warpgroup runs ahead by a few steps, so that one computes while the other writes its results.
         if (member == 0 && ++count == lead) asm volatile("bar.arrive 1, 256;" ::: "memory");
-        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        wgmma_wait<1>();
         // The step before this one has been computed: its weights, and perhaps its halo, may be written over.
         if (lane == 0 && previous >= 0) barrier_arrive(EMPTY_W(previous));
         if (lane == 0 && previous_turn >= 0) barrier_arrive(EMPTY_H(h, previous_turn & 1));
@@ -320,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
         if (++stage == s.weight_stages) { stage = 0; phase ^= 1; }
       }
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    wgmma_wait<0>();
     if (lane == 0) { barrier_arrive(EMPTY_W(previous)); barrier_arrive(EMPTY_H(h, previous_turn & 1)); }
 
     // The way out: a warp holds 16 channels of all pixels; transposed through shared memory, 32 bytes of a pixel each.

@@ -93,6 +93,7 @@ class HopperStack(Stack):
         self._dtype = cast(fold.ConvLayer, layers[0 if self.is_encoder else -1]).weight.dtype
         # One slope for every launch, also where no activation follows: another one would be another kernel to compile.
         self._slope = max(getattr(layer, "slope", 0.0) for layer in layers)
+        assert 0 <= self._slope < 1, "for the kernels a LeakyReLU is the larger of v and slope · v"
         self._packed = [self._pack(place) for place in range(len(layers))]
 
     def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
-from importlib import resources
 
 import torch
 from torch import Tensor
 
-from tinyvae.engines.nvrtc import Kernel, Launch, compile_kernel
+from tinyvae.engines.nvrtc import Launch, load_kernel, processors
 
+FILES = ("instructions.cu", "hopper.cu")
 TILE_HEIGHTS = (32, 30, 24, 16)
 MAX_SHARED_BYTES = 232_448  # what one block may have on sm_90
 
@@ -143,25 +143,21 @@ def _tiles_launch(
         frames_per_video, frames, height, width, channels_in, channels_out, sources, blocks, taps, grown, stacked,
         int(split_pixels), stages, tiles_x, tiles_y, tiles, int(relu), int(grouped),
     )  # fmt: skip
-    kernel = _kernel(
+    kernel = load_kernel(
+        FILES,
         "conv_tiles",
         device_index,
         threads=TILES_THREADS,
         shared_bytes=MAX_SHARED_BYTES,
-        TILE_H=tile_h,
-        TILE_PIXELS=8 * tile_h,
+        PRODUCT_N=8 * tile_h,
         BFLOAT=int(bfloat),
         SLOPE=slope,
         HALO_W=HALO_W,
         WEIGHT_TILE=WEIGHT_TILE,
         STAGING_BYTES=STAGING_BYTES,
         BARRIER_BYTES=BARRIER_BYTES,
-        # The matrix instruction's operands behind its 4 * tile_h accumulators.
-        OPERAND_A=4 * tile_h,
-        OPERAND_B=4 * tile_h + 1,
-        OPERAND_ADD=4 * tile_h + 2,
     )
-    blocks_run, shared_bytes = min(jobs, _processors(device_index)), fixed + stages * stage_bytes
+    blocks_run, shared_bytes = min(jobs, processors(device_index)), fixed + stages * stage_bytes
     return Launch(kernel, 6, [shape], blocks=blocks_run, shared_bytes=shared_bytes)
 
 
@@ -203,7 +199,7 @@ def _image_launch(
     tiles_x, tiles_y = -(-width // 16), -(-height // 16)
     shared_bytes = IMAGE_SIDE**2 * 128 + 36 * 256 * -(-channels_out // 8)
     constants = {"OUT": channels_out, "PATCH": patch, "BFLOAT": int(bfloat), "SIDE": IMAGE_SIDE}
-    kernel = _kernel("image_conv", device_index, threads=128, shared_bytes=shared_bytes, **constants)
+    kernel = load_kernel(FILES, "image_conv", device_index, threads=128, shared_bytes=shared_bytes, **constants)
     values, blocks = [height, width, tiles_x, tiles_y], tiles_x * tiles_y * frames
     return Launch(kernel, 4, values, blocks=blocks, shared_bytes=shared_bytes)
 
@@ -236,10 +232,10 @@ def _first_launch(
     bfloat: bool, device_index: int, frames: int, height: int, width: int, stacked: int, slope: float
 ) -> Launch:
     tiles_x, tiles_y = -(-width // 32), -(-height // 16)
-    blocks = min(tiles_x * tiles_y * frames, 2 * _processors(device_index))
+    blocks = min(tiles_x * tiles_y * frames, 2 * processors(device_index))
     values = [height, width, tiles_x, tiles_y, stacked, frames]
-    kernel = _kernel("first_conv", device_index, threads=256, shared_bytes=0, BFLOAT=int(bfloat), SLOPE=slope)
-    return Launch(kernel, 4, values, blocks=blocks, shared_bytes=0)
+    kernel = load_kernel(FILES, "first_conv", device_index, threads=256, BFLOAT=int(bfloat), SLOPE=slope)
+    return Launch(kernel, 4, values, blocks=blocks)
 
 
 def thread_channels() -> Tensor:
@@ -256,21 +252,13 @@ def _fragments(weight_KN: Tensor) -> Tensor:
     return split.permute(0, 4, 5, 2, 1, 3).contiguous()
 
 
+def share_rows(rows: int, processors: int) -> tuple[int, int]:
+    """(rows of a warpgroup, blocks of two warpgroups) of a kernel that goes row by row."""
+    fewest = 4  # of a warpgroup, because it computes up to two more
+    share = max(fewest, -(-rows // (2 * processors)))
+    return share, -(-rows // (2 * share))
+
+
 def best_tile_height(height: int) -> int:
     """The tile height that computes the fewest rows outside the image; the larger of equals."""
     return min(TILE_HEIGHTS, key=lambda tile_h: -(-height // tile_h) * tile_h)
-
-
-@functools.cache
-def _processors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
-
-
-@functools.cache
-def _kernel(name: str, device_index: int, *, threads: int, shared_bytes: int, **constants: float) -> Kernel:
-    """A kernel of ``hopper.cu``, compiled once for each set of constants and device."""
-    assert 0 <= constants.get("SLOPE", 0) < 1, "a LeakyReLU is the larger of v and slope · v"
-    source = resources.files("tinyvae.engines").joinpath("hopper.cu").read_text(encoding="utf-8")
-    return compile_kernel(
-        source, name, constants, device_index=device_index, threads=threads, shared_bytes=shared_bytes
-    )

@@ -11,8 +11,9 @@ import functools
 import glob
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 import torch
@@ -37,7 +38,13 @@ class Launch:
     It never changes, so any number of threads may share it."""
 
     def __init__(
-        self, kernel: Kernel, pointers: int, values: Sequence[ctypes.Structure | int], *, blocks: int, shared_bytes: int
+        self,
+        kernel: Kernel,
+        pointers: int,
+        values: Sequence[ctypes.Structure | int],
+        *,
+        blocks: int,
+        shared_bytes: int = 0,
     ) -> None:
         self._values = [ctypes.c_int(value) if isinstance(value, int) else value for value in values]
         self._value_addresses = [ctypes.addressof(value) for value in self._values]
@@ -62,23 +69,21 @@ class Launch:
         _check_driver(status, "cuLaunchKernel")
 
 
-def compile_kernel(
-    source: str,
-    name: str,
-    constants: Mapping[str, float],
-    *,
-    device_index: int,
-    threads: int,
-    shared_bytes: int,
-    capability: tuple[int, int] | None = None,
+@functools.cache
+def load_kernel(
+    files: tuple[str, ...], name: str, device_index: int, *, threads: int, shared_bytes: int = 0, **constants: float
 ) -> Kernel:
-    """Compile the function ``name`` (extern "C") of ``source`` and load it onto a device: for its ``capability``, or
-    without one for sm_90a, Hopper with the instructions that no other card has.
+    """The function ``name`` (extern "C") of these files of this folder, one behind the other: compiled for a device and
+    loaded onto it once. They see ``constants`` and THREADS as macros, and a macro with the function's own name in
+    capitals. For Hopper they may use the instructions that no other card has (sm_90a).
 
-    The source sees ``constants`` and THREADS as macros, and a macro with the function's own name in capitals.
+    Example: ``load_kernel(("instructions.cu", "depthwise.cu"), "super_depthwise", 0, threads=512, BFLOAT=1)``
     """
+    folder = resources.files("tinyvae.engines")
+    source = "".join(folder.joinpath(file).read_text(encoding="utf-8") for file in files)
     macros = {name.upper(): 1, "THREADS": threads, **constants}
-    target = "sm_90a" if capability is None else f"sm_{capability[0]}{capability[1]}"
+    major, minor = torch.cuda.get_device_capability(device_index)
+    target = f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
     image = _compile(source, target, tuple(f"-D{macro}={value}" for macro, value in macros.items()))
     driver = _driver()
     with torch.cuda.device(device_index):
@@ -112,6 +117,12 @@ def _compile(source: str, target: str, macros: tuple[str, ...]) -> bytes:
     nvrtc.nvrtcGetCUBIN(program, image)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     return image.raw
+
+
+@functools.cache
+def processors(device_index: int) -> int:
+    """How many multiprocessors a device has."""
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 def why_unavailable(capability: tuple[int, int] | None = None) -> str | None:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from importlib import resources
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines.nvrtc import Kernel, KernelBuildError, Launch, compile_kernel
+from tinyvae.engines.nvrtc import Kernel, KernelBuildError, Launch, load_kernel, processors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WORD_BYTES, THREADS = 16, 256
@@ -53,8 +52,8 @@ def finish(made: Tensor, bias: Tensor, residual: Tensor | None, slope: float) ->
 def _launch(device_index: int, dtype: torch.dtype, slope: float, words: int, words_per_pixel: int) -> Launch | None:
     if (kernel := _kernel(device_index, dtype, slope)) is None:
         return None
-    blocks = grid_blocks(words, words_per_pixel, BLOCKS_PER_PROCESSOR * _processors(device_index))
-    return Launch(kernel, 3, [words, words_per_pixel], blocks=blocks, shared_bytes=0)
+    blocks = grid_blocks(words, words_per_pixel, BLOCKS_PER_PROCESSOR * processors(device_index))
+    return Launch(kernel, 3, [words, words_per_pixel], blocks=blocks)
 
 
 def grid_blocks(words: int, words_per_pixel: int, most: int) -> int:
@@ -64,26 +63,12 @@ def grid_blocks(words: int, words_per_pixel: int, most: int) -> int:
 
 
 @functools.cache
-def _processors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
-
-
-@functools.cache
 def _kernel(device_index: int, dtype: torch.dtype, slope: float) -> Kernel | None:
     """None where it cannot be compiled."""
     assert 0 <= slope < 1, "a LeakyReLU is the larger of v and slope · v"
-    source = resources.files("tinyvae.engines").joinpath("pointwise.cu").read_text(encoding="utf-8")
     constants = {"BITS": 8 * dtype.itemsize, "BFLOAT": int(dtype == torch.bfloat16), "SLOPE": slope}
     try:
-        return compile_kernel(
-            source,
-            "pointwise",
-            constants,
-            device_index=device_index,
-            threads=THREADS,
-            shared_bytes=0,
-            capability=torch.cuda.get_device_capability(device_index),
-        )
+        return load_kernel(("pointwise.cu",), "pointwise", device_index, threads=THREADS, **constants)
     except KernelBuildError as reason:
         what = f"the kernel for activations could not be made here ({str(reason).rstrip('.')})"
         warnings.warn(f"{what}; torch's own operators compute them, slower and with the same result.", stacklevel=2)

@@ -1,0 +1,133 @@
+"""Which chunks are recorded and replayed, and what is copied in and out, without a GPU: the stand-in for a graph runs
+the stack again in the recording's own memory. tests/gpu/test_gpu_replay.py compares real graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engines.small_models import small
+from tinyvae.engines import replay
+from tinyvae.engines.eager import EagerStack
+from tinyvae.engines.fused import folded_copy
+from tinyvae.engines.replay import Replay
+from tinyvae.engines.stack import Stack, State
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """Stands for a CUDA graph: it reads the inputs and writes the outputs of its recording, wherever they are."""
+
+    run: Callable[[], list[Tensor | None]]
+    outputs: list[Tensor | None]
+
+    def replay(self) -> None:
+        for output, made in zip(self.outputs, self.run(), strict=True):
+            if output is not None and made is not None:
+                output.copy_(made)
+
+
+def record(self: Replay, parts: list[Tensor], filled: tuple[bool, ...] | None) -> replay._Recording:
+    inputs = [torch.full_like(part, torch.nan) for part in parts]
+
+    def run() -> list[Tensor | None]:
+        held = iter(inputs[1:])
+        state: State | None = None if filled is None else [next(held).clone() if there else None for there in filled]
+        made, after = self._stack.run(inputs[0], state)
+        return [made, *after]
+
+    outputs = run()
+    return replay._Recording(graph=Graph(run=run, outputs=outputs), inputs=inputs, outputs=outputs)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def stack(monkeypatch: pytest.MonkeyPatch) -> Stack:
+    """A decoder, and stand-ins for what `Replay` asks of CUDA."""
+    stream = types.SimpleNamespace(wait_event=lambda event: None, record_event=lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(Replay, "_record", record)
+    model = small("taew2_2")
+    return EagerStack(folded_copy(model.decoder), patch_size=model.spec.patch_size)
+
+
+def random_latents(number: int, width: int = 2) -> Tensor:
+    return torch.randn(1, number, 48, 2, width)
+
+
+def recorded(runner: Replay) -> list[bool]:
+    return [isinstance(recording, replay._Recording) for recording in runner._recordings.values()]
+
+
+@torch.no_grad()
+def test_interleaved_streams_get_their_own_frames(stack: Stack) -> None:
+    """Chunks of two lengths with and without a state; results stay as they are when the next chunk has run."""
+    runner = Replay(stack)
+    films = [random_latents(6).split([1, 2, 1, 1, 1], dim=1) for _ in range(3)]
+    states: list[State | None] = [None] * 3
+    made: list[list[Tensor]] = [[], [], []]
+    for place in range(5):
+        for number, film in enumerate(films):
+            frames, states[number] = runner.run(film[place], states[number])
+            made[number].append(frames)
+    assert recorded(runner) == [True] * 3, "a first chunk, one of two latents, one of one"
+    for film, parts in zip(films, made, strict=True):
+        assert torch.equal(torch.cat(parts, dim=1), torch.cat(launched(stack, film), dim=1))
+
+
+def launched(stack: Stack, film: tuple[Tensor, ...]) -> list[Tensor]:
+    state, parts = None, []
+    for part in film:
+        frames, state = stack.run(part, state)
+        parts.append(frames)
+    return parts
+
+
+@torch.no_grad()
+def test_a_thread_records_only_what_it_has_run(stack: Stack) -> None:
+    runner, latents = Replay(stack), random_latents(1)
+    runner.run(latents, None)
+    thread = threading.Thread(target=runner.run, args=(latents, None))
+    thread.start()
+    thread.join()
+    assert recorded(runner) == [False]
+    runner.run(latents, None)
+    assert recorded(runner) == [False], "the other thread was the last to run it"
+    runner.run(latents, None)
+    assert recorded(runner) == [True]
+    assert recorded(copy.copy(runner)) == [], "a copy records for itself"
+
+
+@torch.no_grad()
+def test_the_recording_not_used_for_longest_goes_first(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, shapes = Replay(stack), [random_latents(1, width) for width in (2, 3, 4)]
+    for latents in (*shapes[:2], *shapes[:2], shapes[0]):
+        runner.run(latents, None)
+    monkeypatch.setattr(replay, "MOST_SHAPES", 2)
+    runner.run(shapes[2], None)
+    assert recorded(runner) == [True, False]
+    monkeypatch.setattr(replay, "MOST_BYTES", 1)
+    runner.run(shapes[2], None)
+    assert recorded(runner) == [True], "the newest one always stays"
+
+
+@torch.no_grad()
+def test_without_room_for_a_graph_chunks_are_launched(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Replay, "_record", no_room)
+    runner, latents = Replay(stack), random_latents(1)
+    expected = stack.run(latents, None)[0]
+    for _ in range(3):
+        assert torch.equal(runner.run(latents, None)[0], expected)
+    assert recorded(runner) == [False]
