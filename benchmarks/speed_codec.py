@@ -10,6 +10,7 @@ import copy
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,10 @@ from tinyvae.convert.bench import (
     time_alternating_ms,
 )
 from tinyvae.engines import cudnn, hopper
+from tinyvae.engines import fused as engines
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
+from tinyvae.evaluation.cost import without_cudnn_trials
 from tinyvae.models.codec import VideoCodec
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -149,13 +152,29 @@ def comparison_row(plain: Timing, fast: Timing) -> dict[str, float]:
     }
 
 
-@torch.no_grad()
-def main() -> None:
+def first_calls_ms(model: TAEHV, latents: torch.Tensor) -> dict[str, float]:
+    """What the first calls of a new length cost a codec that has run before, by the wall clock: the second one may
+    record a CUDA graph. cuDNN tries out no kernels."""
+    with without_cudnn_trials():
+        fused = model.fused()
+        fused.decode_video(latents)
+        waits = {}
+        for call in ("first", "second", "third"):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            fused.decode_video(latents[:, 1:])
+            torch.cuda.synchronize()
+            waits[call] = (time.perf_counter() - began) * 1e3
+    return waits
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default="taehv")
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
     parser.add_argument("--sizes", nargs="+", default=["480x720x49", "720x1280x61"])
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--only_whole", action="store_true", help="whole videos and default streams alone")
     parser.add_argument(
         "--cudnn_channels",
         type=int,
@@ -173,14 +192,56 @@ def main() -> None:
         default=sorted(hopper.ROW_CONVS),
         help="these of the convolutions 1, 2 and 3 of a memory block with 64 channels go row by row",
     )
+    parser.add_argument("--cudnn_groups", action="store_true", help="wide decoders with cuDNN's 3x3 over groups")
     parser.add_argument("--cudnn_depthwise", action="store_true", help="super decoders without our depthwise kernel")
+    parser.add_argument("--no_replay", action="store_true", help="launch every kernel: no chunk replays a CUDA graph")
     parser.add_argument("--check_variants", action="store_true", help="also compare every variant with float32")
     parser.add_argument("--output", type=Path, help="folder for codec.json")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def measure(model: TAEHV, case: BenchmarkCase, *, only_whole: bool) -> dict[str, dict[str, float]]:
+    """Rows by name: whole videos and, unless ``only_whole``, streams, latency, and what the codec holds."""
+    device, rows = model.device, {}
+    ceilings, timings, fused = run_benchmark(model, case)
+    print(f"{case.height}x{case.width}x{case.num_frames} {fused!r}")
+    print(f"  copy {ceilings.bytes_per_s / 1e12:.2f} TB/s, product {ceilings.flops_per_s / 1e12:.0f} TFLOP/s")
+    found = {(timing.operation, timing.codec): timing for timing in timings}
+    for operation in ("decode", "encode"):
+        plain, fast = found[operation, "plain"], found[operation, "fused"]
+        rows[operation] = comparison_row(plain, fast)
+        rows[operation]["stream"] = fast.milliseconds / found[operation, "fused stream"].milliseconds
+        words = ", ".join(f"{name} {value:.4g}" for name, value in rows[operation].items())
+        print(f"  {operation}: {words}", flush=True)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        rows["held"] = {"GiB": torch.cuda.memory_reserved() / 2**30}  # with weights and graphs, without any call
+        print(f"  held between calls: {rows['held']['GiB']:.3f} GiB", flush=True)
+    if only_whole:
+        return rows
+    video = torch.rand(1, case.num_frames, 3, case.height, case.width, device=device).to(model.dtype)
+    latents = model.encode_video(video)
+    for calls in streaming_calls(model, latents, video):
+        times = time_alternating_ms(calls, device, repeats=max(9, case.repeats), warmups=3)
+        for name, call in calls.items():
+            peak = (peak_bytes(call, device) or 0) / 2**30
+            rows[name] = {"ms": statistics.median(times[name]), "GiB": peak}
+            print(f"  {name}: {statistics.median(times[name]):.2f} ms, {peak:.2f} GiB", flush=True)
+    if device.type == "cuda":
+        rows["latency"], rows["first calls"] = latency_ms(model, latents), first_calls_ms(model, latents)
+        print(f"  latency: {rows['latency']}\n  first calls of a new length: {rows['first calls']}", flush=True)
+    return rows
+
+
+@torch.no_grad()
+def main() -> None:
+    arguments = parse()
     hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
     hopper.JOIN_IMAGE = not arguments.two_image_kernels
     hopper.ROW_CONVS = frozenset(arguments.row_convs)
+    hopper.CUDNN_GROUPS = arguments.cudnn_groups
     cudnn.OWN_DEPTHWISE = not arguments.cudnn_depthwise
+    engines.REPLAY_CHUNKS = not arguments.no_replay
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0 if torch.cuda.is_available() else None)
     model = TAEHV(arguments.variant)
     spread_weights(model)
@@ -189,28 +250,7 @@ def main() -> None:
     for size in arguments.sizes:
         height, width, frames = map(int, size.split("x"))
         case = BenchmarkCase(height=height, width=width, num_frames=frames, repeats=arguments.repeats)
-        ceilings, timings, fused = run_benchmark(model, case)
-        print(f"{size} {fused!r}")
-        print(f"  copy {ceilings.bytes_per_s / 1e12:.2f} TB/s, product {ceilings.flops_per_s / 1e12:.0f} TFLOP/s")
-        rows: dict[str, dict[str, float]] = {}
-        found = {(timing.operation, timing.codec): timing for timing in timings}
-        for operation in ("decode", "encode"):
-            plain, fast = found[operation, "plain"], found[operation, "fused"]
-            rows[operation] = comparison_row(plain, fast)
-            words = ", ".join(f"{name} {value:.4g}" for name, value in rows[operation].items())
-            print(f"  {operation}: {words}", flush=True)
-        video = torch.rand(1, frames, 3, height, width, device=device).to(model.dtype)
-        latents = model.encode_video(video)
-        for calls in streaming_calls(model, latents, video):
-            times = time_alternating_ms(calls, device, repeats=max(9, arguments.repeats), warmups=3)
-            for name, call in calls.items():
-                peak = (peak_bytes(call, device) or 0) / 2**30
-                rows[name] = {"ms": statistics.median(times[name]), "GiB": peak}
-                print(f"  {name}: {statistics.median(times[name]):.2f} ms, {peak:.2f} GiB", flush=True)
-        if device.type == "cuda":
-            rows["latency"] = latency_ms(model, latents)
-            print(f"  latency: {rows['latency']}", flush=True)
-        results[size] = rows
+        results[size] = measure(model, case, only_whole=arguments.only_whole)
     if arguments.check_variants:
         results["variants"] = check_variants(model.dtype, device)
     if arguments.output:

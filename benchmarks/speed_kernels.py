@@ -2,10 +2,11 @@
 
     python benchmarks/speed_kernels.py [--only tiles image rows depthwise] [--output DIR]
 
-Each line: relative error against float32 (output poisoned with NaN before), median time, TFLOP/s, and the same
-convolution through cuDNN in channels_last without bias, residual, ReLU or interleaving (so cuDNN does less). The
-depthwise lines compare whole operations: both convolutions, with their results side by side; the last lines of them the
-1x1 convolution behind, by cuDNN and by cuBLAS.
+tiles: relative error against float32 (output poisoned with NaN before), median time, TFLOP/s, and the same convolution
+through cuDNN in channels_last without bias, residual, ReLU or interleaving (so cuDNN does less).
+image, rows: the kernel beside those that it replaces, with their errors. depthwise: whole operations, both convolutions
+with their results side by side, then the 1x1 convolution behind them, by cuDNN and by cuBLAS.
+tests/gpu/ has the odd sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -324,32 +325,9 @@ def time_conv_rows(dtype: torch.dtype) -> list[dict[str, object]]:
 SUPER_STAGES = ((512, 30, 45, 1), (256, 60, 90, 1), (128, 120, 180, 2))  # channels, size, frames of a latent
 
 
-def check_depthwise(dtype: torch.dtype) -> list[dict[str, object]]:
-    """Right at odd sizes, several videos, with and without a frame before."""
-    rows: list[dict[str, object]] = []
-    for channels, height, width, videos, frames in ((512, 30, 45, 1, 1), (256, 31, 50, 2, 3), (16, 61, 91, 1, 13)):
-        depth, past_depth = (torch.randn(2, channels, 1, 7, 7, device=DEVICE) / 7).to(dtype)
-        x = random_frames(videos * frames, height, width, channels, dtype)
-        for past in (None, random_frames(videos, height, width, channels, dtype)):
-            bands = depthwise.pack_bands(depth, past_depth)
-            poison = [x.new_full((2 * x.numel(),), torch.nan), x.new_full((x.numel() // frames,), torch.nan)]
-            del poison  # the results take this memory
-            both, last = depthwise.super_depthwise(x, bands, num_videos=videos, past_NHWC=past)
-            now, then = (
-                F.conv2d(x.float().permute(0, 3, 1, 2), weight.float(), padding=3, groups=channels).permute(0, 2, 3, 1)
-                for weight in (depth, past_depth)
-            )
-            video = then.unflatten(0, (videos, -1))
-            first = torch.zeros_like(video[:, 0]) if past is None else past.float()
-            shifted = torch.cat([first[:, None], video[:, :-1]], 1).flatten(0, 1)
-            errors = relative_error(both, torch.cat([now, shifted], 3)), relative_error(last, video[:, -1])
-            rows.append({"check": f"depthwise {channels}ch {height}x{width} {videos}x{frames}", "error": max(errors)})
-            print(rows[-1], flush=True)
-    return rows
-
-
 def time_depthwise(dtype: torch.dtype) -> list[dict[str, object]]:
-    rows = []
+    """A super block's depthwise convolutions by our kernel and by cuDNN: of whole videos and of a stream's pushes."""
+    rows: list[dict[str, object]] = []
     for channels, height, width, grown in SUPER_STAGES:
         depth, past_depth = (torch.randn(2, channels, 1, 7, 7, device=DEVICE) / 7).to(dtype)
         widen = torch.randn(4 * channels, 2 * channels, 1, 1, device=DEVICE).to(dtype) * 0.03
@@ -364,9 +342,11 @@ def time_depthwise(dtype: torch.dtype) -> list[dict[str, object]]:
                 "kernel": lambda a=x, b=bands, p=past: depthwise.super_depthwise(a, b, num_videos=1, past_NHWC=p),
                 "cudnn": lambda a=flat, k=layer, p=past: cudnn.two_depthwise(k, a, p[None], 1),
             }
-            rows.append(
-                timed(f"depthwise {channels}ch, {x.shape[0]} frames", 2.0 * x.numel() * 98, calls, repeat=graphed)
-            )
+            name = f"depthwise {dtype} {channels}ch, {x.shape[0]} frames"
+            both, by_cudnn = depthwise.super_depthwise(x, bands, num_videos=1, past_NHWC=past)[0], calls["cudnn"]()
+            rows.append({"check": name, "difference": relative_error(both, cast(tuple[Tensor, Tensor], by_cudnn)[0])})
+            print(rows[-1], flush=True)
+            rows.append(timed(name, 2.0 * x.numel() * 98, calls, repeat=graphed))
         both = random_frames(4 * grown, height, width, 2 * channels, dtype)
         flat, pixels, matrix = both.permute(0, 3, 1, 2), both.flatten(0, 2), widen.flatten(1).T
         calls = {
@@ -374,7 +354,7 @@ def time_depthwise(dtype: torch.dtype) -> list[dict[str, object]]:
             "cublas": lambda a=pixels, w=matrix, b=bias: torch._addmm_activation(b, a, w),
         }
         flops = 2.0 * both.numel() * 4 * channels
-        rows.append(timed(f"widen {channels}ch, {both.shape[0]} frames", flops, calls, repeat=graphed))
+        rows.append(timed(f"widen {dtype} {channels}ch, {both.shape[0]} frames", flops, calls, repeat=graphed))
     return rows
 
 
@@ -382,7 +362,7 @@ KERNELS: dict[str, Callable[[], list[dict[str, object]]]] = {
     "tiles": lambda: [*both_dtypes(check_tiles), *time_tiles(torch.float16), *time_image_side(torch.float16)],
     "image": lambda: both_dtypes(time_grow_image),
     "rows": lambda: both_dtypes(time_conv_rows),
-    "depthwise": lambda: [*both_dtypes(check_depthwise), *time_depthwise(torch.float16)],
+    "depthwise": lambda: both_dtypes(time_depthwise),
 }
 
 

@@ -27,8 +27,8 @@ from tinyvae.engines.pointwise import finish
 from tinyvae.engines.stack import Stack, State, slice_bytes
 
 OWN_DEPTHWISE = True
-"""Whether our own kernel computes the depthwise convolutions of super blocks where it runs (`depthwise`); False: cuDNN.
-`benchmarks/speed_kernels.py` compares the two."""
+"""Whether our own kernel computes the depthwise convolutions of super blocks where it runs; else cuDNN does
+(`benchmarks/speed_kernels.py --only depthwise` and `benchmarks/speed_codec.py --cudnn_depthwise` compare)."""
 
 
 @functools.cache
