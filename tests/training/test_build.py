@@ -3,6 +3,7 @@ compile, the run goes on without; what was compiled once is found again."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._inductor import config as inductor
 
 from tests.training.tiny_runs import arguments_for, train_here, write_clips
 from tinyvae import TAEHV, VARIANTS, load_model
@@ -132,6 +132,7 @@ print(seen["autograd_cache_hit"], seen["autograd_cache_miss"], seen["autograd_ca
 @pytest.mark.slow
 def test_a_compiled_step_is_traced_once(tmp_path: Path) -> None:
     """A second process finds the whole step in the cache, gets the same bits, and none of another precision's."""
+    inductor = importlib.import_module("torch._inductor.config")  # here, because it takes a second
     if not hasattr(inductor, "unsafe_marked_cacheable_functions") or shutil.which("g++") is None:
         pytest.skip("an old torch, which traces every time, or nothing to compile with")
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
