@@ -138,7 +138,8 @@ def settle_compilation(config: TrainConfig, device: torch.device) -> TrainConfig
         log.info("compile_model is left out: a compiled step need not have the same bits every time (deterministic)")
         return replace(config, compile_model=False)
     try:
-        with no_collections():  # it imports the compiler
+        with no_collections():  # this imports the compiler
+            keep_traces(config.mixed_precision)
             torch.compile(lambda x: (x + 1).relu())(torch.zeros(8, device=device))
     except (RuntimeError, ImportError) as fault:
         reason = " ".join(str(fault).split()[:40])
@@ -147,7 +148,6 @@ def settle_compilation(config: TrainConfig, device: torch.device) -> TrainConfig
     # Beyond its limit torch runs a new shape without a compiled graph. This is the name that torch 2.6 has too.
     limits = torch._dynamo.config
     limits.cache_size_limit = max(limits.cache_size_limit, GRAPHS_PER_SIZE * len(config.sizes.sizes))
-    keep_traces(config.mixed_precision)
     return config
 
 
