@@ -1,11 +1,14 @@
-"""Freed memory goes back to the system."""
+"""Freed memory goes back to the system; imports are not looked through."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
 import pytest
+
+from tinyvae.heap import no_collections
 
 SCRIPT = """
 import ctypes
@@ -29,3 +32,17 @@ print(before - resident_kib())
 def test_holes_in_the_heap_are_given_back() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
     assert int(done.stdout) > 80_000
+
+
+def test_no_collections_leaves_the_collector_as_it_was() -> None:
+    with pytest.raises(ImportError), no_collections():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with no_collections():
+            pass
+        assert not gc.isenabled(), "a caller had switched it off"
+    finally:
+        gc.enable()

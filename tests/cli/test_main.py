@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from tinyvae import TAEHV, VARIANTS, save_model
 from tinyvae.cli.main import VERBS, build_parser
+from tinyvae.training.engine import LAUNCH_VARIABLES
 
 
 def tinyvae(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -94,3 +96,31 @@ def test_importing_tinyvae_pulls_nothing_heavy() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     heavy = {"av", "accelerate", "diffusers", "torchmetrics", "tensorboard", "PIL", "transformers", "deepspeed"}
     assert not heavy & {name.split(".")[0] for name in loaded}
+
+
+def test_a_run_of_one_process_starts_without_heavy_packages() -> None:
+    """Before its first step a run needs torch, and no package that takes long to import or asks nvidia-smi."""
+    code = """if True:
+        import sys
+        from tinyvae.config import TrainConfig
+        from tinyvae.training.start import start_engine
+        engine = start_engine(TrainConfig())
+        assert (engine.rank, engine.world_size, engine.is_main, engine.many) == (0, 1, True, False)
+        print(*sys.modules)
+    """
+    alone = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=alone)
+    loaded = set(done.stdout.split())
+    heavy = {"accelerate", "diffusers", "transformers", "torchmetrics", "tensorboard", "deepspeed", "matplotlib"}
+    heavy |= {
+        "torch._dynamo",
+        "torch._inductor",
+        "onnx",
+        "huggingface_hub",
+        "ray",
+        "fsspec",
+        "wandb",
+        "mlflow",
+        "scipy",
+    }
+    assert not heavy & (loaded | {name.split(".")[0] for name in loaded})

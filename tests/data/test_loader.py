@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -300,6 +301,14 @@ def test_validation_clips_that_do_not_fit_are_read_again_each_time(
     shutil.rmtree(damaged.index.data_root)
     with pytest.raises(UserError, match="not one validation clip could be read"):
         list(loader)
+
+
+def test_training_workers_that_started_early_give_the_same_clips(sides: tuple[ClipSet, ClipSet]) -> None:
+    early = make_train_loader(sides[0], SETTINGS, batch_size=2, num_workers=2)
+    early.start()
+    with closing(iter(early)) as batches:
+        assert_equal(list(islice(batches, 5)), take(sides[0], 5, batch_size=2))
+    assert_equal(list(islice(iter(early), 1)), take(sides[0], 1, batch_size=2))  # from the start again
 
 
 def test_workers_that_nobody_used_end_with_their_loader(sides: tuple[ClipSet, ClipSet]) -> None:

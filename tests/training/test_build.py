@@ -1,8 +1,13 @@
 """He initialization keeps signals alive through every variant, and is drawn from its seed alone; where nothing can
-compile, the run goes on without."""
+compile, the run goes on without; what was compiled once is found again."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,3 +103,45 @@ def test_each_of_many_sizes_is_compiled_once(monkeypatch: pytest.MonkeyPatch) ->
     for n_frames, height, width in config.sizes.sizes * 2:
         step(torch.zeros(1, n_frames, 3, height, width))
     assert compiled == [(8,), *((1, n, 3, height, width) for n, height, width in config.sizes.sizes)]
+
+
+COMPILED_STEP = """
+import hashlib, sys, torch
+from torch import nn
+from torch._dynamo.utils import counters
+from tinyvae.engines.eager import run_folded
+from tinyvae.models.blocks import TPool
+from tinyvae.training.build import keep_traces
+
+keep_traces(sys.argv[1])
+torch.manual_seed(0)
+network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), TPool(8, 2), nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False))
+network.append(nn.Conv2d(8, 4, 3, padding=1))
+step = torch.compile(lambda frames: run_folded(network, frames, None, checkpointing=False)[0])
+with torch.autocast("cpu", {"bf16": torch.bfloat16, "fp16": torch.float16}[sys.argv[1]]):
+    made = step(torch.rand(1, 2, 3, 16, 16))
+made.float().square().sum().backward()
+digest = hashlib.sha256()
+for value in (made, *(parameter.grad for parameter in network.parameters())):
+    digest.update(value.detach().float().contiguous().numpy().tobytes())
+seen = counters["aot_autograd"]
+print(seen["autograd_cache_hit"], seen["autograd_cache_miss"], seen["autograd_cache_bypass"], digest.hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_traced_once(tmp_path: Path) -> None:
+    """A second process finds the whole step in the cache, gets the same bits, and none of another precision's."""
+    inductor = importlib.import_module("torch._inductor.config")  # here, because it takes a second
+    if not hasattr(inductor, "unsafe_marked_cacheable_functions") or shutil.which("g++") is None:
+        pytest.skip("an old torch, which traces every time, or nothing to compile with")
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+
+    def compile_step(precision: str) -> list[str]:
+        command = [sys.executable, "-c", COMPILED_STEP, precision]
+        return subprocess.check_output(command, env=os.environ | caches, text=True).split()
+
+    first, second = compile_step("bf16"), compile_step("bf16")
+    assert first[:3] == ["0", "1", "0"] and second[:3] == ["1", "0", "0"]
+    assert first[3] == second[3]
+    assert compile_step("fp16")[:3] == ["0", "1", "0"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.training.faults import _around_losses
@@ -17,6 +19,7 @@ from tinyvae.teachers import TeacherError
 from tinyvae.training import validation
 from tinyvae.training.clips import RunData
 from tinyvae.training.engine import Engine
+from tinyvae.training.loop import seconds_running
 from tinyvae.training.task import StepLosses, TrainingTask
 from tinyvae.training.validation import ValidationResult
 
@@ -127,3 +130,8 @@ def test_a_batch_too_small_for_seraena_is_refused_before_the_first_step(clips: P
     with pytest.raises(UserError, match="cannot normalize a batch of one 8x8 image"):
         train_here(arguments_for(clips, tmp_path / "run", **SERAENA, **small))
     assert list((tmp_path / "run").glob("*checkpoint-*")) == []
+
+
+def test_seconds_since_the_start_of_the_process() -> None:
+    by_the_clock = time.time() - psutil.Process().create_time()  # the time of the boot in it is cut to a second
+    assert by_the_clock - 1.1 < seconds_running() < by_the_clock + 0.1

@@ -20,7 +20,7 @@ from tinyvae.training import checkpoint, validation
 WORKERS: dict[str, object] = {"dataloader_num_workers": 2, "prefetch_factor": 1, "gradient_accumulation_steps": 2}
 
 
-TRAINING, VALIDATION = -1, 0  # places of workers: those of the validation start first, and end after the first one
+TRAINING, VALIDATION = 0, -1  # places of workers: those of the validation start last, and end after the first one
 
 
 def kill_a_worker(place: int) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -49,6 +50,22 @@ def test_a_run_folder_holds_all_that_is_promised(clips: Path, tmp_path: Path) ->
     assert load_model(run.folder).spec.width == 0.125
     assert "PSNR" in (run.folder / "report.html").read_text()
     assert "psnr" in (run.folder / "model_card.md").read_text()
+
+
+def test_clips_are_decoded_while_the_networks_are_built(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the processes that decode them end with a run that is refused later."""
+    others, workers = set(psutil.Process().children()), []
+
+    def refuse(config: TrainConfig) -> TAEHV:
+        workers.extend(child for child in psutil.Process().children() if child not in others)
+        raise UserError("no network today")
+
+    monkeypatch.setattr("tinyvae.training.start.build_model", refuse)
+    with pytest.raises(UserError, match="no network today"):
+        train_here(arguments_for(clips, tmp_path / "run", dataloader_num_workers=1))
+    assert workers and not psutil.wait_procs(workers, timeout=20)[1]
 
 
 def test_accumulation_is_the_larger_batch(clips: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ example:
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shlex
 import sys
@@ -24,6 +25,7 @@ from pathlib import Path
 from tinyvae.config.load import LoadedConfig, load_config, parse_words, preset_names, preset_summary
 from tinyvae.config.schema import config_help_text
 from tinyvae.errors import UserError
+from tinyvae.heap import no_collections
 from tinyvae.terminal import outlive_readers
 
 
@@ -77,9 +79,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def train(loaded: LoadedConfig, words: list[str]) -> int:
-    from tinyvae.training.engine import PeerLostError
-    from tinyvae.training.guards import StopRequested
-    from tinyvae.training.start import run_training
+    is_fresh = "torch" not in sys.modules
+    with no_collections():
+        from tinyvae.training.engine import PeerLostError
+        from tinyvae.training.guards import StopRequested
+        from tinyvae.training.start import run_training
+    if is_fresh:
+        gc.freeze()  # no later collection looks through what was imported
 
     try:
         finished = run_training(loaded, command=shlex.join(["tinyvae", "train", *words]))

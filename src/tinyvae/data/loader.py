@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -55,6 +55,7 @@ class _Loader:
     ) -> None:
         self._clips, self.bad_files = clips, watch
         self._positions_of, self._num_batches, self._num_workers = positions_of, num_batches, num_workers
+        self._started: Iterator[ReadBatch] | None = None
         self._make_loader = partial(
             DataLoader,
             clips,
@@ -68,6 +69,15 @@ class _Loader:
             generator=torch.Generator().manual_seed(0),
         )
 
+    def start(self) -> None:
+        """Start the workers of the next iteration, which decode while the caller does other things."""
+        if self._num_workers:
+            self._started = self._start_workers(0)
+
+    def close(self) -> None:
+        """End workers that `start` started and that no iteration has used."""
+        self._started = None
+
     def _positions(self, first: int) -> Iterator[list[int]]:
         """The positions of each batch of this rank, from batch ``first`` on."""
         numbers = count(first) if self._num_batches is None else range(first, self._num_batches)
@@ -79,11 +89,9 @@ class _Loader:
         with starting_workers(loader.num_workers):
             return iter(loader)
 
-    def _reads(self, started: Iterator[ReadBatch] | None = None) -> Iterator[ReadBatch]:
-        """Every batch. A clip depends on its position alone, so new workers continue exactly where lost ones were.
-
-        ``started``: workers that began with batch 0 earlier.
-        """
+    def _reads(self) -> Iterator[ReadBatch]:
+        """Every batch. A clip depends on its position alone, so new workers continue exactly where lost ones were."""
+        started, self._started = self._started, None
         num_done = num_lost = 0
         while True:
             try:
@@ -128,7 +136,7 @@ class _Loader:
 class TrainLoader(_Loader):
     """Iterate for batches without end. Each iteration starts at ``start_sample``."""
 
-    def __iter__(self) -> Iterator[ClipBatch]:
+    def __iter__(self) -> Generator[ClipBatch, None, None]:
         told: set[CacheNote] = set()
         for read in self._reads():
             assert read.batch is not None, "a training batch without failure is whole"
@@ -164,17 +172,7 @@ class ValidationLoader(_Loader):
         self.reads = ValidationReads()
         self._is_alone = is_alone
         self._num_bytes = num_bytes  # of this rank's clips
-        self._started: Iterator[ReadBatch] | None = None
         self._kept: list[ReadBatch] | None = None
-
-    def start(self) -> None:
-        """Start the workers of the first iteration, which decode while the caller does other things."""
-        if self._num_workers:
-            self._started = self._start_workers(0)
-
-    def close(self) -> None:
-        """End workers that `start` started and that no iteration has used."""
-        self._started = None
 
     @property
     def kept_clips(self) -> dict[str, Tensor]:
@@ -208,12 +206,11 @@ class ValidationLoader(_Loader):
         if not fits and not self.bad_files.num_tries:  # said at the first iteration
             sizes = f"{bytes_in_words(self._num_bytes)}, more than the {bytes_in_words(MAX_KEPT_BYTES)} that are kept"
             log.info("the validation clips take %s in memory: they are decoded again for each validation", sizes)
-        started, self._started = self._started, None
         if not fits:
-            yield from self._reads(started)
+            yield from self._reads()
             return
         kept = []
-        for read in self._reads(started):
+        for read in self._reads():
             kept.append(read.copied())
             yield kept[-1]
         self._kept = kept

@@ -18,6 +18,7 @@ from tinyvae.data.clip import ClipSettings
 from tinyvae.data.latent_store import LatentStore
 from tinyvae.data.splits import ClipSet
 from tinyvae.errors import UserError
+from tinyvae.heap import no_collections
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.losses.seraena import Seraena
 from tinyvae.losses.seraena.start import SeraenaStart
@@ -33,6 +34,7 @@ from tinyvae.training.task import TrainingTask
 log = logging.getLogger(__name__)
 
 GRAPHS_PER_SIZE = 8  # as torch allows for one; the teacher's encoder has several shapes inside
+AUTOCAST_IN_GRAPHS = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
 QUIET_BRANCH = 0.03  # a tenth of a dB better after 1,000 steps than 0.1; 0.01 is as good (docs/results.md)
 
 
@@ -136,7 +138,9 @@ def settle_compilation(config: TrainConfig, device: torch.device) -> TrainConfig
         log.info("compile_model is left out: a compiled step need not have the same bits every time (deterministic)")
         return replace(config, compile_model=False)
     try:
-        torch.compile(lambda x: (x + 1).relu())(torch.zeros(8, device=device))
+        with no_collections():  # this imports the compiler
+            keep_traces(config.mixed_precision)
+            torch.compile(lambda x: (x + 1).relu())(torch.zeros(8, device=device))
     except (RuntimeError, ImportError) as fault:
         reason = " ".join(str(fault).split()[:40])
         log.warning("compile_model is left out, and a step takes twice as long: torch.compile fails here (%s)", reason)
@@ -145,6 +149,21 @@ def settle_compilation(config: TrainConfig, device: torch.device) -> TrainConfig
     limits = torch._dynamo.config
     limits.cache_size_limit = max(limits.cache_size_limit, GRAPHS_PER_SIZE * len(config.sizes.sizes))
     return config
+
+
+def keep_traces(mixed_precision: str) -> None:
+    """Let torch keep on disk what it makes of a graph with ``autocast`` inside, as the folding of weights has it.
+
+    Without this it keeps only the kernels, and each start traces and cuts the graph again: half of the time from a warm
+    cache to the first step. torch leaves autocast out for want of an entry in a list: what it does follows from its
+    arguments, which are part of the key (pytorch issue 191106). The precision around the graph is part of it in new
+    versions of torch alone: so it goes into the key here. Old versions have no such setting.
+    """
+    from torch._inductor import config as inductor
+
+    if hasattr(inductor, "unsafe_marked_cacheable_functions"):
+        marked = dict.fromkeys(AUTOCAST_IN_GRAPHS, mixed_precision)
+        inductor.unsafe_marked_cacheable_functions = {**inductor.unsafe_marked_cacheable_functions, **marked}
 
 
 def build_teacher(config: TrainConfig, device: torch.device) -> Teacher:

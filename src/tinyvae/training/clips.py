@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip import ClipSettings
-from tinyvae.data.clip_reading import BadFileLog, ClipBatch
+from tinyvae.data.clip_reading import BadFileLog
 from tinyvae.data.index import VideoIndex, is_index, open_index
 from tinyvae.data.index_build import CACHED_INDEX, bring_up_to_date, usable_cores
 from tinyvae.data.latent_store import LatentStore
-from tinyvae.data.loader import ValidationLoader, make_train_loader, make_validation_loader
+from tinyvae.data.loader import TrainLoader, ValidationLoader, make_train_loader, make_validation_loader
 from tinyvae.data.sizes import SizesOfPositions, with_size
 from tinyvae.data.splits import ClipSet, split
 from tinyvae.errors import UserError
@@ -87,11 +86,9 @@ class RunData:
                 "itself (--latent_store none), or start a new run."
             )
 
-    def training_batches(
-        self, engine: Engine, *, start_sample: int, start_step: int
-    ) -> Generator[ClipBatch, None, None]:
+    def training_loader(self, engine: Engine, *, start_sample: int, start_step: int) -> TrainLoader:
         """Endless micro-batches of this rank, from the clips that come after ``start_sample``; ``start_step``: the
-        optimizer step that they are for, which decides over their size. Close it at the end."""
+        optimizer step that they are for, which decides over their size. Close its iterator at the end."""
         config = self.config
         if self.latents is not None:
             sizes = self.latents.facts.sizes
@@ -100,7 +97,7 @@ class RunData:
             sizes = SizesOfPositions(
                 schedule=config.sizes, clips_per_step=clips_per_step, start_sample=start_sample, start_step=start_step
             )
-        yield from make_train_loader(
+        return make_train_loader(
             self.train,
             training_settings(config),
             batch_size=config.train_batch_size,

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from tinyvae.training.optim import OptimizerSet
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+LAUNCH_VARIABLES = {"LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"}
+"""One of these, or one of accelerate's own, is set where a launcher has started the process."""
 
 
 class PeerLostError(UserError):
@@ -50,13 +53,10 @@ class Engine:
     kind = "plain"
 
     def __init__(self, config: TrainConfig) -> None:
-        processes = join_processes(config)
-        self.rank: int = processes.process_index
-        self.world_size: int = processes.num_processes
+        self.rank, self.world_size, self.device = join_processes(config)
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.is_main: bool = processes.is_main_process
+        self.is_main = self.rank == 0
         self.many = dist.is_initialized()  # also for one process that a launcher started
-        self.device: torch.device = processes.device
         self.timeout_s = config.nccl_timeout
         self._dtype = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}[config.mixed_precision]
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=config.mixed_precision == "fp16")
@@ -212,18 +212,24 @@ class Engine:
             dist.destroy_process_group()
 
 
-def join_processes(config: TrainConfig) -> Any:
-    """Join the process group that the launcher describes. accelerate only numbers processes and names devices."""
-    from accelerate import PartialState
+class Seat(NamedTuple):
+    """Which process of how many this one is, and the device that it computes on."""
 
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def join_processes(config: TrainConfig) -> Seat:
+    """Join the process group that a launcher describes. accelerate only numbers processes and names devices."""
     if config.deterministic:  # read by cuBLAS and torch.compile when they start
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     on_cpu = not torch.cuda.is_available()
-    group: dict[str, Any] = {}
-    if int(os.environ.get("LOCAL_RANK", "-1")) >= 0:  # accelerate takes a named backend for a sign of a launched job
-        group = {"backend": "gloo" if on_cpu else "nccl", "timeout": timedelta(seconds=config.nccl_timeout)}
-    processes = PartialState(cpu=on_cpu, **group)
+    if any(name in LAUNCH_VARIABLES or name.startswith("ACCELERATE_") for name in os.environ):
+        seat = _launched_seat(config, on_cpu)
+    else:  # accelerate would say the same, after it has asked nvidia-smi for the names of all GPUs
+        seat = Seat(rank=0, world_size=1, device=torch.device("cpu" if on_cpu else "cuda"))
     if not on_cpu:
         torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
         torch.backends.cudnn.allow_tf32 = config.allow_tf32
@@ -232,7 +238,17 @@ def join_processes(config: TrainConfig) -> Any:
         torch.backends.cudnn.deterministic = config.deterministic
         torch.use_deterministic_algorithms(config.deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # all is written first
-    return processes
+    return seat
+
+
+def _launched_seat(config: TrainConfig, on_cpu: bool) -> Seat:
+    from accelerate import PartialState
+
+    group: dict[str, Any] = {}
+    if int(os.environ.get("LOCAL_RANK", "-1")) >= 0:  # accelerate takes a named backend for a sign of a launched job
+        group = {"backend": "gloo" if on_cpu else "nccl", "timeout": timedelta(seconds=config.nccl_timeout)}
+    processes = PartialState(cpu=on_cpu, **group)
+    return Seat(rank=processes.process_index, world_size=processes.num_processes, device=processes.device)
 
 
 def as_number(norm: Tensor | float | None) -> float:

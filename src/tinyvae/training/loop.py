@@ -105,9 +105,9 @@ class Trainer:
                 parts.profiler.step()
                 bar.update()
                 if self.progress.step == begun_at + 1:
-                    first_s, after_s = time.perf_counter() - started, time.time() - psutil.Process().create_time()
+                    first_s = time.perf_counter() - started
                     parts_s = f"{waited_s:.1f} s of them for its clips, {first_s - waited_s:.1f} s to compute it"
-                    log.info("first step done %.1f s after the start, %s", after_s, parts_s)
+                    log.info("first step done %.1f s after the start, %s", seconds_running(), parts_s)
                 if self.step_log.is_due(self.progress.step):
                     self._log(bar)
                 (signal_number,) = parts.engine.worst(parts.signals.received)
@@ -309,3 +309,11 @@ class Trainer:
         state = LoopState(progress=self.progress, seraena_start=self.seraena_start, step_log=self.step_log.state_dict())
         self.is_saved = self.parts.save(state, emergency)
         self.parts.notifier.is_at(self.progress)
+
+
+def seconds_running() -> float:
+    """Since this process started."""
+    created = psutil.Process().create_time()
+    if hasattr(time, "CLOCK_BOOTTIME"):  # Linux counts from its boot, and psutil knows the time of that to a second
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - (created - psutil.boot_time())
+    return time.time() - created

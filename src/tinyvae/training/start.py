@@ -12,8 +12,10 @@ import torch
 from tinyvae.config.load import LoadedConfig
 from tinyvae.config.rules import check_config
 from tinyvae.config.schema import TrainConfig
+from tinyvae.data.loader import TrainLoader
 from tinyvae.errors import UserError
 from tinyvae.files import writing_to
+from tinyvae.heap import no_collections
 from tinyvae.models.taehv import TAEHV
 from tinyvae.storage import use_file_cache
 from tinyvae.terminal import count_of
@@ -88,6 +90,7 @@ class _Run:
 
     def __init__(self, loaded: LoadedConfig, at_end: ExitStack) -> None:
         """Join the processes, seed torch, find the checkpoint, take the folder. ``at_end`` gets what must be closed."""
+        self._at_end = at_end
         self.config = config = loaded.config
         self.engine = engine = start_engine(config)
         torch.manual_seed(config.seed)
@@ -129,8 +132,11 @@ class _Run:
         """Build what the loop drives, restore a checkpoint, train, and write what a finished run leaves."""
         config, engine, folder = self.config, self.engine, self.folder
         data = self._open_data()
+        # Workers decode while the networks are built. A resumed run moves its index first: they open it by its name.
+        clips = self._start_clips(data, Progress()) if self.saved is None else None
         model = build_model(config).to(engine.device)
-        optimizers = make_optimizers(model, config)
+        with no_collections():  # the first optimizer of a process imports a part of torch's compiler
+            optimizers = make_optimizers(model, config)
         engine.prepare(model, optimizers)
         task = build_task(config, engine, model, latents=data.latents)
         average = WeightAverage(model, decay=config.ema_decay) if config.ema_decay > 0 else None
@@ -146,6 +152,7 @@ class _Run:
             decided_by=deciding_score(config, with_teacher=teacher is not None),
         )
         loop, data = self._settle(state, data)
+        clips = clips or self._start_clips(data, loop.progress)
         validator = self._validator(task, average, teacher, data, from_step=loop.progress.step)
         needed_bytes = checkpoint_bytes(config, engine.world_size)
         writer = CheckpointWriter(folder, engine, keep=config.checkpoints_total_limit, needed_bytes=needed_bytes)
@@ -156,9 +163,7 @@ class _Run:
             task=task,
             optimizers=optimizers,
             average=average,
-            batches=data.training_batches(
-                engine, start_sample=loop.progress.samples_seen, start_step=loop.progress.step
-            ),
+            batches=iter(clips),
             run_log=self.run_log,
             profiler=profiler,
             signals=self.signals,
@@ -215,6 +220,12 @@ class _Run:
         if self.saved is not None:
             check_same_data(self.saved, config, data)
         return data
+
+    def _start_clips(self, data: RunData, progress: Progress) -> TrainLoader:
+        loader = data.training_loader(self.engine, start_sample=progress.samples_seen, start_step=progress.step)
+        self._at_end.callback(loader.close)
+        loader.start()
+        return loader
 
     def _settle(self, state: RunState, data: RunData) -> tuple[LoopState, RunData]:
         """Restore the checkpoint, if any. Nothing can refuse the run after that: write its first files."""
