@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     ChunkRun = Callable[[Tensor, CodecState | None], tuple[Tensor, CodecState]]
 
 Side = Literal["encoder", "decoder"]
-WARM_UPS = 3
+WARM_UPS = 2  # of a graph: one without a state, one with it
 
 
 class _Stream:
