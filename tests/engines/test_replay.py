@@ -56,6 +56,7 @@ def stack(monkeypatch: pytest.MonkeyPatch) -> Stack:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(Replay, "_record", record)
+    monkeypatch.setattr(Replay, "records", True)
     model = small("taew2_2")
     return EagerStack(folded_copy(model.decoder), patch_size=model.spec.patch_size)
 
@@ -120,14 +121,35 @@ def test_the_recording_not_used_for_longest_goes_first(stack: Stack, monkeypatch
     assert recorded(runner) == [True], "the newest one always stays"
 
 
+def no_room(*arguments: object) -> None:
+    raise torch.OutOfMemoryError("no room")
+
+
 @torch.no_grad()
 def test_without_room_for_a_graph_chunks_are_launched(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(Replay, "_record", no_room)
-    runner, latents = Replay(stack), random_latents(1)
+    runner, latents, others = Replay(stack), random_latents(1), random_latents(2)
     expected = stack.run(latents, None)[0]
+    runner.run(others, None)
+    runner.run(others, None)
+    monkeypatch.setattr(Replay, "_record", no_room)
     for _ in range(3):
         assert torch.equal(runner.run(latents, None)[0], expected)
-    assert recorded(runner) == [False]
+    assert recorded(runner) == [True, False] and not Replay.records
+
+
+@torch.no_grad()
+def test_out_of_memory_frees_all_graphs(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that tries again with less has their memory too."""
+    other = Replay(stack)
+    other.run(random_latents(1), None)
+    other.run(random_latents(1), None)
+    assert recorded(other) == [True]
+    codec = small("taew2_2").fused(engine="eager")
+    assert codec._replays == {}, "there are none on a CPU"
+    monkeypatch.setattr(codec._stacks["decoder"], "run", no_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        codec.decode_video(random_latents(1))
+    assert recorded(other) == []
+    for _ in range(3):
+        other.run(random_latents(1), None)
+    assert recorded(other) == [False]

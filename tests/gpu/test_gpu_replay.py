@@ -11,6 +11,12 @@ from tinyvae.engines import fused as engines
 from tinyvae.engines import replay
 
 
+@pytest.fixture(autouse=True)
+def recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a test before has run out of memory."""
+    monkeypatch.setattr(replay.Replay, "records", True)
+
+
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taeltx_2", "taew2_2_super", "taeltx2_3_wide"])
 def test_replayed_chunks_are_the_launched_ones(

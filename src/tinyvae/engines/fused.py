@@ -32,7 +32,7 @@ from tinyvae.engines.eager import EagerStack
 from tinyvae.engines.fold import Layer, channels_last, fold_layers, map_weights
 from tinyvae.engines.hopper import HopperStack, why_not_hopper
 from tinyvae.engines.onednn import OnednnStack, has_bfloat16, why_not_onednn
-from tinyvae.engines.replay import Replay
+from tinyvae.engines.replay import Replay, stop_recording
 from tinyvae.engines.stack import Stack, slice_bytes
 from tinyvae.errors import UserError
 from tinyvae.models.codec import CodecState, VideoCodec
@@ -167,8 +167,12 @@ class FusedTAEHV(VideoCodec):
             "this state has been used; pass a copy of the list to continue twice from one state"
         )
         runner = self._replays[side] if side in self._replays and self._is_small(side, x_NTCHW.shape) else stack
-        with torch.no_grad():
-            made = runner.run(x_NTCHW, state)
+        try:
+            with torch.no_grad():
+                made = runner.run(x_NTCHW, state)
+        except torch.OutOfMemoryError:
+            stop_recording()  # the caller may try again with less
+            raise
         if state is not None:
             state.clear()  # so that a used state is not taken for that of a new video
         return made

@@ -6,16 +6,17 @@ once costs nothing. The graph works in memory of its own: a chunk and its state 
 copied out, so results stay valid and any number of streams can take turns.
 
 The thread that records has run the shape before: kernels are compiled then, and cuDNN, which chooses its kernels for
-each thread, need not try any out while a graph is recorded.
+each thread, need not try any out while a graph is recorded. A process that runs out of GPU memory frees its graphs and
+records no more (`stop_recording`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,12 +47,16 @@ class Replay:
     Example: ``frames, state = Replay(stack).run(latents_NTCHW, None)``
     """
 
+    records: ClassVar[bool] = True  # in this process
+    _alive: ClassVar[weakref.WeakSet[Replay]] = weakref.WeakSet()
+
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self._recordings: OrderedDict[Any, _Recording | int] = OrderedDict()  # a number: the thread that ran it last
         self._lock = threading.Lock()
         self._done: torch.cuda.Event | None = None  # when the GPU has finished with the memory of the graphs
         self._pool: Any = None  # one for all graphs: they never run at the same time
+        Replay._alive.add(self)
 
     def __reduce__(self) -> tuple[type[Replay], tuple[Stack]]:
         return Replay, (self._stack,)  # a copy records for itself
@@ -66,14 +71,21 @@ class Replay:
         with self._lock, torch.cuda.device(chunk_NTCHW.device):
             thread = threading.get_ident()
             recording = self._recordings.get(key)
-            if recording == thread:
-                with contextlib.suppress(torch.OutOfMemoryError):  # no room for memory of its own: it launches on
+            if recording == thread and Replay.records:
+                try:
                     recording = self._record(parts, filled)
+                except torch.OutOfMemoryError:  # no room for memory of its own: chunks are launched from now on
+                    Replay.records = False
             if isinstance(recording, _Recording):
                 self._remember(key, recording)
                 return self._replay(recording, parts)
             self._remember(key, thread)
         return self._stack.run(chunk_NTCHW, state)
+
+    def forget(self) -> None:
+        """Free all recordings."""
+        with self._lock:
+            self._recordings.clear()
 
     def _remember(self, key: Any, recording: _Recording | int) -> None:
         self._recordings[key] = recording
@@ -123,3 +135,10 @@ class Replay:
         made = copies[0]
         assert made is not None, "a stack always gives frames"
         return made, copies[1:]
+
+
+def stop_recording() -> None:
+    """Free what all graphs of this process hold, and record no more: for a next try after out of memory."""
+    Replay.records = False
+    for replay in list(Replay._alive):
+        replay.forget()

@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from tinyvae.engines.replay import stop_recording
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.evaluation.clip_sources import ClipPart, frame_chunks
 from tinyvae.evaluation.cost import StageTimes, fitting_in_memory
@@ -480,4 +481,5 @@ def in_chunks_that_fit(round_trip: RoundTrip, part: ClipPart, attempt: Callable[
                 raise
         round_trip.chunk_pixels = chunk_frames // 2 * part.height * part.width
         # Out here the failed attempt and its tensors are gone, so that their memory can be freed.
+        stop_recording()
         torch.cuda.empty_cache()
