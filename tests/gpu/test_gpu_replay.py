@@ -62,3 +62,19 @@ def test_recordings_go_while_other_streams_run(monkeypatch: pytest.MonkeyPatch) 
     torch.cuda.synchronize()
     for number, frames in made:
         assert torch.equal(frames, expected[number])
+
+
+def test_graphs_are_counted_and_freed() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    fused = spread("taew2_2").half().fused()
+    latents = torch.randn(1, 2, fused.spec.latent_channels, 20, 20, device="cuda").half()
+    before = replay.idle_bytes(device)
+    expected = fused.decode_video(latents)
+    fused.decode_video(latents)
+    assert replay.idle_bytes(device) > before
+    replay.stop_recording()
+    torch.cuda.empty_cache()
+    assert replay.idle_bytes(device) <= before
+    for _ in range(3):
+        assert torch.equal(fused.decode_video(latents), expected)
+    assert not any(isinstance(one, replay._Recording) for one in fused._replays["decoder"]._recordings.values())

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from tinyvae.engines import fold
 from tinyvae.engines.fused import FusedTAEHV
+from tinyvae.engines.replay import idle_bytes
 from tinyvae.errors import UserError
 from tinyvae.evaluation.cost import without_cudnn_trials
 from tinyvae.models.codec import VideoCodec
@@ -118,7 +119,8 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """Most bytes a call has on a CUDA device beyond what was there before it (its arguments, weights)."""
+    """Most bytes a call has on a CUDA device beyond what was there before it (its arguments, weights), with what CUDA
+    graphs keep for it."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -127,7 +129,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     before = torch.cuda.memory_allocated(device)
     call()
     torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.max_memory_allocated(device) - before + idle_bytes(device)
 
 
 def relative_error(made: Tensor, reference: Tensor) -> float:

@@ -142,3 +142,10 @@ def stop_recording() -> None:
     Replay.records = False
     for replay in list(Replay._alive):
         replay.forget()
+
+
+def idle_bytes(device: torch.device) -> int:
+    """What the graphs on a GPU keep for results in between, which torch does not count as allocated."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = [part for part in torch.cuda.memory_snapshot() if part["segment_pool_id"] != (0, 0)]
+    return sum(part["total_size"] - part["allocated_size"] for part in segments if part["device"] == index)

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 
 from tinyvae import __version__
+from tinyvae.engines.replay import idle_bytes
 from tinyvae.errors import UserError
 from tinyvae.heap import trim_heap
 from tinyvae.terminal import count_of
@@ -172,9 +173,9 @@ def reset_peak_memory(device: torch.device) -> bool:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """The high-water mark: allocated on the GPU, or resident memory of this process."""
+    """The high-water mark: allocated on the GPU and kept by CUDA graphs there, or resident memory of this process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_allocated(device) + idle_bytes(device)
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
