@@ -108,7 +108,8 @@ def test_a_run_of_one_process_starts_without_heavy_packages() -> None:
         assert (engine.rank, engine.world_size, engine.is_main, engine.many) == (0, 1, True, False)
         print(*sys.modules)
     """
-    alone = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
+    launched = {name for name in os.environ if name in LAUNCH_VARIABLES or name.startswith("ACCELERATE_")}
+    alone = {name: value for name, value in os.environ.items() if name not in launched}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=alone)
     loaded = set(done.stdout.split())
     heavy = {"accelerate", "diffusers", "transformers", "torchmetrics", "tensorboard", "deepspeed", "matplotlib"}

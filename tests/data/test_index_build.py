@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -12,10 +13,11 @@ import pytest
 
 from tests.video.small_videos import write_video
 from tinyvae.data import index_build
+from tinyvae.data.annotations import VideoEntry
 from tinyvae.data.index import ANY_MAGIC, VideoIndex, is_index, open_index
 from tinyvae.data.index_build import build_index, open_or_build_index
 from tinyvae.errors import UserError
-from tinyvae.video.decode import VideoInfo
+from tinyvae.video.decode import VideoInfo, probe_video
 
 
 def build(source: Path, output: Path, **options: object) -> object:
@@ -137,6 +139,18 @@ def test_a_file_that_kills_or_hangs_its_process_is_a_bad_file(tmp_path: Path, mo
         "3.mp4": "the decoder crashed on this file",
         "5.mp4": "probing did not end within 1 s",
     }
+
+
+@pytest.mark.slow
+def test_the_start_of_a_fresh_process_is_not_the_files_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it takes longer than a file may take."""
+    write_video(tmp_path / "a.mp4", frames=4, seed=0)
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(6)\n")  # every fresh Python begins with this
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    task = index_build.ProbeTask(VideoEntry(path="a.mp4"), tmp_path / "a.mp4", None)
+    look = functools.partial(index_build._row_of, probe=probe_video, timeout_s=5.0, thorough=False)
+    row, _ = index_build._probe_alone(task, look, 5.0, fork=False)
+    assert (row.reason, row.frames) == ("", 4)
 
 
 def test_the_cached_index_is_used_until_the_source_lists_other_files(

@@ -339,6 +339,7 @@ def _probe_alone(task: ProbeTask, look: Look, limit_s: float, *, fork: bool = Tr
     """In a process of its own, so that the file at fault is known."""
     pool = _new_pool(1, fork=fork)
     try:
+        pool.submit(os.getpid).result()  # a fresh process imports torch first: that is not the file's time
         return pool.submit(look, task).result(timeout=limit_s)
     except BrokenProcessPool:
         reason = "the decoder crashed on this file"
