@@ -133,5 +133,6 @@ def test_a_batch_too_small_for_seraena_is_refused_before_the_first_step(clips: P
 
 
 def test_seconds_since_the_start_of_the_process() -> None:
-    by_the_clock = time.time() - psutil.Process().create_time()  # the time of the boot in it is cut to a second
-    assert by_the_clock - 1.1 < seconds_running() < by_the_clock + 0.1
+    started = psutil.Process().create_time()  # the time of the boot in it is cut to a second
+    before, running, after = time.time() - started, seconds_running(), time.time() - started
+    assert before - 1.1 < running < after + 0.1
