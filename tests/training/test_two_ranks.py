@@ -219,7 +219,7 @@ def test_a_killed_rank_ends_the_job_in_seconds(clips: Path, tmp_path: Path) -> N
 
 def test_a_silent_rank_ends_the_job_at_the_configured_timeout(clips: Path, tmp_path: Path) -> None:
     """A peer that lives but says nothing: its connection stays open, so only the timeout can tell."""
-    running = two_ranks(clips, tmp_path, SlowSteps(0.2), nccl_timeout=15, max_train_steps=500, validation_steps=0)
+    running = two_ranks(clips, tmp_path, SlowSteps(0.2), nccl_timeout=30, max_train_steps=500, validation_steps=0)
     running.wait_for("call 3")
     running.signal(signal.SIGSTOP, 1)
     stopped = time.monotonic()
@@ -228,8 +228,8 @@ def test_a_silent_rank_ends_the_job_at_the_configured_timeout(clips: Path, tmp_p
     running.signal(signal.SIGCONT, 1)
     running.kill()
     assert running.processes[0].exitcode == 1, running.both_logs()
-    assert waited > 3  # of 15, because it may have waited for the other before that was stopped
-    assert "has not answered within 15 s (nccl_timeout): it hangs" in running.log() and "Traceback" not in running.log()
+    assert waited > 10  # of 30: it may have waited for the other before that was stopped
+    assert "has not answered within 30 s (nccl_timeout): it hangs" in running.log() and "Traceback" not in running.log()
 
 
 class ShowTimeouts:
