@@ -41,16 +41,33 @@ class Pool:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the candidates need: crops of these heights and lengths, the teacher's decoding of some, the metric."""
+
+    sizes: dict[int, int]  # height -> frames
+    decoded: set[int]  # heights
+    metric: bool
+    pool: int  # crops of each size
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lesson:
     """``pools``: by height of the crops. ``targets`` (float 1TCHW in [0, 1]) and ``latents`` (the teacher's): of each
     validation clip. ``psnr``: of the teacher's own round trip, of each frame, mean over clips, dB. ``metric``: CC, how
-    much the teacher's picture changes with the latents (`latent_metric`)."""
+    much the teacher's picture changes with the latents (`latent_metric`); None where nobody asked."""
 
     pools: dict[int, Pool]
     targets: list[Tensor]
     latents: list[Tensor]
     psnr: Tensor
-    metric: Tensor
+    metric: Tensor | None
+
+    def fits(self, wanted: Wanted) -> bool:
+        """Whether it holds what candidates need, of the same clips' lengths."""
+        lengths = {size: pool.frames.shape[1] for size, pool in self.pools.items()}
+        decoded = {size for size, pool in self.pools.items() if pool.decoded is not None}
+        has_metric = self.metric is not None or not wanted.metric
+        return wanted.sizes.items() <= lengths.items() and wanted.decoded <= decoded and has_metric
 
     def save(self, file: Path) -> None:
         torch.save({**vars(self), "pools": {size: vars(pool) for size, pool in self.pools.items()}}, file)
@@ -60,8 +77,9 @@ class Lesson:
         """The pools stay in the file until `Pool.to` asks for them."""
         read: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True)
         pools = {size: Pool(**parts) for size, parts in read.pop("pools").items()}
+        metric = None if read["metric"] is None else read["metric"].to(device)
         moved = {name: [clip.to(device) for clip in read[name]] for name in ("targets", "latents")}
-        return cls(pools=pools, psnr=read["psnr"], metric=read["metric"].to(device), **moved)
+        return cls(pools=pools, psnr=read["psnr"], metric=metric, **moved)
 
     @torch.no_grad()
     def examine(self, model: TAEHV, teacher: Teacher) -> dict[str, Tensor]:
@@ -75,16 +93,6 @@ class Lesson:
         return {way: mean_psnr(decoded, self.targets) for way, decoded in ways.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What the candidates need: crops of these heights and lengths, the teacher's decoding of some, the metric."""
-
-    sizes: dict[int, int]  # height -> frames
-    decoded: set[int]  # heights
-    metric: bool
-    pool: int  # crops of each size
-
-
 def make_lesson(
     teacher: Teacher, train: list[Tensor], val: list[Tensor], *, spec: VariantSpec, wanted: Wanted
 ) -> Lesson:
@@ -94,7 +102,7 @@ def make_lesson(
     psnr = mean_psnr([teacher.decode(known) for known in latents], targets)
     pools = {size: make_pool(teacher, train, (wanted.pool, length, size)) for size, length in wanted.sizes.items()}
     pools |= {size: add_decoding(teacher, pools[size]) for size in wanted.decoded}
-    metric = torch.eye(spec.latent_channels, device=teacher.device)
+    metric = None
     if wanted.metric:
         metric = latent_metric(teacher, pools[max(pools)].latents[:METRIC_CLIPS])
         values = ", ".join(f"{value:.2f}" for value in torch.linalg.eigvalsh(metric).flip(0).tolist())

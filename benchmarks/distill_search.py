@@ -168,7 +168,7 @@ class Student:
             )
         engine.prepare(self.model, self.optimizers)
 
-    def step(self, batch: Pool, metric: Tensor, share: float) -> None:
+    def step(self, batch: Pool, metric: Tensor | None, share: float) -> None:
         config = self.candidate.config
         self.optimizers.set_rates(learning_rate_factor(int(share * config.max_train_steps), config))
         with self.engine.autocast():
@@ -195,7 +195,7 @@ class Student:
             total = total + ideas.consistency * latent_loss(self.rig.encode(taught), batch.latents)
         return total
 
-    def encoder_loss(self, batch: Pool, metric: Tensor, learns: bool) -> Tensor:
+    def encoder_loss(self, batch: Pool, metric: Tensor | None, learns: bool) -> Tensor:
         """The weighted sum of what the encoder learns, and of the own round trip. ``learns``: in this step."""
         config, ideas, total = self.candidate.config, self.candidate.ideas, torch.zeros((), device=self.engine.device)
         if ideas.train == "decoder" or not (learns or config.reconstruction_loss_weight):
@@ -207,6 +207,7 @@ class Student:
         if learns:
             distance = latent_loss(latents, batch.latents)
             if ideas.latent_metric:
+                assert metric is not None
                 weighed = weighted_latent_loss(latents, batch.latents, metric)
                 distance = torch.lerp(distance, weighed, ideas.latent_metric)
             total = total + config.encoder_loss_weight * distance
@@ -231,11 +232,12 @@ def weighted_latent_loss(student_NTCHW: Tensor, teacher_NTCHW: Tensor, metric_CC
 
 def compile_steps(rig: Rig, teacher: Teacher, engine: Engine, candidate: Candidate) -> None:
     """Take two steps of each kind on random numbers: whatever compiles or tries kernels does it now."""
-    student, metric = Student(rig, teacher, engine, candidate), torch.eye(rig.model.spec.latent_channels)
+    student = Student(rig, teacher, engine, candidate)
+    metric = torch.eye(rig.model.spec.latent_channels, device=engine.device)
     for share in {candidate.phase(share): share for share in (0.99, 0.5, 0.0)}.values():
         batch = draw_pool(rig.model.spec, candidate.shape(candidate.phase(share)[0]), engine.device)
         for _ in range(2):
-            student.step(batch, metric.to(engine.device), share)
+            student.step(batch, metric, share)
 
 
 def run(
@@ -316,10 +318,6 @@ class Work:
     def lesson(self) -> Lesson:
         """From ``--pool_file``, if it is there; else made, and kept there if it is named."""
         file: Path | None = self.arguments.pool_file
-        if file is not None and file.is_file():
-            return Lesson.load(file, self.engine.device)
-        clips, device = self.arguments.clips, self.engine.device
-        train, val = ([video.to(device) for video in load_split(clips, split)] for split in ("train", "val"))
         asked = self.candidates
         wanted = Wanted(
             sizes={size: each.config.n_frames for each in asked for size in each.sizes},
@@ -327,6 +325,13 @@ class Work:
             metric=any(each.ideas.latent_metric for each in asked),
             pool=self.arguments.pool,
         )
+        if file is not None and file.is_file():
+            known = Lesson.load(file, self.engine.device)
+            if not known.fits(wanted):
+                raise SystemExit(f"{file} lacks crops, decodings or the metric of a candidate; name another file.")
+            return known
+        clips, device = self.arguments.clips, self.engine.device
+        train, val = ([video.to(device) for video in load_split(clips, split)] for split in ("train", "val"))
         made = make_lesson(self.teacher, train, val[: self.arguments.max_clips], spec=self.spec, wanted=wanted)
         words = f"{self.teacher.class_name} reaches {made.psnr.mean():.2f} dB itself; its student is {self.spec.name}"
         print(words, flush=True)
@@ -345,7 +350,7 @@ class Work:
                 print(f"no time left for {candidate.words!r}")
                 continue
             spec = candidate.config.spec
-            rig = self._rigs.setdefault(spec, Rig(spec, self.engine.device))
+            rig = self._rigs[spec] = self._rigs.get(spec) or Rig(spec, self.engine.device)
             compile_steps(rig, self.teacher, self.engine, candidate)
             if lesson is None:
                 if sys.stdin.readline() != GO:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -51,13 +52,14 @@ class Runs:
         self._pool, self._at_once = pool, at_once
 
     def train(self, name: str, *settings: object) -> Future[Path]:
-        """The final model of a run, which is made if it is not there."""
+        """The final model of a run, which is made if it is not there; one that was cut off begins again."""
         return self._pool.submit(self._train, name, *settings)
 
     def _train(self, name: str, *settings: object) -> Path:
         final = self.work / name / "final_model.safetensors"
         if final.is_file():
             return final
+        shutil.rmtree(final.parent, ignore_errors=True)
         shared: dict[str, object] = {"data_root": self.clips, "annotation_file": self.clips / "annotations.json"}
         shared |= {"max_train_steps": self.steps, "output_dir": self.work / name, **QUIET}
         shared |= {"decoded_cache_dir": self.work / "decoded"}  # decoded once for all runs
