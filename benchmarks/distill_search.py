@@ -361,7 +361,8 @@ class Work:
 
 def run_at_once(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A process for each candidate, ``--at_once`` together; rows as they are done. A failed one has none."""
-    began, ready, made = time.perf_counter(), threading.Event(), []
+    began, ready = time.perf_counter(), threading.Event()
+    made: list[bool] = []  # one entry when the crops are in the file
     threads = str(max(1, (os.cpu_count() or 1) // arguments.at_once))
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": threads}
     with tempfile.TemporaryDirectory() as folder:
