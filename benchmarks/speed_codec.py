@@ -192,6 +192,13 @@ def parse() -> argparse.Namespace:
         default=sorted(hopper.ROW_CONVS),
         help="these of the convolutions 1, 2 and 3 of a memory block with 64 channels go row by row",
     )
+    parser.add_argument(
+        "--first_rows",
+        type=int,
+        nargs="*",
+        default=sorted(hopper.FIRST_ROWS),
+        help="encoders with these patch sizes have the first convolution that goes row by row",
+    )
     parser.add_argument("--cudnn_groups", action="store_true", help="wide decoders with cuDNN's 3x3 over groups")
     parser.add_argument("--cudnn_depthwise", action="store_true", help="super decoders without our depthwise kernel")
     parser.add_argument("--no_replay", action="store_true", help="launch every kernel: no chunk replays a CUDA graph")
@@ -239,6 +246,7 @@ def main() -> None:
     hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
     hopper.JOIN_IMAGE = not arguments.two_image_kernels
     hopper.ROW_CONVS = frozenset(arguments.row_convs)
+    hopper.FIRST_ROWS = frozenset(arguments.first_rows)
     hopper.CUDNN_GROUPS = arguments.cudnn_groups
     cudnn.OWN_DEPTHWISE = not arguments.cudnn_depthwise
     engines.REPLAY_CHUNKS = not arguments.no_replay

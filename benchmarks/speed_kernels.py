@@ -1,10 +1,10 @@
 """Our kernels one by one: right, and how fast beside cuDNN at the shapes of a 480x720x49 video.
 
-    python benchmarks/speed_kernels.py [--only tiles image rows depthwise] [--output DIR]
+    python benchmarks/speed_kernels.py [--only tiles image rows first depthwise] [--output DIR]
 
 tiles: relative error against float32 (output poisoned with NaN before), median time, TFLOP/s, and the same convolution
 through cuDNN in channels_last without bias, residual, ReLU or interleaving (so cuDNN does less).
-image, rows: the kernel beside those that it replaces, with their errors. depthwise: whole operations, both convolutions
+image, rows, first: the kernel beside those that it replaces, with their errors. depthwise: whole operations, both convolutions
 with their results side by side, then the 1x1 convolution behind them, by cuDNN and by cuBLAS.
 tests/gpu/ has the odd sizes.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.convert.bench import relative_error, time_alternating_ms
-from tinyvae.engines import conv_rows, cudnn, depthwise, fold, grow_image, hopper_kernels
+from tinyvae.engines import conv_rows, cudnn, depthwise, first_rows, fold, grow_image, hopper_kernels
 
 LAUNCHES = 10
 DEVICE = torch.device("cuda", 0)
@@ -322,6 +322,51 @@ def time_conv_rows(dtype: torch.dtype) -> list[dict[str, object]]:
     return rows
 
 
+FIRST_CASES = (  # patch size, then image frames in whole pairs: odd, taehv, taew2_2, taeltx_2, a stream's push
+    *((patch, 4, 8 * 5, 8 * 7) for patch in (1, 2, 4)),
+    (1, 8, 480, 720),
+    (2, 48, 480, 736),
+    (4, 48, 480, 736),
+    (2, 4, 480, 736),
+    (4, 8, 480, 736),
+)
+
+
+def time_first(dtype: torch.dtype) -> list[dict[str, object]]:
+    """An encoder's first convolution from the image, frames in pairs as the pooling layer wants them: row by row, and by
+    what it replaces (`first_conv` for RGB, a pixel-unshuffle and cuDNN for patches)."""
+    rows: list[dict[str, object]] = []
+    for patch, frames, height, width in FIRST_CASES:
+        image = torch.randn(frames, 3, height, width, device=DEVICE).to(dtype)
+        inputs = 3 * patch**2
+        weight = (torch.randn(64, inputs, 3, 3, device=DEVICE) / (9 * inputs) ** 0.5).to(dtype)
+        bias = torch.randn(64, device=DEVICE).to(dtype)
+        by_rows = partial(first_rows.first_rows, image, first_rows.pack_weights(weight, bias, patch), stacked=2)
+        before: Callable[[], Tensor]
+        if patch == 1:
+            before = partial(
+                hopper_kernels.first_conv, image, hopper_kernels.pack_first_weights(weight, bias), stacked=2
+            )
+        else:
+            layer = fold.ConvLayer(weight=weight, bias=bias, relu=True)
+            before = partial(cudnn.PatchConv.of(layer, patch_size=patch, stacked=2), image)
+        unshuffled = F.pixel_unshuffle(image[:4].float(), patch)
+        expected = torch.relu(F.conv2d(unshuffled, weight.float(), bias.float(), padding=1))
+        expected = expected.unflatten(0, (2, 2)).flatten(1, 2).permute(0, 2, 3, 1)
+        made, apart = by_rows(), before()
+        apart = apart if patch == 1 else apart.permute(0, 2, 3, 1)
+        name = f"first convolution, patch {patch}, {dtype} {frames}x{height}x{width}"
+        errors = {"rows": relative_error(made[:2], expected), "before": relative_error(apart[:2], expected)}
+        rows.append({"check": name, **errors, "difference": relative_error(made, apart)})
+        print(rows[-1], flush=True)
+        flops, moved = 2.0 * made.numel() * inputs * 9, image.nbytes + made.nbytes
+        timing = timed(name, flops, {"rows": by_rows, "before": before}, repeat=graphed)
+        timing["rows_TB_per_s"] = round(moved / cast(float, timing["rows_ms"]) / 1e9, 2)
+        print({"TB_per_s": timing["rows_TB_per_s"]}, flush=True)
+        rows.append(timing)
+    return rows
+
+
 SUPER_STAGES = ((512, 30, 45, 1), (256, 60, 90, 1), (128, 120, 180, 2))  # channels, size, frames of a latent
 
 
@@ -362,6 +407,7 @@ KERNELS: dict[str, Callable[[], list[dict[str, object]]]] = {
     "tiles": lambda: [*both_dtypes(check_tiles), *time_tiles(torch.float16), *time_image_side(torch.float16)],
     "image": lambda: both_dtypes(time_grow_image),
     "rows": lambda: both_dtypes(time_conv_rows),
+    "first": lambda: both_dtypes(time_first),
     "depthwise": lambda: both_dtypes(time_depthwise),
 }
 
@@ -374,7 +420,7 @@ def both_dtypes(measure: Callable[[torch.dtype], list[dict[str, object]]]) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="*", choices=list(KERNELS), default=list(KERNELS), help="these kernels alone, of all four"
+        "--only", nargs="*", choices=list(KERNELS), default=list(KERNELS), help="these kernels alone, of all of them"
     )
     parser.add_argument("--output", type=Path, help="folder for kernels.json")
     arguments = parser.parse_args()

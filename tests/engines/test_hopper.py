@@ -6,6 +6,7 @@ The kernels themselves are compared with torch by benchmarks/speed_kernels.py on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from tests.engines import cudnn_stand_ins
 from tinyvae import TAEHV
-from tinyvae.engines import conv_rows, grow_image, hopper, hopper_kernels
+from tinyvae.engines import conv_rows, first_rows, grow_image, hopper, hopper_kernels
 from tinyvae.engines.fold import ConvLayer, Layer, fold_wide_mem_block
 from tinyvae.engines.fused import folded_copy
 from tinyvae.models.blocks import WideMemBlock
@@ -139,11 +140,39 @@ def torch_first_conv(
     return made.unflatten(0, (-1, stacked)).flatten(1, 2).permute(0, 2, 3, 1).contiguous()
 
 
+def torch_first_rows(
+    image_BCHW: Tensor, weights: first_rows.FirstRowWeights, *, stacked: int = 1, slope: float = 0.0
+) -> Tensor:
+    """By the addresses that `first_rows` reads: 1024 values a step of K = 16, 512 a half of it, 8 a column. Value k of a
+    step is what `read_step` puts into half k // 8 of the thread lane % 4 == k % 8 // 2."""
+    patch, steps = weights.patch_size, weights.packed.shape[1]
+    outputs = torch.arange(64)
+    columns = (outputs // 32 * 4 + outputs % 8 // 2) * 8 + outputs % 32 // 8 * 2 + outputs % 2
+    weight = torch.zeros(64, 3, patch, 3 * patch, 3)  # out, color, row in the patch, value of a run, row of patches
+    for dy, step, k in itertools.product(range(3), range(steps), range(16)):
+        half, thread, pair = k // 8, k % 8 // 2, k % 2
+        color, row, value = {
+            1: (thread, 0, half * 2 + pair),
+            2: (step, half, thread * 2 + pair),
+            4: (step // 3, thread, step % 3 * 4 + half * 2 + pair),
+        }[patch]
+        read = weights.packed.flatten()[(dy * steps + step) * 1024 + half * 512 + columns * 8 + k % 8]
+        if color < 3 and value < 3 * patch:
+            weight[:, color, row, value, dy] = read
+        else:
+            assert not read.any()
+    # A convolution of 3·patch x 3·patch with stride patch on the image.
+    on_image = weight.permute(0, 1, 4, 2, 3).flatten(2, 3)
+    made = F.leaky_relu(F.conv2d(image_BCHW, on_image, weights.bias, stride=patch, padding=patch), slope)
+    return made.unflatten(0, (-1, stacked)).flatten(1, 2).permute(0, 2, 3, 1).contiguous()
+
+
 @pytest.fixture
 def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_kernels, "conv_tiles", torch_conv_tiles)
     monkeypatch.setattr(hopper_kernels, "image_conv", torch_image_conv)
     monkeypatch.setattr(hopper_kernels, "first_conv", torch_first_conv)
+    monkeypatch.setattr(first_rows, "first_rows", torch_first_rows)
     monkeypatch.setattr(grow_image, "grow_image", torch_grow_image)
     monkeypatch.setattr(conv_rows, "conv_rows", torch_conv_rows)
     cudnn_stand_ins.stand_in(monkeypatch)
@@ -158,7 +187,8 @@ def stacks(model: TAEHV) -> tuple[hopper.HopperStack, hopper.HopperStack]:
 
 @pytest.mark.usefixtures("kernels_in_torch")
 @pytest.mark.parametrize(
-    ("cudnn_channels", "join_image", "row_convs"), [((), False, ()), (sorted(hopper.CUDNN_CHANNELS), True, (1, 2, 3))]
+    ("cudnn_channels", "join_image", "row_convs", "first"),
+    [((), False, (), ()), (sorted(hopper.CUDNN_CHANNELS), True, (1, 2, 3), (1, 2, 4))],
 )
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taeltx_2"])
 def test_same_numbers_whole_and_in_chunks(
@@ -166,11 +196,13 @@ def test_same_numbers_whole_and_in_chunks(
     cudnn_channels: Sequence[int],
     join_image: bool,
     row_convs: Sequence[int],
+    first: Sequence[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hopper, "CUDNN_CHANNELS", frozenset(cudnn_channels))
     monkeypatch.setattr(hopper, "JOIN_IMAGE", join_image)
     monkeypatch.setattr(hopper, "ROW_CONVS", frozenset(row_convs))
+    monkeypatch.setattr(hopper, "FIRST_ROWS", frozenset(first))
     check_whole_and_in_chunks(TAEHV(variant), monkeypatch)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines import conv_rows, fold, grow_image, nvrtc
+from tinyvae.engines import conv_rows, first_rows, fold, grow_image, nvrtc
 from tinyvae.engines import hopper_kernels as kernels
 from tinyvae.engines.cudnn import PatchConv, conv_relu, over_two_frames, two_frame_conv_relu
 from tinyvae.engines.eager import activate, compute_layer
@@ -36,6 +36,10 @@ image` and `benchmarks/speed_codec.py --two_image_kernels` compare)."""
 ROW_CONVS: frozenset[int] = frozenset({1, 2, 3})
 """Which of the three convolutions of a memory block with 64 channels `conv_rows` does. The others are done as in wider
 blocks (`benchmarks/speed_kernels.py --only rows` and `benchmarks/speed_codec.py --row_convs` compare)."""
+
+FIRST_ROWS: frozenset[int] = frozenset({1, 2, 4})
+"""For which patch sizes `first_rows` does an encoder's first convolution; for the others `first_conv` does it (1) or
+cuDNN (`benchmarks/speed_kernels.py --only first` and `benchmarks/speed_codec.py --first_rows` compare)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +212,8 @@ class HopperStack(Stack):
     def _first_conv(self, image_BCHW: Tensor, stacked: int) -> Tensor:
         first = self._packed[0]
         image_BCHW = image_BCHW.to(self._dtype)
+        if isinstance(first, first_rows.FirstRowWeights):
+            return first_rows.first_rows(image_BCHW, first, stacked=stacked, slope=self._slope)
         if isinstance(first, kernels.FirstWeights):
             return kernels.first_conv(image_BCHW, first, stacked=stacked, slope=self._slope)
         return cast(dict[int, PatchConv], first)[stacked](image_BCHW).permute(0, 2, 3, 1).contiguous()
@@ -222,6 +228,9 @@ class HopperStack(Stack):
         if isinstance(layer, fold.ClampLayer):
             return compute_layer(layer, x)
         assert isinstance(layer, fold.ConvLayer) and layer.frames == 1 and not layer.shuffle
+        if layer.relu and layer.bias is not None:
+            weights = _CudnnWeights(weight=layer.weight, bias=layer.bias)
+            return _cudnn_conv_relu(x, weights, None, slope=layer.slope)
         made = _cudnn_conv(x, layer.weight, layer.bias)
         return activate(made, layer.slope) if layer.relu else made
 
@@ -263,11 +272,16 @@ class HopperStack(Stack):
             third=_pack_3x3(layer.third, layer.third_bias, 3 in by_rows, by_cudnn and not before_pool),
         )
 
-    def _pack_first(self, layer: fold.ConvLayer) -> kernels.FirstWeights | dict[int, PatchConv]:
+    def _pack_first(
+        self, layer: fold.ConvLayer
+    ) -> first_rows.FirstRowWeights | kernels.FirstWeights | dict[int, PatchConv]:
+        patch = self.patch_size
+        assert layer.bias is not None
+        if patch in FIRST_ROWS and first_rows.fits(layer.weight, patch):
+            return first_rows.pack_weights(layer.weight, layer.bias, patch)
         if layer.weight.shape[:2] == (64, 3):
-            assert layer.bias is not None
             return kernels.pack_first_weights(layer.weight, layer.bias)
-        stackings, patch = {1, cast(fold.PoolLayer, self.layers[1]).stride}, self.patch_size
+        stackings = {1, cast(fold.PoolLayer, self.layers[1]).stride}
         return {stacked: PatchConv.of(layer, patch_size=patch, stacked=stacked) for stacked in stackings}
 
 
