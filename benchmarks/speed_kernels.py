@@ -4,8 +4,8 @@
 
 tiles: relative error against float32 (output poisoned with NaN before), median time, TFLOP/s, and the same convolution
 through cuDNN in channels_last without bias, residual, ReLU or interleaving (so cuDNN does less).
-image, rows, first: the kernel beside those that it replaces, with their errors. depthwise: whole operations, both convolutions
-with their results side by side, then the 1x1 convolution behind them, by cuDNN and by cuBLAS.
+image, rows, first: the kernel beside those that it replaces, with their errors. depthwise: whole operations, both
+convolutions with their results side by side, then the 1x1 convolution behind them, by cuDNN and by cuBLAS.
 tests/gpu/ has the odd sizes.
 """
 
@@ -333,8 +333,8 @@ FIRST_CASES = (  # patch size, then image frames in whole pairs: odd, taehv, tae
 
 
 def time_first(dtype: torch.dtype) -> list[dict[str, object]]:
-    """An encoder's first convolution from the image, frames in pairs as the pooling layer wants them: row by row, and by
-    what it replaces (`first_conv` for RGB, a pixel-unshuffle and cuDNN for patches)."""
+    """An encoder's first convolution from the image, frames in pairs as the pooling layer wants them: row by row, and
+    by what it replaces (`first_conv` for RGB, a pixel-unshuffle and cuDNN for patches)."""
     rows: list[dict[str, object]] = []
     for patch, frames, height, width in FIRST_CASES:
         image = torch.randn(frames, 3, height, width, device=DEVICE).to(dtype)

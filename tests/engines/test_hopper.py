@@ -143,8 +143,8 @@ def torch_first_conv(
 def torch_first_rows(
     image_BCHW: Tensor, weights: first_rows.FirstRowWeights, *, stacked: int = 1, slope: float = 0.0
 ) -> Tensor:
-    """By the addresses that `first_rows` reads: 1024 values a step of K = 16, 512 a half of it, 8 a column. Value k of a
-    step is what `read_step` puts into half k // 8 of the thread lane % 4 == k % 8 // 2."""
+    """By the addresses that `first_rows` reads: 1024 values a step of K = 16, 512 a half of it, 8 a column. Value k of
+    a step is what `read_step` puts into half k // 8 of the thread lane % 4 == k % 8 // 2."""
     patch, steps = weights.patch_size, weights.packed.shape[1]
     outputs = torch.arange(64)
     columns = (outputs // 32 * 4 + outputs % 8 // 2) * 8 + outputs % 32 // 8 * 2 + outputs % 2
