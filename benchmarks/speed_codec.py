@@ -199,6 +199,13 @@ def parse() -> argparse.Namespace:
         default=sorted(hopper.FIRST_ROWS),
         help="encoders with these patch sizes have the first convolution that goes row by row",
     )
+    parser.add_argument(
+        "--join_pool",
+        type=int,
+        nargs="*",
+        default=sorted(hopper.JOIN_POOL),
+        help="encoders with these patch sizes have the first convolution and the pooling layer in one kernel",
+    )
     parser.add_argument("--cudnn_groups", action="store_true", help="wide decoders with cuDNN's 3x3 over groups")
     parser.add_argument("--cudnn_depthwise", action="store_true", help="super decoders without our depthwise kernel")
     parser.add_argument("--no_replay", action="store_true", help="launch every kernel: no chunk replays a CUDA graph")
@@ -247,6 +254,7 @@ def main() -> None:
     hopper.JOIN_IMAGE = not arguments.two_image_kernels
     hopper.ROW_CONVS = frozenset(arguments.row_convs)
     hopper.FIRST_ROWS = frozenset(arguments.first_rows)
+    hopper.JOIN_POOL = frozenset(arguments.join_pool)
     hopper.CUDNN_GROUPS = arguments.cudnn_groups
     cudnn.OWN_DEPTHWISE = not arguments.cudnn_depthwise
     engines.REPLAY_CHUNKS = not arguments.no_replay

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.convert.bench import relative_error, time_alternating_ms
-from tinyvae.engines import conv_rows, cudnn, depthwise, first_rows, fold, grow_image, hopper_kernels
+from tinyvae.engines import conv_rows, cudnn, depthwise, first_pool, first_rows, fold, grow_image, hopper_kernels
 
 LAUNCHES = 10
 DEVICE = torch.device("cuda", 0)
@@ -334,37 +334,61 @@ FIRST_CASES = (  # patch size, then image frames in whole pairs: odd, taehv, tae
 
 def time_first(dtype: torch.dtype) -> list[dict[str, object]]:
     """An encoder's first convolution from the image, frames in pairs as the pooling layer wants them: row by row, and
-    by what it replaces (`first_conv` for RGB, a pixel-unshuffle and cuDNN for patches)."""
+    by what it replaces (`first_conv` for RGB, a pixel-unshuffle and cuDNN for patches). Then with the pooling layer: in
+    one kernel, and with cuDNN behind either of them."""
     rows: list[dict[str, object]] = []
     for patch, frames, height, width in FIRST_CASES:
-        image = torch.randn(frames, 3, height, width, device=DEVICE).to(dtype)
-        inputs = 3 * patch**2
+        image, inputs = torch.randn(frames, 3, height, width, device=DEVICE).to(dtype), 3 * patch**2
         weight = (torch.randn(64, inputs, 3, 3, device=DEVICE) / (9 * inputs) ** 0.5).to(dtype)
-        bias = torch.randn(64, device=DEVICE).to(dtype)
-        by_rows = partial(first_rows.first_rows, image, first_rows.pack_weights(weight, bias, patch), stacked=2)
-        before: Callable[[], Tensor]
-        if patch == 1:
-            before = partial(
-                hopper_kernels.first_conv, image, hopper_kernels.pack_first_weights(weight, bias), stacked=2
-            )
-        else:
-            layer = fold.ConvLayer(weight=weight, bias=bias, relu=True)
-            before = partial(cudnn.PatchConv.of(layer, patch_size=patch, stacked=2), image)
-        unshuffled = F.pixel_unshuffle(image[:4].float(), patch)
-        expected = torch.relu(F.conv2d(unshuffled, weight.float(), bias.float(), padding=1))
-        expected = expected.unflatten(0, (2, 2)).flatten(1, 2).permute(0, 2, 3, 1)
+        first = fold.ConvLayer(weight=weight, bias=torch.randn(64, device=DEVICE).to(dtype), relu=True)
+        pool_weight = (torch.randn(64, 128, 3, 3, device=DEVICE) / 34).to(dtype)
+        pool = fold.PoolLayer(weight=fold.channels_last(pool_weight), stride=2)
+        assert first.bias is not None
+        by_rows = partial(first_rows.first_rows, image, first_rows.pack_weights(weight, first.bias, patch), stacked=2)
+        before = first_before(image, first, patch)
         made, apart = by_rows(), before()
-        apart = apart if patch == 1 else apart.permute(0, 2, 3, 1)
         name = f"first convolution, patch {patch}, {dtype} {frames}x{height}x{width}"
+        hidden = F.relu(
+            F.conv2d(F.pixel_unshuffle(image[:4].float(), patch), weight.float(), first.bias.float(), padding=1)
+        )
+        pairs = hidden.unflatten(0, (2, 2)).flatten(1, 2)
+        expected = pairs.permute(0, 2, 3, 1)
         errors = {"rows": relative_error(made[:2], expected), "before": relative_error(apart[:2], expected)}
         rows.append({"check": name, **errors, "difference": relative_error(made, apart)})
         print(rows[-1], flush=True)
-        flops, moved = 2.0 * made.numel() * inputs * 9, image.nbytes + made.nbytes
-        timing = timed(name, flops, {"rows": by_rows, "before": before}, repeat=graphed)
-        timing["rows_TB_per_s"] = round(moved / cast(float, timing["rows_ms"]) / 1e9, 2)
-        print({"TB_per_s": timing["rows_TB_per_s"]}, flush=True)
-        rows.append(timing)
+        flops = 2.0 * made.numel() * inputs * 9
+        rows.append(timed(name, flops, {"rows": by_rows, "before": before}, repeat=graphed))
+        print({"rows_TB_per_s": (image.nbytes + made.nbytes) / cast(float, rows[-1]["rows_ms"]) / 1e9}, flush=True)
+        calls: dict[str, Callable[[], object]] = {
+            "rows_and_cudnn": lambda c=by_rows, p=pool: pool_by_cudnn(c(), p),
+            "before_and_cudnn": lambda c=before, p=pool: pool_by_cudnn(c(), p),
+        }
+        if first_pool.fits(first, pool, patch):
+            one = partial(first_pool.first_pool, image, first_pool.pack_weights(first, pool, patch))
+            exact = F.conv2d(pairs, pool.weight.float(), stride=2, padding=1).permute(0, 2, 3, 1)
+            errors = {
+                "one": relative_error(one()[:2], exact),
+                "two": relative_error(pool_by_cudnn(made, pool)[:2], exact),
+            }
+            rows.append({"check": f"{name} and pooling", **errors})
+            print(rows[-1], flush=True)
+            calls["one"] = one
+        rows.append(timed(f"{name} and pooling", flops + 2.0 * made.numel() * 64 * 9 / 4, calls, repeat=graphed))
     return rows
+
+
+def first_before(image: Tensor, first: fold.ConvLayer, patch: int) -> Callable[[], Tensor]:
+    """The first convolution without the kernel that goes row by row; BHWC, frames in pairs."""
+    if patch == 1:
+        assert first.bias is not None
+        packed = hopper_kernels.pack_first_weights(first.weight, first.bias)
+        return partial(hopper_kernels.first_conv, image, packed, stacked=2)
+    conv = cudnn.PatchConv.of(first, patch_size=patch, stacked=2)
+    return lambda: conv(image).permute(0, 2, 3, 1)
+
+
+def pool_by_cudnn(x_BHWC: Tensor, pool: fold.PoolLayer) -> Tensor:
+    return F.conv2d(x_BHWC.permute(0, 3, 1, 2), pool.weight, stride=2, padding=1).permute(0, 2, 3, 1)
 
 
 SUPER_STAGES = ((512, 30, 45, 1), (256, 60, 90, 1), (128, 120, 180, 2))  # channels, size, frames of a latent

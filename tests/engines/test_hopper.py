@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from tests.engines import cudnn_stand_ins
 from tinyvae import TAEHV
-from tinyvae.engines import conv_rows, first_rows, grow_image, hopper, hopper_kernels
+from tinyvae.engines import conv_rows, first_pool, first_rows, grow_image, hopper, hopper_kernels
 from tinyvae.engines.fold import ConvLayer, Layer, fold_wide_mem_block
 from tinyvae.engines.fused import folded_copy
 from tinyvae.models.blocks import WideMemBlock
@@ -167,12 +167,28 @@ def torch_first_rows(
     return made.unflatten(0, (-1, stacked)).flatten(1, 2).permute(0, 2, 3, 1).contiguous()
 
 
+def torch_first_pool(image_BCHW: Tensor, weights: first_pool.FirstPoolWeights, *, slope: float = 0.0) -> Tensor:
+    """By the addresses that `first_pool` reads: 36864 values a frame, of them 12288 for even rows (4096 a horizontal
+    tap, 512 a chunk of 8 inputs, 8 a column) and 24576 for odd rows (twice as many columns: lower, then upper taps)."""
+    begin = weights.packed[73728:].reshape(3, -1, 2, 64, 8)
+    both = first_rows.FirstRowWeights(packed=begin, bias=weights.bias, patch_size=weights.patch_size)
+    hidden = torch_first_rows(image_BCHW, both, stacked=2, slope=slope).permute(0, 3, 1, 2)
+    o, i, tap = torch.meshgrid(torch.arange(64), torch.arange(128), torch.arange(3), indexing="ij")
+    column = (o // 32 * 4 + o % 8 // 2) * 8 + o % 32 // 8 * 2 + o % 2
+    frame, chunk, value = i // 64 * 36864, i % 64 // 8, i % 8
+    middle = frame + tap * 4096 + chunk * 512 + column * 8 + value
+    lower = frame + 12288 + tap * 8192 + chunk * 1024 + column * 8 + value
+    weight = weights.packed[torch.stack([lower + 512, middle, lower], dim=2)]
+    return F.conv2d(hidden, weight, stride=2, padding=1).permute(0, 2, 3, 1).contiguous()
+
+
 @pytest.fixture
 def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_kernels, "conv_tiles", torch_conv_tiles)
     monkeypatch.setattr(hopper_kernels, "image_conv", torch_image_conv)
     monkeypatch.setattr(hopper_kernels, "first_conv", torch_first_conv)
     monkeypatch.setattr(first_rows, "first_rows", torch_first_rows)
+    monkeypatch.setattr(first_pool, "first_pool", torch_first_pool)
     monkeypatch.setattr(grow_image, "grow_image", torch_grow_image)
     monkeypatch.setattr(conv_rows, "conv_rows", torch_conv_rows)
     cudnn_stand_ins.stand_in(monkeypatch)
@@ -187,8 +203,8 @@ def stacks(model: TAEHV) -> tuple[hopper.HopperStack, hopper.HopperStack]:
 
 @pytest.mark.usefixtures("kernels_in_torch")
 @pytest.mark.parametrize(
-    ("cudnn_channels", "join_image", "row_convs", "first"),
-    [((), False, (), ()), (sorted(hopper.CUDNN_CHANNELS), True, (1, 2, 3), (1, 2, 4))],
+    ("cudnn_channels", "join_image", "row_convs", "first", "join_pool"),
+    [((), False, (), (), ()), (sorted(hopper.CUDNN_CHANNELS), True, (1, 2, 3), (1, 2, 4), (1, 2))],
 )
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taeltx_2"])
 def test_same_numbers_whole_and_in_chunks(
@@ -197,12 +213,14 @@ def test_same_numbers_whole_and_in_chunks(
     join_image: bool,
     row_convs: Sequence[int],
     first: Sequence[int],
+    join_pool: Sequence[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hopper, "CUDNN_CHANNELS", frozenset(cudnn_channels))
     monkeypatch.setattr(hopper, "JOIN_IMAGE", join_image)
     monkeypatch.setattr(hopper, "ROW_CONVS", frozenset(row_convs))
     monkeypatch.setattr(hopper, "FIRST_ROWS", frozenset(first))
+    monkeypatch.setattr(hopper, "JOIN_POOL", frozenset(join_pool))
     check_whole_and_in_chunks(TAEHV(variant), monkeypatch)
 
 

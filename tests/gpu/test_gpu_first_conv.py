@@ -1,4 +1,5 @@
-"""The first convolution of encoders on a GPU against float64 and what it replaces, alone and inside the encoders."""
+"""The first convolution of encoders on a GPU, alone and with the pooling layer behind it: against float64 and what it
+replaces, and inside the encoders."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.gpu.gpu_codecs import FLOOR, SHORT, by_frames, error, needs_hopper, spread
-from tinyvae.engines import first_rows, fold, hopper, hopper_kernels
+from tinyvae.engines import first_pool, first_rows, fold, hopper, hopper_kernels
 from tinyvae.engines.cudnn import PatchConv
 from tinyvae.engines.fused import FusedTAEHV
 
@@ -75,6 +76,51 @@ def test_first_rows_against_float64(
     assert errors[0] < 1.05 * max(errors[1], FLOOR[dtype])
 
 
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("slope", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("patch", "pairs", "height", "width"),
+    [
+        (1, 1, 8, 8),
+        (2, 1, 8, 8),
+        (1, 3, 40, 136),
+        (2, 3, 40, 132),
+        (1, 2, 16, 240),
+        (2, 2, 24, 124),
+        (1, 4, 480, 720),
+        (2, 25, 240, 368),
+    ],
+)
+def test_first_pool_against_float64(
+    patch: int, pairs: int, height: int, width: int, slope: float, dtype: torch.dtype
+) -> None:
+    """As near to float64 as two kernels, every value written, and the same bits each time; sizes in patches."""
+    torch.manual_seed(height)
+    inputs = 3 * patch**2
+    image = torch.randn(2 * pairs, 3, height * patch, width * patch, device="cuda").to(dtype)
+    weight = (torch.randn(64, inputs, 3, 3, device="cuda") / (9 * inputs) ** 0.5).to(dtype)
+    first = fold.ConvLayer(weight=weight, bias=torch.randn(64, device="cuda").to(dtype), relu=True, slope=slope)
+    assert first.bias is not None
+    pool = fold.PoolLayer(weight=(torch.randn(64, 128, 3, 3, device="cuda") / 34).to(dtype), stride=2)
+    packed = first_pool.pack_weights(first, pool, patch)
+    made = first_pool.first_pool(image, packed, slope=slope)
+    for _ in range(20):
+        # The memory of the result before, which torch gives out again, is full of NaN.
+        again = first_pool.first_pool(image, packed, slope=slope)
+        assert torch.equal(made, again)
+        again.fill_(torch.nan)
+        del again
+    hidden = before(image, first.weight, first.bias, patch, 2, slope).permute(0, 3, 1, 2)
+    apart = F.conv2d(hidden, pool.weight, stride=2, padding=1).permute(0, 2, 3, 1)
+    assert error(made, apart.double()) < FLOOR[dtype] * 3  # with LeakyReLU cuDNN's result is rounded before the bias
+    few = min(pairs, 2)
+    unshuffled = F.pixel_unshuffle(image[: 2 * few].double(), patch)
+    exact = F.leaky_relu(F.conv2d(unshuffled, first.weight.double(), first.bias.double(), padding=1), slope)
+    pooled = F.conv2d(exact.unflatten(0, (few, 2)).flatten(1, 2), pool.weight.double(), stride=2, padding=1)
+    errors = [error(frames[:few], pooled.permute(0, 2, 3, 1)) for frames in (made, apart)]
+    assert errors[0] < 1.05 * max(errors[1], FLOOR[dtype])
+
+
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taeltx_2"])
 def test_encoders_with_it(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As near to float64 as with the other kernels: two videos, whole and as streams, and images in float32."""
@@ -83,13 +129,16 @@ def test_encoders_with_it(variant: str, monkeypatch: pytest.MonkeyPatch) -> None
     frames = torch.rand(2, 2 * model.spec.time_factor + 1, 3, 160, 224, device="cuda", dtype=torch.float16)
     expected = exact.encode_video(frames.double())
     errors = []
-    for patches in (frozenset[int](), frozenset({1, 2, 4})):
-        monkeypatch.setattr(hopper, "FIRST_ROWS", patches)
+    none, all_of_them = frozenset[int](), frozenset({1, 2, 4})
+    for first, joined in ((none, none), (all_of_them, none), (all_of_them, all_of_them)):
+        monkeypatch.setattr(hopper, "FIRST_ROWS", first)
+        monkeypatch.setattr(hopper, "JOIN_POOL", joined)
         fused = FusedTAEHV(model, engine="hopper")
         encoder = fused._stacks["encoder"]
         assert isinstance(encoder, hopper.HopperStack)
-        assert isinstance(encoder._packed[0], first_rows.FirstRowWeights) == bool(patches)
+        assert isinstance(encoder._packed[0], first_rows.FirstRowWeights) == bool(first)
+        assert isinstance(encoder._packed[1], first_pool.FirstPoolWeights) == bool(joined and encoder.patch_size < 4)
         made = [fused.encode_video(frames), by_frames(fused, frames), fused.encode_video(frames.float())]
         errors.append([error(latents, expected) for latents in made])
-    for old, new in zip(*errors, strict=True):
-        assert new < 1.1 * max(old, FLOOR[torch.float16])
+    for old, *others in zip(*errors, strict=True):
+        assert max(others) < 1.1 * max(old, FLOOR[torch.float16])

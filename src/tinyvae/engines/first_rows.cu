@@ -17,7 +17,8 @@
 // a thread's results are neighboring channels: it writes 16 bytes at once.
 //
 // Compiled behind instructions.cu, whose functions it uses; first_rows.py passes the constants. Image rows must be a
-// multiple of 8 values wide, and the image must start at a multiple of 16 bytes.
+// multiple of 8 values wide, and the image must start at a multiple of 16 bytes. first_pool.cu uses the functions before
+// the first #define.
 
 __device__ __forceinline__ void wgmma_columns(float* d, const u32* a, u64 b, u32 add) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; "
@@ -37,6 +38,7 @@ __device__ __forceinline__ uint2 read8(u32 at) {
   uint2 v; asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory"); return v;
 }
 
+#ifdef FIRST_ROWS
 #define RING (3 + AHEAD)                 // rows of patches; a power of two
 #define CHUNKS (2 * PATCH + 2)           // of 8 values: a column, and 8 values more on both sides
 #define LINES (3 * PATCH)                // [color][row of the patch]
@@ -181,3 +183,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) first_rows(
     }
   }
 }
+#endif

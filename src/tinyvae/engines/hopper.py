@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines import conv_rows, first_rows, fold, grow_image, nvrtc
+from tinyvae.engines import conv_rows, first_pool, first_rows, fold, grow_image, nvrtc
 from tinyvae.engines import hopper_kernels as kernels
 from tinyvae.engines.cudnn import PatchConv, conv_relu, over_two_frames, two_frame_conv_relu
 from tinyvae.engines.eager import activate, compute_layer
@@ -40,6 +40,9 @@ blocks (`benchmarks/speed_kernels.py --only rows` and `benchmarks/speed_codec.py
 FIRST_ROWS: frozenset[int] = frozenset({1, 2, 4})
 """For which patch sizes `first_rows` does an encoder's first convolution; for the others `first_conv` does it (1) or
 cuDNN (`benchmarks/speed_kernels.py --only first` and `benchmarks/speed_codec.py --first_rows` compare)."""
+JOIN_POOL: frozenset[int] = frozenset({1, 2})
+"""For which patch sizes an encoder's first convolution and the pooling layer behind it are one kernel
+(`benchmarks/speed_kernels.py --only first` and `benchmarks/speed_codec.py --join_pool` compare)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +123,7 @@ class HopperStack(Stack):
             # One kernel for both layers keeps nothing at full size but the image.
             joined = isinstance(self._packed[-1], grow_image.GrowImageWeights)
             return math.inf if joined else SLICE_BYTES / self._dtype.itemsize
-        if not (self.is_encoder and start == 0 and stop > 1):
+        if not (self.is_encoder and start == 0 and stop > 1) or self._joins_pool():
             return None
         # Beside its full-size frames a slice has its image, cast and laid out in patches.
         outputs, inputs = cast(fold.ConvLayer, self.layers[0]).weight.shape[:2]
@@ -203,11 +206,18 @@ class HopperStack(Stack):
         return compute(x, weights, relu=relu, slope=self._slope, **how)
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
-        if self.is_encoder and start == 0:
+        if self.is_encoder and start == 0 and stop > 1 and self._joins_pool():
+            joined = cast(first_pool.FirstPoolWeights, self._packed[1])
+            x, start = first_pool.first_pool(x.to(self._dtype), joined, slope=self._slope), 2
+        elif self.is_encoder and start == 0:
             x, start = self._first_conv(x, cast(fold.PoolLayer, self.layers[1]).stride if stop > 1 else 1), 1
         for place in range(start, stop):
             x = self._layer(self.layers[place], self._packed[place], x)
         return x
+
+    def _joins_pool(self) -> bool:
+        """Whether an encoder's first two layers are one kernel, which keeps nothing between them."""
+        return isinstance(self._packed[1], first_pool.FirstPoolWeights)
 
     def _first_conv(self, image_BCHW: Tensor, stacked: int) -> Tensor:
         first = self._packed[0]
@@ -241,6 +251,10 @@ class HopperStack(Stack):
             return self._pack_block(place, layer)
         if isinstance(layer, fold.WideMemLayer):
             return _pack_wide_block(layer)
+        if isinstance(layer, fold.PoolLayer) and place == 1 and self.patch_size in JOIN_POOL:
+            first = self.layers[0]
+            if first_pool.fits(first, layer, self.patch_size):
+                return first_pool.pack_weights(cast(fold.ConvLayer, first), layer, self.patch_size)
         if isinstance(layer, fold.GrowLayer):
             return kernels.pack_tile_weights(layer.weight, None, grown=layer.frames)
         if not isinstance(layer, fold.ConvLayer):
