@@ -17,12 +17,13 @@
 //
 // Compiled behind instructions.cu and first_rows.cu, whose functions it uses; first_pool.py passes the constants.
 
-__device__ __forceinline__ void wgmma_narrow(float* d, u64 a, u64 b) {  // adds to the first 32 of the accumulators
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " "
+__device__ __forceinline__ void wgmma_narrow(float* d, u64 a, u64 b, u32 add) {
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; "
+    "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " "
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-    "%32, %33, 1, 1, 1, 0, 0;"
-    : D8(0), D8(8), D8(16), D8(24) : "l"(a), "l"(b));
+    "%32, %33, p, 1, 1, 0, 0; }"
+    : D8(0), D8(8), D8(16), D8(24) : "l"(a), "l"(b), "r"(add));
 }
 __device__ __forceinline__ u64 fresh(u64 v) {  // so that what is computed of it is not kept in registers over a loop
   asm volatile("" : "+l"(v)); return v;
@@ -181,7 +182,7 @@ __device__ __forceinline__ void make_rows(
   }
 }
 
-// One hidden row of both frames into the sums of the pooled rows; `held`: the second frame's row before is still in use.
+// What one hidden row of both frames gives to the pooled rows; `held`: the second frame's row before is still in use.
 template <bool ODD> __device__ __forceinline__ void add_row(float* acc, u32 base, int turn, bool held, int lane) {
   const u32 bars = base + BARRIERS_AT;
 #pragma unroll
@@ -195,8 +196,9 @@ template <bool ODD> __device__ __forceinline__ void add_row(float* acc, u32 base
 #pragma unroll
       for (int k = 0; k < 4; k++) {  // a descriptor counts in 16 bytes
         const u64 a = hidden + ((tap == 1 ? 0 : ODD_COLUMNS + tap / 2 * 16) + k * 2 * CHUNK_BYTES) / 16;
-        if (ODD) wgmma_tile(acc, a, weights + ((3 + 2 * tap) * WEIGHT_TILE + k * 4096) / 16, 1);
-        else wgmma_narrow(acc, a, weights + (tap * WEIGHT_TILE + k * 2048) / 16);
+        const u32 add = member + tap + k > 0;
+        if (ODD) wgmma_tile(acc, a, weights + ((3 + 2 * tap) * WEIGHT_TILE + k * 4096) / 16, add);
+        else wgmma_narrow(acc, a, weights + (tap * WEIGHT_TILE + k * 2048) / 16, add);
       }
     wgmma_commit();
     wgmma_wait<1>();  // the other frame's row is no longer in use
@@ -213,12 +215,13 @@ __device__ __forceinline__ void pool_rows(u32 base, char* out, const Pool& s, in
     row += part.count;
     const int width = s.width / 2;
     char* to = out + (((i64)part.pair * (s.height / 2) + part.top) * width + part.left + place) * 128 + quarter * 16;
-    float kept[32] = {};  // what the hidden row above gave to the pooled row; apart, so that accumulators never move
+    float kept[32] = {};  // what the hidden row above gave to the pooled row
     for (int y = max(part.top - 1, 0); y < part.top + part.count; y++) {
       const bool whole = y >= part.top;  // else only the lower row of the two, for the pooled row below
-      float acc[64] = {};  // [this pooled row, the next one][64 channels] of two pixels
-      if (whole) add_row<false>(acc, base, turn++, false, lane);
-      add_row<true>(acc, base, turn++, whole, lane);
+      // Apart: instructions of two shapes may not be in flight with the same accumulators.
+      float even[32], odd[64];  // 64 channels of two pixels; odd: [this pooled row, the next one]
+      if (whole) add_row<false>(even, base, turn++, false, lane);
+      add_row<true>(odd, base, turn++, whole, lane);
       wgmma_wait<0>();
       if (lane == 0) barrier_arrive(EMPTY(1));
       if (whole) {
@@ -231,14 +234,14 @@ __device__ __forceinline__ void pool_rows(u32 base, char* out, const Pool& s, in
 #pragma unroll
               for (int n = 0; n < 4; n++) {
                 const int i = (half * 4 + n) * 4 + pixel * 2;
-                v[n] = pack(kept[i] + acc[i], kept[i + 1] + acc[i + 1]);
+                v[n] = pack(kept[i] + even[i] + odd[i], kept[i + 1] + even[i + 1] + odd[i + 1]);
               }
               *(uint4*)(to + pixel * 8 * 128 + half * 64) = make_uint4(v[0], v[1], v[2], v[3]);
             }
         to += (i64)width * 128;
       }
 #pragma unroll
-      for (int i = 0; i < 32; i++) kept[i] = acc[i + 32];
+      for (int i = 0; i < 32; i++) kept[i] = odd[i + 32];
     }
   }
 }
