@@ -37,7 +37,6 @@ ROW_CONVS: frozenset[int] = frozenset({1, 2, 3})
 """Which of the three convolutions of a memory block with 64 channels `conv_rows` does: taehv decodes 480x720x49 in 8.07
 ms on an H200, in 9.26 with none. The others are done as in wider blocks (`benchmarks/speed_kernels.py --only rows` and
 `benchmarks/speed_codec.py --row_convs` compare)."""
-
 FIRST_ROWS: frozenset[int] = frozenset({1, 2, 4})
 """For which patch sizes `first_rows` does an encoder's first convolution; for the others `first_conv` does it (1) or
 cuDNN (`benchmarks/speed_kernels.py --only first` and `benchmarks/speed_codec.py --first_rows` compare)."""
@@ -239,7 +238,7 @@ class HopperStack(Stack):
         if isinstance(layer, fold.ClampLayer):
             return compute_layer(layer, x)
         assert isinstance(layer, fold.ConvLayer) and layer.frames == 1 and not layer.shuffle
-        if layer.relu and layer.bias is not None:
+        if layer.relu and layer.bias is not None:  # one kernel
             weights = _CudnnWeights(weight=layer.weight, bias=layer.bias)
             return _cudnn_conv_relu(x, weights, None, slope=layer.slope)
         made = _cudnn_conv(x, layer.weight, layer.bias)
