@@ -1,17 +1,17 @@
 // The first convolution of an encoder and the pooling layer behind it in one kernel, for patches of 1 and 2: from the
-// image N 3 H W over pixel-unshuffle, 3x3 to 64 channels, bias, activation, and a 3x3 with stride 2 over two frames of 64
-// channels to N/2 H/2 W/2 64, H and W in patches. What lies between them, the largest frames of the encoder, stays in
-// shared memory: they would be written once and read once, 128 bytes for each patch against 6 or 24 of the image.
+// image N 3 H W over pixel-unshuffle, 3x3 to 64 channels, bias, activation, and a 3x3 with stride 2 over two frames of
+// 64 channels to N/2 H/2 W/2 64, H and W in patches. What lies between them, the largest frames of the encoder, stays
+// in shared memory: they would be written once and read once, 128 bytes for each patch against 6 or 24 of the image.
 //
-// Three warpgroups. Two are makers, one for each frame of a pair: they make hidden rows as first_rows.cu does, 128 pixels
-// at a time, and put them into shared memory, rounded as a layer's result is. The third one pools: 64 pixels are the rows
-// of its matrix instruction. An even hidden row has the middle taps of one pooled row (N = 64); an odd one has the lower
-// taps of that row and the upper taps of the next one (N = 128), so each hidden row is made once and read once for each
-// horizontal tap. There is room for one hidden row of each frame: while one is pooled, the other one is written.
+// Three warpgroups. Two are makers, one for each frame of a pair: they make hidden rows as first_rows.cu does, 128
+// pixels at a time, and put them into shared memory, rounded as a layer's result is. The third one pools: 64 pixels are
+// the rows of its matrix instruction. An even hidden row has the middle taps of one pooled row (N = 64); an odd one has
+// the lower taps of that row and the upper taps of the next one (N = 128), so each hidden row is made once and read
+// once for each horizontal tap. There is room for one hidden row of each frame: while one is pooled, the other is written.
 // A hidden row lies there as [8-channel chunk][even columns, odd columns][16 bytes]: with stride 2 a horizontal tap is
-// then a start address, and the lower and upper odd neighbors of a pixel are one place apart.
+// then a start address, and the odd columns on both sides of an even one are neighbors.
 //
-// A strip has 60 (PATCH 1) or 62 pooled pixels, so that its image rows begin at a multiple of 16 bytes; 64 are computed.
+// A strip has 60 (PATCH 1) or 62 pooled pixels, so that its image rows begin at a multiple of 16 bytes; it computes 64.
 // Each block has an equal share of the rows of all strips; a part of a strip that does not begin at the top makes one
 // hidden row more. Both layers' weights (150 or 162 KiB) stay in shared memory. H and W must be even.
 //
@@ -101,6 +101,37 @@ __device__ __forceinline__ void read_step(u32* a, u32 at, int step, bool odd) {
   }
 }
 
+// The even or the odd columns of hidden row `y`: two pixels of the thread, 8 channels of both halves.
+template <bool ODD> __device__ __forceinline__ void make_columns(
+    u32 (*made)[2][4], u32 base, u32 mine, int y, const float* offset, float slope) {
+  float acc[32];
+  u32 a[3][STEPS][4];
+#pragma unroll
+  for (int dy = 0; dy < 3; dy++)
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+      read_step(a[dy][step], mine + (y + dy & RING - 1) * SLOT_BYTES + (ODD || PATCH == 1 ? 0 : 2 * PATCH), step, ODD);
+  wgmma_fence();
+#pragma unroll
+  for (int dy = 0; dy < 3; dy++)
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+      wgmma_columns(acc, a[dy][step], descriptor(base + FIRST_AT + (dy * STEPS + step) * 2048, 1024, 128),
+                    dy + step > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+#pragma unroll
+  for (int pixel = 0; pixel < 2; pixel++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        const int i = (half * 4 + n) * 4 + pixel * 2;
+        const float lo = acc[i] + offset[half * 8 + n * 2], hi = acc[i + 1] + offset[half * 8 + n * 2 + 1];
+        made[pixel][half][n] = pack(fmaxf(lo, slope * lo), fmaxf(hi, slope * hi));
+      }
+}
+
 // The hidden rows of one frame of each pair.
 __device__ __forceinline__ void make_rows(
     u32 base, const char* x, const float* bias, const Pool& s, int member, int thread, int begin, int stop) {
@@ -122,7 +153,8 @@ __device__ __forceinline__ void make_rows(
     int at[LOADS];
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
-      const int line = (i * 128 + thread) / CHUNKS, column = (part.left * 2 * PATCH - 8) + (i * 128 + thread) % CHUNKS * 8;
+      const int piece = i * 128 + thread, line = piece / CHUNKS;
+      const int column = part.left * 2 * PATCH - 8 + piece % CHUNKS * 8;
       at[i] = (u32)column < (u32)width ? ((line / PATCH * height + line % PATCH) * width + column) * 2 : -1;
     }
     maker_sync(member);  // everybody has read the rows of the part before
@@ -137,36 +169,13 @@ __device__ __forceinline__ void make_rows(
       rows_wait<AHEAD>();
       maker_sync(member);
       u32 made[2][2][2][4];  // even and odd columns, pixel, half of the channels
+      make_columns<false>(made[0], base, mine, y, offset, s.slope);
+      make_columns<true>(made[1], base, mine, y, offset, s.slope);
+      if (part.left + place == 0) {  // the column left of the image is the pooling layer's padding
 #pragma unroll
-      for (int odd = 0; odd < 2; odd++) {
-        float acc[32];
-        u32 a[3][STEPS][4];
+        for (int half = 0; half < 2; half++)
 #pragma unroll
-        for (int dy = 0; dy < 3; dy++)
-#pragma unroll
-          for (int step = 0; step < STEPS; step++)
-            read_step(a[dy][step], mine + (y + dy & RING - 1) * SLOT_BYTES + (odd || PATCH == 1 ? 0 : 2 * PATCH), step, odd);
-        wgmma_fence();
-#pragma unroll
-        for (int dy = 0; dy < 3; dy++)
-#pragma unroll
-          for (int step = 0; step < STEPS; step++)
-            wgmma_columns(acc, a[dy][step], descriptor(base + FIRST_AT + (dy * STEPS + step) * 2048, 1024, 128),
-                          dy + step > 0);
-        wgmma_commit();
-        wgmma_wait<0>();
-#pragma unroll
-        for (int pixel = 0; pixel < 2; pixel++)
-#pragma unroll
-          for (int half = 0; half < 2; half++)
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-              const int i = (half * 4 + n) * 4 + pixel * 2;
-              const float lo = acc[i] + offset[half * 8 + n * 2], hi = acc[i + 1] + offset[half * 8 + n * 2 + 1];
-              // The column left of the image is the pooling layer's padding.
-              const bool exists = odd == 0 || pixel == 1 || part.left + place > 0;
-              made[odd][pixel][half][n] = exists ? pack(fmaxf(lo, s.slope * lo), fmaxf(hi, s.slope * hi)) : 0;
-            }
+          for (int n = 0; n < 4; n++) made[1][0][half][n] = 0;
       }
       barrier_wait(EMPTY(member), (turn & 1) ^ 1);
 #pragma unroll

@@ -1,5 +1,5 @@
-// The first convolution of an encoder, from the image N 3 H W: pixel-unshuffle by PATCH (1, 2 or 4), 3x3 of 3·PATCH² to
-// 64 channels, bias and activation, row by row. The result is N/stacked H/PATCH W/PATCH (stacked 64).
+// The first convolution of an encoder, from the image N 3 H W: pixel-unshuffle by PATCH (1, 2 or 4), 3x3 of 3·PATCH²
+// to 64 channels, bias and activation, row by row. The result is N/stacked H/PATCH W/PATCH (stacked 64).
 //
 // On the image this is a convolution of 3·PATCH x 3·PATCH with stride PATCH: an output pixel reads runs of 3·PATCH
 // neighboring values. So the image lies in shared memory as it is, and the left factor of the matrix instruction comes
@@ -10,15 +10,15 @@
 //   PATCH 4: a color x the four rows of a patch x a third of a run of 12.
 // The image is read once, and 64 channels of each pixel are written: bytes are the limit, except for PATCH 4.
 //
-// A warp takes a column of 16 pixels and goes down, a row of patches at a time. It loads its rows itself, AHEAD of their
-// use, into a ring of its own, so no warp waits for another one's loads. The four columns of a warpgroup (M = 64) are the
-// next four of all columns of all frames: widths that are a multiple of 16 patches waste nothing. Each warpgroup has an
-// equal share of the rows of all strips of four columns. Weights stay in shared memory; their columns are ordered so that
-// a thread's results are neighboring channels: it writes 16 bytes at once.
+// A warp takes a column of 16 pixels and goes down, a row of patches at a time. It loads its rows itself, AHEAD of
+// their use, into a ring of its own, so no warp waits for another one's loads. The four columns of a warpgroup (M = 64)
+// are the next four of all columns of all frames: widths that are a multiple of 16 patches waste nothing. Each
+// warpgroup has an equal share of the rows of all strips of four columns. Weights stay in shared memory; their columns
+// are ordered so that a thread's results are neighboring channels: it writes 16 bytes at once.
 //
 // Compiled behind instructions.cu, whose functions it uses; first_rows.py passes the constants. Image rows must be a
-// multiple of 8 values wide, and the image must start at a multiple of 16 bytes. first_pool.cu uses the functions before
-// the first #define.
+// multiple of 8 values wide, and the image must start at a multiple of 16 bytes. first_pool.cu uses the functions
+// before the first #define.
 
 __device__ __forceinline__ void wgmma_columns(float* d, const u32* a, u64 b, u32 add) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0; "
@@ -87,8 +87,8 @@ __device__ __forceinline__ void load_row(u32 ring, const Pieces& pieces, const F
   }
 }
 
-// The left factor of step `step` for two pixels of the thread, `lane / 4` and + 8. `at` is where the run of the first one
-// begins in the row of patches, for PATCH 4 in the line of the thread's own row, for PATCH 1 in that of its own color.
+// The left factor of step `step` for two pixels of the thread, `lane / 4` and + 8. `at` is where the run of the first
+// one begins in the row of patches, for PATCH 4 in the line of the thread's own row, for PATCH 1 in that of its color.
 __device__ __forceinline__ void read_step(u32* a, u32 at, int step, u32 shift) {
 #pragma unroll
   for (int pixel = 0; pixel < 2; pixel++, at += 16 * PATCH) {
