@@ -8,8 +8,8 @@
 // the rows of its matrix instruction. An even hidden row has the middle taps of one pooled row (N = 64); an odd one has
 // the lower taps of that row and the upper taps of the next one (N = 128), so each hidden row is made once and read
 // once for each horizontal tap. There is room for one hidden row of each frame: while one is pooled, the other one is
-// written. A hidden row lies there as [8-channel chunk][even columns, odd columns][16 bytes]: with stride 2 a horizontal
-// tap is then a start address, and the odd columns on both sides of an even one are neighbors.
+// written. A hidden row lies there as [8-channel chunk][even columns, odd columns][16 bytes]: with stride 2 a
+// horizontal tap is then a start address, and the odd columns on both sides of an even one are neighbors.
 //
 // A strip has 60 (PATCH 1) or 62 pooled pixels, so that its image rows begin at a multiple of 16 bytes; it computes 64.
 // Each block has an equal share of the rows of all strips; a part of a strip that does not begin at the top makes one
