@@ -7,7 +7,9 @@
 // Quad (y, x) is the pixels 2y..2y+1, 2x..2x+1 of the result; its 3x3 needs the cells y..y+1, x..x+1.
 //
 // A strip is 64 cells wide and goes down row by row. A step reads one new row of 65 small pixels, so a strip computes 64
-// cells for 63 quads, and one row of cells more for each part of a strip.
+// cells for 63 quads, and one row of cells more for each part of a strip. Strips do not end with a frame: the rows of
+// all frames lie side by side in a line, each with one place more than it has pixels, because it has that many cells. As
+// a pixel this place is the zero between two frames. So no width wastes more than a part of the last strip.
 //
 // Compiled between instructions.cu and the file of the kernel.
 
@@ -22,13 +24,16 @@ __device__ __forceinline__ u32 pack_activated(float lo, float hi) {
   u32 r; asm("cvt.rn.relu." ELEMENT "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r;
 }
 
-struct Part {  // of a strip: the quads of `count` rows from row `top`
-  int frame, left, top, count;
+struct Part {  // of a strip: the quads of `count` rows from row `top`; `start` is the strip's place in the line
+  int start, top, count;
 };
-__device__ __forceinline__ Part part_at(int row, int stop, int height, int strips) {
-  const int strip = row / height, top = row % height;
-  return {strip / strips, strip % strips * (CELLS - 1), top, min(height - top, stop - row)};
+__device__ __forceinline__ Part part_at(int row, int stop, int height) {
+  return {row / height * (CELLS - 1), row % height, min(height - row % height, stop - row)};
 }
+struct Place {  // in the line: a column of a frame. Column `width` has a cell, but no pixel and no quad.
+  int frame, column;
+};
+__device__ __forceinline__ Place place_at(int at, int width) { return {at / (width + 1), at % (width + 1)}; }
 
 // By one thread: all weights of the frame `made` of those that an input frame grows into.
 __device__ __forceinline__ void load_all_weights(u32 base, u32 bars, const char* weights, int made) {
@@ -40,19 +45,26 @@ __device__ __forceinline__ void load_all_weights(u32 base, u32 bars, const char*
 // By two warps: the rows of small pixels that the rows `first` to `stop` of quads need, into the ring of a member. Eight
 // threads read a pixel's 128 bytes.
 __device__ __forceinline__ void load_rows(
-    const char* x, u32 rings, u32 bars, int member, int first, int stop, int height, int width, int strips) {
-  const int place = (threadIdx.x >> 3) & 7, chunk = threadIdx.x & 7;
+    const char* x, u32 rings, u32 bars, int member, int first, int stop, int frames, int height, int width) {
+  const int lead = (threadIdx.x >> 3) & 7, chunk = threadIdx.x & 7;
   int turn = 0;
   for (int row = first; row < stop;) {
-    const Part part = part_at(row, stop, height, strips);
+    const Part part = part_at(row, stop, height);
+    int pixels[CELLS / 8 + 1];  // the thread's: every eighth of the row, in the first row of its frame; -1: zeros
+#pragma unroll
+    for (int i = 0; i <= CELLS / 8; i++) {
+      const int at = part.start - 1 + lead + i * 8;
+      const Place place = place_at(at, width);
+      pixels[i] = at >= 0 && place.column < width && place.frame < frames ? place.frame * height * width + place.column : -1;
+    }
     for (int y = part.top - 1; y <= part.top + part.count; y++, turn++) {
-      const u32 to = rings + (member * RING + turn % RING) * ROW_BYTES + chunk * PLANE;
-      const char* from = x + ((i64)part.frame * height + y) * width * 128 + chunk * 16;
+      const u32 to = rings + (member * RING + turn % RING) * ROW_BYTES + chunk * PLANE + lead * 16;
+      const char* from = x + (i64)y * width * 128 + chunk * 16;
       barrier_wait(EMPTY(member, turn), ((turn / RING) & 1) ^ 1);
-      for (int pixel = place; pixel <= CELLS; pixel += 8) {
-        const int xx = part.left - 1 + pixel;
-        const bool inside = (u32)y < (u32)height && (u32)xx < (u32)width;
-        copy16(to + pixel * 16, inside ? from + xx * 128 : x, inside);
+#pragma unroll
+      for (int i = 0; i <= CELLS / 8; i++) {
+        const bool inside = (u32)y < (u32)height && pixels[i] >= 0;
+        if (lead + i * 8 <= CELLS) copy16(to + i * 128, inside ? from + (i64)pixels[i] * 128 : x, inside);
       }
       copies_commit();
       copies_wait<0>();

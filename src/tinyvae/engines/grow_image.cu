@@ -38,7 +38,7 @@ __device__ __forceinline__ int steps_of(int first, int stop, int height) {
 // x: frames, height, width, 64. weights: of each frame made of one. out: frames · grown, 3, 2 height, 2 width, in pairs
 // of pixels. All strips together have `rows` rows of quads; each warpgroup takes `share` of them.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
-    const char* x, const char* weights, const float* bias, u32* out, int height, int width, int grown, int strips,
+    const char* x, const char* weights, const float* bias, u32* out, int frames, int height, int width, int grown,
     int rows, int share) {
   extern __shared__ __align__(1024) char shared[];
   const u32 base = smem_address(shared), bars = base + BARRIERS_AT;
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
     fewer_registers();
     if (thread == 0) load_all_weights(base, bars, weights, made);
     const int member = warp >> 1, first = (blockIdx.x / grown * 2 + member) * share;
-    load_rows(x, base + RING_AT, bars, member, first, min(rows, first + share), height, width, strips);
+    load_rows(x, base + RING_AT, bars, member, first, min(rows, first + share), frames, height, width);
     return;
   }
 
@@ -68,8 +68,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
   barrier_wait(WEIGHTS_FULL, 0);
   if (member == 1) turn_pass(1);
   for (int row = first; row < stop;) {
-    const Part part = part_at(row, stop, height, strips);
+    const Part part = part_at(row, stop, height);
     row += part.count;
+    const int cell = quarter * 16 + (lane >> 2);  // the thread's are this one and + 8; it writes one of the two quads
+    const int left = place_at(part.start, width).column;
+    const Place place = place_at(part.start + cell + right * 8, width);
+    const bool exists = cell + right * 8 < CELLS - 1 && place.column < width && place.frame < frames;
+    u32* quads = out + (((i64)place.frame * grown + made) * 6 * height + 2 * part.top + down) * width + place.column;
     barrier_wait(FULL(member, turn), (turn / RING) & 1);
     for (int y = part.top; y <= part.top + part.count; y++, turn++) {
       barrier_wait(FULL(member, turn + 1), ((turn + 1) / RING) & 1);
@@ -96,11 +101,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
       u32 phases[64];  // [phase][16 channels][cell, cell + 8, and again for 8 channels more]
 #pragma unroll
       for (int i = 0; i < 64; i++) phases[i] = pack_activated(acc[2 * i], acc[2 * i + 1]);
-      if (y == 0 || y == height || part.left == 0 || part.left + CELLS > width) {
+      if (y == 0 || y == height || left == 0 || left + CELLS > width) {
+        const int columns[2] = {(left + cell) % (width + 1), (left + cell + 8) % (width + 1)};
 #pragma unroll
         for (int i = 0; i < 64; i++) {
-          const int cell = part.left + quarter * 16 + (lane >> 2) + (i & 1) * 8;
-          const bool row_exists = i & 32 ? y > 0 : y < height, column_exists = i & 16 ? cell > 0 : cell < width;
+          const int column = columns[i & 1];
+          const bool row_exists = i & 32 ? y > 0 : y < height, column_exists = i & 16 ? column > 0 : column < width;
           if (!row_exists || !column_exists) phases[i] = 0;
         }
       }
@@ -126,9 +132,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
 #pragma unroll
         for (int c = 0; c < 3; c++) seams[quarter * 12 + lane * 3 + c] = above[0][3 + c];
       warpgroup_sync(member);
-      const int cell = quarter * 16 + (lane >> 2) + right * 8, column = part.left + cell;
-      const bool exists = cell < CELLS - 1 && column < width;
-      u32* to = out + (((i64)part.frame * grown + made) * 6 * height + 2 * (y - 1) + down) * width + column;
+      u32* to = quads;
+      quads += 2 * width;
 #pragma unroll
       for (int c = 0; c < 3; c++, to += (i64)2 * height * width) {
         float near = __shfl_sync(~0u, above[0][3 + c], lane + 4), far = __shfl_sync(~0u, above[1][3 + c], lane + 4);

@@ -51,7 +51,7 @@ def pack_weights(grow: fold.GrowLayer, image: fold.ConvLayer) -> GrowImageWeight
         bias = F.pad(bias, (0, columns(patch) - len(bias)))
     first = phases.permute(1, 5, 3, 0, 2, 4).flatten(1)
     packed = torch.cat([first, second.flatten().expand(grow.frames, -1)], dim=1)
-    filled = F.pad(packed, (0, weight_tiles(patch) * WEIGHT_TILE // packed.itemsize - packed.shape[1]))
+    filled = F.pad(packed, (0, weight_tiles(patch) * 64 * 64 - packed.shape[1]))
     return GrowImageWeights(
         packed=filled.contiguous(), bias=bias, grown=grow.frames, patch_size=patch, slope=grow.slope
     )
@@ -162,11 +162,11 @@ def cut_work(
 ) -> tuple[list[int], int]:
     """(the kernel's numbers, blocks): each output frame of one has the same number of blocks. The rows of all strips are
     cut into equal shares: for RGB one for each of a block's two warpgroups, for patches one for each block."""
-    strips = -(-width // (CELLS - 1))
-    rows = frames * strips * height
+    strips = -(-frames * (width + 1) // (CELLS - 1))
+    rows = strips * height
     if patch == 1:
         share, blocks = share_rows(rows, processors // grown)
     else:
         share = max(FEWEST_ROWS, -(-rows // (processors // grown)))
         blocks = -(-rows // share)
-    return [height, width, grown, strips, rows, share], grown * blocks
+    return [frames, height, width, grown, rows, share], grown * blocks

@@ -61,14 +61,14 @@ __device__ __forceinline__ void store(u16* to, const u32 (&v)[4]) { *(uint4*)to 
 
 // One of the two pixel rows that the sums of 64 cells hold, [column 2x, 2x-1][64 channels], to shared memory.
 __device__ __forceinline__ void write_pixels(
-    char* pixels, const float* sums, bool row_exists, int left, int width) {
+    char* pixels, const float* sums, bool row_exists, const int (&columns)[2], int width) {
   const int lane = threadIdx.x & 31, quarter = (threadIdx.x >> 5) & 3;
 #pragma unroll
   for (int j = 0; j < 2; j++)
 #pragma unroll
     for (int side = 0; side < 2; side++) {
       const int cell = quarter * 16 + (lane >> 2) + side * 8;
-      const bool exists = row_exists && (j ? left + cell > 0 : left + cell < width);
+      const bool exists = row_exists && (j ? columns[side] > 0 : columns[side] < width);
 #pragma unroll
       for (int half = 0; half < 2; half++) {  // a thread has 8 neighboring channels of each half
         u32 v[4];
@@ -87,7 +87,7 @@ __device__ __forceinline__ void write_pixels(
 // frames · grown, 3, 2 height · PATCH, 2 width · PATCH. All strips together have `rows` rows of quads; each block takes
 // `share` of them.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_patches(
-    const char* x, const char* weights, const float* bias, u16* out, int height, int width, int grown, int strips,
+    const char* x, const char* weights, const float* bias, u16* out, int frames, int height, int width, int grown,
     int rows, int share) {
   extern __shared__ __align__(1024) char shared[];
   const u32 base = smem_address(shared), bars = base + BARRIERS_AT;
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_patches(
   if (thread < 128) {
     fewer_registers();
     if (thread == 0) load_all_weights(base, bars, weights, made);
-    if (thread < 64) load_rows(x, base + RING_AT, bars, 0, first, stop, height, width, strips);
+    if (thread < 64) load_rows(x, base + RING_AT, bars, 0, first, stop, frames, height, width);
     return;
   }
 
@@ -114,8 +114,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_patches(
     barrier_wait(WEIGHTS_FULL, 0);
     int turn = 0;
     for (int row = first; row < stop;) {
-      const Part part = part_at(row, stop, height, strips);
+      const Part part = part_at(row, stop, height);
       row += part.count;
+      const int at = part.start + (warp & 3) * 16 + (lane >> 2);  // of the thread's cells: this one and + 8
+      const int columns[2] = {place_at(at, width).column, place_at(at + 8, width).column};
       barrier_wait(FULL(0, turn), (turn / RING) & 1);
       for (int y = part.top; y <= part.top + part.count; y++, turn++) {
         barrier_wait(FULL(0, turn + 1), ((turn + 1) / RING) & 1);
@@ -143,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_patches(
           }
           barrier_wait(PIXELS_EMPTY(number), ((number / PIXEL_ROWS) & 1) ^ 1);
           write_pixels(shared + PIXELS_AT + number % PIXEL_ROWS * PIXELS_BYTES, sums[half],
-                       half ? y < height : y > 0, part.left, width);
+                       half ? y < height : y > 0, columns, width);
           writes_ready();
           barrier_arrive(PIXELS_FULL(number));
         }
@@ -160,9 +162,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_patches(
   float kept[2][2][HALF] = {};  // of the pixel rows before: [even, odd column][output row above, beside]
   const i64 line_pixels = (i64)2 * width * PATCH;
   for (int row = first; row < stop;) {
-    const Part part = part_at(row, stop, height, strips);
+    const Part part = part_at(row, stop, height);
     row += part.count;
-    u16* frame = out + ((i64)part.frame * grown + made) * 6 * height * PATCH * line_pixels;
+    u16* to[2];
+    bool exists[2];
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+      const int cell = (warp & 3) * 16 + (lane >> 2) + side * 8;
+      const Place place = place_at(part.start + cell, width);
+      exists[side] = cell < CELLS - 1 && place.column < width && place.frame < frames;
+      to[side] = out + (((i64)place.frame * grown + made) * 6 * height + 2 * part.top) * PATCH * line_pixels +
+                 place.column * 2 * PATCH;
+    }
     for (int p = 0; p < 2 * part.count + 2; p++, number++) {  // pixel row 2 top - 1 + p
       barrier_wait(PIXELS_FULL(number), (number / PIXEL_ROWS) & 1);
       u32 words[2][LINES][PATCH];  // of the output row above: [cell][line][2 PATCH image pixels]
@@ -199,14 +210,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_patches(
       if (p < 2) continue;  // the row above belongs to another part
 #pragma unroll
       for (int side = 0; side < 2; side++) {
-        const int cell = (warp & 3) * 16 + (lane >> 2) + side * 8, column = part.left + cell;
-        if (cell >= CELLS - 1 || column >= width) continue;
 #pragma unroll
         for (int i = 0; i < LINES; i++) {
           const int line = i * 4 + (lane & 3), color = line / PATCH;
-          const i64 at = ((i64)color * 2 * height + 2 * part.top + p - 2) * PATCH + line % PATCH;
-          if (color < 3) store(frame + at * line_pixels + column * 2 * PATCH, words[side][i]);
+          const i64 at = (color * 2 * height * PATCH + line % PATCH) * line_pixels;
+          if (exists[side] && color < 3) store(to[side] + at, words[side][i]);
         }
+        to[side] += PATCH * line_pixels;
       }
     }
   }
