@@ -370,7 +370,7 @@ def time_depthwise(dtype: torch.dtype) -> list[dict[str, object]]:
 
 KERNELS: dict[str, Callable[[], list[dict[str, object]]]] = {
     "tiles": lambda: [*both_dtypes(check_tiles), *time_tiles(torch.float16), *time_image_side(torch.float16)],
-    "image": lambda: both_dtypes(time_grow_image),
+    "image": lambda: time_grow_image(torch.float16),
     "rows": lambda: both_dtypes(time_conv_rows),
     "depthwise": lambda: both_dtypes(time_depthwise),
 }
