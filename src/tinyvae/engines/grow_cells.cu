@@ -6,10 +6,10 @@
 // more than small pixels. Pixels outside the image are zeros for the 3x3, so the outer cells lose two of their phases.
 // Quad (y, x) is the pixels 2y..2y+1, 2x..2x+1 of the result; its 3x3 needs the cells y..y+1, x..x+1.
 //
-// A strip is 64 cells wide and goes down row by row. A step reads one new row of 65 small pixels, so a strip computes 64
-// cells for 63 quads, and one row of cells more for each part of a strip. Strips do not end with a frame: the rows of
-// all frames lie side by side in a line, each with one place more than it has pixels, because it has that many cells. As
-// a pixel this place is the zero between two frames. So no width wastes more than a part of the last strip.
+// A strip is 64 cells wide and goes down row by row. A step reads one new row of 65 small pixels, so a strip computes
+// 64 cells for 63 quads, and one row of cells more for each part of a strip. Strips do not end with a frame: the rows of
+// all frames lie side by side in a line, each with one place more than it has pixels, because it has that many cells.
+// As a pixel this place is the zero between two frames. So no width wastes more than a part of the last strip.
 //
 // Compiled between instructions.cu and the file of the kernel.
 
@@ -42,8 +42,8 @@ __device__ __forceinline__ void load_all_weights(u32 base, u32 bars, const char*
     load_weights(base + i * WEIGHT_TILE, weights + (made * WEIGHT_TILES + i) * WEIGHT_TILE, WEIGHTS_FULL);
 }
 
-// By two warps: the rows of small pixels that the rows `first` to `stop` of quads need, into the ring of a member. Eight
-// threads read a pixel's 128 bytes.
+// By two warps: the rows of small pixels that the rows `first` to `stop` of quads need, into the ring of a member.
+// Eight threads read a pixel's 128 bytes.
 __device__ __forceinline__ void load_rows(
     const char* x, u32 rings, u32 bars, int member, int first, int stop, int frames, int height, int width) {
   const int lead = (threadIdx.x >> 3) & 7, chunk = threadIdx.x & 7;
@@ -55,7 +55,8 @@ __device__ __forceinline__ void load_rows(
     for (int i = 0; i <= CELLS / 8; i++) {
       const int at = part.start - 1 + lead + i * 8;
       const Place place = place_at(at, width);
-      pixels[i] = at >= 0 && place.column < width && place.frame < frames ? place.frame * height * width + place.column : -1;
+      const bool exists = at >= 0 && place.column < width && place.frame < frames;
+      pixels[i] = exists ? place.frame * height * width + place.column : -1;
     }
     for (int y = part.top - 1; y <= part.top + part.count; y++, turn++) {
       const u32 to = rings + (member * RING + turn % RING) * ROW_BYTES + chunk * PLANE + lead * 16;

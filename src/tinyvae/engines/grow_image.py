@@ -1,8 +1,8 @@
 """The last growing layer and the image convolution behind it as one kernel on Hopper GPUs: to RGB, or to patches of 2x2
 or 4x4 pixels.
 
-`grow_image.cu` (RGB) and `grow_patches.cu` hold and explain the kernels, `grow_cells.cu` what they share. Everything here
-is fp16 or bf16 on a device of compute capability 9.0.
+`grow_image.cu` (RGB) and `grow_patches.cu` hold and explain the kernels, `grow_cells.cu` what they share. Everything
+here is fp16 or bf16 on a device of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def fits(grow: fold.Layer, image: fold.Layer) -> bool:
 
 
 def grow_image(x_BHWC: Tensor, weights: GrowImageWeights, out: Tensor) -> None:
-    """Frames of 64 channels to the image, pixel-shuffled; ``out`` is (B·grown)3(2H·patch)(2W·patch), contiguous, written
-    in full."""
+    """Frames of 64 channels to the image, pixel-shuffled; ``out`` is (B·grown)3(2H·patch)(2W·patch), contiguous,
+    written in full."""
     frames, height, width, channels = x_BHWC.shape
     assert channels == 64 and x_BHWC.is_contiguous() and x_BHWC.dtype == weights.packed.dtype == out.dtype
     scale = 2 * weights.patch_size
@@ -157,11 +157,9 @@ def room(patch: int) -> tuple[dict[str, int], int]:
     return {"PRODUCT_N": 128, "RING": ring, **constants}, fixed + pixel_rows * 2 * ROW_BYTES
 
 
-def cut_work(
-    frames: int, height: int, width: int, grown: int, patch: int, *, processors: int
-) -> tuple[list[int], int]:
-    """(the kernel's numbers, blocks): each output frame of one has the same number of blocks. The rows of all strips are
-    cut into equal shares: for RGB one for each of a block's two warpgroups, for patches one for each block."""
+def cut_work(frames: int, height: int, width: int, grown: int, patch: int, *, processors: int) -> tuple[list[int], int]:
+    """(the kernel's numbers, blocks): each output frame of one has the same number of blocks. The rows of all strips
+    are cut into equal shares: for RGB one for each of a block's two warpgroups, for patches one for each block."""
     strips = -(-frames * (width + 1) // (CELLS - 1))
     rows = strips * height
     if patch == 1:

@@ -1,21 +1,21 @@
 // The last growing layer and the image convolution behind it in one kernel, for images in patches: 64 channels on the
-// small grid -> 3 PATCH x PATCH channels on the doubled grid, pixel-shuffled. What lies between them, 64 channels at full
-// size, stays in shared memory.
+// small grid -> 3 PATCH x PATCH channels on the doubled grid, pixel-shuffled. What lies between them, 64 channels at
+// full size, stays in shared memory.
 //
 // grow_cells.cu says what cells, phases, quads and strips are. In grow_image.cu one warpgroup does both products; with
 // patches the second one's weights would fill the shared memory there. Here each product has its own warpgroup, and a
-// block takes one strip. The growing warpgroup multiplies 64 cells in two halves: the pixel rows 2y-1 and 2y of a row of
-// cells. While the second half is on its way it rounds the first and writes it to shared memory, as [8-channel
-// chunk][columns 2x-1, columns 2x][cell][16 bytes]. The image warpgroup takes these pixel rows one by one, as conv_rows.cu
-// does: a pixel row adds to the output rows above it, beside it and below it, so that a product has three times the
-// image's channels as columns, K is three horizontal taps of 64 channels, and then the output row above is complete.
+// block takes one strip at a time. The growing warpgroup multiplies 64 cells in two halves: the pixel rows 2y-1 and 2y
+// of a row of cells. While the second half is on its way it rounds the first one and writes it to shared memory, as
+// [8-channel chunk][columns 2x-1, columns 2x][cell][16 bytes]. The image warpgroup takes these pixel rows one by one, as
+// conv_rows.cu does: a pixel row adds to the output rows above it, beside it and below it. So a product has three times
+// the image's channels as columns, K is three horizontal taps of 64 channels, and then the output row above is complete.
 // Its 64 rows are every second output column, the even ones or the odd ones: a tap is then a start address.
 //
-// A thread's columns are whole lines of a patch of an output pixel (color and row of the patch: LINES of them), and with
-// the pixel beside it it writes 2 PATCH neighboring image pixels at once.
+// A thread's columns are whole lines of the patch of an output pixel (a color and a row of the patch; LINES of them).
+// With those of the pixel beside it it writes 2 PATCH neighboring image pixels at once.
 //
 // A block makes one of the frames that an input frame grows into; all weights stay in shared memory.
-// Compiled behind instructions.cu and grow_cells.cu, whose functions it uses; grow_patches.py passes the constants.
+// Compiled behind instructions.cu and grow_cells.cu, whose functions it uses; grow_image.py passes the constants.
 
 #define COLUMNS (4 * LINES * PATCH)          // of one output row; 16 for 12 channels
 #define HALF (COLUMNS / 2)                   // the thread's accumulators of one output row
@@ -25,6 +25,7 @@
 #define PIXELS_AT (RING_AT + RING * ROW_BYTES)
 #define BARRIERS_AT (PIXELS_AT + PIXEL_ROWS * PIXELS_BYTES)
 #define BIAS_AT (BARRIERS_AT + BARRIER_BYTES)
+// The barriers of the pixel rows lie behind those of the ring.
 #define PIXELS_FULL(number) (bars + 128 + 8 * ((number) % PIXEL_ROWS))
 #define PIXELS_EMPTY(number) (PIXELS_FULL(number) + 8 * PIXEL_ROWS)
 
