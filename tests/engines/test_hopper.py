@@ -132,7 +132,8 @@ def torch_grow_image(x_BHWC: Tensor, weights: grow_image.GrowImageWeights, out: 
 def torch_patches(cells: Tensor, weights: grow_image.GrowImageWeights) -> Tensor:
     """The image of cells (frame; phase row, phase column, matrix column; y, x), as `grow_patches` computes it."""
     frames, _, _, _, height, width = cells.shape
-    patch, columns = weights.patch_size, grow_image.columns(weights.patch_size)
+    patch, together = weights.patch_size, grow_image.TOGETHER[weights.patch_size]
+    columns = 12 * patch
     pixels = torch.zeros(frames, 64, 2 * height, 2 * width)  # from pixel (-1, -1)
     for lane in range(4):  # a thread with lane % 4 == lane writes these matrix columns to these channels
         for tile in range(8):
@@ -141,21 +142,20 @@ def torch_patches(cells: Tensor, weights: grow_image.GrowImageWeights) -> Tensor
                 for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
                     pixels[:, channel, 1 - i :: 2, 1 - j :: 2] = cells[:, i, j, tile * 8 + lane * 2 + b]
     k, row, column = torch.meshgrid(torch.arange(64), torch.arange(3), torch.arange(columns), indexing="ij")
-    rows = torch.zeros(frames, columns, 2 * height - 2, 2 * width - 2)  # of the output, by matrix column
-    for tap in range(3):
-        image = weights.packed[0][65536 + ((tap * 8 + k // 8) * 3 + row) * columns * 8 + column * 8 + k % 8]
-        for place in range(3):  # the output row above, beside, below: it reads pixel rows from 2 - place on
-            part = pixels[:, :, 2 - place :, tap:][:, :, : 2 * height - 2, : 2 * width - 2]
-            rows += torch.einsum("fkyx,ko->foyx", part, image[:, place])
-    made = torch.empty(frames, 3, 2 * height - 2, patch, 2 * width - 2, patch)
-    for lane in range(4):
-        for own in range(columns // 4):  # the thread's columns: lines of a patch, every fourth line
-            line, j = own // patch * 4 + lane, own % patch
-            if line < 3 * patch:
-                channel = line * patch + j
-                values = rows[:, own // 2 * 8 + lane * 2 + own % 2] + weights.bias[channel]
-                made[:, line // patch, :, line % patch, :, j] = values
-    return made.flatten(4, 5).flatten(2, 3)
+    made = torch.empty(frames, 3, 2 * height - 2, patch, width - 1, 2, patch)  # quads' columns apart: even, odd
+    for start in range(0, 2, together):
+        rows = torch.zeros(frames, columns, 2 * height - 2, width - 1)  # of the output, by matrix column
+        for tap in range(together + 2):
+            image = weights.packed[0][65536 + ((tap * 8 + k // 8) * 3 + row) * columns * 8 + column * 8 + k % 8]
+            for place in range(3):  # the output row above, beside, below: it reads pixel rows from 2 - place on
+                part = pixels[:, :, 2 - place :, start + tap :: 2][:, :, : 2 * height - 2, : width - 1]
+                rows += torch.einsum("fkyx,ko->foyx", part, image[:, place])
+        for lane in range(4):
+            for own in range(3 * patch):  # the thread's columns: three lines of a patch
+                line, odd = (own // patch * 4 + lane) // together, start + lane % together
+                values = rows[:, own // 2 * 8 + lane * 2 + own % 2] + weights.bias[line * patch + own % patch]
+                made[:, line // patch, :, line % patch, :, odd, own % patch] = values
+    return made.flatten(4, 6).flatten(2, 3)
 
 
 def torch_first_conv(

@@ -25,6 +25,7 @@ SEAM_BYTES = 384  # what the warps of a warpgroup tell their neighbors: 2 warpgr
 BARRIER_BYTES = 256
 FEWEST_ROWS = 4  # of a block of `grow_patches`, because it computes one more for each part of a strip
 PATCH_SIZES = (1, 2, 4)
+TOGETHER = {2: 2, 4: 1}  # neighboring output columns in one product of `grow_patches`: its columns are 256 at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class GrowImageWeights:
     """Weights of both layers, packed as the kernel reads them."""
 
     packed: Tensor  # [frame made of one][whole tiles of weights]
-    bias: Tensor  # fp32: RGB, or `columns` of the patches' channels, filled up with zeros
+    bias: Tensor  # fp32
     grown: int  # output frames per input frame
     patch_size: int
     slope: float  # of the ReLU between the layers below zero
@@ -41,19 +42,22 @@ class GrowImageWeights:
 def pack_weights(grow: fold.GrowLayer, image: fold.ConvLayer) -> GrowImageWeights:
     """Both layers' weights for `grow_image`: 64 channels in and between, 3·patch² out."""
     assert fits(grow, image) and image.bias is not None
-    patch, bias = math.isqrt(len(image.weight) // 3), image.bias.float().contiguous()
+    patch = math.isqrt(len(image.weight) // 3)
     phases = grow.weight.reshape(4, grow.frames, 64, 8, 8, 4)  # phase, frame, out, chunk, in, tap
     if patch == 1:
         second = _pack_quads(image.weight)
     else:
         phases = phases[:, :, thread_channels().to(phases.device)]  # a thread writes 16 bytes to shared memory
         second = _pack_output_rows(image.weight, patch)
-        bias = F.pad(bias, (0, columns(patch) - len(bias)))
     first = phases.permute(1, 5, 3, 0, 2, 4).flatten(1)
     packed = torch.cat([first, second.flatten().expand(grow.frames, -1)], dim=1)
     filled = F.pad(packed, (0, weight_tiles(patch) * 64 * 64 - packed.shape[1]))
     return GrowImageWeights(
-        packed=filled.contiguous(), bias=bias, grown=grow.frames, patch_size=patch, slope=grow.slope
+        packed=filled.contiguous(),
+        bias=image.bias.float().contiguous(),
+        grown=grow.frames,
+        patch_size=patch,
+        slope=grow.slope,
     )
 
 
@@ -66,28 +70,21 @@ def _pack_quads(weight: Tensor) -> Tensor:
 
 def _pack_output_rows(weight: Tensor, patch: int) -> Tensor:
     """Of patches, for `grow_patches.cu`: [horizontal tap][chunk][output row above, beside, below][column][8 inputs]."""
-    column = torch.arange(columns(patch), device=weight.device)
-    # A thread has two neighboring columns of each eight: they are whole lines of a patch, every fourth line.
+    column, together = torch.arange(12 * patch, device=weight.device), TOGETHER[patch]
+    # A thread has two neighboring columns of each eight: they are three lines of a patch, every fourth one.
     lane, own = column % 8 // 2, column // 8 * 2 + column % 2
-    channel = (own // patch * 4 + lane) * patch + own % patch
-    ordered = F.pad(weight, (0, 0, 0, 0, 0, 0, 0, len(column) - len(weight)))[channel]
+    line, odd = (own // patch * 4 + lane) // together, lane % together
+    # From the leftmost pixel that the output columns together read, an odd one has its taps one pixel later.
+    taps = torch.arange(together + 2, device=weight.device) - odd[:, None] + together - 1
+    filled = F.pad(weight, (together - 1, together - 1))
+    ordered = filled[(line * patch + own % patch)[:, None], :, :, taps]  # column, tap, in, row
     # A pixel row meets the output row above with the lowest of its taps.
-    return ordered.flip(2).reshape(-1, 8, 8, 3, 3).permute(4, 1, 3, 0, 2)
-
-
-def lines(patch: int) -> int:
-    """Lines of a patch (color and row) that a thread of `grow_patches` computes."""
-    return -(-3 * patch // 4)
-
-
-def columns(patch: int) -> int:
-    """Matrix columns of one output row of patches: those of four threads."""
-    return 4 * lines(patch) * patch
+    return ordered.flip(3).reshape(-1, together + 2, 8, 8, 3).permute(1, 2, 4, 0, 3)
 
 
 def weight_tiles(patch: int) -> int:
     """Tiles of weights of one output frame: 16 of the growing layer, then those of the image convolution."""
-    image_bytes = 48 * 256 * 2 if patch == 1 else 9 * 64 * columns(patch) * 2
+    image_bytes = 48 * 256 * 2 if patch == 1 else (TOGETHER[patch] + 2) * 64 * 36 * patch * 2
     return 16 + -(-image_bytes // WEIGHT_TILE)
 
 
@@ -151,9 +148,9 @@ def room(patch: int) -> tuple[dict[str, int], int]:
         shared_bytes = weights + 2 * ring * ROW_BYTES + SEAM_BYTES + BARRIER_BYTES
         return {"PRODUCT_N": 256, "RING": ring, "SEAM_BYTES": SEAM_BYTES}, shared_bytes
     ring = 3  # two rows in use, one on its way
-    fixed = weights + ring * ROW_BYTES + BARRIER_BYTES + 4 * columns(patch)
+    fixed = weights + ring * ROW_BYTES + BARRIER_BYTES + 4 * 3 * patch**2
     pixel_rows = min(3, (MAX_SHARED_BYTES - fixed) // (2 * ROW_BYTES))  # full-size rows between the two warpgroups
-    constants = {"PATCH": patch, "LINES": lines(patch), "PIXEL_ROWS": pixel_rows, "BARRIER_BYTES": BARRIER_BYTES}
+    constants = {"PATCH": patch, "TOGETHER": TOGETHER[patch], "PIXEL_ROWS": pixel_rows, "BARRIER_BYTES": BARRIER_BYTES}
     return {"PRODUCT_N": 128, "RING": ring, **constants}, fixed + pixel_rows * 2 * ROW_BYTES
 
 

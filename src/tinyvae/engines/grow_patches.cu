@@ -9,16 +9,17 @@
 // [8-channel chunk][columns 2x-1, columns 2x][cell][16 bytes]. The image warpgroup takes these pixel rows one by one, as
 // conv_rows.cu does: a pixel row adds to the output rows above it, beside it and below it. So a product has three times
 // the image's channels as columns, K is three horizontal taps of 64 channels, and then the output row above is complete.
-// Its 64 rows are every second output column, the even ones or the odd ones: a tap is then a start address.
+// Its 64 rows are every second output column, the even ones or the odd ones: a tap is then a start address. With 12
+// channels the even and the odd ones are TOGETHER in one product, so that less is read from shared memory: of its four
+// taps each output column reads three, and the other weights are zeros.
 //
-// A thread's columns are whole lines of the patch of an output pixel (a color and a row of the patch; LINES of them).
-// With those of the pixel beside it it writes 2 PATCH neighboring image pixels at once.
+// A thread has three lines (a color and a row of the patch) of PATCH neighboring image pixels each.
 //
 // A block makes one of the frames that an input frame grows into; all weights stay in shared memory.
 // Compiled behind instructions.cu and grow_cells.cu, whose functions it uses; grow_image.py passes the constants.
 
-#define COLUMNS (4 * LINES * PATCH)          // of one output row; 16 for 12 channels
-#define HALF (COLUMNS / 2)                   // the thread's accumulators of one output row
+#define COLUMNS (12 * PATCH)                 // of one output row: 12 lines of a patch
+#define OWN (COLUMNS / 2)                    // the thread's of them, of two cells
 #define IMAGE_CHUNK (3 * COLUMNS * 16)       // weights: [horizontal tap][8-channel chunk][3 output rows][16 bytes]
 #define PIXELS_PLANE (2 * (CELLS + 1) * 16)  // 8 channels of a pixel row: even and odd columns, without bank conflicts
 #define PIXELS_BYTES (8 * PIXELS_PLANE)
@@ -31,11 +32,12 @@
 
 #if PATCH == 2
 #define IMAGE_NAMES \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
-#define IMAGE_DATA D8(0), D8(8), D8(16)
-#define IMAGE_SHAPE "m64n48k16"
-#define IMAGE_FACTORS "%24, %25"
-#define IMAGE_ADD "%26"
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35"
+#define IMAGE_DATA D8(0), D8(8), D8(16), D8(24), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
+#define IMAGE_SHAPE "m64n72k16"
+#define IMAGE_FACTORS "%36, %37"
+#define IMAGE_ADD "%38"
 #elif PATCH == 4
 #define IMAGE_NAMES NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define IMAGE_DATA DATA_64, D8(64)
@@ -57,8 +59,8 @@ template <int COUNT> __device__ __forceinline__ void registers() {
 __device__ __forceinline__ void tie_half(float* d) { asm volatile("" : DATA :: "memory"); }
 // What was written to shared memory may be read by matrix instructions behind the next barrier.
 __device__ __forceinline__ void writes_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void store(u16* to, const u32 (&v)[1]) { *(u32*)to = v[0]; }
 __device__ __forceinline__ void store(u16* to, const u32 (&v)[2]) { *(uint2*)to = make_uint2(v[0], v[1]); }
-__device__ __forceinline__ void store(u16* to, const u32 (&v)[4]) { *(uint4*)to = make_uint4(v[0], v[1], v[2], v[3]); }
 
 // One of the two pixel rows that the sums of 64 cells hold, [column 2x, 2x-1][64 channels], to shared memory.
 __device__ __forceinline__ void write_pixels(
@@ -84,7 +86,7 @@ __device__ __forceinline__ void write_pixels(
     }
 }
 
-// x: frames, height, width, 64. weights: of each frame made of one. bias: COLUMNS, in the order of the lines. out:
+// x: frames, height, width, 64. weights: of each frame made of one. bias: of the image's channels. out:
 // frames · grown, 3, 2 height · PATCH, 2 width · PATCH. All strips together have `rows` rows of quads; each block takes
 // `share` of them.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_patches(
@@ -99,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_patches(
     for (int i = 0; i < PIXEL_ROWS; i++) { barrier_init(PIXELS_FULL(i), 128); barrier_init(PIXELS_EMPTY(i), 4); }
     rings_init(bars);
   }
-  if (thread < COLUMNS) ((float*)(shared + BIAS_AT))[thread] = bias[thread];
+  if (thread < 3 * PATCH * PATCH) ((float*)(shared + BIAS_AT))[thread] = bias[thread];
   __syncthreads();
 
   if (thread < 128) {
@@ -156,11 +158,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_patches(
     return;
   }
 
-  // The image warpgroup. A thread has the lines `lane % 4`, + 4, ... of the cells `lane / 4` and + 8.
+  // The image warpgroup. A thread has the lines `lane % 4`, + 4 and + 8 of the cells `lane / 4` and + 8; with even and
+  // odd columns together they alternate: a line of the even one, the same line of the odd one.
   registers<240>();
   barrier_wait(WEIGHTS_FULL, 0);
-  const float* offset = (const float*)(shared + BIAS_AT) + (lane & 3) * PATCH;  // there, because registers are few
-  float kept[2][2][HALF] = {};  // of the pixel rows before: [even, odd column][output row above, beside]
+  const float* offset = (const float*)(shared + BIAS_AT) + (lane & 3) / TOGETHER * PATCH;
+  float kept[2 / TOGETHER][2][OWN] = {};  // of the pixel rows before: [even, odd column][output row above, beside]
   const i64 line_pixels = (i64)2 * width * PATCH;
   for (int row = first; row < stop;) {
     const Part part = part_at(row, stop, height);
@@ -173,18 +176,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_patches(
       const Place place = place_at(part.start + cell, width);
       exists[side] = cell < CELLS - 1 && place.column < width && place.frame < frames;
       to[side] = out + (((i64)place.frame * grown + made) * 6 * height + 2 * part.top) * PATCH * line_pixels +
-                 place.column * 2 * PATCH;
+                 (place.column * 2 + (lane & 3) % TOGETHER) * PATCH;
     }
     for (int p = 0; p < 2 * part.count + 2; p++, number++) {  // pixel row 2 top - 1 + p
       barrier_wait(PIXELS_FULL(number), (number / PIXEL_ROWS) & 1);
-      u32 words[2][LINES][PATCH];  // of the output row above: [cell][line][2 PATCH image pixels]
 #pragma unroll
-      for (int odd = 0; odd < 2; odd++) {
-        float acc[3 * HALF];  // [output row above, beside, below]
+      for (int odd = 0; odd < 2; odd += TOGETHER) {
+        float acc[3 * OWN];  // [output row above, beside, below]
         wgmma_fence();
 #pragma unroll
-        for (int tap = 0; tap < 3; tap++) {
-          const int column = odd + tap;  // from 2x-1: its place in the pixel row
+        for (int tap = 0; tap < TOGETHER + 2; tap++) {
+          const int column = odd + tap;  // from 2x-1 on: its place in the pixel row
           const u32 pixels = base + PIXELS_AT + number % PIXEL_ROWS * PIXELS_BYTES +
                              ((column & 1) * (CELLS + 1) + (column >> 1)) * 16;
 #pragma unroll
@@ -194,31 +196,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_patches(
         }
         wgmma_commit();
         wgmma_wait<0>();
-        if (odd && lane == 0) barrier_arrive(PIXELS_EMPTY(number));
+        if (odd + TOGETHER == 2 && lane == 0) barrier_arrive(PIXELS_EMPTY(number));
+        float* above = kept[odd / TOGETHER][0];
+        float* beside = kept[odd / TOGETHER][1];
 #pragma unroll
-        for (int i = 0; i < HALF; i += 2) {  // two neighboring columns: `own` and + 1 of the thread's
-          const int own = i / 4 * 2, cell = (i >> 1) & 1;
-          float* above = kept[odd][0] + i;
-          float* beside = kept[odd][1] + i;
-          words[cell][own / PATCH][(odd * PATCH + own % PATCH) / 2] = pack(above[0] + acc[i], above[1] + acc[i + 1]);
-          const float2 start = *(const float2*)(offset + own / PATCH * 4 * PATCH + own % PATCH);
-          above[0] = beside[0] + acc[HALF + i];
-          above[1] = beside[1] + acc[HALF + i + 1];
-          beside[0] = start.x + acc[2 * HALF + i];
-          beside[1] = start.y + acc[2 * HALF + i + 1];
+        for (int i = 0; i < 3; i++) {
+          const int line = (i * 4 + (lane & 3)) / TOGETHER, color = line / PATCH;
+          const i64 at = (color * 2 * height * PATCH + line % PATCH) * line_pixels + odd * PATCH;
+          u32 words[2][PATCH / 2];  // of the output row above
+#pragma unroll
+          for (int j = 0; j < PATCH; j += 2) {
+            const float2 start = *(const float2*)(offset + i * 4 / TOGETHER * PATCH + j);
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+              const int n = (i * PATCH + j) * 2 + side * 2;
+              words[side][j / 2] = pack(above[n] + acc[n], above[n + 1] + acc[n + 1]);
+              above[n] = beside[n] + acc[OWN + n];
+              above[n + 1] = beside[n + 1] + acc[OWN + n + 1];
+              beside[n] = start.x + acc[2 * OWN + n];
+              beside[n + 1] = start.y + acc[2 * OWN + n + 1];
+            }
+          }
+#pragma unroll
+          for (int side = 0; side < 2; side++)  // at first the row above belongs to another part
+            if (p >= 2 && exists[side]) store(to[side] + at, words[side]);
         }
       }
-      if (p < 2) continue;  // the row above belongs to another part
-#pragma unroll
-      for (int side = 0; side < 2; side++) {
-#pragma unroll
-        for (int i = 0; i < LINES; i++) {
-          const int line = i * 4 + (lane & 3), color = line / PATCH;
-          const i64 at = (color * 2 * height * PATCH + line % PATCH) * line_pixels;
-          if (exists[side] && color < 3) store(to[side] + at, words[side][i]);
-        }
-        to[side] += PATCH * line_pixels;
-      }
+      if (p < 2) continue;
+      for (int side = 0; side < 2; side++) to[side] += PATCH * line_pixels;
     }
   }
 }
