@@ -183,7 +183,7 @@ def parse() -> argparse.Namespace:
         help="memory blocks of this many channels take cuDNN's fused convolutions where they can",
     )
     parser.add_argument(
-        "--two_image_kernels", action="store_true", help="the last growing layer and the RGB convolution apart"
+        "--two_image_kernels", action="store_true", help="the last growing layer and the image convolution apart"
     )
     parser.add_argument(
         "--row_convs",
@@ -251,7 +251,7 @@ def measure(model: TAEHV, case: BenchmarkCase, *, only_whole: bool) -> dict[str,
 def main() -> None:
     arguments = parse()
     hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
-    hopper.JOIN_IMAGE = not arguments.two_image_kernels
+    hopper.JOIN_IMAGE = frozenset() if arguments.two_image_kernels else hopper.JOIN_IMAGE
     hopper.ROW_CONVS = frozenset(arguments.row_convs)
     hopper.FIRST_ROWS = frozenset(arguments.first_rows)
     hopper.JOIN_POOL = frozenset(arguments.join_pool)

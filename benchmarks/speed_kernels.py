@@ -24,7 +24,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.convert.bench import relative_error, time_alternating_ms
-from tinyvae.engines import conv_rows, cudnn, depthwise, first_pool, first_rows, fold, grow_image, hopper_kernels
+from tinyvae.engines import (
+    conv_rows,
+    cudnn,
+    depthwise,
+    first_pool,
+    first_rows,
+    fold,
+    grow_image,
+    hopper,
+    hopper_kernels,
+)
 
 LAUNCHES = 10
 DEVICE = torch.device("cuda", 0)
@@ -250,19 +260,29 @@ def time_image_side(dtype: torch.dtype) -> list[dict[str, object]]:
 
 
 def time_grow_image(dtype: torch.dtype) -> list[dict[str, object]]:
-    """The last growing layer and the image convolution: in one kernel, and in two, two frames at a time."""
+    """The last growing layer and the image convolution, to RGB and to patches: in one kernel, and in two, a slice of
+    frames at a time. Whole videos of 480 lines (and of 720), then one latent of a stream."""
     rows: list[dict[str, object]] = []
-    for frames, height, width in ((3, 37, 29), (26, 240, 360), (26, 360, 640)):
+    for patch, frames, height, width in (
+        *((1, 3, 37, 29), (1, 26, 240, 360), (1, 26, 360, 640)),
+        *((2, 3, 37, 29), (2, 26, 120, 184), (2, 26, 180, 320), (2, 2, 120, 184)),
+        *((4, 3, 37, 29), (4, 28, 60, 92), (4, 28, 90, 160), (4, 4, 60, 92)),
+    ):
         x = random_frames(frames, height, width, 64, dtype)
         grow = fold.GrowLayer(weight=(torch.randn(512, 64, 2, 2, device=DEVICE) / 16).to(dtype), frames=2, relu=True)
+        outputs, scale = 3 * patch**2, 2 * patch
         image = fold.ConvLayer(
-            weight=(torch.randn(3, 64, 3, 3, device=DEVICE) / 24).to(dtype), bias=torch.randn(3, device=DEVICE)
+            weight=(torch.randn(outputs, 64, 3, 3, device=DEVICE) / 24).to(dtype),
+            bias=torch.randn(outputs, device=DEVICE),
         )
         assert image.bias is not None
         one = grow_image.pack_weights(grow, image)
         tiles = hopper_kernels.pack_tile_weights(grow.weight, None, grown=2)
-        last = hopper_kernels.pack_image_weights(image.weight, image.bias, 1)
-        outs = [torch.full((2 * frames, 3, 2 * height, 2 * width), torch.nan, dtype=dtype, device=DEVICE) for _ in "ab"]
+        last = hopper_kernels.pack_image_weights(image.weight, image.bias, patch)
+        shape = (2 * frames, 3, scale * height, scale * width)
+        outs = [torch.full(shape, torch.nan, dtype=dtype, device=DEVICE) for _ in "ab"]
+        # As many input frames as the engine takes at once, where it runs two kernels.
+        group = max(1, hopper.SLICE_BYTES // (2 * 4 * height * width * 64 * x.itemsize))
 
         def in_one(a: Tensor = x, w: grow_image.GrowImageWeights = one, out: Tensor = outs[0]) -> None:
             grow_image.grow_image(a, w, out)
@@ -272,22 +292,22 @@ def time_grow_image(dtype: torch.dtype) -> list[dict[str, object]]:
             t: hopper_kernels.TileWeights = tiles,
             w: hopper_kernels.ImageWeights = last,
             out: Tensor = outs[1],
+            n: int = group,
         ) -> None:
-            for part, made in zip(a.split(2), out.split(4), strict=True):
+            for part, made in zip(a.split(n), out.split(2 * n), strict=True):
                 between = hopper_kernels.conv_tiles(part, t, frames_per_video=1, relu=True)
                 hopper_kernels.image_conv(between, w, made)
 
         in_one()
         in_two()
         between = reference(x[:4], grow.weight, None, None, sources=1, grown=2, videos=1).permute(0, 3, 1, 2)
-        expected = F.conv2d(between, image.weight.float(), image.bias, padding=1)
+        expected = F.pixel_shuffle(F.conv2d(between, image.weight.float(), image.bias, padding=1), patch)
         one_error, two_error = (relative_error(out[: len(expected)], expected) for out in outs)
-        name = f"grow_image {dtype} {frames}x{height}x{width}"
+        name = f"64->64 x2 and 64->{outputs}, {dtype} {frames}x{height}x{width}"
         rows.append({"check": name, "one": one_error, "two": two_error, "difference": relative_error(*outs)})
         print(rows[-1], flush=True)
-        if frames == 26:
-            flops = 2.0 * x[..., 0].numel() * (grow.weight.numel() + 8 * image.weight.numel())
-            rows.append(timed(f"phases 64->64 x2 and 64->3, {height}x{width}", flops, {"one": in_one, "two": in_two}))
+        flops = 2.0 * x[..., 0].numel() * (grow.weight.numel() + 8 * image.weight.numel())
+        rows.append(timed(name, flops, {"one": in_one, "two": in_two}, repeat=graphed))
     return rows
 
 
@@ -429,7 +449,7 @@ def time_depthwise(dtype: torch.dtype) -> list[dict[str, object]]:
 
 KERNELS: dict[str, Callable[[], list[dict[str, object]]]] = {
     "tiles": lambda: [*both_dtypes(check_tiles), *time_tiles(torch.float16), *time_image_side(torch.float16)],
-    "image": lambda: both_dtypes(time_grow_image),
+    "image": lambda: time_grow_image(torch.float16),
     "rows": lambda: both_dtypes(time_conv_rows),
     "first": lambda: both_dtypes(time_first),
     "depthwise": lambda: both_dtypes(time_depthwise),

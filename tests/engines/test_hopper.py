@@ -107,16 +107,19 @@ def torch_image_conv(x_BHWC: Tensor, weights: hopper_kernels.ImageWeights, out: 
 
 
 def torch_grow_image(x_BHWC: Tensor, weights: grow_image.GrowImageWeights, out: Tensor) -> None:
-    """By the addresses and columns that `grow_image` reads and sums: cells of phases, then quads of output pixels."""
+    """By the addresses and columns that the kernels read and sum: cells of phases, then the image."""
     (frames, height, width, _), grown = x_BHWC.shape, weights.grown
     o, i, tap = torch.meshgrid(torch.arange(256), torch.arange(64), torch.arange(4), indexing="ij")
     grow = weights.packed[:, tap * 16384 + i // 8 * 2048 + o * 8 + i % 8].unflatten(3, (2, 2))  # frame, out, in, 2x2
-    column, k = torch.meshgrid(torch.arange(48), torch.arange(256), indexing="ij")
-    image = weights.packed[0][65536 + k // 8 * 384 + column * 8 + k % 8]
-    cells = torch.relu(F.conv2d(x_BHWC.permute(0, 3, 1, 2), grow.flatten(0, 1), padding=1))
+    cells = F.leaky_relu(F.conv2d(x_BHWC.permute(0, 3, 1, 2), grow.flatten(0, 1), padding=1), weights.slope)
     cells = cells.unflatten(1, (grown, 2, 2, 64)).flatten(0, 1)  # frame; phase row, phase column, channel; y, x
     cells[:, 1, :, :, 0], cells[:, 0, :, :, -1] = 0, 0
     cells[:, :, 1, :, :, 0], cells[:, :, 0, :, :, -1] = 0, 0
+    if weights.patch_size > 1:
+        out.copy_(torch_patches(cells, weights))
+        return
+    column, k = torch.meshgrid(torch.arange(48), torch.arange(256), indexing="ij")
+    image = weights.packed[0][65536 + k // 8 * 384 + column * 8 + k % 8]
     reach = torch.einsum("fkyx,ok->foyx", cells.flatten(1, 3), image)
     quads = weights.bias[None, :, None, None, None, None].repeat(frames * grown, 1, height, 2, width, 2)
     for lane in range(4):  # the thread's output pixel of each quad
@@ -125,6 +128,35 @@ def torch_grow_image(x_BHWC: Tensor, weights: grow_image.GrowImageWeights, out: 
             part = reach[:, number // 2 * 8 + lane * 2 + number % 2, dy : dy + height, dx : dx + width]
             quads[:, color, :, lane // 2, :, lane % 2] += part
     out.copy_(quads.flatten(4, 5).flatten(2, 3))
+
+
+def torch_patches(cells: Tensor, weights: grow_image.GrowImageWeights) -> Tensor:
+    """The image of cells (frame; phase row, phase column, matrix column; y, x), as `grow_patches` computes it."""
+    frames, _, _, _, height, width = cells.shape
+    patch, together = weights.patch_size, grow_image.TOGETHER[weights.patch_size]
+    columns = 12 * patch
+    pixels = torch.zeros(frames, 64, 2 * height, 2 * width)  # from pixel (-1, -1)
+    for lane in range(4):  # a thread with lane % 4 == lane writes these matrix columns to these channels
+        for tile in range(8):
+            for b in range(2):
+                channel = (tile // 4 * 4 + lane) * 8 + tile % 4 * 2 + b
+                for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
+                    pixels[:, channel, 1 - i :: 2, 1 - j :: 2] = cells[:, i, j, tile * 8 + lane * 2 + b]
+    k, row, column = torch.meshgrid(torch.arange(64), torch.arange(3), torch.arange(columns), indexing="ij")
+    made = torch.empty(frames, 3, 2 * height - 2, patch, width - 1, 2, patch)  # quads' columns apart: even, odd
+    for start in range(0, 2, together):
+        rows = torch.zeros(frames, columns, 2 * height - 2, width - 1)  # of the output, by matrix column
+        for tap in range(together + 2):
+            image = weights.packed[0][65536 + ((tap * 8 + k // 8) * 3 + row) * columns * 8 + column * 8 + k % 8]
+            for place in range(3):  # the output row above, beside, below: it reads pixel rows from 2 - place on
+                part = pixels[:, :, 2 - place :, start + tap :: 2][:, :, : 2 * height - 2, : width - 1]
+                rows += torch.einsum("fkyx,ko->foyx", part, image[:, place])
+        for lane in range(4):
+            for own in range(3 * patch):  # the thread's columns: three lines of a patch
+                line, odd = (own // patch * 4 + lane) // together, start + lane % together
+                values = rows[:, own // 2 * 8 + lane * 2 + own % 2] + weights.bias[line * patch + own % patch]
+                made[:, line // patch, :, line % patch, :, odd, own % patch] = values
+    return made.flatten(4, 6).flatten(2, 3)
 
 
 def torch_first_conv(
@@ -204,20 +236,20 @@ def stacks(model: TAEHV) -> tuple[hopper.HopperStack, hopper.HopperStack]:
 @pytest.mark.usefixtures("kernels_in_torch")
 @pytest.mark.parametrize(
     ("cudnn_channels", "join_image", "row_convs", "first", "join_pool"),
-    [((), False, (), (), ()), (sorted(hopper.CUDNN_CHANNELS), True, (1, 2, 3), (1, 2, 4), (1, 2))],
+    [((), (), (), (), ()), (sorted(hopper.CUDNN_CHANNELS), (1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2))],
 )
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taeltx_2"])
 def test_same_numbers_whole_and_in_chunks(
     variant: str,
     cudnn_channels: Sequence[int],
-    join_image: bool,
+    join_image: Sequence[int],
     row_convs: Sequence[int],
     first: Sequence[int],
     join_pool: Sequence[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hopper, "CUDNN_CHANNELS", frozenset(cudnn_channels))
-    monkeypatch.setattr(hopper, "JOIN_IMAGE", join_image)
+    monkeypatch.setattr(hopper, "JOIN_IMAGE", frozenset(join_image))
     monkeypatch.setattr(hopper, "ROW_CONVS", frozenset(row_convs))
     monkeypatch.setattr(hopper, "FIRST_ROWS", frozenset(first))
     monkeypatch.setattr(hopper, "JOIN_POOL", frozenset(join_pool))

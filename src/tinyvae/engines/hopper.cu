@@ -231,6 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
 #ifdef IMAGE_CONV
 // 64 channels NHWC -> OUT channels of the image, pixel-shuffled by PATCH into N 3 (H·PATCH) (W·PATCH).
 #define TILES_N ((OUT + 7) / 8)
+#define NEIGHBORS (PATCH > 1 ? 2 : 1)  // a thread's two neighboring channels are neighboring pixels of a patch
 extern "C" __global__ void __launch_bounds__(THREADS) image_conv(
     const char* x, const uint2* weights, const float* bias, u16* out, int height, int width, int tiles_x, int tiles_y) {
   extern __shared__ __align__(1024) char shared[];
@@ -293,13 +294,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) image_conv(
 #pragma unroll
     for (int n = 0; n < TILES_N; n++)
 #pragma unroll
-      for (int r = 0; r < 4; r++) {
+      for (int r = 0; r < 4; r += NEIGHBORS) {
         const int channel = n * 8 + (lane & 3) * 2 + (r & 1);
         const int y = y0 + warp * 4 + m, xx = x0 + (lane >> 2) + (r >> 1) * 8;
         if (channel >= OUT || y >= height || xx >= width) continue;
         const int colour = channel / (PATCH * PATCH), i = channel / PATCH % PATCH, j = channel % PATCH;
         const i64 at = (((i64)frame * 3 + colour) * height * PATCH + y * PATCH + i) * (width * PATCH) + xx * PATCH + j;
-        out[at] = (u16)pack(acc[m][n][r] + bias[channel], 0.f);
+        const float value = acc[m][n][r] + bias[channel];
+        if (NEIGHBORS == 2) *(u32*)(out + at) = pack(value, acc[m][n][r | 1] + bias[channel + 1]);
+        else out[at] = (u16)pack(value, 0.f);
       }
 }
 #endif

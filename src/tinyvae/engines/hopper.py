@@ -30,9 +30,10 @@ them: 0.131 instead of 0.172 ms at 128 channels, nothing at 256 (480x720x49 on a
 CUDNN_GROUPS = False
 """Whether cuDNN does a wide block's 3x3 convolutions over groups too: nothing gained on an H200
 (`benchmarks/speed_blocks.py` and `benchmarks/speed_codec.py --cudnn_groups` compare)."""
-JOIN_IMAGE = True
-"""Whether the last growing layer and an RGB image convolution are one kernel: 0.92 instead of 3.05 ms of 480x720x49 on
-an H200 (`benchmarks/speed_kernels.py --only image` and `benchmarks/speed_codec.py --two_image_kernels` compare)."""
+JOIN_IMAGE: frozenset[int] = frozenset({1, 2, 4})
+"""Patch sizes of the decoders whose last growing layer and image convolution are one kernel, where it fits. 1 is RGB:
+0.92 instead of 3.05 ms of 480x720x49 on an H200 (`benchmarks/speed_kernels.py --only image` and
+`benchmarks/speed_codec.py --two_image_kernels` compare)."""
 ROW_CONVS: frozenset[int] = frozenset({1, 2, 3})
 """Which of the three convolutions of a memory block with 64 channels `conv_rows` does: taehv decodes 480x720x49 in 8.07
 ms on an H200, in 9.26 with none. The others are done as in wider blocks (`benchmarks/speed_kernels.py --only rows` and
@@ -262,7 +263,8 @@ class HopperStack(Stack):
         outputs, inputs = layer.weight.shape[:2]
         if place == 0 and self.is_encoder:
             return self._pack_first(layer)
-        if JOIN_IMAGE and place == len(self.layers) - 1 and grow_image.fits(self.layers[-2], layer):
+        joins = self.patch_size in JOIN_IMAGE and place == len(self.layers) - 1
+        if joins and grow_image.fits(self.layers[-2], layer):
             return grow_image.pack_weights(cast(fold.GrowLayer, self.layers[-2]), layer)
         if place == len(self.layers) - 1 and inputs == 64 and outputs == 3 * self.patch_size**2:
             assert layer.bias is not None
