@@ -168,13 +168,10 @@ def first_calls_ms(model: TAEHV, latents: torch.Tensor) -> dict[str, float]:
     return waits
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", default="taehv")
+def codec_parser(description: str | None) -> argparse.ArgumentParser:
+    """A command line with the dtype, and a switch for each choice that an engine makes; see `set_switches`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
-    parser.add_argument("--sizes", nargs="+", default=["480x720x49", "720x1280x61"])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--only_whole", action="store_true", help="whole videos and default streams alone")
     parser.add_argument(
         "--cudnn_channels",
         type=int,
@@ -195,6 +192,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cudnn_groups", action="store_true", help="wide decoders with cuDNN's 3x3 over groups")
     parser.add_argument("--cudnn_depthwise", action="store_true", help="super decoders without our depthwise kernel")
     parser.add_argument("--no_replay", action="store_true", help="launch every kernel: no chunk replays a CUDA graph")
+    return parser
+
+
+def set_switches(arguments: argparse.Namespace) -> None:
+    hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
+    hopper.JOIN_IMAGE = not arguments.two_image_kernels
+    hopper.ROW_CONVS = frozenset(arguments.row_convs)
+    hopper.CUDNN_GROUPS = arguments.cudnn_groups
+    cudnn.OWN_DEPTHWISE = not arguments.cudnn_depthwise
+    engines.REPLAY_CHUNKS = not arguments.no_replay
+
+
+def parse() -> argparse.Namespace:
+    parser = codec_parser(__doc__)
+    parser.add_argument("--variant", default="taehv")
+    parser.add_argument("--sizes", nargs="+", default=["480x720x49", "720x1280x61"])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--only_whole", action="store_true", help="whole videos and default streams alone")
     parser.add_argument("--check_variants", action="store_true", help="also compare every variant with float32")
     parser.add_argument("--output", type=Path, help="folder for codec.json")
     return parser.parse_args()
@@ -236,12 +251,7 @@ def measure(model: TAEHV, case: BenchmarkCase, *, only_whole: bool) -> dict[str,
 @torch.no_grad()
 def main() -> None:
     arguments = parse()
-    hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
-    hopper.JOIN_IMAGE = not arguments.two_image_kernels
-    hopper.ROW_CONVS = frozenset(arguments.row_convs)
-    hopper.CUDNN_GROUPS = arguments.cudnn_groups
-    cudnn.OWN_DEPTHWISE = not arguments.cudnn_depthwise
-    engines.REPLAY_CHUNKS = not arguments.no_replay
+    set_switches(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0 if torch.cuda.is_available() else None)
     model = TAEHV(arguments.variant)
     spread_weights(model)
