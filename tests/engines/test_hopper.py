@@ -42,8 +42,13 @@ def torch_conv_tiles(
     slope: float = 0.0,
     stacked: int = 1,
     out: Tensor | None = None,
+    last_NHWC: Tensor | None = None,
 ) -> Tensor:
     frames, height, width, _ = x_BHWC.shape
+    if last_NHWC is not None:
+        last_NHWC.copy_(
+            (x_BHWC if residual_BHWC is None else residual_BHWC).unflatten(0, (-1, frames_per_video))[:, -1]
+        )
     x, weight = x_BHWC.permute(0, 3, 1, 2), unpacked_tiles(weights)
     if weights.sources == 2:
         video = x.unflatten(0, (-1, frames_per_video))

@@ -19,7 +19,7 @@
 
 __device__ __forceinline__ uint4 read16(const char* from, bool exists) {
   uint4 v = make_uint4(0, 0, 0, 0);
-  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
                : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(from), "r"((u32)exists));
   return v;
 }
@@ -56,11 +56,13 @@ __device__ __forceinline__ int steps_of(int first, int stop, int height) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
-    const char* x, const char* past, const char* weights, const float* bias, const char* residual, char* out, Rows s) {
+    const char* x, const char* past, const char* weights, const float* bias, const char* residual, char* out, char* last,
+    Rows s) {
   extern __shared__ __align__(1024) char shared[];
   const u32 base = smem_address(shared), bars = base + BARRIERS_AT;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const i64 row_bytes = (i64)s.width * 128, frame_bytes = row_bytes * s.height;
+  let_next_start();
   if (thread == 0) rings_init(bars);
   if (thread < 64) ((float*)(shared + BIAS_AT))[thread] = bias[thread];
   __syncthreads();
@@ -71,6 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
       barrier_expect(WEIGHTS_FULL, RING_AT);
       for (int i = 0; i < 3 * TAPS; i++) load_weights(base + i * WEIGHT_TILE, weights + i * WEIGHT_TILE, WEIGHTS_FULL);
     }
+    wait_for_others();
     // Two warps for each warpgroup: eight threads for a column read the 128 bytes of its ten pixels.
     const int member = warp >> 1, place = (thread >> 3) & 7, chunk = thread & 7;
     const int first = (blockIdx.x * 2 + member) * s.share, stop = min(s.rows, first + s.share);
@@ -125,6 +128,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
   const float* offset = (const float*)(shared + BIAS_AT) + channel;  // there, because registers are few
   const bool adds = SOURCES == 1 && residual;  // only the last convolution of a block
   int turn = 0;
+  wait_for_others();
+#if SOURCES == 2
+  if (last)  // while the first rows are on their way
+    keep_last(last, x, s.frames / s.frames_per_video, s.frames_per_video, frame_bytes,
+              blockIdx.x * 256 + thread - 128, gridDim.x * 256);
+#endif
   barrier_wait(WEIGHTS_FULL, 0);
   if (member == 1) turn_pass(1);
   for (int row = first; row < stop;) {

@@ -66,6 +66,7 @@ def conv_rows(
     slope: float = 0.0,
     stacked: int = 1,
     out: Tensor | None = None,
+    last_NHWC: Tensor | None = None,
 ) -> Tensor:
     """Convolution, bias, residual and activation in one pass; arguments and result as in `hopper_kernels.conv_tiles`.
 
@@ -88,7 +89,8 @@ def conv_rows(
         slope if relu else 1.0,
     )
     past = past_NHWC if weights.sources == 2 else None
-    launch(x_BHWC, past, weights.packed, weights.bias, residual_BHWC, out)
+    assert last_NHWC is None or (weights.sources == 2 and last_NHWC.is_contiguous()), "only the kernel over two frames"
+    launch(x_BHWC, past, weights.packed, weights.bias, residual_BHWC, out, last_NHWC)
     return out
 
 
@@ -105,6 +107,7 @@ def _launch(
         device_index,
         threads=TILES_THREADS,
         shared_bytes=shared_bytes(sources),
+        waits=True,
         PRODUCT_N=192,
         BFLOAT=int(bfloat),
         SOURCES=sources,
@@ -112,7 +115,7 @@ def _launch(
         ON_THE_WAY=ON_THE_WAY[sources],
         WEIGHT_TILE=WEIGHT_TILE,
     )
-    return Launch(kernel, 6, [values], blocks=blocks, shared_bytes=shared_bytes(sources))
+    return Launch(kernel, 7, [values], blocks=blocks, shared_bytes=shared_bytes(sources))
 
 
 def cut_work(frames: int, height: int, width: int, *, processors: int) -> tuple[int, int, int, int]:

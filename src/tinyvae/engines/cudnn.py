@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines import depthwise, eager, fold
+from tinyvae.engines import depthwise, eager, fold, nvrtc
 from tinyvae.engines.pointwise import finish
 from tinyvae.engines.stack import Stack, State, slice_bytes
 
@@ -231,7 +231,7 @@ class CudnnStack(Stack):
 
     def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
         # Our kernel runs on the current device. Weights and frames have one dtype already.
-        with torch.cuda.device_of(frames_NTCHW), torch.autocast("cuda", enabled=False):
+        with torch.cuda.device_of(frames_NTCHW), torch.autocast("cuda", enabled=False), nvrtc.early_launches():
             return super().run(frames_NTCHW, state)
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:

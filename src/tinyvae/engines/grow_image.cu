@@ -64,6 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
   const u32 base = smem_address(shared), bars = base + BARRIERS_AT;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const int made = blockIdx.x % grown;  // which of the frames
+  let_next_start();
   if (thread == 0) rings_init(bars);
   __syncthreads();
 
@@ -74,6 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
       for (int i = 0; i < WEIGHT_TILES; i++)
         load_weights(base + i * WEIGHT_TILE, weights + (made * WEIGHT_TILES + i) * WEIGHT_TILE, WEIGHTS_FULL);
     }
+    wait_for_others();
     // Two warps for each warpgroup: eight threads read a pixel's 128 bytes.
     const int member = warp >> 1, place = (thread >> 3) & 7, chunk = thread & 7;
     const int first = (blockIdx.x / grown * 2 + member) * share, stop = min(rows, first + share);
@@ -108,6 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
   const float offset[3] = {bias[0], bias[1], bias[2]};
   float kept[2][6] = {};  // of the row of cells above, for [cell, cell + 8][dx, RGB]
   int turn = 0, step = 0;
+  wait_for_others();
   barrier_wait(WEIGHTS_FULL, 0);
   if (member == 1) turn_pass(1);
   for (int row = first; row < stop;) {

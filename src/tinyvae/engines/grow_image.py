@@ -75,6 +75,7 @@ def _launch(bfloat: bool, device_index: int, frames: int, height: int, width: in
         device_index,
         threads=TILES_THREADS,
         shared_bytes=SHARED_BYTES,
+        waits=True,
         PRODUCT_N=256,
         BFLOAT=int(bfloat),
         CELLS=CELLS,

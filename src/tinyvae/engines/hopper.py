@@ -37,6 +37,10 @@ ROW_CONVS: frozenset[int] = frozenset({1, 2, 3})
 """Which of the three convolutions of a memory block with 64 channels `conv_rows` does. The others are done as in wider
 blocks (`benchmarks/speed_kernels.py --only rows` and `benchmarks/speed_codec.py --row_convs` compare)."""
 
+KEEP_INSIDE = True
+"""Whether a block's last frame, its state, is copied by one of its kernels, not by a copy of its own
+(`benchmarks/speed_codec.py --copy_state` compares)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _CudnnWeights:
@@ -99,7 +103,8 @@ class HopperStack(Stack):
 
     def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
         # Weights and frames have one dtype already.
-        with torch.cuda.device(frames_NTCHW.device), torch.autocast("cuda", enabled=False):
+        device = frames_NTCHW.device
+        with torch.cuda.device(device), torch.autocast("cuda", enabled=False), nvrtc.early_launches():
             return super().run(frames_NTCHW, state)
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
@@ -151,8 +156,8 @@ class HopperStack(Stack):
             return self._wide_block(place, x, state, num_videos)
         weights = cast(_MemWeights, self._packed[place])
         frames, (_, height, width, channels) = x.shape[0] // num_videos, x.shape
-        last = x.unflatten(0, (num_videos, -1))[:, -1].clone()
-        hidden = self._kernel(x, weights.first, frames_per_video=frames, past_NHWC=state[place])
+        last, keep = _keep_last(x, num_videos, weights.first)
+        hidden = self._kernel(x, weights.first, past_NHWC=state[place], **{"frames_per_video": frames, **keep})
         state[place] = None
         deeper = self._conv(hidden, weights.second)
         if isinstance(weights.third, _CudnnWeights):
@@ -168,7 +173,7 @@ class HopperStack(Stack):
 
     def _wide_block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         weights = cast(_WideWeights, self._packed[place])
-        last = x.unflatten(0, (num_videos, -1))[:, -1].clone()
+        last, keep = _keep_last(x, num_videos, weights.fourth)
         past, state[place] = state[place], None
         past = None if past is None else past.permute(0, 3, 1, 2)[:, None]
         hidden = two_frame_conv_relu(
@@ -182,12 +187,12 @@ class HopperStack(Stack):
         del past
         hidden = self._conv(hidden.permute(0, 2, 3, 1).contiguous(), weights.second)
         hidden = self._conv(hidden, weights.third)
-        return self._conv(hidden, weights.fourth, residual_BHWC=x), last
+        return self._conv(hidden, weights.fourth, residual_BHWC=x, **keep), last
 
-    def _conv(self, x: Tensor, weights: _ConvWeights, residual_BHWC: Tensor | None = None) -> Tensor:
+    def _conv(self, x: Tensor, weights: _ConvWeights, residual_BHWC: Tensor | None = None, **how: Any) -> Tensor:
         if isinstance(weights, _CudnnWeights):
             return _cudnn_conv_relu(x, weights, residual_BHWC, slope=self._slope)
-        return self._kernel(x, weights, residual_BHWC=residual_BHWC)
+        return self._kernel(x, weights, residual_BHWC=residual_BHWC, **how)
 
     def _kernel(
         self, x: Tensor, weights: kernels.TileWeights | conv_rows.RowWeights, *, relu: bool = True, **how: Any
@@ -222,6 +227,9 @@ class HopperStack(Stack):
         if isinstance(layer, fold.ClampLayer):
             return compute_layer(layer, x)
         assert isinstance(layer, fold.ConvLayer) and layer.frames == 1 and not layer.shuffle
+        if layer.relu and layer.bias is not None:  # one kernel
+            weights = _CudnnWeights(weight=layer.weight, bias=layer.bias)
+            return _cudnn_conv_relu(x, weights, None, slope=layer.slope)
         made = _cudnn_conv(x, layer.weight, layer.bias)
         return activate(made, layer.slope) if layer.relu else made
 
@@ -287,6 +295,15 @@ def _pack_3x3(weight: Tensor, bias: Tensor, by_rows: bool, by_cudnn: bool, group
     if by_cudnn:
         return _CudnnWeights(weight=fold.channels_last(weight), bias=bias)
     return kernels.pack_tile_weights(weight, bias, groups=groups)
+
+
+def _keep_last(x_BHWC: Tensor, num_videos: int, weights: _ConvWeights) -> tuple[Tensor, dict[str, Any]]:
+    """(the last frame of each video NHWC, what tells the kernel with these weights to copy it there)."""
+    last = x_BHWC.unflatten(0, (num_videos, -1))[:, -1]
+    if isinstance(weights, _CudnnWeights) or not KEEP_INSIDE:
+        return last.clone(), {}
+    kept = last.new_empty(last.shape)
+    return kept, {"last_NHWC": kept, "frames_per_video": x_BHWC.shape[0] // num_videos}
 
 
 def _cudnn_conv_relu(x_BHWC: Tensor, weights: _CudnnWeights, residual_BHWC: Tensor | None, *, slope: float) -> Tensor:

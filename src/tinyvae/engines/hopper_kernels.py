@@ -83,12 +83,14 @@ def conv_tiles(
     slope: float = 0.0,
     stacked: int = 1,
     out: Tensor | None = None,
+    last_NHWC: Tensor | None = None,
 ) -> Tensor:
     """Convolution, bias, residual and ReLU in one pass. Phases (2x2 weights) make a doubled grid.
 
     ``slope`` is that of the ReLU below zero: not 0 is LeakyReLU. Weights over two frames need ``frames_per_video``;
     ``past_NHWC`` stands before the first frame of each video (None: zeros). ``stacked`` puts that many consecutive
-    output frames side by side into a pixel's channels, as a pooling layer needs them.
+    output frames side by side into a pixel's channels, as a pooling layer needs them. Into ``last_NHWC`` goes a copy of
+    each video's last frame, of the residual's if there is one, for the next chunk of a stream.
     """
     frames, height, width, channels = x_BHWC.shape
     assert channels == weights.channels_in and x_BHWC.is_contiguous() and x_BHWC.dtype == weights.packed.dtype
@@ -108,8 +110,12 @@ def conv_tiles(
         slope,
         weights.grouped,
     )
+    kept = x_BHWC if residual_BHWC is None else residual_BHWC
+    assert last_NHWC is None or (
+        last_NHWC.is_contiguous() and last_NHWC.shape[1:] == kept.shape[1:] == x_BHWC.shape[1:]
+    )
     past = past_NHWC if weights.sources == 2 else None
-    launch(x_BHWC, past, weights.packed, weights.bias, residual_BHWC, out)
+    launch(x_BHWC, past, weights.packed, weights.bias, residual_BHWC, out, last_NHWC)
     return out
 
 
@@ -149,6 +155,7 @@ def _tiles_launch(
         device_index,
         threads=TILES_THREADS,
         shared_bytes=MAX_SHARED_BYTES,
+        waits=True,
         PRODUCT_N=8 * tile_h,
         BFLOAT=int(bfloat),
         SLOPE=slope,
@@ -158,7 +165,7 @@ def _tiles_launch(
         BARRIER_BYTES=BARRIER_BYTES,
     )
     blocks_run, shared_bytes = min(jobs, processors(device_index)), fixed + stages * stage_bytes
-    return Launch(kernel, 6, [shape], blocks=blocks_run, shared_bytes=shared_bytes)
+    return Launch(kernel, 7, [shape], blocks=blocks_run, shared_bytes=shared_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +206,9 @@ def _image_launch(
     tiles_x, tiles_y = -(-width // 16), -(-height // 16)
     shared_bytes = IMAGE_SIDE**2 * 128 + 36 * 256 * -(-channels_out // 8)
     constants = {"OUT": channels_out, "PATCH": patch, "BFLOAT": int(bfloat), "SIDE": IMAGE_SIDE}
-    kernel = load_kernel(FILES, "image_conv", device_index, threads=128, shared_bytes=shared_bytes, **constants)
+    kernel = load_kernel(
+        FILES, "image_conv", device_index, threads=128, shared_bytes=shared_bytes, waits=True, **constants
+    )
     values, blocks = [height, width, tiles_x, tiles_y], tiles_x * tiles_y * frames
     return Launch(kernel, 4, values, blocks=blocks, shared_bytes=shared_bytes)
 
@@ -234,7 +243,7 @@ def _first_launch(
     tiles_x, tiles_y = -(-width // 32), -(-height // 16)
     blocks = min(tiles_x * tiles_y * frames, 2 * processors(device_index))
     values = [height, width, tiles_x, tiles_y, stacked, frames]
-    kernel = load_kernel(FILES, "first_conv", device_index, threads=256, BFLOAT=int(bfloat), SLOPE=slope)
+    kernel = load_kernel(FILES, "first_conv", device_index, threads=256, waits=True, BFLOAT=int(bfloat), SLOPE=slope)
     return Launch(kernel, 4, values, blocks=blocks)
 
 

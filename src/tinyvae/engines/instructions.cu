@@ -6,6 +6,19 @@ typedef unsigned int u32; typedef unsigned long long u64; typedef long long i64;
 __device__ __forceinline__ u32 smem_address(const void* p) {
   u32 a; asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(a) : "l"(p)); return a;
 }
+// A kernel may start while those in front of it still run (`early_launches` in nvrtc.py). The first of these functions
+// allows it to the kernel behind; the second ends when all kernels in front have ended. Before it a thread touches
+// nothing but weights and its own shared memory: no input, and no result, whose memory may still be read.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_others() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 #if BFLOAT
 #define ELEMENT "bf16"
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
@@ -39,6 +52,14 @@ __device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
 }
 
 #ifdef PRODUCT_N  // kernels with Hopper's matrix instruction
+// Copy the last frame of each video, for the next chunk: this is thread `member` of `members`.
+__device__ __forceinline__ void keep_last(
+    char* last, const char* frames, int videos, int frames_per_video, i64 frame_bytes, int member, int members) {
+  const char* from = frames + (frames_per_video - 1) * frame_bytes;
+  for (int video = 0; video < videos; video++, last += frame_bytes, from += frames_per_video * frame_bytes)
+#pragma unroll 4
+    for (i64 at = member * 16; at < frame_bytes; at += members * 16) *(uint4*)(last + at) = *(const uint4*)(from + at);
+}
 __device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count) : "memory");
 }
