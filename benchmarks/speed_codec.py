@@ -27,7 +27,7 @@ from tinyvae.convert.bench import (
     stream_through,
     time_alternating_ms,
 )
-from tinyvae.engines import cudnn, hopper
+from tinyvae.engines import cudnn, hopper, hopper_kernels, nvrtc
 from tinyvae.engines import fused as engines
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
@@ -192,6 +192,12 @@ def codec_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--cudnn_groups", action="store_true", help="wide decoders with cuDNN's 3x3 over groups")
     parser.add_argument("--cudnn_depthwise", action="store_true", help="super decoders without our depthwise kernel")
     parser.add_argument("--no_replay", action="store_true", help="launch every kernel: no chunk replays a CUDA graph")
+    parser.add_argument(
+        "--no_early_launch", action="store_true", help="a kernel starts when the one in front has ended"
+    )
+    parser.add_argument("--copy_state", action="store_true", help="a copy of its own for each memory block's state")
+    parser.add_argument("--no_flat_tiles", action="store_true", help="tiles as high as the frame allows, however few")
+    parser.add_argument("--fewest_rows", type=int, default=hopper_kernels.FEWEST_ROWS, help="of a warpgroup")
     return parser
 
 
@@ -202,6 +208,10 @@ def set_switches(arguments: argparse.Namespace) -> None:
     hopper.CUDNN_GROUPS = arguments.cudnn_groups
     cudnn.OWN_DEPTHWISE = not arguments.cudnn_depthwise
     engines.REPLAY_CHUNKS = not arguments.no_replay
+    nvrtc.EARLY_LAUNCH = not arguments.no_early_launch
+    hopper.KEEP_INSIDE = not arguments.copy_state
+    hopper_kernels.FLAT_HEIGHTS = () if arguments.no_flat_tiles else hopper_kernels.FLAT_HEIGHTS
+    hopper_kernels.FEWEST_ROWS = arguments.fewest_rows
 
 
 def parse() -> argparse.Namespace:

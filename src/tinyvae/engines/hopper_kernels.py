@@ -12,10 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinyvae.engines.nvrtc import Launch, load_kernel, processors
+from tinyvae.engines.nvrtc import Kernel, Launch, load_kernel, processors
 
 FILES = ("instructions.cu", "hopper.cu")
 TILE_HEIGHTS = (32, 30, 24, 16)
+FLAT_HEIGHTS: tuple[int, ...] = (16, 8)
+"""Tiles of these heights leave no processor idle where there are few frames, and load weights more often
+(`benchmarks/speed_kernels.py --only small` and `benchmarks/speed_codec.py --no_flat_tiles` compare)."""
+FEWEST_ROWS = 1
+"""Of a warpgroup that goes row by row; it computes up to two more (`benchmarks/speed_codec.py --fewest_rows 4`)."""
+CYCLE_BYTES = 3000  # which the L2 cache gives all processors of an H200 together in one cycle
 MAX_SHARED_BYTES = 232_448  # what one block may have on sm_90
 
 HALO_W = 10  # a tile is 8 pixels wide, with one more on each side
@@ -134,14 +140,15 @@ def _tiles_launch(
     """How the work of one `conv_tiles` call is cut up."""
     frames, height, width, frames_per_video = video
     channels_in, channels_out, sources, taps, grown = convolution
-    tile_h = best_tile_height(height)
+    count = processors(device_index)
     split_pixels = grouped or blocks % 2 == 1  # blocks of different groups have no pixels in common
+    steps = (1 if grouped else channels_in // 64) * sources * taps
+    tile_h = choose_tile_height(frames, height, width, blocks, taps, split_pixels, processors=count)
     tiles_x, tiles_y = -(-width // 8), -(-height // tile_h)
     halo_bytes = (HALO_W * (tile_h + 2) + 1) * 128
     stage_bytes = WEIGHT_TILE * (1 if split_pixels else 2)
     fixed = STAGING_BYTES + BARRIER_BYTES + halo_bytes * (4 if split_pixels else 2)
     # No more stages than a job has steps: the warpgroup that runs ahead must not get two jobs ahead.
-    steps = (1 if grouped else channels_in // 64) * sources * taps
     stages = min(8, steps, (MAX_SHARED_BYTES - fixed) // stage_bytes)
     tiles = tiles_x * tiles_y * frames
     jobs = -(-tiles // 2) * blocks if split_pixels else tiles * blocks // 2
@@ -149,7 +156,14 @@ def _tiles_launch(
         frames_per_video, frames, height, width, channels_in, channels_out, sources, blocks, taps, grown, stacked,
         int(split_pixels), stages, tiles_x, tiles_y, tiles, int(relu), int(grouped),
     )  # fmt: skip
-    kernel = load_kernel(
+    for flat_h in FLAT_HEIGHTS:  # compiled now, so that a later chunk of fewer frames need not wait
+        _tiles_kernel(bfloat, device_index, slope, flat_h)
+    kernel = _tiles_kernel(bfloat, device_index, slope, tile_h)
+    return Launch(kernel, 7, [shape], blocks=min(jobs, count), shared_bytes=fixed + stages * stage_bytes)
+
+
+def _tiles_kernel(bfloat: bool, device_index: int, slope: float, tile_h: int) -> Kernel:
+    return load_kernel(
         FILES,
         "conv_tiles",
         device_index,
@@ -164,8 +178,26 @@ def _tiles_launch(
         STAGING_BYTES=STAGING_BYTES,
         BARRIER_BYTES=BARRIER_BYTES,
     )
-    blocks_run, shared_bytes = min(jobs, processors(device_index)), fixed + stages * stage_bytes
-    return Launch(kernel, 7, [shape], blocks=blocks_run, shared_bytes=shared_bytes)
+
+
+def choose_tile_height(
+    frames: int, height: int, width: int, blocks: int, taps: int, split_pixels: bool, *, processors: int
+) -> int:
+    """The tile height with which the busiest processor needs the fewest cycles; the largest of equals.
+
+    A step of a tile multiplies 64 channels of one tap for two blocks of outputs or two tiles; meanwhile the weights of
+    the next step and a part of the next halo come from the L2 cache.
+    """
+
+    def cycles(tile_h: int) -> float:
+        tiles = -(-width // 8) * -(-height // tile_h) * frames
+        jobs = -(-tiles // 2) * blocks if split_pixels else tiles * blocks // 2
+        active = min(jobs, processors)
+        halos, weight_sets = (2, 1) if split_pixels else (1, 2)
+        loaded = WEIGHT_TILE * weight_sets + halos * HALO_W * (tile_h + 2) * 128 / taps
+        return -(-jobs // processors) * max(32 * tile_h, active * loaded / CYCLE_BYTES)
+
+    return min(dict.fromkeys((best_tile_height(height), *FLAT_HEIGHTS)), key=cycles)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,8 +295,7 @@ def _fragments(weight_KN: Tensor) -> Tensor:
 
 def share_rows(rows: int, processors: int) -> tuple[int, int]:
     """(rows of a warpgroup, blocks of two warpgroups) of a kernel that goes row by row."""
-    fewest = 4  # of a warpgroup, because it computes up to two more
-    share = max(fewest, -(-rows // (2 * processors)))
+    share = max(FEWEST_ROWS, -(-rows // (2 * processors)))
     return share, -(-rows // (2 * share))
 
 
