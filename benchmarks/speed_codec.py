@@ -190,6 +190,7 @@ def codec_parser(description: str | None) -> argparse.ArgumentParser:
         help="these of the convolutions 1, 2 and 3 of a memory block with 64 channels go row by row",
     )
     parser.add_argument("--cudnn_groups", action="store_true", help="wide decoders with cuDNN's 3x3 over groups")
+    parser.add_argument("--frames_as_rows", action="store_true", help="wide decoders' 1x1 over two frames in 2-D")
     parser.add_argument("--cudnn_depthwise", action="store_true", help="super decoders without our depthwise kernel")
     parser.add_argument("--no_replay", action="store_true", help="launch every kernel: no chunk replays a CUDA graph")
     parser.add_argument(
@@ -206,6 +207,7 @@ def set_switches(arguments: argparse.Namespace) -> None:
     hopper.JOIN_IMAGE = not arguments.two_image_kernels
     hopper.ROW_CONVS = frozenset(arguments.row_convs)
     hopper.CUDNN_GROUPS = arguments.cudnn_groups
+    cudnn.FRAMES_IN_3D = not arguments.frames_as_rows
     cudnn.OWN_DEPTHWISE = not arguments.cudnn_depthwise
     engines.REPLAY_CHUNKS = not arguments.no_replay
     nvrtc.EARLY_LAUNCH = not arguments.no_early_launch

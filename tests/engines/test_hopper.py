@@ -267,6 +267,17 @@ def test_tile_height_wastes_least() -> None:
         assert hopper_kernels.best_tile_height(height) == best
 
 
+def test_flat_tiles_where_processors_would_be_idle() -> None:
+    def chosen(frames: int, height: int, width: int, blocks: int) -> int:
+        return hopper_kernels.choose_tile_height(frames, height, width, blocks, 9, False, processors=132)
+
+    # 256 channels of taew2_2 at 30x46: a whole video, three latents (36 tall jobs or 72 flat ones), one latent
+    assert [chosen(frames, 30, 46, 4) for frames in (13, 3, 1)] == [30, 16, 8]
+    # many frames of any height never pay for weights that are loaded again and again
+    for height in (16, 30, 45, 60, 90, 120, 240):
+        assert chosen(64, height, 368, 4) == hopper_kernels.best_tile_height(height)
+
+
 @pytest.mark.usefixtures("kernels_in_torch")
 def test_wide_decoder_without_an_image_kernel() -> None:
     """128 channels at the image: cuDNN does the last convolution, and the patches must still become pixels."""
