@@ -27,7 +27,7 @@ from tinyvae.convert.bench import (
     stream_through,
     time_alternating_ms,
 )
-from tinyvae.engines import cudnn, hopper, hopper_kernels, nvrtc
+from tinyvae.engines import cudnn, hopper, hopper_kernels, nvrtc, replay
 from tinyvae.engines import fused as engines
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
@@ -197,6 +197,7 @@ def codec_parser(description: str | None) -> argparse.ArgumentParser:
         "--no_early_launch", action="store_true", help="a kernel starts when the one in front has ended"
     )
     parser.add_argument("--copy_state", action="store_true", help="a copy of its own for each memory block's state")
+    parser.add_argument("--copy_image", action="store_true", help="CUDA graphs make the image, and it is copied")
     parser.add_argument("--no_flat_tiles", action="store_true", help="tiles as high as the frame allows, however few")
     parser.add_argument("--fewest_rows", type=int, default=hopper_kernels.FEWEST_ROWS, help="of a warpgroup")
     return parser
@@ -210,6 +211,7 @@ def set_switches(arguments: argparse.Namespace) -> None:
     cudnn.FRAMES_IN_3D = not arguments.frames_as_rows
     cudnn.OWN_DEPTHWISE = not arguments.cudnn_depthwise
     engines.REPLAY_CHUNKS = not arguments.no_replay
+    replay.IMAGE_APART = not arguments.copy_image
     nvrtc.EARLY_LAUNCH = not arguments.no_early_launch
     hopper.KEEP_INSIDE = not arguments.copy_state
     hopper_kernels.FLAT_HEIGHTS = () if arguments.no_flat_tiles else hopper_kernels.FLAT_HEIGHTS

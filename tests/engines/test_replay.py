@@ -9,13 +9,17 @@ import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.engines import cudnn_stand_ins
 from tests.engines.small_models import small
+from tinyvae import TAEHV
 from tinyvae.engines import replay
+from tinyvae.engines.cudnn import CudnnStack
 from tinyvae.engines.eager import EagerStack
 from tinyvae.engines.fused import folded_copy
 from tinyvae.engines.replay import Replay
@@ -41,11 +45,13 @@ def record(self: Replay, parts: list[Tensor], filled: tuple[bool, ...] | None) -
     def run() -> list[Tensor | None]:
         held = iter(inputs[1:])
         state: State | None = None if filled is None else [next(held).clone() if there else None for there in filled]
-        made, after = self._stack.run(inputs[0], state)
+        made, after = self._stack.run(inputs[0], state, without_image=apart)
         return [made, *after]
 
+    apart = replay.IMAGE_APART and self._stack.image_is_larger(inputs[0].shape)
     outputs = run()
-    return replay._Recording(graph=Graph(run=run, outputs=outputs), inputs=inputs, outputs=outputs)  # type: ignore[arg-type]
+    graph: Any = Graph(run=run, outputs=outputs)
+    return replay._Recording(graph=graph, inputs=inputs, outputs=outputs, without_image=apart)
 
 
 @pytest.fixture
@@ -91,6 +97,26 @@ def launched(stack: Stack, film: tuple[Tensor, ...]) -> list[Tensor]:
         frames, state = stack.run(part, state)
         parts.append(frames)
     return parts
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("stack")
+def test_the_image_is_made_behind_the_graph_where_it_is_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """taew2_2's image has more values than the frames that it is made of. taehv's has fewer: there the graph makes it."""
+    cudnn_stand_ins.stand_in(monkeypatch)
+    for variant, is_larger in (("taew2_2", True), ("taehv", False)):
+        model = TAEHV(variant, width=0.5).eval()
+        stack = CudnnStack(folded_copy(model.decoder), patch_size=model.spec.patch_size)
+        runner, film = Replay(stack), torch.randn(2, 3, model.spec.latent_channels, 2, 3)
+        assert stack.image_is_larger(film.shape) is is_larger
+        expected = stack.run(film, None)[0]
+        kept = [runner.run(film + number, None)[0] for number in (0, 1, 0, 2, 0)]
+        (recording,) = runner._recordings.values()
+        assert isinstance(recording, replay._Recording) and recording.without_image is is_larger
+        for made in (kept[0], kept[2], kept[4]):
+            torch.testing.assert_close(made, expected)
+        assert not kept[1].allclose(expected) and not kept[3].allclose(kept[1])
+    assert not EagerStack(folded_copy(model.encoder), patch_size=1).image_is_larger(torch.Size((1, 4, 3, 8, 8)))
 
 
 @torch.no_grad()

@@ -12,9 +12,10 @@ N1CHW, a super block its last frame N1HWC after the depthwise convolution.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -236,10 +237,13 @@ class CudnnStack(Stack):
             more = -at_image.weight.shape[0] % eager.CUDA_CHANNEL_MULTIPLE
             self._image_weight = fold.channels_last(F.pad(at_image.weight, (0, 0, 0, 0, 0, 0, 0, more)))
 
-    def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
-        # Our kernel runs on the current device. Weights and frames have one dtype already.
-        with torch.cuda.device_of(frames_NTCHW), torch.autocast("cuda", enabled=False), nvrtc.early_launches():
-            return super().run(frames_NTCHW, state)
+    def run(self, frames_NTCHW: Tensor, state: State | None, *, without_image: bool = False) -> tuple[Tensor, State]:
+        with ready(frames_NTCHW):
+            return super().run(frames_NTCHW, state, without_image=without_image)
+
+    def image(self, x: Tensor, num_videos: int) -> Tensor:
+        with ready(x):
+            return super().image(x, num_videos)
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
         x = frames_NTCHW.flatten(0, 1)
@@ -313,6 +317,14 @@ class CudnnStack(Stack):
         if not relu:
             return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
         return conv_relu(x, weight, self._zeros[: weight.shape[0]] if bias is None else bias, slope=slope)
+
+
+@contextlib.contextmanager
+def ready(x: Tensor) -> Iterator[None]:
+    """What holds while a stack of a GPU computes ``x``."""
+    # Our kernels run on the current device. Weights and frames have one dtype already.
+    with torch.cuda.device_of(x), torch.autocast("cuda", enabled=False), nvrtc.early_launches():
+        yield
 
 
 def write_image(made_BCHW: Tensor, bias: Tensor, patch_size: int, frames: int, image_BCHW: Tensor) -> None:

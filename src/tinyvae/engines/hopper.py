@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from tinyvae.engines import conv_rows, fold, grow_image, nvrtc
 from tinyvae.engines import hopper_kernels as kernels
-from tinyvae.engines.cudnn import PatchConv, conv_relu, over_two_frames, two_frame_conv_relu
+from tinyvae.engines.cudnn import PatchConv, conv_relu, over_two_frames, ready, two_frame_conv_relu
 from tinyvae.engines.eager import activate, compute_layer
 from tinyvae.engines.stack import Stack, State
 
@@ -101,11 +101,13 @@ class HopperStack(Stack):
         assert 0 <= self._slope < 1, "for the kernels a LeakyReLU is the larger of v and slope · v"
         self._packed = [self._pack(place) for place in range(len(layers))]
 
-    def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
-        # Weights and frames have one dtype already.
-        device = frames_NTCHW.device
-        with torch.cuda.device(device), torch.autocast("cuda", enabled=False), nvrtc.early_launches():
-            return super().run(frames_NTCHW, state)
+    def run(self, frames_NTCHW: Tensor, state: State | None, *, without_image: bool = False) -> tuple[Tensor, State]:
+        with ready(frames_NTCHW):
+            return super().run(frames_NTCHW, state, without_image=without_image)
+
+    def image(self, x: Tensor, num_videos: int) -> Tensor:
+        with ready(x):
+            return super().image(x, num_videos)
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
         flat = frames_NTCHW.flatten(0, 1)

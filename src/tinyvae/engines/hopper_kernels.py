@@ -18,9 +18,10 @@ FILES = ("instructions.cu", "hopper.cu")
 TILE_HEIGHTS = (32, 30, 24, 16)
 FLAT_HEIGHTS: tuple[int, ...] = (16, 8)
 """Tiles of these heights leave no processor idle where there are few frames, and load weights more often
-(`benchmarks/speed_kernels.py --only small` and `benchmarks/speed_codec.py --no_flat_tiles` compare)."""
+(`benchmarks/speed_small.py` and `benchmarks/speed_codec.py --no_flat_tiles` compare)."""
 FEWEST_ROWS = 1
-"""Of a warpgroup that goes row by row; it computes up to two more (`benchmarks/speed_codec.py --fewest_rows 4`)."""
+"""Of a warpgroup that goes row by row, and computes up to two more (`benchmarks/speed_codec.py --fewest_rows 4`
+compares)."""
 CYCLE_BYTES = 3000  # which the L2 cache gives all processors of an H200 together in one cycle
 MAX_SHARED_BYTES = 232_448  # what one block may have on sm_90
 

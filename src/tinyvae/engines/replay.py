@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from tinyvae.engines.stack import Stack, State
 MOST_BYTES = 512 * 2**20
 """Of the inputs and outputs of all recordings of one side. The recording that was not used for longest goes first."""
 MOST_SHAPES = 64
+IMAGE_APART = True
+"""Whether a decoder's last layers are launched behind the graph where that is less to copy: they write the caller's
+image, else the graph's is copied (`benchmarks/speed_codec.py --copy_image` compares)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,7 @@ class _Recording:
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]  # the chunk, then what its state holds
     outputs: list[Tensor | None]  # the frames, then the new state
+    without_image: bool = False  # the frames are those before the image
 
     @property
     def num_bytes(self) -> int:
@@ -114,11 +118,12 @@ class Replay:
                     inputs = [torch.empty_like(part) for part in parts]
                     held = iter(inputs[1:])
                     state = None if filled is None else [next(held) if is_there else None for is_there in filled]
-                    made, after = self._stack.run(inputs[0], state)
+                    apart = IMAGE_APART and self._stack.image_is_larger(inputs[0].shape)
+                    made, after = self._stack.run(inputs[0], state, without_image=apart)
                 finally:
                     graph.capture_end()
             torch.cuda.current_stream().wait_stream(stream)
-        return _Recording(graph=graph, inputs=inputs, outputs=[made, *after])
+        return _Recording(graph=graph, inputs=inputs, outputs=[made, *after], without_image=apart)
 
     def _replay(self, recording: _Recording, parts: list[Tensor]) -> tuple[Tensor, State]:
         stream = torch.cuda.current_stream()
@@ -126,15 +131,17 @@ class Replay:
             stream.wait_event(self._done)  # another stream may still read from the graphs' memory
         torch._foreach_copy_(recording.inputs, parts)
         recording.graph.replay()
-        copies = [None if output is None else torch.empty_like(output) for output in recording.outputs]
-        torch._foreach_copy_(
-            [copy for copy in copies if copy is not None],
-            [output for output in recording.outputs if output is not None],
-        )
-        self._done = stream.record_event()
-        made = copies[0]
+        made, *after = recording.outputs
         assert made is not None, "a stack always gives frames"
-        return made, copies[1:]
+        # The state is copied out of the graph's memory, and the frames, or the image is made of them.
+        kept = after if recording.without_image else recording.outputs
+        copies = [None if output is None else torch.empty_like(output) for output in kept]
+        torch._foreach_copy_(
+            [copy for copy in copies if copy is not None], [output for output in kept if output is not None]
+        )
+        frames = self._stack.image(made, parts[0].shape[0]) if recording.without_image else copies.pop(0)
+        self._done = stream.record_event()
+        return cast(Tensor, frames), copies
 
 
 def stop_recording() -> None:

@@ -39,17 +39,18 @@ class Stack(ABC):
         self._runs = cut_runs(layers)
         self._widest: dict[tuple[int, int], tuple[float, int]] = {}  # results of `widest_values`, by start and stop
 
-    def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def run(self, frames_NTCHW: Tensor, state: State | None, *, without_image: bool = False) -> tuple[Tensor, State]:
         """One chunk of a video: (frames NTCHW, the state for the next chunk). ``state`` is used up.
 
-        T may be 0 while a pooling layer waits for partners; the layers behind it have not run then.
+        T may be 0 while a pooling layer waits for partners; the layers behind it have not run then. A decoder can leave
+        out the layers that make the image: then `image` makes it of the frames.
         """
         num_videos, num_frames = frames_NTCHW.shape[:2]
         old: State = [None] * len(self.layers) if state is None else state
         new: State = [None] * len(self.layers)
         x = self.enter(frames_NTCHW, old)
         del frames_NTCHW  # where nobody else holds it, its memory is free now
-        for start, stop, is_block, grown, pooled in self._runs:
+        for start, stop, is_block, grown, pooled in self._runs[:-1] if without_image else self._runs:
             if is_block:
                 x, new[start] = self.block(start, x, old, num_videos)
                 old[start] = None
@@ -68,7 +69,23 @@ class Stack(ABC):
             else:
                 x = self._run_layers(start, stop, x, num_videos * num_frames)
             num_frames = num_frames * grown // (pooled or 1)
+        if without_image:
+            return x, new
         return self.leave(x).unflatten(0, (num_videos, -1)), new
+
+    def image(self, x: Tensor, num_videos: int) -> Tensor:
+        """Frames NTCHW of what `run` made ``without_image``."""
+        start, stop, *_ = self._runs[-1]
+        return self.leave(self._run_layers(start, stop, x, x.shape[0])).unflatten(0, (num_videos, -1))
+
+    def image_is_larger(self, shape: torch.Size) -> bool:
+        """Whether this is a decoder whose image of a chunk NTCHW has more values than what its last run makes it of."""
+        if not self.ends_in_image(len(self.layers)):
+            return False
+        sizes = [Size(shape[0] * shape[1], *shape[2:])]
+        for layer in self.layers:
+            sizes.append(layer.output(sizes[-1]))
+        return sizes[-1].values > sizes[self._runs[-1][0]].values
 
     def pools_whole(self, place: int, state: State, num_frames: int) -> bool:
         """Whether layer ``place`` is a pooling layer without waiting frames, now and after these frames."""
