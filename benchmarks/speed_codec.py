@@ -199,6 +199,7 @@ def codec_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--copy_state", action="store_true", help="a copy of its own for each memory block's state")
     parser.add_argument("--copy_image", action="store_true", help="CUDA graphs make the image, and it is copied")
     parser.add_argument("--no_flat_tiles", action="store_true", help="tiles as high as the frame allows, however few")
+    parser.add_argument("--one_launch", action="store_true", help="all frames of a convolution in one launch")
     parser.add_argument("--fewest_rows", type=int, default=hopper_kernels.FEWEST_ROWS, help="of a warpgroup")
     return parser
 
@@ -215,6 +216,7 @@ def set_switches(arguments: argparse.Namespace) -> None:
     nvrtc.EARLY_LAUNCH = not arguments.no_early_launch
     hopper.KEEP_INSIDE = not arguments.copy_state
     hopper_kernels.FLAT_HEIGHTS = () if arguments.no_flat_tiles else hopper_kernels.FLAT_HEIGHTS
+    hopper_kernels.SPLIT_FRAMES = not arguments.one_launch
     hopper_kernels.FEWEST_ROWS = arguments.fewest_rows
 
 

@@ -102,7 +102,7 @@ def launched(stack: Stack, film: tuple[Tensor, ...]) -> list[Tensor]:
 @torch.no_grad()
 @pytest.mark.usefixtures("stack")
 def test_the_image_is_made_behind_the_graph_where_it_is_larger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """taew2_2's image has more values than the frames that it is made of. taehv's has fewer: there the graph makes it."""
+    """taew2_2's image has more values than what it is made of. taehv's has fewer: there the graph makes it."""
     cudnn_stand_ins.stand_in(monkeypatch)
     for variant, is_larger in (("taew2_2", True), ("taehv", False)):
         model = TAEHV(variant, width=0.5).eval()

@@ -180,13 +180,41 @@ def test_tiles_of_every_height(grouped: bool, dtype: torch.dtype, monkeypatch: p
         )
         assert error(out, exact) < 2 * FLOOR[dtype], tile_h
         assert torch.equal(last, (other if grouped else x)[1::2])
-    hopper_kernels._tiles_launch.cache_clear()
+    forget_cuts()
+
+
+def test_frames_in_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as in one: over two frames, phases that grow frames, a residual with frames side by side."""
+    x, residual = (torch.randn(5, 31, 23, 64, device="cuda").half() for _ in "ab")
+    past, bias = torch.randn(1, 31, 23, 64, device="cuda").half(), torch.randn(64, device="cuda").half()
+    shapes = {"two frames": (64, 128, 3, 3), "phases": (512, 64, 2, 2), "residual": (64, 64, 3, 3)}
+    weights = {name: (torch.randn(shape, device="cuda") / 30).half() for name, shape in shapes.items()}
+    two = hopper_kernels.pack_tile_weights(weights["two frames"], bias, sources=2)
+    phases = hopper_kernels.pack_tile_weights(weights["phases"], None, grown=2)
+    plain = hopper_kernels.pack_tile_weights(weights["residual"], bias)
+    made = []
+    for first in (5, 3):
+        monkeypatch.setattr(hopper_kernels, "first_frames", lambda frames, *_, cut=first, **__: min(cut, frames))
+        last = torch.full_like(past, torch.nan)
+        one = hopper_kernels.conv_tiles(x, two, frames_per_video=5, past_NHWC=past, relu=True, last_NHWC=last)
+        more = hopper_kernels.conv_tiles(x, phases, relu=True)
+        added = hopper_kernels.conv_tiles(x, plain, residual_BHWC=residual, relu=True)
+        made.append([one, more, added, last])
+    assert torch.equal(made[1][3], x[-1:])
+    for whole, parts in zip(*made, strict=True):
+        assert torch.equal(whole, parts)
+
+
+def forget_cuts() -> None:
+    """How the work was cut before."""
+    for cached in (hopper_kernels._tiles_launch, hopper_kernels.first_frames, conv_rows._launch):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_small_chunks_are_as_right_as_before(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single latents with tall tiles, shares of four rows, copies of states and frames as rows, and without all these:
-    both as near to float64."""
+    """Single latents with tall tiles, shares of four rows, copies of states and images and frames as rows, and without
+    all these: both as near to float64. Three times, the last one from graphs."""
     model = spread(variant).half()
     exact_model = copy.deepcopy(model).double()
     frames = torch.rand(1, 2 * model.spec.time_factor, 3, 10 * model.spec.space_factor, 15 * model.spec.space_factor)
@@ -200,13 +228,15 @@ def test_small_chunks_are_as_right_as_before(variant: str, monkeypatch: pytest.M
             if not is_new:
                 patch.setattr(hopper_kernels, "FLAT_HEIGHTS", ())
                 patch.setattr(hopper_kernels, "FEWEST_ROWS", 4)
+                patch.setattr(hopper_kernels, "SPLIT_FRAMES", False)
+                patch.setattr(replay, "IMAGE_APART", False)
                 patch.setattr(hopper, "KEEP_INSIDE", False)
                 patch.setattr(cudnn, "FRAMES_IN_3D", False)
-            for cached in (hopper_kernels._tiles_launch, conv_rows._launch):
-                cached.cache_clear()
+            forget_cuts()
             codec = model.fused()
-            made_in, made_out = by_frames(codec, frames), by_latents(codec, latents)
+            for _ in range(3):
+                made_in, made_out = by_frames(codec, frames), by_latents(codec, latents)
         errors.append([error(made_in, exact_in), error(made_out, exact_out)])
-    hopper_kernels._tiles_launch.cache_clear()
+    forget_cuts()
     for old, new in zip(*errors, strict=True):
         assert new < 1.1 * max(old, FLOOR[torch.float16])

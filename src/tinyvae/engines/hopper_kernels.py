@@ -22,6 +22,10 @@ FLAT_HEIGHTS: tuple[int, ...] = (16, 8)
 FEWEST_ROWS = 1
 """Of a warpgroup that goes row by row, and computes up to two more (`benchmarks/speed_codec.py --fewest_rows 4`
 compares)."""
+SPLIT_FRAMES = True
+"""Whether the frames that would keep a few processors busy at the end get a launch of their own, with flatter tiles
+(`benchmarks/speed_codec.py --one_launch` compares)."""
+LAUNCH_CYCLES = 5000  # what one launch more costs
 CYCLE_BYTES = 3000  # which the L2 cache gives all processors of an H200 together in one cycle
 MAX_SHARED_BYTES = 232_448  # what one block may have on sm_90
 
@@ -106,10 +110,37 @@ def conv_tiles(
     if out is None:
         out = torch.empty(shape, dtype=x_BHWC.dtype, device=x_BHWC.device)
     assert out.shape == shape and out.is_contiguous()
+    assert last_NHWC is None or (last_NHWC.is_contiguous() and last_NHWC.shape[1:] == x_BHWC.shape[1:])
+    how = (stacked, relu, slope)
+    by_frames = weights.sources == 1 and last_NHWC is None  # no frame knows another one
+    first = _first_frames(x_BHWC, weights, stacked) if by_frames or frames_per_video == frames else frames
+    if first == frames:
+        _launch_tiles(x_BHWC, past_NHWC, weights, residual_BHWC, out, last_NHWC, frames_per_video, *how)
+        return out
+    ours, others = (None, None) if residual_BHWC is None else residual_BHWC.split([first, frames - first])
+    made, rest = out.split([first * weights.grown // stacked, (frames - first) * weights.grown // stacked])
+    _launch_tiles(x_BHWC[:first], past_NHWC, weights, ours, made, None, first, *how)
+    before = x_BHWC[first - 1 : first]
+    _launch_tiles(x_BHWC[first:], before, weights, others, rest, last_NHWC, frames - first, *how)
+    return out
+
+
+def _launch_tiles(
+    x: Tensor,
+    past: Tensor | None,
+    weights: TileWeights,
+    residual: Tensor | None,
+    out: Tensor,
+    last: Tensor | None,
+    frames_per_video: int,
+    stacked: int,
+    relu: bool,
+    slope: float,
+) -> None:
     launch = _tiles_launch(
-        x_BHWC.dtype == torch.bfloat16,
-        x_BHWC.device.index,
-        (frames, height, width, frames_per_video),
+        x.dtype == torch.bfloat16,
+        x.device.index,
+        (*x.shape[:3], frames_per_video),
         (weights.channels_in, weights.channels_out, weights.sources, weights.taps, weights.grown),
         weights.packed.shape[0],
         stacked,
@@ -117,13 +148,7 @@ def conv_tiles(
         slope,
         weights.grouped,
     )
-    kept = x_BHWC if residual_BHWC is None else residual_BHWC
-    assert last_NHWC is None or (
-        last_NHWC.is_contiguous() and last_NHWC.shape[1:] == kept.shape[1:] == x_BHWC.shape[1:]
-    )
-    past = past_NHWC if weights.sources == 2 else None
-    launch(x_BHWC, past, weights.packed, weights.bias, residual_BHWC, out, last_NHWC)
-    return out
+    launch(x, past if weights.sources == 2 else None, weights.packed, weights.bias, residual, out, last)
 
 
 @functools.lru_cache(maxsize=256)
@@ -152,7 +177,7 @@ def _tiles_launch(
     # No more stages than a job has steps: the warpgroup that runs ahead must not get two jobs ahead.
     stages = min(8, steps, (MAX_SHARED_BYTES - fixed) // stage_bytes)
     tiles = tiles_x * tiles_y * frames
-    jobs = -(-tiles // 2) * blocks if split_pixels else tiles * blocks // 2
+    jobs = _count_jobs(tile_h, frames, height, width, blocks, split_pixels)
     shape = _Shape(
         frames_per_video, frames, height, width, channels_in, channels_out, sources, blocks, taps, grown, stacked,
         int(split_pixels), stages, tiles_x, tiles_y, tiles, int(relu), int(grouped),
@@ -184,21 +209,74 @@ def _tiles_kernel(bfloat: bool, device_index: int, slope: float, tile_h: int) ->
 def choose_tile_height(
     frames: int, height: int, width: int, blocks: int, taps: int, split_pixels: bool, *, processors: int
 ) -> int:
-    """The tile height with which the busiest processor needs the fewest cycles; the largest of equals.
+    """The tile height with which the busiest processor needs the fewest cycles; the largest of equals."""
+    size = frames, height, width, blocks, taps, split_pixels
+    heights = dict.fromkeys((best_tile_height(height), *FLAT_HEIGHTS))
+    return min(heights, key=lambda tile_h: tile_cycles(tile_h, *size, processors=processors))
 
-    A step of a tile multiplies 64 channels of one tap for two blocks of outputs or two tiles; meanwhile the weights of
-    the next step and a part of the next halo come from the L2 cache.
+
+def tile_cycles(
+    tile_h: int,
+    frames: int,
+    height: int,
+    width: int,
+    blocks: int,
+    taps: int,
+    split_pixels: bool,
+    *,
+    processors: int,
+) -> float:
+    """Cycles of the busiest processor for one step of all its tiles.
+
+    A step multiplies 64 channels of one tap for two blocks of outputs or two tiles; meanwhile the weights of the next
+    step and a part of the next halo come from the L2 cache.
     """
+    jobs = _count_jobs(tile_h, frames, height, width, blocks, split_pixels)
+    halos, weight_sets = (2, 1) if split_pixels else (1, 2)
+    loaded = WEIGHT_TILE * weight_sets + halos * HALO_W * (tile_h + 2) * 128 / taps
+    return -(-jobs // processors) * max(32 * tile_h, min(jobs, processors) * loaded / CYCLE_BYTES)
 
-    def cycles(tile_h: int) -> float:
-        tiles = -(-width // 8) * -(-height // tile_h) * frames
-        jobs = -(-tiles // 2) * blocks if split_pixels else tiles * blocks // 2
-        active = min(jobs, processors)
-        halos, weight_sets = (2, 1) if split_pixels else (1, 2)
-        loaded = WEIGHT_TILE * weight_sets + halos * HALO_W * (tile_h + 2) * 128 / taps
-        return -(-jobs // processors) * max(32 * tile_h, active * loaded / CYCLE_BYTES)
 
-    return min(dict.fromkeys((best_tile_height(height), *FLAT_HEIGHTS)), key=cycles)
+def _count_jobs(tile_h: int, frames: int, height: int, width: int, blocks: int, split_pixels: bool) -> int:
+    tiles = -(-width // 8) * -(-height // tile_h) * frames
+    return -(-tiles // 2) * blocks if split_pixels else tiles * blocks // 2
+
+
+def _first_frames(x: Tensor, weights: TileWeights, stacked: int) -> int:
+    (blocks, slices), (frames, height, width, _) = weights.packed.shape[:2], x.shape
+    split_pixels, steps = weights.grouped or blocks % 2 == 1, slices * weights.taps
+    size = frames, height, width, blocks, weights.taps, split_pixels
+    return first_frames(*size, steps, stacked, processors=processors(x.device.index))
+
+
+@functools.lru_cache(maxsize=256)
+def first_frames(
+    frames: int,
+    height: int,
+    width: int,
+    blocks: int,
+    taps: int,
+    split_pixels: bool,
+    steps: int,
+    multiple: int,
+    *,
+    processors: int,
+) -> int:
+    """How many frames a first launch takes: all, or as many as keep every processor busy to the end, if a second launch
+    with flatter tiles for the others ends a tenth earlier. ``multiple``: frames that stay together."""
+    size = height, width, blocks, taps, split_pixels
+
+    def cycles(count: int) -> float:
+        tile_h = choose_tile_height(count, *size, processors=processors)
+        return tile_cycles(tile_h, count, *size, processors=processors)
+
+    tile_h = best_tile_height(height)
+    jobs = _count_jobs(tile_h, frames, height, width, blocks, split_pixels)
+    first = jobs // processors * processors * frames // jobs // multiple * multiple
+    if not (SPLIT_FRAMES and 0 < first < frames):
+        return frames
+    apart = cycles(first) + cycles(frames - first) + LAUNCH_CYCLES / steps
+    return first if apart < 0.9 * cycles(frames) else frames
 
 
 @dataclass(frozen=True, kw_only=True)
