@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,14 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.losses.distances import reconstruction_loss
 from tinyvae.models.taehv import TAEHV
 from tinyvae.training import optim as optimizers
-from tinyvae.training.optim import Muon, OptimizerSet, inner_conv_weights, make_optimizers, orthogonalize
+from tinyvae.training.optim import (
+    Muon,
+    OptimizerSet,
+    inner_conv_weights,
+    make_optimizers,
+    orthogonalize,
+    orthogonalize_all,
+)
 
 IDEAS = {
     "loss": "mse, l1, charbonnier; of each frame log_mse, rmse, or its MSE to a power: power_0.75",
@@ -26,11 +32,14 @@ IDEAS = {
     "muon_at_edges": "Muon for the first and last conv too",
     "decoder_rate": "factor on the decoder's Muon rate",
     "pointwise_rate": "factor on the Muon rate of 1x1 convs",
-    "cautious": "Muon's update is nought where its sign is not the gradient's, and as long as before",
     "polar": "five Newton-Schulz steps whose coefficients change from step to step (Polar Express)",
-    "row_normalised": "every row of Muon's update divided by its running size",
+    "per_tap": "Muon makes each tap of a 3x3 conv orthogonal by itself",
     "fixed_rows": "rows of Muon's weights keep the length that they begin with",
     "soap": "Adam in the eigenbasis of the left gradient covariance instead of Muon, at this rate",
+    "detail": "of this many drawn crops, any file and place, the one with the most detail trains",
+    "detail_place": "the same, all from one file and frame",
+    "turns": "crops are also turned upside down, on their side and back in time",
+    "large_last": "the last share of the steps takes crops of twice the side, a quarter as many",
 }
 
 
@@ -43,35 +52,6 @@ def loss_of(decoded: Tensor, target: Tensor, kind: str) -> Tensor:
         error = (decoded.float() - target.float()).square().mean(dim=(2, 3, 4)) + 1e-5
         return error.pow(float(kind.removeprefix("power_"))).mean() / 4
     return reconstruction_loss(decoded, target, kind)  # type: ignore[arg-type]
-
-
-class RowNormalisedMuon(Muon):
-    """Muon whose orthogonal update has every row divided by its running size, and the whole kept as long as before."""
-
-    def _propose_together(self, parameters: list[nn.Parameter], *, lr: float, momentum: float) -> Any:
-        proposal = super()._propose_together(parameters, lr=lr, momentum=momentum)
-        directions = []
-        for parameter, direction in zip(parameters, proposal.directions, strict=True):
-            state = self.state[parameter]
-            state.setdefault("momentum", torch.zeros_like(parameter))
-            size = direction.square().mean(dim=(1, 2, 3), keepdim=True)
-            state["row_size"] = torch.lerp(state.get("row_size", torch.zeros_like(size)), size, 0.05)
-            even = direction / (state["row_size"].sqrt() + 1e-7)
-            directions.append(even * (direction.norm() / even.norm()))
-        return replace(proposal, directions=directions)
-
-
-class CautiousMuon(Muon):
-    """Muon that leaves a weight alone where its update and its gradient disagree in sign."""
-
-    def _propose_together(self, parameters: list[nn.Parameter], *, lr: float, momentum: float) -> Any:
-        proposal = super()._propose_together(parameters, lr=lr, momentum=momentum)
-        directions = []
-        for parameter, direction in zip(parameters, proposal.directions, strict=True):
-            assert parameter.grad is not None
-            kept = direction * (direction * parameter.grad > 0)
-            directions.append(kept * (direction.norm() / (kept.norm() + 1e-7)))
-        return replace(proposal, directions=directions)
 
 
 POLAR_EXPRESS = (
@@ -90,6 +70,18 @@ def orthogonalize_polar(wide_BRC: Tensor) -> Tensor:
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x
+
+
+def orthogonalize_taps(updates: list[Tensor]) -> list[Tensor]:
+    """Stands in for `optimizers.orthogonalize_all`: each tap of a conv by itself, together as long as the shipped."""
+    directions = []
+    for update, shipped in zip(updates, orthogonalize_all(updates), strict=True):
+        taps = update.permute(2, 3, 0, 1).flatten(0, 1).bfloat16()
+        tall = taps.shape[1] > taps.shape[2]
+        made = orthogonalize(taps.mT).mT if tall else orthogonalize(taps)
+        made = made.to(update.dtype).permute(1, 2, 0).reshape(update.shape)
+        directions.append(made * (shipped.norm() / made.norm()))
+    return directions
 
 
 class FixedRows(Muon):
@@ -167,8 +159,9 @@ def optimizers_of(model: TAEHV, config: TrainConfig, options: dict[str, Any]) ->
     if options.get("muon_at_edges"):
         inner = {name: p for name, p in model.named_parameters() if p.ndim == 4}
     optimizers.orthogonalize = orthogonalize_polar if options.get("polar") else orthogonalize
+    optimizers.orthogonalize_all = orthogonalize_taps if options.get("per_tap") else orthogonalize_all
     chosen = make_optimizers(model, config)
-    if not IDEAS.keys() - {"loss", "quiet", "bilinear", "orthogonal", "output_gain", "polar"} & options.keys():
+    if not {"muon_at_edges", "decoder_rate", "pointwise_rate", "fixed_rows", "soap"} & options.keys():
         return chosen
     taken = {id(p) for p in inner.values()}
     adamw = chosen.optimizers[1]
@@ -180,8 +173,7 @@ def optimizers_of(model: TAEHV, config: TrainConfig, options: dict[str, Any]) ->
         rate = options.get("decoder_rate", 1.0) if name.startswith("decoder") else 1.0
         rate *= options.get("pointwise_rate", 1.0) if parameter.shape[-1] == 1 else 1.0
         groups.setdefault(config.muon_learning_rate * rate, []).append(parameter)
-    kinds = {"row_normalised": RowNormalisedMuon, "fixed_rows": FixedRows, "cautious": CautiousMuon}
-    kind = next((kinds[name] for name in kinds if options.get(name)), Muon)
+    kind = FixedRows if options.get("fixed_rows") else Muon
     by_rate: Any = [{"params": parameters, "lr": rate} for rate, parameters in groups.items()]
     muon = kind(by_rate, lr=config.muon_learning_rate, momentum=config.muon_momentum)
     return OptimizerSet([muon, adamw])

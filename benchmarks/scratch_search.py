@@ -1,4 +1,5 @@
-"""Which settings learn fastest from scratch? Short runs of many candidates on one GPU, clips held in its memory.
+"""Which settings learn fastest from scratch? Short runs of many candidates on one GPU, clips held in its memory (on a
+machine without one on its CPU, for a look).
 
 The network, initialisation, optimisers, schedule and average are the shipped ones; only the clip source differs from
 `tinyvae train scratch` (whole files decoded once, random crops cut on the GPU), so that the search is not bound by
@@ -15,6 +16,7 @@ import argparse
 import importlib.util
 import json
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -58,18 +60,60 @@ def load_split(clips: Path, split: str) -> list[Tensor]:
         return list(pool.map(decode, sorted(paths)))
 
 
-def random_batch(videos: list[Tensor], config: TrainConfig, generator: torch.Generator) -> Tensor:
-    """float NTCHW in [0, 1]: random files, start frames, places and mirrorings."""
-    t, h, w = config.n_frames, config.height, config.width
-    usable = [v for v in videos if v.shape[0] >= t and v.shape[2] >= h and v.shape[3] >= w]
-    clips = []
-    for number in torch.randint(len(usable), (config.train_batch_size,), generator=generator).tolist():
-        video = usable[number]
-        limits = (video.shape[0] - t, video.shape[2] - h, video.shape[3] - w)
-        first, top, left = (int(torch.randint(n + 1, (1,), generator=generator)) for n in limits)
-        clip = video[first : first + t, :, top : top + h, left : left + w]
-        clips.append(clip.flip(-1) if torch.rand((), generator=generator) < 0.5 else clip)
-    return torch.stack(clips).float().div_(255)
+class Crops:
+    """Random crops of files that lie in memory (uint8 TCHW): file, first frame, place, mirroring."""
+
+    def __init__(self, videos: list[Tensor], *, seed: int, options: dict[str, Any]) -> None:
+        self.videos, self.options, self.generator = videos, options, torch.Generator().manual_seed(seed)
+        wanted = "detail" in options or "detail_place" in options
+        self.details = [detail_table(video) for video in videos] if wanted else []
+
+    def batch(self, count: int, num_frames: int, size: int) -> Tensor:
+        """float NTCHW in [0, 1]."""
+        shape = (num_frames, size, size)
+        usable = [n for n, v in enumerate(self.videos) if all(a >= b for a, b in zip(places(v), shape, strict=True))]
+        return torch.stack([self._one(usable, shape) for _ in range(count)]).float().div_(255)
+
+    def _one(self, usable: list[int], shape: tuple[int, int, int]) -> Tensor:
+        drawn = [self._draw(usable, shape) for _ in range(self.options.get("detail", 1))]
+        number, first = drawn[0][:2]
+        drawn += [
+            (number, first, *self._draw([number], shape)[2:]) for _ in range(self.options.get("detail_place", 1) - 1)
+        ]
+        if len(drawn) > 1:
+            number, first, top, left = max(drawn, key=lambda d: detail_of(self.details[d[0]], d[2], d[3], shape[1]))
+        else:
+            number, first, top, left = drawn[0]
+        video = self.videos[number]
+        clip = video[first : first + shape[0], :, top : top + shape[1], left : left + shape[2]]
+        for dims in ((3,), (2,), (0,)) if self.options.get("turns") else ((3,),):
+            clip = clip.flip(dims) if self._chance() else clip
+        return clip.mT if self.options.get("turns") and self._chance() else clip
+
+    def _draw(self, usable: list[int], shape: tuple[int, int, int]) -> tuple[int, int, int, int]:
+        number = usable[int(torch.randint(len(usable), (1,), generator=self.generator))]
+        limits = (side - wanted for side, wanted in zip(places(self.videos[number]), shape, strict=True))
+        first, top, left = (int(torch.randint(limit + 1, (1,), generator=self.generator)) for limit in limits)
+        return number, first, top, left
+
+    def _chance(self) -> bool:
+        return float(torch.rand((), generator=self.generator)) < 0.5
+
+
+def places(video: Tensor) -> tuple[int, int, int]:
+    return video.shape[0], video.shape[2], video.shape[3]
+
+
+def detail_table(video: Tensor) -> Tensor:
+    """HW, on the CPU: the sum of the steps from pixel to pixel above and left of each place of the middle frame."""
+    gray = video[len(video) // 2].float().mean(dim=0)
+    steps = gray.diff(dim=0, prepend=gray[:1]).abs() + gray.diff(dim=1, prepend=gray[:, :1]).abs()
+    return torch.nn.functional.pad(steps.double().cumsum(0).cumsum(1), (1, 0, 1, 0)).cpu()
+
+
+def detail_of(table: Tensor, top: int, left: int, size: int) -> float:
+    bottom, right = top + size, left + size
+    return float(table[bottom, right] - table[top, right] - table[bottom, left] + table[top, left])
 
 
 @torch.no_grad()
@@ -92,9 +136,9 @@ class Rig:
         self.engine = Engine(BASE)
         self.model = TAEHV(BASE.variant).to(self.engine.device, memory_format=torch.channels_last)
         self.model.folded_training = True
-        self.round_trip = torch.compile(
-            lambda frames: self.model.decode(self.model.encode(frames)), mode=BASE.compile_mode
-        )
+        self.round_trip: Callable[[Tensor], Tensor] = lambda frames: self.model.decode(self.model.encode(frames))
+        if self.engine.device.type == "cuda":
+            self.round_trip = torch.compile(self.round_trip, mode=BASE.compile_mode)
 
     def draw(self, seed: int, options: dict[str, Any]) -> TAEHV:
         initialisation.QUIET_BRANCH = options.get("quiet", QUIET_BRANCH)
@@ -122,15 +166,22 @@ def run(
     model = rig.draw(config.seed, options)
     optimizer_set = optimizers_of(model, config, options)
     average = WeightAverage(model, decay=config.ema_decay)
-    generator = torch.Generator().manual_seed(config.seed)
+    crops = Crops(train, seed=config.seed, options=options)
     engine = rig.engine
     engine.prepare(model, optimizer_set)
     curve: list[tuple[int, float, float]] = []
     trained, step = 0.0, 0
+    small, large = (config.train_batch_size, config.n_frames, config.height), None
+    if "large_last" in options:
+        large = (config.train_batch_size // 4, config.n_frames, config.height * 2)
+        with engine.autocast():  # compiles before the clock starts
+            rig.round_trip(crops.batch(*large)).sum().backward()
+        optimizer_set.zero_grad()
     while step < config.max_train_steps:
         started = time.perf_counter()
-        frames = random_batch(train, config, generator)
         progress = step if seconds is None else int(trained / seconds * config.max_train_steps)
+        last_part = large is not None and progress >= config.max_train_steps * (1 - options["large_last"])
+        frames = crops.batch(*(large if large is not None and last_part else small))
         optimizer_set.set_rates(learning_rate_factor(min(progress, config.max_train_steps - 1), config))
         with engine.autocast():
             decoded = rig.round_trip(frames)
@@ -184,17 +235,18 @@ def main() -> None:
     began = time.perf_counter()
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = True
-    train, val = ([video.cuda() for video in load_split(arguments.clips, split)] for split in ("train", "val"))
-    print(
-        f"torch {torch.__version__}, {torch.cuda.get_device_name()}; {len(train)} + {len(val)} files, "
-        f"{time.perf_counter() - began:.0f} s to decode",
-        flush=True,
-    )
+    rig = Rig()
+    device = rig.engine.device
+    train, val = ([video.to(device) for video in load_split(arguments.clips, split)] for split in ("train", "val"))
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    seconds = time.perf_counter() - began
+    print(f"torch {torch.__version__}, {machine}; {len(train)} + {len(val)} files after {seconds:.0f} s", flush=True)
     for weights in arguments.score:
-        print(f"{score(load_model(weights).cuda(), val):.2f} dB  {weights}", flush=True)
+        model = load_model(weights).to(device)
+        print(f"{score(model, val):.2f} dB, on training clips {score(model, train):.2f} dB  {weights}", flush=True)
     if arguments.score:
         return
-    results, rig = [], Rig()
+    results = []
     for name in arguments.candidates:
         if time.perf_counter() - began > arguments.budget_s:
             print(f"no time left for {name!r}")

@@ -162,6 +162,20 @@ def test_a_teacher_is_made_and_students_learn_from_it(
     assert all(row["decoder"] > 5 and row["encoder"] > 5 and row["raw"]["own"] > 5 for row in found)
 
 
+@pytest.mark.slow
+def test_ideas_for_scratch_are_tried(tmp_path: Path) -> None:
+    clips, rows = tmp_path / "clips", tmp_path / "rows.json"
+    write_sample_clips(clips, count=5, height=48, width=64, frames=20)
+    candidates = ["", "detail=2,detail_place=2,turns=1", "large_last=0.5,per_tap=1"]
+    said = run_benchmark(
+        *("scratch_search.py", *candidates, "--clips", clips, "--steps", 4, "--output", rows),
+        *("--set", "height=16,width=16,n_frames=4,train_batch_size=4"),
+    )
+    found = json.loads(rows.read_text())
+    assert [row["name"] for row in found] == ["scratch", *candidates[1:]] and {row["steps"] for row in found} == {4}
+    assert len({row["psnr"] for row in found}) == 3 and all(row["psnr"] > 5 for row in found), said
+
+
 def run_benchmark(*words: Any) -> str:
     """What a script of benchmarks/ prints; it must succeed."""
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}

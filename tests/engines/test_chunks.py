@@ -193,7 +193,7 @@ def test_chunks_of_a_long_push_take_no_more() -> None:
 
 MEASURED_GIB = [
     # side, engine, latents, size, peak of a whole-video call (the encoders' with a copy of the image, to fill the last
-    # latent) or of a stream; benchmarks/results/2026-11-15-speed.md
+    # latent) or of a stream; benchmarks/results/2026-11-15-speed.md, the last three: 2026-11-16-gpu.md
     ("taehv", "decoder", "hopper", 8, (480, 720), 0.55),
     ("taehv", "decoder", "hopper", 13, (480, 720), 0.86),
     ("taehv", "decoder", "hopper", 49, (480, 720), 3.08),
@@ -217,6 +217,9 @@ MEASURED_GIB = [
     ("taehv", "encoder", "cudnn", 49, (480, 720), 3.45),
     ("taehv", "decoder", "cudnn", 8, (480, 720), 0.57),
     ("taew2_2_super", "decoder", "cudnn", 1, (480, 720), 0.11),
+    ("taew2_2_super", "decoder", "cudnn", 13, (480, 736), 0.52),
+    ("taew2_2", "decoder", "hopper", 8, (480, 736), 0.29),
+    ("taeltx2_3_wide", "decoder", "hopper", 7, (480, 736), 0.35),
 ]
 
 

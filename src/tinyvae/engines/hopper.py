@@ -25,17 +25,18 @@ from tinyvae.engines.stack import Stack, State
 SLICE_BYTES = 192 * 2**20  # for the 64-channel frames at full resolution of one slice
 CUDNN_CHANNELS: frozenset[int] = frozenset({64, 128})
 """In memory blocks with these channel counts cuDNN does the second and third convolution, where ROW_CONVS does not take
-them. It saves 0.3 ms of 11.4 each, nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py --cudnn_channels`
-compares). Not with LeakyReLU: cuDNN's calls have ReLU inside."""
+them: 0.131 instead of 0.172 ms at 128 channels, nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py
+--cudnn_channels` compares). Not with LeakyReLU: cuDNN's calls have ReLU inside."""
 CUDNN_GROUPS = False
-"""Whether cuDNN does a wide block's 3x3 convolutions over groups too (`benchmarks/speed_blocks.py` and
-`benchmarks/speed_codec.py --cudnn_groups` compare)."""
+"""Whether cuDNN does a wide block's 3x3 convolutions over groups too: nothing gained on an H200
+(`benchmarks/speed_blocks.py` and `benchmarks/speed_codec.py --cudnn_groups` compare)."""
 JOIN_IMAGE = True
-"""Whether the last growing layer and an RGB image convolution are one kernel (`benchmarks/speed_kernels.py --only
-image` and `benchmarks/speed_codec.py --two_image_kernels` compare)."""
+"""Whether the last growing layer and an RGB image convolution are one kernel: 0.92 instead of 3.05 ms of 480x720x49 on
+an H200 (`benchmarks/speed_kernels.py --only image` and `benchmarks/speed_codec.py --two_image_kernels` compare)."""
 ROW_CONVS: frozenset[int] = frozenset({1, 2, 3})
-"""Which of the three convolutions of a memory block with 64 channels `conv_rows` does. The others are done as in wider
-blocks (`benchmarks/speed_kernels.py --only rows` and `benchmarks/speed_codec.py --row_convs` compare)."""
+"""Which of the three convolutions of a memory block with 64 channels `conv_rows` does: taehv decodes 480x720x49 in 8.07
+ms on an H200, in 9.26 with none. The others are done as in wider blocks (`benchmarks/speed_kernels.py --only rows` and
+`benchmarks/speed_codec.py --row_convs` compare)."""
 
 KEEP_INSIDE = True
 """Whether a block's last frame, its state, is copied by one of its kernels, not by a copy of its own

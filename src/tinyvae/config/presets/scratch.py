@@ -3,8 +3,8 @@
 Command:   tinyvae train scratch --data_root FOLDER
 Hardware:  one GPU with 8 GB (3.2 GiB seen; made for an H100 or H200), 8 CPU cores.
 Data:      any folder of videos of at least 128x128 pixels and 12 frames.
-Expect:    31.6 dB after about four minutes of steps on an H200 (clips of 128x128 to 1280x720; a minute of compilation
-           before them); the curve, and what was tried and lost, are in docs/results.md.
+Expect:    31.6 dB after about five minutes on an H200, 46 s of them before the first step if nothing was compiled
+           there before (clips of 128x128 to 1280x720); the curve, and what was tried and lost, are in docs/results.md.
            Its latents are the model's own: a diffusion model's latent space needs a teacher (see h100).
 """
 
