@@ -238,9 +238,13 @@ class CudnnStack(Stack):
             more = -at_image.weight.shape[0] % eager.CUDA_CHANNEL_MULTIPLE
             self._image_weight = fold.channels_last(F.pad(at_image.weight, (0, 0, 0, 0, 0, 0, 0, more)))
 
-    def run(self, frames_NTCHW: Tensor, state: State | None, *, without_image: bool = False) -> tuple[Tensor, State]:
+    def run(self, frames_NTCHW: Tensor, state: State | None, **parts: bool) -> tuple[Tensor, State]:
         with ready(frames_NTCHW):
-            return super().run(frames_NTCHW, state, without_image=without_image)
+            return super().run(frames_NTCHW, state, **parts)
+
+    def head(self, frames_NTCHW: Tensor) -> Tensor:
+        with ready(frames_NTCHW):
+            return super().head(frames_NTCHW)
 
     def image(self, x: Tensor, num_videos: int) -> Tensor:
         with ready(x):

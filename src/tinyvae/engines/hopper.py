@@ -102,9 +102,13 @@ class HopperStack(Stack):
         assert 0 <= self._slope < 1, "for the kernels a LeakyReLU is the larger of v and slope · v"
         self._packed = [self._pack(place) for place in range(len(layers))]
 
-    def run(self, frames_NTCHW: Tensor, state: State | None, *, without_image: bool = False) -> tuple[Tensor, State]:
+    def run(self, frames_NTCHW: Tensor, state: State | None, **parts: bool) -> tuple[Tensor, State]:
         with ready(frames_NTCHW):
-            return super().run(frames_NTCHW, state, without_image=without_image)
+            return super().run(frames_NTCHW, state, **parts)
+
+    def head(self, frames_NTCHW: Tensor) -> Tensor:
+        with ready(frames_NTCHW):
+            return super().head(frames_NTCHW)
 
     def image(self, x: Tensor, num_videos: int) -> Tensor:
         with ready(x):
