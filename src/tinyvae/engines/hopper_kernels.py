@@ -26,6 +26,7 @@ SPLIT_FRAMES = True
 """Whether the frames that would keep a few processors busy at the end get a launch of their own, with flatter tiles
 (`benchmarks/speed_codec.py --one_launch` compares)."""
 LAUNCH_CYCLES = 5000  # what one launch more costs
+HALO_ROW_CYCLES = 190  # of one row of a halo: 32 rows take 3.5 µs
 CYCLE_BYTES = 3000  # which the L2 cache gives all processors of an H200 together in one cycle
 MAX_SHARED_BYTES = 232_448  # what one block may have on sm_90
 
@@ -234,7 +235,8 @@ def tile_cycles(
     jobs = _count_jobs(tile_h, frames, height, width, blocks, split_pixels)
     halos, weight_sets = (2, 1) if split_pixels else (1, 2)
     loaded = WEIGHT_TILE * weight_sets + halos * HALO_W * (tile_h + 2) * 128 / taps
-    return -(-jobs // processors) * max(32 * tile_h, min(jobs, processors) * loaded / CYCLE_BYTES)
+    loading = max(min(jobs, processors) * loaded / CYCLE_BYTES, halos * HALO_ROW_CYCLES * (tile_h + 2) / taps)
+    return -(-jobs // processors) * max(32 * tile_h, loading)
 
 
 def _count_jobs(tile_h: int, frames: int, height: int, width: int, blocks: int, split_pixels: bool) -> int:

@@ -3,7 +3,8 @@
 Where a network is small on the inside (taew2_2, taeltx_2), the GPU runs kernels faster than the host can launch them.
 So the second chunk of a shape is recorded as a CUDA graph, and later chunks of that shape replay it. A shape that comes
 once costs nothing. The graph works in memory of its own: a chunk and its state are copied in, and the results are
-copied out, so results stay valid and any number of streams can take turns.
+copied out, so results stay valid and any number of streams can take turns. An image that is larger than what lies
+behind it is not copied: the layers that read or write it are launched outside of the graph.
 
 The thread that records has run the shape before: kernels are compiled then, and cuDNN, which chooses its kernels for
 each thread, need not try any out while a graph is recorded. A process that runs out of GPU memory frees its graphs and
