@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import statistics
 import sys
 import time
@@ -27,7 +28,7 @@ from tinyvae.convert.bench import (
     stream_through,
     time_alternating_ms,
 )
-from tinyvae.engines import cudnn, hopper, hopper_kernels, nvrtc, replay
+from tinyvae.engines import conv_rows, cudnn, hopper, hopper_kernels, nvrtc, replay
 from tinyvae.engines import fused as engines
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
@@ -200,6 +201,7 @@ def codec_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--copy_image", action="store_true", help="CUDA graphs make the image, and it is copied")
     parser.add_argument("--no_flat_tiles", action="store_true", help="tiles as high as the frame allows, however few")
     parser.add_argument("--one_launch", action="store_true", help="all frames of a convolution in one launch")
+    parser.add_argument("--in_pairs", action="store_true", help="two warpgroups of a block have rows, however few")
     parser.add_argument("--fewest_rows", type=int, default=hopper_kernels.FEWEST_ROWS, help="of a warpgroup")
     return parser
 
@@ -217,6 +219,7 @@ def set_switches(arguments: argparse.Namespace) -> None:
     hopper.KEEP_INSIDE = not arguments.copy_state
     hopper_kernels.FLAT_HEIGHTS = () if arguments.no_flat_tiles else hopper_kernels.FLAT_HEIGHTS
     hopper_kernels.SPLIT_FRAMES = not arguments.one_launch
+    conv_rows.ALONE_TURNS = math.inf if arguments.in_pairs else conv_rows.ALONE_TURNS
     hopper_kernels.FEWEST_ROWS = arguments.fewest_rows
 
 

@@ -7,10 +7,10 @@ taehv (medians; cuDNN beside them):
 
 - `conv_tiles` with tiles of 8 and 16 rows and of the best height for many frames (`hopper_kernels.FLAT_HEIGHTS`,
   `choose_tile_height`; "chosen" names what it takes);
-- `conv_rows` with at least four rows of a warpgroup or one (`hopper_kernels.FEWEST_ROWS`);
+- `conv_rows` with two warpgroups of a block or one (`conv_rows.ALONE_TURNS`, `cut_work`; "chosen" names what it takes);
 - each as usual, and with the second launch early (`nvrtc.EARLY_LAUNCH`).
 
-`benchmarks/speed_codec.py --no_flat_tiles`, `--fewest_rows 4` and `--no_early_launch` then compare whole networks.
+`benchmarks/speed_codec.py --no_flat_tiles`, `--in_pairs`, `--fewest_rows 4` and `--no_early_launch` then compare whole networks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,16 +36,17 @@ ROWS = ((2, 120, 184), (6, 120, 184), (8, 60, 92), (14, 30, 46), (7, 15, 23))  #
 
 def with_choice(launch: Callable[[], object], name: str, value: object, early: bool) -> None:
     """``launch`` twice with another choice of how the work is cut, the second time perhaps early."""
-    before = getattr(hopper_kernels, name)
+    module = conv_rows if name == "ALONE_TURNS" else hopper_kernels
+    before = getattr(module, name)
     for cached in (hopper_kernels._tiles_launch, conv_rows._launch):
         cached.cache_clear()
-    setattr(hopper_kernels, name, value)
+    setattr(module, name, value)
     try:
         with nvrtc.early_launches() if early else contextlib.nullcontext():
             launch()
             launch()
     finally:
-        setattr(hopper_kernels, name, before)
+        setattr(module, name, before)
 
 
 def time_tiles(dtype: torch.dtype) -> list[Row]:
@@ -84,13 +86,13 @@ def time_rows(dtype: torch.dtype) -> list[Row]:
             packed = conv_rows.pack_row_weights(weight, torch.randn(64, device=DEVICE).to(dtype))
             launch = partial(conv_rows.conv_rows, x, packed, frames_per_video=frames, relu=True)
             calls: Calls = {
-                f"fewest_{fewest}{'_early' if early else ''}": partial(
-                    with_choice, launch, "FEWEST_ROWS", fewest, early
-                )
-                for fewest in (4, 1)
+                name + "_early" * early: partial(with_choice, launch, "ALONE_TURNS", turns, early)
+                for name, turns in (("pairs", math.inf), ("alone", 0.0))
                 for early in (False, True)
             }
-            name, flops = f"rows over {sources}, {frames}x{height}x{width}", 4.0 * x[..., 0].numel()
+            count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+            chosen = "pairs" if conv_rows.cut_work(frames, height, width, processors=count)[2] == 2 else "alone"
+            name, flops = f"rows over {sources}, {frames}x{height}x{width}, chosen {chosen}", 4.0 * x[..., 0].numel()
             rows.append(timed(name, flops * weight.numel(), calls, repeat=graphed))
     return rows
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import math
 import threading
 from collections.abc import Callable
 
@@ -228,6 +229,7 @@ def test_small_chunks_are_as_right_as_before(variant: str, monkeypatch: pytest.M
             if not is_new:
                 patch.setattr(hopper_kernels, "FLAT_HEIGHTS", ())
                 patch.setattr(hopper_kernels, "FEWEST_ROWS", 4)
+                patch.setattr(conv_rows, "ALONE_TURNS", math.inf)
                 patch.setattr(hopper_kernels, "SPLIT_FRAMES", False)
                 patch.setattr(replay, "IMAGE_APART", False)
                 patch.setattr(hopper, "KEEP_INSIDE", False)

@@ -13,7 +13,7 @@
 // neighboring channels: it writes 16 bytes at once, without a way through shared memory.
 // The loading warps fill a ring of steps for each of two computing warpgroups, which take turns at the tensor cores:
 // one writes while the other multiplies. Each warpgroup has an equal share of the rows of all strips; each part of a
-// strip computes up to two rows more.
+// strip computes up to two rows more. Where there are few rows, one warpgroup of each block has none.
 //
 // Compiled behind instructions.cu, whose functions it uses; conv_rows.py passes the constants.
 
@@ -40,8 +40,12 @@ struct Rows {
   int stacked;  // output frames that share a pixel's channels (1: none)
   int rows;     // of all strips together
   int share;    // rows of each warpgroup
+  int members;  // computing warpgroups of a block that have rows: 2, or 1 where there are few rows
   float slope;  // of the activation below zero: 0 is ReLU, 1 is none
 };
+__device__ __forceinline__ int first_row(const Rows& s, int member) {
+  return member < s.members ? (blockIdx.x * s.members + member) * s.share : s.rows;
+}
 struct Part {  // of a strip: `count` output rows from row `top`
   int strip, top, count;
 };
@@ -76,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
     wait_for_others();
     // Two warps for each warpgroup: eight threads for a column read the 128 bytes of its ten pixels.
     const int member = warp >> 1, place = (thread >> 3) & 7, chunk = thread & 7;
-    const int first = (blockIdx.x * 2 + member) * s.share, stop = min(s.rows, first + s.share);
+    const int first = first_row(s, member), stop = min(s.rows, first + s.share);
     int turn = 0;
     for (int row = first; row < stop;) {
       const Part part = part_at(row, stop, s.height);
@@ -120,8 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
 
   more_registers();
   const int member = (warp >> 2) - 1, quarter = warp & 3;
-  const int first = (blockIdx.x * 2 + member) * s.share, stop = min(s.rows, first + s.share);
-  const int other = first + (member ? -s.share : s.share);
+  const int first = first_row(s, member), stop = min(s.rows, first + s.share), other = first_row(s, 1 - member);
   const int steps = steps_of(first, stop, s.height), other_steps = steps_of(other, min(s.rows, other + s.share), s.height);
   // A thread has the channels 0..7 and 32..39 from its own first one, of two pixels: `lane / 4` of two columns.
   const int channel = (lane & 3) * 8;
