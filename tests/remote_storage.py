@@ -16,6 +16,8 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from tests.processes import free_port, wait_until
+
 SECRET_KEY = "a-secret-that-nobody-may-see"
 
 
@@ -53,16 +55,15 @@ fsspec.register_implementation("shelf", ShelfFileSystem, clobber=True)
 @contextmanager
 def s3_server() -> Iterator[tuple[dict[str, str], subprocess.Popen[bytes]]]:
     """A real S3 server on a port of its own (moto's): the environment that leads there, and its process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_for_port(port, server)
+        wait_until(lambda: server.poll() is not None or answers(port))
+        assert server.poll() is None, "the S3 server did not start; is moto[server] installed?"
         yield (
             {
                 "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
@@ -78,12 +79,6 @@ def s3_server() -> Iterator[tuple[dict[str, str], subprocess.Popen[bytes]]]:
         server.wait()
 
 
-def wait_for_port(port: int, server: subprocess.Popen[bytes]) -> None:
-    for _ in range(600):
-        assert server.poll() is None, "the S3 server did not start; is moto[server] installed?"
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    raise AssertionError("the S3 server does not answer")
+def answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0

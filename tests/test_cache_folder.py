@@ -36,7 +36,7 @@ def test_nothing_goes_for_what_does_not_fit_and_copies_in_use_stay(tmp_path: Pat
     cache = CacheFolder(tmp_path, max_gb=350 / GIB)
     copy = add(cache, "a", age_s=5)
     assert not cache.make_room(400, keep_used_since=time.time()) and copy.exists()
-    assert not cache.make_room(300, keep_used_since=time.time() - 10) and copy.exists()
+    assert not cache.make_room(300, keep_used_since=time.time() - 1000) and copy.exists()
 
 
 def test_a_disk_that_is_full_makes_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,4 +55,4 @@ def test_a_use_is_a_time_of_access_and_no_change(tmp_path: Path) -> None:
     stream = open_copy(copy, 100)
     assert stream is not None and open_copy(copy, 99) is None and open_copy(tmp_path / "none", None) is None
     stream.close()
-    assert copy.stat().st_mtime_ns == changed_at and time.time() - copy.stat().st_atime < 60
+    assert copy.stat().st_mtime_ns == changed_at and time.time() - copy.stat().st_atime < 400

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from tests.documents import DOCUMENTS, FENCE, ROOT, flags_in
 from tests.models.hub_server import TOKEN, Hub
 from tests.models.test_hub import hub  # noqa: F401 (a fixture)
+from tests.processes import HANGS_S
 from tests.training.test_golden_losses import write_lpips, write_teacher
 from tests.video.small_videos import write_video
 from tinyvae import TAEHV, load_model, save_model
@@ -233,7 +234,7 @@ def test_the_commands_run(block: Block, scratch: Path) -> None:
             assert run(words[1:]) == 0, f"{block.name}: {shlex.join(words)}"
         else:
             assert words[0] == "python", f"{block.name}: run `{command}` here, or say in CANNOT why not"
-            subprocess.run([sys.executable, *words[1:]], check=True, timeout=120)
+            subprocess.run([sys.executable, *words[1:]], check=True, timeout=HANGS_S)
 
 
 def small_command(command: str, scratch: Path) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import HANGS_S
 from tinyvae.cli.main import run
 from tinyvae.config import load_config
 from tinyvae.data.sample_clips import write_sample_clips
@@ -67,7 +68,7 @@ EVENT = {
 
 def notify(run_folder: Path, **more: str) -> None:
     env = {**os.environ, **EVENT, "TINYVAE_RUN": str(run_folder), **more}
-    subprocess.run([ROOT / "examples" / "notify.sh"], env=env, check=True, timeout=60)
+    subprocess.run([ROOT / "examples" / "notify.sh"], env=env, check=True, timeout=HANGS_S)
 
 
 def test_notify_writes_a_file(tmp_path: Path) -> None:

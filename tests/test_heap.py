@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.processes import HANGS_S
 from tinyvae.heap import no_collections
 
 SCRIPT = """
@@ -30,7 +31,7 @@ print(before - resident_kib())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' heaps are not trimmed")
 def test_holes_in_the_heap_are_given_back() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=HANGS_S, check=True)
     assert int(done.stdout) > 80_000
 
 

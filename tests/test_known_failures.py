@@ -51,7 +51,7 @@ def two_ranks(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = arguments_for(clips, folder / "run", **SERAENA, max_train_steps=3, train_batch_size=1)
     faults = Both(KeepWeights(folder), NanLoss(rank=1, calls=(2,)))
     running = launch(arguments, folder, ranks=2, prepare=faults)
-    assert running.wait(180) == [0, 0], running.both_logs()
+    assert running.wait() == [0, 0], running.both_logs()
     return folder
 
 

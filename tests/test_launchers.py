@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import still_alive
+from tests.processes import HANGS_S, free_port, still_alive, wait_until
+from tinyvae.training.guards import SAME_ORDER_S
 
 ROOT = Path(__file__).resolve().parents[1]
 H100, FRONT, RECOVERY = (ROOT / name for name in ("train_taehv_h100.sh", "train_taehv.sh", "auto_recovery_train.sh"))
@@ -344,15 +344,7 @@ def test_a_signal_is_handed_on_and_ends_recovery(tmp_path: Path) -> None:
     process = subprocess.Popen([str(RECOVERY), "2", "h100"], env=recovery.env, cwd=tmp_path)
     wait_until(lambda: (tmp_path / "run" / "ready").exists())
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 143 and (tmp_path / "run" / "told").exists() and len(recovery.starts()) == 1
-
-
-def wait_until(true: object, timeout_s: float = 30) -> None:
-    assert callable(true)
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.05)
+    assert process.wait(HANGS_S) == 143 and (tmp_path / "run" / "told").exists() and len(recovery.starts()) == 1
 
 
 def run_slurm_template(folder: Path, *, srun_exit: int) -> subprocess.CompletedProcess[str]:
@@ -395,10 +387,33 @@ def real_environment(port: int, **more: str) -> dict[str, str]:
     return {**os.environ, "PATH": path, "USE_CPU": "1", "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port), **more}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+WATCHED = """
+import os
+from pathlib import Path
+from tinyvae.training import guards
+
+hold = guards.SignalWatch.hold
+
+def hold_and_tell(watch):
+    hold(watch)
+    Path(os.environ["HOLDS"], str(os.getpid())).touch()
+
+guards.SignalWatch.hold = hold_and_tell
+if "SAME_ORDER_S" in os.environ:
+    guards.SAME_ORDER_S = guards.SAME_ORDER_BY_TORCHRUN_S = float(os.environ["SAME_ORDER_S"])
+"""
+
+
+def watched(folder: Path, **more: str) -> dict[str, str]:
+    """More environment: each process leaves a file in ``folder/holds`` when it takes a signal as an order to save.
+
+    ``SAME_ORDER_S``: for so long a signal that comes again is the same order, however late a busy machine sends it.
+    """
+    (folder / "holds").mkdir()
+    (folder / "python").mkdir()
+    (folder / "python" / "sitecustomize.py").write_text(WATCHED)  # every fresh Python begins with this
+    path = os.pathsep.join([str(folder / "python"), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": path, "HOLDS": str(folder / "holds"), **more}
 
 
 @pytest.fixture
@@ -412,7 +427,7 @@ def settings(tmp_path: Path) -> list[str]:
 def test_a_real_start_of_two_processes_on_the_cpu(tmp_path: Path, settings: list[str]) -> None:
     env = real_environment(free_port())
     done = subprocess.run(
-        [str(H100), "2", *settings], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        [str(H100), "2", *settings], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the run is in") == 1
@@ -420,7 +435,7 @@ def test_a_real_start_of_two_processes_on_the_cpu(tmp_path: Path, settings: list
     assert manifest["world_size"] == 2 and manifest["engine"] == "plain"
     again = subprocess.run(
         [str(H100), "2", *settings, "--max_train_steps", "6", "--resume", "latest"],
-        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S, check=False,
     )  # fmt: skip
     assert again.returncode == 0 and "resumed from" in again.stderr, again.stderr
     wrong = subprocess.run(
@@ -435,7 +450,7 @@ def test_a_real_start_of_two_processes_on_the_cpu(tmp_path: Path, settings: list
     (tmp_path / "clips" / "clip_0.mp4").unlink()
     other_files = subprocess.run(
         [str(H100), "2", *settings, "--max_train_steps", "8", "--resume", "latest"],
-        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S, check=False,
     )  # fmt: skip
     assert other_files.returncode == 2, other_files.stderr
     last = other_files.stderr.splitlines()[-1]
@@ -452,9 +467,9 @@ def test_a_signal_to_the_launcher_alone_saves_and_exits_by_convention(tmp_path: 
             [str(H100), "2", *settings, "--max_train_steps", "100000", "--validation_steps", "0"],
             env=real_environment(free_port()), cwd=tmp_path, stdout=stream, stderr=stream,
         )  # fmt: skip
-        wait_until(lambda: "step/s, loss" in log.read_text(), timeout_s=120)
+        wait_until(lambda: "step/s, loss" in log.read_text(), shows=log.read_text)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 143, log.read_text()
+        assert process.wait(HANGS_S) == 143, log.read_text()
     assert list((tmp_path / "run").glob("emergency_checkpoint-*/manifest.json"))
 
 
@@ -466,14 +481,15 @@ def test_a_scheduler_that_tells_every_process_of_the_job(
     """As Slurm and systemd do. Each launcher hands it on besides, so a rank hears it two or three times: one order."""
     log = tmp_path / "log"
     words = [str(RECOVERY), "2", *settings, "--max_train_steps", "100000", "--validation_steps", "0"]
+    env = real_environment(free_port(), **watched(tmp_path, SAME_ORDER_S=str(HANGS_S)))
     with log.open("w") as stream:
-        process = subprocess.Popen(words, env=real_environment(free_port()), cwd=tmp_path, stdout=stream, stderr=stream)
-        wait_until(lambda: "step/s, loss" in log.read_text(), timeout_s=120)
+        process = subprocess.Popen(words, env=env, cwd=tmp_path, stdout=stream, stderr=stream)
+        wait_until(lambda: "step/s, loss" in log.read_text(), shows=log.read_text)
         everybody = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         assert len(everybody) == 5, "recovery, launcher, accelerate and two ranks"
         for one in everybody:
             one.send_signal(number)
-        assert process.wait(60) == 128 + number, log.read_text()
+        assert process.wait(HANGS_S) == 128 + number, log.read_text()
     assert list((tmp_path / "run").glob("emergency_checkpoint-*/manifest.json")), log.read_text()
     assert "again: stopping at once" not in log.read_text()
 
@@ -485,10 +501,10 @@ def test_a_signal_to_one_rank_alone_is_the_launchers_exit_code(tmp_path: Path, s
     words = [str(H100), "2", *settings, "--max_train_steps", "100000", "--validation_steps", "0"]
     with log.open("w") as stream:
         process = subprocess.Popen(words, env=real_environment(free_port()), cwd=tmp_path, stdout=stream, stderr=stream)
-        wait_until(lambda: "step/s, loss" in log.read_text(), timeout_s=120)
+        wait_until(lambda: "step/s, loss" in log.read_text(), shows=log.read_text)
         (accelerate,) = psutil.Process(process.pid).children()
         accelerate.children()[-1].send_signal(signal.SIGUSR1)
-        assert process.wait(60) == 128 + signal.SIGUSR1, log.read_text()
+        assert process.wait(HANGS_S) == 128 + signal.SIGUSR1, log.read_text()
     assert list((tmp_path / "run").glob("emergency_checkpoint-*/manifest.json"))
 
 
@@ -499,23 +515,22 @@ def test_a_second_signal_to_the_launcher_ends_everybody_at_once(tmp_path: Path, 
     tools.mkdir()
     for tool in ("bash", "env", "dirname", "basename", "grep", "sort"):
         (tools / tool).symlink_to(shutil.which(tool) or pytest.skip(f"no {tool} here"))
-    log, port = tmp_path / "log", free_port()
-    env = real_environment(port) | {"PATH": f"{Path(sys.executable).parent}:{tools}"}
+    log = tmp_path / "log"
+    env = real_environment(free_port(), **watched(tmp_path), PATH=f"{Path(sys.executable).parent}:{tools}")
     with log.open("w") as stream:
         process = subprocess.Popen(
             [str(H100), "2", *settings, "--max_train_steps", "100000", "--validation_steps", "0",
              "--gradient_accumulation_steps", "4000"],
             env=env, cwd=tmp_path, stdout=stream, stderr=stream,
         )  # fmt: skip
-        wait_until(lambda: "files train" in log.read_text(), timeout_s=120)
-        time.sleep(1)
+        wait_until(lambda: len(list((tmp_path / "holds").iterdir())) == 3, shows=log.read_text)  # launcher, two ranks
         everybody = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
-        wait_until(lambda: "SIGTERM received: finishing" in log.read_text(), timeout_s=30)
-        time.sleep(0.5)
+        wait_until(lambda: "SIGTERM received: finishing" in log.read_text(), shows=log.read_text)
+        time.sleep(SAME_ORDER_S + 0.2)
         assert process.poll() is None, "a step takes minutes here"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 143, log.read_text()
+        assert process.wait(HANGS_S) == 143, log.read_text()
     assert still_alive(everybody) == []
 
 
@@ -533,7 +548,7 @@ def test_two_launchers_on_loopback_are_two_machines(tmp_path: Path, settings: li
         )
         for node in (1, 0)
     ]
-    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    outputs = [node.communicate(timeout=HANGS_S)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
     manifest = json.loads((tmp_path / "run" / "checkpoint-4" / "manifest.json").read_text())
     assert manifest["world_size"] == 2

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import still_alive
-from tests.test_launchers import H100, RECOVERY, free_port, real_environment, settings, wait_until
+from tests.processes import HANGS_S, free_port, still_alive, wait_until
+from tests.test_launchers import H100, RECOVERY, real_environment, settings
 
 __all__ = ["settings"]  # the fixture
 pytestmark = pytest.mark.slow
@@ -46,11 +46,11 @@ def test_a_terminal_that_closes_leaves_a_saved_run_and_no_orphan(
     os.close(inside)
     os.write(terminal, f"{shlex.join([*words, *settings, *ENDLESS])} 2>log; echo $? >code\n".encode())
     try:
-        wait_until(lambda: is_training(run), timeout_s=120)
+        wait_until(lambda: is_training(run))
         everybody = psutil.Process(shell.pid).children(recursive=True)
         assert len(everybody) == num_processes
         os.close(terminal)
-        assert still_alive(everybody, timeout_s=60) == []
+        assert still_alive(everybody) == []
     finally:
         shell.kill()
         shell.wait()
@@ -66,11 +66,11 @@ def test_hangup_ends_the_launcher_with_129(tmp_path: Path, settings: list[str], 
             [str(H100), processes, *settings, *ENDLESS],
             env=real_environment(free_port()), cwd=tmp_path, stdout=stream, stderr=stream,
         )  # fmt: skip
-        wait_until(lambda: is_training(tmp_path / "run"), timeout_s=120)
+        wait_until(lambda: is_training(tmp_path / "run"))
         everybody = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGHUP)
-        assert process.wait(60) == 129, log.read_text()
-    assert saved(tmp_path / "run") and still_alive(everybody, timeout_s=60) == []
+        assert process.wait(HANGS_S) == 129, log.read_text()
+    assert saved(tmp_path / "run") and still_alive(everybody) == []
     assert log.read_text().count("stopped by SIGHUP") == 1, "said once"
 
 
@@ -81,15 +81,15 @@ def test_nohup_goes_on_when_every_process_is_told(tmp_path: Path, settings: list
             ["nohup", str(H100), "2", *settings, *ENDLESS],
             env=real_environment(free_port()), cwd=tmp_path, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL,
         )  # fmt: skip
-        wait_until(lambda: is_training(run), timeout_s=120)
+        wait_until(lambda: is_training(run))
         everybody = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         assert len(everybody) == 4, "launcher, accelerate and two ranks"
         for one in everybody:
             one.send_signal(signal.SIGHUP)
         lines = len((run / "metrics.jsonl").read_text().splitlines())
-        wait_until(lambda: len((run / "metrics.jsonl").read_text().splitlines()) > lines + 5, timeout_s=60)
+        wait_until(lambda: len((run / "metrics.jsonl").read_text().splitlines()) > lines + 5)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 143, log.read_text()
+        assert process.wait(HANGS_S) == 143, log.read_text()
     assert saved(run) and "SIGHUP received" not in log.read_text()
     assert log.read_text().count("stopped by SIGTERM") == 1 and "\r" not in log.read_text()
 
@@ -107,10 +107,10 @@ def test_a_reader_that_ends_ends_nothing(tmp_path: Path, settings: list[str], pr
     assert os.read(reader, 10)
     os.close(reader)
     try:
-        wait_until(lambda: is_training(run), timeout_s=120)
+        wait_until(lambda: is_training(run))
         everybody = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 143
-        assert saved(run) and still_alive(everybody, timeout_s=60) == []
+        assert process.wait(HANGS_S) == 143
+        assert saved(run) and still_alive(everybody) == []
     finally:
         process.kill()

@@ -137,9 +137,10 @@ def test_the_limit_holds_and_the_longest_unused_file_goes(
     shelf: Url, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(storage.CACHE_GB_VARIABLE, str(2500 / GIB))
+    monkeypatch.setattr(storage, "IN_USE_S", 1000.0)  # longer than this test may take
     first, second = (local_file(shelf / name) for name in ("a.mp4", "b.mp4"))
     assert file_cache().notes() == []
-    for file, age_s in ((first, 100), (second, 200)):
+    for file, age_s in ((first, 2000), (second, 3000)):
         os.utime(file, (time.time() - age_s,) * 2)
     third = local_file(shelf / "c.mp4")
     assert first.exists() and third.exists() and not second.exists()

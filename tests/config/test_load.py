@@ -289,7 +289,9 @@ def test_only_the_file_itself_sees_changed_modules(tmp_path: Path) -> None:
     assert load_config(file).config.tracker_name == str(datetime.datetime.now().year)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(text=st.text(alphabet="args.=0 \n\t'é(\0", max_size=60))
 def test_any_text_loads_or_ends_in_a_sentence(tmp_path: Path, text: str) -> None:
     file = tmp_path / "any.py"
@@ -471,6 +473,7 @@ def test_old_keys_on_the_command_line_get_their_line() -> None:
     assert any("world_size" in notice for notice in load_config("quickstart", ["--world_size", "8"]).notices)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.text(max_size=12), max_size=5))
 def test_any_words_parse_or_end_in_a_sentence(words: list[str]) -> None:
     try:

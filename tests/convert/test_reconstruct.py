@@ -276,11 +276,11 @@ def peaks_mib(folder: Path, *videos: Path) -> list[float]:
 
 
 def test_memory_does_not_grow_with_length(write_video: WriteVideo, tmp_path: Path) -> None:
-    """The heap settles over the first thousand frames. Seen: 349 MiB for 300 frames, 367 for 900."""
+    """The heap settles over the first thousand frames: 18 to 25 MiB from 300 to 900, with the threads' timing."""
     short = write_video("short.mp4", frames=300, height=64, width=96)
     long = write_video("long.mp4", frames=900, height=64, width=96)  # 600 more: as floats they alone are 42 MiB
     peak_of_short, peak_of_long = peaks_mib(tmp_path, short, long)
-    assert peak_of_long < peak_of_short + 34
+    assert peak_of_long < peak_of_short + 50  # frames that stay would add their 42 to what settles
 
 
 @pytest.mark.slow
@@ -289,4 +289,4 @@ def test_two_minutes_need_no_more_memory_than_two_seconds(write_video: WriteVide
     short = write_video("short.mp4", frames=48, height=64, width=96)
     long = write_video("long.mp4", frames=2880, height=64, width=96)  # as floats these frames alone are 202 MiB
     peak_of_short, peak_of_long = peaks_mib(tmp_path, short, long)
-    assert peak_of_long < peak_of_short + 70
+    assert peak_of_long < peak_of_short + 120

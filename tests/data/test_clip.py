@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -54,7 +54,7 @@ def row(frames: int = 60, width: int = 320, height: int = 240) -> IndexRow:
     width=st.integers(96, 500),
     resize=st.booleans(),
 )
-@hypothesis_settings(max_examples=200, deadline=None)
+@hypothesis_settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_clip_always_lies_inside_its_file(
     position: int, n_frames: int, low: int, more: int, spare: int, height: int, width: int, resize: bool
 ) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import HANGS_S
 from tinyvae.data.latent_store import CLIPS_PER_SHARD, LatentStore, StoredLatents, StoreFacts
 from tinyvae.errors import MissingFileError, UserError
 
@@ -214,7 +215,9 @@ def save_or_die(*what):
 latent_store.save = save_or_die
 fill(latent_store.LatentStore.create(Path({str(tmp_path)!r}), FACTS, num_clips={5 * CLIPS_PER_SHARD}))
 """
-    killed = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=False, timeout=120)
+    killed = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=False, timeout=HANGS_S
+    )
     assert killed.returncode == -signal.SIGKILL
     store = LatentStore.open(tmp_path)
     assert list(store.missing_shards()) == [3, 4] and len(list(tmp_path.glob("latents-*"))) == 3

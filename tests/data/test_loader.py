@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from tests.processes import still_alive
+from tests.processes import HANGS_S, still_alive
 from tests.video.small_videos import write_video
 from tinyvae.data import (
     BadFileLog,
@@ -318,7 +318,7 @@ def test_workers_that_nobody_used_end_with_their_loader(sides: tuple[ClipSet, Cl
     workers = [child for child in psutil.Process().children() if child not in others]
     assert len(workers) >= 2
     loader.close()
-    assert not psutil.wait_procs(workers, timeout=20)[1]
+    assert still_alive(workers) == []
     assert sum(map(len, loader)) == len(sides[1]), "it can still be used"
 
 
@@ -364,8 +364,7 @@ def test_workers_survive_the_schedulers_signal(sides: tuple[ClipSet, ClipSet]) -
     got += list(islice(batches, 10))
     assert_equal(got, alone)
     del batches
-    _, alive = psutil.wait_procs(workers, timeout=20)
-    assert not alive
+    assert still_alive(workers) == []
 
 
 @pytest.mark.slow
@@ -426,7 +425,7 @@ def test_a_program_that_ends_in_mid_iteration_leaves_no_worker_behind(video_fold
         "print(*[child.pid for child in psutil.Process().children()])\n"
     )
     words = [sys.executable, "-c", script, str(video_folder), str(tmp_path / "i.tvi")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANGS_S, check=True)
     workers = [int(pid) for pid in done.stdout.split()]
     assert len(workers) == 2 and still_alive(workers) == []
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.data.ray_workers import KilledOnce, SeesNothing
-from tests.data.test_index_build import crashing_probe
+from tests.data.test_index_build import BAD, crashing_probe
+from tests.processes import HANGS_S, wait_until
 from tests.video.small_videos import write_video
 from tinyvae.cli.main import run
 from tinyvae.data import index_build
@@ -85,28 +85,26 @@ def test_the_index_is_that_of_one_process(videos: Path, tmp_path: Path) -> None:
 def test_files_that_kill_or_hang_their_process_are_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a machine that does not see the files is named."""
     pytest.importorskip("ray")
-    monkeypatch.setattr(index_build, "GRACE_S", 5.0)
+    monkeypatch.setattr(index_build, "GRACE_S", 10.0)
     data = tmp_path / "data"
-    for number in range(12):
-        write_video(data / f"{number}.mp4", frames=4, seed=number)
+    for name in ("hangs", *range(12)):
+        write_video(data / f"{name}.mp4", frames=4, seed=len(str(name)))
     index = build(data, tmp_path / "i.tvi", num_workers=2, ray="local", timeout_s=0.1, probe=crashing_probe).index
-    assert {row.path: row.reason for row in index.bad_rows()} == {
-        "3.mp4": "the decoder crashed on this file",
-        "5.mp4": "probing did not end within 5 s",
-    }
+    assert {row.path: row.reason for row in index.bad_rows()} == BAD
     with pytest.raises(UserError, match=rf"machine {socket.gethostname()} of the Ray cluster does not see .*\.mp4"):
         build(data, tmp_path / "j.tvi", num_workers=1, ray="local", probe=SeesNothing(probe_video))
 
 
-class SlowProbe:
-    """Takes a while, and leaves a file for each call."""
+class HeldProbe:
+    """Leaves a file for each call; those from the tenth on go on when the file ``gate`` is there."""
 
-    def __init__(self, folder: Path) -> None:
-        self.calls = KilledOnce(probe_video, folder, call=0)
+    def __init__(self, folder: Path, gate: Path) -> None:
+        self.calls, self.gate = KilledOnce(probe_video, folder, call=0), gate
 
     def __call__(self, path: Path, **options: Any) -> Any:
-        time.sleep(0.3)
-        return self.calls(path, **options)
+        found = self.calls(path, **options)
+        wait_until(lambda: self.calls.num_calls < 10 or self.gate.exists())
+        return found
 
 
 @pytest.fixture
@@ -126,17 +124,18 @@ def test_a_machine_that_dies_costs_nothing_but_time(two_machines: Any, videos: P
     build(videos, tmp_path / "alone.tvi", num_workers=0)
     (_, second) = two_machines.list_all_nodes()
     raylet = second.all_processes["raylet"][0].process
-    probe = SlowProbe(tmp_path / "calls")
+    probe = HeldProbe(tmp_path / "calls", tmp_path / "killed")
 
     def kill_in_the_middle() -> None:
-        while probe.calls.num_calls < 10:
-            time.sleep(0.05)
+        wait_until(lambda: probe.calls.num_calls >= 10)
         os.kill(raylet.pid, signal.SIGKILL)
+        (tmp_path / "killed").touch()
 
     killer = threading.Thread(target=kill_in_the_middle)
     killer.start()
     build(videos, tmp_path / "cluster.tvi", ray=two_machines.address, probe=probe)
-    assert not killer.is_alive() and raylet.poll() is not None
+    killer.join()
+    raylet.wait(HANGS_S)
     assert (tmp_path / "cluster.tvi").read_bytes() == (tmp_path / "alone.tvi").read_bytes()
 
 

@@ -6,7 +6,7 @@ import pickle
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tinyvae.data.clip import ClipSettings
@@ -30,6 +30,7 @@ def test_shares_need_not_add_up_to_one_and_may_be_left_out() -> None:
     assert SizeSchedule.parse(["8x32x32", "8x64x64"]).stages[0].shares == (0.5, 0.5)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32 - 1), step=st.integers(0, 10**9))
 def test_a_draw_depends_on_seed_and_step_alone(seed: int, step: int) -> None:
     again = SizeSchedule.parse(["16x480x720:0.3", "16x256x256:0.6", "49x128x128:.1"])
@@ -83,6 +84,7 @@ def test_a_wrong_entry_is_named(entries: list[str], named: str) -> None:
     assert named in str(refused.value)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(batch=st.integers(1, 4), accumulation=st.integers(1, 3), ranks=st.integers(1, 4), done=st.integers(0, 5))
 def test_all_ranks_and_micro_batches_of_a_step_have_its_size(
     batch: int, accumulation: int, ranks: int, done: int

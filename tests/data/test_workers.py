@@ -20,6 +20,7 @@ import av.filter
 import pytest
 import torch
 
+from tests.processes import HANGS_S
 from tests.video.numbered_video import numbered_frames, write_video
 from tinyvae.data import ClipSettings, build_index, make_train_loader, split, workers
 from tinyvae.data.loader import TrainLoader
@@ -147,7 +148,7 @@ def test_a_worker_frees_nothing_that_it_inherited() -> None:
         Cycle(graph_with_threads())
         worker = multiprocessing.get_context("fork").Process(target=workers.start_worker, args=(0,))
         worker.start()
-        worker.join(20)
+        worker.join(HANGS_S)
         still_there = worker.is_alive()
         if still_there:
             worker.kill()
@@ -188,13 +189,13 @@ def test_shared_memory_that_is_too_small(tmp_path: Path, kind: str) -> None:
     in_small_memory = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     setup = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
     try:
-        possible = subprocess.run([*in_small_memory, setup], capture_output=True, timeout=30).returncode == 0
+        possible = subprocess.run([*in_small_memory, setup], capture_output=True, timeout=HANGS_S).returncode == 0
     except FileNotFoundError:
         possible = False
     if not possible:
         pytest.skip("this machine lets nobody mount a small /dev/shm")
     command = f'{setup} && exec "$0" -c "$1" "$2" "$3"'
     run = [*in_small_memory, command, sys.executable, SCRIPT, str(tmp_path), kind]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(run, capture_output=True, text=True, timeout=HANGS_S)
     assert "SENTENCE a loader's worker found no 3 MB for a batch in shared memory" in done.stdout, done.stderr[-2000:]
     assert "--shm-size" in done.stdout and "Traceback" not in done.stderr

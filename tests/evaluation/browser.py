@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,10 @@ from typing import Any
 
 import pytest
 
+from tests.processes import HANGS_S, wait_until
+
 REQUIRED = "TINYVAE_REQUIRE_BROWSER"
+LEVELS = ("WARNING", "SEVERE")  # not DEBUG: a slow machine's browser tells there how slow it is
 FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--mute-audio"]
 
 
@@ -47,7 +49,7 @@ class Page:
         request = urllib.request.Request(
             f"{self._session}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=HANGS_S) as answer:
             return json.load(answer)["value"]
 
     def open(self, file: Path, *, width: int, height: int = 900, dark: bool = False) -> None:
@@ -64,15 +66,12 @@ class Page:
     def run(self, script: str, *arguments: Any) -> Any:
         return self.call("execute/sync", script=script, args=list(arguments))
 
-    def wait(self, condition: str, *, timeout_s: float = 30) -> None:
-        end = time.monotonic() + timeout_s
-        while not self.run(condition):
-            assert time.monotonic() < end, f"did not come true: {condition}"
-            time.sleep(0.05)
+    def wait(self, condition: str) -> None:
+        wait_until(lambda: self.run(condition), shows=lambda: f"did not come true: {condition}")
 
     def complaints(self) -> list[str]:
         """Warnings and errors of the console since the last call."""
-        return [entry["message"] for entry in self.call("se/log", type="browser") if entry["level"] != "INFO"]
+        return [entry["message"] for entry in self.call("se/log", type="browser") if entry["level"] in LEVELS]
 
     def screenshot(self, file: Path, *, width: int, top: int, height: int) -> None:
         clip = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
@@ -96,7 +95,7 @@ def open_browser() -> Iterator[Page]:
             yield from _open_session(process, browser)
         finally:
             process.terminate()
-            process.wait(timeout=30)
+            process.wait(timeout=HANGS_S)
 
 
 def _open_session(process: subprocess.Popen[str], browser: str) -> Iterator[Page]:
@@ -114,4 +113,4 @@ def _open_session(process: subprocess.Popen[str], browser: str) -> Iterator[Page
     try:
         yield page
     finally:
-        urllib.request.urlopen(urllib.request.Request(page._session, method="DELETE"), timeout=60).close()
+        urllib.request.urlopen(urllib.request.Request(page._session, method="DELETE"), timeout=HANGS_S).close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tinyvae.evaluation import cost
 from tinyvae.evaluation.cost import StageTimes, free_memory, peak_memory_bytes
 
 CPU = torch.device("cpu")
@@ -41,14 +42,15 @@ def test_the_marks_of_the_process_are_left_alone_unless_asked() -> None:
     assert high is not None and resident_peak_of(1) < high - BIG // 2
 
 
-def test_stages_add_up() -> None:
+def test_stages_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     times = StageTimes()
-    for _ in range(2):
-        with times.stage("encode", CPU):
-            time.sleep(0.02)
-    with times.stage("decode", CPU):
-        time.sleep(0.02)
-    assert times.encode_s >= 0.04 and 0.02 <= times.decode_s < times.encode_s + 1
+    for name, seconds in (("encode", 1.0), ("decode", 8.0), ("encode", 2.0)):
+        with times.stage(name, CPU):
+            clock[0] += seconds
+        clock[0] += 100.0  # between stages
+    assert (times.encode_s, times.decode_s) == (3.0, 8.0)
     assert times.peak_bytes is None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tests.evaluation.copy_codec import CopyCodec
+from tests.processes import HANGS_S
 from tinyvae import TAEHV, load_model
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.evaluation import clip_metrics, evaluate
@@ -222,18 +224,20 @@ def test_real_clips(shared: Path) -> None:
 
 
 class FailingCodec(CopyCodec):
-    """A device that gives up at its first clip; the others are slow."""
+    """A device that gives up at its first clip; the others are slow, and begin when it ``has_failed``."""
 
-    def __init__(self, fault: BaseException, *, fails: bool = True) -> None:
+    def __init__(self, fault: BaseException, has_failed: threading.Event, *, fails: bool = True) -> None:
         super().__init__()
-        self.fault, self.fails = fault, fails
+        self.fault, self.has_failed, self.fails = fault, has_failed, fails
         self.chunks = 0
 
     def encode_chunk(self, frames_NTCHW: torch.Tensor, state: CodecState | None) -> tuple[torch.Tensor, CodecState]:
         self.chunks += 1
         if self.fails:
+            self.has_failed.set()
             raise self.fault
-        time.sleep(0.05)
+        assert self.has_failed.wait(HANGS_S)
+        time.sleep(0.1)
         return super().encode_chunk(frames_NTCHW, state)
 
 
@@ -262,21 +266,24 @@ def test_one_failing_device_ends_the_evaluation_soon(
         write_video(f"clips/{seed}.mp4", seed=seed, frames=9, height=16, width=16)
     for copy in range(27):
         (tmp_path / "clips" / f"copy{copy}.mp4").write_bytes((tmp_path / "clips" / "0.mp4").read_bytes())
-    working, failing = FailingCodec(fault, fails=False), FailingCodec(fault)
+    has_failed = threading.Event()
+    working, failing = FailingCodec(fault, has_failed, fails=False), FailingCodec(fault, has_failed)
     with pytest.raises(seen, match=words):
         evaluate(TwoDevices([working, failing]), tmp_path / "clips", lpips=None, device=["cpu", "cpu"])
-    assert working.chunks < 30  # it did not go through all clips, of three chunks each
+    assert working.chunks < 60  # it did not go through all clips, of three chunks each
 
 
-class PressedCodec(FailingCodec):
-    """Somebody presses Ctrl-C while its fifth chunk is encoded."""
+class PressedCodec(CopyCodec):
+    """Somebody presses Ctrl-C while its fifth chunk is encoded; later ones are slow."""
 
-    def __init__(self) -> None:
-        super().__init__(RuntimeError(), fails=False)
+    chunks = 0
 
     def encode_chunk(self, frames_NTCHW: torch.Tensor, state: CodecState | None) -> tuple[torch.Tensor, CodecState]:
+        self.chunks += 1
         if self.chunks == 5:
             os.kill(os.getpid(), signal.SIGINT)
+        if self.chunks >= 5:
+            time.sleep(0.1)
         return super().encode_chunk(frames_NTCHW, state)
 
 
@@ -287,7 +294,7 @@ def test_ctrl_c_does_not_wait_for_all_clips(write_video: WriteVideo, tmp_path: P
     codec = PressedCodec()
     with pytest.raises(KeyboardInterrupt):
         evaluate(codec, tmp_path / "clips", lpips=None)
-    assert codec.chunks < 45  # half of them
+    assert codec.chunks < 60  # of 93
 
 
 def test_memory_is_that_of_the_stages_not_of_the_metrics(

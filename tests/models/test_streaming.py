@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,7 +28,7 @@ def cut(x_NTCHW: Tensor, sizes: list[int]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(length=st.integers(1, 40), sizes=st.lists(st.integers(0, 19), max_size=6), seed=st.integers(0, 999))
 def test_encoder_chunking_changes_nothing(variant: str, length: int, sizes: list[int], seed: int) -> None:
     model = MODELS[variant]
@@ -46,7 +46,7 @@ def test_encoder_chunking_changes_nothing(variant: str, length: int, sizes: list
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(length=st.integers(1, 11), sizes=st.lists(st.integers(0, 5), max_size=6), seed=st.integers(0, 999))
 def test_decoder_chunking_changes_nothing(variant: str, length: int, sizes: list[int], seed: int) -> None:
     model = MODELS[variant]

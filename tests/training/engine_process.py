@@ -42,7 +42,7 @@ def run_case(case: dict[str, Any], folder: Path) -> Engine:
         mixed_precision=case.get("precision", "no"),
         learning_rate=1e-3,
         max_grad_norm=max_grad_norm,
-        nccl_timeout=120,
+        nccl_timeout=240,
     )
     engine = start(config, case["zero"])
     torch.manual_seed(7 + engine.rank)  # ranks begin apart; the engine brings them together

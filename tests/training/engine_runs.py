@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +11,9 @@ from typing import Any
 
 import torch
 
+from tests.processes import free_port
+
 SCRIPT = Path(__file__).with_name("engine_process.py")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_plan(plan: list[dict[str, Any]], folder: Path, *, processes: int, timeout_s: float = 400) -> None:

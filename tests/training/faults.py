@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from tests.processes import wait_until
 from tinyvae.losses.seraena import Seraena
-from tinyvae.training import checkpoint, start
+from tinyvae.training import checkpoint, guards, start
 from tinyvae.training.engine import Engine
 from tinyvae.training.task import StepLosses, TrainingTask
 
@@ -114,7 +115,7 @@ class SignalInStep:
         def change(number: int, compute: Any, num_clips: int) -> StepLosses:
             if number == self.call:
                 os.kill(os.getpid(), self.number)
-                time.sleep(0.1)  # the watch is a thread: let it hear
+                wait_until(lambda: guards._open_watches[0].received)  # by a thread, which may be late
             return compute()
 
         _around_losses(change)
@@ -133,6 +134,25 @@ class SlowSteps:
             return compute()
 
         _around_losses(change)
+
+
+class HeldStep:
+    """One call does not go on before `release`, so that a test can act in the middle of it on any machine."""
+
+    def __init__(self, gate: Path, *, call: int) -> None:
+        self.gate, self.call = gate, call
+
+    def __call__(self, rank: int) -> None:
+        def change(number: int, compute: Any, num_clips: int) -> StepLosses:
+            print(f"call {number}", flush=True)
+            while number == self.call and not self.gate.exists():
+                time.sleep(0.01)
+            return compute()
+
+        _around_losses(change)
+
+    def release(self) -> None:
+        self.gate.touch()
 
 
 class Both:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import wait_until
 from tests.training.tiny_runs import Launch, arguments_for, launch
 from tinyvae import terminal
-from tinyvae.training.guards import SignalWatch
+from tinyvae.training.guards import SAME_ORDER_S, SignalWatch
 
 ENDLESS: dict[str, object] = {
     "max_train_steps": 100_000, "validation_steps": 0, "checkpointing_steps": 0, "log_every": 1,
@@ -24,13 +25,10 @@ def last_step(run: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else 0
 
 
-def wait_for_step(started: Launch, run: Path, step: int, *, timeout_s: float = 120) -> None:
+def wait_for_step(started: Launch, run: Path, step: int) -> None:
     (process,) = started.processes
-    deadline = time.monotonic() + timeout_s
-    while last_step(run) < step:
-        assert process.is_alive(), f"ended with {process.exitcode} at step {last_step(run)}"
-        assert time.monotonic() < deadline, f"only at step {last_step(run)}"
-        time.sleep(0.05)
+    wait_until(lambda: last_step(run) >= step or not process.is_alive(), shows=lambda: f"at step {last_step(run)}")
+    assert process.is_alive(), f"ended with {process.exitcode} at step {last_step(run)}"
 
 
 class WritesToPipe:
@@ -76,23 +74,17 @@ def test_a_pipe_whose_reader_ends_ends_nothing(clips: Path, tmp_path: Path) -> N
         wait_for_step(started, run, 1)
         assert os.read(reader, 10)
         os.close(reader)
-        wait_for_text(run / "train.log", "can no longer be written (Broken pipe); the run goes on")
+        told = "can no longer be written (Broken pipe); the run goes on"
+        wait_until(lambda: told in (run / "train.log").read_text(), shows=(run / "train.log").read_text)
         wait_for_step(started, run, last_step(run) + 10)
         started.signal(signal.SIGTERM)
-        assert started.wait(60) == [143]
+        assert started.wait() == [143]
     finally:
         started.kill()
     assert_nothing_was_lost(run)
     text = (run / "train.log").read_text()
     assert text.count("can no longer be written") == 1, "once, however much is written there"
     assert f"step {last_step(run)} of 100000" in text and "the run ends: SIGTERM" in text
-
-
-def wait_for_text(file: Path, text: str, *, timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while text not in file.read_text():
-        assert time.monotonic() < deadline, file.read_text()
-        time.sleep(0.1)
 
 
 def test_the_signal_thread_outlives_a_closed_pipe(clips: Path, tmp_path: Path) -> None:
@@ -104,7 +96,7 @@ def test_the_signal_thread_outlives_a_closed_pipe(clips: Path, tmp_path: Path) -
         wait_for_step(started, run, 1)
         os.close(reader)
         started.signal(signal.SIGTERM)
-        assert started.wait(60) == [143]
+        assert started.wait() == [143]
     finally:
         started.kill()
     assert_nothing_was_lost(run)
@@ -118,7 +110,7 @@ def test_a_terminal_that_closes_saves_and_ends(clips: Path, tmp_path: Path) -> N
         wait_for_step(started, run, 3)
         os.close(inside)
         os.close(terminal_of_run)
-        assert started.wait(60) == [129]
+        assert started.wait() == [129]
     finally:
         started.kill()
     assert_nothing_was_lost(run)
@@ -131,9 +123,10 @@ def test_nohup_is_obeyed(by_nohup: bool, heard: int) -> None:
     watch = SignalWatch()
     try:
         watch.hold()
-        for _ in range(2):  # kernel and shell both tell of one closed terminal
+        for _ in range(2):  # kernel and shell both tell of one closed terminal, each in its own time
             os.kill(os.getpid(), signal.SIGHUP)
-            time.sleep(0.4)
+            wait_until(lambda: watch.received == heard)
+            time.sleep(SAME_ORDER_S + 0.1)
         assert watch.received == heard
     finally:
         watch.close()

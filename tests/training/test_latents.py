@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from tests.data.ray_workers import GivesKilled, KilledOnce
 from tests.data.test_latent_store import FACTS, SIZES
+from tests.processes import HANGS_S
 from tests.training.test_full_disk import fill, small_disk  # noqa: F401  (a fixture)
 from tests.training.test_golden_losses import write_teacher
 from tests.training.tiny_runs import arguments_for, differences, launch, read_lines, run_differences, train_here
@@ -173,7 +174,7 @@ def test_two_ranks_train_from_a_store_as_with_the_teacher(clips: Path, teacher: 
     stored = live(clips, tmp_path / "stored", teacher, **beside, **changes)
     for command in (words, stored):
         running = launch(command, tmp_path / "logs", ranks=2)
-        assert running.wait(120) == [0, 0], running.both_logs()
+        assert running.wait() == [0, 0], running.both_logs()
     assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
 
 
@@ -354,7 +355,7 @@ def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path,
         env=environment,
         start_new_session=True,
         check=False,
-        timeout=120,
+        timeout=HANGS_S,
     )
     assert killed.returncode == -signal.SIGKILL
     store = LatentStore.open(folder)
@@ -365,7 +366,7 @@ def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path,
         subprocess.Popen([*command, str(folder), "--shard", f"{part}/2"], env=environment, stderr=subprocess.PIPE)
         for part in (1, 2)
     ]
-    messages = [process.communicate(timeout=120)[1].decode() for process in pair]
+    messages = [process.communicate(timeout=HANGS_S)[1].decode() for process in pair]
     assert [process.returncode for process in pair] == [0, 0], messages
     assert "latents-00000.safetensors is damaged" in messages[0]
     make(words, tmp_path / "again", 72)

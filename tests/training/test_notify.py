@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import HANGS_S, wait_until
 from tests.training.faults import Both, NanLoss, SignalInStep, SlowSteps, _around_losses
 from tests.training.tiny_runs import arguments_for, launch, train_here
 from tinyvae.errors import UserError
@@ -78,10 +79,16 @@ def test_a_signal(clips: Path, tmp_path: Path, listener: Listener) -> None:
 
 
 class OneLongStep:
+    """The third step ends when the stall was told, and some more looks of the watch later."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+
     def __call__(self, rank: int) -> None:
         def change(number: int, compute: object, num_clips: int) -> object:
             if number == 3:
-                time.sleep(2.5)
+                wait_until(lambda: any(call[:2] == ["stalled", "2"] for call in self.listener.calls()))
+                time.sleep(1.5)
             return compute()  # type: ignore[operator]
 
         _around_losses(change)
@@ -89,7 +96,7 @@ class OneLongStep:
 
 def test_a_stall_is_told_once_and_the_run_goes_on(clips: Path, tmp_path: Path, listener: Listener) -> None:
     changes = {"validation_steps": 0, "notify_command": listener.command, "notify_stall_s": 1}
-    running = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path, prepare=OneLongStep())
+    running = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path, prepare=OneLongStep(listener))
     assert running.wait() == [0], running.both_logs()
     (stalled,) = [call for call in listener.calls() if call[:2] == ["stalled", "2"]]
     assert stalled[-1] == "no step has finished for 1 s after step 2"
@@ -106,8 +113,8 @@ def test_a_command_that_fails_is_one_warning(clips: Path, tmp_path: Path) -> Non
 def test_a_command_that_hangs_is_ended(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notify, "COMMAND_LIMIT_S", 0.3)
     run, began = tmp_path / "run", time.monotonic()
-    train_here(arguments_for(clips, run, validation_steps=0, notify_command="sleep 600 & wait"))
-    assert time.monotonic() - began < 60
+    train_here(arguments_for(clips, run, validation_steps=0, notify_command=f"sleep {2 * HANGS_S:g} & wait"))
+    assert time.monotonic() - began < HANGS_S
     assert "notify_command (finished) was ended: it took longer than 0.3 s" in (run / "train.log").read_text()
 
 
@@ -118,7 +125,7 @@ def test_the_main_process_alone_tells(clips: Path, tmp_path: Path, listener: Lis
     running = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path, ranks=2, prepare=SlowSteps(0.2))
     running.wait_for("call 3")
     running.signal(signal.SIGKILL, 1)
-    assert running.wait(60) == [1, -9], running.both_logs()
+    assert running.wait() == [1, -9], running.both_logs()
     ((event, *_, reason),) = listener.calls()
     assert event == "failed" and "another process of this run has stopped" in reason and "within" not in reason
 
@@ -128,6 +135,6 @@ def test_both_processes_fail_and_one_tells(clips: Path, tmp_path: Path, listener
     changes = {"max_skipped_steps": 2, "validation_steps": 0, "notify_command": listener.command}
     faults = Both(NanLoss(rank=0, calls=range(2, 99)), NanLoss(rank=1, calls=range(2, 99)))
     running = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path, ranks=2, prepare=faults)
-    assert running.wait(60) == [2, 2], running.both_logs()
+    assert running.wait() == [2, 2], running.both_logs()
     ((event, step, *_, reason),) = listener.calls()
     assert (event, step) == ("failed", "3") and reason.startswith("2 steps in a row")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import free_port
 from tinyvae.config import load_config, load_preset
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.splits import Exclusions
@@ -177,9 +178,8 @@ def test_disk_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_port_in_use_is_found() -> None:
     with socket.socket() as busy:
-        busy.bind(("", 0))
+        busy.bind(("", port := free_port()))
         busy.listen()
-        port = busy.getsockname()[1]
         (check,) = preflight._port(port)
         assert "MASTER_PORT" in check.fix and str(port) in check.found
     (check,) = preflight._port(port)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.faults import SlowSteps
+from tests.training.faults import HeldStep
 from tests.training.tiny_runs import arguments_for, launch, train_here
 from tinyvae import TAEHV, load_model, save_model
 from tinyvae.config.schema import TrainConfig
@@ -31,8 +31,8 @@ def test_a_second_start_into_a_folder_in_use_is_refused_at_once(clips: Path, tmp
     """A new run and a resume, while the first one trains; after kill -9 of it the resume goes on."""
     run = tmp_path / "run"
     words = {"max_train_steps": 40, "checkpointing_steps": 1, "validation_steps": 0}
-    first = launch(arguments_for(clips, run, **words), tmp_path / "logs", prepare=SlowSteps(0.2))
-    first.wait_for("saved")
+    first = launch(arguments_for(clips, run, **words), tmp_path / "logs", prepare=HeldStep(tmp_path / "never", call=3))
+    first.wait_for("call 3")
     try:
         assert (run / MARKER).exists()
         before = {name for name in names(run) if "checkpoint" not in name}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.processes import still_alive
 from tests.training.tiny_runs import SERAENA, arguments_for, train_here
 from tinyvae import TAEHV, load_model, save_model
 from tinyvae.config.schema import TrainConfig
@@ -65,7 +66,7 @@ def test_clips_are_decoded_while_the_networks_are_built(
     monkeypatch.setattr("tinyvae.training.start.build_model", refuse)
     with pytest.raises(UserError, match="no network today"):
         train_here(arguments_for(clips, tmp_path / "run", dataloader_num_workers=1))
-    assert workers and not psutil.wait_procs(workers, timeout=20)[1]
+    assert workers and still_alive(workers) == []
 
 
 def test_accumulation_is_the_larger_batch(clips: Path, tmp_path: Path) -> None:

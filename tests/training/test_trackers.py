@@ -8,7 +8,6 @@ import re
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from tests.config.test_rules import check_paths
+from tests.processes import HANGS_S, wait_until
 from tests.training.tiny_runs import arguments_for, train_here, write_clips
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
@@ -102,14 +102,16 @@ def wandb_records(folder: Path) -> tuple[set[str], dict[str, dict[int, Any]], di
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the extra 'wandb' is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", f"{HANGS_S:g}")  # seconds for the start of wandb's own process
     folder = train_twice(tmp_path, "wandb")
-    deadline = time.monotonic() + 30
+
+    def is_written() -> bool:
+        """A process of wandb's own writes the files, and may be behind on a busy machine. The pictures come last."""
+        values = wandb_records(folder)[1]
+        return any(name.startswith("val_video/") and 6 in steps for name, steps in values.items())
+
+    wait_until(is_written)
     ids, values, settings = wandb_records(folder)
-    # A process of wandb's own writes the files, and may be behind on a busy machine. The pictures come last.
-    while not any(name.startswith("val_video/") and 6 in steps for name, steps in values.items()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-        ids, values, settings = wandb_records(folder)
     assert ids == {json.loads((folder / "tracker.json").read_text())["wandb"]}, "one record"
     assert settings["model_width"] == "0.125"
     for name in ("train/loss", "val/psnr"):

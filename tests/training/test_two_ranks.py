@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.training.faults import Both, KeepWeights, NanLoss, OutOfMemory, OutOfMemoryInSeraena, SlowSteps
+from tests.processes import HANGS_S
+from tests.training.faults import Both, HeldStep, KeepWeights, NanLoss, OutOfMemory, OutOfMemoryInSeraena, SlowSteps
 from tests.training.test_golden_losses import write_teacher
 from tests.training.tiny_runs import (
     DECODER_ALONE,
@@ -52,14 +53,15 @@ def test_resume_on_two_ranks_with_seraena(clips: Path, tmp_path: Path, sizes: di
     """Killed after step 3 of 6, in mid-epoch, with accumulation; and all ranks hold one discriminator."""
     changes = {**SERAENA, "gradient_accumulation_steps": 2, "train_batch_size": 1, **sizes}
     whole = two_ranks(clips, tmp_path / "whole", **changes)
-    assert whole.wait(180) == [0, 0], whole.both_logs()
+    assert whole.wait() == [0, 0], whole.both_logs()
     assert_ranks_equal(tmp_path / "whole")
-    killed = two_ranks(clips, tmp_path / "killed", SlowSteps(0.3), **changes)
-    killed.wait_for("checkpoint-3", timeout_s=120)
+    killed = two_ranks(clips, tmp_path / "killed", HeldStep(tmp_path / "never", call=7), **changes)
+    killed.wait_for("checkpoint-3")
+    killed.wait_for("call 7")
     killed.signal(signal.SIGKILL)
     assert killed.wait() == [-9, -9]
     resumed = two_ranks(clips, tmp_path / "killed", **changes, resume_from_checkpoint="latest")
-    assert resumed.wait(180) == [0, 0], resumed.both_logs()
+    assert resumed.wait() == [0, 0], resumed.both_logs()
     assert run_differences(tmp_path / "whole/run", tmp_path / "killed/run", 6) == []
 
 
@@ -71,7 +73,7 @@ def test_from_one_rank_to_many_and_back(clips: Path, tmp_path: Path, ranks: int)
     train_here(arguments_for(clips, run, **one, max_train_steps=2))
     changes: dict[str, object] = {"train_batch_size": 1, "max_train_steps": 4, "resume_from_checkpoint": "latest"}
     many = launch(arguments_for(clips, run, **{**one, **changes}), tmp_path, ranks=ranks, prepare=KeepWeights(tmp_path))
-    assert many.wait(240) == [0] * ranks, many.both_logs()
+    assert many.wait(2 * HANGS_S) == [0] * ranks, many.both_logs()
     weights = [torch.load(tmp_path / f"weights_of_rank_{rank}.pt", weights_only=True) for rank in range(ranks)]
     assert all(differences(weights[0], other) == [] for other in weights[1:])
     assert f"with 1 process(es) and the run goes on with {ranks}: weights, optimizer, schedule, data" in many.log()
@@ -85,7 +87,7 @@ def test_ranks_share_the_gradient_of_one(clips: Path, tmp_path: Path, sizes: dic
     """Without Seraena two ranks of one clip give the weights of one rank of two, up to rounding."""
     train_here(arguments_for(clips, tmp_path / "one", max_train_steps=3, epsilon=1e-3, **sizes))
     pair = two_ranks(clips, tmp_path, train_batch_size=1, max_train_steps=3, epsilon=1e-3, **sizes)
-    assert pair.wait(120) == [0, 0], pair.both_logs()
+    assert pair.wait() == [0, 0], pair.both_logs()
     one, two = (
         state_of(run / "checkpoint-3")["training_state.pt"]["model"] for run in (tmp_path / "one", tmp_path / "run")
     )
@@ -96,7 +98,7 @@ def test_ranks_share_the_gradient_of_one(clips: Path, tmp_path: Path, sizes: dic
 def test_a_nan_on_one_rank_makes_all_skip(clips: Path, tmp_path: Path, seraena: bool) -> None:
     changes: dict[str, object] = SERAENA if seraena else {}
     running = two_ranks(clips, tmp_path, NanLoss(rank=1, calls=(2, 4)), **changes)
-    assert running.wait(120) == [0, 0], running.both_logs()
+    assert running.wait() == [0, 0], running.both_logs()
     assert_ranks_equal(tmp_path)
     text = (tmp_path / "run/train.log").read_text()
     skipped = [line for line in text.splitlines() if "skipped:" in line]
@@ -108,7 +110,7 @@ def test_a_decoder_alone_on_two_ranks(clips: Path, tmp_path: Path) -> None:
     """The encoder does not run: its weights stay equal on both ranks, and the run is that of one process."""
     changes = {**DECODER_ALONE, "teacher": write_teacher(tmp_path / "teacher"), "train_batch_size": 1}
     running = two_ranks(clips, tmp_path, **changes)
-    assert running.wait(120) == [0, 0], running.both_logs()
+    assert running.wait() == [0, 0], running.both_logs()
     assert_ranks_equal(tmp_path)
     train_here(arguments_for(clips, tmp_path / "alone", **{**changes, "train_batch_size": 2}))
     both = [torch.load(tmp_path / run / "final_model.pth", weights_only=True) for run in ("run", "alone")]
@@ -136,7 +138,7 @@ class NanFrames:
 
 def test_nan_frames_on_one_rank_with_seraena(clips: Path, tmp_path: Path) -> None:
     running = two_ranks(clips, tmp_path, NanFrames(), **SERAENA, max_train_steps=4)
-    assert running.wait(120) == [0, 0], running.both_logs()
+    assert running.wait() == [0, 0], running.both_logs()
     assert_ranks_equal(tmp_path)
     state = state_of(tmp_path / "run/checkpoint-4")["training_state.pt"]
     assert state["progress"]["skipped_steps"] == 1 and state["seraena"]["steps"] == 3
@@ -146,7 +148,7 @@ def test_nan_frames_on_one_rank_with_seraena(clips: Path, tmp_path: Path) -> Non
 
 def test_too_many_nans_end_the_run_with_a_diagnosis(clips: Path, tmp_path: Path) -> None:
     running = two_ranks(clips, tmp_path, NanLoss(rank=1, calls=range(2, 99)), max_skipped_steps=3)
-    assert running.wait(120) == [2, 2], running.both_logs()
+    assert running.wait() == [2, 2], running.both_logs()
     for rank in (0, 1):
         assert "3 steps in a row had a loss or gradient that is not finite" in running.log(rank)
         assert "Traceback" not in running.log(rank)
@@ -165,7 +167,7 @@ def test_out_of_memory_on_one_rank_makes_all_retry(clips: Path, tmp_path: Path, 
     """With accumulation the other rank is on its way to an exchange that the failed one will not reach."""
     changes = {**SERAENA, "gradient_accumulation_steps": 2, "max_train_steps": 3}
     running = two_ranks(clips, tmp_path, fault, **changes)
-    assert running.wait(120) == [0, 0], running.both_logs()
+    assert running.wait() == [0, 0], running.both_logs()
     assert_ranks_equal(tmp_path)
     for rank in (0, 1):
         assert running.log(rank).count("micro-batches in 2 parts") == 1
@@ -176,7 +178,7 @@ def test_out_of_memory_on_one_rank_makes_all_retry(clips: Path, tmp_path: Path, 
 
 def test_out_of_memory_with_one_clip_stops_all_with_a_checkpoint(clips: Path, tmp_path: Path) -> None:
     running = two_ranks(clips, tmp_path, OutOfMemory(rank=1, calls=range(3, 99)), **SERAENA, validation_steps=0)
-    assert running.wait(120) == [2, 2], running.both_logs()
+    assert running.wait() == [2, 2], running.both_logs()
     for rank in (0, 1):
         assert "out of memory with a single clip" in running.log(rank) and "Traceback" not in running.log(rank)
     assert (tmp_path / "run/emergency_checkpoint-2/rank_00001.pt").is_file()
@@ -199,19 +201,17 @@ class NoMoreClips:
 
 def test_a_rank_without_data_stops_all_with_a_checkpoint(clips: Path, tmp_path: Path) -> None:
     running = two_ranks(clips, tmp_path, NoMoreClips(), **SERAENA, validation_steps=0)
-    assert running.wait(120) == [1, 2], running.both_logs()
+    assert running.wait() == [1, 2], running.both_logs()
     assert "not one of 64 files could be read" in running.log(1)
     assert "another process of this run had to stop" in running.log(0)
     assert (tmp_path / "run/emergency_checkpoint-2").is_dir()
 
 
 def test_a_killed_rank_ends_the_job_in_seconds(clips: Path, tmp_path: Path) -> None:
-    running = two_ranks(clips, tmp_path, SlowSteps(0.2), nccl_timeout=600, max_train_steps=500)
+    running = two_ranks(clips, tmp_path, SlowSteps(0.2), nccl_timeout=900, max_train_steps=500)
     running.wait_for("call 3")
-    killed = time.monotonic()
     running.signal(signal.SIGKILL, 1)
-    assert running.wait(60) == [1, -9], running.both_logs()
-    assert time.monotonic() - killed < 60
+    assert running.wait() == [1, -9], running.both_logs()  # long before nccl_timeout
     assert "with the others: another process of this run has stopped." in running.log()
     assert "docs/troubleshooting.md#a-lost-process" in running.log()
     assert "Traceback" not in running.log() and "Watchdog" not in running.log()
@@ -219,17 +219,17 @@ def test_a_killed_rank_ends_the_job_in_seconds(clips: Path, tmp_path: Path) -> N
 
 def test_a_silent_rank_ends_the_job_at_the_configured_timeout(clips: Path, tmp_path: Path) -> None:
     """A peer that lives but says nothing: its connection stays open, so only the timeout can tell."""
-    running = two_ranks(clips, tmp_path, SlowSteps(0.2), nccl_timeout=5, max_train_steps=500, validation_steps=0)
+    running = two_ranks(clips, tmp_path, SlowSteps(0.2), nccl_timeout=30, max_train_steps=500, validation_steps=0)
     running.wait_for("call 3")
     running.signal(signal.SIGSTOP, 1)
     stopped = time.monotonic()
-    running.processes[0].join(60)
+    running.processes[0].join(HANGS_S)
     waited = time.monotonic() - stopped
     running.signal(signal.SIGCONT, 1)
     running.kill()
     assert running.processes[0].exitcode == 1, running.both_logs()
-    assert 3 < waited < 60
-    assert "has not answered within 5 s (nccl_timeout): it hangs" in running.log() and "Traceback" not in running.log()
+    assert waited > 10  # of 30: it may have waited for the other before that was stopped
+    assert "has not answered within 30 s (nccl_timeout): it hangs" in running.log() and "Traceback" not in running.log()
 
 
 class ShowTimeouts:
@@ -249,20 +249,20 @@ class ShowTimeouts:
 
 def test_every_group_has_the_configured_timeout(clips: Path, tmp_path: Path) -> None:
     running = two_ranks(clips, tmp_path, ShowTimeouts(), nccl_timeout=77, max_train_steps=1, validation_steps=0)
-    assert running.wait(60) == [0, 0], running.both_logs()
+    assert running.wait() == [0, 0], running.both_logs()
     assert running.log().count("timeout 77") == 2
 
 
 def test_a_mistake_is_told_by_every_rank(clips: Path, tmp_path: Path) -> None:
     running = two_ranks(clips, tmp_path, resume_from_checkpoint="latest")
-    assert running.wait(60) == [2, 2], running.both_logs()
+    assert running.wait() == [2, 2], running.both_logs()
     for rank in (0, 1):
         assert "there is no intact checkpoint" in running.log(rank) and "Traceback" not in running.log(rank)
 
 
 def test_validation_out_of_memory_on_one_rank(clips: Path, tmp_path: Path) -> None:
     running = two_ranks(clips, tmp_path, OomInValidation())
-    assert running.wait(60) == [2, 2], running.both_logs()
+    assert running.wait() == [2, 2], running.both_logs()
     for rank in (0, 1):
         assert "out of memory in validation; the run is saved" in running.log(rank)
     assert (tmp_path / "run/emergency_checkpoint-2").is_dir()
@@ -306,7 +306,7 @@ def test_one_bad_validation_clip_is_left_out_on_any_number_of_ranks(clips: Path,
         shutil.copytree(clips, folder / "clips")
         arguments = arguments_for(folder / "clips", folder / "run", **frozen)
         running = launch(arguments, folder, ranks=ranks, prepare=GoneValidationClips(1))
-        assert running.wait(120) == [0] * ranks, running.both_logs()
+        assert running.wait() == [0] * ranks, running.both_logs()
         histories.append(read_lines(folder / "run/validation_history.json"))
     ((of_one,), (of_two,)) = histories
     assert of_one["num_clips"] == of_two["num_clips"] == 1
@@ -316,7 +316,7 @@ def test_one_bad_validation_clip_is_left_out_on_any_number_of_ranks(clips: Path,
 def test_no_validation_clip_at_all_stops_all_with_a_checkpoint(clips: Path, tmp_path: Path) -> None:
     shutil.copytree(clips, tmp_path / "clips")
     running = two_ranks(tmp_path / "clips", tmp_path, GoneValidationClips(2), checkpointing_steps=100)
-    assert running.wait(120) == [2, 2], running.both_logs()
+    assert running.wait() == [2, 2], running.both_logs()
     said = [next(line for line in running.log(rank).splitlines() if "not one" in line) for rank in (0, 1)]
     assert said[0] == said[1] and "the first was" in said[0] and "No such file" in said[0]
     assert (tmp_path / "run/emergency_checkpoint-2").is_dir()
@@ -336,7 +336,7 @@ class ValidationLoaderFails:
 
 def test_a_validation_loader_that_fails_on_one_rank_stops_all_with_a_checkpoint(clips: Path, tmp_path: Path) -> None:
     running = two_ranks(clips, tmp_path, ValidationLoaderFails(), checkpointing_steps=100)
-    assert running.wait(60) == [1, 2], running.both_logs()
+    assert running.wait() == [1, 2], running.both_logs()
     assert "shared memory is full" in running.log(1)
     assert "another process of this run had to stop" in running.log(0)
     assert (tmp_path / "run/emergency_checkpoint-2").is_dir()

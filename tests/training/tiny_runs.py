@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tests.processes import HANGS_S, free_port
 from tinyvae.cli.main import main
 from tinyvae.config.load import load_config
 from tinyvae.training.checkpoint import SHARED_STATE
@@ -84,7 +84,7 @@ def arguments_for(clips: Path, output_dir: Path, **changes: object) -> list[str]
         "report_to": "none",
         "report": False,
         "dataloader_num_workers": 0,
-        "nccl_timeout": 60,
+        "nccl_timeout": 240,
         **changes,
     }
     return ["quickstart", *(word for key, value in settings.items() for word in (f"--{key}", _text(value)))]
@@ -142,7 +142,7 @@ class Launch:
     def log(self, rank: int = 0) -> str:
         return self.logs[rank].read_text() if self.logs[rank].exists() else ""
 
-    def wait(self, timeout_s: float = 60) -> list[int]:
+    def wait(self, timeout_s: float = HANGS_S) -> list[int]:
         """The exit codes of all ranks (minus a signal's number where one killed it)."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
@@ -153,7 +153,7 @@ class Launch:
             raise AssertionError(f"ranks {hanging} did not end within {timeout_s} s\n{self.both_logs()}")
         return [process.exitcode for process in self.processes if process.exitcode is not None]
 
-    def wait_for(self, text: str, *, rank: int = 0, timeout_s: float = 60) -> None:
+    def wait_for(self, text: str, *, rank: int = 0, timeout_s: float = HANGS_S) -> None:
         """Wait until a rank's log holds a text."""
         deadline = time.monotonic() + timeout_s
         while text not in self.log(rank):
@@ -198,12 +198,6 @@ def launch(
     for process in processes:
         process.start()
     return Launch(processes=processes, logs=files)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # comparing

@@ -26,6 +26,7 @@ import av
 import av.error
 import torch
 
+from tests.processes import HANGS_S
 from tests.video.numbered_video import BITS, frame_number, numbered_frames, write_video
 from tinyvae.errors import UnreadableVideoError
 from tinyvae.video.decode import VideoInfo, probe_video, read_frames
@@ -114,7 +115,7 @@ def fuzz(source: Path, folder: Path) -> Counter[str]:
 
 def check_outcomes(source: Path, folder: Path) -> None:
     command = [sys.executable, "-m", __name__, str(source), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, f"the reading process ended with {done.returncode}:\n{done.stderr[-3000:]}"
     outcomes = json.loads(done.stdout.splitlines()[-1])
     assert sum(outcomes.values()) == FLIPPED_COPIES

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.processes import HANGS_S
 from tests.video.numbered_video import frame_number, numbered_frames
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError
 from tinyvae.video.decode import iterate_frames, probe_video, read_frames
@@ -114,12 +115,12 @@ from tinyvae.video.write import VideoWriter
 with VideoWriter(Path({str(tmp_path / "a.mp4")!r}), fps=25, width=64, height=64) as writer:
     writer.write(torch.zeros((60, 3, 64, 64), dtype=torch.uint8))
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None and child.stdout.readline().strip() == "ready"
     child.send_signal(signal.SIGKILL)
-    child.wait(timeout=20)
+    child.wait(HANGS_S)
     assert not (tmp_path / "a.mp4").exists()
 
 

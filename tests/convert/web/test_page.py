@@ -54,7 +54,7 @@ def open_page(page: Page, address: str, *, width: int) -> None:
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     page.command("Emulation.setDeviceMetricsOverride", **metrics)
     page.call("url", url=address)
-    page.wait("return document.documentElement.dataset.ready === 'true' || window.shown?.fault", timeout_s=120)
+    page.wait("return document.documentElement.dataset.ready === 'true' || window.shown?.fault")
     assert not page.run("return shown.fault"), page.run("return shown.fault")
 
 
@@ -108,7 +108,7 @@ def test_the_drawn_example(tmp_path: Path, variant: str, width: int) -> None:
         open_page(page, address, width=width)
         set_values(page, width=64, fps=12, seconds=1.5)
         page.run("document.getElementById('example').click()")
-        page.wait(DONE, timeout_s=300)
+        page.wait(DONE)
         assert_same_as_codec(page, model)  # 18 frames: one more than a chunk of taeh3, than whole latents
         colors = {canvas: number_of_colors(page, canvas) for canvas in ("original", "latents", "decoded")}
         assert min(colors.values()) > 20, colors
@@ -129,7 +129,7 @@ def test_a_video_file_in_half_precision(tmp_path: Path, write_video: WriteVideo)
         open_page(page, address, width=DESKTOP)
         set_values(page, width=64, fps=6, seconds=1)
         put_file(page, "file", video)
-        page.wait(DONE, timeout_s=300)
+        page.wait(DONE)
         assert_same_as_codec(page, model, tolerance=2e-2)
         assert page.run("return shown.frames.length") == 6
         assert (read_frames(page, "frames")[0, 0] - read_frames(page, "frames")[0, 5]).abs().max() > 0.1, "it moves"
@@ -147,7 +147,7 @@ def test_an_int8_decoder(tmp_path: Path, write_video: WriteVideo) -> None:
         open_page(page, address, width=DESKTOP)
         set_values(page, width=64, fps=12, seconds=1)
         page.run("document.getElementById('example').click()")
-        page.wait(DONE, timeout_s=300)
+        page.wait(DONE)
         frames, decoded = read_frames(page, "frames"), read_frames(page, "decoded")
         expected = model.decode_video(model.encode_video(frames))[:, : frames.shape[1]]
         error = (decoded - expected).square().mean().item()

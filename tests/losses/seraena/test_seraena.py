@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.processes import HANGS_S
 from tinyvae.errors import UserError
 from tinyvae.losses.seraena import HalfStepError, Seraena, SeraenaResult, discriminator, saved_ranks_for, seraena_loss
 from tinyvae.models.variants import get_spec
@@ -271,10 +272,10 @@ def run_ranks(
     def work(rank: int) -> None:
         def average(tensors: list[Tensor]) -> None:
             offered[rank] = [tensor.clone() for tensor in tensors]
-            barrier.wait(60)
+            barrier.wait(HANGS_S)
             for index, tensor in enumerate(tensors):
                 tensor.copy_(torch.stack([theirs[index] for theirs in offered]).mean(dim=0))
-            barrier.wait(60)
+            barrier.wait(HANGS_S)
 
         for step in range(steps):
             results[rank] = ranks[rank].step(*inputs(rank, step), average=average)
