@@ -7,7 +7,7 @@ output poisoned with NaN before. Then medians at the shapes of 480x736x49 (taelt
 
 - a wide block's 3x3 over groups of 64 channels: our kernel, cuDNN, cuDNN with bias, residual and ReLU inside; if cuDNN
   wins, set `CUDNN_GROUPS` in engines/hopper.py;
-- its 1x1 over two frames with bias and ReLU: cuDNN over pictures whose rows are frames (as built), cuDNN in 3-D, two
+- its 1x1 over two frames with bias and ReLU: cuDNN over pictures whose rows are frames, cuDNN in 3-D (as built), two
   matrix products;
 - what follows a convolution: the pointwise kernel, torch's operators;
 - a block's 3x3 with LeakyReLU: our kernel (as built), cuDNN and the pointwise kernel.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import statistics
 import sys
 import time
@@ -27,7 +28,7 @@ from tinyvae.convert.bench import (
     stream_through,
     time_alternating_ms,
 )
-from tinyvae.engines import cudnn, hopper
+from tinyvae.engines import conv_rows, cudnn, hopper, hopper_kernels, nvrtc, replay
 from tinyvae.engines import fused as engines
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
@@ -168,13 +169,10 @@ def first_calls_ms(model: TAEHV, latents: torch.Tensor) -> dict[str, float]:
     return waits
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", default="taehv")
+def codec_parser(description: str | None) -> argparse.ArgumentParser:
+    """A command line with the dtype, and a switch for each choice that an engine makes; see `set_switches`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
-    parser.add_argument("--sizes", nargs="+", default=["480x720x49", "720x1280x61"])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--only_whole", action="store_true", help="whole videos and default streams alone")
     parser.add_argument(
         "--cudnn_channels",
         type=int,
@@ -207,8 +205,46 @@ def parse() -> argparse.Namespace:
         help="encoders with these patch sizes have the first convolution and the pooling layer in one kernel",
     )
     parser.add_argument("--cudnn_groups", action="store_true", help="wide decoders with cuDNN's 3x3 over groups")
+    parser.add_argument("--frames_as_rows", action="store_true", help="wide decoders' 1x1 over two frames in 2-D")
     parser.add_argument("--cudnn_depthwise", action="store_true", help="super decoders without our depthwise kernel")
     parser.add_argument("--no_replay", action="store_true", help="launch every kernel: no chunk replays a CUDA graph")
+    parser.add_argument(
+        "--no_early_launch", action="store_true", help="a kernel starts when the one in front has ended"
+    )
+    parser.add_argument("--copy_state", action="store_true", help="a copy of its own for each memory block's state")
+    parser.add_argument("--copy_image", action="store_true", help="CUDA graphs make the image, and it is copied")
+    parser.add_argument("--no_flat_tiles", action="store_true", help="tiles as high as the frame allows, however few")
+    parser.add_argument("--one_launch", action="store_true", help="all frames of a convolution in one launch")
+    parser.add_argument("--in_pairs", action="store_true", help="two warpgroups of a block have rows, however few")
+    parser.add_argument("--fewest_rows", type=int, default=hopper_kernels.FEWEST_ROWS, help="of a warpgroup")
+    return parser
+
+
+def set_switches(arguments: argparse.Namespace) -> None:
+    hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
+    hopper.JOIN_IMAGE = frozenset() if arguments.two_image_kernels else hopper.JOIN_IMAGE
+    hopper.ROW_CONVS = frozenset(arguments.row_convs)
+    hopper.FIRST_ROWS = frozenset(arguments.first_rows)
+    hopper.JOIN_POOL = frozenset(arguments.join_pool)
+    hopper.CUDNN_GROUPS = arguments.cudnn_groups
+    cudnn.FRAMES_IN_3D = not arguments.frames_as_rows
+    cudnn.OWN_DEPTHWISE = not arguments.cudnn_depthwise
+    engines.REPLAY_CHUNKS = not arguments.no_replay
+    replay.IMAGE_APART = not arguments.copy_image
+    nvrtc.EARLY_LAUNCH = not arguments.no_early_launch
+    hopper.KEEP_INSIDE = not arguments.copy_state
+    hopper_kernels.FLAT_HEIGHTS = () if arguments.no_flat_tiles else hopper_kernels.FLAT_HEIGHTS
+    hopper_kernels.SPLIT_FRAMES = not arguments.one_launch
+    conv_rows.ALONE_TURNS = math.inf if arguments.in_pairs else conv_rows.ALONE_TURNS
+    hopper_kernels.FEWEST_ROWS = arguments.fewest_rows
+
+
+def parse() -> argparse.Namespace:
+    parser = codec_parser(__doc__)
+    parser.add_argument("--variant", default="taehv")
+    parser.add_argument("--sizes", nargs="+", default=["480x720x49", "720x1280x61"])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--only_whole", action="store_true", help="whole videos and default streams alone")
     parser.add_argument("--check_variants", action="store_true", help="also compare every variant with float32")
     parser.add_argument("--output", type=Path, help="folder for codec.json")
     return parser.parse_args()
@@ -250,14 +286,7 @@ def measure(model: TAEHV, case: BenchmarkCase, *, only_whole: bool) -> dict[str,
 @torch.no_grad()
 def main() -> None:
     arguments = parse()
-    hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
-    hopper.JOIN_IMAGE = frozenset() if arguments.two_image_kernels else hopper.JOIN_IMAGE
-    hopper.ROW_CONVS = frozenset(arguments.row_convs)
-    hopper.FIRST_ROWS = frozenset(arguments.first_rows)
-    hopper.JOIN_POOL = frozenset(arguments.join_pool)
-    hopper.CUDNN_GROUPS = arguments.cudnn_groups
-    cudnn.OWN_DEPTHWISE = not arguments.cudnn_depthwise
-    engines.REPLAY_CHUNKS = not arguments.no_replay
+    set_switches(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0 if torch.cuda.is_available() else None)
     model = TAEHV(arguments.variant)
     spread_weights(model)

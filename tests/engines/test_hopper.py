@@ -43,8 +43,13 @@ def torch_conv_tiles(
     slope: float = 0.0,
     stacked: int = 1,
     out: Tensor | None = None,
+    last_NHWC: Tensor | None = None,
 ) -> Tensor:
     frames, height, width, _ = x_BHWC.shape
+    if last_NHWC is not None:
+        last_NHWC.copy_(
+            (x_BHWC if residual_BHWC is None else residual_BHWC).unflatten(0, (-1, frames_per_video))[:, -1]
+        )
     x, weight = x_BHWC.permute(0, 3, 1, 2), unpacked_tiles(weights)
     if weights.sources == 2:
         video = x.unflatten(0, (-1, frames_per_video))
@@ -342,6 +347,52 @@ def test_tile_height_wastes_least() -> None:
     # rows computed: 240 = 8 x 30, 32, 48 = 2 x 24, 16, 90 = 3 x 30, 96 = 3 x 32, 64 = 2 x 32
     for height, best in ((240, 30), (32, 32), (45, 24), (1, 16), (90, 30), (96, 32), (61, 32), (368, 16)):
         assert hopper_kernels.best_tile_height(height) == best
+
+
+def test_flat_tiles_where_processors_would_be_idle() -> None:
+    def chosen(frames: int, height: int, width: int, blocks: int) -> int:
+        return hopper_kernels.choose_tile_height(frames, height, width, blocks, 9, False, processors=132)
+
+    # 256 channels of taew2_2 at 30x46: a whole video, three latents (36 tall jobs or 72 flat ones), one latent
+    assert [chosen(frames, 30, 46, 4) for frames in (13, 3, 1)] == [30, 16, 8]
+    # many frames of any height never pay for weights that are loaded again and again
+    for height in (16, 30, 45, 60, 90, 120, 240):
+        assert chosen(64, height, 368, 4) == hopper_kernels.best_tile_height(height)
+
+
+def test_frames_that_would_keep_a_few_processors_busy_go_apart() -> None:
+    def first(frames: int, multiple: int = 1, steps: int = 36) -> int:
+        how = (30, 46, 4, 9, False, steps, multiple)
+        return hopper_kernels.first_frames(frames, *how, processors=132)
+
+    # a frame is 12 jobs: 11 frames are one wave of 132, 13 would be two with 24 in the second
+    assert [first(frames) for frames in (10, 11, 13, 22, 23)] == [10, 11, 11, 22, 22]
+    assert first(21) == 21, "two waves are nearly full"
+    assert first(14, multiple=2) == 10 and first(13, steps=4) == 13, "one launch more costs more than it saves"
+
+
+def test_a_launch_for_some_frames_sees_the_frame_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`conv_tiles` itself, its launches computed in torch: two parts are what one is."""
+    torch.manual_seed(0)
+    x, past = torch.randn(5, 6, 7, 64), torch.randn(1, 6, 7, 64)
+    weights = hopper_kernels.pack_tile_weights(torch.randn(64, 128, 3, 3) / 34, torch.randn(64), sources=2)
+
+    def launch_tiles(
+        x: Tensor, past: Tensor, weights: Any, residual: Any, out: Tensor, last: Any, frames: int, *how: Any
+    ) -> None:
+        stacked, relu, slope = how
+        words = {"past_NHWC": past, "frames_per_video": frames, "stacked": stacked, "relu": relu, "slope": slope}
+        torch_conv_tiles(x, weights, residual_BHWC=residual, out=out, last_NHWC=last, **words)
+
+    monkeypatch.setattr(hopper_kernels, "_launch_tiles", launch_tiles)
+    made = []
+    for first in (5, 2):
+        monkeypatch.setattr(hopper_kernels, "_first_frames", lambda *_, count=first: count)
+        last = torch.full_like(past, torch.nan)
+        frames = hopper_kernels.conv_tiles(x, weights, frames_per_video=5, past_NHWC=past, relu=True, last_NHWC=last)
+        made.append((frames, last))
+    torch.testing.assert_close(made[0], made[1])
+    assert torch.equal(made[1][1], x[-1:])
 
 
 @pytest.mark.usefixtures("kernels_in_torch")

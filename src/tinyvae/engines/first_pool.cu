@@ -260,6 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) first_pool(
   extern __shared__ __align__(1024) char shared[];
   const u32 base = smem_address(shared), bars = base + BARRIERS_AT;
   const int thread = threadIdx.x, member = thread >> 7;
+  let_next_start();
   for (int i = thread; i < HIDDEN_AT / 16; i += THREADS) copy16(base + i * 16, weights + i * 16, true);
   copies_commit();
   if (thread == 0) {
@@ -268,6 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) first_pool(
   }
   copies_wait<0>();
   __syncthreads();
+  wait_for_others();
   const int begin = blockIdx.x * s.share, stop = min(s.rows, begin + s.share);
   if (member < 2) make_rows(base, x, bias, s, member, thread & 127, begin, stop);
   else pool_rows(base, out, s, thread & 127, begin, stop);

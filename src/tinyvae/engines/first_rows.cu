@@ -112,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) first_rows(
   extern __shared__ __align__(1024) char shared[];
   const u32 base = smem_address(shared);
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, quarter = lane & 3;
+  let_next_start();
   for (int i = thread; i < RING_AT / 16; i += THREADS) copy16(base + i * 16, weights + i * 16, true);
   copies_commit();
   copies_wait<0>();
@@ -127,6 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) first_rows(
   float offset[16];
 #pragma unroll
   for (int i = 0; i < 16; i++) offset[i] = bias[(i >> 3) * 32 + quarter * 8 + (i & 7)];
+  wait_for_others();
 
   const int begin = (blockIdx.x * (THREADS / 128) + (warp >> 2)) * s.share, stop = min(s.rows, begin + s.share);
   for (int row = begin; row < stop;) {

@@ -94,6 +94,7 @@ def _launch(
         device_index,
         threads=128 * WARPGROUPS[patch],
         shared_bytes=shared_bytes(patch),
+        waits=True,
         PRODUCT_N=128,  # for the shared functions of kernels with Hopper's matrix instruction
         WEIGHT_TILE=WEIGHT_TILE,
         BFLOAT=int(bfloat),

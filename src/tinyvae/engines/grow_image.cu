@@ -44,12 +44,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
   const u32 base = smem_address(shared), bars = base + BARRIERS_AT;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const int made = blockIdx.x % grown;  // which of the frames
+  let_next_start();
   if (thread == 0) rings_init(bars);
   __syncthreads();
 
   if (thread < 128) {
     fewer_registers();
     if (thread == 0) load_all_weights(base, bars, weights, made);
+    wait_for_others();
     const int member = warp >> 1, first = (blockIdx.x / grown * 2 + member) * share;
     load_rows(x, base + RING_AT, bars, member, first, min(rows, first + share), frames, height, width);
     return;
@@ -65,6 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
   const float offset[3] = {bias[0], bias[1], bias[2]};
   float kept[2][6] = {};  // of the row of cells above, for [cell, cell + 8][dx, RGB]
   int turn = 0, step = 0;
+  wait_for_others();
   barrier_wait(WEIGHTS_FULL, 0);
   if (member == 1) turn_pass(1);
   for (int row = first; row < stop;) {

@@ -130,6 +130,7 @@ def _launch(
         device_index,
         threads=TILES_THREADS,
         shared_bytes=shared_bytes,
+        waits=True,
         BFLOAT=int(bfloat),
         SLOPE=slope,
         CELLS=CELLS,

@@ -97,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_patches(
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const int made = blockIdx.x % grown;  // which of the frames
   const int first = blockIdx.x / grown * share, stop = min(rows, first + share);
+  let_next_start();
   if (thread == 0) {
     for (int i = 0; i < PIXEL_ROWS; i++) { barrier_init(PIXELS_FULL(i), 128); barrier_init(PIXELS_EMPTY(i), 4); }
     rings_init(bars);
@@ -107,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_patches(
   if (thread < 128) {
     fewer_registers();
     if (thread == 0) load_all_weights(base, bars, weights, made);
+    wait_for_others();
     if (thread < 64) load_rows(x, base + RING_AT, bars, 0, first, stop, frames, height, width);
     return;
   }
@@ -161,6 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_patches(
   // The image warpgroup. A thread has the lines `lane % 4`, + 4 and + 8 of the cells `lane / 4` and + 8; with even and
   // odd columns together they alternate: a line of the even one, the same line of the odd one.
   registers<240>();
+  wait_for_others();  // the growing warpgroup touches nothing but shared memory
   barrier_wait(WEIGHTS_FULL, 0);
   const float* offset = (const float*)(shared + BIAS_AT) + (lane & 3) / TOGETHER * PATCH;
   float kept[2 / TOGETHER][2][OWN] = {};  // of the pixel rows before: [even, odd column][output row above, beside]

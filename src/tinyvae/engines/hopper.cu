@@ -38,7 +38,7 @@ struct Shape {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
     const char* x, const char* past, const char* weights, const float* bias, const char* residual, char* out,
-    Shape s) {
+    char* last, Shape s) {
   extern __shared__ __align__(1024) char shared[];
   const u32 base = smem_address(shared);
   const int halos = s.split_pixels ? 2 : 1, weight_sets = s.split_pixels ? 1 : 2;
@@ -49,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
 #define FULL_H(h, i) (bars + 128 + 8 * ((h) * 2 + (i)))
 #define EMPTY_H(h, i) (bars + 160 + 8 * ((h) * 2 + (i)))
   const int thread = threadIdx.x, group = thread >> 7, warp = thread >> 5, lane = thread & 31;
+  let_next_start();
   if (thread == 0) {
     for (int i = 0; i < 8; i++) { barrier_init(FULL_W(i), 1); barrier_init(EMPTY_W(i), 8); }
     for (int i = 0; i < 4; i++) { barrier_init(FULL_H(0, i), 96); barrier_init(EMPTY_H(0, i), s.split_pixels ? 4 : 8); }
@@ -80,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
         }
       }
     } else {  // halo tiles
+      wait_for_others();
       // Eight threads read a pixel's 128 bytes; ten such groups go down the ten columns of the halo, row by row.
       const int place = (thread - 32) >> 3, chunk = thread & 7;
       const i64 row_bytes = (i64)s.width * s.channels_in * 2;
@@ -132,6 +134,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
   const u32 staging_address = smem_address(staging);
   const int lead = min(s.weight_stages, slices * s.taps) - 1;
   int stage = 0, turn = 0; u32 phase = 0;
+  wait_for_others();
+  if (last)  // while the first tiles are on their way
+    keep_last(last, residual ? residual : x, s.frames / s.frames_per_video, s.frames_per_video, frame_bytes,
+              blockIdx.x * 256 + thread - 128, gridDim.x * 256);
   float acc[TILE_H * 4];
   for (int job = blockIdx.x; job < jobs; job += gridDim.x) {
     const int block = (job % items_per_tile) * weight_sets + (s.split_pixels ? 0 : member);
@@ -158,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
         const i64 two_rows = (i64)s.width * s.channels_out * 4;
 #pragma unroll
         for (int i = 0; i < TILE_H / 2; i++, from += two_rows)  // in this order, so that no address is kept
-          asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+          asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
                        : "=r"(kept[i].x), "=r"(kept[i].y), "=r"(kept[i].z), "=r"(kept[i].w)
                        : "l"(from), "r"((u32)(column_exists && y0 + i * 2 < s.height)));
       }
@@ -242,6 +248,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) image_conv(
   const int y0 = in_frame / tiles_x * 16, x0 = in_frame % tiles_x * 16;
   const char* from = x + (i64)frame * height * width * 128;
   const int chunk = thread & 7;
+  let_next_start();
+  wait_for_others();
   // Sixteen groups of eight threads go down sixteen columns, then over the last two columns.
   for (int row = 0; row < SIDE; row++) {
     const int y = y0 - 1 + row, xx = x0 - 1 + (thread >> 3), pixel = row * SIDE + (thread >> 3);
@@ -333,6 +341,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) first_conv(
 #pragma unroll
   for (int i = 0; i < 16; i++) offset_of[i] = bias[(i >> 3) * 32 + (lane & 3) * 8 + (i & 7)];
   const int tiles = tiles_x * tiles_y;
+  let_next_start();
+  wait_for_others();
   for (int job = blockIdx.x; job < tiles * frames; job += gridDim.x) {
     const int frame = job / tiles, in_frame = job % tiles;
     const int y0 = in_frame / tiles_x * 16, x0 = in_frame % tiles_x * 32;

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from tinyvae.engines import conv_rows, first_pool, first_rows, fold, grow_image, nvrtc
 from tinyvae.engines import hopper_kernels as kernels
-from tinyvae.engines.cudnn import PatchConv, conv_relu, over_two_frames, two_frame_conv_relu
+from tinyvae.engines.cudnn import PatchConv, conv_relu, over_two_frames, ready, two_frame_conv_relu
 from tinyvae.engines.eager import activate, compute_layer
 from tinyvae.engines.stack import Stack, State
 
@@ -44,6 +44,10 @@ cuDNN (`benchmarks/speed_kernels.py --only first` and `benchmarks/speed_codec.py
 JOIN_POOL: frozenset[int] = frozenset({1, 2})
 """For which patch sizes an encoder's first convolution and the pooling layer behind it are one kernel
 (`benchmarks/speed_kernels.py --only first` and `benchmarks/speed_codec.py --join_pool` compare)."""
+
+KEEP_INSIDE = True
+"""Whether a block's last frame, its state, is copied by one of its kernels, not by a copy of its own
+(`benchmarks/speed_codec.py --copy_state` compares)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +109,17 @@ class HopperStack(Stack):
         assert 0 <= self._slope < 1, "for the kernels a LeakyReLU is the larger of v and slope · v"
         self._packed = [self._pack(place) for place in range(len(layers))]
 
-    def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
-        # Weights and frames have one dtype already.
-        with torch.cuda.device(frames_NTCHW.device), torch.autocast("cuda", enabled=False):
-            return super().run(frames_NTCHW, state)
+    def run(self, frames_NTCHW: Tensor, state: State | None, **parts: bool) -> tuple[Tensor, State]:
+        with ready(frames_NTCHW):
+            return super().run(frames_NTCHW, state, **parts)
+
+    def head(self, frames_NTCHW: Tensor) -> Tensor:
+        with ready(frames_NTCHW):
+            return super().head(frames_NTCHW)
+
+    def image(self, x: Tensor, num_videos: int) -> Tensor:
+        with ready(x):
+            return super().image(x, num_videos)
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
         flat = frames_NTCHW.flatten(0, 1)
@@ -159,8 +170,8 @@ class HopperStack(Stack):
             return self._wide_block(place, x, state, num_videos)
         weights = cast(_MemWeights, self._packed[place])
         frames, (_, height, width, channels) = x.shape[0] // num_videos, x.shape
-        last = x.unflatten(0, (num_videos, -1))[:, -1].clone()
-        hidden = self._kernel(x, weights.first, frames_per_video=frames, past_NHWC=state[place])
+        last, keep = _keep_last(x, num_videos, weights.first)
+        hidden = self._kernel(x, weights.first, past_NHWC=state[place], **{"frames_per_video": frames, **keep})
         state[place] = None
         deeper = self._conv(hidden, weights.second)
         if isinstance(weights.third, _CudnnWeights):
@@ -176,7 +187,7 @@ class HopperStack(Stack):
 
     def _wide_block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         weights = cast(_WideWeights, self._packed[place])
-        last = x.unflatten(0, (num_videos, -1))[:, -1].clone()
+        last, keep = _keep_last(x, num_videos, weights.fourth)
         past, state[place] = state[place], None
         past = None if past is None else past.permute(0, 3, 1, 2)[:, None]
         hidden = two_frame_conv_relu(
@@ -190,12 +201,12 @@ class HopperStack(Stack):
         del past
         hidden = self._conv(hidden.permute(0, 2, 3, 1).contiguous(), weights.second)
         hidden = self._conv(hidden, weights.third)
-        return self._conv(hidden, weights.fourth, residual_BHWC=x), last
+        return self._conv(hidden, weights.fourth, residual_BHWC=x, **keep), last
 
-    def _conv(self, x: Tensor, weights: _ConvWeights, residual_BHWC: Tensor | None = None) -> Tensor:
+    def _conv(self, x: Tensor, weights: _ConvWeights, residual_BHWC: Tensor | None = None, **how: Any) -> Tensor:
         if isinstance(weights, _CudnnWeights):
             return _cudnn_conv_relu(x, weights, residual_BHWC, slope=self._slope)
-        return self._kernel(x, weights, residual_BHWC=residual_BHWC)
+        return self._kernel(x, weights, residual_BHWC=residual_BHWC, **how)
 
     def _kernel(
         self, x: Tensor, weights: kernels.TileWeights | conv_rows.RowWeights, *, relu: bool = True, **how: Any
@@ -317,6 +328,15 @@ def _pack_3x3(weight: Tensor, bias: Tensor, by_rows: bool, by_cudnn: bool, group
     if by_cudnn:
         return _CudnnWeights(weight=fold.channels_last(weight), bias=bias)
     return kernels.pack_tile_weights(weight, bias, groups=groups)
+
+
+def _keep_last(x_BHWC: Tensor, num_videos: int, weights: _ConvWeights) -> tuple[Tensor, dict[str, Any]]:
+    """(the last frame of each video NHWC, what tells the kernel with these weights to copy it there)."""
+    last = x_BHWC.unflatten(0, (num_videos, -1))[:, -1]
+    if isinstance(weights, _CudnnWeights) or not KEEP_INSIDE:
+        return last.clone(), {}
+    kept = last.new_empty(last.shape)
+    return kept, {"last_NHWC": kept, "frames_per_video": x_BHWC.shape[0] // num_videos}
 
 
 def _cudnn_conv_relu(x_BHWC: Tensor, weights: _CudnnWeights, residual_BHWC: Tensor | None, *, slope: float) -> Tensor:
