@@ -184,13 +184,6 @@ def codec_parser(description: str | None) -> argparse.ArgumentParser:
         "--two_image_kernels", action="store_true", help="the last growing layer and the image convolution apart"
     )
     parser.add_argument(
-        "--row_convs",
-        type=int,
-        nargs="*",
-        default=sorted(hopper.ROW_CONVS),
-        help="these of the convolutions 1, 2 and 3 of a memory block with 64 channels go row by row",
-    )
-    parser.add_argument(
         "--first_rows",
         type=int,
         nargs="*",
@@ -204,9 +197,7 @@ def codec_parser(description: str | None) -> argparse.ArgumentParser:
         default=sorted(hopper.JOIN_POOL),
         help="encoders with these patch sizes have the first convolution and the pooling layer in one kernel",
     )
-    parser.add_argument("--cudnn_groups", action="store_true", help="wide decoders with cuDNN's 3x3 over groups")
     parser.add_argument("--frames_as_rows", action="store_true", help="wide decoders' 1x1 over two frames in 2-D")
-    parser.add_argument("--cudnn_depthwise", action="store_true", help="super decoders without our depthwise kernel")
     parser.add_argument("--no_replay", action="store_true", help="launch every kernel: no chunk replays a CUDA graph")
     parser.add_argument(
         "--no_early_launch", action="store_true", help="a kernel starts when the one in front has ended"
@@ -223,12 +214,9 @@ def codec_parser(description: str | None) -> argparse.ArgumentParser:
 def set_switches(arguments: argparse.Namespace) -> None:
     hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
     hopper.JOIN_IMAGE = frozenset() if arguments.two_image_kernels else hopper.JOIN_IMAGE
-    hopper.ROW_CONVS = frozenset(arguments.row_convs)
     hopper.FIRST_ROWS = frozenset(arguments.first_rows)
     hopper.JOIN_POOL = frozenset(arguments.join_pool)
-    hopper.CUDNN_GROUPS = arguments.cudnn_groups
     cudnn.FRAMES_IN_3D = not arguments.frames_as_rows
-    cudnn.OWN_DEPTHWISE = not arguments.cudnn_depthwise
     engines.REPLAY_CHUNKS = not arguments.no_replay
     replay.IMAGE_APART = not arguments.copy_image
     nvrtc.EARLY_LAUNCH = not arguments.no_early_launch

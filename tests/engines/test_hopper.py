@@ -240,22 +240,20 @@ def stacks(model: TAEHV) -> tuple[hopper.HopperStack, hopper.HopperStack]:
 
 @pytest.mark.usefixtures("kernels_in_torch")
 @pytest.mark.parametrize(
-    ("cudnn_channels", "join_image", "row_convs", "first", "join_pool"),
-    [((), (), (), (), ()), (sorted(hopper.CUDNN_CHANNELS), (1, 2, 4), (1, 2, 3), (1, 2, 4), (1, 2))],
+    ("cudnn_channels", "join_image", "first", "join_pool"),
+    [((), (), (), ()), (sorted(hopper.CUDNN_CHANNELS), (1, 2, 4), (1, 2, 4), (1, 2))],
 )
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taeltx_2"])
 def test_same_numbers_whole_and_in_chunks(
     variant: str,
     cudnn_channels: Sequence[int],
     join_image: Sequence[int],
-    row_convs: Sequence[int],
     first: Sequence[int],
     join_pool: Sequence[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hopper, "CUDNN_CHANNELS", frozenset(cudnn_channels))
     monkeypatch.setattr(hopper, "JOIN_IMAGE", frozenset(join_image))
-    monkeypatch.setattr(hopper, "ROW_CONVS", frozenset(row_convs))
     monkeypatch.setattr(hopper, "FIRST_ROWS", frozenset(first))
     monkeypatch.setattr(hopper, "JOIN_POOL", frozenset(join_pool))
     check_whole_and_in_chunks(TAEHV(variant), monkeypatch)
@@ -293,11 +291,9 @@ def test_wide_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("kernels_in_torch")
-@pytest.mark.parametrize("cudnn_groups", [False, True])
 @pytest.mark.parametrize("slope", [0.0, 0.2])
-def test_wide_block(slope: float, cudnn_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_block(slope: float) -> None:
     """One block of 128 channels, two videos, in pieces: against the plain block."""
-    monkeypatch.setattr(hopper, "CUDNN_GROUPS", cudnn_groups)
     block = WideMemBlock(128, slope).requires_grad_(False)
     layers: list[Layer] = [fold_wide_mem_block(block), ConvLayer(weight=torch.zeros(3, 128, 3, 3), bias=None)]
     stack = hopper.HopperStack(layers, patch_size=1)
@@ -331,6 +327,37 @@ def check_whole_and_in_chunks(model: TAEHV, monkeypatch: pytest.MonkeyPatch) -> 
             part, state = decoder.run(3 * latents[:, place : place + 1], state)
             parts.append(part)
         torch.testing.assert_close(torch.cat(parts, 1), decoded, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels_in_torch")
+@pytest.mark.parametrize(
+    ("variant", "head"), [("taehv", ["first_pool"]), ("taew2_2", ["first_pool"]), ("taeltx_2", ["first_rows"])]
+)
+@torch.no_grad()
+def test_layers_at_the_image_apart(variant: str, head: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What replays launch outside of a graph: whole kernels, and none of them inside."""
+    model, called = TAEHV(variant), []
+    for module in (first_pool, first_rows, grow_image):
+        name = module.__name__.rpartition(".")[2]
+        kernel = getattr(module, name)
+
+        def noted(*arguments: Any, kernel: Any = kernel, name: str = name, **words: Any) -> Any:
+            called.append(name)
+            return kernel(*arguments, **words)
+
+        monkeypatch.setattr(module, name, noted)
+    encoder, decoder = stacks(model)
+    frames = torch.rand(2, 2 * model.spec.time_factor, 3, model.spec.space_factor, 2 * model.spec.space_factor)
+    latents = encoder.run(frames, None)[0]
+    images = decoder.run(latents, None)[0]
+    assert called == [*head, "grow_image"]
+    begun = encoder.head(frames)
+    assert called[2:] == head and begun.shape[:2] == (2, frames.shape[1] // 2)
+    torch.testing.assert_close(encoder.run(begun, None, with_head=False)[0], latents)
+    before = decoder.run(latents, None, with_image=False)[0]
+    assert called[2:] == head
+    torch.testing.assert_close(decoder.image(before, 2), images)
+    assert called[2:] == [*head, "grow_image"]
 
 
 @pytest.mark.usefixtures("kernels_in_torch")

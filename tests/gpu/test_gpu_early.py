@@ -16,7 +16,19 @@ from torch import Tensor
 
 from tests.gpu.gpu_codecs import FLOOR, SHORT, by_frames, by_latents, error, needs_hopper, spread
 from tinyvae import TAEHV
-from tinyvae.engines import conv_rows, cudnn, depthwise, hopper, hopper_kernels, nvrtc, replay
+from tinyvae.engines import (
+    conv_rows,
+    cudnn,
+    depthwise,
+    first_pool,
+    first_rows,
+    fold,
+    grow_image,
+    hopper,
+    hopper_kernels,
+    nvrtc,
+    replay,
+)
 from tinyvae.engines import fused as engines
 from tinyvae.engines.fused import FusedTAEHV
 
@@ -145,6 +157,47 @@ def test_a_chain_of_kernels_over_two_buffers(frames: int, height: int, width: in
             for step in steps:
                 step()
             kept.append(last.clone())
+        return [here, there, *kept]
+
+    expected = chain()
+    assert expected[0].isfinite().all() and expected[0].std() > 0.1
+    for _ in range(10):
+        with nvrtc.early_launches():
+            made = chain()
+        for one, known in zip(made, expected, strict=True):
+            assert torch.equal(one, known)
+
+
+@pytest.mark.parametrize("patch", [1, 2, 4])
+def test_a_chain_from_image_to_image(patch: int) -> None:
+    """An encoder's first kernels make small frames of an image, and a decoder's last kernel an image of them, which the
+    next turn reads while the image before is written over."""
+    torch.manual_seed(patch)
+    inputs = 3 * patch**2
+    wide = (torch.randn(64, inputs, 3, 3, device="cuda") / (4 * inputs) ** 0.5).half()
+    first = fold.ConvLayer(weight=wide, bias=torch.randn(64, device="cuda").half(), relu=True)
+    pool = fold.PoolLayer(weight=fold.channels_last((torch.randn(64, 128, 3, 3, device="cuda") / 24).half()), stride=2)
+    grow = fold.GrowLayer(weight=(torch.randn(512, 64, 2, 2, device="cuda") / 16).half(), frames=2, relu=True)
+    narrow = (torch.randn(inputs, 64, 3, 3, device="cuda") / 17).half()
+    image = fold.ConvLayer(weight=narrow, bias=torch.randn(inputs, device="cuda"))
+    assert first.bias is not None
+    rows = first_rows.pack_weights(first.weight, first.bias, patch)
+    joined = first_pool.pack_weights(first, pool, patch) if patch < 4 else None
+    back = grow_image.pack_weights(grow, image)
+    start = torch.randn(4, 3, 10 * patch * 8, 23 * patch * 8, device="cuda").half()
+
+    def chain() -> list[Tensor]:
+        here, there, kept = start.clone(), torch.empty_like(start), []
+        for _ in range(8):
+            hidden = first_rows.first_rows(here, rows, stacked=2)
+            if joined is not None:
+                small = first_pool.first_pool(here, joined)
+            else:
+                pooled = torch.nn.functional.conv2d(hidden.permute(0, 3, 1, 2), pool.weight, stride=2, padding=1)
+                small = pooled.permute(0, 2, 3, 1).contiguous()
+            grow_image.grow_image(small, back, there)
+            here, there = there, here
+            kept += [hidden[:, ::7, ::7].clone(), small]
         return [here, there, *kept]
 
     expected = chain()

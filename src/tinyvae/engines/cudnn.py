@@ -27,11 +27,6 @@ from tinyvae.engines import depthwise, eager, fold, nvrtc
 from tinyvae.engines.pointwise import finish
 from tinyvae.engines.stack import Stack, State, slice_bytes
 
-OWN_DEPTHWISE = True
-"""Whether our own kernel computes the depthwise convolutions of super blocks where it runs; else cuDNN does. With it
-taew2_2_super decodes 480x736x49 in 6.91 instead of 9.88 ms on an H200 (`benchmarks/speed_kernels.py --only depthwise`
-and `benchmarks/speed_codec.py --cudnn_depthwise` compare)."""
-
 FRAMES_IN_3D = True
 """Whether the 1x1 convolution over two frames of a wide block is one of cuDNN's in 3-D; else it is one over pictures
 whose rows are frames (`benchmarks/speed_blocks.py` and `benchmarks/speed_codec.py --frames_as_rows` compare; on an H200
@@ -353,7 +348,7 @@ class SuperWeights:
 
     @classmethod
     def of(cls, layer: fold.SuperMemLayer) -> SuperWeights:
-        own = OWN_DEPTHWISE and depthwise.why_not_depthwise(layer.depth.dtype, layer.depth.device) is None
+        own = depthwise.why_not_depthwise(layer.depth.dtype, layer.depth.device) is None
         bands = depthwise.pack_bands(layer.depth, layer.past_depth) if own else None
         return cls(layer=layer, bands=bands, narrow=layer.narrow.flatten(1).T)
 

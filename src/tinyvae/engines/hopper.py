@@ -23,28 +23,20 @@ from tinyvae.engines.eager import activate, compute_layer
 from tinyvae.engines.stack import Stack, State
 
 SLICE_BYTES = 192 * 2**20  # for the 64-channel frames at full resolution of one slice
-CUDNN_CHANNELS: frozenset[int] = frozenset({64, 128})
-"""In memory blocks with these channel counts cuDNN does the second and third convolution, where ROW_CONVS does not take
-them: 0.131 instead of 0.172 ms at 128 channels, nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py
---cudnn_channels` compares). Not with LeakyReLU: cuDNN's calls have ReLU inside."""
-CUDNN_GROUPS = False
-"""Whether cuDNN does a wide block's 3x3 convolutions over groups too: nothing gained on an H200
-(`benchmarks/speed_blocks.py` and `benchmarks/speed_codec.py --cudnn_groups` compare)."""
+CUDNN_CHANNELS: frozenset[int] = frozenset({128})
+"""In memory blocks with these channel counts cuDNN does the second and third convolution: 0.131 instead of 0.172 ms at
+128 channels, nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py --cudnn_channels` compares). Not with
+LeakyReLU: cuDNN's calls have ReLU inside. Blocks with 64 channels go row by row, all three convolutions."""
 JOIN_IMAGE: frozenset[int] = frozenset({1, 2, 4})
 """Patch sizes of the decoders whose last growing layer and image convolution are one kernel, where it fits. 1 is RGB:
 0.92 instead of 3.05 ms of 480x720x49 on an H200 (`benchmarks/speed_kernels.py --only image` and
 `benchmarks/speed_codec.py --two_image_kernels` compare)."""
-ROW_CONVS: frozenset[int] = frozenset({1, 2, 3})
-"""Which of the three convolutions of a memory block with 64 channels `conv_rows` does: taehv decodes 480x720x49 in 8.07
-ms on an H200, in 9.26 with none. The others are done as in wider blocks (`benchmarks/speed_kernels.py --only rows` and
-`benchmarks/speed_codec.py --row_convs` compare)."""
 FIRST_ROWS: frozenset[int] = frozenset({1, 2, 4})
 """For which patch sizes `first_rows` does an encoder's first convolution; for the others `first_conv` does it (1) or
 cuDNN (`benchmarks/speed_kernels.py --only first` and `benchmarks/speed_codec.py --first_rows` compare)."""
 JOIN_POOL: frozenset[int] = frozenset({1, 2})
 """For which patch sizes an encoder's first convolution and the pooling layer behind it are one kernel
 (`benchmarks/speed_kernels.py --only first` and `benchmarks/speed_codec.py --join_pool` compare)."""
-
 KEEP_INSIDE = True
 """Whether a block's last frame, its state, is copied by one of its kernels, not by a copy of its own
 (`benchmarks/speed_codec.py --copy_state` compares)."""
@@ -73,9 +65,9 @@ class _WideWeights:
     """Of a wide block: cuDNN does the 1x1 convolutions, the kernels those over groups of 64 channels."""
 
     first: _CudnnWeights  # over two frames
-    second: _ConvWeights
+    second: kernels.TileWeights
     third: _CudnnWeights
-    fourth: _ConvWeights
+    fourth: kernels.TileWeights
 
 
 def why_not_hopper(layers: Sequence[fold.Layer], dtype: torch.dtype, device: torch.device) -> str | None:
@@ -170,13 +162,16 @@ class HopperStack(Stack):
             return self._wide_block(place, x, state, num_videos)
         weights = cast(_MemWeights, self._packed[place])
         frames, (_, height, width, channels) = x.shape[0] // num_videos, x.shape
-        last, keep = _keep_last(x, num_videos, weights.first)
+        last, keep = _keep_last(x, num_videos)
         hidden = self._kernel(x, weights.first, past_NHWC=state[place], **{"frames_per_video": frames, **keep})
         state[place] = None
-        deeper = self._conv(hidden, weights.second)
+        if isinstance(weights.second, _CudnnWeights):
+            deeper = _cudnn_conv_relu(hidden, weights.second, None, slope=self._slope)
+        else:
+            deeper = self._kernel(hidden, weights.second)
         if isinstance(weights.third, _CudnnWeights):
             del hidden  # the result takes its memory
-            return self._conv(deeper, weights.third, residual_BHWC=x), last
+            return _cudnn_conv_relu(deeper, weights.third, x, slope=self._slope), last
         # The pooling layer behind needs its frames side by side.
         stacked = (
             cast(fold.PoolLayer, self.layers[place + 1]).stride if self.pools_whole(place + 1, state, frames) else 1
@@ -187,7 +182,7 @@ class HopperStack(Stack):
 
     def _wide_block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         weights = cast(_WideWeights, self._packed[place])
-        last, keep = _keep_last(x, num_videos, weights.fourth)
+        last, keep = _keep_last(x, num_videos)
         past, state[place] = state[place], None
         past = None if past is None else past.permute(0, 3, 1, 2)[:, None]
         hidden = two_frame_conv_relu(
@@ -199,14 +194,9 @@ class HopperStack(Stack):
             slope=self._slope,
         )
         del past
-        hidden = self._conv(hidden.permute(0, 2, 3, 1).contiguous(), weights.second)
-        hidden = self._conv(hidden, weights.third)
-        return self._conv(hidden, weights.fourth, residual_BHWC=x, **keep), last
-
-    def _conv(self, x: Tensor, weights: _ConvWeights, residual_BHWC: Tensor | None = None, **how: Any) -> Tensor:
-        if isinstance(weights, _CudnnWeights):
-            return _cudnn_conv_relu(x, weights, residual_BHWC, slope=self._slope)
-        return self._kernel(x, weights, residual_BHWC=residual_BHWC, **how)
+        hidden = self._kernel(hidden.permute(0, 2, 3, 1).contiguous(), weights.second)
+        hidden = _cudnn_conv_relu(hidden, weights.third, None, slope=self._slope)
+        return self._kernel(hidden, weights.fourth, residual_BHWC=x, **keep), last
 
     def _kernel(
         self, x: Tensor, weights: kernels.TileWeights | conv_rows.RowWeights, *, relu: bool = True, **how: Any
@@ -287,16 +277,19 @@ class HopperStack(Stack):
     def _pack_block(self, place: int, layer: fold.MemLayer) -> _MemWeights:
         channels = layer.second.shape[0]
         first, bias = torch.cat([layer.first[:channels], layer.first[channels:]], dim=1), layer.first_bias[:channels]
+        if channels == 64:
+            return _MemWeights(
+                first=conv_rows.pack_row_weights(first, bias),
+                second=conv_rows.pack_row_weights(layer.second, layer.second_bias),
+                third=conv_rows.pack_row_weights(layer.third, layer.third_bias),
+            )
         by_cudnn = channels in CUDNN_CHANNELS and not layer.slope
-        by_rows: frozenset[int] = ROW_CONVS if channels == 64 else frozenset()
         # Before a pooling layer the result has its frames side by side, which cuDNN cannot do.
         before_pool = place + 1 < len(self.layers) and isinstance(self.layers[place + 1], fold.PoolLayer)
         return _MemWeights(
-            first=conv_rows.pack_row_weights(first, bias)
-            if 1 in by_rows
-            else kernels.pack_tile_weights(first, bias, sources=2),
-            second=_pack_3x3(layer.second, layer.second_bias, 2 in by_rows, by_cudnn),
-            third=_pack_3x3(layer.third, layer.third_bias, 3 in by_rows, by_cudnn and not before_pool),
+            first=kernels.pack_tile_weights(first, bias, sources=2),
+            second=_pack_3x3(layer.second, layer.second_bias, by_cudnn),
+            third=_pack_3x3(layer.third, layer.third_bias, by_cudnn and not before_pool),
         )
 
     def _pack_first(
@@ -316,24 +309,22 @@ def _pack_wide_block(layer: fold.WideMemLayer) -> _WideWeights:
     channels, groups = layer.second.shape[0], layer.groups
     return _WideWeights(
         first=_CudnnWeights(weight=over_two_frames(layer), bias=layer.first_bias[:channels]),
-        second=_pack_3x3(layer.second, layer.second_bias, False, CUDNN_GROUPS, groups),
+        second=kernels.pack_tile_weights(layer.second, layer.second_bias, groups=groups),
         third=_CudnnWeights(weight=fold.channels_last(layer.third), bias=layer.third_bias),
-        fourth=_pack_3x3(layer.fourth, layer.fourth_bias, False, CUDNN_GROUPS, groups),
+        fourth=kernels.pack_tile_weights(layer.fourth, layer.fourth_bias, groups=groups),
     )
 
 
-def _pack_3x3(weight: Tensor, bias: Tensor, by_rows: bool, by_cudnn: bool, groups: int = 1) -> _ConvWeights:
-    if by_rows:
-        return conv_rows.pack_row_weights(weight, bias)
+def _pack_3x3(weight: Tensor, bias: Tensor, by_cudnn: bool) -> kernels.TileWeights | _CudnnWeights:
     if by_cudnn:
         return _CudnnWeights(weight=fold.channels_last(weight), bias=bias)
-    return kernels.pack_tile_weights(weight, bias, groups=groups)
+    return kernels.pack_tile_weights(weight, bias)
 
 
-def _keep_last(x_BHWC: Tensor, num_videos: int, weights: _ConvWeights) -> tuple[Tensor, dict[str, Any]]:
-    """(the last frame of each video NHWC, what tells the kernel with these weights to copy it there)."""
+def _keep_last(x_BHWC: Tensor, num_videos: int) -> tuple[Tensor, dict[str, Any]]:
+    """(the last frame of each video NHWC, what tells a block's kernel to copy it there)."""
     last = x_BHWC.unflatten(0, (num_videos, -1))[:, -1]
-    if isinstance(weights, _CudnnWeights) or not KEEP_INSIDE:
+    if not KEEP_INSIDE:
         return last.clone(), {}
     kept = last.new_empty(last.shape)
     return kept, {"last_NHWC": kept, "frames_per_video": x_BHWC.shape[0] // num_videos}
