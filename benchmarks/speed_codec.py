@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 import statistics
 import sys
 import time
@@ -181,7 +180,11 @@ def codec_parser(description: str | None) -> argparse.ArgumentParser:
         help="memory blocks of this many channels take cuDNN's fused convolutions where they can",
     )
     parser.add_argument(
-        "--two_image_kernels", action="store_true", help="the last growing layer and the image convolution apart"
+        "--join_image",
+        type=int,
+        nargs="*",
+        default=sorted(hopper.JOIN_IMAGE),
+        help="decoders with these patch sizes have the last growing layer and the image convolution in one kernel",
     )
     parser.add_argument(
         "--first_rows",
@@ -204,16 +207,28 @@ def codec_parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--copy_state", action="store_true", help="a copy of its own for each memory block's state")
     parser.add_argument("--copy_image", action="store_true", help="CUDA graphs make the image, and it is copied")
-    parser.add_argument("--no_flat_tiles", action="store_true", help="tiles as high as the frame allows, however few")
+    parser.add_argument(
+        "--flat_heights",
+        type=int,
+        nargs="*",
+        default=hopper_kernels.FLAT_HEIGHTS,
+        help="tiles may have these heights where there are few frames",
+    )
     parser.add_argument("--one_launch", action="store_true", help="all frames of a convolution in one launch")
-    parser.add_argument("--in_pairs", action="store_true", help="two warpgroups of a block have rows, however few")
+    parser.add_argument(
+        "--alone_turns",
+        type=float,
+        default=conv_rows.ALONE_TURNS,
+        help="what a step costs a warpgroup that has its processor alone; inf: two always share one",
+    )
     parser.add_argument("--fewest_rows", type=int, default=hopper_kernels.FEWEST_ROWS, help="of a warpgroup")
     return parser
 
 
 def set_switches(arguments: argparse.Namespace) -> None:
+    """For codecs that are made from now on, and for what they launch outside of CUDA graphs."""
     hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
-    hopper.JOIN_IMAGE = frozenset() if arguments.two_image_kernels else hopper.JOIN_IMAGE
+    hopper.JOIN_IMAGE = frozenset(arguments.join_image)
     hopper.FIRST_ROWS = frozenset(arguments.first_rows)
     hopper.JOIN_POOL = frozenset(arguments.join_pool)
     cudnn.FRAMES_IN_3D = not arguments.frames_as_rows
@@ -221,9 +236,9 @@ def set_switches(arguments: argparse.Namespace) -> None:
     replay.IMAGE_APART = not arguments.copy_image
     nvrtc.EARLY_LAUNCH = not arguments.no_early_launch
     hopper.KEEP_INSIDE = not arguments.copy_state
-    hopper_kernels.FLAT_HEIGHTS = () if arguments.no_flat_tiles else hopper_kernels.FLAT_HEIGHTS
+    hopper_kernels.FLAT_HEIGHTS = tuple(arguments.flat_heights)
     hopper_kernels.SPLIT_FRAMES = not arguments.one_launch
-    conv_rows.ALONE_TURNS = math.inf if arguments.in_pairs else conv_rows.ALONE_TURNS
+    conv_rows.ALONE_TURNS = arguments.alone_turns
     hopper_kernels.FEWEST_ROWS = arguments.fewest_rows
 
 

@@ -30,7 +30,7 @@ LeakyReLU: cuDNN's calls have ReLU inside. Blocks with 64 channels go row by row
 JOIN_IMAGE: frozenset[int] = frozenset({1, 2, 4})
 """Patch sizes of the decoders whose last growing layer and image convolution are one kernel, where it fits. 1 is RGB:
 0.92 instead of 3.05 ms of 480x720x49 on an H200 (`benchmarks/speed_kernels.py --only image` and
-`benchmarks/speed_codec.py --two_image_kernels` compare)."""
+`benchmarks/speed_codec.py --join_image` compare)."""
 FIRST_ROWS: frozenset[int] = frozenset({1, 2, 4})
 """For which patch sizes `first_rows` does an encoder's first convolution; for the others `first_conv` does it (1) or
 cuDNN (`benchmarks/speed_kernels.py --only first` and `benchmarks/speed_codec.py --first_rows` compare)."""

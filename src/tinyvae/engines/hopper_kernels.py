@@ -18,7 +18,7 @@ FILES = ("instructions.cu", "hopper.cu")
 TILE_HEIGHTS = (32, 30, 24, 16)
 FLAT_HEIGHTS: tuple[int, ...] = (16, 8)
 """Tiles of these heights leave no processor idle where there are few frames, and load weights more often
-(`benchmarks/speed_small.py` and `benchmarks/speed_codec.py --no_flat_tiles` compare)."""
+(`benchmarks/speed_small.py` and `benchmarks/speed_codec.py --flat_heights` compare)."""
 FEWEST_ROWS = 1
 """Of a warpgroup that goes row by row, and computes up to two more (`benchmarks/speed_codec.py --fewest_rows 4`
 compares)."""
