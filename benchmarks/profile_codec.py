@@ -223,6 +223,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for profile.json")
     arguments = parser.parse_args()
     set_switches(arguments)
+    torch.backends.cudnn.benchmark = True  # as in `run_benchmark`
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     found: dict[str, object] = {}
     for variant in arguments.variants:

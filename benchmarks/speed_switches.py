@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--output", type=Path, help="folder for switches.json")
     arguments = parser.parse_args()
+    torch.backends.cudnn.benchmark = True  # as in `run_benchmark`
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     model = TAEHV(arguments.variant)
     spread_weights(model)
