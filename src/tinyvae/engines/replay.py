@@ -60,7 +60,10 @@ class Replay:
         self._recordings: OrderedDict[Any, _Recording | int] = OrderedDict()  # a number: the thread that ran it last
         self._lock = threading.Lock()
         self._done: torch.cuda.Event | None = None  # when the GPU has finished with the memory of the graphs
-        self._pool: Any = None  # one for all graphs: they never run at the same time
+        # One of each for all graphs, which never run at the same time. In a pool, memory that one stream gave back goes
+        # to that stream only: with a stream for each graph, none would use another's.
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
         Replay._alive.add(self)
 
     def __reduce__(self) -> tuple[type[Replay], tuple[Stack]]:
@@ -108,10 +111,10 @@ class Replay:
         # Tensors of inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
             graph = torch.cuda.CUDAGraph()
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
+            if self._stream is None:
+                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            stream = self._stream
             # `torch.cuda.graph` would also free all cached memory, which costs more than the recording.
-            stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 # thread_local: other threads go on with their own work meanwhile.
