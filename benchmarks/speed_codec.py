@@ -27,8 +27,8 @@ from tinyvae.convert.bench import (
     stream_through,
     time_alternating_ms,
 )
-from tinyvae.engines import conv_rows, cudnn, hopper, hopper_kernels, nvrtc, replay
 from tinyvae.engines import fused as engines
+from tinyvae.engines import hopper, nvrtc, replay
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
 from tinyvae.evaluation.cost import without_cudnn_trials
@@ -179,67 +179,20 @@ def codec_parser(description: str | None) -> argparse.ArgumentParser:
         default=sorted(hopper.CUDNN_CHANNELS),
         help="memory blocks of this many channels take cuDNN's fused convolutions where they can",
     )
-    parser.add_argument(
-        "--join_image",
-        type=int,
-        nargs="*",
-        default=sorted(hopper.JOIN_IMAGE),
-        help="decoders with these patch sizes have the last growing layer and the image convolution in one kernel",
-    )
-    parser.add_argument(
-        "--first_rows",
-        type=int,
-        nargs="*",
-        default=sorted(hopper.FIRST_ROWS),
-        help="encoders with these patch sizes have the first convolution that goes row by row",
-    )
-    parser.add_argument(
-        "--join_pool",
-        type=int,
-        nargs="*",
-        default=sorted(hopper.JOIN_POOL),
-        help="encoders with these patch sizes have the first convolution and the pooling layer in one kernel",
-    )
-    parser.add_argument("--frames_as_rows", action="store_true", help="wide decoders' 1x1 over two frames in 2-D")
     parser.add_argument("--no_replay", action="store_true", help="launch every kernel: no chunk replays a CUDA graph")
     parser.add_argument(
         "--no_early_launch", action="store_true", help="a kernel starts when the one in front has ended"
     )
-    parser.add_argument("--copy_state", action="store_true", help="a copy of its own for each memory block's state")
     parser.add_argument("--copy_image", action="store_true", help="CUDA graphs make the image, and it is copied")
-    parser.add_argument(
-        "--flat_heights",
-        type=int,
-        nargs="*",
-        default=hopper_kernels.FLAT_HEIGHTS,
-        help="tiles may have these heights where there are few frames",
-    )
-    parser.add_argument("--one_launch", action="store_true", help="all frames of a convolution in one launch")
-    parser.add_argument(
-        "--alone_turns",
-        type=float,
-        default=conv_rows.ALONE_TURNS,
-        help="what a step costs a warpgroup that has its processor alone; inf: two always share one",
-    )
-    parser.add_argument("--fewest_rows", type=int, default=hopper_kernels.FEWEST_ROWS, help="of a warpgroup")
     return parser
 
 
 def set_switches(arguments: argparse.Namespace) -> None:
     """For codecs that are made from now on, and for what they launch outside of CUDA graphs."""
     hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
-    hopper.JOIN_IMAGE = frozenset(arguments.join_image)
-    hopper.FIRST_ROWS = frozenset(arguments.first_rows)
-    hopper.JOIN_POOL = frozenset(arguments.join_pool)
-    cudnn.FRAMES_IN_3D = not arguments.frames_as_rows
     engines.REPLAY_CHUNKS = not arguments.no_replay
     replay.IMAGE_APART = not arguments.copy_image
     nvrtc.EARLY_LAUNCH = not arguments.no_early_launch
-    hopper.KEEP_INSIDE = not arguments.copy_state
-    hopper_kernels.FLAT_HEIGHTS = tuple(arguments.flat_heights)
-    hopper_kernels.SPLIT_FRAMES = not arguments.one_launch
-    conv_rows.ALONE_TURNS = arguments.alone_turns
-    hopper_kernels.FEWEST_ROWS = arguments.fewest_rows
 
 
 def parse() -> argparse.Namespace:

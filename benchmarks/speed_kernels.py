@@ -240,18 +240,6 @@ def time_image_side(dtype: torch.dtype) -> list[dict[str, object]]:
         "cudnn": lambda: F.conv2d(flat, nhwc, padding=1),
     }
     rows.append(timed("64->3, 8 frames", 2.0 * x.numel() * 27, calls))
-    image = torch.rand(frames, 3, height, width, device=DEVICE).to(dtype)
-    weight, bias = torch.randn(64, 3, 3, 3, device=DEVICE).to(dtype) * 0.2, torch.randn(64, device=DEVICE)
-    first = hopper_kernels.pack_first_weights(weight, bias)
-    expected = torch.relu(F.conv2d(image.float(), weight.float(), bias, padding=1)).permute(0, 2, 3, 1)
-    rows.append({"check": "first_conv", "error": relative_error(hopper_kernels.first_conv(image, first), expected)})
-    print(rows[-1], flush=True)
-    image_nhwc, nhwc = (a.contiguous(memory_format=torch.channels_last) for a in (image, weight))
-    calls = {
-        "kernel": lambda: hopper_kernels.first_conv(image, first),
-        "cudnn": lambda: F.conv2d(image_nhwc, nhwc, padding=1),
-    }
-    rows.append(timed("3->64, 8 frames", 2.0 * image.numel() * 64 * 9, calls))
     stacked = random_frames(4, height, width, 128, dtype).permute(0, 3, 1, 2)
     weight = (torch.randn(64, 128, 3, 3, device=DEVICE) * 0.03).to(dtype).contiguous(memory_format=torch.channels_last)
     calls = {"cudnn": lambda: F.conv2d(stacked, weight, padding=1, stride=2)}
@@ -354,7 +342,7 @@ FIRST_CASES = (  # patch size, then image frames in whole pairs: odd, taehv, tae
 
 def time_first(dtype: torch.dtype) -> list[dict[str, object]]:
     """An encoder's first convolution from the image, frames in pairs as the pooling layer wants them: row by row, and
-    by what it replaces (`first_conv` for RGB, a pixel-unshuffle and cuDNN for patches). Then with the pooling layer: in
+    by cuDNN behind a pixel-unshuffle. Then with the pooling layer: in
     one kernel, and with cuDNN behind either of them."""
     rows: list[dict[str, object]] = []
     for patch, frames, height, width in FIRST_CASES:
@@ -365,7 +353,8 @@ def time_first(dtype: torch.dtype) -> list[dict[str, object]]:
         pool = fold.PoolLayer(weight=fold.channels_last(pool_weight), stride=2)
         assert first.bias is not None
         by_rows = partial(first_rows.first_rows, image, first_rows.pack_weights(weight, first.bias, patch), stacked=2)
-        before = first_before(image, first, patch)
+        conv = cudnn.PatchConv.of(first, patch_size=patch, stacked=2)
+        before = lambda conv=conv, image=image: conv(image).permute(0, 2, 3, 1)  # noqa: E731
         made, apart = by_rows(), before()
         name = f"first convolution, patch {patch}, {dtype} {frames}x{height}x{width}"
         hidden = F.relu(
@@ -395,16 +384,6 @@ def time_first(dtype: torch.dtype) -> list[dict[str, object]]:
             calls["one"] = one
         rows.append(timed(f"{name} and pooling", flops + 2.0 * made.numel() * 64 * 9 / 4, calls, repeat=graphed))
     return rows
-
-
-def first_before(image: Tensor, first: fold.ConvLayer, patch: int) -> Callable[[], Tensor]:
-    """The first convolution without the kernel that goes row by row; BHWC, frames in pairs."""
-    if patch == 1:
-        assert first.bias is not None
-        packed = hopper_kernels.pack_first_weights(first.weight, first.bias)
-        return partial(hopper_kernels.first_conv, image, packed, stacked=2)
-    conv = cudnn.PatchConv.of(first, patch_size=patch, stacked=2)
-    return lambda: conv(image).permute(0, 2, 3, 1)
 
 
 def pool_by_cudnn(x_BHWC: Tensor, pool: fold.PoolLayer) -> Tensor:

@@ -9,9 +9,6 @@ taehv (medians; cuDNN beside them):
   `choose_tile_height`; "chosen" names what it takes);
 - `conv_rows` with two warpgroups of a block or one (`conv_rows.ALONE_TURNS`, `cut_work`; "chosen" names what it takes);
 - each as usual, and with the second launch early (`nvrtc.EARLY_LAUNCH`).
-
-`benchmarks/speed_codec.py` then compares whole networks: `--flat_heights`, `--alone_turns inf`, `--fewest_rows 4`
-(of a warpgroup, at least), `--no_early_launch`.
 """
 
 from __future__ import annotations

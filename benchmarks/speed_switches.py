@@ -1,7 +1,7 @@
 """What each choice of the engines brings: codecs with a choice switched off beside one with all of them, in one process
 and in turn, so that the GPU's clock is the same for both.
 
-    python benchmarks/speed_switches.py [--variant taew2_2] [--size 480x736x49] [--settings=--join_pool] [--output DIR]
+    python benchmarks/speed_switches.py [--variant taew2_2] [--size 480x736x49] [--settings=--copy_image] [--output DIR]
 
 A setting is switches of speed_codec.py, as one word. Switches that stand alone count for both codecs. Medians in
 milliseconds of whole videos and of a decode by pushes of three latents, and how many times as long the setting takes.
@@ -23,20 +23,11 @@ from torch import Tensor
 
 from tinyvae import TAEHV
 from tinyvae.convert.bench import relative_error, stream_through, time_alternating_ms
-from tinyvae.engines import conv_rows, first_rows, grow_image, hopper_kernels
 from tinyvae.engines.fused import FusedTAEHV
 
 SETTINGS = (  # those that matter most first
     "--no_early_launch",
     "--copy_image",
-    "--join_image",
-    "--join_pool",
-    "--first_rows --join_pool",
-    "--flat_heights",
-    "--one_launch",
-    "--alone_turns inf",
-    "--alone_turns inf --fewest_rows 4",
-    "--copy_state",
     "--no_replay",
     "--cudnn_channels",
     "--cudnn_channels 128 256",
@@ -44,21 +35,8 @@ SETTINGS = (  # those that matter most first
 PUSHED = 3  # latents
 
 
-def forget_cuts() -> None:
-    """How the work was cut before."""
-    for cached in (
-        hopper_kernels._tiles_launch,
-        hopper_kernels.first_frames,
-        conv_rows._launch,
-        first_rows._launch,
-        grow_image._launch,
-    ):
-        cached.cache_clear()
-
-
 def calls_of(model: TAEHV, switches: argparse.Namespace, latents: Tensor, frames: Tensor) -> dict[str, Callable]:
     """By name what is timed, of a codec with these switches; their first calls run here."""
-    forget_cuts()
     set_switches(switches)
     codec = FusedTAEHV(model)
 
@@ -83,7 +61,7 @@ def main() -> None:
     parser.add_argument("--variant", default="taew2_2")
     parser.add_argument("--size", default="480x736x49")
     parser.add_argument(
-        "--settings", nargs="+", action="extend", help="these alone, e.g. --settings='--alone_turns inf'"
+        "--settings", nargs="+", action="extend", help="these alone, e.g. --settings='--cudnn_channels 128 256'"
     )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--output", type=Path, help="folder for switches.json")
@@ -99,7 +77,6 @@ def main() -> None:
     rows = []
     for setting in arguments.settings or SETTINGS:
         switches = parser.parse_args(shlex.split(setting), namespace=argparse.Namespace(**vars(arguments)))
-        # Both from new: launches that one has cut are not those of the other.
         with_it, without = (calls_of(model, these, latents, frames) for these in (switches, arguments))
         row: dict[str, object] = {"variant": arguments.variant, "setting": setting}
         for name in with_it:

@@ -7,7 +7,6 @@ The kernels themselves are compared with torch by benchmarks/speed_kernels.py on
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -164,19 +163,6 @@ def torch_patches(cells: Tensor, weights: grow_image.GrowImageWeights) -> Tensor
     return made.flatten(4, 6).flatten(2, 3)
 
 
-def torch_first_conv(
-    x_BCHW: Tensor, weights: hopper_kernels.FirstWeights, *, stacked: int = 1, slope: float = 0.0
-) -> Tensor:
-    matrix, weight = columns(weights.packed)[:27], torch.empty(64, 27)
-    for lane in range(4):  # a thread with lane % 4 == lane has these accumulators and writes them to these channels
-        for part in range(2):
-            for n in range(4):
-                for r in range(2):
-                    weight[part * 32 + lane * 8 + n * 2 + r] = matrix[:, (part * 4 + n) * 8 + lane * 2 + r]
-    made = F.leaky_relu(F.conv2d(x_BCHW, weight.reshape(64, 3, 3, 3), weights.bias, padding=1), slope)
-    return made.unflatten(0, (-1, stacked)).flatten(1, 2).permute(0, 2, 3, 1).contiguous()
-
-
 def torch_first_rows(
     image_BCHW: Tensor, weights: first_rows.FirstRowWeights, *, stacked: int = 1, slope: float = 0.0
 ) -> Tensor:
@@ -223,7 +209,6 @@ def torch_first_pool(image_BCHW: Tensor, weights: first_pool.FirstPoolWeights, *
 def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_kernels, "conv_tiles", torch_conv_tiles)
     monkeypatch.setattr(hopper_kernels, "image_conv", torch_image_conv)
-    monkeypatch.setattr(hopper_kernels, "first_conv", torch_first_conv)
     monkeypatch.setattr(first_rows, "first_rows", torch_first_rows)
     monkeypatch.setattr(first_pool, "first_pool", torch_first_pool)
     monkeypatch.setattr(grow_image, "grow_image", torch_grow_image)
@@ -239,23 +224,14 @@ def stacks(model: TAEHV) -> tuple[hopper.HopperStack, hopper.HopperStack]:
 
 
 @pytest.mark.usefixtures("kernels_in_torch")
-@pytest.mark.parametrize(
-    ("cudnn_channels", "join_image", "first", "join_pool"),
-    [((), (), (), ()), (sorted(hopper.CUDNN_CHANNELS), (1, 2, 4), (1, 2, 4), (1, 2))],
-)
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taeltx_2"])
-def test_same_numbers_whole_and_in_chunks(
-    variant: str,
-    cudnn_channels: Sequence[int],
-    join_image: Sequence[int],
-    first: Sequence[int],
-    join_pool: Sequence[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(hopper, "CUDNN_CHANNELS", frozenset(cudnn_channels))
-    monkeypatch.setattr(hopper, "JOIN_IMAGE", frozenset(join_image))
-    monkeypatch.setattr(hopper, "FIRST_ROWS", frozenset(first))
-    monkeypatch.setattr(hopper, "JOIN_POOL", frozenset(join_pool))
+def test_same_numbers_whole_and_in_chunks(variant: str, joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernels that join layers, and as networks run whose layers do not fit them."""
+    if not joined:
+        monkeypatch.setattr(hopper, "CUDNN_CHANNELS", frozenset[int]())
+        for kernel in (first_rows, first_pool, grow_image):
+            monkeypatch.setattr(kernel, "fits", lambda *_: False)
     check_whole_and_in_chunks(TAEHV(variant), monkeypatch)
 
 

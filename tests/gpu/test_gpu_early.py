@@ -18,13 +18,11 @@ from tests.gpu.gpu_codecs import FLOOR, SHORT, by_frames, by_latents, error, nee
 from tinyvae import TAEHV
 from tinyvae.engines import (
     conv_rows,
-    cudnn,
     depthwise,
     first_pool,
     first_rows,
     fold,
     grow_image,
-    hopper,
     hopper_kernels,
     nvrtc,
     replay,
@@ -267,8 +265,8 @@ def forget_cuts() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_small_chunks_are_as_right_as_before(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single latents with tall tiles, shares of four rows, copies of states and images and frames as rows, and without
-    all these: both as near to float64. Three times, the last one from graphs."""
+    """Single latents with tall tiles, shares of four rows and copies of images, and without all these: both as near to
+    float64. Three times, the last one from graphs."""
     model = spread(variant).half()
     exact_model = copy.deepcopy(model).double()
     frames = torch.rand(1, 2 * model.spec.time_factor, 3, 10 * model.spec.space_factor, 15 * model.spec.space_factor)
@@ -283,10 +281,7 @@ def test_small_chunks_are_as_right_as_before(variant: str, monkeypatch: pytest.M
                 patch.setattr(hopper_kernels, "FLAT_HEIGHTS", ())
                 patch.setattr(hopper_kernels, "FEWEST_ROWS", 4)
                 patch.setattr(conv_rows, "ALONE_TURNS", math.inf)
-                patch.setattr(hopper_kernels, "SPLIT_FRAMES", False)
                 patch.setattr(replay, "IMAGE_APART", False)
-                patch.setattr(hopper, "KEEP_INSIDE", False)
-                patch.setattr(cudnn, "FRAMES_IN_3D", False)
             forget_cuts()
             codec = model.fused()
             for _ in range(3):

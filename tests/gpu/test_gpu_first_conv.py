@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.gpu.gpu_codecs import FLOOR, SHORT, by_frames, error, needs_hopper, spread
-from tinyvae.engines import first_pool, first_rows, fold, hopper, hopper_kernels
+from tinyvae.engines import first_pool, first_rows, fold, hopper
 from tinyvae.engines.cudnn import PatchConv
 from tinyvae.engines.fused import FusedTAEHV
 
@@ -22,10 +22,7 @@ def only_on_hopper() -> None:
 
 
 def before(image: Tensor, weight: Tensor, bias: Tensor, patch: int, stacked: int, slope: float) -> Tensor:
-    """The convolution as it was done without the kernel."""
-    if patch == 1:
-        packed = hopper_kernels.pack_first_weights(weight, bias)
-        return hopper_kernels.first_conv(image, packed, stacked=stacked, slope=slope)
+    """The convolution by cuDNN."""
     layer = fold.ConvLayer(weight=weight, bias=bias, relu=True, slope=slope)
     return PatchConv.of(layer, patch_size=patch, stacked=stacked)(image).permute(0, 2, 3, 1)
 
@@ -129,15 +126,17 @@ def test_encoders_with_it(variant: str, monkeypatch: pytest.MonkeyPatch) -> None
     frames = torch.rand(2, 2 * model.spec.time_factor + 1, 3, 160, 224, device="cuda", dtype=torch.float16)
     expected = exact.encode_video(frames.double())
     errors = []
-    none, all_of_them = frozenset[int](), frozenset({1, 2, 4})
-    for first, joined in ((none, none), (all_of_them, none), (all_of_them, all_of_them)):
-        monkeypatch.setattr(hopper, "FIRST_ROWS", first)
-        monkeypatch.setattr(hopper, "JOIN_POOL", joined)
-        fused = FusedTAEHV(model, engine="hopper")
+    for by_rows, joined in ((False, False), (True, False), (True, True)):
+        with monkeypatch.context() as patch:
+            if not by_rows:
+                patch.setattr(first_rows, "fits", lambda *_: False)
+            if not joined:
+                patch.setattr(first_pool, "fits", lambda *_: False)
+            fused = FusedTAEHV(model, engine="hopper")
         encoder = fused._stacks["encoder"]
         assert isinstance(encoder, hopper.HopperStack)
-        assert isinstance(encoder._packed[0], first_rows.FirstRowWeights) == bool(first)
-        assert isinstance(encoder._packed[1], first_pool.FirstPoolWeights) == bool(joined and encoder.patch_size < 4)
+        assert isinstance(encoder._packed[0], first_rows.FirstRowWeights) == by_rows
+        assert isinstance(encoder._packed[1], first_pool.FirstPoolWeights) == (joined and encoder.patch_size < 4)
         made = [fused.encode_video(frames), by_frames(fused, frames), fused.encode_video(frames.float())]
         errors.append([error(latents, expected) for latents in made])
     for old, *others in zip(*errors, strict=True):

@@ -22,8 +22,7 @@ ON_THE_WAY = {1: 2, 2: 0}  # of these the newest, whose copies are not waited fo
 BIAS_AND_BARRIER_BYTES = 512
 ALONE_TURNS = 1.5
 """What a step of a warpgroup costs that has its processor alone, in turns of two that share one: nobody multiplies
-while it writes. Infinity: they always share (`benchmarks/speed_small.py` and `benchmarks/speed_codec.py --alone_turns`
-compare)."""
+while it writes (`benchmarks/speed_small.py` compares)."""
 
 
 class _Rows(ctypes.Structure):

@@ -27,11 +27,6 @@ from tinyvae.engines import depthwise, eager, fold, nvrtc
 from tinyvae.engines.pointwise import finish
 from tinyvae.engines.stack import Stack, State, slice_bytes
 
-FRAMES_IN_3D = True
-"""Whether the 1x1 convolution over two frames of a wide block is one of cuDNN's in 3-D; else it is one over pictures
-whose rows are frames (`benchmarks/speed_blocks.py` and `benchmarks/speed_codec.py --frames_as_rows` compare; on an H200
-3-D takes 0.073, 0.042 and 0.029 ms for 256, 512 and 1024 channels, rows 0.090, 0.058 and 0.041)."""
-
 
 @functools.cache
 def why_not_cudnn(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -152,13 +147,8 @@ def two_frame_conv_relu(
         before = torch.zeros_like(video[:, :1]) if past_N1CHW is None else past_N1CHW
         video = torch.cat([before.permute(0, 1, 3, 4, 2), video.permute(0, 1, 3, 4, 2)], dim=1).permute(0, 1, 4, 2, 3)
     frames, before_first = video.transpose(1, 2), 1 if by_padding else 0
-    if weight.ndim == 5:
-        made = convolve(
-            frames, weight, bias, (before_first, *(side // 2 for side in weight.shape[3:])), None, slope=slope
-        )
-    else:  # a frame is one row of a picture
-        made = convolve(frames.flatten(3), weight, bias, (before_first, 0), None, slope=slope)
-        made = made.unflatten(3, frames.shape[3:])
+    padding = (before_first, *(side // 2 for side in weight.shape[3:]))
+    made = convolve(frames, weight, bias, padding, None, slope=slope)
     return made.transpose(1, 2)[:, :num_frames].flatten(0, 1)
 
 
@@ -397,10 +387,8 @@ def _depthwise(x: Tensor, weight: Tensor) -> Tensor:
 
 def over_two_frames(layer: fold.MemLayer | fold.WideMemLayer) -> Tensor:
     """The first convolution of a block as one over x_{t-1} and x_t: of (2C, C, 3, 3), the half for x_t first, it makes
-    (C, C, 2, 3, 3), and of a 1x1 (C, C, 2, 1, 1), or (C, C, 2, 1) over pictures whose rows are frames."""
+    (C, C, 2, 3, 3), and of a 1x1 (C, C, 2, 1, 1)."""
     now, then = layer.first.chunk(2)
-    if now.shape[-1] == 1 and not FRAMES_IN_3D:
-        return fold.channels_last(torch.cat([then, now], dim=2))
     return torch.stack([then, now], dim=2).contiguous(memory_format=torch.channels_last_3d)
 
 

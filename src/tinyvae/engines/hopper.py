@@ -27,19 +27,6 @@ CUDNN_CHANNELS: frozenset[int] = frozenset({128})
 """In memory blocks with these channel counts cuDNN does the second and third convolution: 0.131 instead of 0.172 ms at
 128 channels, nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py --cudnn_channels` compares). Not with
 LeakyReLU: cuDNN's calls have ReLU inside. Blocks with 64 channels go row by row, all three convolutions."""
-JOIN_IMAGE: frozenset[int] = frozenset({1, 2, 4})
-"""Patch sizes of the decoders whose last growing layer and image convolution are one kernel, where it fits. 1 is RGB:
-0.92 instead of 3.05 ms of 480x720x49 on an H200 (`benchmarks/speed_kernels.py --only image` and
-`benchmarks/speed_codec.py --join_image` compare)."""
-FIRST_ROWS: frozenset[int] = frozenset({1, 2, 4})
-"""For which patch sizes `first_rows` does an encoder's first convolution; for the others `first_conv` does it (1) or
-cuDNN (`benchmarks/speed_kernels.py --only first` and `benchmarks/speed_codec.py --first_rows` compare)."""
-JOIN_POOL: frozenset[int] = frozenset({1, 2})
-"""For which patch sizes an encoder's first convolution and the pooling layer behind it are one kernel
-(`benchmarks/speed_kernels.py --only first` and `benchmarks/speed_codec.py --join_pool` compare)."""
-KEEP_INSIDE = True
-"""Whether a block's last frame, its state, is copied by one of its kernels, not by a copy of its own
-(`benchmarks/speed_codec.py --copy_state` compares)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +213,6 @@ class HopperStack(Stack):
         image_BCHW = image_BCHW.to(self._dtype)
         if isinstance(first, first_rows.FirstRowWeights):
             return first_rows.first_rows(image_BCHW, first, stacked=stacked, slope=self._slope)
-        if isinstance(first, kernels.FirstWeights):
-            return kernels.first_conv(image_BCHW, first, stacked=stacked, slope=self._slope)
         return cast(dict[int, PatchConv], first)[stacked](image_BCHW).permute(0, 2, 3, 1).contiguous()
 
     def _layer(self, layer: fold.Layer, packed: object, x: Tensor) -> Tensor:
@@ -253,10 +238,10 @@ class HopperStack(Stack):
             return self._pack_block(place, layer)
         if isinstance(layer, fold.WideMemLayer):
             return _pack_wide_block(layer)
-        if isinstance(layer, fold.PoolLayer) and place == 1 and self.patch_size in JOIN_POOL:
-            first = self.layers[0]
-            if first_pool.fits(first, layer, self.patch_size):
-                return first_pool.pack_weights(cast(fold.ConvLayer, first), layer, self.patch_size)
+        if place == 1 and first_pool.fits(self.layers[0], layer, self.patch_size):
+            return first_pool.pack_weights(
+                cast(fold.ConvLayer, self.layers[0]), cast(fold.PoolLayer, layer), self.patch_size
+            )
         if isinstance(layer, fold.GrowLayer):
             return kernels.pack_tile_weights(layer.weight, None, grown=layer.frames)
         if not isinstance(layer, fold.ConvLayer):
@@ -264,8 +249,7 @@ class HopperStack(Stack):
         outputs, inputs = layer.weight.shape[:2]
         if place == 0 and self.is_encoder:
             return self._pack_first(layer)
-        joins = self.patch_size in JOIN_IMAGE and place == len(self.layers) - 1
-        if joins and grow_image.fits(self.layers[-2], layer):
+        if place == len(self.layers) - 1 and grow_image.fits(self.layers[-2], layer):
             return grow_image.pack_weights(cast(fold.GrowLayer, self.layers[-2]), layer)
         if place == len(self.layers) - 1 and inputs == 64 and outputs == 3 * self.patch_size**2:
             assert layer.bias is not None
@@ -292,15 +276,11 @@ class HopperStack(Stack):
             third=_pack_3x3(layer.third, layer.third_bias, by_cudnn and not before_pool),
         )
 
-    def _pack_first(
-        self, layer: fold.ConvLayer
-    ) -> first_rows.FirstRowWeights | kernels.FirstWeights | dict[int, PatchConv]:
+    def _pack_first(self, layer: fold.ConvLayer) -> first_rows.FirstRowWeights | dict[int, PatchConv]:
         patch = self.patch_size
         assert layer.bias is not None
-        if patch in FIRST_ROWS and first_rows.fits(layer.weight, patch):
+        if first_rows.fits(layer.weight, patch):
             return first_rows.pack_weights(layer.weight, layer.bias, patch)
-        if layer.weight.shape[:2] == (64, 3):
-            return kernels.pack_first_weights(layer.weight, layer.bias)
         stackings = {1, cast(fold.PoolLayer, self.layers[1]).stride}
         return {stacked: PatchConv.of(layer, patch_size=patch, stacked=stacked) for stacked in stackings}
 
@@ -324,8 +304,6 @@ def _pack_3x3(weight: Tensor, bias: Tensor, by_cudnn: bool) -> kernels.TileWeigh
 def _keep_last(x_BHWC: Tensor, num_videos: int) -> tuple[Tensor, dict[str, Any]]:
     """(the last frame of each video NHWC, what tells a block's kernel to copy it there)."""
     last = x_BHWC.unflatten(0, (num_videos, -1))[:, -1]
-    if not KEEP_INSIDE:
-        return last.clone(), {}
     kept = last.new_empty(last.shape)
     return kept, {"last_NHWC": kept, "frames_per_video": x_BHWC.shape[0] // num_videos}
 

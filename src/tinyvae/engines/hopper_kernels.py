@@ -18,13 +18,10 @@ FILES = ("instructions.cu", "hopper.cu")
 TILE_HEIGHTS = (32, 30, 24, 16)
 FLAT_HEIGHTS: tuple[int, ...] = (16, 8)
 """Tiles of these heights leave no processor idle where there are few frames, and load weights more often
-(`benchmarks/speed_small.py` and `benchmarks/speed_codec.py --flat_heights` compare)."""
+(`benchmarks/speed_small.py` compares)."""
 FEWEST_ROWS = 1
-"""Of a warpgroup that goes row by row, and computes up to two more (`benchmarks/speed_codec.py --fewest_rows 4`
-compares)."""
-SPLIT_FRAMES = True
-"""Whether the frames that would keep a few processors busy at the end get a launch of their own, with flatter tiles
-(`benchmarks/speed_codec.py --one_launch` compares)."""
+"""Of a warpgroup that goes row by row, and computes up to two more. With four, a taeltx_2 encoder takes 1.16 times as
+long on an H200."""
 LAUNCH_CYCLES = 5000  # what one launch more costs
 HALO_ROW_CYCLES = 190  # of one row of a halo: 32 rows take 3.5 µs
 CYCLE_BYTES = 3000  # which the L2 cache gives all processors of an H200 together in one cycle
@@ -275,7 +272,7 @@ def first_frames(
     tile_h = best_tile_height(height)
     jobs = _count_jobs(tile_h, frames, height, width, blocks, split_pixels)
     first = jobs // processors * processors * frames // jobs // multiple * multiple
-    if not (SPLIT_FRAMES and 0 < first < frames):
+    if not 0 < first < frames:
         return frames
     apart = cycles(first) + cycles(frames - first) + LAUNCH_CYCLES / steps
     return first if apart < 0.9 * cycles(frames) else frames
@@ -324,40 +321,6 @@ def _image_launch(
     )
     values, blocks = [height, width, tiles_x, tiles_y], tiles_x * tiles_y * frames
     return Launch(kernel, 4, values, blocks=blocks, shared_bytes=shared_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FirstWeights:
-    packed: Tensor
-    bias: Tensor
-
-
-def pack_first_weights(weight: Tensor, bias: Tensor) -> FirstWeights:
-    """``weight`` is (64, 3, 3, 3)."""
-    padded = weight.new_zeros(32, 64)
-    padded[:27] = weight.flatten(1).T[:, thread_channels().to(weight.device)]
-    return FirstWeights(packed=_fragments(padded), bias=bias.float().contiguous())
-
-
-def first_conv(x_BCHW: Tensor, weights: FirstWeights, *, stacked: int = 1, slope: float = 0.0) -> Tensor:
-    """RGB frames B3HW (contiguous) to (B/stacked)HW(stacked·64) with bias and ReLU; ``slope`` as in `conv_tiles`."""
-    frames, channels, height, width = x_BCHW.shape
-    assert channels == 3 and x_BCHW.is_contiguous() and frames % stacked == 0
-    out = torch.empty(frames // stacked, height, width, 64 * stacked, dtype=x_BCHW.dtype, device=x_BCHW.device)
-    launch = _first_launch(x_BCHW.dtype == torch.bfloat16, x_BCHW.device.index, frames, height, width, stacked, slope)
-    launch(x_BCHW, weights.packed, weights.bias, out)
-    return out
-
-
-@functools.lru_cache(maxsize=64)
-def _first_launch(
-    bfloat: bool, device_index: int, frames: int, height: int, width: int, stacked: int, slope: float
-) -> Launch:
-    tiles_x, tiles_y = -(-width // 32), -(-height // 16)
-    blocks = min(tiles_x * tiles_y * frames, 2 * processors(device_index))
-    values = [height, width, tiles_x, tiles_y, stacked, frames]
-    kernel = load_kernel(FILES, "first_conv", device_index, threads=256, waits=True, BFLOAT=int(bfloat), SLOPE=slope)
-    return Launch(kernel, 4, values, blocks=blocks)
 
 
 def thread_channels() -> Tensor:
