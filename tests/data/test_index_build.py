@@ -157,7 +157,7 @@ def test_the_start_of_a_fresh_process_is_not_the_files_time(tmp_path: Path, monk
     row, _ = index_build._probe_alone(task, look, 10.0, fork=False)
     assert (row.reason, row.frames) == ("", 4)
     monkeypatch.setattr(index_build, "START_S", 0.5)
-    with pytest.raises(UserError, match="a new process did not start within 0.5 s"):
+    with pytest.raises(UserError, match=r"a new process did not start within 0\.5 s"):
         index_build._probe_alone(task, look, 10.0, fork=False)
 
 
