@@ -5,9 +5,9 @@
 First the checks: `conv_tiles` with LeakyReLU and over groups of channels at odd sizes, relative error against float32,
 output poisoned with NaN before. Then medians at the shapes of 480x736x49 (taeltx2_3_wide) and 480x720x49 (taehv):
 
-- a wide block's 3x3 over groups of 64 channels: our kernel, cuDNN, cuDNN with bias, residual and ReLU inside; if cuDNN
-  wins, set `CUDNN_GROUPS` in engines/hopper.py;
-- its 1x1 over two frames with bias and ReLU: cuDNN over pictures whose rows are frames (as built), cuDNN in 3-D, two
+- a wide block's 3x3 over groups of 64 channels: our kernel (as built), cuDNN, cuDNN with bias, residual and ReLU
+  inside;
+- its 1x1 over two frames with bias and ReLU: cuDNN over pictures whose rows are frames, cuDNN in 3-D (as built), two
   matrix products;
 - what follows a convolution: the pointwise kernel, torch's operators;
 - a block's 3x3 with LeakyReLU: our kernel (as built), cuDNN and the pointwise kernel.

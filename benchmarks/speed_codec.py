@@ -27,8 +27,8 @@ from tinyvae.convert.bench import (
     stream_through,
     time_alternating_ms,
 )
-from tinyvae.engines import cudnn, hopper
 from tinyvae.engines import fused as engines
+from tinyvae.engines import hopper, nvrtc, replay
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
 from tinyvae.evaluation.cost import without_cudnn_trials
@@ -168,13 +168,10 @@ def first_calls_ms(model: TAEHV, latents: torch.Tensor) -> dict[str, float]:
     return waits
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", default="taehv")
+def codec_parser(description: str | None) -> argparse.ArgumentParser:
+    """A command line with the dtype, and a switch for each choice that an engine makes; see `set_switches`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
-    parser.add_argument("--sizes", nargs="+", default=["480x720x49", "720x1280x61"])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--only_whole", action="store_true", help="whole videos and default streams alone")
     parser.add_argument(
         "--cudnn_channels",
         type=int,
@@ -182,19 +179,28 @@ def parse() -> argparse.Namespace:
         default=sorted(hopper.CUDNN_CHANNELS),
         help="memory blocks of this many channels take cuDNN's fused convolutions where they can",
     )
-    parser.add_argument(
-        "--two_image_kernels", action="store_true", help="the last growing layer and the RGB convolution apart"
-    )
-    parser.add_argument(
-        "--row_convs",
-        type=int,
-        nargs="*",
-        default=sorted(hopper.ROW_CONVS),
-        help="these of the convolutions 1, 2 and 3 of a memory block with 64 channels go row by row",
-    )
-    parser.add_argument("--cudnn_groups", action="store_true", help="wide decoders with cuDNN's 3x3 over groups")
-    parser.add_argument("--cudnn_depthwise", action="store_true", help="super decoders without our depthwise kernel")
     parser.add_argument("--no_replay", action="store_true", help="launch every kernel: no chunk replays a CUDA graph")
+    parser.add_argument(
+        "--no_early_launch", action="store_true", help="a kernel starts when the one in front has ended"
+    )
+    parser.add_argument("--copy_image", action="store_true", help="CUDA graphs make the image, and it is copied")
+    return parser
+
+
+def set_switches(arguments: argparse.Namespace) -> None:
+    """For codecs that are made from now on, and for what they launch outside of CUDA graphs."""
+    hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
+    engines.REPLAY_CHUNKS = not arguments.no_replay
+    replay.IMAGE_APART = not arguments.copy_image
+    nvrtc.EARLY_LAUNCH = not arguments.no_early_launch
+
+
+def parse() -> argparse.Namespace:
+    parser = codec_parser(__doc__)
+    parser.add_argument("--variant", default="taehv")
+    parser.add_argument("--sizes", nargs="+", default=["480x720x49", "720x1280x61"])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--only_whole", action="store_true", help="whole videos and default streams alone")
     parser.add_argument("--check_variants", action="store_true", help="also compare every variant with float32")
     parser.add_argument("--output", type=Path, help="folder for codec.json")
     return parser.parse_args()
@@ -236,12 +242,7 @@ def measure(model: TAEHV, case: BenchmarkCase, *, only_whole: bool) -> dict[str,
 @torch.no_grad()
 def main() -> None:
     arguments = parse()
-    hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
-    hopper.JOIN_IMAGE = not arguments.two_image_kernels
-    hopper.ROW_CONVS = frozenset(arguments.row_convs)
-    hopper.CUDNN_GROUPS = arguments.cudnn_groups
-    cudnn.OWN_DEPTHWISE = not arguments.cudnn_depthwise
-    engines.REPLAY_CHUNKS = not arguments.no_replay
+    set_switches(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0 if torch.cuda.is_available() else None)
     model = TAEHV(arguments.variant)
     spread_weights(model)

@@ -1,11 +1,11 @@
 """Our kernels one by one: right, and how fast beside cuDNN at the shapes of a 480x720x49 video.
 
-    python benchmarks/speed_kernels.py [--only tiles image rows depthwise] [--output DIR]
+    python benchmarks/speed_kernels.py [--only tiles image rows first depthwise] [--output DIR]
 
 tiles: relative error against float32 (output poisoned with NaN before), median time, TFLOP/s, and the same convolution
 through cuDNN in channels_last without bias, residual, ReLU or interleaving (so cuDNN does less).
-image, rows: the kernel beside those that it replaces, with their errors. depthwise: whole operations, both convolutions
-with their results side by side, then the 1x1 convolution behind them, by cuDNN and by cuBLAS.
+image, rows, first: the kernel beside those that it replaces, with their errors. depthwise: whole operations, both
+convolutions with their results side by side, then the 1x1 convolution behind them, by cuDNN and by cuBLAS.
 tests/gpu/ has the odd sizes.
 """
 
@@ -24,7 +24,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.convert.bench import relative_error, time_alternating_ms
-from tinyvae.engines import conv_rows, cudnn, depthwise, fold, grow_image, hopper_kernels
+from tinyvae.engines import (
+    conv_rows,
+    cudnn,
+    depthwise,
+    first_pool,
+    first_rows,
+    fold,
+    grow_image,
+    hopper,
+    hopper_kernels,
+)
 
 LAUNCHES = 10
 DEVICE = torch.device("cuda", 0)
@@ -230,18 +240,6 @@ def time_image_side(dtype: torch.dtype) -> list[dict[str, object]]:
         "cudnn": lambda: F.conv2d(flat, nhwc, padding=1),
     }
     rows.append(timed("64->3, 8 frames", 2.0 * x.numel() * 27, calls))
-    image = torch.rand(frames, 3, height, width, device=DEVICE).to(dtype)
-    weight, bias = torch.randn(64, 3, 3, 3, device=DEVICE).to(dtype) * 0.2, torch.randn(64, device=DEVICE)
-    first = hopper_kernels.pack_first_weights(weight, bias)
-    expected = torch.relu(F.conv2d(image.float(), weight.float(), bias, padding=1)).permute(0, 2, 3, 1)
-    rows.append({"check": "first_conv", "error": relative_error(hopper_kernels.first_conv(image, first), expected)})
-    print(rows[-1], flush=True)
-    image_nhwc, nhwc = (a.contiguous(memory_format=torch.channels_last) for a in (image, weight))
-    calls = {
-        "kernel": lambda: hopper_kernels.first_conv(image, first),
-        "cudnn": lambda: F.conv2d(image_nhwc, nhwc, padding=1),
-    }
-    rows.append(timed("3->64, 8 frames", 2.0 * image.numel() * 64 * 9, calls))
     stacked = random_frames(4, height, width, 128, dtype).permute(0, 3, 1, 2)
     weight = (torch.randn(64, 128, 3, 3, device=DEVICE) * 0.03).to(dtype).contiguous(memory_format=torch.channels_last)
     calls = {"cudnn": lambda: F.conv2d(stacked, weight, padding=1, stride=2)}
@@ -250,19 +248,29 @@ def time_image_side(dtype: torch.dtype) -> list[dict[str, object]]:
 
 
 def time_grow_image(dtype: torch.dtype) -> list[dict[str, object]]:
-    """The last growing layer and the image convolution: in one kernel, and in two, two frames at a time."""
+    """The last growing layer and the image convolution, to RGB and to patches: in one kernel, and in two, a slice of
+    frames at a time. Whole videos of 480 lines (and of 720), then one latent of a stream."""
     rows: list[dict[str, object]] = []
-    for frames, height, width in ((3, 37, 29), (26, 240, 360), (26, 360, 640)):
+    for patch, frames, height, width in (
+        *((1, 3, 37, 29), (1, 26, 240, 360), (1, 26, 360, 640)),
+        *((2, 3, 37, 29), (2, 26, 120, 184), (2, 26, 180, 320), (2, 2, 120, 184)),
+        *((4, 3, 37, 29), (4, 28, 60, 92), (4, 28, 90, 160), (4, 4, 60, 92)),
+    ):
         x = random_frames(frames, height, width, 64, dtype)
         grow = fold.GrowLayer(weight=(torch.randn(512, 64, 2, 2, device=DEVICE) / 16).to(dtype), frames=2, relu=True)
+        outputs, scale = 3 * patch**2, 2 * patch
         image = fold.ConvLayer(
-            weight=(torch.randn(3, 64, 3, 3, device=DEVICE) / 24).to(dtype), bias=torch.randn(3, device=DEVICE)
+            weight=(torch.randn(outputs, 64, 3, 3, device=DEVICE) / 24).to(dtype),
+            bias=torch.randn(outputs, device=DEVICE),
         )
         assert image.bias is not None
         one = grow_image.pack_weights(grow, image)
         tiles = hopper_kernels.pack_tile_weights(grow.weight, None, grown=2)
-        last = hopper_kernels.pack_image_weights(image.weight, image.bias, 1)
-        outs = [torch.full((2 * frames, 3, 2 * height, 2 * width), torch.nan, dtype=dtype, device=DEVICE) for _ in "ab"]
+        last = hopper_kernels.pack_image_weights(image.weight, image.bias, patch)
+        shape = (2 * frames, 3, scale * height, scale * width)
+        outs = [torch.full(shape, torch.nan, dtype=dtype, device=DEVICE) for _ in "ab"]
+        # As many input frames as the engine takes at once, where it runs two kernels.
+        group = max(1, hopper.SLICE_BYTES // (2 * 4 * height * width * 64 * x.itemsize))
 
         def in_one(a: Tensor = x, w: grow_image.GrowImageWeights = one, out: Tensor = outs[0]) -> None:
             grow_image.grow_image(a, w, out)
@@ -272,22 +280,22 @@ def time_grow_image(dtype: torch.dtype) -> list[dict[str, object]]:
             t: hopper_kernels.TileWeights = tiles,
             w: hopper_kernels.ImageWeights = last,
             out: Tensor = outs[1],
+            n: int = group,
         ) -> None:
-            for part, made in zip(a.split(2), out.split(4), strict=True):
+            for part, made in zip(a.split(n), out.split(2 * n), strict=True):
                 between = hopper_kernels.conv_tiles(part, t, frames_per_video=1, relu=True)
                 hopper_kernels.image_conv(between, w, made)
 
         in_one()
         in_two()
         between = reference(x[:4], grow.weight, None, None, sources=1, grown=2, videos=1).permute(0, 3, 1, 2)
-        expected = F.conv2d(between, image.weight.float(), image.bias, padding=1)
+        expected = F.pixel_shuffle(F.conv2d(between, image.weight.float(), image.bias, padding=1), patch)
         one_error, two_error = (relative_error(out[: len(expected)], expected) for out in outs)
-        name = f"grow_image {dtype} {frames}x{height}x{width}"
+        name = f"64->64 x2 and 64->{outputs}, {dtype} {frames}x{height}x{width}"
         rows.append({"check": name, "one": one_error, "two": two_error, "difference": relative_error(*outs)})
         print(rows[-1], flush=True)
-        if frames == 26:
-            flops = 2.0 * x[..., 0].numel() * (grow.weight.numel() + 8 * image.weight.numel())
-            rows.append(timed(f"phases 64->64 x2 and 64->3, {height}x{width}", flops, {"one": in_one, "two": in_two}))
+        flops = 2.0 * x[..., 0].numel() * (grow.weight.numel() + 8 * image.weight.numel())
+        rows.append(timed(name, flops, {"one": in_one, "two": in_two}, repeat=graphed))
     return rows
 
 
@@ -320,6 +328,66 @@ def time_conv_rows(dtype: torch.dtype) -> list[dict[str, object]]:
                 calls["cudnn"] = partial(cudnn.conv_relu, flat, nhwc, bias, residual=added)
             rows.append(timed(name, 2.0 * x[..., 0].numel() * weight.numel(), calls))
     return rows
+
+
+FIRST_CASES = (  # patch size, then image frames in whole pairs: odd, taehv, taew2_2, taeltx_2, a stream's push
+    *((patch, 4, 8 * 5, 8 * 7) for patch in (1, 2, 4)),
+    (1, 8, 480, 720),
+    (2, 48, 480, 736),
+    (4, 48, 480, 736),
+    (2, 4, 480, 736),
+    (4, 8, 480, 736),
+)
+
+
+def time_first(dtype: torch.dtype) -> list[dict[str, object]]:
+    """An encoder's first convolution from the image, frames in pairs as the pooling layer wants them: row by row, and
+    by cuDNN behind a pixel-unshuffle. Then with the pooling layer: in
+    one kernel, and with cuDNN behind either of them."""
+    rows: list[dict[str, object]] = []
+    for patch, frames, height, width in FIRST_CASES:
+        image, inputs = torch.randn(frames, 3, height, width, device=DEVICE).to(dtype), 3 * patch**2
+        weight = (torch.randn(64, inputs, 3, 3, device=DEVICE) / (9 * inputs) ** 0.5).to(dtype)
+        first = fold.ConvLayer(weight=weight, bias=torch.randn(64, device=DEVICE).to(dtype), relu=True)
+        pool_weight = (torch.randn(64, 128, 3, 3, device=DEVICE) / 34).to(dtype)
+        pool = fold.PoolLayer(weight=fold.channels_last(pool_weight), stride=2)
+        assert first.bias is not None
+        by_rows = partial(first_rows.first_rows, image, first_rows.pack_weights(weight, first.bias, patch), stacked=2)
+        conv = cudnn.PatchConv.of(first, patch_size=patch, stacked=2)
+        before = lambda conv=conv, image=image: conv(image).permute(0, 2, 3, 1)  # noqa: E731
+        made, apart = by_rows(), before()
+        name = f"first convolution, patch {patch}, {dtype} {frames}x{height}x{width}"
+        hidden = F.relu(
+            F.conv2d(F.pixel_unshuffle(image[:4].float(), patch), weight.float(), first.bias.float(), padding=1)
+        )
+        pairs = hidden.unflatten(0, (2, 2)).flatten(1, 2)
+        expected = pairs.permute(0, 2, 3, 1)
+        errors = {"rows": relative_error(made[:2], expected), "before": relative_error(apart[:2], expected)}
+        rows.append({"check": name, **errors, "difference": relative_error(made, apart)})
+        print(rows[-1], flush=True)
+        flops = 2.0 * made.numel() * inputs * 9
+        rows.append(timed(name, flops, {"rows": by_rows, "before": before}, repeat=graphed))
+        print({"rows_TB_per_s": (image.nbytes + made.nbytes) / cast(float, rows[-1]["rows_ms"]) / 1e9}, flush=True)
+        calls: dict[str, Callable[[], object]] = {
+            "rows_and_cudnn": lambda c=by_rows, p=pool: pool_by_cudnn(c(), p),
+            "before_and_cudnn": lambda c=before, p=pool: pool_by_cudnn(c(), p),
+        }
+        if first_pool.fits(first, pool, patch):
+            one = partial(first_pool.first_pool, image, first_pool.pack_weights(first, pool, patch))
+            exact = F.conv2d(pairs, pool.weight.float(), stride=2, padding=1).permute(0, 2, 3, 1)
+            errors = {
+                "one": relative_error(one()[:2], exact),
+                "two": relative_error(pool_by_cudnn(made, pool)[:2], exact),
+            }
+            rows.append({"check": f"{name} and pooling", **errors})
+            print(rows[-1], flush=True)
+            calls["one"] = one
+        rows.append(timed(f"{name} and pooling", flops + 2.0 * made.numel() * 64 * 9 / 4, calls, repeat=graphed))
+    return rows
+
+
+def pool_by_cudnn(x_BHWC: Tensor, pool: fold.PoolLayer) -> Tensor:
+    return F.conv2d(x_BHWC.permute(0, 3, 1, 2), pool.weight, stride=2, padding=1).permute(0, 2, 3, 1)
 
 
 SUPER_STAGES = ((512, 30, 45, 1), (256, 60, 90, 1), (128, 120, 180, 2))  # channels, size, frames of a latent
@@ -360,8 +428,9 @@ def time_depthwise(dtype: torch.dtype) -> list[dict[str, object]]:
 
 KERNELS: dict[str, Callable[[], list[dict[str, object]]]] = {
     "tiles": lambda: [*both_dtypes(check_tiles), *time_tiles(torch.float16), *time_image_side(torch.float16)],
-    "image": lambda: both_dtypes(time_grow_image),
+    "image": lambda: time_grow_image(torch.float16),
     "rows": lambda: both_dtypes(time_conv_rows),
+    "first": lambda: both_dtypes(time_first),
     "depthwise": lambda: both_dtypes(time_depthwise),
 }
 
@@ -374,7 +443,7 @@ def both_dtypes(measure: Callable[[torch.dtype], list[dict[str, object]]]) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="*", choices=list(KERNELS), default=list(KERNELS), help="these kernels alone, of all four"
+        "--only", nargs="*", choices=list(KERNELS), default=list(KERNELS), help="these kernels alone, of all of them"
     )
     parser.add_argument("--output", type=Path, help="folder for kernels.json")
     arguments = parser.parse_args()

@@ -73,7 +73,8 @@ PROMISED: dict[str, dict[str, Any]] = {
         "lr_warmup_steps": 30,
         "mixed_precision": "bf16",
         "compile_model": True,
-        "train_batch_size": 16,
+        "n_frames": 17,
+        "train_batch_size": 8,
         "validation_height": 256,
         "validation_width": 256,
     },
@@ -156,7 +157,15 @@ def test_averaged_weights_span_a_fifth_of_the_run_at_most(name: str) -> None:
 def test_distill_is_scratch_with_a_teacher() -> None:
     distill, scratch = load_preset("distill"), load_preset("scratch")
     changed = {key for key in vars(scratch) if getattr(distill, key) != getattr(scratch, key)}
-    lengths = {"n_frames", "max_train_steps", "validation_steps", "checkpointing_steps", "output_dir", "tracker_name"}
+    lengths = {
+        "n_frames",
+        "train_batch_size",
+        "max_train_steps",
+        "validation_steps",
+        "checkpointing_steps",
+        "output_dir",
+        "tracker_name",
+    }
     assert changed - lengths == {
         *("use_ref_vae", "reconstruction_loss_weight", "encoder_loss_weight", "decoder_loss_weight")
     }

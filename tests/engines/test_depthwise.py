@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tests.engines import cudnn_stand_ins
 from tests.engines.small_models import relative_error, small
-from tinyvae.engines import cudnn, depthwise, nvrtc
+from tinyvae.engines import depthwise, nvrtc
 from tinyvae.engines import stack as stack_module
 from tinyvae.engines.cudnn import CudnnStack
 from tinyvae.engines.depthwise import cut_work, pack_bands, why_not_depthwise
@@ -71,7 +71,7 @@ def test_bands_are_a_depthwise_convolution(num_videos: int, frames: int, height:
 def test_decoders_with_and_without_it(
     variant: str, slice_bytes: int, own: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole and in pieces, two videos; the one constant switches it off. None: too many values for its offsets."""
+    """Whole and in pieces, two videos; not on cards that cannot. None: too many values for its offsets."""
     cudnn_stand_ins.stand_in(monkeypatch)
     asked = []
 
@@ -80,8 +80,7 @@ def test_decoders_with_and_without_it(
         return torch_super_depthwise(*arguments, **words)  # type: ignore[arg-type]
 
     monkeypatch.setattr(depthwise, "super_depthwise", stand_in)
-    monkeypatch.setattr(depthwise, "why_not_depthwise", lambda dtype, device: None)
-    monkeypatch.setattr(cudnn, "OWN_DEPTHWISE", own is not False)
+    monkeypatch.setattr(depthwise, "why_not_depthwise", lambda dtype, device: "an old card" if own is False else None)
     monkeypatch.setattr(depthwise, "MOST_VALUES", 0 if own is None else depthwise.MOST_VALUES)
     monkeypatch.setattr(stack_module, "CPU_SLICE_BYTES", slice_bytes)
     model = small(variant)

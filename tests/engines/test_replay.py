@@ -9,13 +9,17 @@ import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.engines import cudnn_stand_ins
 from tests.engines.small_models import small
+from tinyvae import TAEHV
 from tinyvae.engines import replay
+from tinyvae.engines.cudnn import CudnnStack
 from tinyvae.engines.eager import EagerStack
 from tinyvae.engines.fused import folded_copy
 from tinyvae.engines.replay import Replay
@@ -35,17 +39,19 @@ class Graph:
                 output.copy_(made)
 
 
-def record(self: Replay, parts: list[Tensor], filled: tuple[bool, ...] | None) -> replay._Recording:
+def record(self: Replay, parts: list[Tensor], filled: tuple[bool, ...] | None, with_head: bool) -> replay._Recording:
     inputs = [torch.full_like(part, torch.nan) for part in parts]
 
     def run() -> list[Tensor | None]:
         held = iter(inputs[1:])
         state: State | None = None if filled is None else [next(held).clone() if there else None for there in filled]
-        made, after = self._stack.run(inputs[0], state)
+        made, after = self._stack.run(inputs[0], state, with_head=with_head, with_image=with_image)
         return [made, *after]
 
+    with_image = not (replay.IMAGE_APART and self._stack.image_is_larger(inputs[0].shape))
     outputs = run()
-    return replay._Recording(graph=Graph(run=run, outputs=outputs), inputs=inputs, outputs=outputs)  # type: ignore[arg-type]
+    graph: Any = Graph(run=run, outputs=outputs)
+    return replay._Recording(graph=graph, inputs=inputs, outputs=outputs, with_image=with_image)
 
 
 @pytest.fixture
@@ -91,6 +97,49 @@ def launched(stack: Stack, film: tuple[Tensor, ...]) -> list[Tensor]:
         frames, state = stack.run(part, state)
         parts.append(frames)
     return parts
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("stack")
+def test_the_image_is_made_behind_the_graph_where_it_is_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """taew2_2's image has more values than what it is made of. taehv's has fewer: there the graph makes it."""
+    cudnn_stand_ins.stand_in(monkeypatch)
+    for variant, is_larger in (("taew2_2", True), ("taehv", False)):
+        model = TAEHV(variant, width=0.5).eval()
+        stack = CudnnStack(folded_copy(model.decoder), patch_size=model.spec.patch_size)
+        runner, film = Replay(stack), torch.randn(2, 3, model.spec.latent_channels, 2, 3)
+        assert stack.image_is_larger(film.shape) is is_larger
+        expected = stack.run(film, None)[0]
+        kept = [runner.run(film + number, None)[0] for number in (0, 1, 0, 2, 0)]
+        (recording,) = runner._recordings.values()
+        assert isinstance(recording, replay._Recording) and recording.with_image is not is_larger
+        for made in (kept[0], kept[2], kept[4]):
+            torch.testing.assert_close(made, expected)
+        assert not kept[1].allclose(expected) and not kept[3].allclose(kept[1])
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("stack")
+def test_an_encoder_starts_in_front_of_the_graph_where_that_is_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """taew2_2 makes fewer values of its image at once, and taehv more. Frames that wait for partners stay in the state:
+    such chunks go whole."""
+    cudnn_stand_ins.stand_in(monkeypatch)
+    for variant, is_smaller in (("taew2_2", True), ("taehv", False)):
+        model = TAEHV(variant, width=0.5).eval()
+        stack = CudnnStack(folded_copy(model.encoder), patch_size=model.spec.patch_size)
+        film = torch.rand(2, 14, 3, 2 * model.spec.space_factor, 2 * model.spec.space_factor)
+        assert stack.head_is_smaller(film[:, :4].shape, None) is is_smaller
+        assert not stack.image_is_larger(film.shape)
+        runner = Replay(stack)
+        for _ in range(4):  # the last times from recordings
+            ours: State | None = None
+            plain: State | None = None
+            for part in film.split([4, 4, 3, 3], dim=1):
+                made, ours = runner.run(part, ours)
+                expected, plain = stack.run(part, plain)
+                torch.testing.assert_close(made, expected)
+        inputs = [one.inputs[0].shape for one in runner._recordings.values() if isinstance(one, replay._Recording)]
+        assert len(inputs) == 4 and [shape[2] != 3 for shape in inputs] == [is_smaller, is_smaller, False, False]
 
 
 @torch.no_grad()

@@ -1,8 +1,7 @@
-"""The row kernel on a GPU against float64 and the tile kernel, alone and inside the memory blocks."""
+"""The row kernel on a GPU against float64 and the tile kernel; test_gpu_engines.py has whole networks with it."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.gpu.gpu_codecs import FLOOR, SHORT, by_frames, by_latents, error, needs_hopper, spread
-from tinyvae.engines import conv_rows, hopper, hopper_kernels
-from tinyvae.engines.fused import FusedTAEHV
+from tests.gpu.gpu_codecs import FLOOR, SHORT, error, needs_hopper
+from tinyvae.engines import conv_rows, hopper_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -64,22 +62,3 @@ def exact_conv(x_BHWC: Tensor, weight: Tensor, bias: Tensor, past_NHWC: Tensor |
         starts.copy_(torch.zeros_like(starts) if past_NHWC is None else past_NHWC[: len(starts)].permute(0, 3, 1, 2))
         flat = torch.cat([flat, before], 1)
     return F.conv2d(flat, weight.double(), bias.double(), padding=1).permute(0, 2, 3, 1)
-
-
-def test_blocks_of_64_channels_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As near to float64 as with the other kernels: two videos, whole and as streams."""
-    model = spread("taehv").half()
-    exact = copy.deepcopy(model).double()
-    frames = torch.rand(2, 9, 3, 120, 200, device="cuda", dtype=torch.float16)
-    exact_in = exact.encode_video(frames.double())
-    latents = exact_in.half()
-    exact_out = exact.decode_video(latents.double())
-    errors = []
-    for convolutions in (frozenset[int](), frozenset({1, 2, 3})):
-        monkeypatch.setattr(hopper, "ROW_CONVS", convolutions)
-        fused = FusedTAEHV(model, engine="hopper")
-        encoded = [fused.encode_video(frames), by_frames(fused, frames)]
-        decoded = [fused.decode_video(latents), by_latents(fused, latents)]
-        errors.append([error(made, exact_in) for made in encoded] + [error(made, exact_out) for made in decoded])
-    for old, new in zip(*errors, strict=True):
-        assert new < 1.1 * max(old, FLOOR[torch.float16])

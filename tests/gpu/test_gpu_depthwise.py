@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tests.gpu.gpu_codecs import FLOOR, SHORT, by_latents, error
 from tests.models.test_golden import golden_cases, golden_model
 from tinyvae import TAEHV
-from tinyvae.engines import cudnn
+from tinyvae.engines import depthwise
 from tinyvae.engines.cudnn import CudnnStack
 from tinyvae.engines.depthwise import pack_bands, super_depthwise, why_not_depthwise
 from tinyvae.engines.fused import FusedTAEHV
@@ -29,7 +29,8 @@ def needs_the_kernel() -> None:
 
 
 def fused_with(model: TAEHV, own: bool, monkeypatch: pytest.MonkeyPatch) -> FusedTAEHV:
-    monkeypatch.setattr(cudnn, "OWN_DEPTHWISE", own)
+    if not own:
+        monkeypatch.setattr(depthwise, "why_not_depthwise", lambda dtype, device: "an old card")
     codec = FusedTAEHV(model, engine="cudnn")
     decoder = codec._stacks["decoder"]
     assert isinstance(decoder, CudnnStack)

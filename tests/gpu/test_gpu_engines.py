@@ -76,7 +76,11 @@ def test_a_graph_gives_the_streams_own_frames(variant: str, dtype: torch.dtype) 
     fused = model.fused()
     graph, stream = StreamingDecoder(fused, low_latency=True), StreamingDecoder(fused)
     for part in latents.split(1, dim=1):
-        assert torch.equal(graph.push(part), stream.push(part))
+        by_graph, pushed = graph.push(part), stream.push(part)
+        if variant == "taeltx2_3_wide":  # cuDNN may take another kernel where it pads a video's start itself
+            assert error(by_graph, pushed.double()) < 2 * FLOOR[dtype]
+        else:
+            assert torch.equal(by_graph, pushed)
 
 
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2_super"])

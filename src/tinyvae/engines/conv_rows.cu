@@ -13,13 +13,13 @@
 // neighboring channels: it writes 16 bytes at once, without a way through shared memory.
 // The loading warps fill a ring of steps for each of two computing warpgroups, which take turns at the tensor cores:
 // one writes while the other multiplies. Each warpgroup has an equal share of the rows of all strips; each part of a
-// strip computes up to two rows more.
+// strip computes up to two rows more. Where there are few rows, one warpgroup of each block has none.
 //
 // Compiled behind instructions.cu, whose functions it uses; conv_rows.py passes the constants.
 
 __device__ __forceinline__ uint4 read16(const char* from, bool exists) {
   uint4 v = make_uint4(0, 0, 0, 0);
-  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
                : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w) : "l"(from), "r"((u32)exists));
   return v;
 }
@@ -40,8 +40,12 @@ struct Rows {
   int stacked;  // output frames that share a pixel's channels (1: none)
   int rows;     // of all strips together
   int share;    // rows of each warpgroup
+  int members;  // computing warpgroups of a block that have rows: 2, or 1 where there are few rows
   float slope;  // of the activation below zero: 0 is ReLU, 1 is none
 };
+__device__ __forceinline__ int first_row(const Rows& s, int member) {
+  return member < s.members ? (blockIdx.x * s.members + member) * s.share : s.rows;
+}
 struct Part {  // of a strip: `count` output rows from row `top`
   int strip, top, count;
 };
@@ -56,11 +60,13 @@ __device__ __forceinline__ int steps_of(int first, int stop, int height) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
-    const char* x, const char* past, const char* weights, const float* bias, const char* residual, char* out, Rows s) {
+    const char* x, const char* past, const char* weights, const float* bias, const char* residual, char* out, char* last,
+    Rows s) {
   extern __shared__ __align__(1024) char shared[];
   const u32 base = smem_address(shared), bars = base + BARRIERS_AT;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const i64 row_bytes = (i64)s.width * 128, frame_bytes = row_bytes * s.height;
+  let_next_start();
   if (thread == 0) rings_init(bars);
   if (thread < 64) ((float*)(shared + BIAS_AT))[thread] = bias[thread];
   __syncthreads();
@@ -71,9 +77,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
       barrier_expect(WEIGHTS_FULL, RING_AT);
       for (int i = 0; i < 3 * TAPS; i++) load_weights(base + i * WEIGHT_TILE, weights + i * WEIGHT_TILE, WEIGHTS_FULL);
     }
+    wait_for_others();
     // Two warps for each warpgroup: eight threads for a column read the 128 bytes of its ten pixels.
     const int member = warp >> 1, place = (thread >> 3) & 7, chunk = thread & 7;
-    const int first = (blockIdx.x * 2 + member) * s.share, stop = min(s.rows, first + s.share);
+    const int first = first_row(s, member), stop = min(s.rows, first + s.share);
     int turn = 0;
     for (int row = first; row < stop;) {
       const Part part = part_at(row, stop, s.height);
@@ -117,14 +124,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_rows(
 
   more_registers();
   const int member = (warp >> 2) - 1, quarter = warp & 3;
-  const int first = (blockIdx.x * 2 + member) * s.share, stop = min(s.rows, first + s.share);
-  const int other = first + (member ? -s.share : s.share);
+  const int first = first_row(s, member), stop = min(s.rows, first + s.share), other = first_row(s, 1 - member);
   const int steps = steps_of(first, stop, s.height), other_steps = steps_of(other, min(s.rows, other + s.share), s.height);
   // A thread has the channels 0..7 and 32..39 from its own first one, of two pixels: `lane / 4` of two columns.
   const int channel = (lane & 3) * 8;
   const float* offset = (const float*)(shared + BIAS_AT) + channel;  // there, because registers are few
   const bool adds = SOURCES == 1 && residual;  // only the last convolution of a block
   int turn = 0;
+  wait_for_others();
+#if SOURCES == 2
+  if (last)  // while the first rows are on their way
+    keep_last(last, x, s.frames / s.frames_per_video, s.frames_per_video, frame_bytes,
+              blockIdx.x * 256 + thread - 128, gridDim.x * 256);
+#endif
   barrier_wait(WEIGHTS_FULL, 0);
   if (member == 1) turn_pass(1);
   for (int row = first; row < stop;) {

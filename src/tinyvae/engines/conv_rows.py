@@ -20,6 +20,9 @@ ROW_BYTES = (8 * (COLUMN + 2) + 1) * 128  # of a step's input row in shared memo
 RING = {1: 7, 2: 2}  # steps in shared memory for each warpgroup, by the number of frames
 ON_THE_WAY = {1: 2, 2: 0}  # of these the newest, whose copies are not waited for
 BIAS_AND_BARRIER_BYTES = 512
+ALONE_TURNS = 1.5
+"""What a step of a warpgroup costs that has its processor alone, in turns of two that share one: nobody multiplies
+while it writes (`benchmarks/speed_small.py` compares)."""
 
 
 class _Rows(ctypes.Structure):
@@ -27,7 +30,7 @@ class _Rows(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int) for name in ("frames_per_video", "frames", "height", "width")),
-        *((name, ctypes.c_int) for name in ("columns", "stacked", "rows", "share")),
+        *((name, ctypes.c_int) for name in ("columns", "stacked", "rows", "share", "members")),
         ("slope", ctypes.c_float),
     ]
 
@@ -66,6 +69,7 @@ def conv_rows(
     slope: float = 0.0,
     stacked: int = 1,
     out: Tensor | None = None,
+    last_NHWC: Tensor | None = None,
 ) -> Tensor:
     """Convolution, bias, residual and activation in one pass; arguments and result as in `hopper_kernels.conv_tiles`.
 
@@ -88,7 +92,8 @@ def conv_rows(
         slope if relu else 1.0,
     )
     past = past_NHWC if weights.sources == 2 else None
-    launch(x_BHWC, past, weights.packed, weights.bias, residual_BHWC, out)
+    assert last_NHWC is None or (weights.sources == 2 and last_NHWC.is_contiguous()), "only the kernel over two frames"
+    launch(x_BHWC, past, weights.packed, weights.bias, residual_BHWC, out, last_NHWC)
     return out
 
 
@@ -97,14 +102,15 @@ def _launch(
     bfloat: bool, device_index: int, video: tuple[int, int, int, int], sources: int, stacked: int, slope: float
 ) -> Launch:
     frames, height, width, frames_per_video = video
-    columns, rows, share, blocks = cut_work(frames, height, width, processors=processors(device_index))
-    values = _Rows(frames_per_video, frames, height, width, columns, stacked, rows, share, slope)
+    columns, rows, members, share, blocks = cut_work(frames, height, width, processors=processors(device_index))
+    values = _Rows(frames_per_video, frames, height, width, columns, stacked, rows, share, members, slope)
     kernel = load_kernel(
         ("instructions.cu", "conv_rows.cu"),
         "conv_rows",
         device_index,
         threads=TILES_THREADS,
         shared_bytes=shared_bytes(sources),
+        waits=True,
         PRODUCT_N=192,
         BFLOAT=int(bfloat),
         SOURCES=sources,
@@ -112,14 +118,18 @@ def _launch(
         ON_THE_WAY=ON_THE_WAY[sources],
         WEIGHT_TILE=WEIGHT_TILE,
     )
-    return Launch(kernel, 6, [values], blocks=blocks, shared_bytes=shared_bytes(sources))
+    return Launch(kernel, 7, [values], blocks=blocks, shared_bytes=shared_bytes(sources))
 
 
-def cut_work(frames: int, height: int, width: int, *, processors: int) -> tuple[int, int, int, int]:
-    """(columns of a frame, rows of all strips, rows of a warpgroup, blocks): each block has two warpgroups."""
+def cut_work(frames: int, height: int, width: int, *, processors: int) -> tuple[int, int, int, int, int]:
+    """(columns of a frame, rows of all strips, warpgroups of a block that have rows, rows of each of them, blocks)."""
     columns = -(-width // COLUMN)
     rows = -(-frames * columns // 8) * height
-    return columns, rows, *share_rows(rows, processors)
+    share, blocks = share_rows(rows, processors)
+    alone = -(-rows // processors)
+    if ALONE_TURNS * (alone + 2) < 2 * (share + 2):  # each computes up to two rows more
+        return columns, rows, 1, alone, -(-rows // alone)
+    return columns, rows, 2, share, blocks
 
 
 def shared_bytes(sources: int) -> int:

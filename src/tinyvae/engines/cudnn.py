@@ -12,9 +12,10 @@ N1CHW, a super block its last frame N1HWC after the depthwise convolution.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -22,14 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines import depthwise, eager, fold
+from tinyvae.engines import depthwise, eager, fold, nvrtc
 from tinyvae.engines.pointwise import finish
 from tinyvae.engines.stack import Stack, State, slice_bytes
-
-OWN_DEPTHWISE = True
-"""Whether our own kernel computes the depthwise convolutions of super blocks where it runs; else cuDNN does. With it
-taew2_2_super decodes 480x736x49 in 6.91 instead of 9.88 ms on an H200 (`benchmarks/speed_kernels.py --only depthwise`
-and `benchmarks/speed_codec.py --cudnn_depthwise` compare)."""
 
 
 @functools.cache
@@ -151,11 +147,8 @@ def two_frame_conv_relu(
         before = torch.zeros_like(video[:, :1]) if past_N1CHW is None else past_N1CHW
         video = torch.cat([before.permute(0, 1, 3, 4, 2), video.permute(0, 1, 3, 4, 2)], dim=1).permute(0, 1, 4, 2, 3)
     frames, before_first = video.transpose(1, 2), 1 if by_padding else 0
-    if weight.ndim == 5:
-        made = convolve(frames, weight, bias, (before_first, 1, 1), None, slope=slope)
-    else:  # a frame is one row of a picture
-        made = convolve(frames.flatten(3), weight, bias, (before_first, 0), None, slope=slope)
-        made = made.unflatten(3, frames.shape[3:])
+    padding = (before_first, *(side // 2 for side in weight.shape[3:]))
+    made = convolve(frames, weight, bias, padding, None, slope=slope)
     return made.transpose(1, 2)[:, :num_frames].flatten(0, 1)
 
 
@@ -230,10 +223,17 @@ class CudnnStack(Stack):
             more = -at_image.weight.shape[0] % eager.CUDA_CHANNEL_MULTIPLE
             self._image_weight = fold.channels_last(F.pad(at_image.weight, (0, 0, 0, 0, 0, 0, 0, more)))
 
-    def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
-        # Our kernel runs on the current device. Weights and frames have one dtype already.
-        with torch.cuda.device_of(frames_NTCHW), torch.autocast("cuda", enabled=False):
-            return super().run(frames_NTCHW, state)
+    def run(self, frames_NTCHW: Tensor, state: State | None, **parts: bool) -> tuple[Tensor, State]:
+        with ready(frames_NTCHW):
+            return super().run(frames_NTCHW, state, **parts)
+
+    def head(self, frames_NTCHW: Tensor) -> Tensor:
+        with ready(frames_NTCHW):
+            return super().head(frames_NTCHW)
+
+    def image(self, x: Tensor, num_videos: int) -> Tensor:
+        with ready(x):
+            return super().image(x, num_videos)
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
         x = frames_NTCHW.flatten(0, 1)
@@ -309,6 +309,14 @@ class CudnnStack(Stack):
         return conv_relu(x, weight, self._zeros[: weight.shape[0]] if bias is None else bias, slope=slope)
 
 
+@contextlib.contextmanager
+def ready(x: Tensor) -> Iterator[None]:
+    """What holds while a stack of a GPU computes ``x``."""
+    # Our kernels run on the current device. Weights and frames have one dtype already.
+    with torch.cuda.device_of(x), torch.autocast("cuda", enabled=False), nvrtc.early_launches():
+        yield
+
+
 def write_image(made_BCHW: Tensor, bias: Tensor, patch_size: int, frames: int, image_BCHW: Tensor) -> None:
     """Put a last convolution's result, bias still to be added, into its image (B·frames)3HW, pixel-shuffled. Its
     channels are (frame, color, row in the patch, column in the patch), perhaps followed by filling."""
@@ -330,7 +338,7 @@ class SuperWeights:
 
     @classmethod
     def of(cls, layer: fold.SuperMemLayer) -> SuperWeights:
-        own = OWN_DEPTHWISE and depthwise.why_not_depthwise(layer.depth.dtype, layer.depth.device) is None
+        own = depthwise.why_not_depthwise(layer.depth.dtype, layer.depth.device) is None
         bands = depthwise.pack_bands(layer.depth, layer.past_depth) if own else None
         return cls(layer=layer, bands=bands, narrow=layer.narrow.flatten(1).T)
 
@@ -379,10 +387,8 @@ def _depthwise(x: Tensor, weight: Tensor) -> Tensor:
 
 def over_two_frames(layer: fold.MemLayer | fold.WideMemLayer) -> Tensor:
     """The first convolution of a block as one over x_{t-1} and x_t: of (2C, C, 3, 3), the half for x_t first, it makes
-    (C, C, 2, 3, 3), and of a 1x1 (C, C, 2, 1), over pictures whose rows are frames."""
+    (C, C, 2, 3, 3), and of a 1x1 (C, C, 2, 1, 1)."""
     now, then = layer.first.chunk(2)
-    if now.shape[-1] == 1:
-        return fold.channels_last(torch.cat([then, now], dim=2))
     return torch.stack([then, now], dim=2).contiguous(memory_format=torch.channels_last_3d)
 
 

@@ -135,6 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) super_depthwise(
       for (int i = 0; i < 4; i++) sum[e][tap][i] = 0;
     }
 
+  let_next_start();
+  wait_for_others();
   Loader loader;
   loader.aim(s, walker * STRIPS + loaded_strip, pair);
   loader.fetch(s, x, is_past);  // row 0 or 1

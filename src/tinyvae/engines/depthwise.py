@@ -80,7 +80,12 @@ def _launch(
 ) -> nvrtc.Launch:
     shape, blocks = cut_work(frames, num_videos, height, width, channels, processors=nvrtc.processors(device_index))
     kernel = nvrtc.load_kernel(
-        ("instructions.cu", "depthwise.cu"), "super_depthwise", device_index, threads=THREADS, BFLOAT=int(is_bfloat)
+        ("instructions.cu", "depthwise.cu"),
+        "super_depthwise",
+        device_index,
+        threads=THREADS,
+        waits=True,
+        BFLOAT=int(is_bfloat),
     )
     return nvrtc.Launch(kernel, 5, [shape], blocks=blocks)
 

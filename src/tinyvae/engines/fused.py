@@ -3,7 +3,7 @@
 `model.fused()` folds a copy of the weights once (see `fold`) and chooses, for encoder and decoder each, an engine:
 
 - ``hopper``: own kernels, fp16 and bf16 on GPUs of compute capability 9.0 (H100, H200), base networks and the wide
-  decoder where hidden channel counts are multiples of 64. Kernels are compiled once per process and tile height (four
+  decoder where hidden channel counts are multiples of 64. Kernels are compiled once per process and tile height (five
   at most).
 - ``cudnn``: cuDNN's fused convolutions, on other CUDA devices, in float32, for other widths and the super decoders,
   whose depthwise convolutions have a kernel of their own; with LeakyReLU, which cuDNN lacks, its plain convolutions and

@@ -1,27 +1,19 @@
 // The last growing layer and the image convolution behind it in one kernel: 64 channels on the small grid -> RGB on the
 // doubled grid. What lies between them, 64 channels at full size, stays in registers.
 //
-// Cells. Cell (y, x) holds the four pixels of the rows 2y-1, 2y and the columns 2x-1, 2x of the doubled grid: phase
-// (i, j) is pixel (2y-i, 2x-j). All four read the same 2x2 small pixels (y-1..y, x-1..x), so a growing layer is one
-// product: 64 cells x K = 4 taps of 64 channels x N = 4 phases of 64 channels. There is one row and one column of cells
-// more than small pixels. Pixels outside the image are zeros for the 3x3, so the outer cells lose two of their phases.
-// A cell reaches the 4x4 output pixels of four quads: quad (y, x), the output pixels 2y..2y+1, 2x..2x+1, is the sum
-// over the cells (y+dy, x+dx), dy, dx = 0, 1. So the 3x3 is a second product, 64 cells x K = 4 phases of 64 channels x
-// N = 4 quads of 4 pixels of RGB = 48, and a sum of four neighbors. Cells are the rows of both products: what the first
-// leaves in a thread's registers is, rounded, the left factor of the second.
+// grow_cells.cu says what cells, phases, quads and strips are. A cell reaches the 4x4 output pixels of four quads: quad
+// (y, x) is the sum over the cells (y+dy, x+dx), dy, dx = 0, 1. So the 3x3 is a second product, 64 cells x K = 4 phases
+// of 64 channels x N = 4 quads of 4 pixels of RGB = 48, and a sum of four neighbors. Cells are the rows of both
+// products: what the first leaves in a thread's registers is, rounded, the left factor of the second.
 //
-// A warpgroup takes a strip of 64 cells and goes down row by row. The sum over dy stays in the thread, the sum over dx
-// is a shuffle; only the cells at the seams of its four warps go through shared memory. A step reads one new row of 65
-// small pixels, so a strip computes 64 cells for 63 quads, and one row of cells more for each part of a strip.
+// A warpgroup takes a strip. The sum over dy stays in the thread, the sum over dx is a shuffle; only the cells at the
+// seams of its four warps go through shared memory.
 // A block makes one of the frames that an input frame grows into: its weights (152 KiB) stay in shared memory.
 // The loading warps fill a ring of rows for each of two computing warpgroups, which take turns at the first product:
 // one rounds, sums and writes while the other multiplies.
 //
-// Compiled behind instructions.cu, whose functions it uses; grow_image.py passes the constants.
+// Compiled behind instructions.cu and grow_cells.cu, whose functions it uses; grow_image.py passes the constants.
 
-__device__ __forceinline__ u32 pack_relu(float lo, float hi) {
-  u32 r; asm("cvt.rn.relu." ELEMENT "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r;
-}
 __device__ __forceinline__ void wgmma_image(float* d, const u32* a, u64 b, u32 add) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %29, 0; "
     "wgmma.mma_async.sync.aligned.m64n48k16.f32." ELEMENT "." ELEMENT " "
@@ -34,22 +26,10 @@ __device__ __forceinline__ void warpgroup_sync(int member) {
   asm volatile("bar.sync %0, 128;" :: "r"(3 + member) : "memory");
 }
 
-#define PLANE ((CELLS + 1) * 16)  // 8 channels of a row; 65 pixels: the eight chunks of a pixel fall on different banks
-#define ROW_BYTES (PLANE * 8)
-#define GROW_TAP 32768             // bytes of one tap: [8-channel chunk][4 phases of 64 outputs][16 bytes]
-#define IMAGE_AT (4 * GROW_TAP)    // the second product's: [8-channel chunk][48 outputs][16 bytes]
-#define IMAGE_CHUNK (48 * 16)
-#define RING_AT (WEIGHT_TILES * WEIGHT_TILE)
+#define IMAGE_CHUNK (48 * 16)  // of the second product's weights: [8-channel chunk][48 outputs][16 bytes]
 #define SEAMS_AT (RING_AT + 2 * RING * ROW_BYTES)
 #define BARRIERS_AT (SEAMS_AT + SEAM_BYTES)
 
-struct Part {  // of a strip: the quads of `count` rows from row `top`
-  int frame, left, top, count;
-};
-__device__ __forceinline__ Part part_at(int row, int stop, int height, int strips) {
-  const int strip = row / height, top = row % height;
-  return {strip / strips, strip % strips * (CELLS - 1), top, min(height - top, stop - row)};
-}
 // Rows of cells that a share of rows of quads needs: one more for each part.
 __device__ __forceinline__ int steps_of(int first, int stop, int height) {
   return first < stop ? stop - first + (stop - 1) / height - first / height + 1 : 0;
@@ -58,43 +38,22 @@ __device__ __forceinline__ int steps_of(int first, int stop, int height) {
 // x: frames, height, width, 64. weights: of each frame made of one. out: frames · grown, 3, 2 height, 2 width, in pairs
 // of pixels. All strips together have `rows` rows of quads; each warpgroup takes `share` of them.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
-    const char* x, const char* weights, const float* bias, u32* out, int height, int width, int grown, int strips,
+    const char* x, const char* weights, const float* bias, u32* out, int frames, int height, int width, int grown,
     int rows, int share) {
   extern __shared__ __align__(1024) char shared[];
   const u32 base = smem_address(shared), bars = base + BARRIERS_AT;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const int made = blockIdx.x % grown;  // which of the frames
+  let_next_start();
   if (thread == 0) rings_init(bars);
   __syncthreads();
 
   if (thread < 128) {
     fewer_registers();
-    if (thread == 0) {
-      barrier_expect(WEIGHTS_FULL, RING_AT);
-      for (int i = 0; i < WEIGHT_TILES; i++)
-        load_weights(base + i * WEIGHT_TILE, weights + (made * WEIGHT_TILES + i) * WEIGHT_TILE, WEIGHTS_FULL);
-    }
-    // Two warps for each warpgroup: eight threads read a pixel's 128 bytes.
-    const int member = warp >> 1, place = (thread >> 3) & 7, chunk = thread & 7;
-    const int first = (blockIdx.x / grown * 2 + member) * share, stop = min(rows, first + share);
-    int turn = 0;
-    for (int row = first; row < stop;) {
-      const Part part = part_at(row, stop, height, strips);
-      for (int y = part.top - 1; y <= part.top + part.count; y++, turn++) {
-        const u32 to = base + RING_AT + (member * RING + turn % RING) * ROW_BYTES + chunk * PLANE;
-        const char* from = x + ((i64)part.frame * height + y) * width * 128 + chunk * 16;
-        barrier_wait(EMPTY(member, turn), ((turn / RING) & 1) ^ 1);
-        for (int pixel = place; pixel <= CELLS; pixel += 8) {
-          const int xx = part.left - 1 + pixel;
-          const bool inside = (u32)y < (u32)height && (u32)xx < (u32)width;
-          copy16(to + pixel * 16, inside ? from + xx * 128 : x, inside);
-        }
-        copies_commit();
-        copies_wait<0>();
-        barrier_arrive(FULL(member, turn));
-      }
-      row += part.count;
-    }
+    if (thread == 0) load_all_weights(base, bars, weights, made);
+    wait_for_others();
+    const int member = warp >> 1, first = (blockIdx.x / grown * 2 + member) * share;
+    load_rows(x, base + RING_AT, bars, member, first, min(rows, first + share), frames, height, width);
     return;
   }
 
@@ -108,11 +67,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
   const float offset[3] = {bias[0], bias[1], bias[2]};
   float kept[2][6] = {};  // of the row of cells above, for [cell, cell + 8][dx, RGB]
   int turn = 0, step = 0;
+  wait_for_others();
   barrier_wait(WEIGHTS_FULL, 0);
   if (member == 1) turn_pass(1);
   for (int row = first; row < stop;) {
-    const Part part = part_at(row, stop, height, strips);
+    const Part part = part_at(row, stop, height);
     row += part.count;
+    const int cell = quarter * 16 + (lane >> 2);  // the thread's are this one and + 8; it writes one of the two quads
+    const int left = place_at(part.start, width).column;
+    const Place place = place_at(part.start + cell + right * 8, width);
+    const bool exists = cell + right * 8 < CELLS - 1 && place.column < width && place.frame < frames;
+    u32* quads = out + (((i64)place.frame * grown + made) * 6 * height + 2 * part.top + down) * width + place.column;
     barrier_wait(FULL(member, turn), (turn / RING) & 1);
     for (int y = part.top; y <= part.top + part.count; y++, turn++) {
       barrier_wait(FULL(member, turn + 1), ((turn + 1) / RING) & 1);
@@ -138,12 +103,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
 
       u32 phases[64];  // [phase][16 channels][cell, cell + 8, and again for 8 channels more]
 #pragma unroll
-      for (int i = 0; i < 64; i++) phases[i] = pack_relu(acc[2 * i], acc[2 * i + 1]);
-      if (y == 0 || y == height || part.left == 0 || part.left + CELLS > width) {
+      for (int i = 0; i < 64; i++) phases[i] = pack_activated(acc[2 * i], acc[2 * i + 1]);
+      if (y == 0 || y == height || left == 0 || left + CELLS > width) {
+        const int columns[2] = {(left + cell) % (width + 1), (left + cell + 8) % (width + 1)};
 #pragma unroll
         for (int i = 0; i < 64; i++) {
-          const int cell = part.left + quarter * 16 + (lane >> 2) + (i & 1) * 8;
-          const bool row_exists = i & 32 ? y > 0 : y < height, column_exists = i & 16 ? cell > 0 : cell < width;
+          const int column = columns[i & 1];
+          const bool row_exists = i & 32 ? y > 0 : y < height, column_exists = i & 16 ? column > 0 : column < width;
           if (!row_exists || !column_exists) phases[i] = 0;
         }
       }
@@ -169,9 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grow_image(
 #pragma unroll
         for (int c = 0; c < 3; c++) seams[quarter * 12 + lane * 3 + c] = above[0][3 + c];
       warpgroup_sync(member);
-      const int cell = quarter * 16 + (lane >> 2) + right * 8, column = part.left + cell;
-      const bool exists = cell < CELLS - 1 && column < width;
-      u32* to = out + (((i64)part.frame * grown + made) * 6 * height + 2 * (y - 1) + down) * width + column;
+      u32* to = quads;
+      quads += 2 * width;
 #pragma unroll
       for (int c = 0; c < 3; c++, to += (i64)2 * height * width) {
         float near = __shfl_sync(~0u, above[0][3 + c], lane + 4), far = __shfl_sync(~0u, above[1][3 + c], lane + 4);

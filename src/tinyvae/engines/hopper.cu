@@ -1,4 +1,4 @@
-// The three convolution kernels that FusedTAEHV runs on Hopper GPUs (compute capability 9.0).
+// The two convolution kernels of whole tiles that FusedTAEHV runs on Hopper GPUs (compute capability 9.0).
 //
 // Why own kernels: with 64 channels a 3x3 convolution reads each pixel nine times through the L2 cache, and a tile of
 // 256 pixels x 64 channels does 51 operations per byte it loads, so the L2 (about 5.5 TB/s) holds a library's implicit
@@ -11,10 +11,10 @@
 // halo-loading warps, two computing warpgroups which share either the weights (two pixel tiles) or the pixels (two
 // blocks of 64 channels). It serves 3x3 convolutions over one or two frames or over groups of 64 channels, and the 2x2
 // phase convolutions.
-// image_conv: the last convolution, 64 channels to the image, pixel-shuffle included. first_conv: 3 to 64 channels.
+// image_conv: the last convolution, 64 channels to the image, pixel-shuffle included.
 //
-// Compiled behind instructions.cu, one kernel at a time: hopper_kernels.py names it (-DCONV_TILES, -DIMAGE_CONV or
-// -DFIRST_CONV) and passes every constant that it also uses itself. Frames are NTHWC.
+// Compiled behind instructions.cu, one kernel at a time: hopper_kernels.py names it (-DCONV_TILES or -DIMAGE_CONV)
+// and passes every constant that it also uses itself. Frames are NTHWC.
 
 #ifdef CONV_TILES
 #define TILE_H (PRODUCT_N / 8)
@@ -38,7 +38,7 @@ struct Shape {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
     const char* x, const char* past, const char* weights, const float* bias, const char* residual, char* out,
-    Shape s) {
+    char* last, Shape s) {
   extern __shared__ __align__(1024) char shared[];
   const u32 base = smem_address(shared);
   const int halos = s.split_pixels ? 2 : 1, weight_sets = s.split_pixels ? 1 : 2;
@@ -49,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
 #define FULL_H(h, i) (bars + 128 + 8 * ((h) * 2 + (i)))
 #define EMPTY_H(h, i) (bars + 160 + 8 * ((h) * 2 + (i)))
   const int thread = threadIdx.x, group = thread >> 7, warp = thread >> 5, lane = thread & 31;
+  let_next_start();
   if (thread == 0) {
     for (int i = 0; i < 8; i++) { barrier_init(FULL_W(i), 1); barrier_init(EMPTY_W(i), 8); }
     for (int i = 0; i < 4; i++) { barrier_init(FULL_H(0, i), 96); barrier_init(EMPTY_H(0, i), s.split_pixels ? 4 : 8); }
@@ -80,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
         }
       }
     } else {  // halo tiles
+      wait_for_others();
       // Eight threads read a pixel's 128 bytes; ten such groups go down the ten columns of the halo, row by row.
       const int place = (thread - 32) >> 3, chunk = thread & 7;
       const i64 row_bytes = (i64)s.width * s.channels_in * 2;
@@ -132,6 +134,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
   const u32 staging_address = smem_address(staging);
   const int lead = min(s.weight_stages, slices * s.taps) - 1;
   int stage = 0, turn = 0; u32 phase = 0;
+  wait_for_others();
+  if (last)  // while the first tiles are on their way
+    keep_last(last, residual ? residual : x, s.frames / s.frames_per_video, s.frames_per_video, frame_bytes,
+              blockIdx.x * 256 + thread - 128, gridDim.x * 256);
   float acc[TILE_H * 4];
   for (int job = blockIdx.x; job < jobs; job += gridDim.x) {
     const int block = (job % items_per_tile) * weight_sets + (s.split_pixels ? 0 : member);
@@ -158,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
         const i64 two_rows = (i64)s.width * s.channels_out * 4;
 #pragma unroll
         for (int i = 0; i < TILE_H / 2; i++, from += two_rows)  // in this order, so that no address is kept
-          asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+          asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
                        : "=r"(kept[i].x), "=r"(kept[i].y), "=r"(kept[i].z), "=r"(kept[i].w)
                        : "l"(from), "r"((u32)(column_exists && y0 + i * 2 < s.height)));
       }
@@ -231,6 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) conv_tiles(
 #ifdef IMAGE_CONV
 // 64 channels NHWC -> OUT channels of the image, pixel-shuffled by PATCH into N 3 (H·PATCH) (W·PATCH).
 #define TILES_N ((OUT + 7) / 8)
+#define NEIGHBORS (PATCH > 1 ? 2 : 1)  // a thread's two neighboring channels are neighboring pixels of a patch
 extern "C" __global__ void __launch_bounds__(THREADS) image_conv(
     const char* x, const uint2* weights, const float* bias, u16* out, int height, int width, int tiles_x, int tiles_y) {
   extern __shared__ __align__(1024) char shared[];
@@ -241,6 +248,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) image_conv(
   const int y0 = in_frame / tiles_x * 16, x0 = in_frame % tiles_x * 16;
   const char* from = x + (i64)frame * height * width * 128;
   const int chunk = thread & 7;
+  let_next_start();
+  wait_for_others();
   // Sixteen groups of eight threads go down sixteen columns, then over the last two columns.
   for (int row = 0; row < SIDE; row++) {
     const int y = y0 - 1 + row, xx = x0 - 1 + (thread >> 3), pixel = row * SIDE + (thread >> 3);
@@ -293,97 +302,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) image_conv(
 #pragma unroll
     for (int n = 0; n < TILES_N; n++)
 #pragma unroll
-      for (int r = 0; r < 4; r++) {
+      for (int r = 0; r < 4; r += NEIGHBORS) {
         const int channel = n * 8 + (lane & 3) * 2 + (r & 1);
         const int y = y0 + warp * 4 + m, xx = x0 + (lane >> 2) + (r >> 1) * 8;
         if (channel >= OUT || y >= height || xx >= width) continue;
         const int colour = channel / (PATCH * PATCH), i = channel / PATCH % PATCH, j = channel % PATCH;
         const i64 at = (((i64)frame * 3 + colour) * height * PATCH + y * PATCH + i) * (width * PATCH) + xx * PATCH + j;
-        out[at] = (u16)pack(acc[m][n][r] + bias[channel], 0.f);
+        const float value = acc[m][n][r] + bias[channel];
+        if (NEIGHBORS == 2) *(u32*)(out + at) = pack(value, acc[m][n][r | 1] + bias[channel + 1]);
+        else out[at] = (u16)pack(value, 0.f);
       }
-}
-#endif
-
-#ifdef FIRST_CONV
-// N 3 H W -> N/stacked H W (stacked 64) with bias and activation. A tile is 32 wide and 16 tall; the 27 taps are filled up
-// to K = 32 with zeros.
-#define PITCH 36
-extern "C" __global__ void __launch_bounds__(THREADS) first_conv(
-    const u16* x, const uint2* weights, const float* bias, char* out, int height, int width, int tiles_x, int tiles_y,
-    int stacked, int frames) {
-  __shared__ u16 plane[3 * 18 * PITCH + 8];
-  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  uint2 b[2][8];
-#pragma unroll
-  for (int k = 0; k < 2; k++)
-#pragma unroll
-    for (int n = 0; n < 8; n++) b[k][n] = weights[(k * 8 + n) * 32 + lane];
-  int offset[2][4];  // where the thread's four k values of each step lie, seen from a pixel
-#pragma unroll
-  for (int k = 0; k < 2; k++)
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const int index = k * 16 + (lane & 3) * 2 + (e & 1) + (e >> 1) * 8;
-      offset[k][e] = index < 27 ? (index / 9 * 18 + index % 9 / 3) * PITCH + index % 3 : -1;
-    }
-  float offset_of[16];
-#pragma unroll
-  for (int i = 0; i < 16; i++) offset_of[i] = bias[(i >> 3) * 32 + (lane & 3) * 8 + (i & 7)];
-  const int tiles = tiles_x * tiles_y;
-  for (int job = blockIdx.x; job < tiles * frames; job += gridDim.x) {
-    const int frame = job / tiles, in_frame = job % tiles;
-    const int y0 = in_frame / tiles_x * 16, x0 = in_frame % tiles_x * 32;
-    __syncthreads();  // everybody has read the tile before this one
-    for (int line = warp; line < 54; line += 8) {
-      const int y = y0 - 1 + line % 18, xx = x0 - 1 + lane;
-      const u16* from = x + ((i64)frame * 3 + line / 18) * height * width + (i64)y * width + xx;
-      const bool inside = (u32)y < (u32)height;
-      plane[line * PITCH + lane] = inside && (u32)xx < (u32)width ? from[0] : (u16)0;
-      if (lane < 2) plane[line * PITCH + 32 + lane] = inside && xx + 32 < width ? from[32] : (u16)0;
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int m = 0; m < 4; m++) {
-      const int tile = warp * 4 + m, y = tile >> 1, left = (tile & 1) * 16 + (lane >> 2);
-      const u16* at = plane + y * PITCH + left;
-      float acc[8][4];
-#pragma unroll
-      for (int n = 0; n < 8; n++)
-#pragma unroll
-        for (int r = 0; r < 4; r++) acc[n][r] = 0.f;
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        u32 a[4];
-#pragma unroll
-        for (int part = 0; part < 4; part++) {  // rows +0 and +8 (pixels), then k +8
-          const int shift = (part & 1) * 8, e = (part >> 1) * 2;
-          const u32 lo = offset[k][e] >= 0 ? at[offset[k][e] + shift] : 0;
-          const u32 hi = offset[k][e + 1] >= 0 ? at[offset[k][e + 1] + shift] : 0;
-          a[part] = lo | hi << 16;
-        }
-#pragma unroll
-        for (int n = 0; n < 8; n++) mma(acc[n], a, b[k][n].x, b[k][n].y);
-      }
-      if (y0 + y >= height) continue;
-#pragma unroll
-      for (int side = 0; side < 2; side++) {
-        if (x0 + left + side * 8 >= width) continue;
-        const i64 pixel = ((i64)(frame / stacked) * height + y0 + y) * width + x0 + left + side * 8;
-        char* to = out + (pixel * stacked + frame % stacked) * 128;
-#pragma unroll
-        for (int part = 0; part < 2; part++) {  // a thread's columns are 8 neighbouring channels of each half
-          const int channel = part * 32 + (lane & 3) * 8;
-          u32 v[4];
-#pragma unroll
-          for (int n = 0; n < 4; n++) {
-            const float lo = acc[part * 4 + n][side * 2] + offset_of[part * 8 + n * 2];
-            const float hi = acc[part * 4 + n][side * 2 + 1] + offset_of[part * 8 + n * 2 + 1];
-            v[n] = pack(activate(lo), activate(hi));
-          }
-          *(uint4*)(to + channel * 2) = make_uint4(v[0], v[1], v[2], v[3]);
-        }
-      }
-    }
-  }
 }
 #endif

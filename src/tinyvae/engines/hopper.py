@@ -16,27 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines import conv_rows, fold, grow_image, nvrtc
+from tinyvae.engines import conv_rows, first_pool, first_rows, fold, grow_image, nvrtc
 from tinyvae.engines import hopper_kernels as kernels
-from tinyvae.engines.cudnn import PatchConv, conv_relu, over_two_frames, two_frame_conv_relu
+from tinyvae.engines.cudnn import PatchConv, conv_relu, over_two_frames, ready, two_frame_conv_relu
 from tinyvae.engines.eager import activate, compute_layer
 from tinyvae.engines.stack import Stack, State
 
 SLICE_BYTES = 192 * 2**20  # for the 64-channel frames at full resolution of one slice
-CUDNN_CHANNELS: frozenset[int] = frozenset({64, 128})
-"""In memory blocks with these channel counts cuDNN does the second and third convolution, where ROW_CONVS does not take
-them: 0.131 instead of 0.172 ms at 128 channels, nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py
---cudnn_channels` compares). Not with LeakyReLU: cuDNN's calls have ReLU inside."""
-CUDNN_GROUPS = False
-"""Whether cuDNN does a wide block's 3x3 convolutions over groups too: nothing gained on an H200
-(`benchmarks/speed_blocks.py` and `benchmarks/speed_codec.py --cudnn_groups` compare)."""
-JOIN_IMAGE = True
-"""Whether the last growing layer and an RGB image convolution are one kernel: 0.92 instead of 3.05 ms of 480x720x49 on
-an H200 (`benchmarks/speed_kernels.py --only image` and `benchmarks/speed_codec.py --two_image_kernels` compare)."""
-ROW_CONVS: frozenset[int] = frozenset({1, 2, 3})
-"""Which of the three convolutions of a memory block with 64 channels `conv_rows` does: taehv decodes 480x720x49 in 8.07
-ms on an H200, in 9.26 with none. The others are done as in wider blocks (`benchmarks/speed_kernels.py --only rows` and
-`benchmarks/speed_codec.py --row_convs` compare)."""
+CUDNN_CHANNELS: frozenset[int] = frozenset({128})
+"""In memory blocks with these channel counts cuDNN does the second and third convolution: 0.131 instead of 0.172 ms at
+128 channels, nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py --cudnn_channels` compares). Not with
+LeakyReLU: cuDNN's calls have ReLU inside. Blocks with 64 channels go row by row, all three convolutions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +52,9 @@ class _WideWeights:
     """Of a wide block: cuDNN does the 1x1 convolutions, the kernels those over groups of 64 channels."""
 
     first: _CudnnWeights  # over two frames
-    second: _ConvWeights
+    second: kernels.TileWeights
     third: _CudnnWeights
-    fourth: _ConvWeights
+    fourth: kernels.TileWeights
 
 
 def why_not_hopper(layers: Sequence[fold.Layer], dtype: torch.dtype, device: torch.device) -> str | None:
@@ -98,10 +88,17 @@ class HopperStack(Stack):
         assert 0 <= self._slope < 1, "for the kernels a LeakyReLU is the larger of v and slope · v"
         self._packed = [self._pack(place) for place in range(len(layers))]
 
-    def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
-        # Weights and frames have one dtype already.
-        with torch.cuda.device(frames_NTCHW.device), torch.autocast("cuda", enabled=False):
-            return super().run(frames_NTCHW, state)
+    def run(self, frames_NTCHW: Tensor, state: State | None, **parts: bool) -> tuple[Tensor, State]:
+        with ready(frames_NTCHW):
+            return super().run(frames_NTCHW, state, **parts)
+
+    def head(self, frames_NTCHW: Tensor) -> Tensor:
+        with ready(frames_NTCHW):
+            return super().head(frames_NTCHW)
+
+    def image(self, x: Tensor, num_videos: int) -> Tensor:
+        with ready(x):
+            return super().image(x, num_videos)
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
         flat = frames_NTCHW.flatten(0, 1)
@@ -117,7 +114,7 @@ class HopperStack(Stack):
             # One kernel for both layers keeps nothing at full size but the image.
             joined = isinstance(self._packed[-1], grow_image.GrowImageWeights)
             return math.inf if joined else SLICE_BYTES / self._dtype.itemsize
-        if not (self.is_encoder and start == 0 and stop > 1):
+        if not (self.is_encoder and start == 0 and stop > 1) or self._joins_pool():
             return None
         # Beside its full-size frames a slice has its image, cast and laid out in patches.
         outputs, inputs = cast(fold.ConvLayer, self.layers[0]).weight.shape[:2]
@@ -152,13 +149,16 @@ class HopperStack(Stack):
             return self._wide_block(place, x, state, num_videos)
         weights = cast(_MemWeights, self._packed[place])
         frames, (_, height, width, channels) = x.shape[0] // num_videos, x.shape
-        last = x.unflatten(0, (num_videos, -1))[:, -1].clone()
-        hidden = self._kernel(x, weights.first, frames_per_video=frames, past_NHWC=state[place])
+        last, keep = _keep_last(x, num_videos)
+        hidden = self._kernel(x, weights.first, past_NHWC=state[place], **{"frames_per_video": frames, **keep})
         state[place] = None
-        deeper = self._conv(hidden, weights.second)
+        if isinstance(weights.second, _CudnnWeights):
+            deeper = _cudnn_conv_relu(hidden, weights.second, None, slope=self._slope)
+        else:
+            deeper = self._kernel(hidden, weights.second)
         if isinstance(weights.third, _CudnnWeights):
             del hidden  # the result takes its memory
-            return self._conv(deeper, weights.third, residual_BHWC=x), last
+            return _cudnn_conv_relu(deeper, weights.third, x, slope=self._slope), last
         # The pooling layer behind needs its frames side by side.
         stacked = (
             cast(fold.PoolLayer, self.layers[place + 1]).stride if self.pools_whole(place + 1, state, frames) else 1
@@ -169,7 +169,7 @@ class HopperStack(Stack):
 
     def _wide_block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         weights = cast(_WideWeights, self._packed[place])
-        last = x.unflatten(0, (num_videos, -1))[:, -1].clone()
+        last, keep = _keep_last(x, num_videos)
         past, state[place] = state[place], None
         past = None if past is None else past.permute(0, 3, 1, 2)[:, None]
         hidden = two_frame_conv_relu(
@@ -181,14 +181,9 @@ class HopperStack(Stack):
             slope=self._slope,
         )
         del past
-        hidden = self._conv(hidden.permute(0, 2, 3, 1).contiguous(), weights.second)
-        hidden = self._conv(hidden, weights.third)
-        return self._conv(hidden, weights.fourth, residual_BHWC=x), last
-
-    def _conv(self, x: Tensor, weights: _ConvWeights, residual_BHWC: Tensor | None = None) -> Tensor:
-        if isinstance(weights, _CudnnWeights):
-            return _cudnn_conv_relu(x, weights, residual_BHWC, slope=self._slope)
-        return self._kernel(x, weights, residual_BHWC=residual_BHWC)
+        hidden = self._kernel(hidden.permute(0, 2, 3, 1).contiguous(), weights.second)
+        hidden = _cudnn_conv_relu(hidden, weights.third, None, slope=self._slope)
+        return self._kernel(hidden, weights.fourth, residual_BHWC=x, **keep), last
 
     def _kernel(
         self, x: Tensor, weights: kernels.TileWeights | conv_rows.RowWeights, *, relu: bool = True, **how: Any
@@ -200,17 +195,24 @@ class HopperStack(Stack):
         return compute(x, weights, relu=relu, slope=self._slope, **how)
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
-        if self.is_encoder and start == 0:
+        if self.is_encoder and start == 0 and stop > 1 and self._joins_pool():
+            joined = cast(first_pool.FirstPoolWeights, self._packed[1])
+            x, start = first_pool.first_pool(x.to(self._dtype), joined, slope=self._slope), 2
+        elif self.is_encoder and start == 0:
             x, start = self._first_conv(x, cast(fold.PoolLayer, self.layers[1]).stride if stop > 1 else 1), 1
         for place in range(start, stop):
             x = self._layer(self.layers[place], self._packed[place], x)
         return x
 
+    def _joins_pool(self) -> bool:
+        """Whether an encoder's first two layers are one kernel, which keeps nothing between them."""
+        return isinstance(self._packed[1], first_pool.FirstPoolWeights)
+
     def _first_conv(self, image_BCHW: Tensor, stacked: int) -> Tensor:
         first = self._packed[0]
         image_BCHW = image_BCHW.to(self._dtype)
-        if isinstance(first, kernels.FirstWeights):
-            return kernels.first_conv(image_BCHW, first, stacked=stacked, slope=self._slope)
+        if isinstance(first, first_rows.FirstRowWeights):
+            return first_rows.first_rows(image_BCHW, first, stacked=stacked, slope=self._slope)
         return cast(dict[int, PatchConv], first)[stacked](image_BCHW).permute(0, 2, 3, 1).contiguous()
 
     def _layer(self, layer: fold.Layer, packed: object, x: Tensor) -> Tensor:
@@ -223,6 +225,9 @@ class HopperStack(Stack):
         if isinstance(layer, fold.ClampLayer):
             return compute_layer(layer, x)
         assert isinstance(layer, fold.ConvLayer) and layer.frames == 1 and not layer.shuffle
+        if layer.relu and layer.bias is not None:  # one kernel
+            weights = _CudnnWeights(weight=layer.weight, bias=layer.bias)
+            return _cudnn_conv_relu(x, weights, None, slope=layer.slope)
         made = _cudnn_conv(x, layer.weight, layer.bias)
         return activate(made, layer.slope) if layer.relu else made
 
@@ -233,6 +238,10 @@ class HopperStack(Stack):
             return self._pack_block(place, layer)
         if isinstance(layer, fold.WideMemLayer):
             return _pack_wide_block(layer)
+        if place == 1 and first_pool.fits(self.layers[0], layer, self.patch_size):
+            return first_pool.pack_weights(
+                cast(fold.ConvLayer, self.layers[0]), cast(fold.PoolLayer, layer), self.patch_size
+            )
         if isinstance(layer, fold.GrowLayer):
             return kernels.pack_tile_weights(layer.weight, None, grown=layer.frames)
         if not isinstance(layer, fold.ConvLayer):
@@ -240,7 +249,7 @@ class HopperStack(Stack):
         outputs, inputs = layer.weight.shape[:2]
         if place == 0 and self.is_encoder:
             return self._pack_first(layer)
-        if JOIN_IMAGE and place == len(self.layers) - 1 and grow_image.fits(self.layers[-2], layer):
+        if place == len(self.layers) - 1 and grow_image.fits(self.layers[-2], layer):
             return grow_image.pack_weights(cast(fold.GrowLayer, self.layers[-2]), layer)
         if place == len(self.layers) - 1 and inputs == 64 and outputs == 3 * self.patch_size**2:
             assert layer.bias is not None
@@ -252,23 +261,27 @@ class HopperStack(Stack):
     def _pack_block(self, place: int, layer: fold.MemLayer) -> _MemWeights:
         channels = layer.second.shape[0]
         first, bias = torch.cat([layer.first[:channels], layer.first[channels:]], dim=1), layer.first_bias[:channels]
+        if channels == 64:
+            return _MemWeights(
+                first=conv_rows.pack_row_weights(first, bias),
+                second=conv_rows.pack_row_weights(layer.second, layer.second_bias),
+                third=conv_rows.pack_row_weights(layer.third, layer.third_bias),
+            )
         by_cudnn = channels in CUDNN_CHANNELS and not layer.slope
-        by_rows: frozenset[int] = ROW_CONVS if channels == 64 else frozenset()
         # Before a pooling layer the result has its frames side by side, which cuDNN cannot do.
         before_pool = place + 1 < len(self.layers) and isinstance(self.layers[place + 1], fold.PoolLayer)
         return _MemWeights(
-            first=conv_rows.pack_row_weights(first, bias)
-            if 1 in by_rows
-            else kernels.pack_tile_weights(first, bias, sources=2),
-            second=_pack_3x3(layer.second, layer.second_bias, 2 in by_rows, by_cudnn),
-            third=_pack_3x3(layer.third, layer.third_bias, 3 in by_rows, by_cudnn and not before_pool),
+            first=kernels.pack_tile_weights(first, bias, sources=2),
+            second=_pack_3x3(layer.second, layer.second_bias, by_cudnn),
+            third=_pack_3x3(layer.third, layer.third_bias, by_cudnn and not before_pool),
         )
 
-    def _pack_first(self, layer: fold.ConvLayer) -> kernels.FirstWeights | dict[int, PatchConv]:
-        if layer.weight.shape[:2] == (64, 3):
-            assert layer.bias is not None
-            return kernels.pack_first_weights(layer.weight, layer.bias)
-        stackings, patch = {1, cast(fold.PoolLayer, self.layers[1]).stride}, self.patch_size
+    def _pack_first(self, layer: fold.ConvLayer) -> first_rows.FirstRowWeights | dict[int, PatchConv]:
+        patch = self.patch_size
+        assert layer.bias is not None
+        if first_rows.fits(layer.weight, patch):
+            return first_rows.pack_weights(layer.weight, layer.bias, patch)
+        stackings = {1, cast(fold.PoolLayer, self.layers[1]).stride}
         return {stacked: PatchConv.of(layer, patch_size=patch, stacked=stacked) for stacked in stackings}
 
 
@@ -276,18 +289,23 @@ def _pack_wide_block(layer: fold.WideMemLayer) -> _WideWeights:
     channels, groups = layer.second.shape[0], layer.groups
     return _WideWeights(
         first=_CudnnWeights(weight=over_two_frames(layer), bias=layer.first_bias[:channels]),
-        second=_pack_3x3(layer.second, layer.second_bias, False, CUDNN_GROUPS, groups),
+        second=kernels.pack_tile_weights(layer.second, layer.second_bias, groups=groups),
         third=_CudnnWeights(weight=fold.channels_last(layer.third), bias=layer.third_bias),
-        fourth=_pack_3x3(layer.fourth, layer.fourth_bias, False, CUDNN_GROUPS, groups),
+        fourth=kernels.pack_tile_weights(layer.fourth, layer.fourth_bias, groups=groups),
     )
 
 
-def _pack_3x3(weight: Tensor, bias: Tensor, by_rows: bool, by_cudnn: bool, groups: int = 1) -> _ConvWeights:
-    if by_rows:
-        return conv_rows.pack_row_weights(weight, bias)
+def _pack_3x3(weight: Tensor, bias: Tensor, by_cudnn: bool) -> kernels.TileWeights | _CudnnWeights:
     if by_cudnn:
         return _CudnnWeights(weight=fold.channels_last(weight), bias=bias)
-    return kernels.pack_tile_weights(weight, bias, groups=groups)
+    return kernels.pack_tile_weights(weight, bias)
+
+
+def _keep_last(x_BHWC: Tensor, num_videos: int) -> tuple[Tensor, dict[str, Any]]:
+    """(the last frame of each video NHWC, what tells a block's kernel to copy it there)."""
+    last = x_BHWC.unflatten(0, (num_videos, -1))[:, -1]
+    kept = last.new_empty(last.shape)
+    return kept, {"last_NHWC": kept, "frames_per_video": x_BHWC.shape[0] // num_videos}
 
 
 def _cudnn_conv_relu(x_BHWC: Tensor, weights: _CudnnWeights, residual_BHWC: Tensor | None, *, slope: float) -> Tensor:

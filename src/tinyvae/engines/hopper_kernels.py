@@ -12,10 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinyvae.engines.nvrtc import Launch, load_kernel, processors
+from tinyvae.engines.nvrtc import Kernel, Launch, load_kernel, processors
 
 FILES = ("instructions.cu", "hopper.cu")
 TILE_HEIGHTS = (32, 30, 24, 16)
+FLAT_HEIGHTS: tuple[int, ...] = (16, 8)
+"""Tiles of these heights leave no processor idle where there are few frames, and load weights more often
+(`benchmarks/speed_small.py` compares)."""
+FEWEST_ROWS = 1
+"""Of a warpgroup that goes row by row, and computes up to two more. With four, a taeltx_2 encoder takes 1.16 times as
+long on an H200."""
+LAUNCH_CYCLES = 5000  # what one launch more costs
+HALO_ROW_CYCLES = 190  # of one row of a halo: 32 rows take 3.5 µs
+CYCLE_BYTES = 3000  # which the L2 cache gives all processors of an H200 together in one cycle
 MAX_SHARED_BYTES = 232_448  # what one block may have on sm_90
 
 HALO_W = 10  # a tile is 8 pixels wide, with one more on each side
@@ -83,12 +92,14 @@ def conv_tiles(
     slope: float = 0.0,
     stacked: int = 1,
     out: Tensor | None = None,
+    last_NHWC: Tensor | None = None,
 ) -> Tensor:
     """Convolution, bias, residual and ReLU in one pass. Phases (2x2 weights) make a doubled grid.
 
     ``slope`` is that of the ReLU below zero: not 0 is LeakyReLU. Weights over two frames need ``frames_per_video``;
     ``past_NHWC`` stands before the first frame of each video (None: zeros). ``stacked`` puts that many consecutive
-    output frames side by side into a pixel's channels, as a pooling layer needs them.
+    output frames side by side into a pixel's channels, as a pooling layer needs them. Into ``last_NHWC`` goes a copy of
+    each video's last frame, of the residual's if there is one, for the next chunk of a stream.
     """
     frames, height, width, channels = x_BHWC.shape
     assert channels == weights.channels_in and x_BHWC.is_contiguous() and x_BHWC.dtype == weights.packed.dtype
@@ -97,10 +108,37 @@ def conv_tiles(
     if out is None:
         out = torch.empty(shape, dtype=x_BHWC.dtype, device=x_BHWC.device)
     assert out.shape == shape and out.is_contiguous()
+    assert last_NHWC is None or (last_NHWC.is_contiguous() and last_NHWC.shape[1:] == x_BHWC.shape[1:])
+    how = (stacked, relu, slope)
+    by_frames = weights.sources == 1 and last_NHWC is None  # no frame knows another one
+    first = _first_frames(x_BHWC, weights, stacked) if by_frames or frames_per_video == frames else frames
+    if first == frames:
+        _launch_tiles(x_BHWC, past_NHWC, weights, residual_BHWC, out, last_NHWC, frames_per_video, *how)
+        return out
+    ours, others = (None, None) if residual_BHWC is None else residual_BHWC.split([first, frames - first])
+    made, rest = out.split([first * weights.grown // stacked, (frames - first) * weights.grown // stacked])
+    _launch_tiles(x_BHWC[:first], past_NHWC, weights, ours, made, None, first, *how)
+    before = x_BHWC[first - 1 : first]
+    _launch_tiles(x_BHWC[first:], before, weights, others, rest, last_NHWC, frames - first, *how)
+    return out
+
+
+def _launch_tiles(
+    x: Tensor,
+    past: Tensor | None,
+    weights: TileWeights,
+    residual: Tensor | None,
+    out: Tensor,
+    last: Tensor | None,
+    frames_per_video: int,
+    stacked: int,
+    relu: bool,
+    slope: float,
+) -> None:
     launch = _tiles_launch(
-        x_BHWC.dtype == torch.bfloat16,
-        x_BHWC.device.index,
-        (frames, height, width, frames_per_video),
+        x.dtype == torch.bfloat16,
+        x.device.index,
+        (*x.shape[:3], frames_per_video),
         (weights.channels_in, weights.channels_out, weights.sources, weights.taps, weights.grown),
         weights.packed.shape[0],
         stacked,
@@ -108,9 +146,7 @@ def conv_tiles(
         slope,
         weights.grouped,
     )
-    past = past_NHWC if weights.sources == 2 else None
-    launch(x_BHWC, past, weights.packed, weights.bias, residual_BHWC, out)
-    return out
+    launch(x, past if weights.sources == 2 else None, weights.packed, weights.bias, residual, out, last)
 
 
 @functools.lru_cache(maxsize=256)
@@ -128,27 +164,36 @@ def _tiles_launch(
     """How the work of one `conv_tiles` call is cut up."""
     frames, height, width, frames_per_video = video
     channels_in, channels_out, sources, taps, grown = convolution
-    tile_h = best_tile_height(height)
+    count = processors(device_index)
     split_pixels = grouped or blocks % 2 == 1  # blocks of different groups have no pixels in common
+    steps = (1 if grouped else channels_in // 64) * sources * taps
+    tile_h = choose_tile_height(frames, height, width, blocks, taps, split_pixels, processors=count)
     tiles_x, tiles_y = -(-width // 8), -(-height // tile_h)
     halo_bytes = (HALO_W * (tile_h + 2) + 1) * 128
     stage_bytes = WEIGHT_TILE * (1 if split_pixels else 2)
     fixed = STAGING_BYTES + BARRIER_BYTES + halo_bytes * (4 if split_pixels else 2)
     # No more stages than a job has steps: the warpgroup that runs ahead must not get two jobs ahead.
-    steps = (1 if grouped else channels_in // 64) * sources * taps
     stages = min(8, steps, (MAX_SHARED_BYTES - fixed) // stage_bytes)
     tiles = tiles_x * tiles_y * frames
-    jobs = -(-tiles // 2) * blocks if split_pixels else tiles * blocks // 2
+    jobs = _count_jobs(tile_h, frames, height, width, blocks, split_pixels)
     shape = _Shape(
         frames_per_video, frames, height, width, channels_in, channels_out, sources, blocks, taps, grown, stacked,
         int(split_pixels), stages, tiles_x, tiles_y, tiles, int(relu), int(grouped),
     )  # fmt: skip
-    kernel = load_kernel(
+    for flat_h in FLAT_HEIGHTS:  # compiled now, so that a later chunk of fewer frames need not wait
+        _tiles_kernel(bfloat, device_index, slope, flat_h)
+    kernel = _tiles_kernel(bfloat, device_index, slope, tile_h)
+    return Launch(kernel, 7, [shape], blocks=min(jobs, count), shared_bytes=fixed + stages * stage_bytes)
+
+
+def _tiles_kernel(bfloat: bool, device_index: int, slope: float, tile_h: int) -> Kernel:
+    return load_kernel(
         FILES,
         "conv_tiles",
         device_index,
         threads=TILES_THREADS,
         shared_bytes=MAX_SHARED_BYTES,
+        waits=True,
         PRODUCT_N=8 * tile_h,
         BFLOAT=int(bfloat),
         SLOPE=slope,
@@ -157,8 +202,80 @@ def _tiles_launch(
         STAGING_BYTES=STAGING_BYTES,
         BARRIER_BYTES=BARRIER_BYTES,
     )
-    blocks_run, shared_bytes = min(jobs, processors(device_index)), fixed + stages * stage_bytes
-    return Launch(kernel, 6, [shape], blocks=blocks_run, shared_bytes=shared_bytes)
+
+
+def choose_tile_height(
+    frames: int, height: int, width: int, blocks: int, taps: int, split_pixels: bool, *, processors: int
+) -> int:
+    """The tile height with which the busiest processor needs the fewest cycles; the largest of equals."""
+    size = frames, height, width, blocks, taps, split_pixels
+    heights = dict.fromkeys((best_tile_height(height), *FLAT_HEIGHTS))
+    return min(heights, key=lambda tile_h: tile_cycles(tile_h, *size, processors=processors))
+
+
+def tile_cycles(
+    tile_h: int,
+    frames: int,
+    height: int,
+    width: int,
+    blocks: int,
+    taps: int,
+    split_pixels: bool,
+    *,
+    processors: int,
+) -> float:
+    """Cycles of the busiest processor for one step of all its tiles.
+
+    A step multiplies 64 channels of one tap for two blocks of outputs or two tiles; meanwhile the weights of the next
+    step and a part of the next halo come from the L2 cache.
+    """
+    jobs = _count_jobs(tile_h, frames, height, width, blocks, split_pixels)
+    halos, weight_sets = (2, 1) if split_pixels else (1, 2)
+    loaded = WEIGHT_TILE * weight_sets + halos * HALO_W * (tile_h + 2) * 128 / taps
+    loading = max(min(jobs, processors) * loaded / CYCLE_BYTES, halos * HALO_ROW_CYCLES * (tile_h + 2) / taps)
+    return -(-jobs // processors) * max(32 * tile_h, loading)
+
+
+def _count_jobs(tile_h: int, frames: int, height: int, width: int, blocks: int, split_pixels: bool) -> int:
+    tiles = -(-width // 8) * -(-height // tile_h) * frames
+    return -(-tiles // 2) * blocks if split_pixels else tiles * blocks // 2
+
+
+def _first_frames(x: Tensor, weights: TileWeights, stacked: int) -> int:
+    (blocks, slices), (frames, height, width, _) = weights.packed.shape[:2], x.shape
+    split_pixels, steps = weights.grouped or blocks % 2 == 1, slices * weights.taps
+    size = frames, height, width, blocks, weights.taps, split_pixels
+    return first_frames(*size, steps, stacked, processors=processors(x.device.index))
+
+
+@functools.lru_cache(maxsize=256)
+def first_frames(
+    frames: int,
+    height: int,
+    width: int,
+    blocks: int,
+    taps: int,
+    split_pixels: bool,
+    steps: int,
+    multiple: int,
+    *,
+    processors: int,
+) -> int:
+    """How many frames a first launch takes: all, or as many as keep every processor busy to the end, if a second launch
+    with flatter tiles for the others ends a tenth earlier. ``multiple``: frames that stay together."""
+    size = height, width, blocks, taps, split_pixels
+
+    def cycles(count: int) -> float:
+        tile_h = choose_tile_height(count, *size, processors=processors)
+        return tile_cycles(tile_h, count, *size, processors=processors)
+
+    tile_h = best_tile_height(height)
+    jobs = _count_jobs(tile_h, frames, height, width, blocks, split_pixels)
+    first = jobs // processors * processors * frames // jobs // multiple * multiple
+    if not 0 < first < frames:
+        return frames
+    apart = cycles(first) + cycles(frames - first) + LAUNCH_CYCLES / steps
+    return first if apart < 0.9 * cycles(frames) else frames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,43 +316,11 @@ def _image_launch(
     tiles_x, tiles_y = -(-width // 16), -(-height // 16)
     shared_bytes = IMAGE_SIDE**2 * 128 + 36 * 256 * -(-channels_out // 8)
     constants = {"OUT": channels_out, "PATCH": patch, "BFLOAT": int(bfloat), "SIDE": IMAGE_SIDE}
-    kernel = load_kernel(FILES, "image_conv", device_index, threads=128, shared_bytes=shared_bytes, **constants)
+    kernel = load_kernel(
+        FILES, "image_conv", device_index, threads=128, shared_bytes=shared_bytes, waits=True, **constants
+    )
     values, blocks = [height, width, tiles_x, tiles_y], tiles_x * tiles_y * frames
     return Launch(kernel, 4, values, blocks=blocks, shared_bytes=shared_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FirstWeights:
-    packed: Tensor
-    bias: Tensor
-
-
-def pack_first_weights(weight: Tensor, bias: Tensor) -> FirstWeights:
-    """``weight`` is (64, 3, 3, 3)."""
-    padded = weight.new_zeros(32, 64)
-    padded[:27] = weight.flatten(1).T[:, thread_channels().to(weight.device)]
-    return FirstWeights(packed=_fragments(padded), bias=bias.float().contiguous())
-
-
-def first_conv(x_BCHW: Tensor, weights: FirstWeights, *, stacked: int = 1, slope: float = 0.0) -> Tensor:
-    """RGB frames B3HW (contiguous) to (B/stacked)HW(stacked·64) with bias and ReLU; ``slope`` as in `conv_tiles`."""
-    frames, channels, height, width = x_BCHW.shape
-    assert channels == 3 and x_BCHW.is_contiguous() and frames % stacked == 0
-    out = torch.empty(frames // stacked, height, width, 64 * stacked, dtype=x_BCHW.dtype, device=x_BCHW.device)
-    launch = _first_launch(x_BCHW.dtype == torch.bfloat16, x_BCHW.device.index, frames, height, width, stacked, slope)
-    launch(x_BCHW, weights.packed, weights.bias, out)
-    return out
-
-
-@functools.lru_cache(maxsize=64)
-def _first_launch(
-    bfloat: bool, device_index: int, frames: int, height: int, width: int, stacked: int, slope: float
-) -> Launch:
-    tiles_x, tiles_y = -(-width // 32), -(-height // 16)
-    blocks = min(tiles_x * tiles_y * frames, 2 * processors(device_index))
-    values = [height, width, tiles_x, tiles_y, stacked, frames]
-    kernel = load_kernel(FILES, "first_conv", device_index, threads=256, BFLOAT=int(bfloat), SLOPE=slope)
-    return Launch(kernel, 4, values, blocks=blocks)
 
 
 def thread_channels() -> Tensor:
@@ -254,8 +339,7 @@ def _fragments(weight_KN: Tensor) -> Tensor:
 
 def share_rows(rows: int, processors: int) -> tuple[int, int]:
     """(rows of a warpgroup, blocks of two warpgroups) of a kernel that goes row by row."""
-    fewest = 4  # of a warpgroup, because it computes up to two more
-    share = max(fewest, -(-rows // (2 * processors)))
+    share = max(FEWEST_ROWS, -(-rows // (2 * processors)))
     return share, -(-rows // (2 * share))
 
 

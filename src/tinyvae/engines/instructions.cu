@@ -6,6 +6,19 @@ typedef unsigned int u32; typedef unsigned long long u64; typedef long long i64;
 __device__ __forceinline__ u32 smem_address(const void* p) {
   u32 a; asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(a) : "l"(p)); return a;
 }
+// A kernel may start while those in front of it still run (`early_launches` in nvrtc.py). The first of these functions
+// allows it to the kernel behind; the second ends when all kernels in front have ended. Before it a thread touches
+// nothing but weights and its own shared memory: no input, and no result, whose memory may still be read.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_others() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 #if BFLOAT
 #define ELEMENT "bf16"
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
@@ -39,6 +52,14 @@ __device__ __forceinline__ void mma(float* d, const u32* a, u32 b0, u32 b1) {
 }
 
 #ifdef PRODUCT_N  // kernels with Hopper's matrix instruction
+// Copy the last frame of each video, for the next chunk: this is thread `member` of `members`.
+__device__ __forceinline__ void keep_last(
+    char* last, const char* frames, int videos, int frames_per_video, i64 frame_bytes, int member, int members) {
+  const char* from = frames + (frames_per_video - 1) * frame_bytes;
+  for (int video = 0; video < videos; video++, last += frame_bytes, from += frames_per_video * frame_bytes)
+#pragma unroll 4
+    for (i64 at = member * 16; at < frame_bytes; at += members * 16) *(uint4*)(last + at) = *(const uint4*)(from + at);
+}
 __device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count) : "memory");
 }
@@ -81,12 +102,14 @@ __device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.
 #define TEXT(x) TEXT_(x)
 #define D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
               "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define NAMES_64 \
+#define NAMES_32 \
   "%0, %1, %2, %3, %4, %5, %6, %7" ", %8, %9, %10, %11, %12, %13, %14, %15" \
-  ", %16, %17, %18, %19, %20, %21, %22, %23" ", %24, %25, %26, %27, %28, %29, %30, %31" \
+  ", %16, %17, %18, %19, %20, %21, %22, %23" ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define DATA_32 D8(0), D8(8), D8(16), D8(24)
+#define NAMES_64 NAMES_32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39" ", %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55" ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define DATA_64 D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56)
+#define DATA_64 DATA_32, D8(32), D8(40), D8(48), D8(56)
 #define NAMES_96 NAMES_64 \
   ", %64, %65, %66, %67, %68, %69, %70, %71" ", %72, %73, %74, %75, %76, %77, %78, %79" \
   ", %80, %81, %82, %83, %84, %85, %86, %87" ", %88, %89, %90, %91, %92, %93, %94, %95"
@@ -98,7 +121,12 @@ __device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.
 #define NAMES_128 NAMES_120 \
   ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define DATA_128 DATA_120, D8(120)
-#if PRODUCT_N == 128
+#if PRODUCT_N == 64
+#define NAMES NAMES_32
+#define DATA DATA_32
+#define FACTORS "%32, %33"
+#define ADD "%34"
+#elif PRODUCT_N == 128
 #define NAMES NAMES_64
 #define DATA DATA_64
 #define FACTORS "%64, %65"
@@ -119,7 +147,7 @@ __device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.
 #define FACTORS "%128, %129"
 #define ADD "%130"
 #else
-#error "a product has 128, 192, 240 or 256 columns"
+#error "a product has 64, 128, 192, 240 or 256 columns"
 #endif
 __device__ __forceinline__ void wgmma_tile(float* d, u64 a, u64 b, u32 add) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; "

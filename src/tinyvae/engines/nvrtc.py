@@ -6,18 +6,25 @@ compiled kernel, per device.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import glob
 import importlib.util
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+EARLY_LAUNCH = True
+"""Whether kernels may start before those in front of them have ended, inside `early_launches`
+(`benchmarks/speed_codec.py --no_early_launch` compares)."""
+EARLY_CAPABILITY = (9, 0)  # the first cards that can
 
 
 class KernelBuildError(RuntimeError):
@@ -31,6 +38,51 @@ class Kernel:
     function: ctypes.c_void_p
     threads: int
     device_index: int
+    waits: bool = False  # it waits by itself for the kernels in front of it, before it touches what is theirs
+
+
+class _Order(threading.local):
+    """Of the kernels that this thread launches."""
+
+    inside = False  # `early_launches`
+    started = False  # the first kernel in there has been launched
+
+
+_order = _Order()
+
+
+@contextlib.contextmanager
+def early_launches() -> Iterator[None]:
+    """Inside, a kernel starts while the one in front of it still runs, if its source waits for the others at the right
+    place (``waits`` of `load_kernel`): it copies its weights meanwhile. Not the first one: weights that were made just
+    before are complete when it starts, and so for all behind it. On one stream; each thread has its own order."""
+    outer = _order.inside, _order.started
+    _order.inside, _order.started = EARLY_LAUNCH, False
+    try:
+        yield
+    finally:
+        _order.inside, _order.started = outer
+
+
+class _Attribute(ctypes.Structure):
+    """The driver's CUlaunchAttribute with a number as its value."""
+
+    _fields_ = [("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_char * 60)]
+
+
+class _Config(ctypes.Structure):
+    """The driver's CUlaunchConfig."""
+
+    _fields_ = [
+        *((f"{what}_{axis}", ctypes.c_uint) for what in ("blocks", "threads") for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+_STARTS_EARLY = ctypes.pointer(_Attribute(id=6, value=1))  # PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class Launch:
@@ -52,7 +104,6 @@ class Launch:
         self._pointer_array = ctypes.c_void_p * pointers
         self._address_array = ctypes.c_void_p * (pointers + len(self._values))
         self._kernel, self._blocks, self._shared_bytes = kernel, blocks, shared_bytes
-        self._launch = _driver().cuLaunchKernel
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on torch's current stream; None is a null pointer."""
@@ -60,22 +111,33 @@ class Launch:
         pointers = self._pointer_array(*(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
         start = ctypes.addressof(pointers)
         addresses = self._address_array(*(start + offset for offset in self._offsets), *self._value_addresses)
-        kernel = self._kernel
+        kernel, driver = self._kernel, _driver()
         stream = torch._C._cuda_getCurrentRawStream(kernel.device_index)
-        status = self._launch(
-            kernel.function, self._blocks, 1, 1, kernel.threads, 1, 1, self._shared_bytes,
-            ctypes.c_void_p(stream), addresses, None,
-        )  # fmt: skip
-        _check_driver(status, "cuLaunchKernel")
+        grid = self._blocks, 1, 1, kernel.threads, 1, 1, self._shared_bytes, ctypes.c_void_p(stream)
+        if _order.started and kernel.waits:
+            config = _Config(*grid, _STARTS_EARLY, 1)
+            status = driver.cuLaunchKernelEx(ctypes.byref(config), kernel.function, addresses, None)
+        else:
+            status = driver.cuLaunchKernel(kernel.function, *grid, addresses, None)
+        _check_driver(status, "the launch of a kernel")
+        _order.started = _order.inside
 
 
 @functools.cache
 def load_kernel(
-    files: tuple[str, ...], name: str, device_index: int, *, threads: int, shared_bytes: int = 0, **constants: float
+    files: tuple[str, ...],
+    name: str,
+    device_index: int,
+    *,
+    threads: int,
+    shared_bytes: int = 0,
+    waits: bool = False,
+    **constants: float,
 ) -> Kernel:
     """The function ``name`` (extern "C") of these files of this folder, one behind the other: compiled for a device and
     loaded onto it once. They see ``constants`` and THREADS as macros, and a macro with the function's own name in
-    capitals. For Hopper they may use the instructions that no other card has (sm_90a).
+    capitals. For Hopper they may use the instructions that no other card has (sm_90a). ``waits`` says that each of its
+    threads calls ``wait_for_others`` before it touches what other kernels read or write: then it may start early.
 
     Example: ``load_kernel(("instructions.cu", "depthwise.cu"), "super_depthwise", 0, threads=512, BFLOAT=1)``
     """
@@ -93,7 +155,8 @@ def load_kernel(
         _check_driver(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
         most_dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check_driver(driver.cuFuncSetAttribute(function, most_dynamic_shared, shared_bytes), "cuFuncSetAttribute")
-    return Kernel(function=function, threads=threads, device_index=device_index)
+    can_wait = waits and (major, minor) >= EARLY_CAPABILITY
+    return Kernel(function=function, threads=threads, device_index=device_index, waits=can_wait)
 
 
 @functools.cache

@@ -1,9 +1,8 @@
 // What follows a convolution, in one pass over its result and in place: bias, residual, ReLU or LeakyReLU.
 //
 // Compiled by NVRTC for the card at hand (see nvrtc.py), for one precision (-DBITS=16 or 32, -DBFLOAT) and one SLOPE,
-// with instructions that every card has for which NVRTC compiles.
+// with instructions that every card has for which NVRTC compiles; behind instructions.cu.
 
-typedef unsigned int u32; typedef unsigned short u16;
 #define VALUES (128 / BITS)  // of a word of 16 bytes
 
 __device__ __forceinline__ void unpack(uint4 word, float* v) {
@@ -52,6 +51,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) pointwise(
     uint4* x, const uint4* bias, const uint4* residual, u32 words, u32 words_per_pixel) {
   const u32 first = blockIdx.x * THREADS + threadIdx.x, step = gridDim.x * THREADS;
   float offset[VALUES];
+  let_next_start();
+  wait_for_others();  // before the bias too, which is a few bytes
   unpack(bias[first % words_per_pixel], offset);
   for (u32 at = first; at < words; at += step) {  // words + step stays below 2^32, see pointwise.py
     float v[VALUES], more[VALUES];

@@ -68,7 +68,8 @@ def _kernel(device_index: int, dtype: torch.dtype, slope: float) -> Kernel | Non
     assert 0 <= slope < 1, "a LeakyReLU is the larger of v and slope · v"
     constants = {"BITS": 8 * dtype.itemsize, "BFLOAT": int(dtype == torch.bfloat16), "SLOPE": slope}
     try:
-        return load_kernel(("pointwise.cu",), "pointwise", device_index, threads=THREADS, **constants)
+        files = ("instructions.cu", "pointwise.cu")
+        return load_kernel(files, "pointwise", device_index, threads=THREADS, waits=True, **constants)
     except KernelBuildError as reason:
         what = f"the kernel for activations could not be made here ({str(reason).rstrip('.')})"
         warnings.warn(f"{what}; torch's own operators compute them, slower and with the same result.", stacklevel=2)

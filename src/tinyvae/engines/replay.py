@@ -3,7 +3,8 @@
 Where a network is small on the inside (taew2_2, taeltx_2), the GPU runs kernels faster than the host can launch them.
 So the second chunk of a shape is recorded as a CUDA graph, and later chunks of that shape replay it. A shape that comes
 once costs nothing. The graph works in memory of its own: a chunk and its state are copied in, and the results are
-copied out, so results stay valid and any number of streams can take turns.
+copied out, so results stay valid and any number of streams can take turns. An image that is larger than what lies
+behind it is not copied: the layers that read or write it are launched outside of the graph.
 
 The thread that records has run the shape before: kernels are compiled then, and cuDNN, which chooses its kernels for
 each thread, need not try any out while a graph is recorded. A process that runs out of GPU memory frees its graphs and
@@ -16,7 +17,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from tinyvae.engines.stack import Stack, State
 MOST_BYTES = 512 * 2**20
 """Of the inputs and outputs of all recordings of one side. The recording that was not used for longest goes first."""
 MOST_SHAPES = 64
+IMAGE_APART = True
+"""Whether the layers at the image are launched, before an encoder's graph and behind a decoder's, where that is less to
+copy: they read and write the caller's image, else it is copied (`benchmarks/speed_codec.py --copy_image` compares)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,7 @@ class _Recording:
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]  # the chunk, then what its state holds
     outputs: list[Tensor | None]  # the frames, then the new state
+    with_image: bool = True  # else the frames are those before the image
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +60,10 @@ class Replay:
         self._recordings: OrderedDict[Any, _Recording | int] = OrderedDict()  # a number: the thread that ran it last
         self._lock = threading.Lock()
         self._done: torch.cuda.Event | None = None  # when the GPU has finished with the memory of the graphs
-        self._pool: Any = None  # one for all graphs: they never run at the same time
+        # One of each for all graphs, which never run at the same time. In a pool, memory that one stream gave back goes
+        # to that stream only: with a stream for each graph, none would use another's.
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
         Replay._alive.add(self)
 
     def __reduce__(self) -> tuple[type[Replay], tuple[Stack]]:
@@ -65,22 +73,25 @@ class Replay:
         """As `Stack.run`."""
         if torch.cuda.is_current_stream_capturing():  # the caller records a graph of its own
             return self._stack.run(chunk_NTCHW, state)
+        with_head = not (IMAGE_APART and self._stack.head_is_smaller(chunk_NTCHW.shape, state))
+        if not with_head:
+            chunk_NTCHW = self._stack.head(chunk_NTCHW)
         parts = [chunk_NTCHW, *(part for part in state or () if part is not None)]
         filled = None if state is None else tuple(part is not None for part in state)
-        key = (filled, *((part.shape, part.dtype) for part in parts))
+        key = (with_head, filled, *((part.shape, part.dtype) for part in parts))
         with self._lock, torch.cuda.device(chunk_NTCHW.device):
             thread = threading.get_ident()
             recording = self._recordings.get(key)
             if recording == thread and Replay.records:
                 try:
-                    recording = self._record(parts, filled)
+                    recording = self._record(parts, filled, with_head)
                 except torch.OutOfMemoryError:  # no room for memory of its own: chunks are launched from now on
                     Replay.records = False
             if isinstance(recording, _Recording):
                 self._remember(key, recording)
                 return self._replay(recording, parts)
             self._remember(key, thread)
-        return self._stack.run(chunk_NTCHW, state)
+        return self._stack.run(chunk_NTCHW, state, with_head=with_head)
 
     def forget(self) -> None:
         """Free all recordings."""
@@ -96,14 +107,14 @@ class Replay:
     def _num_bytes(self) -> int:
         return sum(one.num_bytes for one in self._recordings.values() if isinstance(one, _Recording))
 
-    def _record(self, parts: list[Tensor], filled: tuple[bool, ...] | None) -> _Recording:
+    def _record(self, parts: list[Tensor], filled: tuple[bool, ...] | None, with_head: bool) -> _Recording:
         # Tensors of inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
             graph = torch.cuda.CUDAGraph()
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
+            if self._stream is None:
+                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            stream = self._stream
             # `torch.cuda.graph` would also free all cached memory, which costs more than the recording.
-            stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 # thread_local: other threads go on with their own work meanwhile.
@@ -114,11 +125,12 @@ class Replay:
                     inputs = [torch.empty_like(part) for part in parts]
                     held = iter(inputs[1:])
                     state = None if filled is None else [next(held) if is_there else None for is_there in filled]
-                    made, after = self._stack.run(inputs[0], state)
+                    with_image = not (IMAGE_APART and self._stack.image_is_larger(inputs[0].shape))
+                    made, after = self._stack.run(inputs[0], state, with_head=with_head, with_image=with_image)
                 finally:
                     graph.capture_end()
             torch.cuda.current_stream().wait_stream(stream)
-        return _Recording(graph=graph, inputs=inputs, outputs=[made, *after])
+        return _Recording(graph=graph, inputs=inputs, outputs=[made, *after], with_image=with_image)
 
     def _replay(self, recording: _Recording, parts: list[Tensor]) -> tuple[Tensor, State]:
         stream = torch.cuda.current_stream()
@@ -126,15 +138,17 @@ class Replay:
             stream.wait_event(self._done)  # another stream may still read from the graphs' memory
         torch._foreach_copy_(recording.inputs, parts)
         recording.graph.replay()
-        copies = [None if output is None else torch.empty_like(output) for output in recording.outputs]
-        torch._foreach_copy_(
-            [copy for copy in copies if copy is not None],
-            [output for output in recording.outputs if output is not None],
-        )
-        self._done = stream.record_event()
-        made = copies[0]
+        made, *after = recording.outputs
         assert made is not None, "a stack always gives frames"
-        return made, copies[1:]
+        # The state is copied out of the graph's memory, and the frames, or the image is made of them.
+        kept = recording.outputs if recording.with_image else after
+        copies = [None if output is None else torch.empty_like(output) for output in kept]
+        torch._foreach_copy_(
+            [copy for copy in copies if copy is not None], [output for output in kept if output is not None]
+        )
+        frames = copies.pop(0) if recording.with_image else self._stack.image(made, parts[0].shape[0])
+        self._done = stream.record_event()
+        return cast(Tensor, frames), copies
 
 
 def stop_recording() -> None:

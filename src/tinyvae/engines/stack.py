@@ -39,17 +39,21 @@ class Stack(ABC):
         self._runs = cut_runs(layers)
         self._widest: dict[tuple[int, int], tuple[float, int]] = {}  # results of `widest_values`, by start and stop
 
-    def run(self, frames_NTCHW: Tensor, state: State | None) -> tuple[Tensor, State]:
+    def run(
+        self, frames_NTCHW: Tensor, state: State | None, *, with_head: bool = True, with_image: bool = True
+    ) -> tuple[Tensor, State]:
         """One chunk of a video: (frames NTCHW, the state for the next chunk). ``state`` is used up.
 
-        T may be 0 while a pooling layer waits for partners; the layers behind it have not run then.
+        T may be 0 while a pooling layer waits for partners; the layers behind it have not run then. The layers at the
+        image can be left out: an encoder then takes what `head` made, and `image` makes a decoder's frames.
         """
         num_videos, num_frames = frames_NTCHW.shape[:2]
         old: State = [None] * len(self.layers) if state is None else state
         new: State = [None] * len(self.layers)
-        x = self.enter(frames_NTCHW, old)
+        x = self.enter(frames_NTCHW, old) if with_head else frames_NTCHW.flatten(0, 1)
         del frames_NTCHW  # where nobody else holds it, its memory is free now
-        for start, stop, is_block, grown, pooled in self._runs:
+        runs = self._runs[0 if with_head else 1 : None if with_image else -1]
+        for start, stop, is_block, grown, pooled in runs:
             if is_block:
                 x, new[start] = self.block(start, x, old, num_videos)
                 old[start] = None
@@ -68,7 +72,45 @@ class Stack(ABC):
             else:
                 x = self._run_layers(start, stop, x, num_videos * num_frames)
             num_frames = num_frames * grown // (pooled or 1)
-        return self.leave(x).unflatten(0, (num_videos, -1)), new
+        return (self._finish(x, num_videos) if with_image else x), new
+
+    def _finish(self, x: Tensor, num_videos: int) -> Tensor:
+        return self.leave(x).unflatten(0, (num_videos, -1))
+
+    def head(self, frames_NTCHW: Tensor) -> Tensor:
+        """What an encoder's first run makes of frames that it pools whole: N and T, then the engine's own layout."""
+        num_videos, num_frames = frames_NTCHW.shape[:2]
+        start, stop, *_ = self._runs[0]
+        x = self.enter(frames_NTCHW, [None] * len(self.layers))
+        return self._run_layers(start, stop, x, num_videos * num_frames).unflatten(0, (num_videos, -1))
+
+    def image(self, x: Tensor, num_videos: int) -> Tensor:
+        """Frames NTCHW of what `run` made without the image."""
+        start, stop, *_ = self._runs[-1]
+        return self._finish(self._run_layers(start, stop, x, x.shape[0]), num_videos)
+
+    def head_is_smaller(self, shape: torch.Size, state: State | None) -> bool:
+        """Whether this is an encoder whose first run makes fewer values of a chunk NTCHW, and keeps no frames."""
+        _, stop, *_, pooled = self._runs[0]
+        held: State = [None] * len(self.layers) if state is None else state
+        if not (self.is_encoder and pooled and self.pools_whole(stop - 1, held, shape[1])):
+            return False
+        num_videos, num_frames, channels, height, width = shape
+        patch = self.patch_size
+        size = Size(num_videos * num_frames, channels * patch**2, height // patch, width // patch)
+        values = size.values
+        for layer in self.layers[:stop]:
+            size = layer.output(size)
+        return size.values < values
+
+    def image_is_larger(self, shape: torch.Size) -> bool:
+        """Whether this is a decoder whose last run makes more values of a chunk NTCHW than it takes."""
+        if not self.ends_in_image(len(self.layers)):
+            return False
+        sizes = [Size(shape[0] * shape[1], *shape[2:])]
+        for layer in self.layers:
+            sizes.append(layer.output(sizes[-1]))
+        return sizes[-1].values > sizes[self._runs[-1][0]].values
 
     def pools_whole(self, place: int, state: State, num_frames: int) -> bool:
         """Whether layer ``place`` is a pooling layer without waiting frames, now and after these frames."""
