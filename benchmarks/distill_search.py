@@ -67,9 +67,7 @@ from tinyvae.training.build import initialize_he
 from tinyvae.training.engine import Engine
 from tinyvae.training.optim import OptimizerSet, WeightAverage, learning_rate_factor, make_optimizers
 
-# Latents depend on their place in a clip (Wan's deviate by 0.5 at its start, by 1.2 in its fifth latent): students
-# learn from clips as long as those on which they are examined.
-BASE = replace(load_preset("distill"), n_frames=17, train_batch_size=8, compile_mode="default")
+BASE = replace(load_preset("distill"), compile_mode="default")  # what ships, without CUDA graphs: terms come and go
 FIRST_BLOCKS = 6  # layers of the student's decoder up to its last block of the latents' size
 GO = "go\n"  # what a process of `--at_once` waits for: the crops are in the file
 
