@@ -158,6 +158,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.weights is not None and not arguments.weights.is_file():
         parser.error(f"--weights {arguments.weights}: there is no such file.")
+    if nameless := [each for each in arguments.settings if ":" not in each]:
+        parser.error(f"{nameless[0]!r} has no name; write NAME:key=value,... ('without:' changes nothing).")
     arguments.work.mkdir(parents=True, exist_ok=True)
     settings = arguments.settings or default_settings(arguments.steps)
     with ThreadPoolExecutor(arguments.at_once) as pool:
