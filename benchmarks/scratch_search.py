@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scratch_ideas import IDEAS, loss_of, optimizers_of, start_bilinear, start_orthogonal
+from scratch_ideas import IDEAS, loss_of, optimizers_of, start_bilinear, start_colors, start_orthogonal
 from torch import Tensor
 
 from tinyvae.config import TrainConfig, load_preset
@@ -125,16 +125,20 @@ def detail_of(table: Tensor, top: int, left: int, size: int) -> float:
     return float(table[bottom, right] - table[top, right] - table[bottom, left] + table[top, left])
 
 
-def center(video: Tensor, num_frames: int) -> Tensor:
-    """float NTCHW in [0, 1], N = 1: the middle frames of a file, the center 256x256 of each (or as much as it has)."""
-    height, width = (min(256, side // 8 * 8) for side in video.shape[-2:])
+def center(video: Tensor, num_frames: int, side: int = 256) -> Tensor:
+    """float NTCHW in [0, 1], N = 1: the middle frames of a file, the center of each (less where it has less)."""
+    height, width = (min(side, available // 8 * 8) for available in video.shape[-2:])
     top, left, first = (video.shape[2] - height) // 2, (video.shape[3] - width) // 2, (len(video) - num_frames) // 2
     return video[None, first : first + num_frames, :, top : top + height, left : left + width].float() / 255
 
 
-def frame_psnr(model: TAEHV, clip: Tensor) -> Tensor:
-    """dB of each frame of one clip."""
-    return -10 * (model.reconstruct(clip) - model.target(clip)).square().mean(dim=(0, 2, 3, 4)).log10()
+def frame_psnr(model: TAEHV, clip: Tensor, inner: int | None = None) -> Tensor:
+    """dB of each frame of one clip; ``inner``: of only so many lines and columns in the middle."""
+    error = (model.reconstruct(clip) - model.target(clip)).square()
+    if inner is not None:
+        top, left = (max(0, side - inner) // 2 for side in error.shape[-2:])
+        error = error[..., top : top + inner, left : left + inner]
+    return -10 * error.mean(dim=(0, 2, 3, 4)).log10()
 
 
 @torch.no_grad()
@@ -144,18 +148,25 @@ def score(model: TAEHV, videos: list[Tensor]) -> float:
 
 
 @torch.no_grad()
-def score_by_latent(model: TAEHV, videos: list[Tensor], latents: int = 5) -> str:
-    """dB of the same frames as the second, third, ... latent of a clip: lower where training clips were too short.
+def score_elsewhere(model: TAEHV, videos: list[Tensor], latents: int = 5) -> str:
+    """dB of the same pixels at other places: lower where the training clips were too short, or their crops too small.
 
-    The clips end at the same frame and begin earlier and earlier, so their content does not differ.
+    By latent: the clips end at the same frame and begin earlier and earlier. By side: the same center 64x64 in larger
+    and larger pictures, because a network that was trained on small crops relies on the zeros around them.
     """
     each = model.spec.time_factor
     clips = [center(video, each * latents) for video in videos if len(video) >= each * latents]
-    means = []
-    for count in range(2, latents + 1):
-        values = [frame_psnr(model, clip[:, -each * count :])[-each:].mean() for clip in clips]
-        means.append(f"{float(torch.stack(values).mean()):.2f}")
-    return f"same frames as latent 2, 3, ...: {', '.join(means)}"
+    large = [video for video in videos if min(video.shape[-2:]) >= 256] or videos
+    by_latent = [
+        torch.stack([frame_psnr(model, clip[:, -each * count :])[-each:].mean() for clip in clips]).mean()
+        for count in range(2, latents + 1)
+    ]
+    by_side = [
+        torch.stack([frame_psnr(model, center(video, 12, side), inner=64).mean() for video in large]).mean()
+        for side in (64, 128, 192, 256)
+    ]
+    words = [" ".join(f"{mean:.2f}" for mean in means) for means in (by_latent, by_side)]
+    return f"same frames as latent 2, 3, ...: {words[0]}; same center in 64, 128, 192, 256 lines: {words[1]}"
 
 
 class Rig:
@@ -175,6 +186,8 @@ class Rig:
         initialize_he(fresh, seed=seed)
         if options.get("bilinear"):
             start_bilinear(fresh)
+        if options.get("colors"):
+            start_colors(fresh)
         if options.get("orthogonal"):
             start_orthogonal(fresh)
         fresh.decoder[-1].weight.data.mul_(options.get("output_gain", 1.0))
@@ -228,7 +241,7 @@ def run(
             print(f"{name}: step {step}, {trained:.0f} s, {words}", flush=True)
         if last:
             with average.swapped_into(model):
-                print(f"{name}: {score_by_latent(model, val)}", flush=True)
+                print(f"{name}: {score_elsewhere(model, val)}", flush=True)
             break
     return {"name": name, "curve": curve, "steps": step, "seconds": trained, "psnr": curve[-1][2]}
 
@@ -284,7 +297,7 @@ def main() -> None:
     for weights in arguments.score:
         model = load_model(weights).to(device)
         print(f"{score(model, val):.2f} dB, on training clips {score(model, train):.2f} dB  {weights}", flush=True)
-        print(score_by_latent(model, val, latents=7), flush=True)
+        print(score_elsewhere(model, val, latents=7), flush=True)
     if arguments.score:
         return
     results = []
