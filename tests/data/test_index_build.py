@@ -156,6 +156,9 @@ def test_the_start_of_a_fresh_process_is_not_the_files_time(tmp_path: Path, monk
     look = functools.partial(index_build._row_of, probe=probe_video, timeout_s=10.0, thorough=False)
     row, _ = index_build._probe_alone(task, look, 10.0, fork=False)
     assert (row.reason, row.frames) == ("", 4)
+    monkeypatch.setattr(index_build, "START_S", 0.5)
+    with pytest.raises(UserError, match=r"a new process did not start within 0\.5 s"):
+        index_build._probe_alone(task, look, 10.0, fork=False)
 
 
 def test_the_cached_index_is_used_until_the_source_lists_other_files(

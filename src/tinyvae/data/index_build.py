@@ -41,6 +41,7 @@ BATCH, BATCHES_AHEAD = 8, 4
 NOT_THERE = "the file is not there"
 GRACE_S = 30.0
 """How much longer than the deadlines of its files together a batch may take before its process is killed."""
+START_S = 300.0  # a process that has not started by then never will
 FETCH_S = 600.0
 """How much longer a file behind a URL may take: it is fetched first."""
 
@@ -338,8 +339,10 @@ def _check_same_storage(
 def _probe_alone(task: ProbeTask, look: Look, limit_s: float, *, fork: bool = True) -> tuple[IndexRow, bool]:
     """In a process of its own, so that the file at fault is known."""
     pool = _new_pool(1, fork=fork)
+    started = pool.submit(os.getpid)  # a fresh process imports torch first: that is not the file's time
     try:
-        pool.submit(os.getpid).result()  # a fresh process imports torch first: that is not the file's time
+        if not concurrent.futures.wait([started], START_S).done:
+            raise UserError(f"a new process did not start within {START_S:g} s; see what keeps this machine busy.")
         return pool.submit(look, task).result(timeout=limit_s)
     except BrokenProcessPool:
         reason = "the decoder crashed on this file"
