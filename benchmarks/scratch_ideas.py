@@ -28,7 +28,8 @@ IDEAS = {
     "loss": "mse, l1, charbonnier; of each frame log_mse, rmse, or its MSE to a power: power_0.75",
     "quiet": "size of the last conv of each residual branch at the start (shipped: 0.03)",
     "bilinear": "the decoder's upsampling convs begin as bilinear interpolation",
-    "colors": "three channels carry the colors from the start: the encoder averages, the decoder enlarges",
+    "colors": "three channels carry the colors from the start: the encoder shrinks the average or the first of the "
+    "frames of a latent (average, first), the decoder enlarges it",
     "orthogonal": "every conv begins with orthogonal rows (or columns), as large as drawn",
     "output_gain": "factor on the output conv at the start",
     "muon_at_edges": "Muon for the first and last conv too",
@@ -147,21 +148,25 @@ def start_bilinear(model: TAEHV) -> None:
             layer.weight.data.copy_(mixing[:, :, None, None] * tent[:, None] * tent)
 
 
-def start_colors(model: TAEHV) -> None:
+def start_colors(model: TAEHV, frame: str) -> None:
     """Let the first three channels carry red, green and blue through the whole network; the others begin as drawn.
 
     Colors are not negative and residual branches begin quietly, so ReLUs and blocks let them pass. The encoder averages
-    them over space and time, the decoder enlarges them bilinearly: the first step already sees a blurred picture.
+    them over space, the decoder enlarges them bilinearly: the first step already sees a blurred picture. ``frame``: a
+    latent takes the "average" of its frames, or the "first" of them, which is the last one that is decoded from it.
     """
     tent = torch.tensor([0.25, 0.5, 0.25])
     middle, smooth, average = torch.zeros(3, 3), tent[:, None] * tent, torch.zeros(3, 3)
     middle[1, 1], average[1:, 1:] = 1.0, 0.25  # a stride of 2 sees its four pixels in the last lines and columns
+    assert frame in ("average", "first"), frame
     to_latents, from_latents, output = model.encoder[-1], model.decoder[1], model.decoder[-1]
     others = output.weight.data[:, 3:] * 0.03  # quiet, but not silent: the channels behind them could not learn
     for stack, resize in ((model.encoder, average), (model.decoder, smooth)):
         for layer in stack:
             if isinstance(layer, TPool):
-                carry_colors(layer.conv.weight, torch.tensor(1 / layer.stride), columns=len(layer.conv.weight))
+                first, period = frame == "first", len(layer.conv.weight)
+                share = torch.tensor(1.0 if first else 1 / layer.stride)
+                carry_colors(layer.conv.weight, share, columns=period * (layer.stride if first else 1))
             elif isinstance(layer, TGrow):
                 carry_colors(layer.conv.weight, torch.tensor(1.0), rows=layer.conv.weight.shape[1])
             elif isinstance(layer, nn.Conv2d):

@@ -186,8 +186,8 @@ class Rig:
         initialize_he(fresh, seed=seed)
         if options.get("bilinear"):
             start_bilinear(fresh)
-        if options.get("colors"):
-            start_colors(fresh)
+        if "colors" in options:
+            start_colors(fresh, options["colors"])
         if options.get("orthogonal"):
             start_orthogonal(fresh)
         fresh.decoder[-1].weight.data.mul_(options.get("output_gain", 1.0))

@@ -166,7 +166,7 @@ def test_a_teacher_is_made_and_students_learn_from_it(
 def test_ideas_for_scratch_are_tried(tmp_path: Path) -> None:
     clips, rows = tmp_path / "clips", tmp_path / "rows.json"
     write_sample_clips(clips, count=5, height=48, width=64, frames=20)
-    candidates = ["", "detail=2,detail_place=2,turns=1", "shapes=0.5:4x4x16+0.5:1x8x32,per_tap=1", "colors=1"]
+    candidates = ["", "detail=2,detail_place=2,turns=1", "shapes=0.5:4x4x16+0.5:1x8x32,per_tap=1", "colors=first"]
     said = run_benchmark(
         *("scratch_search.py", *candidates, "--clips", clips, "--steps", 4, "--output", rows),
         *("--set", "height=16,width=16,n_frames=4,train_batch_size=4"),
