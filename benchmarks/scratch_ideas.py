@@ -158,7 +158,7 @@ def start_colors(model: TAEHV, frame: str) -> None:
     tent = torch.tensor([0.25, 0.5, 0.25])
     middle, smooth, average = torch.zeros(3, 3), tent[:, None] * tent, torch.zeros(3, 3)
     middle[1, 1], average[1:, 1:] = 1.0, 0.25  # a stride of 2 sees its four pixels in the last lines and columns
-    assert frame in ("average", "first"), frame
+    assert frame in ("average", "first"), f"colors={frame}: it is average or first"
     to_latents, from_latents, output = model.encoder[-1], model.decoder[1], model.decoder[-1]
     others = output.weight.data[:, 3:] * 0.03  # quiet, but not silent: the channels behind them could not learn
     for stack, resize in ((model.encoder, average), (model.decoder, smooth)):
