@@ -1,38 +1,61 @@
 """Which settings bring a student nearest to its teacher? Short runs of many candidates on one GPU, clips in its memory.
 
-Network, first weights, engine, optimizers, schedule and average are the shipped ones. The teacher (any diffusers folder
-that tinyvae reads; `make_teacher.py` makes two) encodes ``--pool`` random crops once, so that steps are cheap. Three
-figures count, each the mean PSNR of the frames of the center 256x256 of every validation clip (20 frames, of which
-student and teacher share 17): the teacher's own round trip; the teacher's latents decoded by the student; the student's
-latents decoded by the teacher. Each row has them for averaged and raw weights.
+The base is the preset `distill`; network, first weights, engine, optimizers, schedule and average are the shipped ones.
+The teacher (any diffusers folder of Wan's or CogVideoX's class; `make_teacher.py` makes two) encodes ``--pool`` random
+crops once, so that steps are cheap. Three figures count, each the mean PSNR of 17 frames of the center 256x256 of every
+validation clip: the teacher's own round trip; the teacher's latents decoded by the student; the student's latents
+decoded by the teacher. Each row has them for averaged and raw weights, and by latent: of the first frame, then of the
+frames of each further latent. A student that drifts with the time shows there at once.
 
-On one H200; a candidate takes its seconds and, where the network or the clip size is new, a minute of compilation:
+On one H200:
 
-    P="python benchmarks/distill_search.py --clips DIR --teacher teacher_wan"
-    $P --seconds 40 "" train=decoder teacher_frames=5 features=0.1 consistency=0.1 reconstruction_loss_weight=2
-    $P --seconds 40 reconstruction_loss_weight=2,round_trip_to=encoder small_first=64 freeze_encoder=0.33
-    $P --seconds 40 optimizer=adamw,lr_scheduler=cosine activation=leaky_relu pretrained_model_path=scratch.safetensors
-    $P --seconds 260 train=decoder train=encoder --output figures.json
+    P="python benchmarks/distill_search.py --clips DIR --teacher teacher_wan --at_once 4 --output rows.json"
+    $P --seconds 28 "" train=decoder teacher_frames=5 features=0.1 consistency=0.1 latent_metric=1 \\
+        picture_loss=20,picture_clips=2 freeze_encoder=0.33 small_first=64
+    $P --seconds 28 optimizer=adamw,lr_scheduler=cosine activation=leaky_relu pretrained_model_path=scratch.safetensors
+    $P --seconds 260 train=decoder train=encoder
 
-An empty candidate is the base: both sides, each against the teacher alone. A long run sees a small pool many times:
-give it ``--pool 16384`` (10 GB of the GPU's memory at 12 frames of 128x128).
+An empty candidate is the base: both sides, each against the teacher alone. ``--at_once`` starts a process for each
+candidate, this many together. One of them trains at a time, so that the clock is fair: a training student fills the
+GPU. The others meanwhile import, compile, wait or are examined. This process lets the teacher encode the crops once,
+for all of them, into ``--pool_file``. A long run sees a small pool many times: give it ``--pool 16384`` (14 GB of
+the GPU's memory at 17 frames of 128x128).
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from make_teacher import center_clips, frame_psnr, random_crops
+from distill_lesson import (
+    Lesson,
+    Pool,
+    Wanted,
+    by_latent,
+    draw_pool,
+    make_lesson,
+    teacher_features,
+    teacher_picture,
+)
 from scratch_search import load_split, read_candidate
 from torch import Tensor, nn
 
 from tinyvae.config import TrainConfig, load_preset
+from tinyvae.config.schema import FIELDS
 from tinyvae.engines.eager import run_folded
 from tinyvae.losses.distances import latent_loss, reconstruction_loss
 from tinyvae.models.streaming import keep_frames
@@ -44,15 +67,9 @@ from tinyvae.training.build import initialize_he
 from tinyvae.training.engine import Engine
 from tinyvae.training.optim import OptimizerSet, WeightAverage, learning_rate_factor, make_optimizers
 
-BASE = replace(
-    load_preset("scratch"),
-    reconstruction_loss_weight=0.0,
-    encoder_loss_weight=1.0,
-    decoder_loss_weight=10.0,
-    compile_mode="default",
-)
+BASE = replace(load_preset("distill"), compile_mode="default")  # what ships, without CUDA graphs: terms come and go
 FIRST_BLOCKS = 6  # layers of the student's decoder up to its last block of the latents' size
-CLIPS_PER_CALL = 32
+GO = "go\n"  # what a process of `--at_once` waits for: the crops are in the file
 
 
 def idea(default: Any, meaning: str) -> Any:
@@ -70,23 +87,36 @@ class Ideas:
     teacher_frames: float = idea(0.0, "weight of the teacher's decoding as a second target of the decoder")
     features: float = idea(0.0, "weight of the teacher's features behind its middle block, through a 1x1 head")
     consistency: float = idea(0.0, "weight of the latents of decoded teacher latents against these latents")
+    latent_metric: float = idea(
+        0.0, "share of the encoder's loss that weighs an error by what it does to the teacher's picture"
+    )
+    picture_loss: float = idea(0.0, "weight of the teacher's decoding of the student's latents against the frames")
+    picture_clips: int = idea(2, "clips of a batch that picture_loss sees")
     freeze_encoder: float = idea(0.0, "share of the run, at its end, in which the encoder rests")
     small_first: int = idea(0, "size of the crops in the first half of the run, with more clips in a batch")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pool:
-    """Crops uint8 NTCHW with what the teacher makes of them: latents NTCHW fp32 and, where a candidate needs it, its
-    decoding uint8 NTCHW."""
+class Candidate:
+    """``words``: as it was asked for."""
 
-    frames: Tensor
-    latents: Tensor
-    decoded: Tensor | None
+    words: str
+    config: TrainConfig
+    ideas: Ideas
 
-    def batch(self, size: int, generator: torch.Generator) -> Pool:
-        chosen = torch.randint(len(self.frames), (size,), generator=generator).to(self.frames.device)
-        decoded = None if self.decoded is None else self.decoded[chosen]
-        return Pool(frames=self.frames[chosen], latents=self.latents[chosen], decoded=decoded)
+    def phase(self, share: float) -> tuple[int, bool]:
+        """(height of the crops, whether the encoder learns) at this share of the run."""
+        small = self.ideas.small_first and share < 0.5
+        return self.ideas.small_first if small else self.config.height, share < 1 - self.ideas.freeze_encoder
+
+    @property
+    def sizes(self) -> set[int]:
+        """Heights of the crops over the run."""
+        return {self.phase(share)[0] for share in (0.0, 0.99)}
+
+    def shape(self, size: int) -> tuple[int, int, int]:
+        """Clips, frames and height of a batch."""
+        return self.config.train_batch_size * self.config.height**2 // size**2, self.config.n_frames, size
 
 
 class Rig:
@@ -117,160 +147,258 @@ class Rig:
         return self.model
 
 
-class Lesson:
-    """The teacher, its pools of crops by size, and what it reaches itself on the validation clips."""
+class Student:
+    """One candidate in training: weights as drawn, optimizers, average, and the step."""
 
-    def __init__(
-        self, teacher: Teacher, train: list[Tensor], val: list[Tensor], *, spec: VariantSpec, pool: int, decodes: bool
-    ) -> None:
-        self.teacher, self.spec, self._train, self._pool_size, self._decodes = teacher, spec, train, pool, decodes
-        self._pools: dict[tuple[int, int], Pool] = {}
-        self.clips = list(center_clips(val, num_frames=20))
-        self.targets = [clip[:, : spec.aligned_frames(clip.shape[1])] for clip in self.clips]
-        self.latents = [teacher.encode(target) for target in self.targets]
-        decoded = [teacher.decode(latents) for latents in self.latents]
-        self.psnr = mean_psnr(decoded, self.targets)
+    def __init__(self, rig: Rig, teacher: Teacher, engine: Engine, candidate: Candidate) -> None:
+        self.rig, self.teacher, self.engine, self.candidate = rig, teacher, engine, candidate
+        config = candidate.config
+        self.model, self.head = rig.draw(config), None
+        self.average = WeightAverage(self.model, decay=config.ema_decay)
+        self.optimizers = make_optimizers(self.model, config)
+        if candidate.ideas.features:
+            torch.manual_seed(config.seed)
+            spec = self.model.spec
+            channels = teacher_features(teacher, draw_pool(spec, (1, 9, 64), engine.device).latents).shape[2]
+            self.head = nn.Conv2d(spec.decoder_channels[0], channels, 1).to(engine.device)
+            self.optimizers = OptimizerSet(
+                [*self.optimizers.optimizers, torch.optim.AdamW(self.head.parameters(), lr=1e-3)]
+            )
+        engine.prepare(self.model, self.optimizers)
 
-    def pool(self, size: int, num_frames: int) -> Pool:
-        """The crops of a size and length; made when they are first asked for."""
-        if (size, num_frames) not in self._pools:
-            began, generator = time.perf_counter(), torch.Generator().manual_seed(size)
-            count = min(CLIPS_PER_CALL, self._pool_size)
-            parts = [self._part((count, num_frames, size), generator) for _ in range(-(-self._pool_size // count))]
-            made = [torch.cat([getattr(part, name) for part in parts]).contiguous() for name in ("frames", "latents")]
-            decoded = torch.cat([part.decoded for part in parts if part.decoded is not None]) if self._decodes else None
-            self._pools[size, num_frames] = Pool(frames=made[0], latents=made[1], decoded=decoded)
-            what = f"{len(made[0])} crops of {num_frames} x {size} x {size}"
-            print(f"  the teacher saw {what} in {time.perf_counter() - began:.0f} s", flush=True)
-        return self._pools[size, num_frames]
+    def step(self, batch: Pool, metric: Tensor | None, share: float) -> None:
+        config = self.candidate.config
+        self.optimizers.set_rates(learning_rate_factor(int(share * config.max_train_steps), config))
+        with self.engine.autocast():
+            total = self.decoder_loss(batch) + self.encoder_loss(batch, metric, self.candidate.phase(share)[1])
+        self.engine.backward(total)
+        self.engine.finish_step(max_grad_norm=config.max_grad_norm)
+        self.average.update(self.model)
 
-    def _part(self, shape: tuple[int, int, int], generator: torch.Generator) -> Pool:
-        frames = random_crops(self._train, shape, generator).transpose(1, 2)
-        latents = self.teacher.encode(frames[:, : self.spec.aligned_frames(shape[1])].float() / 255)
-        decoded = (self.teacher.decode(latents) * 255).round().to(torch.uint8) if self._decodes else None
-        return Pool(frames=frames, latents=latents, decoded=decoded)
-
-    @torch.no_grad()
-    def features(self, latents_NTCHW: Tensor) -> Tensor:
-        """The teacher's features NTCHW behind its middle block, each channel with mean 0 and deviation 1."""
-        vae = self.teacher._vae
-        z = self.teacher.space.denormalize(latents_NTCHW).to(self.teacher.dtype).transpose(1, 2)
-        if vae.post_quant_conv is None:  # CogVideoX, whose layers also return what they carry on
-            made = vae.decoder.mid_block(vae.decoder.conv_in(z)[0], None, z)[0]
-        else:
-            made = vae.decoder.mid_block(vae.decoder.conv_in(vae.post_quant_conv(z)))
-        std, mean = torch.std_mean(made.float(), dim=(0, 2, 3, 4), keepdim=True)
-        return ((made - mean) / (std + 1e-6)).transpose(1, 2)
-
-    @torch.no_grad()
-    def examine(self, model: TAEHV) -> dict[str, float]:
-        """PSNR of each way through the student, dB."""
-        latents = [model.encode_video(clip) for clip in self.clips]
-        ways = {
-            "decoder": [model.decode_video(known) for known in self.latents],
-            "encoder": [self.teacher.decode(made) for made in latents],
-            "own": [model.decode_video(made) for made in latents],
-        }
-        return {way: mean_psnr(decoded, self.targets) for way, decoded in ways.items()}
-
-
-def mean_psnr(decoded: list[Tensor], targets: list[Tensor]) -> float:
-    each = [
-        frame_psnr(made[:, : wanted.shape[1]], wanted).mean() for made, wanted in zip(decoded, targets, strict=True)
-    ]
-    return float(torch.stack(each).mean())
-
-
-def losses(
-    rig: Rig, lesson: Lesson, head: nn.Module | None, batch: Pool, config: TrainConfig, ideas: Ideas, *, learns: bool
-) -> Tensor:
-    """The weighted sum of a candidate's terms. ``learns``: whether the encoder does in this step."""
-    frames = batch.frames.float() / 255
-    target, total = rig.model.target(frames), torch.zeros((), device=frames.device)
-    if ideas.train != "encoder":
-        taught, features = rig.decode(batch.latents)
+    def decoder_loss(self, batch: Pool) -> Tensor:
+        """The weighted sum of what the decoder learns from the teacher's latents."""
+        config, ideas, total = self.candidate.config, self.candidate.ideas, torch.zeros((), device=self.engine.device)
+        if ideas.train == "encoder":
+            return total
+        taught, features = self.rig.decode(batch.latents)
+        target = self.model.target(batch.frames.float() / 255)
         total = total + config.decoder_loss_weight * reconstruction_loss(taught, target)
         if ideas.teacher_frames:
             assert batch.decoded is not None
             total = total + ideas.teacher_frames * reconstruction_loss(taught, batch.decoded.float() / 255)
-        if head is not None:
-            seen = head(features.flatten(0, 1)).unflatten(0, features.shape[:2])
-            total = total + ideas.features * latent_loss(seen, lesson.features(batch.latents))
+        if self.head is not None:
+            seen = self.head(features.flatten(0, 1)).unflatten(0, features.shape[:2])
+            total = total + ideas.features * latent_loss(seen, teacher_features(self.teacher, batch.latents))
         if ideas.consistency:
-            total = total + ideas.consistency * latent_loss(rig.encode(taught), batch.latents)
-    if ideas.train != "decoder" and (learns or config.reconstruction_loss_weight):
+            total = total + ideas.consistency * latent_loss(self.rig.encode(taught), batch.latents)
+        return total
+
+    def encoder_loss(self, batch: Pool, metric: Tensor | None, learns: bool) -> Tensor:
+        """The weighted sum of what the encoder learns, and of the own round trip. ``learns``: in this step."""
+        config, ideas, total = self.candidate.config, self.candidate.ideas, torch.zeros((), device=self.engine.device)
+        if ideas.train == "decoder" or not (learns or config.reconstruction_loss_weight):
+            return total
+        frames = batch.frames.float() / 255
+        target = self.model.target(frames)
         with torch.set_grad_enabled(learns):
-            latents = rig.encode(frames)
+            latents = self.rig.encode(frames)
         if learns:
-            total = total + config.encoder_loss_weight * latent_loss(latents, batch.latents)
+            distance = latent_loss(latents, batch.latents)
+            if ideas.latent_metric:
+                assert metric is not None
+                weighed = weighted_latent_loss(latents, batch.latents, metric)
+                distance = torch.lerp(distance, weighed, ideas.latent_metric)
+            total = total + config.encoder_loss_weight * distance
+            if ideas.picture_loss:
+                shown = teacher_picture(self.teacher, latents[: ideas.picture_clips])
+                seen = reconstruction_loss(shown, target[: ideas.picture_clips])
+                total = total + ideas.picture_loss * seen
         if config.reconstruction_loss_weight:
-            rig.model.decoder.requires_grad_(ideas.round_trip_to == "both")
-            decoded, _ = rig.decode(latents)
-            rig.model.decoder.requires_grad_(True)
+            self.model.decoder.requires_grad_(ideas.round_trip_to == "both")
+            decoded, _ = self.rig.decode(latents)
+            self.model.decoder.requires_grad_(True)
             total = total + config.reconstruction_loss_weight * reconstruction_loss(decoded, target)
-    return total
+        return total
+
+
+def weighted_latent_loss(student_NTCHW: Tensor, teacher_NTCHW: Tensor, metric_CC: Tensor) -> Tensor:
+    """Mean over latents of e^T G e / C for their errors e; `latent_loss` where G is the identity."""
+    with torch.autocast(student_NTCHW.device.type, enabled=False):
+        errors = (student_NTCHW.float() - teacher_NTCHW).movedim(2, -1)
+        return (errors @ metric_CC * errors).mean()
+
+
+def compile_steps(rig: Rig, teacher: Teacher, engine: Engine, candidate: Candidate) -> None:
+    """Take two steps of each kind on random numbers: whatever compiles or tries kernels does it now."""
+    student = Student(rig, teacher, engine, candidate)
+    metric = torch.eye(rig.model.spec.latent_channels, device=engine.device)
+    for share in {candidate.phase(share): share for share in (0.99, 0.5, 0.0)}.values():
+        batch = draw_pool(rig.model.spec, candidate.shape(candidate.phase(share)[0]), engine.device)
+        for _ in range(2):
+            student.step(batch, metric, share)
 
 
 def run(
-    rig: Rig, lesson: Lesson, engine: Engine, name: str, config: TrainConfig, ideas: Ideas, *, seconds: float | None
+    rig: Rig, teacher: Teacher, lesson: Lesson, engine: Engine, candidate: Candidate, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    model, generator = rig.draw(config), torch.Generator().manual_seed(config.seed)
-    optimizers, head = make_optimizers(model, config), None
-    if ideas.features:
-        channels = lesson.features(lesson.latents[0]).shape[2]
-        head = nn.Conv2d(model.spec.decoder_channels[0], channels, 1).to(engine.device)
-        optimizers = OptimizerSet([*optimizers.optimizers, torch.optim.AdamW(head.parameters(), lr=1e-3)])
-    average = WeightAverage(model, decay=config.ema_decay)
-    engine.prepare(model, optimizers)
-    trained, timed, step, share, phase, rest = 0.0, 0, 0, 0.0, (0, False), 0
-    while share < 1:
-        size = ideas.small_first if ideas.small_first and share < 0.5 else config.height
-        learns = share < 1 - ideas.freeze_encoder
-        pool = lesson.pool(size, config.n_frames)
-        if phase != (size, learns):
-            phase, rest = (size, learns), 3  # steps that may compile are start-up
-        started = time.perf_counter()
-        batch = pool.batch(config.train_batch_size * config.height**2 // size**2, generator)
-        progress = int(share * config.max_train_steps)  # by steps: the step itself
-        optimizers.set_rates(learning_rate_factor(progress, config))
-        with engine.autocast():
-            total = losses(rig, lesson, head, batch, config, ideas, learns=learns)
-        engine.backward(total)
-        engine.finish_step(max_grad_norm=config.max_grad_norm)
-        average.update(model)
-        step += 1
-        if rest:
-            rest -= 1
-        else:
-            trained, timed = trained + time.perf_counter() - started, timed + 1
-        share = step / config.max_train_steps if seconds is None else trained / seconds
-    raw = lesson.examine(model)
-    with average.swapped_into(model):
-        averaged = lesson.examine(model)
-    row = {"name": name, "teacher": lesson.psnr, **averaged, "raw": raw, "steps": step, "seconds": trained}
-    row["step_ms"] = trained / max(1, timed) * 1e3
-    print(as_line(row), flush=True)
-    return row
+    """Train a candidate for ``--seconds`` or ``--steps``, examine it, and give its row."""
+    decodes = bool(candidate.ideas.teacher_frames)
+    pools = {size: lesson.pools[size].to(engine.device, decodes=decodes) for size in candidate.sizes}
+    student, generator = Student(rig, teacher, engine, candidate), torch.Generator().manual_seed(candidate.config.seed)
+    step, share, seconds = 0, 0.0, 0.0
+    with turn(arguments.turn_file):
+        began = time.perf_counter()
+        while share < 1:
+            size = candidate.phase(share)[0]
+            student.step(pools[size].batch(candidate.shape(size)[0], generator), lesson.metric, share)
+            step, seconds = step + 1, time.perf_counter() - began
+            share = step / arguments.steps if arguments.seconds is None else seconds / arguments.seconds
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize()
+    raw = lesson.examine(student.model, teacher)
+    with student.average.swapped_into(student.model):
+        averaged = lesson.examine(student.model, teacher)
+    row: dict[str, Any] = {"name": candidate.words or "base", "teacher": float(lesson.psnr.mean())}
+    row |= {way: float(psnr.mean()) for way, psnr in averaged.items()}
+    row |= {"raw": {way: float(psnr.mean()) for way, psnr in raw.items()}}
+    factor = rig.model.spec.time_factor
+    row["by_latent"] = {way: by_latent(psnr, factor) for way, psnr in {"teacher": lesson.psnr, **averaged}.items()}
+    return row | {"steps": step, "seconds": seconds, "step_ms": seconds / step * 1e3}
 
 
-def as_line(row: dict[str, Any]) -> str:
-    """A row as a reader compares it: figures, gaps to the teacher, cost."""
+@contextmanager
+def turn(file: Path | None) -> Iterator[None]:
+    """Inside the block this process alone trains, of all that name the file."""
+    if file is None:
+        yield
+        return
+    with file.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def as_lines(row: dict[str, Any]) -> str:
+    """A row as a reader compares it: figures, gaps to the teacher, cost; then PSNR by latent."""
     gaps = ", ".join(f"{way} {row[way]:.2f} ({row[way] - row['teacher']:+.2f})" for way in ("decoder", "encoder"))
     raw = ", ".join(f"{value:.2f}" for value in row["raw"].values())
     cost = f"{row['steps']} steps, {row['seconds']:.0f} s, {row['step_ms']:.1f} ms each"
-    return f"teacher {row['teacher']:.2f} dB, {gaps}, own {row['own']:.2f}; raw {raw}; {cost}: {row['name']}"
+    places = "; ".join(
+        f"{way} {' '.join(f'{value:.2f}' for value in row['by_latent'][way])}"
+        for way in ("teacher", "decoder", "encoder")
+    )
+    figures = f"teacher {row['teacher']:.2f} dB, {gaps}, own {row['own']:.2f}; raw {raw}"
+    return f"{figures}; {cost}: {row['name']}\n    by latent: {places}"
 
 
-def open_lesson(arguments: argparse.Namespace, device: torch.device) -> Lesson:
-    found = find_teacher(arguments.teacher, None)
-    spec = replace(BASE, variant=found.family.variant_candidates(found.geometry)[0]).spec
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    teacher = load_teacher(None, arguments.teacher, dtype=dtype, device=device, spec=spec)
-    train, val = ([video.to(device) for video in load_split(arguments.clips, split)] for split in ("train", "val"))
-    decodes = any("teacher_frames" in words for words in (arguments.set, *arguments.candidates))
-    lesson = Lesson(teacher, train, val[: arguments.max_clips], spec=spec, pool=arguments.pool, decodes=decodes)
-    print(f"{teacher.class_name} reaches {lesson.psnr:.2f} dB itself; its student is {spec.name}", flush=True)
-    return lesson
+class Work:
+    """The candidates of a call with the teacher and the engine that they share."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        # Beyond its limit torch runs a new graph uncompiled. Each spec, clip size and kind of gradient has one here.
+        torch._dynamo.config.cache_size_limit = 64
+        self.engine = Engine(BASE if torch.cuda.is_available() else replace(BASE, mixed_precision="no"))
+        found = find_teacher(arguments.teacher, None)
+        self.spec = replace(BASE, variant=found.family.variant_candidates(found.geometry)[0]).spec
+        dtype = torch.bfloat16 if self.engine.device.type == "cuda" else torch.float32
+        self.teacher = load_teacher(None, arguments.teacher, dtype=dtype, device=self.engine.device, spec=self.spec)
+        self.candidates = [self._read(words) for words in arguments.candidates]
+        self._rigs: dict[VariantSpec, Rig] = {}
+
+    def _read(self, words: str) -> Candidate:
+        changes: dict[str, Any] = read_candidate(self.arguments.set) | read_candidate(words)
+        ideas = Ideas(**{each.name: changes.pop(each.name) for each in fields(Ideas) if each.name in changes})
+        if unknown := changes.keys() - FIELDS.keys():
+            raise SystemExit(f"no idea and no setting: {', '.join(sorted(unknown))}; --help lists the ideas.")
+        config = replace(BASE, variant=self.spec.name, max_train_steps=self.arguments.steps, **changes)
+        return Candidate(words=words, config=config, ideas=ideas)
+
+    def lesson(self) -> Lesson:
+        """From ``--pool_file``, if it is there; else made, and kept there if it is named."""
+        file: Path | None = self.arguments.pool_file
+        asked = self.candidates
+        wanted = Wanted(
+            sizes={size: each.config.n_frames for each in asked for size in each.sizes},
+            decoded={size for each in asked if each.ideas.teacher_frames for size in each.sizes},
+            metric=any(each.ideas.latent_metric for each in asked),
+            pool=self.arguments.pool,
+        )
+        if file is not None and file.is_file():
+            known = Lesson.load(file, self.engine.device)
+            if not known.fits(wanted):
+                raise SystemExit(f"{file} lacks crops, decodings or the metric of a candidate; name another file.")
+            return known
+        clips, device = self.arguments.clips, self.engine.device
+        train, val = ([video.to(device) for video in load_split(clips, split)] for split in ("train", "val"))
+        made = make_lesson(self.teacher, train, val[: self.arguments.max_clips], spec=self.spec, wanted=wanted)
+        words = f"{self.teacher.class_name} reaches {made.psnr.mean():.2f} dB itself; its student is {self.spec.name}"
+        print(words, flush=True)
+        if file is not None:
+            part = file.with_suffix(".part")
+            made.save(part)
+            part.rename(file)
+        return made
+
+    def run_here(self) -> Iterator[dict[str, Any]]:
+        """One candidate after the other in this process; `--turn_file` says that it is one of several."""
+        began, several = time.perf_counter(), self.arguments.turn_file is not None
+        lesson = None if several else self.lesson()
+        for candidate in self.candidates:
+            if time.perf_counter() - began > self.arguments.budget_s:
+                print(f"no time left for {candidate.words!r}")
+                continue
+            spec = candidate.config.spec
+            rig = self._rigs[spec] = self._rigs.get(spec) or Rig(spec, self.engine.device)
+            compile_steps(rig, self.teacher, self.engine, candidate)
+            if lesson is None:
+                if sys.stdin.readline() != GO:
+                    raise SystemExit("the process that started this one has made no crops.")
+                lesson = self.lesson()
+            yield run(rig, self.teacher, lesson, self.engine, candidate, self.arguments)
+
+
+def run_at_once(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A process for each candidate, ``--at_once`` together; rows as they are done. A failed one has none."""
+    began, ready = time.perf_counter(), threading.Event()
+    made: list[bool] = []  # one entry when the crops are in the file
+    threads = str(max(1, (os.cpu_count() or 1) // arguments.at_once))
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": threads}
+    with tempfile.TemporaryDirectory() as folder:
+        pool_file = arguments.pool_file or Path(folder) / "pool.pt"
+
+        def start(number: int) -> dict[str, Any] | None:
+            words = arguments.candidates[number]
+            if time.perf_counter() - began > arguments.budget_s:
+                print(f"no time left for {words!r}", flush=True)
+                return None
+            row_file = Path(folder) / f"{number}.json"
+            shared = {key: getattr(arguments, key) for key in ("clips", "teacher", "steps", "set", "max_clips")}
+            shared |= {"pool_file": pool_file, "turn_file": Path(folder) / "turn", "output": row_file}
+            shared |= {} if arguments.seconds is None else {"seconds": arguments.seconds}
+            command = [sys.executable, __file__, words, *(f"--{key}={value}" for key, value in shared.items())]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment) as process:
+                ready.wait()
+                process.communicate(GO if made else "")
+            if process.returncode != 0:
+                print(f"{words!r} failed with exit code {process.returncode}", flush=True)
+                return None
+            row: dict[str, Any] = json.loads(row_file.read_text())[0]
+            return row
+
+        with ThreadPoolExecutor(arguments.at_once) as pool:
+            started = [pool.submit(start, number) for number in range(len(arguments.candidates))]
+            try:
+                work = Work(replace_namespace(arguments, pool_file=pool_file))
+                work.lesson()
+                made.append(True)
+                print(f"crops are ready after {time.perf_counter() - began:.0f} s", flush=True)
+            finally:  # without crops every process ends by itself
+                ready.set()
+            yield from (row for future in as_completed(started) if (row := future.result()) is not None)
+
+
+def replace_namespace(arguments: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(arguments), **changes})
 
 
 def main() -> None:
@@ -284,27 +412,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="end by training time; the schedule follows the clock")
     parser.add_argument("--set", default="", help="key=value,... for every candidate")
     parser.add_argument("--pool", type=int, default=4096, help="crops of each size that the teacher encodes")
+    parser.add_argument("--pool_file", type=Path, help="where they are kept; a file that is there is read instead")
+    parser.add_argument("--at_once", type=int, default=1, help="processes that share the GPU")
+    parser.add_argument("--turn_file", type=Path, help=argparse.SUPPRESS)  # of a process of --at_once: who trains
     parser.add_argument("--max_clips", type=int, default=20, help="of validation")
     parser.add_argument("--budget_s", type=float, default=540, help="stop starting candidates after this")
     parser.add_argument("--output", type=Path, help="file for the rows, JSON")
     arguments = parser.parse_args()
-    began = time.perf_counter()
-    # Beyond its limit torch runs a new graph uncompiled. Each spec, clip size and kind of gradient has one here.
-    torch._dynamo.config.cache_size_limit = 64
-    engine = Engine(BASE if torch.cuda.is_available() else replace(BASE, mixed_precision="no"))
-    lesson, rigs, rows = open_lesson(arguments, engine.device), {}, []
-    for name in arguments.candidates:
-        if time.perf_counter() - began > arguments.budget_s:
-            print(f"no time left for {name!r}")
-            continue
-        changes: dict[str, Any] = read_candidate(arguments.set) | read_candidate(name)
-        ideas_of = Ideas(**{each.name: changes.pop(each.name) for each in fields(Ideas) if each.name in changes})
-        config = replace(BASE, variant=lesson.spec.name, max_train_steps=arguments.steps, **changes)
-        if config.spec not in rigs:
-            rigs[config.spec] = Rig(config.spec, engine.device)
-        rows.append(run(rigs[config.spec], lesson, engine, name or "base", config, ideas_of, seconds=arguments.seconds))
+    rows: list[dict[str, Any]] = []
+    for row in run_at_once(arguments) if arguments.at_once > 1 else Work(arguments).run_here():
+        rows.append(row)
+        if arguments.turn_file is None:
+            print(as_lines(row), flush=True)
         if arguments.output:
             arguments.output.write_text(json.dumps(rows, indent=1))
+    if len(rows) < len(arguments.candidates):
+        raise SystemExit(f"{len(rows)} of {len(arguments.candidates)} candidates have a row.")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from tinyvae import TAEHV, save_model
 from tinyvae.cli.main import run
@@ -22,6 +23,8 @@ from tinyvae.convert.bench import BenchmarkCase, Ceilings, floor_ms
 from tinyvae.data.sample_clips import write_sample_clips
 
 ROOT = Path(__file__).resolve().parents[1]
+TINY_RUN = ("--height", "32", "--width", "32", "--train_batch_size", "1", "--mixed_precision", "no")
+TINY_RUN += ("--validation_height", "32", "--validation_width", "32", "--allow_cpu", "true")
 NARROW: dict[str, dict[str, Any]] = {
     "cogvideox": {"block_out_channels": [8, 8, 8, 16], "norm_num_groups": 4, "layers_per_block": 1},
     "wan": {"base_dim": 8, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1},
@@ -148,18 +151,91 @@ def test_a_teacher_is_made_and_students_learn_from_it(
 
     candidates = ["", "train=decoder,teacher_frames=5,features=0.1", "train=encoder,activation=leaky_relu"]
     candidates += [
-        "consistency=0.1,reconstruction_loss_weight=2,round_trip_to=encoder,freeze_encoder=0.5,small_first=16"
+        "consistency=0.1,reconstruction_loss_weight=2,round_trip_to=encoder,freeze_encoder=0.5,small_first=16",
+        "latent_metric=0.5,picture_loss=10,picture_clips=1",
     ]
     run_benchmark(
         *("distill_search.py", *candidates, "--clips", clips, "--teacher", teacher, "--steps", 4, "--pool", 4),
         *("--set", "height=32,width=32,train_batch_size=2,model_width=0.25", "--output", rows),
+        *("--at_once", 2 if family == "wan" else 1),
     )
     found = json.loads(rows.read_text())
-    assert [row["name"] for row in found] == ["base", *candidates[1:]] and {row["steps"] for row in found} == {4}
+    assert {row["name"] for row in found} == {"base", *candidates[1:]} and {row["steps"] for row in found} == {4}
+    for row in found:  # 17 frames: the first, then four for each of four latents
+        first, *rest = row["by_latent"]["decoder"]
+        assert len(rest) == 4 and (first + 4 * sum(rest)) / 17 == pytest.approx(row["decoder"], abs=1e-3)
     assert {round(row["teacher"], 4) for row in found} == {round(figures["validation_db"], 4)}, (
         "one and the same figure"
     )
     assert all(row["decoder"] > 5 and row["encoder"] > 5 and row["raw"]["own"] > 5 for row in found)
+
+
+def test_latent_errors_weigh_what_they_do_to_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import distill_lesson  # type: ignore[import-not-found]
+    from distill_search import weighted_latent_loss  # type: ignore[import-not-found]
+
+    from tinyvae.losses.distances import latent_loss
+
+    torch.manual_seed(0)
+    decoder = torch.randn(12, 4)  # a teacher that makes 12 pixels of each latent of 4 channels
+    monkeypatch.setattr(
+        distill_lesson, "teacher_picture", lambda _, latents: torch.einsum("pc,ntchw->ntphw", decoder, latents)
+    )
+    metric = distill_lesson.latent_metric(None, torch.randn(8, 5, 4, 32, 32))
+    wanted = decoder.T @ decoder
+    torch.testing.assert_close(metric, wanted * 4 / wanted.trace(), atol=0.05, rtol=0.05)
+    a, b = torch.randn(2, 2, 3, 4, 5, 6)
+    torch.testing.assert_close(weighted_latent_loss(a, b, torch.eye(4)), latent_loss(a, b))
+    alone = torch.diag(torch.tensor([4.0, 0, 0, 0]))
+    torch.testing.assert_close(weighted_latent_loss(a, b, alone), (a - b)[:, :, 0].square().mean())
+
+
+def test_crops_show_where_the_source_has_detail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from seraena_effect import contact_sheet, detailed_square  # type: ignore[import-not-found]
+
+    frame = torch.full((3, 96, 128), 100, dtype=torch.uint8)
+    frame[:, 40:72, 64:96] = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8)
+    assert detailed_square(frame, 32) == (40, 64)
+    crops = [torch.full((3, 16, 16), level, dtype=torch.uint8) for level in (10, 200)]
+    sheet = contact_sheet({"clip a": crops, "clip b": crops}, ["source", "with"])
+    for left, level in ((30, 10), (30 + 52, 200)):
+        assert [sheet.getpixel((left, top)) for top in (50, 120)] == [(level,) * 3] * 2
+
+
+@pytest.mark.slow
+def test_small_students_get_their_table(tmp_path: Path) -> None:
+    clips, whole, work = tmp_path / "clips", tmp_path / "whole.safetensors", tmp_path / "work"
+    write_sample_clips(clips, count=5, height=64, width=64, frames=20)
+    save_model(TAEHV("taehv", width=0.25), whole)
+    said = run_benchmark(
+        *("prune_students.py", "--clips", clips, "--work", work, "--whole", whole, "--steps", 2, "--at_once", 2),
+        *("--widths", 0.5, "--bench_size", "16x16", "--settings", *TINY_RUN),
+    )
+    table = [line.split(" | ") for line in (work / "table.md").read_text().splitlines()[2:]]
+    kinds = ["whole", "0.5 from scratch", "0.5 taught", "0.5 pruned", "0.5 pruned, taught"]
+    assert [row[0] for row in table] == [f"| {kind}" for kind in kinds], said
+    assert table[0][3] == "0.00" and len({row[1] for row in table[1:]}) == 1 and float(table[1][1]) < float(table[0][1])
+
+
+@pytest.mark.slow
+def test_what_seraena_does_is_shown(tmp_path: Path) -> None:
+    clips, weights, work = tmp_path / "clips", tmp_path / "weights.safetensors", tmp_path / "work"
+    write_sample_clips(clips, count=5, height=64, width=64, frames=20)
+    save_model(TAEHV("taehv", width=0.125), weights)
+    shared = ",".join(f"{key.removeprefix('--')}={value}" for key, value in zip(*[iter(TINY_RUN)] * 2, strict=True))
+    said = run_benchmark(
+        *("seraena_effect.py", "without:", "with:use_seraena=true,n_seraena_frames=4,seraena_loss_weight=1"),
+        *("--clips", clips, "--work", work, "--weights", weights, "--steps", 2, "--at_once", 2),
+        *("--set", f"{shared},model_width=0.125"),
+    )
+    figures = json.loads((work / "results.json").read_text())["figures"]
+    assert list(figures) == ["before", "without", "with"] and "Differences from *without*" in said
+    assert len({figure["psnr"] for figure in figures.values()}) == 3
+    with Image.open(work / "crops.png") as sheet:
+        assert sheet.width > 4 * 3 * 64
 
 
 @pytest.mark.slow
