@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tinyvae.config.schema import TrainConfig
 from tinyvae.losses.distances import reconstruction_loss
+from tinyvae.models.blocks import TGrow, TPool
 from tinyvae.models.taehv import TAEHV
 from tinyvae.training import optim as optimizers
 from tinyvae.training.optim import (
@@ -27,6 +28,8 @@ IDEAS = {
     "loss": "mse, l1, charbonnier; of each frame log_mse, rmse, or its MSE to a power: power_0.75",
     "quiet": "size of the last conv of each residual branch at the start (shipped: 0.03)",
     "bilinear": "the decoder's upsampling convs begin as bilinear interpolation",
+    "colors": "three channels carry the colors from the start: the encoder shrinks the average or the first of the "
+    "frames of a latent (average, first), the decoder enlarges it",
     "orthogonal": "every conv begins with orthogonal rows (or columns), as large as drawn",
     "output_gain": "factor on the output conv at the start",
     "muon_at_edges": "Muon for the first and last conv too",
@@ -39,7 +42,7 @@ IDEAS = {
     "detail": "of this many drawn crops, any file and place, the one with the most detail trains",
     "detail_place": "the same, all from one file and frame",
     "turns": "crops are also turned upside down, on their side and back in time",
-    "large_last": "the last share of the steps takes crops of twice the side, a quarter as many",
+    "shapes": "clips x frames x side by share of the run: 0.8:16x12x128+0.2:4x12x256 ends with large crops",
 }
 
 
@@ -143,6 +146,47 @@ def start_bilinear(model: TAEHV) -> None:
         if isinstance(layer, nn.Conv2d):
             mixing = torch.randn(layer.weight.shape[:2]) / math.sqrt(layer.weight.shape[1])
             layer.weight.data.copy_(mixing[:, :, None, None] * tent[:, None] * tent)
+
+
+def start_colors(model: TAEHV, frame: str) -> None:
+    """Let the first three channels carry red, green and blue through the whole network; the others begin as drawn.
+
+    Colors are not negative and residual branches begin quietly, so ReLUs and blocks let them pass. The encoder averages
+    them over space, the decoder enlarges them bilinearly: the first step already sees a blurred picture. ``frame``: a
+    latent takes the "average" of its frames, or the "first" of them, which is the last one that is decoded from it.
+    """
+    tent = torch.tensor([0.25, 0.5, 0.25])
+    middle, smooth, average = torch.zeros(3, 3), tent[:, None] * tent, torch.zeros(3, 3)
+    middle[1, 1], average[1:, 1:] = 1.0, 0.25  # a stride of 2 sees its four pixels in the last lines and columns
+    assert frame in ("average", "first"), f"colors={frame}: it is average or first"
+    to_latents, from_latents, output = model.encoder[-1], model.decoder[1], model.decoder[-1]
+    others = output.weight.data[:, 3:] * 0.03  # quiet, but not silent: the channels behind them could not learn
+    for stack, resize in ((model.encoder, average), (model.decoder, smooth)):
+        for layer in stack:
+            if isinstance(layer, TPool):
+                first, period = frame == "first", len(layer.conv.weight)
+                share = torch.tensor(1.0 if first else 1 / layer.stride)
+                carry_colors(layer.conv.weight, share, columns=period * (layer.stride if first else 1))
+            elif isinstance(layer, TGrow):
+                carry_colors(layer.conv.weight, torch.tensor(1.0), rows=layer.conv.weight.shape[1])
+            elif isinstance(layer, nn.Conv2d):
+                edge = layer.bias is not None  # the convs that change the size have none
+                carry_colors(layer.weight, middle if edge else resize)
+    to_latents.weight.data[:3] *= 2  # colors from 0 to 1 become latents from -1 to 1, and colors again
+    to_latents.bias.data[:3] = -1
+    from_latents.weight.data[:3] /= 2
+    from_latents.bias.data[:3] = 0.5
+    output.weight.data[:, 3:] = others
+    output.bias.data.zero_()
+
+
+def carry_colors(weight: Tensor, kernel: Tensor, *, rows: int | None = None, columns: int | None = None) -> None:
+    """Make output channels 0, 1, 2 (and again after so many ``rows``) read input channels 0, 1, 2 (and again after so
+    many ``columns``) through a kernel, and nothing else."""
+    rows, columns = rows or weight.shape[0], columns or weight.shape[1]
+    for color in range(3):
+        weight.data[color::rows] = 0
+        weight.data[color::rows, color::columns] = kernel
 
 
 def start_orthogonal(model: TAEHV) -> None:

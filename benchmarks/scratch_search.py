@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scratch_ideas import IDEAS, loss_of, optimizers_of, start_bilinear, start_orthogonal
+from scratch_ideas import IDEAS, loss_of, optimizers_of, start_bilinear, start_colors, start_orthogonal
 from torch import Tensor
 
 from tinyvae.config import TrainConfig, load_preset
@@ -61,10 +63,15 @@ def load_split(clips: Path, split: str) -> list[Tensor]:
 
 
 class Crops:
-    """Random crops of files that lie in memory (uint8 TCHW): file, first frame, place, mirroring."""
+    """Random crops of files that lie in memory (uint8 TCHW): file, first frame, place, mirroring.
+
+    Each clip has a seed of its own: a candidate that draws more numbers for a clip still takes the next one from the
+    file and frame that the other candidates take. Without this, other clips hide small differences.
+    """
 
     def __init__(self, videos: list[Tensor], *, seed: int, options: dict[str, Any]) -> None:
-        self.videos, self.options, self.generator = videos, options, torch.Generator().manual_seed(seed)
+        self.videos, self.options, self.seed, self.drawn = videos, options, seed, 0
+        self.generator = torch.Generator()
         wanted = "detail" in options or "detail_place" in options
         self.details = [detail_table(video) for video in videos] if wanted else []
 
@@ -75,6 +82,8 @@ class Crops:
         return torch.stack([self._one(usable, shape) for _ in range(count)]).float().div_(255)
 
     def _one(self, usable: list[int], shape: tuple[int, int, int]) -> Tensor:
+        self.generator.manual_seed(self.seed * 1_000_003 + self.drawn)
+        self.drawn += 1
         drawn = [self._draw(usable, shape) for _ in range(self.options.get("detail", 1))]
         number, first = drawn[0][:2]
         drawn += [
@@ -116,17 +125,48 @@ def detail_of(table: Tensor, top: int, left: int, size: int) -> float:
     return float(table[bottom, right] - table[top, right] - table[bottom, left] + table[top, left])
 
 
+def center(video: Tensor, num_frames: int, side: int = 256) -> Tensor:
+    """float NTCHW in [0, 1], N = 1: the middle frames of a file, the center of each (less where it has less)."""
+    height, width = (min(side, available // 8 * 8) for available in video.shape[-2:])
+    top, left, first = (video.shape[2] - height) // 2, (video.shape[3] - width) // 2, (len(video) - num_frames) // 2
+    return video[None, first : first + num_frames, :, top : top + height, left : left + width].float() / 255
+
+
+def frame_psnr(model: TAEHV, clip: Tensor, inner: int | None = None) -> Tensor:
+    """dB of each frame of one clip; ``inner``: of only so many lines and columns in the middle."""
+    error = (model.reconstruct(clip) - model.target(clip)).square()
+    if inner is not None:
+        top, left = (max(0, side - inner) // 2 for side in error.shape[-2:])
+        error = error[..., top : top + inner, left : left + inner]
+    return -10 * error.mean(dim=(0, 2, 3, 4)).log10()
+
+
 @torch.no_grad()
 def score(model: TAEHV, videos: list[Tensor]) -> float:
     """Mean over clips of the mean per-frame PSNR, dB."""
-    values = []
-    for video in videos:
-        height, width = (min(256, side // 8 * 8) for side in video.shape[-2:])
-        top, left, first = (video.shape[2] - height) // 2, (video.shape[3] - width) // 2, (len(video) - 20) // 2
-        clip = video[None, first : first + 20, :, top : top + height, left : left + width].float() / 255
-        error = (model.reconstruct(clip) - model.target(clip)).square().mean(dim=(0, 2, 3, 4))
-        values.append((-10 * error.log10()).mean())
-    return float(torch.stack(values).mean())
+    return float(torch.stack([frame_psnr(model, center(video, 20)).mean() for video in videos]).mean())
+
+
+@torch.no_grad()
+def score_elsewhere(model: TAEHV, videos: list[Tensor], latents: int = 5) -> str:
+    """dB of the same pixels at other places: lower where the training clips were too short, or their crops too small.
+
+    By latent: the clips end at the same frame and begin earlier and earlier. By side: the same center 64x64 in larger
+    and larger pictures, because a network that was trained on small crops relies on the zeros around them.
+    """
+    each = model.spec.time_factor
+    clips = [center(video, each * latents) for video in videos if len(video) >= each * latents]
+    large = [video for video in videos if min(video.shape[-2:]) >= 256] or videos
+    by_latent = [
+        torch.stack([frame_psnr(model, clip[:, -each * count :])[-each:].mean() for clip in clips]).mean()
+        for count in range(2, latents + 1)
+    ]
+    by_side = [
+        torch.stack([frame_psnr(model, center(video, 12, side), inner=64).mean() for video in large]).mean()
+        for side in (64, 128, 192, 256)
+    ]
+    words = [" ".join(f"{mean:.2f}" for mean in means) for means in (by_latent, by_side)]
+    return f"same frames as latent 2, 3, ...: {words[0]}; same center in 64, 128, 192, 256 lines: {words[1]}"
 
 
 class Rig:
@@ -138,7 +178,7 @@ class Rig:
         self.model.folded_training = True
         self.round_trip: Callable[[Tensor], Tensor] = lambda frames: self.model.decode(self.model.encode(frames))
         if self.engine.device.type == "cuda":
-            self.round_trip = torch.compile(self.round_trip, mode=BASE.compile_mode)
+            self.round_trip = torch.compile(self.round_trip, mode=BASE.compile_mode, dynamic=False)
 
     def draw(self, seed: int, options: dict[str, Any]) -> TAEHV:
         initialisation.QUIET_BRANCH = options.get("quiet", QUIET_BRANCH)
@@ -146,6 +186,8 @@ class Rig:
         initialize_he(fresh, seed=seed)
         if options.get("bilinear"):
             start_bilinear(fresh)
+        if "colors" in options:
+            start_colors(fresh, options["colors"])
         if options.get("orthogonal"):
             start_orthogonal(fresh)
         fresh.decoder[-1].weight.data.mul_(options.get("output_gain", 1.0))
@@ -171,17 +213,15 @@ def run(
     engine.prepare(model, optimizer_set)
     curve: list[tuple[int, float, float]] = []
     trained, step = 0.0, 0
-    small, large = (config.train_batch_size, config.n_frames, config.height), None
-    if "large_last" in options:
-        large = (config.train_batch_size // 4, config.n_frames, config.height * 2)
+    shapes = read_shapes(options.get("shapes"), config)
+    for _, shape in shapes[1:]:
         with engine.autocast():  # compiles before the clock starts
-            rig.round_trip(crops.batch(*large)).sum().backward()
+            rig.round_trip(crops.batch(*shape)).sum().backward()
         optimizer_set.zero_grad()
-    while step < config.max_train_steps:
+    while seconds is not None or step < config.max_train_steps:
         started = time.perf_counter()
         progress = step if seconds is None else int(trained / seconds * config.max_train_steps)
-        last_part = large is not None and progress >= config.max_train_steps * (1 - options["large_last"])
-        frames = crops.batch(*(large if large is not None and last_part else small))
+        frames = crops.batch(*next(shape for end, shape in shapes if progress < end * config.max_train_steps))
         optimizer_set.set_rates(learning_rate_factor(min(progress, config.max_train_steps - 1), config))
         with engine.autocast():
             decoded = rig.round_trip(frames)
@@ -192,7 +232,7 @@ def run(
         if step >= 3:  # compilation is start-up
             trained += time.perf_counter() - started
         step += 1
-        last = step == config.max_train_steps or (seconds is not None and trained >= seconds)
+        last = step == config.max_train_steps if seconds is None else trained >= seconds
         if last or step % 1000 == 0:
             with average.swapped_into(model):
                 psnr = score(model, val)
@@ -200,8 +240,21 @@ def run(
             words = f"{psnr:.2f} dB (raw {score(model, val):.2f}), loss {loss:.4f}, gradient {result.gradient_norm:.3f}"
             print(f"{name}: step {step}, {trained:.0f} s, {words}", flush=True)
         if last:
+            with average.swapped_into(model):
+                print(f"{name}: {score_elsewhere(model, val)}", flush=True)
             break
     return {"name": name, "curve": curve, "steps": step, "seconds": trained, "psnr": curve[-1][2]}
+
+
+def read_shapes(words: str | None, config: TrainConfig) -> list[tuple[float, tuple[int, int, int]]]:
+    """``0.8:16x12x128+0.2:4x12x256`` -> [(0.8, (16, 12, 128)), (inf, (4, 12, 256))]: until which share of the run a
+    step takes how many clips of how many frames of which side."""
+    if words is None:
+        return [(math.inf, (config.train_batch_size, config.n_frames, config.height))]
+    parts = [part.split(":") for part in words.split("+")]
+    ends = [*itertools.accumulate(float(share) for share, _ in parts)]
+    shapes = [tuple(map(int, shape.split("x"))) for _, shape in parts]
+    return [*zip([*ends[:-1], math.inf], shapes, strict=True)]  # type: ignore[list-item]
 
 
 def read_candidate(words: str) -> dict[str, Any]:
@@ -244,6 +297,7 @@ def main() -> None:
     for weights in arguments.score:
         model = load_model(weights).to(device)
         print(f"{score(model, val):.2f} dB, on training clips {score(model, train):.2f} dB  {weights}", flush=True)
+        print(score_elsewhere(model, val, latents=7), flush=True)
     if arguments.score:
         return
     results = []

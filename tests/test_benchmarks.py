@@ -242,14 +242,15 @@ def test_what_seraena_does_is_shown(tmp_path: Path) -> None:
 def test_ideas_for_scratch_are_tried(tmp_path: Path) -> None:
     clips, rows = tmp_path / "clips", tmp_path / "rows.json"
     write_sample_clips(clips, count=5, height=48, width=64, frames=20)
-    candidates = ["", "detail=2,detail_place=2,turns=1", "large_last=0.5,per_tap=1"]
+    candidates = ["", "detail=2,detail_place=2,turns=1", "shapes=0.5:4x4x16+0.5:1x8x32,per_tap=1", "colors=first"]
     said = run_benchmark(
         *("scratch_search.py", *candidates, "--clips", clips, "--steps", 4, "--output", rows),
         *("--set", "height=16,width=16,n_frames=4,train_batch_size=4"),
     )
     found = json.loads(rows.read_text())
     assert [row["name"] for row in found] == ["scratch", *candidates[1:]] and {row["steps"] for row in found} == {4}
-    assert len({row["psnr"] for row in found}) == 3 and all(row["psnr"] > 5 for row in found), said
+    assert len({row["psnr"] for row in found}) == 4 and all(row["psnr"] > 5 for row in found), said
+    assert found[3]["psnr"] > found[0]["psnr"] + 3, "the colors pass from the first step on"
 
 
 def run_benchmark(*words: Any) -> str:
