@@ -391,6 +391,8 @@ def _look_at(place: Place) -> tuple[bool, str]:
         return is_there, ""
     except PermissionError as denied:
         return True, f"may not be read by you ({denied.strerror}); fix its permissions or name another"
+    except OSError as fault:  # such as a name that is too long
+        return True, f"cannot be opened ({fault.strerror}); name another"
     except UserError as mistake:  # of the storage behind a URL
         return True, f"cannot be opened: {mistake}"
 
