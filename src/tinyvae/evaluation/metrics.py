@@ -113,7 +113,7 @@ class ClipMetrics:
 
     @property
     def is_finite(self) -> bool:
-        """False when the decoder made NaN or infinity somewhere."""
+        """False where the decoder made NaN; infinity is clamped like every value outside [0, 1]."""
         return math.isfinite(self.mse)
 
     @property

@@ -8,6 +8,7 @@ A stream gives decoded frames as they become ready, so a bounded number of input
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from abc import ABC, abstractmethod
@@ -400,7 +401,7 @@ def is_teacher(path: Path) -> bool:
         if config.is_file():
             try:
                 content = json.loads(config.read_text())
-            except json.JSONDecodeError:
+            except (OSError, ValueError):  # the reader of the weights says what is wrong with it
                 continue
             if isinstance(content, dict) and str(content.get("_class_name", "")).startswith("Autoencoder"):
                 return True
@@ -448,13 +449,17 @@ def to_unit_range(frames_TCHW: Tensor, device: torch.device) -> Tensor:
 
 
 def with_own_labels(round_trips: Sequence[RoundTrip]) -> list[RoundTrip]:
-    """The models, with a number behind a label that an earlier one has already."""
-    seen: dict[str, int] = {}
+    """The models themselves, with a number behind a label that another one has already."""
+    taken = {round_trip.facts.label for round_trip in round_trips}
+    seen: set[str] = set()
     for round_trip in round_trips:
         label = round_trip.facts.label
-        seen[label] = seen.get(label, 0) + 1
-        if seen[label] > 1:
-            round_trip.facts = replace(round_trip.facts, label=f"{label} ({seen[label]})")
+        if label in seen:
+            numbered = (f"{label} ({number})" for number in itertools.count(2))
+            label = next(name for name in numbered if name not in taken)
+            round_trip.facts = replace(round_trip.facts, label=label)
+        seen.add(label)
+        taken.add(label)
     return list(round_trips)
 
 

@@ -91,7 +91,6 @@ def report_html(
         skipped=list({skip.name: skip.reason for e in evaluations for skip in e.skipped}.values()),
         notes=list(dict.fromkeys(note for e in evaluations for note in e.notes)),
         rows=[_clip_row(name, clips, measured) for name, clips in listed.items()],
-        num_clips=min(len(e.clips) for e in evaluations),
         evidence=evidence,
         worst_cards=sorted(worst_cards, key=lambda card: sortable(card[1].psnr)),
         heat_stops=[" ".join(f"{value:.0f}" for value in color) for color in HEAT_STOPS.tolist()],
@@ -128,9 +127,9 @@ def listed_clips(evaluations: Sequence[EvaluationResult]) -> list[str]:
 
 
 def best_and_worst(result: EvaluationResult, info: MetricInfo) -> tuple[ClipResult, ClipResult]:
-    """The clips with the best and the worst value of a metric that at least one clip has."""
+    """The clips with the best and the worst value of a metric that at least one clip has; NaN is the worst."""
     found = [(value, clip) for clip in result.clips if (value := clip.metrics.value(info.name)) is not None]
-    found.sort(key=lambda pair: info.badness(pair[0]))
+    found.sort(key=lambda pair: (math.isnan(pair[0]), info.badness(pair[0])))
     return found[0][1], found[-1][1]
 
 
