@@ -217,6 +217,18 @@ def test_the_page_in_a_browser(
             assert browser.run(loaded) and browser.complaints() == []
 
 
+def test_weights_of_ours_that_state_no_variant_can_be_the_teacher(write_video: WriteVideo, tmp_path: Path) -> None:
+    """They are taken for the student's variant, as in training; a name such as taecvx.pth is no obstacle."""
+    video = write_video("clip.mp4", frames=12, height=16, width=24)
+    model = student()
+    torch.save(model.state_dict(), tmp_path / "taecvx.pth")
+    comparison = compare([model], video, teacher=tmp_path / "taecvx.pth", lpips=None)
+    teacher, decoder, encoder, own = comparison.evaluations
+    assert teacher.model.latent_variant == "taecvx" and teacher.clips[0].num_frames == 9
+    for row in (decoder, encoder, own):
+        assert row.by_name()["clip.mp4"].psnr == pytest.approx(teacher.by_name()["clip.mp4"].psnr, abs=1e-3)
+
+
 def test_mistakes_are_one_sentence(teachers: dict[str, Path], write_video: WriteVideo, tmp_path: Path) -> None:
     video = write_video("clip.mp4", frames=9, height=16, width=24)
     save_model(student(), tmp_path / "tiny.safetensors")

@@ -400,6 +400,17 @@ def test_weights_that_are_missing_broken_or_of_another_shape(folders: dict[str, 
         check_teacher(folder, None, get_spec("taew2_1"))
 
 
+def test_only_the_weights_that_are_loaded_count(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder, spec = tmp_path / "teacher", get_spec("taew2_1")
+    shutil.copytree(folders["taew2_1"], folder)
+    weights = folder / "diffusion_pytorch_model.safetensors"
+    (folder / "diffusion_pytorch_model.fp16.safetensors").write_bytes(b"cut off")
+    check_teacher(folder, None, spec)
+    shutil.move(weights, folder / "diffusion_pytorch_model.fp16.safetensors")
+    with pytest.raises(MissingFileError, match=r"has no weights \(diffusion_pytorch_model.safetensors\)"):
+        check_teacher(folder, None, spec)
+
+
 # the hub
 
 

@@ -31,7 +31,7 @@ from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import LatentSpaceName, VariantSpec, get_spec
 from tinyvae.models.weights import find_weights, load_model
-from tinyvae.teachers import Teacher, find_teacher, load_teacher
+from tinyvae.teachers import Teacher, load_teacher
 
 CHUNK_PIXELS = {"cpu": 1_400_000, "cuda": 12_000_000}
 """Pixels that go through the network at once. Larger chunks cost memory and gain nothing."""
@@ -219,11 +219,11 @@ class TeacherRoundTrip(RoundTrip):
         self, teacher: Teacher, path: str | Path, *, label: str | None = None, known: KnownLatents | None = None
     ) -> None:
         """``path``: where ``teacher`` comes from. ``known``: latents that are not computed twice; None: they are."""
-        found = find_teacher(path, None)
-        candidates = found.family.variant_candidates(found.geometry) or found.family.variants
-        spec, packed = get_spec(candidates[0], latent_space=teacher.latent_space), found.geometry.time_factor
+        family, packed = teacher.found.family, teacher.geometry.time_factor
+        candidates = family.variant_candidates(teacher.geometry) or family.variants
+        spec = get_spec(candidates[0], latent_space=teacher.latent_space)
         if spec.time_factor != packed:
-            unlike = f"unlike any {found.family.class_name} that is known"
+            unlike = f"unlike any {teacher.class_name} that is known"
             raise UserError(f"{path} packs {packed} frames into a latent, {unlike}; its frames cannot be counted.")
         self.teacher, self._path, self._known = teacher, path, known
         facts = ModelFacts(
@@ -244,12 +244,19 @@ class TeacherRoundTrip(RoundTrip):
 
     @classmethod
     def open(
-        cls, path: str | Path, *, device: torch.device, dtype: torch.dtype | None, label: str | None = None
+        cls,
+        path: str | Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        label: str | None = None,
+        spec: VariantSpec | None = None,
     ) -> TeacherRoundTrip:
-        """``path``: a diffusers folder or a hub name. Without ``dtype``: float32 on a CPU, bfloat16 on a GPU."""
+        """``path``: a diffusers folder, a hub name or, with the student's ``spec``, weights of ours. Without ``dtype``:
+        float32 on a CPU, bfloat16 on a GPU."""
         dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         with fitting_in_memory(path):
-            return cls(load_teacher(None, path, dtype=dtype, device=device), path, label=label)
+            return cls(load_teacher(None, path, dtype=dtype, device=device, spec=spec), path, label=label)
 
     def remembering(self) -> TeacherRoundTrip:
         """The same teacher, which encodes each clip once: further passes over it take the latents from memory."""

@@ -92,13 +92,14 @@ def open_teacher(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> TeacherRoundTrip:
-    """The teacher of a folder or hub name, once it is known that it fits every student."""
+    """The teacher of a folder, hub name or weights file of ours, once it is known that it fits every student."""
     for student in students:
         if student.facts.kind != FAMILY_KIND:
             what = f"{student.facts.label} is a {student.facts.kind} and not a student"
             raise UserError(f"{what}; beside a teacher (--teacher) name models of the family only.")
         check_teacher(os.fspath(path), None, student.spec)
-    return TeacherRoundTrip.open(os.fspath(path), device=device, dtype=dtype)
+    spec = students[0].spec if students else None
+    return TeacherRoundTrip.open(os.fspath(path), device=device, dtype=dtype, spec=spec)
 
 
 def beside_teacher(students: Sequence[RoundTrip], teacher: TeacherRoundTrip) -> list[RoundTrip]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from tinyvae.models.taehv import TAEHV
-from tinyvae.models.variants import VARIANTS
-from tinyvae.models.weights import FORMATS, MODEL_FORMAT, RUN_FORMAT, find_weights, read_weights, tell_variant
+from tinyvae.models.variants import VARIANTS, VariantSpec
+from tinyvae.models.weights import (
+    FORMATS,
+    MODEL_FORMAT,
+    RUN_FORMAT,
+    find_weights,
+    fitting_variants,
+    read_weights,
+    tell_variant,
+)
 from tinyvae.teachers.families import NETWORK, TeacherFamily
 
 
@@ -36,14 +45,25 @@ def read_network(path: str | Path, *, presumed: str | None) -> tuple[Path, Teach
     state, stated = read_weights(file)
     spec = tell_variant(state, stated=stated, variant=None, origin=file, presumed=presumed)
     students = tuple(name for name, other in VARIANTS.items() if other.teacher == spec.teacher)
-    facts = {
+    return file, replace(NETWORK, variants=students), _facts(spec, stated)
+
+
+def identify_network(path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """(weights file, facts), to tell networks apart. Weights that state no variant count as the first that fits."""
+    file = find_weights(Path(path))
+    state, stated = read_weights(file)
+    guessed = None if stated.get("variant") else next(iter(fitting_variants(state)), None)
+    return file, _facts(tell_variant(state, stated=stated, variant=guessed, origin=file), stated)
+
+
+def _facts(spec: VariantSpec, stated: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         "_class_name": NETWORK.class_name,
         "variant": spec.name,
         "width": spec.width,
         "latent_space": stated.get("latent_space") or "diffusion",
         "activation": stated.get("activation") or "relu",
     }
-    return file, replace(NETWORK, variants=students), facts
 
 
 @dataclass(frozen=True, kw_only=True)

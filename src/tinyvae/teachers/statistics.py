@@ -126,6 +126,9 @@ def statistics_of_vae(vae: Any, spec: VariantSpec) -> dict[str, Any]:
 
 def stated_geometry(vae: Any) -> TeacherGeometry:
     """The numbers of a VAE that is of no family of teachers, such as Qwen-Image's or one of ours."""
+    if not hasattr(vae, "temperal_downsample"):
+        what = f"the teacher is a {type(vae).__name__}, which does not say how many frames it packs into a latent"
+        raise UserError(f"{what}; pass the VAE of a video pipeline.")
     return TeacherGeometry(
         latent_channels=vae.config.get("latent_channels") or vae.config.get("z_dim"),
         time_factor=2 ** sum(vae.temperal_downsample),
