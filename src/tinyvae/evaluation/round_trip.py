@@ -111,6 +111,9 @@ class RoundTrip(ABC):
                     on_latents(latents_NTCHW)
                 yield latents_NTCHW
 
+        if self.spec.previews_space:
+            what = "a preview decoder makes smaller frames than those that go in"
+            raise UserError(f"{what}; load the model without preview= to compare it with its input.")
         left = wanted = self.aligned_frames(num_frames)
         for decoded_NTCHW in self.decode(encoded(), self.spec.latents(self.used_frames(num_frames)), times):
             # A decoder can make more frames than went in (taecvx).
