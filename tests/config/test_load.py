@@ -363,6 +363,8 @@ def test_homes_of_strangers_and_endless_names_are_mistakes_among_others() -> Non
     assert "data_root=~nobody-here/clips (the command line): there is no home folder ~nobody-here" in text
     with pytest.raises(UserError, match=r"data_root=.* cannot be opened \(File name too long\)"):
         check_config(TrainConfig(data_root=Path("a" * 300)))
+    with pytest.raises(UserError, match="data_root=/dev/null is a file"):
+        check_config(TrainConfig(data_root=Path("/dev/null")))
 
 
 @pytest.mark.parametrize(

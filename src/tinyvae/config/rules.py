@@ -204,11 +204,10 @@ def _size_rules(config: TrainConfig, size: ClipSize) -> Findings:
         yield "n_frames resolutions", of_size + refusal
     if refusal := _refusal(spec.check_size, height, width):
         yield "height width resolutions", of_size + refusal
-    if config.temporal_loss_weight:
-        from tinyvae.losses.distances import check_temporal_frames
-
-        if refusal := _refusal(check_temporal_frames, spec, n_frames):
-            yield "n_frames resolutions temporal_loss_weight", of_size + refusal
+    if config.temporal_loss_weight and (num_decoded := spec.aligned_frames(n_frames)) < 2:
+        text = f"temporal_loss_weight needs at least 2 decoded frames, but {spec.name} decodes {num_decoded} of "
+        text += f"n_frames={n_frames}; use longer clips or a weight of 0."
+        yield "n_frames resolutions temporal_loss_weight", of_size + text
     if config.use_seraena:
         if refusal := _refusal(spec.check_seraena_frames, n_frames, config.n_seraena_frames):
             yield "n_frames n_seraena_frames resolutions", of_size + refusal
@@ -218,13 +217,11 @@ def _size_rules(config: TrainConfig, size: ClipSize) -> Findings:
 
 def _check_replay_buffer(config: TrainConfig, size: ClipSize) -> None:
     """Refuse a replay buffer that does not hold one group of frames with its context."""
-    from torch import Size
-
     from tinyvae.losses.seraena.replay_buffer import ReplayBuffer
 
     factor = config.spec.space_factor
-    image = Size((3 * config.n_seraena_frames, size.height, size.width))
-    context = Size((config.spec.latent_channels, size.height // factor, size.width // factor))
+    image = (3 * config.n_seraena_frames, size.height, size.width)
+    context = (config.spec.latent_channels, size.height // factor, size.width // factor)
     num_sizes = config.sizes.pictures_at_once
     ReplayBuffer(max_mb=config.seraena_buffer_mb, device="cpu", num_sizes=num_sizes).capacity(image, context)
 
@@ -424,7 +421,7 @@ def _data_mistakes(config: TrainConfig) -> Iterator[str]:
             yield "use_sample_clips needs a local data_root, the folder that the clips are written to."
         elif not (root.is_dir() and any(root.iterdir())) and (obstacle := _obstacle_to_writing(root)):
             yield f"data_root={root} cannot be written: {obstacle}."
-    elif root is not None and root.is_file():
+    elif root is not None and not root.is_dir():
         yield f"data_root={root} is a file; name it as annotation_file or index_path."
     elif isinstance(root, Path) and not any(root.iterdir()):
         yield f"data_root={root} is an empty folder; name the folder of the videos (or is its disk not mounted?)."
@@ -437,10 +434,12 @@ def _data_mistakes(config: TrainConfig) -> Iterator[str]:
         yield f"annotation_file={listed} is no annotation file by its name; it must end in {suffixes}."
     elif isinstance(source, Url) and source.is_dir():
         pass  # to list it may take minutes: the run lists it once, on one process, and says it where it has no video
-    elif refusal := _refusal(lambda: next(iterate_entries(source, root), None)):
-        yield f"{refusal}."
-    elif next(iterate_entries(source, root), None) is None:
-        yield f"{source} names no video; give a folder or a list with at least one."
+    else:
+        try:
+            if next(iterate_entries(source, root), None) is None:
+                yield f"{source} names no video; give a folder or a list with at least one."
+        except UserError as mistake:
+            yield f"{mistake}."
 
 
 def _check_start_weights(config: TrainConfig) -> None:
@@ -481,10 +480,10 @@ def _check_lpips(config: TrainConfig) -> None:
     named, needs = config.lpips_weights, _lpips_needs(config)
     if named is None and not needs:
         return
-    from tinyvae.losses.perceptual import LPIPS, find_lpips_weights
+    from tinyvae.losses.perceptual import LPIPS
 
     try:
-        LPIPS.from_file(find_lpips_weights(named))
+        LPIPS.from_file(named)
     except UserError as mistake:
         if named is not None:
             raise

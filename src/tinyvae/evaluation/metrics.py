@@ -130,14 +130,14 @@ def open_lpips(wanted: LPIPS | str | os.PathLike[str] | None) -> tuple[LPIPS | N
     """The LPIPS to measure with, and a note for the user where it is missing."""
     if wanted is None:
         return None, ()
-    from tinyvae.losses.perceptual import LPIPS, find_lpips_weights
+    from tinyvae.losses.perceptual import LPIPS
 
     if isinstance(wanted, LPIPS):
         return wanted, ()
     if wanted != "auto":
-        return LPIPS.from_file(find_lpips_weights(Path(wanted))), ()
+        return LPIPS.from_file(Path(wanted)), ()
     try:
-        return LPIPS.from_file(find_lpips_weights(None)), ()
+        return LPIPS.from_file(None), ()
     except MissingFileError as missing:
         return None, (f"LPIPS was not measured: {missing}",)
 
