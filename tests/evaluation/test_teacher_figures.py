@@ -148,6 +148,24 @@ def test_a_perfect_student_has_four_equal_rows(
     assert [row.facts.label for row in rows] == ["big", "twin decoder", "twin encoder", "twin"]
 
 
+class Elsewhere(TeacherInDisguise):
+    """The same student on another device."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("meta")
+
+    def to(self, device: torch.device) -> RoundTrip:
+        assert device == self._twin.device
+        return TeacherInDisguise(self._twin)
+
+
+def test_students_come_to_the_teachers_device(teachers: dict[str, Path]) -> None:
+    """`compare` opens the teacher on the GPU and leaves a student in memory where it is."""
+    teacher = TeacherRoundTrip.open(teachers["taecvx"], device=torch.device("cpu"), dtype=None)
+    assert [row.device for row in beside_teacher([Elsewhere(teacher)], teacher)] == [teacher.device] * 4
+
+
 def test_the_teacher_is_loaded_once_and_encodes_each_clip_once(
     teachers: dict[str, Path], write_video: WriteVideo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,11 +105,11 @@ def open_teacher(
 def beside_teacher(students: Sequence[RoundTrip], teacher: TeacherRoundTrip) -> list[RoundTrip]:
     """The models to compare: the teacher, and for each student its decoder, its encoder and itself.
 
-    The teacher is in memory once and encodes each clip once.
+    The teacher is in memory once and encodes each clip once. Students that are elsewhere come to its device.
     """
     teacher = teacher.remembering()
     rows: list[RoundTrip] = [teacher]
-    for student in with_own_labels(students):
+    for student in (student.to(teacher.device) for student in with_own_labels(students)):
         rows += [MixedRoundTrip(teacher, student), MixedRoundTrip(student, teacher), student]
     return with_own_labels(rows)
 
