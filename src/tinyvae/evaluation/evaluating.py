@@ -13,7 +13,6 @@ from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecut
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,10 +176,20 @@ def evaluate_models(
 ) -> list[EvaluationResult]:
     """Evaluate open models, one after the other, on the frames that every one of them gives back."""
     settings, clips, notes = _open_clips(settings, round_trips)
-    ruler, lpips_notes = open_lpips(lpips)
-    shared = partial(evaluate_round_trip, clips=clips, settings=settings, devices=devices, compared_with=round_trips)
-    notes += lpips_notes
-    return [shared(trip, lpips=ruler, notes=notes, show_progress_bar=show_progress_bar) for trip in round_trips]
+    opened, lpips_notes = open_lpips(lpips)
+    return [
+        evaluate_round_trip(
+            round_trip,
+            clips,
+            settings,
+            devices=devices,
+            lpips=opened,
+            notes=[*notes, *lpips_notes],
+            compared_with=round_trips,
+            show_progress_bar=show_progress_bar,
+        )
+        for round_trip in round_trips
+    ]
 
 
 def _open_clips(

@@ -69,6 +69,10 @@ class MetricInfo(NamedTuple):
         """A number that is smaller for better values."""
         return {"higher": -value, "lower": value, "zero": abs(value)}[self.better]
 
+    def difference(self, before: float, after: float) -> float:
+        """One value less another; of a metric that is best at 0, the same of their sizes."""
+        return abs(after) - abs(before) if self.better == "zero" else after - before
+
 
 _PSNR = "mean over frames of the peak signal-to-noise ratio; identical frames count as 100 dB"
 _SSIM = "structural similarity, Gaussian window of 11 pixels; 1 is identical"

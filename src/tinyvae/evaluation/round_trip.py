@@ -282,23 +282,20 @@ class TeacherRoundTrip(RoundTrip):
 
     def encode(self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes) -> Iterator[Tensor]:
         frames_NTCHW = torch.cat(list(chunks), dim=1)[:, : self.aligned_frames(num_frames)]
-        if self._known is None:
-            yield self._encoded(frames_NTCHW, times)
-            return
-        key = self._known.key(frames_NTCHW)
-        if (found := self._known.get(key)) is None:
-            before = times.encode_s
-            latents_NTCHW = self._encoded(frames_NTCHW, times)
-            self._known.add(key, latents_NTCHW, times.encode_s - before)
-            yield latents_NTCHW
-        else:
-            latents_NTCHW, seconds = found
-            times.encode_s += seconds
-            yield latents_NTCHW.to(self.device)
-
-    def _encoded(self, frames_NTCHW: Tensor, times: StageTimes) -> Tensor:
+        known, key = self._known, ""
+        if known is not None:
+            key = known.key(frames_NTCHW)
+            if (found := known.get(key)) is not None:
+                latents_NTCHW, seconds = found
+                times.encode_s += seconds
+                yield latents_NTCHW.to(self.device)
+                return
+        before = times.encode_s
         with times.stage("encode", self.device):
-            return self.teacher.encode(frames_NTCHW)
+            latents_NTCHW = self.teacher.encode(frames_NTCHW)
+        if known is not None:
+            known.add(key, latents_NTCHW, times.encode_s - before)
+        yield latents_NTCHW
 
     def decode(self, latents: Iterable[Tensor], num_latents: int, times: StageTimes) -> Iterator[Tensor]:
         latents_NTCHW = torch.cat(list(latents), dim=1)

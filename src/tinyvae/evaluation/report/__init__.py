@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -140,7 +140,10 @@ def _clip_row(name: str, clips: Sequence[ClipResult], measured: Sequence[MetricI
         values = [clip.metrics.value(info.name) for clip in clips]
         cells += [_cell(info, value, info.shown) for value in values]
         if len(clips) > 1:
-            cells.append(_cell(info, _difference(info, values[0], values[-1]), info.shown_difference))
+            first, last, difference = values[0], values[-1], None
+            if first is not None and last is not None and math.isfinite(last - first):
+                difference = info.difference(first, last)
+            cells.append(_cell(info, difference, info.shown_difference))
     psnr = [value for value in clips[-1].metrics.psnr_by_frame if math.isfinite(value)]
     return {
         "name": name,
@@ -152,17 +155,10 @@ def _clip_row(name: str, clips: Sequence[ClipResult], measured: Sequence[MetricI
     }
 
 
-def _cell(info: MetricInfo, value: float | None, shown: Any) -> dict[str, str]:
+def _cell(info: MetricInfo, value: float | None, shown: Callable[[float], str]) -> dict[str, str]:
     """A number as it is shown, and as the table sorts it: what has none is last."""
     sorted_by = f"{value:.8g}" if value is not None and math.isfinite(value) else ""
     return {"metric": info.name, "value": sorted_by, "text": "–" if value is None else shown(value)}
-
-
-def _difference(info: MetricInfo, first: float | None, last: float | None) -> float | None:
-    """The last model less the first, as in `paired_difference`."""
-    if first is None or last is None or not math.isfinite(first) or not math.isfinite(last):
-        return None
-    return abs(last) - abs(first) if info.better == "zero" else last - first
 
 
 def _page_data(
