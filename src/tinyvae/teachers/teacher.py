@@ -363,9 +363,10 @@ def _hub_config(name: str, seen_from: Path) -> tuple[str, str | None, dict[str, 
     file = _cached_config(hub, name)
     if file is None:
         missing = f"there is no teacher folder {name} (seen from {seen_from}), and the hub gives nothing of that name"
+        failures: tuple[type[Exception], ...] = (ValueError, *hub_failures())
         try:
             file = _downloaded_config(hub, name)
-        except (ValueError, *hub_failures()) as failure:
+        except failures as failure:
             missing += f" ({first_line(failure)}); name its folder, or download it first where there is a network."
             raise MissingFileError(missing) from None
         if file is None:
