@@ -361,7 +361,7 @@ def test_homes_of_strangers_and_endless_names_are_mistakes_among_others() -> Non
     text = refusal("scratch", ["--data_root", "~nobody-here/clips", "--seed", "-1"])
     assert "2 mistakes" in text and "seed='-1' must be" in text
     assert "data_root=~nobody-here/clips (the command line): there is no home folder ~nobody-here" in text
-    with pytest.raises(UserError, match=r"data_root=.* cannot be opened \(File name too long\)"):
+    with pytest.raises(UserError, match=r"data_root=.* cannot be read \(File name too long\)"):
         check_config(TrainConfig(data_root=Path("a" * 300)))
     with pytest.raises(UserError, match="data_root=/dev/null is a file"):
         check_config(TrainConfig(data_root=Path("/dev/null")))

@@ -118,7 +118,7 @@ def test_no_two_models_have_one_label(codec: TAEHV) -> None:
     trips = [open_model(codec, label=label) for label in ("a", "a (2)", "a", "a", "b")]
     assert [trip.facts.label for trip in with_own_labels(trips)] == ["a", "a (2)", "a (3)", "a (4)", "b"]
     trips = [open_model(codec, label=label) for label in ("a", "a", "a (2)")]
-    assert [trip.facts.label for trip in with_own_labels(trips)] == ["a", "a (3)", "a (2)"]
+    assert [trip.facts.label for trip in with_own_labels(trips)] == ["a", "a (2)", "a (2) (2)"]
 
 
 def test_a_config_that_is_no_text_is_no_teacher(tmp_path: Path) -> None:

@@ -136,10 +136,8 @@ def _source_layers(preset_or_file: str | Path) -> list[Layer]:
         raise UserError(f"{path} is not UTF-8 text; it must be a settings file or a config.json.") from None
     except MissingFileError:
         raise  # also an OSError
-    except PermissionError as refused:
-        raise UserError(f"{path} cannot be read ({refused.strerror}); fix its permissions, or name another.") from None
-    except OSError as fault:  # such as a name that is too long
-        raise UserError(f"{path} cannot be read ({fault.strerror}); name a preset, a file or a run.") from None
+    except OSError as fault:
+        raise UserError(f"{path} cannot be read ({fault.strerror}); fix its permissions, or name another.") from None
     base = project_of(path.absolute().parent)
     if path.suffix == ".json":
         return [Layer(name=str(path), base=base, values=_settings_in_json(text, path))]

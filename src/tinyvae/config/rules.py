@@ -386,10 +386,8 @@ def _look_at(place: Place) -> tuple[bool, str]:
             may_be_read = os.access(place, os.R_OK | (os.X_OK if place.is_dir() else 0))
             return True, "" if may_be_read else "may not be read by you; fix its permissions or name another"
         return is_there, ""
-    except PermissionError as denied:
-        return True, f"may not be read by you ({denied.strerror}); fix its permissions or name another"
-    except OSError as fault:  # such as a name that is too long
-        return True, f"cannot be opened ({fault.strerror}); name another"
+    except OSError as fault:
+        return True, f"cannot be read ({fault.strerror}); fix its permissions or name another"
     except UserError as mistake:  # of the storage behind a URL
         return True, f"cannot be opened: {mistake}"
 

@@ -8,7 +8,6 @@ A stream gives decoded frames as they become ready, so a bounded number of input
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 from abc import ABC, abstractmethod
@@ -190,27 +189,14 @@ class StreamedCodec(RoundTrip):
         decoder.flush()
 
 
-class KnownLatents:
-    """A teacher's latents of clips, in main memory, by the hash of their frames; and the seconds that each took."""
+# A teacher's latents of clips, in main memory, and the seconds that they took, by `frames_hash`.
+KnownLatents = dict[str, tuple[Tensor, float]]
 
-    def __init__(self) -> None:
-        self._kept: dict[str, tuple[Tensor, float]] = {}
-        self._num_bytes = 0
 
-    @staticmethod
-    def key(frames_NTCHW: Tensor) -> str:
-        """Of frames NTCHW in [0, 1] that were bytes before."""
-        frames = (frames_NTCHW * 255).round().to(torch.uint8).cpu().contiguous()
-        return f"{tuple(frames.shape)} {hashlib.blake2b(frames.numpy().data).hexdigest()}"
-
-    def get(self, key: str) -> tuple[Tensor, float] | None:
-        return self._kept.get(key)
-
-    def add(self, key: str, latents_NTCHW: Tensor, seconds: float) -> None:
-        """Keep them, unless there are `MAX_KNOWN_BYTES` already: then they are computed again."""
-        self._num_bytes += latents_NTCHW.nbytes
-        if self._num_bytes <= MAX_KNOWN_BYTES:
-            self._kept[key] = latents_NTCHW.cpu(), seconds
+def frames_hash(frames_NTCHW: Tensor) -> str:
+    """What tells frames NTCHW in [0, 1], which were bytes before, from all others."""
+    frames = (frames_NTCHW * 255).round().to(torch.uint8).cpu().contiguous()
+    return f"{tuple(frames.shape)} {hashlib.blake2b(frames.numpy().data).hexdigest()}"
 
 
 class TeacherRoundTrip(RoundTrip):
@@ -263,7 +249,7 @@ class TeacherRoundTrip(RoundTrip):
 
     def remembering(self) -> TeacherRoundTrip:
         """The same teacher, which encodes each clip once: further passes over it take the latents from memory."""
-        return TeacherRoundTrip(self.teacher, self._path, label=self.facts.label, known=KnownLatents())
+        return TeacherRoundTrip(self.teacher, self._path, label=self.facts.label, known={})
 
     @property
     def device(self) -> torch.device:
@@ -282,19 +268,18 @@ class TeacherRoundTrip(RoundTrip):
 
     def encode(self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes) -> Iterator[Tensor]:
         frames_NTCHW = torch.cat(list(chunks), dim=1)[:, : self.aligned_frames(num_frames)]
-        known, key = self._known, ""
-        if known is not None:
-            key = known.key(frames_NTCHW)
-            if (found := known.get(key)) is not None:
-                latents_NTCHW, seconds = found
-                times.encode_s += seconds
-                yield latents_NTCHW.to(self.device)
-                return
+        known = self._known
+        key = "" if known is None else frames_hash(frames_NTCHW)
+        if known is not None and key in known:
+            latents_NTCHW, seconds = known[key]
+            times.encode_s += seconds
+            yield latents_NTCHW.to(self.device)
+            return
         before = times.encode_s
         with times.stage("encode", self.device):
             latents_NTCHW = self.teacher.encode(frames_NTCHW)
-        if known is not None:
-            known.add(key, latents_NTCHW, times.encode_s - before)
+        if known is not None and sum(kept.nbytes for kept, _ in list(known.values())) < MAX_KNOWN_BYTES:
+            known[key] = latents_NTCHW.cpu(), times.encode_s - before
         yield latents_NTCHW
 
     def decode(self, latents: Iterable[Tensor], num_latents: int, times: StageTimes) -> Iterator[Tensor]:
@@ -456,17 +441,16 @@ def to_unit_range(frames_TCHW: Tensor, device: torch.device) -> Tensor:
 
 
 def with_own_labels(round_trips: Sequence[RoundTrip]) -> list[RoundTrip]:
-    """The models themselves, with a number behind a label that another one has already."""
-    taken = {round_trip.facts.label for round_trip in round_trips}
-    seen: set[str] = set()
+    """The same models, with a number behind a label that an earlier one has already."""
+    labels: list[str] = []
     for round_trip in round_trips:
-        label = round_trip.facts.label
-        if label in seen:
-            numbered = (f"{label} ({number})" for number in itertools.count(2))
-            label = next(name for name in numbered if name not in taken)
-            round_trip.facts = replace(round_trip.facts, label=label)
-        seen.add(label)
-        taken.add(label)
+        given = label = round_trip.facts.label
+        number = 1
+        while label in labels:
+            number += 1
+            label = f"{given} ({number})"
+        round_trip.facts = replace(round_trip.facts, label=label)
+        labels.append(label)
     return list(round_trips)
 
 
