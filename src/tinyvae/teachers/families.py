@@ -140,7 +140,12 @@ def latent_space_of(config: Config, channels: int) -> LatentSpace:
     """
     mean = config.get("latents_mean") or [0.0] * channels
     std = config.get("latents_std") or [1.0] * channels
-    space = LatentSpace(mean=tuple(mean), std=tuple(std), factor=float(config.get("scaling_factor") or 1.0))
-    if wrong := space.mistake(channels):
+    try:
+        mean, std = (tuple(map(float, values)) for values in (mean, std))
+        space = LatentSpace(mean=mean, std=std, factor=float(config.get("scaling_factor") or 1.0))
+        wrong = space.mistake(channels)
+    except (TypeError, ValueError) as fault:
+        wrong = f"latents_mean, latents_std or a scaling_factor that is no number ({fault})"
+    if wrong:
         raise UserError(f"the teacher's config.json has {wrong}; take the one that belongs to its weights.")
     return space

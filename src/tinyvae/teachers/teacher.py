@@ -252,7 +252,7 @@ def find_teacher(
         place, subfolder, config = _hub_config(str(path), seen_from or Path.cwd())
     of_kind = [family.class_name for family in FAMILIES.values() if family.kind == kind]
     class_name = config.get("_class_name") or (of_kind[0] if len(of_kind) == 1 else None)
-    if class_name is None:
+    if not isinstance(class_name, str):
         known = ", ".join(FAMILIES)
         raise UserError(f"the teacher's {CONFIG_NAME} in {path} does not say its _class_name; add it, one of {known}.")
     if class_name not in FAMILIES:
@@ -264,7 +264,12 @@ def find_teacher(
     # What diffusers assumes where a config.json is silent.
     defaults = {item.name: item.default for item in parameters if item.default is not inspect.Parameter.empty}
     whole = defaults | config
-    return FoundTeacher(place=place, subfolder=subfolder, family=family, config=whole, geometry=family.geometry(whole))
+    try:
+        geometry = family.geometry(whole)
+    except (TypeError, ValueError, OverflowError) as fault:
+        what = f"the teacher's {CONFIG_NAME} in {path} has a value that no {class_name} has ({fault})"
+        raise UserError(f"{what}; take the one that belongs to its weights.") from None
+    return FoundTeacher(place=place, subfolder=subfolder, family=family, config=whole, geometry=geometry)
 
 
 def identify_teacher(path: str | Path) -> dict[str, str] | None:
