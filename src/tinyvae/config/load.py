@@ -339,7 +339,7 @@ class _Merging:
         else:
             near = nearest_name(old_files.OTHER_NAMES.get(key, key), FIELDS)
             text = f"there is no setting {key!r} ({layer.where(key)}).{near}"
-            self._complain((key, *near.split("'")[1:2]), text)
+            self._complain((key, *near.split("'")[1:2]), text)  # rules about the key that was meant are not told too
 
     def _add_teacher(self, number: int, layer: Layer, key: str, value: Any) -> None:
         """What another name of ``ref_vae_path`` says besides the path."""

@@ -283,10 +283,9 @@ def _loss_rules(config: TrainConfig) -> Findings:
     elif config.seraena_start and not any(weights[key] for key in weights if key != "seraena_loss_weight"):
         text = f"nothing would be trained before Seraena begins (seraena_start={config.seraena_start}): "
         yield "seraena_start seraena_loss_weight", f"{text}set another loss weight, or seraena_start to 0."
-    _, *validated = config.validation_size
-    _, *narrowest = min(config.sizes.sizes, key=lambda size: min(size.height, size.width))
     for key in _lpips_needs(config):
-        height, width = validated if key == "metric_for_best_model" else narrowest
+        sizes = [config.validation_size] if key == "metric_for_best_model" else config.sizes.sizes
+        _, height, width = min(sizes, key=lambda size: min(size[1:]))
         if min(height, width) < 31:
             text = f"{key}={shown_value(getattr(config, key))} is LPIPS, which needs frames of at least 31x31 pixels, "
             concerned = f"{key} height width resolutions validation_height validation_width"
@@ -305,11 +304,11 @@ def _teacher_rules(config: TrainConfig) -> Findings:
     from tinyvae.teachers.families import FAMILIES, NETWORK
     from tinyvae.teachers.network import is_network
 
-    keys = "variant use_ref_vae ref_vae_path ref_vae_type"
     kind, variant = config.ref_vae_type, config.variant
-    possible = sorted({family.kind for family in FAMILIES.values() if variant in family.variants})
     if kind == NETWORK.kind or is_network(config.teacher_path):
         return  # one of ours can teach every variant
+    keys = "variant use_ref_vae ref_vae_path ref_vae_type"
+    possible = sorted({family.kind for family in FAMILIES.values() if variant in family.variants})
     if not possible:
         yield keys, f"there is no teacher for {variant} in diffusers; set use_ref_vae to false."
     elif kind is not None and kind not in possible:

@@ -328,14 +328,13 @@ def _look_at(part: ClipPart, round_trip: RoundTrip, window: range, kept: tuple[i
 
 def _worst_frame(label: str, result: ClipResult, look: _Look) -> WorstFrame:
     decoded, target = look.pairs[look.worst]
-    place = look.worst
     top, left, height, width = worst_patch(decoded, target, side=PATCH_SIDE)
     here = (..., slice(top, top + height), slice(left, left + width))
     frame_height, frame_width = target.shape[-2:]
     return WorstFrame(
         model=label,
-        frame=place,
-        psnr=result.metrics.psnr_by_frame[place],
+        frame=look.worst,
+        psnr=result.metrics.psnr_by_frame[look.worst],
         whole=picture_uri(shrink(to_bytes_range(target[None]), width=PLAYER_WIDTH)[0], "JPEG", quality=85),
         box={
             "left": left / frame_width,

@@ -328,6 +328,7 @@ class MixedRoundTrip(RoundTrip):
         return self._teacher.used_frames(num_frames)
 
     def chunk_frames(self, height: int, width: int) -> int:
+        # The student cuts latents into parts of this size too.
         self._student.chunk_pixels = self.chunk_pixels or self._student.chunk_pixels
         return self._student.chunk_frames(height, width)
 
