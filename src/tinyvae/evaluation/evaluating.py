@@ -368,11 +368,11 @@ def _cost(workers: Sequence[_Worker]) -> Cost:
     encode_fps = decode_fps = encode_pixels = decode_pixels = 0.0
     for worker in workers:
         if counted := worker.results[1:] or worker.results:
-            num_frames = [clip.num_frames for clip in counted]
-            pixels = sum(n * clip.height * clip.width for n, clip in zip(num_frames, counted, strict=True))
+            num_frames = sum(clip.num_frames for clip in counted)
+            pixels = sum(clip.num_frames * clip.height * clip.width for clip in counted)
             encode_s, decode_s = sum(clip.encode_s for clip in counted), sum(clip.decode_s for clip in counted)
-            encode_fps += sum(num_frames) / encode_s
-            decode_fps += sum(num_frames) / decode_s
+            encode_fps += num_frames / encode_s
+            decode_fps += num_frames / decode_s
             encode_pixels += pixels / encode_s
             decode_pixels += pixels / decode_s
     return Cost(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,20 +66,6 @@ def _facts(spec: VariantSpec, stated: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """A distribution without spread: a network of ours makes one latent of a clip."""
-
-    mean_NCTHW: Tensor
-
-    def mode(self) -> Tensor:
-        return self.mean_NCTHW
-
-    @property
-    def std(self) -> Tensor:
-        return torch.zeros_like(self.mean_NCTHW)
-
-
 class NetworkVAE(nn.Module):
     """A network with the calls of a diffusers VAE, which a `Teacher` makes. Videos are NCTHW in [0, 1]."""
 
@@ -98,8 +84,9 @@ class NetworkVAE(nn.Module):
         return self.network.dtype
 
     def encode(self, video_NCTHW: Tensor) -> SimpleNamespace:
-        latents_NTCHW = self._fused.encode_video(video_NCTHW.transpose(1, 2))
-        return SimpleNamespace(latent_dist=Point(mean_NCTHW=latents_NTCHW.transpose(1, 2)))
+        z_NCTHW = self._fused.encode_video(video_NCTHW.transpose(1, 2)).transpose(1, 2)
+        # A distribution without spread: a network of ours makes one latent of a clip.
+        return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: z_NCTHW, std=torch.zeros_like(z_NCTHW)))
 
     def decode(self, z_NCTHW: Tensor) -> SimpleNamespace:
         return SimpleNamespace(sample=self._fused.decode_video(z_NCTHW.transpose(1, 2)).transpose(1, 2))
