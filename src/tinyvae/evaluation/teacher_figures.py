@@ -86,11 +86,7 @@ def _db(psnr: Estimate | None) -> str:
 
 
 def open_teacher(
-    path: str | os.PathLike[str],
-    students: Sequence[RoundTrip],
-    *,
-    device: torch.device,
-    dtype: torch.dtype | None,
+    path: str | os.PathLike[str], students: Sequence[RoundTrip], *, device: torch.device, dtype: torch.dtype | None
 ) -> TeacherRoundTrip:
     """The teacher of a folder, hub name or weights file of ours, once it is known that it fits every student."""
     for student in students:
