@@ -423,7 +423,7 @@ def test_a_teacher_of_another_latent_space_is_refused() -> None:
     ("options", "says"),
     [
         ({"variant": "taew2"}, "Did you mean"),
-        ({"variant": "taew2_1", "latents_mean": [0.0] * 3}, "3 values and taew2_1 has 16"),
+        ({"variant": "taew2_1", "latents_mean": [0.0] * 3}, "taew2_1 was given 3 latents_mean for 16"),
         ({"variant": "taew2_1", "latents_std": [0.0] * 16}, "not above 0"),
     ],
 )

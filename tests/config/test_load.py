@@ -355,6 +355,18 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "cannot be read (Permission denied)" in refusal(file)
 
 
+def test_homes_of_strangers_and_endless_names_are_mistakes_among_others() -> None:
+    assert "~nobody-here/a.py: there is no home folder ~nobody-here" in refusal("~nobody-here/a.py")
+    assert "cannot be read (File name too long)" in refusal("a" * 300)
+    text = refusal("scratch", ["--data_root", "~nobody-here/clips", "--seed", "-1"])
+    assert "2 mistakes" in text and "seed='-1' must be" in text
+    assert "data_root=~nobody-here/clips (the command line): there is no home folder ~nobody-here" in text
+    with pytest.raises(UserError, match=r"data_root=.* cannot be read \(File name too long\)"):
+        check_config(TrainConfig(data_root=Path("a" * 300)))
+    with pytest.raises(UserError, match="data_root=/dev/null is a file"):
+        check_config(TrainConfig(data_root=Path("/dev/null")))
+
+
 @pytest.mark.parametrize(
     ("file", "preset"),
     [

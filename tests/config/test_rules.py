@@ -71,10 +71,17 @@ def test_defaults_pass_their_own_checks() -> None:
         ({"reconstruction_loss_weight": 0.0}, "all loss weights are 0"),
         ({"perceptual_loss_weight": 0.1, "height": 24}, "needs frames of at least 31x31 pixels, got 24x128"),
         ({"metric_for_best_model": "lpips", "validation_height": 24}, "is LPIPS, which needs frames of at least 31x31"),
-        ({"temporal_loss_weight": 0.1, "n_frames": 1}, "temporal_loss_weight needs at least 2 decoded frames"),
+        (  # four frames are one latent, which decodes to one frame
+            {"temporal_loss_weight": 0.1, "n_frames": 4},
+            "temporal_loss_weight needs at least 2 decoded frames, but taehv decodes 1 of n_frames=4; use longer clips",
+        ),
         (
             {"use_seraena": True, "seraena_loss_weight": 0.1, "seraena_buffer_mb": 1, "height": 480, "width": 720},
             "does not hold one group of frames (2.14 MB); set seraena_buffer_mb to ten times that",
+        ),
+        (
+            {"use_seraena": True, "seraena_loss_weight": 0.1, "height": 8 * 10**30},
+            "the replay buffer of 512 MB does not hold one group of frames",
         ),
         ({"split_by": "annotation"}, "split_by=annotation needs an annotation_file"),
         ({"train_split": 1.0}, "train_split=1 leaves no file to validate on"),
@@ -111,6 +118,10 @@ def test_all_complaints_come_in_one_message() -> None:
     text = complaint(TrainConfig(train_batch_size=0, n_frames=15, beta1=2.0, encoder_loss_weight=0.1))
     for words in ("4 mistakes", "train_batch_size=0", "n_frames=15", "beta1=2", "encoder_loss_weight=0.1"):
         assert words in text
+
+
+def test_two_decoded_frames_are_enough_for_the_temporal_loss() -> None:
+    check_values(TrainConfig(temporal_loss_weight=0.1, n_frames=5))
 
 
 def test_a_wrong_key_is_not_complained_of_twice() -> None:

@@ -130,6 +130,9 @@ def test_users_mistakes_are_one_sentence(write_video: WriteVideo, tmp_path: Path
         evaluate(CopyCodec(), write_video("b.mp4"), lpips=None, device="gpu")
     with pytest.raises(UserError, match="there are no LPIPS weights at"):
         evaluate(CopyCodec(), write_video("c.mp4"), lpips=tmp_path / "none.safetensors")
+    for preview in ("time", "space"):
+        with pytest.raises(UserError, match="load the model without preview="):
+            evaluate(TAEHV("taehv", width=0.125, preview=preview), write_video(f"{preview}.mp4"), lpips=None)
 
 
 def test_annotations_and_index(write_video: WriteVideo, tmp_path: Path) -> None:

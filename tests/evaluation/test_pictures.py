@@ -14,7 +14,9 @@ from PIL import Image
 
 from tests.evaluation.copy_codec import CopyCodec
 from tinyvae.evaluation import evaluate
+from tinyvae.evaluation.clip_sources import ClipSource, Middle
 from tinyvae.evaluation.compare import compare
+from tinyvae.evaluation.evaluating import EvaluationSettings, evaluate_round_trip
 from tinyvae.evaluation.pictures import (
     HEAT_FULL_SCALE,
     HEAT_STOPS,
@@ -30,6 +32,7 @@ from tinyvae.evaluation.pictures import (
     worst_patch,
 )
 from tinyvae.evaluation.round_trip import open_model
+from tinyvae.video.decode import probe_video
 
 WriteVideo = Callable[..., Path]
 
@@ -102,6 +105,15 @@ def test_films_hold_input_output_and_error_in_step(write_video: WriteVideo) -> N
         assert (middle - left).mean().item() == pytest.approx(0.2 * 255, abs=6)
     assert film.first_frame <= shown.worst_frames[0].frame < film.first_frame + film.num_frames
     assert [len(pictures) for pictures in shown.latents.values()] == [4]
+
+
+def test_a_film_of_every_second_frame_takes_as_long_as_the_video(write_video: WriteVideo) -> None:
+    source = ClipSource(name="clip", path=write_video("clip.mp4", frames=20))
+    settings = EvaluationSettings(data="clip", max_frames=9, middle=Middle(frame_step=2))
+    round_trip = open_model(CopyCodec())
+    result = evaluate_round_trip(round_trip, [source], settings, devices=[torch.device("cpu")])
+    (shown,) = gather_evidence([round_trip], [result], limit=1, clips=[source])
+    assert shown.film.fps == result.clips[0].fps == probe_video(source.path).fps / 2
 
 
 def test_films_of_many_models_stay_within_what_browsers_decode(write_video: WriteVideo) -> None:

@@ -17,10 +17,12 @@ from tests.evaluation.copy_codec import CopyCodec
 from tinyvae.evaluation import EvaluationResult, evaluate
 from tinyvae.evaluation.compare import compare
 from tinyvae.evaluation.evaluating import SkippedClip
+from tinyvae.evaluation.metrics import METRICS
 from tinyvae.evaluation.pictures import choose_clips, gather_evidence
 from tinyvae.evaluation.report import (
     MAX_CURVE_FRAMES,
     MAX_TRAINING_POINTS,
+    best_and_worst,
     find_run_folder,
     listed_clips,
     publish,
@@ -160,6 +162,8 @@ def test_nan_is_worse_than_any_number(write_video: WriteVideo, tmp_path: Path) -
     assert broken.metrics.worst_frame == 4
     result = replace(result, clips=(result.clips[0], broken, result.clips[2]))
     assert choose_clips([result], limit=1) == [(broken.name, "worst")] and listed_clips([result])[0] == broken.name
+    best, worst = best_and_worst(result, METRICS["psnr"])
+    assert best.metrics.psnr == max(result.clips[place].metrics.psnr for place in (0, 2)) and worst is broken
 
 
 def test_a_page_without_films_and_with_nan(write_video: WriteVideo) -> None:
@@ -170,6 +174,17 @@ def test_a_page_without_films_and_with_nan(write_video: WriteVideo) -> None:
     shown = gather_evidence([open_model(CopyCodec(offset=float("nan")))], [result], limit=1)
     with_pictures = report_html(result, shown, training={}, command="x")
     assert "NaN dB at its worst" in with_pictures and "nan dB" not in with_pictures
+
+
+def test_a_table_of_all_shared_clips_does_not_speak_of_more(write_video: WriteVideo, tmp_path: Path) -> None:
+    write_video("clips/17.mp4", frames=17)
+    for num_frames in (5, 3):  # too short for one latent of eight frames, and for one of four
+        write_video(f"clips/{num_frames}.mp4", frames=num_frames)
+    comparison = compare([CopyCodec("taehv"), CopyCodec("taeltx_2")], tmp_path / "clips", lpips=None)
+    first, second = comparison.evaluations
+    second = replace(second, clips=(*second.clips, replace(second.clips[0], name="3.mp4")))  # two clips of each model
+    text = report_html(replace(comparison, evaluations=(first, second)), training={}, command="x")
+    assert text.count("<tr data-clip=") == 1 and "are listed" not in text
 
 
 def test_hostile_names_stay_text(write_video: WriteVideo) -> None:

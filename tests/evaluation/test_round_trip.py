@@ -18,7 +18,15 @@ from tinyvae.evaluation.compare import compare
 from tinyvae.evaluation.cost import StageTimes
 from tinyvae.evaluation.pictures import gather_evidence
 from tinyvae.evaluation.report import publish
-from tinyvae.evaluation.round_trip import Piece, StreamedCodec, codec_facts, is_teacher, label_of, open_model
+from tinyvae.evaluation.round_trip import (
+    Piece,
+    StreamedCodec,
+    codec_facts,
+    is_teacher,
+    label_of,
+    open_model,
+    with_own_labels,
+)
 from tinyvae.video.decode import read_frames
 
 WriteVideo = Callable[..., Path]
@@ -103,6 +111,19 @@ def test_checkpoints_are_named_with_their_run() -> None:
     assert label_of(Path("out/my_run/best_model")) == "my_run/best_model"
     assert (label_of(Path("out/my_run")), label_of(Path("a/taehv.safetensors"))) == ("my_run", "taehv")
     assert label_of(Path("CogVideoX-2b/vae")) == "CogVideoX-2b"
+
+
+def test_no_two_models_have_one_label(codec: TAEHV) -> None:
+    """A browser calls the second download of a file `a (2)`."""
+    trips = [open_model(codec, label=label) for label in ("a", "a (2)", "a", "a", "b")]
+    assert [trip.facts.label for trip in with_own_labels(trips)] == ["a", "a (2)", "a (3)", "a (4)", "b"]
+    trips = [open_model(codec, label=label) for label in ("a", "a", "a (2)")]
+    assert [trip.facts.label for trip in with_own_labels(trips)] == ["a", "a (2)", "a (2) (2)"]
+
+
+def test_a_config_that_is_no_text_is_no_teacher(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    assert not is_teacher(tmp_path)
 
 
 @pytest.fixture

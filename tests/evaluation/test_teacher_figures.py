@@ -148,6 +148,24 @@ def test_a_perfect_student_has_four_equal_rows(
     assert [row.facts.label for row in rows] == ["big", "twin decoder", "twin encoder", "twin"]
 
 
+class Elsewhere(TeacherInDisguise):
+    """The same student on another device."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("meta")
+
+    def to(self, device: torch.device) -> RoundTrip:
+        assert device == self._twin.device
+        return TeacherInDisguise(self._twin)
+
+
+def test_students_come_to_the_teachers_device(teachers: dict[str, Path]) -> None:
+    """`compare` opens the teacher on the GPU and leaves a student in memory where it is."""
+    teacher = TeacherRoundTrip.open(teachers["taecvx"], device=torch.device("cpu"), dtype=None)
+    assert [row.device for row in beside_teacher([Elsewhere(teacher)], teacher)] == [teacher.device] * 4
+
+
 def test_the_teacher_is_loaded_once_and_encodes_each_clip_once(
     teachers: dict[str, Path], write_video: WriteVideo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +233,18 @@ def test_the_page_in_a_browser(
             assert browser.run("return document.querySelectorAll('#teacher .same figure').length") == len(rows) + 1
             loaded = "return [...document.querySelectorAll('#teacher img')].every(i => i.naturalWidth > 0)"
             assert browser.run(loaded) and browser.complaints() == []
+
+
+def test_weights_of_ours_that_state_no_variant_can_be_the_teacher(write_video: WriteVideo, tmp_path: Path) -> None:
+    """They are taken for the student's variant, as in training; a name such as taecvx.pth is no obstacle."""
+    video = write_video("clip.mp4", frames=12, height=16, width=24)
+    model = student()
+    torch.save(model.state_dict(), tmp_path / "taecvx.pth")
+    comparison = compare([model], video, teacher=tmp_path / "taecvx.pth", lpips=None)
+    teacher, decoder, encoder, own = comparison.evaluations
+    assert teacher.model.latent_variant == "taecvx" and teacher.clips[0].num_frames == 9
+    for row in (decoder, encoder, own):
+        assert row.by_name()["clip.mp4"].psnr == pytest.approx(teacher.by_name()["clip.mp4"].psnr, abs=1e-3)
 
 
 def test_mistakes_are_one_sentence(teachers: dict[str, Path], write_video: WriteVideo, tmp_path: Path) -> None:

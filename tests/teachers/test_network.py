@@ -75,6 +75,18 @@ def test_identity_follows_the_weights(tmp_path: Path) -> None:
     assert changed is not None and changed["weights"] != known["weights"] and changed["config"] == known["config"]
 
 
+def test_identity_does_not_depend_on_a_files_name(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Upstream's `taecvx.pth` states nothing: as a model it is refused without a variant, as a teacher it is known."""
+    model = saved(tmp_path / "stated.pth", "taecvx")
+    for name in ("plain.pth", "taecvx.pth"):
+        torch.save(model.state_dict(), tmp_path / name)
+    known = identify_teacher(tmp_path / "taecvx.pth")
+    assert known is not None and known["class"] == "TAEHV" and not recwarn.list
+    for name in ("plain.pth", "stated.pth"):
+        other = identify_teacher(tmp_path / name)
+        assert other is not None and (other["config"] == known["config"]) == (name == "plain.pth")
+
+
 @pytest.mark.slow
 def test_a_run_learns_from_it(tmp_path: Path) -> None:
     """The whole network teaches its narrower form, which starts from weights of its own."""

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tinyvae import VARIANTS, get_spec
-from tinyvae.teachers.statistics import KNOWN_STATISTICS, latent_statistics
+from tinyvae.errors import UserError
+from tinyvae.teachers.statistics import KNOWN_STATISTICS, latent_statistics, statistics_of_vae
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -32,6 +33,12 @@ def test_wan_2_1(class_name: str) -> None:
 )
 def test_hunyuan(variant: str, class_name: str) -> None:
     assert KNOWN_STATISTICS[variant].factor == defaults(class_name)["scaling_factor"]
+
+
+def test_the_vae_of_an_image_model_is_refused_in_one_sentence() -> None:
+    vae = diffusers.AutoencoderKL(block_out_channels=(4,), norm_num_groups=2)
+    with pytest.raises(UserError, match="is a AutoencoderKL, which does not say how many frames"):
+        statistics_of_vae(vae, get_spec("taew2_1"))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -371,7 +371,13 @@ def test_mistakes_in_a_folder(folders: dict[str, Path], tmp_path: Path) -> None:
     refused("4 latents_mean for 16")
     edit_config(folder, latents_mean=[0.0] * 16, latents_std=[0.0] * 16)
     refused("not above 0")
-    edit_config(folder, latents_std=[1.0] * 16, _class_name=None)
+    edit_config(folder, latents_std=["x"] * 16)
+    refused("that is no number")
+    edit_config(folder, latents_std=[1.0] * 16, dim_mult=4)
+    refused("has a value that no AutoencoderKLWan has")
+    edit_config(folder, dim_mult=[1, 2, 4, 4], _class_name=["AutoencoderKLWan"])
+    refused("_class_name")
+    edit_config(folder, _class_name=None)
     refused("_class_name")
     check_teacher(folder, "wan", spec)
     edit_config(folder, _class_name="AutoencoderKL")
@@ -398,6 +404,17 @@ def test_weights_that_are_missing_broken_or_of_another_shape(folders: dict[str, 
     weights.unlink()
     with pytest.raises(MissingFileError, match="has no weights"):
         check_teacher(folder, None, get_spec("taew2_1"))
+
+
+def test_only_the_weights_that_are_loaded_count(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder, spec = tmp_path / "teacher", get_spec("taew2_1")
+    shutil.copytree(folders["taew2_1"], folder)
+    weights = folder / "diffusion_pytorch_model.safetensors"
+    (folder / "diffusion_pytorch_model.fp16.safetensors").write_bytes(b"cut off")
+    check_teacher(folder, None, spec)
+    shutil.move(weights, folder / "diffusion_pytorch_model.fp16.safetensors")
+    with pytest.raises(MissingFileError, match=r"has no weights \(diffusion_pytorch_model.safetensors\)"):
+        check_teacher(folder, None, spec)
 
 
 # the hub

@@ -123,7 +123,7 @@ def _source_layers(preset_or_file: str | Path) -> list[Layer]:
     name = str(preset_or_file)
     if name in preset_names():
         return _preset_layers(name, base=project_of(Path.cwd()))
-    path = Path(preset_or_file).expanduser()
+    path = _with_home(Path(preset_or_file), name)
     try:
         is_folder = path.is_dir()
         path = path / "config.json" if is_folder else path
@@ -134,8 +134,10 @@ def _source_layers(preset_or_file: str | Path) -> list[Layer]:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text; it must be a settings file or a config.json.") from None
-    except PermissionError as refused:
-        raise UserError(f"{path} cannot be read ({refused.strerror}); fix its permissions, or name another.") from None
+    except MissingFileError:
+        raise  # also an OSError
+    except OSError as fault:
+        raise UserError(f"{path} cannot be read ({fault.strerror}); fix its permissions, or name another.") from None
     base = project_of(path.absolute().parent)
     if path.suffix == ".json":
         return [Layer(name=str(path), base=base, values=_settings_in_json(text, path))]
@@ -337,7 +339,7 @@ class _Merging:
         else:
             near = nearest_name(old_files.OTHER_NAMES.get(key, key), FIELDS)
             text = f"there is no setting {key!r} ({layer.where(key)}).{near}"
-            self._complain((key, *near.split("'")[1:2]), text)
+            self._complain((key, *near.split("'")[1:2]), text)  # rules about the key that was meant are not told too
 
     def _add_teacher(self, number: int, layer: Layer, key: str, value: Any) -> None:
         """What another name of ``ref_vae_path`` says besides the path."""
@@ -355,15 +357,16 @@ class _Merging:
 
     def _set(self, number: int, layer: Layer, written: str, value: Any) -> None:
         key = old_files.ALIASES.get(written, written)
+        where = f" ({layer.where(written)})"
         try:
-            value = rules.convert(key, value, f" ({layer.where(written)})")
+            value = rules.convert(key, value, where)
+            if value is not None and key in (*path_keys(), "ref_vae_path", "resume_from_checkpoint"):
+                self.given[key] = GivenPath(key=written, text=str(value), base=layer.base)
+                value = resolved(key, value, layer.base, where)
         except UserError as mistake:
             self._complain((key,), str(mistake))
             return
         self._set_in[key] = number
-        if value is not None and key in (*path_keys(), "ref_vae_path", "resume_from_checkpoint"):
-            self.given[key] = GivenPath(key=written, text=str(value), base=layer.base)
-            value = resolved(key, value, layer.base)
         self.values[key] = value
 
     def _is_later(self, key: str, other: str) -> bool:
@@ -470,13 +473,14 @@ class _Merging:
                 yield Complaint(keys=(key,), text=text)
 
 
-def resolved(key: str, value: Any, base: Path) -> Any:
+def resolved(key: str, value: Any, base: Path, where: str) -> Any:
     """A path from ``base``, absolute and without ``..``; links stay. Kept as written: a URL, ``logging_dir``, the bare
-    name of a checkpoint, and a teacher's ``owner/name`` where neither it nor ``owner`` is a folder here.
+    name of a checkpoint, and a teacher's ``owner/name`` where neither it nor ``owner`` is a folder here. ``where`` is
+    for the message.
     """
     if isinstance(value, Url):
         return value
-    path = Path(value).expanduser()
+    path = _with_home(Path(value), f"{key}={value}{where}")
     here = Path(os.path.normpath(base / path))
     if key == "logging_dir":
         return path
@@ -486,3 +490,12 @@ def resolved(key: str, value: Any, base: Path) -> Any:
         is_hub_name = len(Path(value).parts) == 2 and not value.startswith(("~", ".", "/"))
         return value if is_hub_name and not os.path.exists(here) and not here.parent.is_dir() else str(here)
     return here
+
+
+def _with_home(path: Path, named: str) -> Path:
+    """A path with ``~`` or ``~user`` filled in; ``named`` begins the message."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        text = f"{named}: there is no home folder {path.parts[0]} on this machine"
+        raise UserError(f"{text}; write the whole path.") from None

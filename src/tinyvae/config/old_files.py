@@ -30,7 +30,7 @@ _GONE: Mapping[str, str] = {
     "frames_to_trim": "the variant's frame rule decides it",
     "use_zero3_save zero3_save_16bit_model": "saved weights are always whole, whatever the ZeRO stage",
     "find_unused_parameters": "every weight that is trained takes part in every step",
-    "broadcast_buffers": "the networks have no buffers to send; Seraena's are synchronised always",
+    "broadcast_buffers": "the networks have no buffers to send; Seraena's are synchronized always",
     "dataloader_drop_last": "batches run across epochs, so none is incomplete",
     "dataloader_timeout": "decode_timeout_s bounds the time of each clip",
     "save_on_each_node": "one process writes each checkpoint",

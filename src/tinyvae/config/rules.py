@@ -204,11 +204,10 @@ def _size_rules(config: TrainConfig, size: ClipSize) -> Findings:
         yield "n_frames resolutions", of_size + refusal
     if refusal := _refusal(spec.check_size, height, width):
         yield "height width resolutions", of_size + refusal
-    if config.temporal_loss_weight:
-        from tinyvae.losses.distances import check_temporal_frames
-
-        if refusal := _refusal(check_temporal_frames, spec, n_frames):
-            yield "n_frames resolutions temporal_loss_weight", of_size + refusal
+    if config.temporal_loss_weight and (num_decoded := spec.aligned_frames(n_frames)) < 2:
+        text = f"temporal_loss_weight needs at least 2 decoded frames, but {spec.name} decodes {num_decoded} of "
+        text += f"n_frames={n_frames}; use longer clips or a weight of 0."
+        yield "n_frames resolutions temporal_loss_weight", of_size + text
     if config.use_seraena:
         if refusal := _refusal(spec.check_seraena_frames, n_frames, config.n_seraena_frames):
             yield "n_frames n_seraena_frames resolutions", of_size + refusal
@@ -218,13 +217,11 @@ def _size_rules(config: TrainConfig, size: ClipSize) -> Findings:
 
 def _check_replay_buffer(config: TrainConfig, size: ClipSize) -> None:
     """Refuse a replay buffer that does not hold one group of frames with its context."""
-    from torch import Size
-
     from tinyvae.losses.seraena.replay_buffer import ReplayBuffer
 
     factor = config.spec.space_factor
-    image = Size((3 * config.n_seraena_frames, size.height, size.width))
-    context = Size((config.spec.latent_channels, size.height // factor, size.width // factor))
+    image = (3 * config.n_seraena_frames, size.height, size.width)
+    context = (config.spec.latent_channels, size.height // factor, size.width // factor)
     num_sizes = config.sizes.pictures_at_once
     ReplayBuffer(max_mb=config.seraena_buffer_mb, device="cpu", num_sizes=num_sizes).capacity(image, context)
 
@@ -286,10 +283,9 @@ def _loss_rules(config: TrainConfig) -> Findings:
     elif config.seraena_start and not any(weights[key] for key in weights if key != "seraena_loss_weight"):
         text = f"nothing would be trained before Seraena begins (seraena_start={config.seraena_start}): "
         yield "seraena_start seraena_loss_weight", f"{text}set another loss weight, or seraena_start to 0."
-    _, *validated = config.validation_size
-    _, *narrowest = min(config.sizes.sizes, key=lambda size: min(size.height, size.width))
     for key in _lpips_needs(config):
-        height, width = validated if key == "metric_for_best_model" else narrowest
+        sizes = [config.validation_size] if key == "metric_for_best_model" else config.sizes.sizes
+        _, height, width = min(sizes, key=lambda size: min(size[1:]))
         if min(height, width) < 31:
             text = f"{key}={shown_value(getattr(config, key))} is LPIPS, which needs frames of at least 31x31 pixels, "
             concerned = f"{key} height width resolutions validation_height validation_width"
@@ -308,11 +304,11 @@ def _teacher_rules(config: TrainConfig) -> Findings:
     from tinyvae.teachers.families import FAMILIES, NETWORK
     from tinyvae.teachers.network import is_network
 
-    keys = "variant use_ref_vae ref_vae_path ref_vae_type"
     kind, variant = config.ref_vae_type, config.variant
-    possible = sorted({family.kind for family in FAMILIES.values() if variant in family.variants})
     if kind == NETWORK.kind or is_network(config.teacher_path):
         return  # one of ours can teach every variant
+    keys = "variant use_ref_vae ref_vae_path ref_vae_type"
+    possible = sorted({family.kind for family in FAMILIES.values() if variant in family.variants})
     if not possible:
         yield keys, f"there is no teacher for {variant} in diffusers; set use_ref_vae to false."
     elif kind is not None and kind not in possible:
@@ -389,8 +385,8 @@ def _look_at(place: Place) -> tuple[bool, str]:
             may_be_read = os.access(place, os.R_OK | (os.X_OK if place.is_dir() else 0))
             return True, "" if may_be_read else "may not be read by you; fix its permissions or name another"
         return is_there, ""
-    except PermissionError as denied:
-        return True, f"may not be read by you ({denied.strerror}); fix its permissions or name another"
+    except OSError as fault:
+        return True, f"cannot be read ({fault.strerror}); fix its permissions or name another"
     except UserError as mistake:  # of the storage behind a URL
         return True, f"cannot be opened: {mistake}"
 
@@ -422,7 +418,7 @@ def _data_mistakes(config: TrainConfig) -> Iterator[str]:
             yield "use_sample_clips needs a local data_root, the folder that the clips are written to."
         elif not (root.is_dir() and any(root.iterdir())) and (obstacle := _obstacle_to_writing(root)):
             yield f"data_root={root} cannot be written: {obstacle}."
-    elif root is not None and root.is_file():
+    elif root is not None and not root.is_dir():
         yield f"data_root={root} is a file; name it as annotation_file or index_path."
     elif isinstance(root, Path) and not any(root.iterdir()):
         yield f"data_root={root} is an empty folder; name the folder of the videos (or is its disk not mounted?)."
@@ -435,10 +431,12 @@ def _data_mistakes(config: TrainConfig) -> Iterator[str]:
         yield f"annotation_file={listed} is no annotation file by its name; it must end in {suffixes}."
     elif isinstance(source, Url) and source.is_dir():
         pass  # to list it may take minutes: the run lists it once, on one process, and says it where it has no video
-    elif refusal := _refusal(lambda: next(iterate_entries(source, root), None)):
-        yield f"{refusal}."
-    elif next(iterate_entries(source, root), None) is None:
-        yield f"{source} names no video; give a folder or a list with at least one."
+    else:
+        try:
+            if next(iterate_entries(source, root), None) is None:
+                yield f"{source} names no video; give a folder or a list with at least one."
+        except UserError as mistake:
+            yield f"{mistake}."
 
 
 def _check_start_weights(config: TrainConfig) -> None:
@@ -479,10 +477,10 @@ def _check_lpips(config: TrainConfig) -> None:
     named, needs = config.lpips_weights, _lpips_needs(config)
     if named is None and not needs:
         return
-    from tinyvae.losses.perceptual import LPIPS, find_lpips_weights
+    from tinyvae.losses.perceptual import LPIPS
 
     try:
-        LPIPS.from_file(find_lpips_weights(named))
+        LPIPS.from_file(named)
     except UserError as mistake:
         if named is not None:
             raise

@@ -86,7 +86,7 @@ class TrainConfig:
     decoded_cache_dir: Path | None = option(None, "Folder of decoded files, best on a local disk; none: temporary.")
     decode_timeout_s: float = option(30.0, "Longest time one clip may take to decode, seconds.", gt=0)
 
-    random_crop: bool = option(True, "Crop at a random place; off: the centre.", group="Augmentation")
+    random_crop: bool = option(True, "Crop at a random place; off: the center.", group="Augmentation")
     random_resize: bool = option(True, "Scale each crop down from a random window; off: pixels stay as they are.")
     random_flip: bool = option(True, "Mirror half of the clips left to right.")
     color_jitter: bool = option(False, "Change the colors of each clip by color_jitter_params.")

@@ -56,7 +56,7 @@ class ClipPart:
 
     path: Place
     num_frames: int
-    fps: float
+    fps: float  # of the part: a file of 30 frames per second with a frame_step of 2 has 15
     height: int
     width: int
     resized: bool  # whether frames are cropped and scaled to this size, or the file has it
@@ -175,7 +175,7 @@ def measure_clip(
     return ClipPart(
         path=clip.path,
         num_frames=num_frames,
-        fps=info.fps,
+        fps=info.fps / step,
         height=height,
         width=width,
         resized=(height, width) != (info.height, info.width),

@@ -17,13 +17,7 @@ from tinyvae.evaluation.evaluating import EvaluationResult, EvaluationSettings, 
 from tinyvae.evaluation.metrics import METRICS, ClipMetrics
 from tinyvae.evaluation.round_trip import MIXED_KIND, Model, RoundTrip, open_model, with_own_labels
 from tinyvae.evaluation.statistics import PairedDifference, paired_difference, summarize
-from tinyvae.evaluation.teacher_figures import (
-    TeacherFigures,
-    beside_teacher,
-    open_teacher,
-    rows_of,
-    teacher_figures,
-)
+from tinyvae.evaluation.teacher_figures import TeacherFigures, beside_teacher, open_teacher, rows_of, teacher_figures
 
 if TYPE_CHECKING:
     from tinyvae.losses.perceptual import LPIPS
@@ -137,10 +131,10 @@ def _pairs(evaluations: Sequence[EvaluationResult]) -> list[tuple[str, str]]:
     a later one against the same part of the first."""
     first, *others = (evaluation.model.label for evaluation in evaluations)
     pairs = [(first, other) for other in others]
-    if students := rows_of(evaluations):
-        for rows in students[1:]:
-            both = zip(students[0][1:], rows[1:], strict=True)
-            pairs += [(earlier.model.label, later.model.label) for earlier, later in both]
+    students = rows_of(evaluations)
+    for rows in students[1:]:
+        both = zip(students[0][1:], rows[1:], strict=True)
+        pairs += [(earlier.model.label, later.model.label) for earlier, later in both]
     return pairs
 
 

@@ -13,7 +13,6 @@ from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecut
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,10 +176,20 @@ def evaluate_models(
 ) -> list[EvaluationResult]:
     """Evaluate open models, one after the other, on the frames that every one of them gives back."""
     settings, clips, notes = _open_clips(settings, round_trips)
-    ruler, lpips_notes = open_lpips(lpips)
-    shared = partial(evaluate_round_trip, clips=clips, settings=settings, devices=devices, compared_with=round_trips)
-    notes += lpips_notes
-    return [shared(trip, lpips=ruler, notes=notes, show_progress_bar=show_progress_bar) for trip in round_trips]
+    opened, lpips_notes = open_lpips(lpips)
+    return [
+        evaluate_round_trip(
+            round_trip,
+            clips,
+            settings,
+            devices=devices,
+            lpips=opened,
+            notes=[*notes, *lpips_notes],
+            compared_with=round_trips,
+            show_progress_bar=show_progress_bar,
+        )
+        for round_trip in round_trips
+    ]
 
 
 def _open_clips(
@@ -359,11 +368,11 @@ def _cost(workers: Sequence[_Worker]) -> Cost:
     encode_fps = decode_fps = encode_pixels = decode_pixels = 0.0
     for worker in workers:
         if counted := worker.results[1:] or worker.results:
-            num_frames = [clip.num_frames for clip in counted]
-            pixels = sum(n * clip.height * clip.width for n, clip in zip(num_frames, counted, strict=True))
+            num_frames = sum(clip.num_frames for clip in counted)
+            pixels = sum(clip.num_frames * clip.height * clip.width for clip in counted)
             encode_s, decode_s = sum(clip.encode_s for clip in counted), sum(clip.decode_s for clip in counted)
-            encode_fps += sum(num_frames) / encode_s
-            decode_fps += sum(num_frames) / decode_s
+            encode_fps += num_frames / encode_s
+            decode_fps += num_frames / decode_s
             encode_pixels += pixels / encode_s
             decode_pixels += pixels / decode_s
     return Cost(

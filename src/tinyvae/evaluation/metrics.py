@@ -69,6 +69,10 @@ class MetricInfo(NamedTuple):
         """A number that is smaller for better values."""
         return {"higher": -value, "lower": value, "zero": abs(value)}[self.better]
 
+    def difference(self, before: float, after: float) -> float:
+        """One value less another; of a metric that is best at 0, the same of their sizes."""
+        return abs(after) - abs(before) if self.better == "zero" else after - before
+
 
 _PSNR = "mean over frames of the peak signal-to-noise ratio; identical frames count as 100 dB"
 _SSIM = "structural similarity, Gaussian window of 11 pixels; 1 is identical"
@@ -113,7 +117,7 @@ class ClipMetrics:
 
     @property
     def is_finite(self) -> bool:
-        """False when the decoder made NaN or infinity somewhere."""
+        """False where the decoder made NaN; infinity is clamped like every value outside [0, 1]."""
         return math.isfinite(self.mse)
 
     @property
@@ -130,14 +134,14 @@ def open_lpips(wanted: LPIPS | str | os.PathLike[str] | None) -> tuple[LPIPS | N
     """The LPIPS to measure with, and a note for the user where it is missing."""
     if wanted is None:
         return None, ()
-    from tinyvae.losses.perceptual import LPIPS, find_lpips_weights
+    from tinyvae.losses.perceptual import LPIPS
 
     if isinstance(wanted, LPIPS):
         return wanted, ()
     if wanted != "auto":
-        return LPIPS.from_file(find_lpips_weights(Path(wanted))), ()
+        return LPIPS.from_file(Path(wanted)), ()
     try:
-        return LPIPS.from_file(find_lpips_weights(None)), ()
+        return LPIPS.from_file(None), ()
     except MissingFileError as missing:
         return None, (f"LPIPS was not measured: {missing}",)
 

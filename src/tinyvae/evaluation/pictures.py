@@ -210,8 +210,8 @@ def gather_evidence(
             part = measure_clip(source, max_frames=settings.max_frames, size=settings.size, middle=settings.middle)
             part = shared_part(part, round_trips)
             with fitting_in_memory(part.path):
-                window, looks = _look_at_clip(part, round_trips, results, still=stills.get(name))
-            drawn.append(pool.submit(_draw, part, why, labels, window.start, looks, results))
+                looks = _look_at_clip(part, round_trips, results, still=stills.get(name))
+            drawn.append(pool.submit(_draw, part, why, labels, looks, results))
             if len(drawn) > DRAWING_THREADS:
                 drawn[-DRAWING_THREADS - 1].result()  # so that few clips wait in memory
         return [future.result() for future in drawn]
@@ -226,27 +226,21 @@ def hardest_frame(evaluations: Sequence[EvaluationResult], name: str) -> int:
 
 def _look_at_clip(
     part: ClipPart, round_trips: Sequence[RoundTrip], results: Sequence[ClipResult], *, still: int | None
-) -> tuple[range, list[_Look]]:
-    """The frames to show, and what each model makes of them. ``still``: a frame to keep whole, of all models."""
+) -> list[_Look]:
+    """What each model makes of the frames to show. ``still``: a frame to keep whole, of all models."""
     compared = results[0].metrics.num_frames
     first = max(0, min(results[-1].metrics.worst_frame - PLAYER_FRAMES // 2, compared - PLAYER_FRAMES))
     window = range(first, min(compared, first + PLAYER_FRAMES))
     # Input, outputs and errors of all models fit into one film, of even width.
     width = min(PLAYER_WIDTH, MAX_FILM_WIDTH // (1 + 2 * len(round_trips)) // 2 * 2)
-    looks = [
+    return [
         _look_at(part, trip, window, (result.metrics.worst_frame, still), width)
         for trip, result in zip(round_trips, results, strict=True)
     ]
-    return window, looks
 
 
 def _draw(
-    part: ClipPart,
-    why: str,
-    labels: Sequence[str],
-    first_frame: int,
-    looks: Sequence[_Look],
-    results: Sequence[ClipResult],
+    part: ClipPart, why: str, labels: Sequence[str], looks: Sequence[_Look], results: Sequence[ClipResult]
 ) -> ClipEvidence:
     """The film and the pictures of one clip."""
     outputs = labels if len(labels) > 1 else ["output"]
@@ -257,7 +251,7 @@ def _draw(
         return ClipEvidence(
             name=results[0].name,
             why=why,
-            film=_film(names, [torch.cat(panel) for panel in panels], part, first_frame=first_frame),
+            film=_film(names, [torch.cat(panel) for panel in panels], part, first_frame=looks[0].window.start),
             worst_frames=tuple(
                 _worst_frame(label, result, look) for label, result, look in zip(labels, results, looks, strict=True)
             ),
@@ -271,7 +265,7 @@ class _Look:
 
     def __init__(self, window: range, kept: tuple[int, int | None], latent_places: Sequence[int], width: int) -> None:
         """``kept``: the model's worst frame, and one that is kept of all models, if any."""
-        self._window, self._width = window, width
+        self.window, self._width = window, width
         self.worst, self.still = kept
         self._kept = {frame for frame in kept if frame is not None}
         self._latent_places = set(latent_places)
@@ -284,7 +278,7 @@ class _Look:
 
     def see(self, decoded_TCHW: Tensor, target_TCHW: Tensor) -> None:
         first, last = self._num_frames, self._num_frames + len(decoded_TCHW)
-        begin, end = max(self._window.start, first) - first, min(self._window.stop, last) - first
+        begin, end = max(self.window.start, first) - first, min(self.window.stop, last) - first
         for start in range(begin, end, FRAMES_AT_ONCE):
             some = slice(start, min(start + FRAMES_AT_ONCE, end))
             decoded, target = decoded_TCHW[some], target_TCHW[some]
@@ -308,7 +302,7 @@ class _Look:
 
     @property
     def is_done(self) -> bool:
-        return self._num_frames >= self._window.stop and self._kept <= self.pairs.keys()
+        return self._num_frames >= self.window.stop and self._kept <= self.pairs.keys()
 
 
 def _look_at(part: ClipPart, round_trip: RoundTrip, window: range, kept: tuple[int, int | None], width: int) -> _Look:
@@ -328,14 +322,13 @@ def _look_at(part: ClipPart, round_trip: RoundTrip, window: range, kept: tuple[i
 
 def _worst_frame(label: str, result: ClipResult, look: _Look) -> WorstFrame:
     decoded, target = look.pairs[look.worst]
-    place = look.worst
     top, left, height, width = worst_patch(decoded, target, side=PATCH_SIDE)
     here = (..., slice(top, top + height), slice(left, left + width))
     frame_height, frame_width = target.shape[-2:]
     return WorstFrame(
         model=label,
-        frame=place,
-        psnr=result.metrics.psnr_by_frame[place],
+        frame=look.worst,
+        psnr=result.metrics.psnr_by_frame[look.worst],
         whole=picture_uri(shrink(to_bytes_range(target[None]), width=PLAYER_WIDTH)[0], "JPEG", quality=85),
         box={
             "left": left / frame_width,

@@ -30,7 +30,7 @@ from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import LatentSpaceName, VariantSpec, get_spec
 from tinyvae.models.weights import find_weights, load_model
-from tinyvae.teachers import Teacher, find_teacher, load_teacher
+from tinyvae.teachers import Teacher, load_teacher
 
 CHUNK_PIXELS = {"cpu": 1_400_000, "cuda": 12_000_000}
 """Pixels that go through the network at once. Larger chunks cost memory and gain nothing."""
@@ -110,6 +110,9 @@ class RoundTrip(ABC):
                     on_latents(latents_NTCHW)
                 yield latents_NTCHW
 
+        if self.spec.previews_space:
+            what = "a preview decoder makes smaller frames than those that go in"
+            raise UserError(f"{what}; load the model without preview= to compare it with its input.")
         left = wanted = self.aligned_frames(num_frames)
         for decoded_NTCHW in self.decode(encoded(), self.spec.latents(self.used_frames(num_frames)), times):
             # A decoder can make more frames than went in (taecvx).
@@ -186,27 +189,14 @@ class StreamedCodec(RoundTrip):
         decoder.flush()
 
 
-class KnownLatents:
-    """A teacher's latents of clips, in main memory, by the hash of their frames; and the seconds that each took."""
+# A teacher's latents of clips, in main memory, and the seconds that they took, by `frames_hash`.
+KnownLatents = dict[str, tuple[Tensor, float]]
 
-    def __init__(self) -> None:
-        self._kept: dict[str, tuple[Tensor, float]] = {}
-        self._num_bytes = 0
 
-    @staticmethod
-    def key(frames_NTCHW: Tensor) -> str:
-        """Of frames NTCHW in [0, 1] that were bytes before."""
-        frames = (frames_NTCHW * 255).round().to(torch.uint8).cpu().contiguous()
-        return f"{tuple(frames.shape)} {hashlib.blake2b(frames.numpy().data).hexdigest()}"
-
-    def get(self, key: str) -> tuple[Tensor, float] | None:
-        return self._kept.get(key)
-
-    def add(self, key: str, latents_NTCHW: Tensor, seconds: float) -> None:
-        """Keep them, unless there are `MAX_KNOWN_BYTES` already: then they are computed again."""
-        self._num_bytes += latents_NTCHW.nbytes
-        if self._num_bytes <= MAX_KNOWN_BYTES:
-            self._kept[key] = latents_NTCHW.cpu(), seconds
+def frames_hash(frames_NTCHW: Tensor) -> str:
+    """What tells frames NTCHW in [0, 1], which were bytes before, from all others."""
+    frames = (frames_NTCHW * 255).round().to(torch.uint8).cpu().contiguous()
+    return f"{tuple(frames.shape)} {hashlib.blake2b(frames.numpy().data).hexdigest()}"
 
 
 class TeacherRoundTrip(RoundTrip):
@@ -218,11 +208,11 @@ class TeacherRoundTrip(RoundTrip):
         self, teacher: Teacher, path: str | Path, *, label: str | None = None, known: KnownLatents | None = None
     ) -> None:
         """``path``: where ``teacher`` comes from. ``known``: latents that are not computed twice; None: they are."""
-        found = find_teacher(path, None)
-        candidates = found.family.variant_candidates(found.geometry) or found.family.variants
-        spec, packed = get_spec(candidates[0], latent_space=teacher.latent_space), found.geometry.time_factor
+        family, packed = teacher.found.family, teacher.geometry.time_factor
+        candidates = family.variant_candidates(teacher.geometry) or family.variants
+        spec = get_spec(candidates[0], latent_space=teacher.latent_space)
         if spec.time_factor != packed:
-            unlike = f"unlike any {found.family.class_name} that is known"
+            unlike = f"unlike any {teacher.class_name} that is known"
             raise UserError(f"{path} packs {packed} frames into a latent, {unlike}; its frames cannot be counted.")
         self.teacher, self._path, self._known = teacher, path, known
         facts = ModelFacts(
@@ -243,16 +233,23 @@ class TeacherRoundTrip(RoundTrip):
 
     @classmethod
     def open(
-        cls, path: str | Path, *, device: torch.device, dtype: torch.dtype | None, label: str | None = None
+        cls,
+        path: str | Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        label: str | None = None,
+        spec: VariantSpec | None = None,
     ) -> TeacherRoundTrip:
-        """``path``: a diffusers folder or a hub name. Without ``dtype``: float32 on a CPU, bfloat16 on a GPU."""
+        """``path``: a diffusers folder, a hub name or, with the student's ``spec``, weights of ours. Without ``dtype``:
+        float32 on a CPU, bfloat16 on a GPU."""
         dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         with fitting_in_memory(path):
-            return cls(load_teacher(None, path, dtype=dtype, device=device), path, label=label)
+            return cls(load_teacher(None, path, dtype=dtype, device=device, spec=spec), path, label=label)
 
     def remembering(self) -> TeacherRoundTrip:
         """The same teacher, which encodes each clip once: further passes over it take the latents from memory."""
-        return TeacherRoundTrip(self.teacher, self._path, label=self.facts.label, known=KnownLatents())
+        return TeacherRoundTrip(self.teacher, self._path, label=self.facts.label, known={})
 
     @property
     def device(self) -> torch.device:
@@ -271,23 +268,19 @@ class TeacherRoundTrip(RoundTrip):
 
     def encode(self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes) -> Iterator[Tensor]:
         frames_NTCHW = torch.cat(list(chunks), dim=1)[:, : self.aligned_frames(num_frames)]
-        if self._known is None:
-            yield self._encoded(frames_NTCHW, times)
-            return
-        key = self._known.key(frames_NTCHW)
-        if (found := self._known.get(key)) is None:
-            before = times.encode_s
-            latents_NTCHW = self._encoded(frames_NTCHW, times)
-            self._known.add(key, latents_NTCHW, times.encode_s - before)
-            yield latents_NTCHW
-        else:
-            latents_NTCHW, seconds = found
+        known = self._known
+        key = "" if known is None else frames_hash(frames_NTCHW)
+        if known is not None and key in known:
+            latents_NTCHW, seconds = known[key]
             times.encode_s += seconds
             yield latents_NTCHW.to(self.device)
-
-    def _encoded(self, frames_NTCHW: Tensor, times: StageTimes) -> Tensor:
+            return
+        before = times.encode_s
         with times.stage("encode", self.device):
-            return self.teacher.encode(frames_NTCHW)
+            latents_NTCHW = self.teacher.encode(frames_NTCHW)
+        if known is not None and sum(kept.nbytes for kept, _ in list(known.values())) < MAX_KNOWN_BYTES:
+            known[key] = latents_NTCHW.cpu(), times.encode_s - before
+        yield latents_NTCHW
 
     def decode(self, latents: Iterable[Tensor], num_latents: int, times: StageTimes) -> Iterator[Tensor]:
         latents_NTCHW = torch.cat(list(latents), dim=1)
@@ -335,6 +328,7 @@ class MixedRoundTrip(RoundTrip):
         return self._teacher.used_frames(num_frames)
 
     def chunk_frames(self, height: int, width: int) -> int:
+        # The student cuts latents into parts of this size too.
         self._student.chunk_pixels = self.chunk_pixels or self._student.chunk_pixels
         return self._student.chunk_frames(height, width)
 
@@ -400,7 +394,7 @@ def is_teacher(path: Path) -> bool:
         if config.is_file():
             try:
                 content = json.loads(config.read_text())
-            except json.JSONDecodeError:
+            except (OSError, ValueError):  # the reader of the weights says what is wrong with it
                 continue
             if isinstance(content, dict) and str(content.get("_class_name", "")).startswith("Autoencoder"):
                 return True
@@ -448,13 +442,16 @@ def to_unit_range(frames_TCHW: Tensor, device: torch.device) -> Tensor:
 
 
 def with_own_labels(round_trips: Sequence[RoundTrip]) -> list[RoundTrip]:
-    """The models, with a number behind a label that an earlier one has already."""
-    seen: dict[str, int] = {}
+    """The same models, with a number behind a label that an earlier one has already."""
+    labels: list[str] = []
     for round_trip in round_trips:
-        label = round_trip.facts.label
-        seen[label] = seen.get(label, 0) + 1
-        if seen[label] > 1:
-            round_trip.facts = replace(round_trip.facts, label=f"{label} ({seen[label]})")
+        given = label = round_trip.facts.label
+        number = 1
+        while label in labels:
+            number += 1
+            label = f"{given} ({number})"
+        round_trip.facts = replace(round_trip.facts, label=label)
+        labels.append(label)
     return list(round_trips)
 
 

@@ -93,7 +93,7 @@ def paired_difference(
     for name in baseline.keys() & candidate.keys():
         before, after = baseline[name].value(metric), candidate[name].value(metric)
         if before is not None and after is not None:
-            differences.append(abs(after) - abs(before) if info.better == "zero" else after - before)
+            differences.append(info.difference(before, after))
     if not differences:
         return None
     sign = 1 if info.better == "higher" else -1

@@ -86,29 +86,26 @@ def _db(psnr: Estimate | None) -> str:
 
 
 def open_teacher(
-    path: str | os.PathLike[str],
-    students: Sequence[RoundTrip],
-    *,
-    device: torch.device,
-    dtype: torch.dtype | None,
+    path: str | os.PathLike[str], students: Sequence[RoundTrip], *, device: torch.device, dtype: torch.dtype | None
 ) -> TeacherRoundTrip:
-    """The teacher of a folder or hub name, once it is known that it fits every student."""
+    """The teacher of a folder, hub name or weights file of ours, once it is known that it fits every student."""
     for student in students:
         if student.facts.kind != FAMILY_KIND:
             what = f"{student.facts.label} is a {student.facts.kind} and not a student"
             raise UserError(f"{what}; beside a teacher (--teacher) name models of the family only.")
         check_teacher(os.fspath(path), None, student.spec)
-    return TeacherRoundTrip.open(os.fspath(path), device=device, dtype=dtype)
+    spec = students[0].spec if students else None
+    return TeacherRoundTrip.open(os.fspath(path), device=device, dtype=dtype, spec=spec)
 
 
 def beside_teacher(students: Sequence[RoundTrip], teacher: TeacherRoundTrip) -> list[RoundTrip]:
     """The models to compare: the teacher, and for each student its decoder, its encoder and itself.
 
-    The teacher is in memory once and encodes each clip once.
+    The teacher is in memory once and encodes each clip once. Students that are elsewhere come to its device.
     """
     teacher = teacher.remembering()
     rows: list[RoundTrip] = [teacher]
-    for student in with_own_labels(students):
+    for student in (student.to(teacher.device) for student in with_own_labels(students)):
         rows += [MixedRoundTrip(teacher, student), MixedRoundTrip(student, teacher), student]
     return with_own_labels(rows)
 

@@ -9,9 +9,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from tinyvae.errors import UserError
-from tinyvae.models.variants import VariantSpec
-
 LossKind = Literal["mse", "l1", "charbonnier"]
 
 CHARBONNIER_WIDTH = 1e-3  # below this difference (of a [0, 1] pixel) the Charbonnier loss is quadratic, above it linear
@@ -50,12 +47,3 @@ def temporal_loss(decoded_NTCHW: Tensor, target_NTCHW: Tensor) -> Tensor:
     decoded, target = decoded_NTCHW.float(), target_NTCHW.float()
     assert decoded.shape[1] >= 2, f"one decoded frame has no difference in time: {tuple(decoded.shape)}"
     return mean_distance(decoded[:, 1:] - decoded[:, :-1], target[:, 1:] - target[:, :-1], "mse")
-
-
-def check_temporal_frames(spec: VariantSpec, n_frames: int) -> None:
-    """Refuse a temporal loss on clips of which only one frame is decoded."""
-    if spec.aligned_frames(n_frames) < 2:
-        raise UserError(
-            f"temporal_loss_weight needs at least 2 decoded frames, but {spec.name} decodes "
-            f"{spec.aligned_frames(n_frames)} of n_frames={n_frames}; use longer clips or a weight of 0."
-        )

@@ -2,14 +2,7 @@
 
 from tinyvae.teachers.families import TEACHER_KINDS, TeacherKind
 from tinyvae.teachers.latent_space import LatentSpace, draw
-from tinyvae.teachers.teacher import (
-    Teacher,
-    TeacherError,
-    check_teacher,
-    find_teacher,
-    identify_teacher,
-    load_teacher,
-)
+from tinyvae.teachers.teacher import Teacher, TeacherError, check_teacher, find_teacher, identify_teacher, load_teacher
 
 __all__ = [
     "TEACHER_KINDS",

@@ -140,13 +140,12 @@ def latent_space_of(config: Config, channels: int) -> LatentSpace:
     """
     mean = config.get("latents_mean") or [0.0] * channels
     std = config.get("latents_std") or [1.0] * channels
-    factor = float(config.get("scaling_factor") or 1.0)
-    wrong = ""
-    for name, values in (("latents_mean", mean), ("latents_std", std)):
-        if len(values) != channels:
-            wrong = f"config.json has {len(values)} {name} for {channels} latent channels"
-    if not (factor > 0 and all(value > 0 for value in std)):
-        wrong = f"scaling_factor of {factor} or one of its latents_std is not above 0"
+    try:
+        mean, std = (tuple(map(float, values)) for values in (mean, std))
+        space = LatentSpace(mean=mean, std=std, factor=float(config.get("scaling_factor") or 1.0))
+        wrong = space.mistake(channels)
+    except (TypeError, ValueError) as fault:
+        wrong = f"latents_mean, latents_std or a scaling_factor that is no number ({fault})"
     if wrong:
-        raise UserError(f"the teacher's {wrong}; take the config.json that belongs to its weights.")
-    return LatentSpace(mean=tuple(mean), std=tuple(std), factor=factor)
+        raise UserError(f"the teacher's config.json has {wrong}; take the one that belongs to its weights.")
+    return space

@@ -25,7 +25,7 @@ class LatentSpace:
 
     Example::
 
-        space = LatentSpace(mean=(0.0,) * 16, std=(1.0,) * 16, factor=0.7)
+        space = LatentSpace.scaled(16, 0.7)
         latents_NTCHW = space.normalize(mean_NTCHW)
     """
 
@@ -34,15 +34,29 @@ class LatentSpace:
     factor: float
 
     @classmethod
+    def scaled(cls, channels: int, factor: float = 1.0) -> LatentSpace:
+        """The space of a VAE whose latents become diffusion space by ``factor`` alone."""
+        return cls(mean=(0.0,) * channels, std=(1.0,) * channels, factor=factor)
+
+    @classmethod
     def of(cls, values: Mapping[str, Any]) -> LatentSpace:
         """The space whose fields a JSON file holds, where tuples are lists."""
         return cls(mean=tuple(values["mean"]), std=tuple(values["std"]), factor=values["factor"])
+
+    def mistake(self, channels: int) -> str:
+        """What is wrong with these numbers for this many latent channels, in words; empty where nothing is."""
+        for name, values in (("latents_mean", self.mean), ("latents_std", self.std)):
+            if len(values) != channels:
+                return f"{len(values)} {name} for {channels} latent channels"
+        if not (self.factor > 0 and all(value > 0 for value in self.std)):
+            return f"a scaling_factor ({self.factor}) or one of latents_std that is not above 0"
+        return ""
 
     def of_student(self, spec: VariantSpec) -> LatentSpace:
         """The space in which a student's latents are: this one, or for a student of VAE space none of its scaling."""
         if spec.latent_space == "diffusion":
             return self
-        return LatentSpace(mean=(0.0,) * len(self.mean), std=(1.0,) * len(self.std), factor=1.0)
+        return LatentSpace.scaled(len(self.mean))
 
     def normalize(self, z_NTCHW: Tensor) -> Tensor:
         """Latents NTCHW of the VAE's own space, any float dtype, to diffusion space, fp32."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from tinyvae.models.taehv import TAEHV
-from tinyvae.models.variants import VARIANTS
-from tinyvae.models.weights import FORMATS, MODEL_FORMAT, RUN_FORMAT, find_weights, read_weights, tell_variant
+from tinyvae.models.variants import VARIANTS, VariantSpec
+from tinyvae.models.weights import (
+    FORMATS,
+    MODEL_FORMAT,
+    RUN_FORMAT,
+    find_weights,
+    fitting_variants,
+    read_weights,
+    tell_variant,
+)
 from tinyvae.teachers.families import NETWORK, TeacherFamily
 
 
@@ -36,28 +45,25 @@ def read_network(path: str | Path, *, presumed: str | None) -> tuple[Path, Teach
     state, stated = read_weights(file)
     spec = tell_variant(state, stated=stated, variant=None, origin=file, presumed=presumed)
     students = tuple(name for name, other in VARIANTS.items() if other.teacher == spec.teacher)
-    facts = {
+    return file, replace(NETWORK, variants=students), _facts(spec, stated)
+
+
+def identify_network(path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """(weights file, facts), to tell networks apart. Weights that state no variant count as the first that fits."""
+    file = find_weights(Path(path))
+    state, stated = read_weights(file)
+    guessed = None if stated.get("variant") else next(iter(fitting_variants(state)), None)
+    return file, _facts(tell_variant(state, stated=stated, variant=guessed, origin=file), stated)
+
+
+def _facts(spec: VariantSpec, stated: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         "_class_name": NETWORK.class_name,
         "variant": spec.name,
         "width": spec.width,
         "latent_space": stated.get("latent_space") or "diffusion",
         "activation": stated.get("activation") or "relu",
     }
-    return file, replace(NETWORK, variants=students), facts
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """A distribution without spread: a network of ours makes one latent of a clip."""
-
-    mean_NCTHW: Tensor
-
-    def mode(self) -> Tensor:
-        return self.mean_NCTHW
-
-    @property
-    def std(self) -> Tensor:
-        return torch.zeros_like(self.mean_NCTHW)
 
 
 class NetworkVAE(nn.Module):
@@ -78,8 +84,9 @@ class NetworkVAE(nn.Module):
         return self.network.dtype
 
     def encode(self, video_NCTHW: Tensor) -> SimpleNamespace:
-        latents_NTCHW = self._fused.encode_video(video_NCTHW.transpose(1, 2))
-        return SimpleNamespace(latent_dist=Point(mean_NCTHW=latents_NTCHW.transpose(1, 2)))
+        z_NCTHW = self._fused.encode_video(video_NCTHW.transpose(1, 2)).transpose(1, 2)
+        # A distribution without spread: a network of ours makes one latent of a clip.
+        return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: z_NCTHW, std=torch.zeros_like(z_NCTHW)))
 
     def decode(self, z_NCTHW: Tensor) -> SimpleNamespace:
         return SimpleNamespace(sample=self._fused.decode_video(z_NCTHW.transpose(1, 2)).transpose(1, 2))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from tinyvae.errors import UserError
-from tinyvae.models.variants import VARIANTS, VariantSpec
+from tinyvae.models.variants import VariantSpec
 from tinyvae.teachers.families import FAMILIES, TeacherGeometry, geometry_of
 from tinyvae.teachers.latent_space import LatentSpace
 
@@ -50,18 +50,14 @@ MINIMAX_H3_STD = (
 )
 
 
-def _scaled(factor: float, channels: int) -> LatentSpace:
-    return LatentSpace(mean=(0.0,) * channels, std=(1.0,) * channels, factor=factor)
-
-
-_HUNYUAN_1_5 = _scaled(1.03682, 32)
+_HUNYUAN_1_5 = LatentSpace.scaled(32, 1.03682)
 _WAN_2_2 = LatentSpace(mean=WAN_2_2_MEAN, std=WAN_2_2_STD, factor=1.0)
 
 KNOWN_STATISTICS: dict[str, LatentSpace] = {
-    "taehv": _scaled(0.476986, 16),
+    "taehv": LatentSpace.scaled(16, 0.476986),
     "taehv1_5": _HUNYUAN_1_5,
     "taehv1_5_super": _HUNYUAN_1_5,
-    "taecvx": _scaled(0.7, 16),  # CogVideoX-5B and 1.5; the 2B model has 1.15258426
+    "taecvx": LatentSpace.scaled(16, 0.7),  # CogVideoX-5B and 1.5; the 2B model has 1.15258426
     "taew2_1": LatentSpace(mean=WAN_2_1_MEAN, std=WAN_2_1_STD, factor=1.0),
     "taew2_2": _WAN_2_2,
     "taew2_2_super": _WAN_2_2,
@@ -75,8 +71,7 @@ def latent_statistics(spec: VariantSpec) -> LatentSpace:
 
     Example: ``latent_statistics(get_spec("taehv")).factor`` is 0.476986.
     """
-    assert spec.name in VARIANTS
-    return KNOWN_STATISTICS.get(spec.name) or _scaled(1.0, spec.latent_channels)
+    return KNOWN_STATISTICS.get(spec.name) or LatentSpace.scaled(spec.latent_channels)
 
 
 def chosen_statistics(
@@ -84,19 +79,13 @@ def chosen_statistics(
 ) -> LatentSpace:
     """The statistics that were given, and the teacher's for the rest."""
     known = latent_statistics(spec)
-    for name, values in (("latents_mean", mean), ("latents_std", std)):
-        if values is not None and len(values) != spec.latent_channels:
-            raise UserError(
-                f"{name} has {len(values)} values and {spec.name} has {spec.latent_channels} latent channels; "
-                "give one value per channel."
-            )
     chosen = LatentSpace(
         mean=known.mean if mean is None else tuple(mean),
         std=known.std if std is None else tuple(std),
         factor=known.factor if factor is None else factor,
     )
-    if not (chosen.factor > 0 and all(value > 0 for value in chosen.std)):
-        raise UserError(f"scaling_factor ({chosen.factor}) or one of latents_std is not above 0; take the teacher's.")
+    if wrong := chosen.mistake(spec.latent_channels):
+        raise UserError(f"{spec.name} was given {wrong}; take the numbers of its teacher.")
     return chosen
 
 
@@ -126,6 +115,9 @@ def statistics_of_vae(vae: Any, spec: VariantSpec) -> dict[str, Any]:
 
 def stated_geometry(vae: Any) -> TeacherGeometry:
     """The numbers of a VAE that is of no family of teachers, such as Qwen-Image's or one of ours."""
+    if not hasattr(vae, "temperal_downsample"):
+        what = f"the teacher is a {type(vae).__name__}, which does not say how many frames it packs into a latent"
+        raise UserError(f"{what}; pass the VAE of a video pipeline.")
     return TeacherGeometry(
         latent_channels=vae.config.get("latent_channels") or vae.config.get("z_dim"),
         time_factor=2 ** sum(vae.temperal_downsample),

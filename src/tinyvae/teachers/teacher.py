@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tinyvae.errors import MissingFileError, UserError, nearest_name, require_package
 from tinyvae.files import sha256_of
-from tinyvae.models.hub import hub_failures
+from tinyvae.models.hub import first_line, hub_failures
 from tinyvae.models.variants import LatentSpaceName, VariantSpec
 from tinyvae.models.weights import load_model
 from tinyvae.teachers.families import (
@@ -30,12 +30,13 @@ from tinyvae.teachers.families import (
     geometry_of,
     latent_space_of,
 )
-from tinyvae.teachers.network import NetworkVAE, is_network, read_network
+from tinyvae.teachers.network import NetworkVAE, identify_network, is_network, read_network
 
 log = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
-WEIGHTS_PATTERN = "diffusion_pytorch_model*"
+CONFIG_PLACES = (f"vae/{CONFIG_NAME}", CONFIG_NAME)  # of a pipeline, which most people publish, and of a VAE alone
+WEIGHTS_NAME = "diffusion_pytorch_model"  # with its ending, or with the number of a part between
 HUB_TIMEOUT_S = 10
 HASH_DIGITS = 16
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -67,8 +68,7 @@ class Teacher:
         if compiled and family.compiles:
             self._vae.encoder.compile(dynamic=False)
         self._pixels_per_call = PIXELS_PER_CALL
-        self.spec = spec
-        self._sees_all = family.sees_all
+        self.found, self.spec = found, spec
         self.class_name = family.class_name
         self.geometry = found.geometry
         self.device: torch.device = self._vae.device
@@ -89,7 +89,7 @@ class Teacher:
     def clip_of(self, frames_NTCHW: Tensor) -> Tensor:
         """The frames of a clip that the teacher encodes: those that the student gives back (`VideoCodec.target`). A
         network of ours encodes all of them, as the student does."""
-        if self.spec is None or self._sees_all:
+        if self.spec is None or self.found.family.sees_all:
             return frames_NTCHW
         return frames_NTCHW[:, : self.spec.aligned_frames(frames_NTCHW.shape[1])]
 
@@ -182,9 +182,7 @@ def load_teacher(
     ``kind`` None: what config.json says. ``spec``: the student that it must fit; its latents are checked at every call.
     ``compiled``: compile its encoder, where that is faster (a GPU).
     """
-    if spec is not None:
-        check_teacher(path, kind, spec)
-    found = find_teacher(path, kind, presumed=None if spec is None else spec.name)
+    found = find_teacher(path, kind) if spec is None else check_teacher(path, kind, spec)
     if found.family.kind == NETWORK.kind:
         network = load_model(found.place, found.config["variant"], device=device, dtype=dtype)
         return Teacher(NetworkVAE(network), found, spec)
@@ -193,13 +191,15 @@ def load_teacher(
         vae = _vae_class(found.family.class_name).from_pretrained(found.place, torch_dtype=dtype, **options)
     except (OSError, RuntimeError, ValueError) as failure:
         # diffusers reports a missing, truncated or mismatched weights file as one of these.
-        why = _first_line(failure)
+        why = first_line(failure)
         raise UserError(f"the teacher {path} cannot be loaded: {why} (download its weights again).") from failure
     return Teacher(vae.to(device), found, spec, compiled=compiled)
 
 
-def check_teacher(path: str | Path, kind: str | None, spec: VariantSpec, *, seen_from: Path | None = None) -> None:
-    """Refuse, before any weight is read, a teacher that is missing, unknown, or not the student's.
+def check_teacher(
+    path: str | Path, kind: str | None, spec: VariantSpec, *, seen_from: Path | None = None
+) -> FoundTeacher:
+    """Find a teacher. Refuse, before its weights are loaded, one that is missing, unknown, or not the student's.
 
     ``seen_from``: the folder that ``path`` is relative to, for the message; None: the shell's folder.
     """
@@ -209,8 +209,8 @@ def check_teacher(path: str | Path, kind: str | None, spec: VariantSpec, *, seen
         what = f"the teacher {path} makes latents of {found.config['latent_space']} space"
         raise UserError(f"{what}; set latent_space to {found.config['latent_space']}, or name another teacher.")
     if spec.name in fitting:
-        latent_space_of(found.config, found.geometry.latent_channels)
-        return
+        latent_space_of(found.config, found.geometry.latent_channels)  # refuses statistics that do not fit
+        return found
     advice = f"use variant {' or '.join(fitting)}" if fitting else "no variant fits this teacher"
     why = f"has another latent space than {spec.teacher}, which {spec.name} is for"
     if found.geometry != geometry_of(spec):
@@ -252,7 +252,7 @@ def find_teacher(
         place, subfolder, config = _hub_config(str(path), seen_from or Path.cwd())
     of_kind = [family.class_name for family in FAMILIES.values() if family.kind == kind]
     class_name = config.get("_class_name") or (of_kind[0] if len(of_kind) == 1 else None)
-    if class_name is None:
+    if not isinstance(class_name, str):
         known = ", ".join(FAMILIES)
         raise UserError(f"the teacher's {CONFIG_NAME} in {path} does not say its _class_name; add it, one of {known}.")
     if class_name not in FAMILIES:
@@ -264,7 +264,12 @@ def find_teacher(
     # What diffusers assumes where a config.json is silent.
     defaults = {item.name: item.default for item in parameters if item.default is not inspect.Parameter.empty}
     whole = defaults | config
-    return FoundTeacher(place=place, subfolder=subfolder, family=family, config=whole, geometry=family.geometry(whole))
+    try:
+        geometry = family.geometry(whole)
+    except (TypeError, ValueError, OverflowError) as fault:
+        what = f"the teacher's {CONFIG_NAME} in {path} has a value that no {class_name} has ({fault})"
+        raise UserError(f"{what}; take the one that belongs to its weights.") from None
+    return FoundTeacher(place=place, subfolder=subfolder, family=family, config=whole, geometry=geometry)
 
 
 def identify_teacher(path: str | Path) -> dict[str, str] | None:
@@ -273,43 +278,48 @@ def identify_teacher(path: str | Path) -> dict[str, str] | None:
     None where its files are not on this machine. diffusers is not needed.
     """
     if is_network(path):
-        file, family, facts = read_network(path, presumed=None)
-        settings = json.dumps(facts, sort_keys=True)
-        return {
-            "class": family.class_name,
-            "config": hashlib.sha256(settings.encode()).hexdigest()[:HASH_DIGITS],
-            "weights": sha256_of(file)[:HASH_DIGITS],
-        }
-    folder = _folder_here(path)
-    if folder is None:
-        return None
-    config = json.loads((folder / CONFIG_NAME).read_text())
-    # diffusers writes its version and the place of a download as keys that begin with _.
-    settings = json.dumps({key: value for key, value in config.items() if not key.startswith("_")}, sort_keys=True)
-    weights = hashlib.sha256()
-    for file in _weight_files(folder):
-        weights.update(sha256_of(file).encode())
-    return {
-        "class": str(config.get("_class_name")),
-        "config": hashlib.sha256(settings.encode()).hexdigest()[:HASH_DIGITS],
-        "weights": weights.hexdigest()[:HASH_DIGITS],
-    }
+        file, settings = identify_network(path)
+        class_name, weights = settings["_class_name"], sha256_of(file)
+    else:
+        folder = _folder_here(path)
+        if folder is None:
+            return None
+        config = _read_config(folder / CONFIG_NAME)
+        class_name = str(config.get("_class_name"))
+        # diffusers writes its version and the place of a download as keys that begin with _.
+        settings = {key: value for key, value in config.items() if not key.startswith("_")}
+        weights = _sha256("".join(map(sha256_of, _weight_files(folder))))
+    in_order = json.dumps(settings, sort_keys=True)
+    return {"class": class_name, "config": _sha256(in_order)[:HASH_DIGITS], "weights": weights[:HASH_DIGITS]}
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _folder_here(path: str | Path) -> Path | None:
-    """The folder with a teacher's config.json: its own, its pipeline's, or that of a download from the hub."""
-    here = [folder for folder in (Path(path, "vae"), Path(path)) if (folder / CONFIG_NAME).is_file()]
-    if not here and HUB_NAME.fullmatch(str(path)) and importlib.util.find_spec("huggingface_hub"):
-        hub = importlib.import_module("huggingface_hub")
-        cached = [hub.try_to_load_from_cache(str(path), name) for name in (f"vae/{CONFIG_NAME}", CONFIG_NAME)]
-        here = [Path(file).parent for file in cached if isinstance(file, str)]
-    return here[0] if here and _weight_files(here[0]) else None
+    """The folder with a teacher's config.json and weights; None where they are not on this machine."""
+    config = _own_config(Path(path))
+    if config is None and HUB_NAME.fullmatch(str(path)) and importlib.util.find_spec("huggingface_hub"):
+        config = _cached_config(importlib.import_module("huggingface_hub"), str(path))
+    return config.parent if config is not None and _weight_files(config.parent) else None
+
+
+def _own_config(folder: Path) -> Path | None:
+    """The config.json of the VAE in a folder: a pipeline's keeps its VAE in vae/."""
+    return next((folder / name for name in CONFIG_PLACES if (folder / name).is_file()), None)
+
+
+def _cached_config(hub: Any, name: str) -> Path | None:
+    """The same of a download from the hub."""
+    cached = (hub.try_to_load_from_cache(name, file) for file in CONFIG_PLACES)
+    return next((Path(file) for file in cached if isinstance(file, str)), None)
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files that diffusers loads: one, or its parts; safetensors before bin. Not those of other precisions."""
     for suffix in ("safetensors", "bin"):
-        for pattern in (f"diffusion_pytorch_model.{suffix}", f"diffusion_pytorch_model-*-of-*.{suffix}"):
+        for pattern in (f"{WEIGHTS_NAME}.{suffix}", f"{WEIGHTS_NAME}-*-of-*.{suffix}"):
             if files := sorted(folder.glob(pattern)):
                 return files
     return []
@@ -320,22 +330,15 @@ def _local_config(path: Path) -> tuple[str, None, dict[str, Any]]:
         raise UserError(
             f"the teacher {path} is a file; name its folder in diffusers' format ({CONFIG_NAME} + weights)."
         )
-    # A pipeline's folder keeps its VAE in vae/.
-    folder = path / "vae" if (path / "vae" / CONFIG_NAME).is_file() else path
-    file = folder / CONFIG_NAME
-    if not file.is_file():
+    file = _own_config(path)
+    if file is None:
         raise MissingFileError(
             f"the teacher {path} has no {CONFIG_NAME}, nor has its vae folder; name a diffusers VAE."
         )
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as broken:
-        raise UserError(f"the teacher's {file} is no JSON ({broken}); download it again.") from None
-    if not isinstance(config, dict):
-        raise UserError(f"the teacher's {file} holds no table of settings; download it again.")
-    weights = [file for file in folder.glob(WEIGHTS_PATTERN) if file.suffix in (".safetensors", ".bin")]
+    config, folder = _read_config(file), file.parent
+    weights = _weight_files(folder)
     if not weights:
-        raise MissingFileError(f"the teacher {folder} has no weights ({WEIGHTS_PATTERN}.safetensors); download them.")
+        raise MissingFileError(f"the teacher {folder} has no weights ({WEIGHTS_NAME}.safetensors); download them.")
     from safetensors import SafetensorError, safe_open
 
     for file in weights:
@@ -343,33 +346,44 @@ def _local_config(path: Path) -> tuple[str, None, dict[str, Any]]:
             if file.suffix == ".safetensors":  # its header tells whether it is whole
                 safe_open(file, framework="pt")
         except (SafetensorError, OSError) as broken:
-            why = _first_line(broken)
+            why = first_line(broken)
             raise UserError(f"the teacher's {file} is not a whole file ({why}); download it again.") from None
     return str(folder), None, config
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as broken:
+        raise UserError(f"the teacher's {file} is no JSON ({broken}); download it again.") from None
+    if not isinstance(config, dict):
+        raise UserError(f"the teacher's {file} holds no table of settings; download it again.")
+    return config
 
 
 def _hub_config(name: str, seen_from: Path) -> tuple[str, str | None, dict[str, Any]]:
     if not HUB_NAME.fullmatch(name):
         raise MissingFileError(f"there is no teacher folder {name} (seen from {seen_from}); check the path.")
     hub = require_package("huggingface_hub", extra="teachers", needed_for="a teacher from the hub")
-    # Pipelines are what people publish, so vae/ comes first.
-    subfolders = {"vae": f"vae/{CONFIG_NAME}", None: CONFIG_NAME}
-    for subfolder, file in subfolders.items():
-        cached = hub.try_to_load_from_cache(name, file)
-        if isinstance(cached, str):
-            return name, subfolder, json.loads(Path(cached).read_text())
-    missing = f"there is no teacher folder {name} (seen from {seen_from}), and the hub gives nothing of that name"
-    failures: tuple[type[Exception], ...] = (ValueError, *hub_failures())
-    try:
-        # One short question first: the hub's own download would try for a minute where there is no network.
-        published = {item.rfilename for item in hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or ()}
-        for subfolder, file in subfolders.items():
-            if file in published:
-                return name, subfolder, json.loads(Path(hub.hf_hub_download(name, file)).read_text())
-    except failures as failure:
-        missing += f" ({_first_line(failure)}); name its folder, or download it first where there is a network."
-        raise MissingFileError(missing) from None
-    raise MissingFileError(f"{missing} with a VAE's {CONFIG_NAME} in it.")
+    file = _cached_config(hub, name)
+    if file is None:
+        missing = f"there is no teacher folder {name} (seen from {seen_from}), and the hub gives nothing of that name"
+        failures: tuple[type[Exception], ...] = (ValueError, *hub_failures())
+        try:
+            file = _downloaded_config(hub, name)
+        except failures as failure:
+            missing += f" ({first_line(failure)}); name its folder, or download it first where there is a network."
+            raise MissingFileError(missing) from None
+        if file is None:
+            raise MissingFileError(f"{missing} with a VAE's {CONFIG_NAME} in it.")
+    return name, "vae" if file.parent.name == "vae" else None, _read_config(file)
+
+
+def _downloaded_config(hub: Any, name: str) -> Path | None:
+    # One short question first: the hub's own download would try for a minute where there is no network.
+    published = {item.rfilename for item in hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or ()}
+    wanted = next((file for file in CONFIG_PLACES if file in published), None)
+    return None if wanted is None else Path(hub.hf_hub_download(name, wanted))
 
 
 def _vae_class(class_name: str) -> Any:
@@ -378,8 +392,3 @@ def _vae_class(class_name: str) -> Any:
     if vae_class is None:
         raise UserError(f"diffusers {diffusers.__version__} has no {class_name}; upgrade it: pip install -U diffusers")
     return vae_class
-
-
-def _first_line(failure: Exception) -> str:
-    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-    return lines[0] if lines else type(failure).__name__

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -91,7 +91,6 @@ def report_html(
         skipped=list({skip.name: skip.reason for e in evaluations for skip in e.skipped}.values()),
         notes=list(dict.fromkeys(note for e in evaluations for note in e.notes)),
         rows=[_clip_row(name, clips, measured) for name, clips in listed.items()],
-        num_clips=min(len(e.clips) for e in evaluations),
         evidence=evidence,
         worst_cards=sorted(worst_cards, key=lambda card: sortable(card[1].psnr)),
         heat_stops=[" ".join(f"{value:.0f}" for value in color) for color in HEAT_STOPS.tolist()],
@@ -128,9 +127,9 @@ def listed_clips(evaluations: Sequence[EvaluationResult]) -> list[str]:
 
 
 def best_and_worst(result: EvaluationResult, info: MetricInfo) -> tuple[ClipResult, ClipResult]:
-    """The clips with the best and the worst value of a metric that at least one clip has."""
+    """The clips with the best and the worst value of a metric that at least one clip has; NaN is the worst."""
     found = [(value, clip) for clip in result.clips if (value := clip.metrics.value(info.name)) is not None]
-    found.sort(key=lambda pair: info.badness(pair[0]))
+    found.sort(key=lambda pair: (math.isnan(pair[0]), info.badness(pair[0])))
     return found[0][1], found[-1][1]
 
 
@@ -141,7 +140,10 @@ def _clip_row(name: str, clips: Sequence[ClipResult], measured: Sequence[MetricI
         values = [clip.metrics.value(info.name) for clip in clips]
         cells += [_cell(info, value, info.shown) for value in values]
         if len(clips) > 1:
-            cells.append(_cell(info, _difference(info, values[0], values[-1]), info.shown_difference))
+            first, last, difference = values[0], values[-1], None
+            if first is not None and last is not None and math.isfinite(last - first):
+                difference = info.difference(first, last)
+            cells.append(_cell(info, difference, info.shown_difference))
     psnr = [value for value in clips[-1].metrics.psnr_by_frame if math.isfinite(value)]
     return {
         "name": name,
@@ -153,17 +155,10 @@ def _clip_row(name: str, clips: Sequence[ClipResult], measured: Sequence[MetricI
     }
 
 
-def _cell(info: MetricInfo, value: float | None, shown: Any) -> dict[str, str]:
+def _cell(info: MetricInfo, value: float | None, shown: Callable[[float], str]) -> dict[str, str]:
     """A number as it is shown, and as the table sorts it: what has none is last."""
     sorted_by = f"{value:.8g}" if value is not None and math.isfinite(value) else ""
     return {"metric": info.name, "value": sorted_by, "text": "–" if value is None else shown(value)}
-
-
-def _difference(info: MetricInfo, first: float | None, last: float | None) -> float | None:
-    """The last model less the first, as in `paired_difference`."""
-    if first is None or last is None or not math.isfinite(first) or not math.isfinite(last):
-        return None
-    return abs(last) - abs(first) if info.better == "zero" else last - first
 
 
 def _page_data(

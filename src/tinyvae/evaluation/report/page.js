@@ -11,7 +11,7 @@
     return element;
   };
   const shown = (value, digits) => (value === null || value === undefined ? "–" : Number(value).toFixed(digits));
-  const seriesColour = (index) => `var(--series-${index % 5})`;
+  const seriesColor = (index) => `var(--series-${index % 5})`;
   const press = (buttons, chosen) => buttons.forEach((b) => b.setAttribute("aria-pressed", String(b === chosen)));
 
   // ---- a line chart with axes, a readout and an optional click ----
@@ -64,9 +64,9 @@
         path += `${pen}${px(p[0]).toFixed(1)},${py(p[1]).toFixed(1)}`;
         pen = "L";
       }
-      node("path", { class: "series", d: path, stroke: s.colour || seriesColour(index) }, svg);
+      node("path", { class: "series", d: path, stroke: s.color || seriesColor(index) }, svg);
       const drawn = s.points.filter(usable);
-      if (drawn.length === 1) node("circle", { cx: px(drawn[0][0]), cy: py(drawn[0][1]), r: 3, fill: s.colour || seriesColour(index) }, svg);
+      if (drawn.length === 1) node("circle", { cx: px(drawn[0][0]), cy: py(drawn[0][1]), r: 3, fill: s.color || seriesColor(index) }, svg);
     }
     const cursor = node("line", { class: "cursor", y1: margin.top, y2: height - margin.bottom, visibility: "hidden" }, svg);
     const play = node("line", { class: "play", y1: margin.top, y2: height - margin.bottom, visibility: "hidden" }, svg);
@@ -202,13 +202,12 @@
       if (index === player.index) { video.pause(); seek(inside - film.first_frame); } else show(index, { play: false, frame: inside });
     };
     // Films start when they are seen: a page that opens playing six films would only warm the room.
-    const start = Number(stage.dataset.start || 0);
     if ("IntersectionObserver" in window) {
       const observer = new IntersectionObserver((entries) => {
-        if (entries.some((entry) => entry.isIntersecting) && player.index < 0) { observer.disconnect(); show(start); }
+        if (entries.some((entry) => entry.isIntersecting) && player.index < 0) { observer.disconnect(); show(0); }
       });
       observer.observe(stage);
-    } else show(start);
+    } else show(0);
   }
 
   // ---- per-frame curves ----
@@ -221,7 +220,7 @@
     const clip = data.curves.find((c) => c.name === curves.name);
     const metric = data.metrics.find((m) => m.name === curves.metric);
     const series = data.models.map((label, i) => ({
-      label, colour: seriesColour(i),
+      label, color: seriesColor(i),
       points: (clip.series[i][metric.name] || []).map((v, t) => [clip.frames ? clip.frames[t] : t, v === null ? null : v * metric.shown_scale]),
     }));
     const legend = $("#curve-legend");
@@ -229,7 +228,7 @@
       const words = (x === null ? series.map((s) => ({ label: s.label, value: null })) : values).map((v, i) => {
         const word = document.createElement("span");
         const swatch = Object.assign(document.createElement("i"), { className: "swatch" });
-        swatch.style.background = seriesColour(i);
+        swatch.style.background = seriesColor(i);
         word.append(swatch, v.label + " ");
         if (x !== null) word.append(Object.assign(document.createElement("b"), { textContent: `${shown(v.value, metric.digits)} ${metric.unit}` }));
         return word;

@@ -7,6 +7,8 @@ were there. So a step that is not finite, or that runs out of memory, leaves no 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,9 +46,9 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return sum(num_items for _, num_items in self._held.values())
 
-    def capacity(self, image_shape: torch.Size, context_shape: torch.Size) -> int:
+    def capacity(self, image_shape: Sequence[int], context_shape: Sequence[int]) -> int:
         """How many items of these shapes fit; an error where not even one does."""
-        item_bytes = (image_shape.numel() + context_shape.numel()) * STORED_DTYPE.itemsize
+        item_bytes = (math.prod(image_shape) + math.prod(context_shape)) * STORED_DTYPE.itemsize
         max_bytes = self.max_mb * BYTES_PER_MB / self.num_sizes
         if not max_bytes >= item_bytes:
             of_each = f", a part for each of {self.num_sizes} sizes," if self.num_sizes > 1 else ""
