@@ -158,12 +158,12 @@ def compare_workers(train: ClipSet, rounds: int, clips: int) -> None:
 
 def measure_memory(train: ClipSet, clips: int) -> None:
     loader = RunningLoader(train, 1)
-    worker = loader.workers[0]
+    worker, made = loader.workers[0], BATCH
     print("\nresident memory of one worker")
     for done in (BATCH, clips // 4, clips):
-        while (made := getattr(loader, "made", BATCH)) < done:
+        while made < done:
             next(loader.batches)
-            loader.made = made + BATCH  # type: ignore[attr-defined]
+            made += BATCH
         memory = worker.memory_full_info()
         print(
             f"  after {done:>5} clips: {memory.rss / 1e6:6.0f} MB resident, of it {memory.uss / 1e6:.0f} MB its own "

@@ -39,7 +39,7 @@ from typing import Any
 
 import diffusers
 import torch
-from scratch_search import load_split
+from scratch_search import center, load_split
 from torch import Tensor, nn
 from turns import gpu_turn, side_by_side
 from whole_clips import decode_whole, encode_whole, whole_clips
@@ -214,23 +214,16 @@ def normalize_latents(vae: Any, videos: list[Tensor], family: str, arguments: ar
         vae.register_to_config(scaling_factor=float(columns.square().mean().rsqrt()))
 
 
-def center_clips(videos: list[Tensor], num_frames: int = 17) -> Iterator[Tensor]:
-    """float 1TCHW in [0, 1]: of 20 frames in the middle 256x256 of each file the 17 that both families take."""
-    for video in videos:
-        height, width = (min(256, side // 8 * 8) for side in video.shape[-2:])
-        top, left, first = (video.shape[2] - height) // 2, (video.shape[3] - width) // 2, (len(video) - 20) // 2
-        yield video[None, first : first + num_frames, :, top : top + height, left : left + width].float() / 255
-
-
 def frame_psnr(decoded_NTCHW: Tensor, frames_NTCHW: Tensor) -> Tensor:
     """PSNR of each frame, dB, pixels in [0, 1]: NT."""
     return -10 * (decoded_NTCHW.float() - frames_NTCHW).square().mean(dim=(2, 3, 4)).clamp(min=1e-10).log10()
 
 
 def score(teacher: Teacher, videos: list[Tensor]) -> float:
-    """Mean over clips of the mean PSNR of their frames, of the round trip."""
-    each = [frame_psnr(teacher.decode(teacher.encode(clip)), clip).mean() for clip in center_clips(videos)]
-    return float(torch.stack(each).mean())
+    """Mean over clips of the mean PSNR of their frames, of the round trip. Of 20 frames in the middle, 256x256, the 17
+    that both families take."""
+    clips = (center(video, 20)[:, :NUM_FRAMES] for video in videos)
+    return float(torch.stack([frame_psnr(teacher.decode(teacher.encode(clip)), clip).mean() for clip in clips]).mean())
 
 
 def make_teacher(family: str, arguments: argparse.Namespace) -> None:
