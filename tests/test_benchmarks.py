@@ -5,6 +5,7 @@ where nothing is rounded."""
 from __future__ import annotations
 
 import fcntl
+import importlib
 import importlib.util
 import json
 import os
@@ -33,6 +34,14 @@ NARROW: dict[str, dict[str, Any]] = {
     "cogvideox": {"block_out_channels": [8, 8, 8, 16], "norm_num_groups": 4, "layers_per_block": 1},
     "wan": {"base_dim": 8, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1},
 }
+
+
+@pytest.mark.parametrize("script", sorted(file.stem for file in (ROOT / "benchmarks").glob("*.py")))
+def test_what_scripts_import_is_there(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody runs most of them without a GPU: a name that has gone from src/ shows here."""
+    pytest.importorskip("diffusers")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    assert importlib.import_module(script).__doc__
 
 
 @pytest.fixture
