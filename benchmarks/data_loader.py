@@ -8,7 +8,7 @@ runs in turn, several times over, in one process tree, so that other load on the
 
 The bare loop opens the file, seeks to the key frame before the clip and decodes, one thread, until the 16 frames are
 there. `bare rgb` turns each of them into an rgb24 array, as anyone who wants pixels must; `bare decode` throws the
-pixels away. The loader does the first and more: exact colours, proof of the frame numbers, crop, batch, transport.
+pixels away. The loader does the first and more: exact colors, proof of the frame numbers, crop, batch, transport.
 """
 
 from __future__ import annotations
@@ -158,12 +158,12 @@ def compare_workers(train: ClipSet, rounds: int, clips: int) -> None:
 
 def measure_memory(train: ClipSet, clips: int) -> None:
     loader = RunningLoader(train, 1)
-    worker = loader.workers[0]
+    worker, made = loader.workers[0], BATCH
     print("\nresident memory of one worker")
     for done in (BATCH, clips // 4, clips):
-        while (made := getattr(loader, "made", BATCH)) < done:
+        while made < done:
             next(loader.batches)
-            loader.made = made + BATCH  # type: ignore[attr-defined]
+            made += BATCH
         memory = worker.memory_full_info()
         print(
             f"  after {done:>5} clips: {memory.rss / 1e6:6.0f} MB resident, of it {memory.uss / 1e6:.0f} MB its own "
@@ -172,7 +172,7 @@ def measure_memory(train: ClipSet, clips: int) -> None:
 
 
 def measure_augmentation(rounds: int) -> None:
-    """What colour jitter and blur would cost inside a worker: why they are done on the device."""
+    """What color jitter and blur would cost inside a worker: why they are done on the device."""
     frames = torch.randint(0, 256, (1, 16, 3, 480, 720), dtype=torch.uint8)
     print("\none clip of 16x480x720 to model input on one CPU core")
     for name, change in (

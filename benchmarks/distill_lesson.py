@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from make_teacher import center_clips, frame_psnr, random_crops
+from make_teacher import frame_psnr, random_crops
+from scratch_search import center
 from torch import Tensor
 from whole_clips import decode_whole, whole_clips
 
@@ -96,7 +97,7 @@ class Lesson:
 def make_lesson(
     teacher: Teacher, train: list[Tensor], val: list[Tensor], *, spec: VariantSpec, wanted: Wanted
 ) -> Lesson:
-    clips = list(center_clips(val, num_frames=20))
+    clips = [center(video, 20) for video in val]
     targets = [clip[:, : spec.aligned_frames(clip.shape[1])] for clip in clips]
     latents = [teacher.encode(target) for target in targets]
     psnr = mean_psnr([teacher.decode(known) for known in latents], targets)

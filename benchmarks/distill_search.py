@@ -16,18 +16,16 @@ On one H200:
     $P --seconds 260 train=decoder train=encoder
 
 An empty candidate is the base: both sides, each against the teacher alone. ``--at_once`` starts a process for each
-candidate, this many together. One of them trains at a time, so that the clock is fair: a training student fills the
-GPU. The others meanwhile import, compile, wait or are examined. This process lets the teacher encode the crops once,
-for all of them, into ``--pool_file``. A long run sees a small pool many times: give it ``--pool 16384`` (14 GB of
-the GPU's memory at 17 frames of 128x128).
+candidate, this many together. One of them trains at a time (`turns.py`), so that the clock is fair: a training student
+fills the GPU. The others meanwhile import, compile, wait or are examined. This process lets the teacher encode the
+crops once, for all of them, into ``--pool_file``. A long run sees a small pool many times: give it ``--pool 16384``
+(14 GB of the GPU's memory at 17 frames of 128x128).
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -35,7 +33,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -53,9 +50,9 @@ from distill_lesson import (
 )
 from scratch_search import load_split, read_candidate
 from torch import Tensor, nn
+from turns import gpu_turn, side_by_side
 
 from tinyvae.config import TrainConfig, load_preset
-from tinyvae.config.schema import FIELDS
 from tinyvae.engines.eager import run_folded
 from tinyvae.losses.distances import latent_loss, reconstruction_loss
 from tinyvae.models.streaming import keep_frames
@@ -120,7 +117,7 @@ class Candidate:
 
 
 class Rig:
-    """The student of one spec with its two compiled sides, for all candidates of that spec; drawn anew for each."""
+    """The student of one spec with its two compiled sides, for all candidates of that spec; drawn again for each."""
 
     def __init__(self, spec: VariantSpec, device: torch.device) -> None:
         self.model = TAEHV.of(spec).to(device, memory_format=torch.channels_last)
@@ -246,15 +243,13 @@ def run(
     pools = {size: lesson.pools[size].to(engine.device, decodes=decodes) for size in candidate.sizes}
     student, generator = Student(rig, teacher, engine, candidate), torch.Generator().manual_seed(candidate.config.seed)
     step, share, seconds = 0, 0.0, 0.0
-    with turn(arguments.turn_file):
+    with gpu_turn(candidate.words or "base"):
         began = time.perf_counter()
         while share < 1:
             size = candidate.phase(share)[0]
             student.step(pools[size].batch(candidate.shape(size)[0], generator), lesson.metric, share)
             step, seconds = step + 1, time.perf_counter() - began
             share = step / arguments.steps if arguments.seconds is None else seconds / arguments.seconds
-        if engine.device.type == "cuda":
-            torch.cuda.synchronize()
     raw = lesson.examine(student.model, teacher)
     with student.average.swapped_into(student.model):
         averaged = lesson.examine(student.model, teacher)
@@ -264,17 +259,6 @@ def run(
     factor = rig.model.spec.time_factor
     row["by_latent"] = {way: by_latent(psnr, factor) for way, psnr in {"teacher": lesson.psnr, **averaged}.items()}
     return row | {"steps": step, "seconds": seconds, "step_ms": seconds / step * 1e3}
-
-
-@contextmanager
-def turn(file: Path | None) -> Iterator[None]:
-    """Inside the block this process alone trains, of all that name the file."""
-    if file is None:
-        yield
-        return
-    with file.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
 
 
 def as_lines(row: dict[str, Any]) -> str:
@@ -306,12 +290,9 @@ class Work:
         self._rigs: dict[VariantSpec, Rig] = {}
 
     def _read(self, words: str) -> Candidate:
-        changes: dict[str, Any] = read_candidate(self.arguments.set) | read_candidate(words)
-        ideas = Ideas(**{each.name: changes.pop(each.name) for each in fields(Ideas) if each.name in changes})
-        if unknown := changes.keys() - FIELDS.keys():
-            raise SystemExit(f"no idea and no setting: {', '.join(sorted(unknown))}; --help lists the ideas.")
-        config = replace(BASE, variant=self.spec.name, max_train_steps=self.arguments.steps, **changes)
-        return Candidate(words=words, config=config, ideas=ideas)
+        settings, tried = read_candidate(f"{self.arguments.set},{words}", [each.name for each in fields(Ideas)])
+        config = replace(BASE, variant=self.spec.name, max_train_steps=self.arguments.steps, **settings)
+        return Candidate(words=words, config=config, ideas=Ideas(**tried))
 
     def lesson(self) -> Lesson:
         """From ``--pool_file``, if it is there; else made, and kept there if it is named."""
@@ -340,9 +321,9 @@ class Work:
         return made
 
     def run_here(self) -> Iterator[dict[str, Any]]:
-        """One candidate after the other in this process; `--turn_file` says that it is one of several."""
-        began, several = time.perf_counter(), self.arguments.turn_file is not None
-        lesson = None if several else self.lesson()
+        """One candidate after the other in this process; `--wait_for_crops` says that it is one of several."""
+        began = time.perf_counter()
+        lesson = None if self.arguments.wait_for_crops else self.lesson()
         for candidate in self.candidates:
             if time.perf_counter() - began > self.arguments.budget_s:
                 print(f"no time left for {candidate.words!r}")
@@ -361,9 +342,8 @@ def run_at_once(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A process for each candidate, ``--at_once`` together; rows as they are done. A failed one has none."""
     began, ready = time.perf_counter(), threading.Event()
     made: list[bool] = []  # one entry when the crops are in the file
-    threads = str(max(1, (os.cpu_count() or 1) // arguments.at_once))
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": threads}
     with tempfile.TemporaryDirectory() as folder:
+        environment = side_by_side(arguments.at_once, Path(folder))
         pool_file = arguments.pool_file or Path(folder) / "pool.pt"
 
         def start(number: int) -> dict[str, Any] | None:
@@ -373,9 +353,10 @@ def run_at_once(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 return None
             row_file = Path(folder) / f"{number}.json"
             shared = {key: getattr(arguments, key) for key in ("clips", "teacher", "steps", "set", "max_clips")}
-            shared |= {"pool_file": pool_file, "turn_file": Path(folder) / "turn", "output": row_file}
+            shared |= {"pool_file": pool_file, "output": row_file}
             shared |= {} if arguments.seconds is None else {"seconds": arguments.seconds}
-            command = [sys.executable, __file__, words, *(f"--{key}={value}" for key, value in shared.items())]
+            options = [f"--{key}={value}" for key, value in shared.items()]
+            command = [sys.executable, __file__, words, *options, "--wait_for_crops"]
             with subprocess.Popen(command, stdin=subprocess.PIPE, text=True, env=environment) as process:
                 ready.wait()
                 process.communicate(GO if made else "")
@@ -414,7 +395,7 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=4096, help="crops of each size that the teacher encodes")
     parser.add_argument("--pool_file", type=Path, help="where they are kept; a file that is there is read instead")
     parser.add_argument("--at_once", type=int, default=1, help="processes that share the GPU")
-    parser.add_argument("--turn_file", type=Path, help=argparse.SUPPRESS)  # of a process of --at_once: who trains
+    parser.add_argument("--wait_for_crops", action="store_true", help=argparse.SUPPRESS)  # a process of --at_once
     parser.add_argument("--max_clips", type=int, default=20, help="of validation")
     parser.add_argument("--budget_s", type=float, default=540, help="stop starting candidates after this")
     parser.add_argument("--output", type=Path, help="file for the rows, JSON")
@@ -422,7 +403,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for row in run_at_once(arguments) if arguments.at_once > 1 else Work(arguments).run_here():
         rows.append(row)
-        if arguments.turn_file is None:
+        if not arguments.wait_for_crops:
             print(as_lines(row), flush=True)
         if arguments.output:
             arguments.output.write_text(json.dumps(rows, indent=1))

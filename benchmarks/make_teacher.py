@@ -2,33 +2,46 @@
 
 The released teachers cannot be had everywhere. Distillation is proven on teachers of the same classes that anyone can
 make again: 16 latent channels, 4x8x8, latents normalized by their own statistics. On one H200, with diffusers and PyAV
-installed, each line takes about 8 minutes: 440 s of training with its compilation, the rest is decoding and figures.
+installed:
 
-    python benchmarks/make_teacher.py cogvideox --clips DIR --seconds 440 --output $OUT/teacher_cogvideox
-    python benchmarks/make_teacher.py wan --clips DIR --seconds 440 --output $OUT/teacher_wan
+    python benchmarks/make_teacher.py wan --clips DIR --seconds 380 --output $OUT/teacher_wan         # about 8 minutes
+    python benchmarks/make_teacher.py wan cogvideox --clips DIR --seconds 235 --output $OUT/teachers  # 9 to 10 minutes
 
-``DIR`` holds annotations.json with train and val clips. The script ends by the clock, and the learning rates reach zero
-with it. ``--steps 200`` instead tells in two minutes whether all compiles here, and the time of a step. It writes a
-diffusers folder (bfloat16, files of at most 16 MB) with figures.json: PSNR of the round trip of 20 validation and 20
-training clips (center 256x256; of 20 frames the 17 that both families take), as `tinyvae` loads the folder.
+``DIR`` holds annotations.json with train and val clips. ``--seconds`` counts the steps of training alone, and the
+learning rates reach zero with it. Imports, decoding and compilation come before (about 80 s where nothing was compiled
+yet), the figures after. Several families have a process each, which writes the folder ``$OUT/teachers/FAMILY``: they
+get ready side by side and take turns to train (`turns.py`), so both take little more than the sum of their seconds.
+``--steps 200`` instead of ``--seconds`` tells in two minutes whether all compiles here, and the time of a step.
 
-    python benchmarks/make_teacher.py wan --clips DIR --device cpu --steps 4 --batch_size 2 --size 32 \\
-        --settings '{"base_dim": 8}' --output /tmp/teacher       # the whole way in seconds, for a look
+The script writes a diffusers folder (bfloat16, files of at most 16 MB) with figures.json. ``validation_db`` and
+``training_db`` are PSNR of the round trip of 20 clips each (center 256x256; of 20 frames the 17 that both families
+take), as `tinyvae` loads the folder. ``seconds`` is the time of the steps alone. ``compile_s`` (until a first step had
+run, on trial) and ``waited_s`` (for the turn) are not part of it; in folders made before 2026-11-18 the first is called
+``first_step_s`` and is part of ``seconds``.
+
+    python benchmarks/make_teacher.py wan cogvideox --clips DIR --device cpu --steps 4 --batch_size 2 --size 32 \\
+        --settings '{"wan": {"base_dim": 8}, "cogvideox": {"block_out_channels": [16, 16, 16, 32]}}' \\
+        --output /tmp/teachers       # the whole way in a minute, for a look; one family takes its settings alone
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
-from scratch_search import load_split
+from scratch_search import center, load_split
 from torch import Tensor, nn
+from turns import gpu_turn, side_by_side
 from whole_clips import decode_whole, encode_whole, whole_clips
 
 from tinyvae.teachers import Teacher, load_teacher
@@ -139,6 +152,7 @@ def compile_or_not(losses: Any, crops: Tensor, noise: Tensor) -> Any:
     compiled = torch.compile(losses, dynamic=False)
     try:
         compiled(crops, noise)[0].backward()
+        torch.cuda.synchronize()
     except Exception as fault:  # noqa: BLE001  # compilers fail in many ways; the run goes on slower, and says why
         print(f"  torch.compile fails here, so steps take longer: {type(fault).__name__}: {str(fault)[:400]}")
         torch._dynamo.reset()
@@ -146,10 +160,10 @@ def compile_or_not(losses: Any, crops: Tensor, noise: Tensor) -> Any:
     return compiled
 
 
-def train(vae: Any, videos: list[Tensor], arguments: argparse.Namespace) -> dict[str, Any]:
+def train(vae: Any, videos: list[Tensor], family: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Train by the clock or by steps; rates rise for ``warmup`` steps and fall in a line to zero. Leaves the averaged
-    weights in ``vae``."""
-    began = time.perf_counter()
+    weights in ``vae``. The clock runs while this process has its turn on the GPU; compilation needs none."""
+    asked = time.perf_counter()
     device = next(vae.parameters()).device
     optimizers = make_optimizers(vae, rate=arguments.learning_rate, muon_rate=arguments.muon_learning_rate)
     average = WeightAverage(vae, decay=arguments.ema_decay)
@@ -159,51 +173,45 @@ def train(vae: Any, videos: list[Tensor], arguments: argparse.Namespace) -> dict
     crops = random_crops(videos, shape, generator)
     losses = compile_or_not(make_losses(vae, device), crops, torch.randn_like(latents))
     optimizers.zero_grad()
-    step, share, curve, compiled_s = 0, 0.0, [], time.perf_counter() - began
-    print(f"  the first step was ready after {compiled_s:.0f} s", flush=True)
-    while share < 1:
-        optimizers.set_rates(min(1.0, (step + 1) / arguments.warmup) * (1 - share))
-        loss, error = losses(random_crops(videos, shape, generator), torch.randn_like(latents))
-        loss.backward()
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        for optimizer in optimizers.optimizers:
-            optimizer.step()
-        optimizers.zero_grad()
-        average.update(vae)
-        step += 1
-        if step % arguments.log_steps == 0:
-            curve.append((step, time.perf_counter() - began, float(-10 * error.log10())))
-            print("  step {}, {:.0f} s, {:.2f} dB on the batch".format(*curve[-1]), flush=True)
-            if curve[-1][2] != curve[-1][2]:
-                raise SystemExit("the loss is not a number; take smaller rates.")
-        elapsed = time.perf_counter() - began
-        share = step / arguments.steps if arguments.steps else min(1.0, elapsed / arguments.seconds)
-    torch._foreach_copy_([parameter.data for parameter in vae.parameters()], list(average.values.values()))
+    step, share, curve, compile_s = 0, 0.0, [], time.perf_counter() - asked
+    print(f"  the first step was ready after {compile_s:.0f} s", flush=True)
+    with gpu_turn(family) as waited_s:
+        began = time.perf_counter()
+        while share < 1:
+            optimizers.set_rates(min(1.0, (step + 1) / arguments.warmup) * (1 - share))
+            loss, error = losses(random_crops(videos, shape, generator), torch.randn_like(latents))
+            loss.backward()
+            nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+            for optimizer in optimizers.optimizers:
+                optimizer.step()
+            optimizers.zero_grad()
+            average.update(vae)
+            step += 1
+            if step % arguments.log_steps == 0:
+                curve.append((step, time.perf_counter() - began, float(-10 * error.log10())))
+                print("  step {}, {:.0f} s, {:.2f} dB on the batch".format(*curve[-1]), flush=True)
+                if curve[-1][2] != curve[-1][2]:
+                    raise SystemExit("the loss is not a number; take smaller rates.")
+            elapsed = time.perf_counter() - began
+            share = step / arguments.steps if arguments.steps else min(1.0, elapsed / arguments.seconds)
+        torch._foreach_copy_([parameter.data for parameter in vae.parameters()], list(average.values.values()))
     seconds = time.perf_counter() - began
-    print(f"  {step} steps in {seconds:.0f} s, {(seconds - compiled_s) / step * 1e3:.1f} ms a step", flush=True)
-    return {"steps": step, "seconds": seconds, "first_step_s": compiled_s, "curve": curve}
+    print(f"  {step} steps in {seconds:.0f} s, {seconds / step * 1e3:.1f} ms a step", flush=True)
+    return {"steps": step, "seconds": seconds, "compile_s": compile_s, "waited_s": waited_s, "curve": curve}
 
 
 @torch.no_grad()
-def normalize_latents(vae: Any, videos: list[Tensor], arguments: argparse.Namespace) -> None:
+def normalize_latents(vae: Any, videos: list[Tensor], family: str, arguments: argparse.Namespace) -> None:
     """Write the statistics of the latents of training crops into the VAE's config."""
     generator, means = torch.Generator().manual_seed(arguments.seed + 1), []
     for _ in range(8):
         crops = random_crops(videos, (arguments.batch_size, arguments.frames, arguments.size), generator)
         means.append(vae.encode(crops.float() / 127.5 - 1).latent_dist.mode())
     columns = torch.cat(means).transpose(0, 1).flatten(1)
-    if arguments.family == "wan":
+    if family == "wan":
         vae.register_to_config(latents_mean=columns.mean(dim=1).tolist(), latents_std=columns.std(dim=1).tolist())
     else:  # CogVideoX has one factor and no mean
         vae.register_to_config(scaling_factor=float(columns.square().mean().rsqrt()))
-
-
-def center_clips(videos: list[Tensor], num_frames: int = 17) -> Iterator[Tensor]:
-    """float 1TCHW in [0, 1]: of 20 frames in the middle 256x256 of each file the 17 that both families take."""
-    for video in videos:
-        height, width = (min(256, side // 8 * 8) for side in video.shape[-2:])
-        top, left, first = (video.shape[2] - height) // 2, (video.shape[3] - width) // 2, (len(video) - 20) // 2
-        yield video[None, first : first + num_frames, :, top : top + height, left : left + width].float() / 255
 
 
 def frame_psnr(decoded_NTCHW: Tensor, frames_NTCHW: Tensor) -> Tensor:
@@ -212,17 +220,68 @@ def frame_psnr(decoded_NTCHW: Tensor, frames_NTCHW: Tensor) -> Tensor:
 
 
 def score(teacher: Teacher, videos: list[Tensor]) -> float:
-    """Mean over clips of the mean PSNR of their frames, of the round trip."""
-    each = [frame_psnr(teacher.decode(teacher.encode(clip)), clip).mean() for clip in center_clips(videos)]
-    return float(torch.stack(each).mean())
+    """Mean over clips of the mean PSNR of their frames, of the round trip. Of 20 frames in the middle, 256x256, the 17
+    that both families take."""
+    clips = (center(video, 20)[:, :NUM_FRAMES] for video in videos)
+    return float(torch.stack([frame_psnr(teacher.decode(teacher.encode(clip)), clip).mean() for clip in clips]).mean())
 
 
-def main() -> None:
+def make_teacher(family: str, arguments: argparse.Namespace) -> None:
+    """Train one teacher, save it, and measure what was saved."""
+    diffusers.logging.set_verbosity_error()  # it warns of every change of precision
+    device, began = torch.device(arguments.device), time.perf_counter()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 5  # of cuDNN's best guesses
+    training, validation = ([v.to(device) for v in load_split(arguments.clips, name)] for name in ("train", "val"))
+    vae = make_vae(family, arguments.settings, seed=arguments.seed, quiet=arguments.quiet).to(device)
+    parameters = sum(parameter.numel() for parameter in vae.parameters())
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"{family}: {parameters / 1e6:.1f} M parameters, torch {torch.__version__}, {name}")
+    print(f"  {len(training)} + {len(validation)} clips after {time.perf_counter() - began:.0f} s", flush=True)
+    with whole_clips(in_two_parts=family == "cogvideox" and arguments.frames == 17):
+        figures = train(vae, training, family, arguments)
+    normalize_latents(vae, training, family, arguments)
+    vae.to(torch.bfloat16).save_pretrained(arguments.output, max_shard_size="16MB")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    teacher = load_teacher(family, arguments.output, dtype=dtype, device=device)
+    figures |= {"validation_db": score(teacher, validation[: arguments.max_clips])}
+    figures |= {"training_db": score(teacher, training[:: len(training) // arguments.max_clips or 1])}
+    figures |= {"parameters": parameters, "torch": torch.__version__, "seed": arguments.seed}
+    figures["arguments"] = {key: str(value) for key, value in vars(arguments).items()}
+    (arguments.output / "figures.json").write_text(json.dumps(figures, indent=1))
+    words = ", ".join(f"{figures[f'{name}_db']:.2f} dB on {name} clips" for name in ("validation", "training"))
+    print(f"{family}: {words}; {time.perf_counter() - began:.0f} s in all")
+
+
+def make_side_by_side(arguments: argparse.Namespace) -> list[str]:
+    """A process for each family. Prints their lines with the family's name as they come; gives the families that
+    failed."""
+
+    def make(family: str) -> bool:
+        """Whether the family has its folder."""
+        options = {**vars(arguments), "output": arguments.output / family}
+        options["settings"] = json.dumps(arguments.settings.get(family, {}))
+        words = [f"--{key}={value}" for key, value in options.items() if key != "families" and value is not None]
+        command = [sys.executable, "-u", __file__, family, *words]
+        to_here: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+        with subprocess.Popen(command, env=environment, **to_here) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(f"{family} | {line}", end="", flush=True)
+        return process.returncode == 0
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(arguments.families)) as pool:
+        environment = side_by_side(len(arguments.families), Path(folder))
+        made = list(pool.map(make, arguments.families))
+    return [family for family, good in zip(arguments.families, made, strict=True) if not good]
+
+
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", choices=CLASSES)
+    parser.add_argument("families", nargs="+", choices=CLASSES, help="several: one process and one folder for each")
     parser.add_argument("--clips", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=440, help="of training, with the compilation")
+    parser.add_argument("--output", type=Path, required=True, help="the folder; of several families, its parent")
+    parser.add_argument("--seconds", type=float, default=380, help="of training, without the compilation")
     parser.add_argument("--steps", type=int, help="end by steps instead")
     parser.add_argument("--frames", type=int, choices=(9, 17), default=NUM_FRAMES, help="of a training clip")
     parser.add_argument("--batch_size", type=int, default=BATCH_SIZE)
@@ -233,34 +292,26 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=50, help="steps")
     parser.add_argument("--ema_decay", type=float, default=0.95)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--settings", type=json.loads, default={}, help="JSON: what differs in the VAE's config")
+    settings = "JSON: what differs in the VAE's config; of several families by family: {'wan': {...}}"
+    parser.add_argument("--settings", type=json.loads, default={}, help=settings)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--log_steps", type=int, default=200)
     parser.add_argument("--max_clips", type=int, default=20, help="of each figure")
     arguments = parser.parse_args()
-    diffusers.logging.set_verbosity_error()  # it warns of every change of precision
-    device, began = torch.device(arguments.device), time.perf_counter()
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 5  # of cuDNN's best guesses
-    training, validation = ([v.to(device) for v in load_split(arguments.clips, name)] for name in ("train", "val"))
-    vae = make_vae(arguments.family, arguments.settings, seed=arguments.seed, quiet=arguments.quiet).to(device)
-    parameters = sum(parameter.numel() for parameter in vae.parameters())
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{arguments.family}: {parameters / 1e6:.1f} M parameters, torch {torch.__version__}, {name}")
-    print(f"  {len(training)} + {len(validation)} clips after {time.perf_counter() - began:.0f} s", flush=True)
-    with whole_clips(in_two_parts=arguments.family == "cogvideox" and arguments.frames == 17):
-        figures = train(vae, training, arguments)
-    normalize_latents(vae, training, arguments)
-    vae.to(torch.bfloat16).save_pretrained(arguments.output, max_shard_size="16MB")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    teacher = load_teacher(arguments.family, arguments.output, dtype=dtype, device=device)
-    figures |= {"validation_db": score(teacher, validation[: arguments.max_clips])}
-    figures |= {"training_db": score(teacher, training[:: len(training) // arguments.max_clips or 1])}
-    figures |= {"parameters": parameters, "torch": torch.__version__, "seed": arguments.seed}
-    figures["arguments"] = {key: str(value) for key, value in vars(arguments).items()}
-    (arguments.output / "figures.json").write_text(json.dumps(figures, indent=1))
-    words = ", ".join(f"{figures[f'{name}_db']:.2f} dB on {name} clips" for name in ("validation", "training"))
-    print(f"{arguments.family}: {words}; {time.perf_counter() - began:.0f} s in all")
+    families = arguments.families
+    if len(set(families)) < len(families):
+        parser.error("a family is named twice; each has one folder.")
+    if len(families) > 1 and (unknown := arguments.settings.keys() - set(families)):
+        parser.error(f"--settings of several families are by family, but it has {', '.join(sorted(unknown))}.")
+    return arguments
+
+
+def main() -> None:
+    arguments = read_arguments()
+    if len(arguments.families) == 1:
+        make_teacher(arguments.families[0], arguments)
+    elif failed := make_side_by_side(arguments):
+        raise SystemExit(f"no teacher of {', '.join(failed)}: its lines say why.")
 
 
 if __name__ == "__main__":

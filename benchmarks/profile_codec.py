@@ -3,9 +3,8 @@
     python benchmarks/profile_codec.py [--variants taew2_2 taeltx_2] [--sizes 480x736x49] [--output DIR]
 
 Of each variant: a whole decode, a whole encode, and a push of three latents in the middle of a stream, all replayed
-from CUDA graphs as users get them (`--no_replay`: launched one by one). Columns: calls of the kernel, microseconds in
-which it was the newest one running, microseconds in which the GPU waited for it, and its share of both together. Times
-are medians over the calls. The switches of speed_codec.py work here too.
+from CUDA graphs as users get them. Columns: calls of the kernel, microseconds in which it was the newest one running,
+microseconds in which the GPU waited for it, and its share of both together. Times are medians over the calls.
 
 A replayed kernel does not know its layer. The same calls launched one by one do, in the same order: names come from
 there.
@@ -13,6 +12,7 @@ there.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import tempfile
@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speed_codec import DTYPES, codec_parser, set_switches, spread_weights
+from speed_codec import DTYPES, spread_weights
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tinyvae import TAEHV, StreamingDecoder
-from tinyvae.engines import fused as engines
 from tinyvae.engines.fused import FusedTAEHV
 from tinyvae.engines.stack import Stack
 
@@ -199,9 +198,8 @@ def calls_of(codec: FusedTAEHV, latents: Tensor, frames: Tensor) -> dict[str, Ca
 def profile_variant(model: TAEHV, height: int, width: int, num_frames: int) -> dict[str, list[dict[str, object]]]:
     """Tables by the name of the call."""
     frames = torch.rand(1, num_frames, 3, height, width, device=model.device).to(model.dtype)
-    as_set, engines.REPLAY_CHUNKS = engines.REPLAY_CHUNKS, False
     launched = FusedTAEHV(model)
-    engines.REPLAY_CHUNKS = as_set
+    launched._replays.clear()
     for stack in launched._stacks.values():
         label_layers(stack)
     latents = launched.encode_video(frames)
@@ -217,12 +215,12 @@ def profile_variant(model: TAEHV, height: int, width: int, num_frames: int) -> d
 
 @torch.no_grad()
 def main() -> None:
-    parser = codec_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
     parser.add_argument("--variants", nargs="+", default=["taew2_2", "taeltx_2"])
     parser.add_argument("--sizes", nargs="+", default=["480x736x49"])
     parser.add_argument("--output", type=Path, help="folder for profile.json")
     arguments = parser.parse_args()
-    set_switches(arguments)
     torch.backends.cudnn.benchmark = True  # as in `run_benchmark`
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     found: dict[str, object] = {}

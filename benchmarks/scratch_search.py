@@ -1,13 +1,15 @@
 """Which settings learn fastest from scratch? Short runs of many candidates on one GPU, clips held in its memory (on a
 machine without one on its CPU, for a look).
 
-The network, initialisation, optimisers, schedule and average are the shipped ones; only the clip source differs from
+The network, initialization, optimizers, schedule and average are the shipped ones; only the clip source differs from
 `tinyvae train scratch` (whole files decoded once, random crops cut on the GPU), so that the search is not bound by
-decoding. The figure is the mean per-frame PSNR over 20 frames of the centre 256x256 of every validation clip.
+decoding. The figure is the mean per-frame PSNR over 20 frames of the center 256x256 of every validation clip.
 
   python benchmarks/scratch_search.py --clips DIR --steps 1000 "" muon_learning_rate=0.003 seed=1,lr_warmup_steps=100
   python benchmarks/scratch_search.py --clips DIR --seconds 260 "" --output results.json
   python benchmarks/scratch_search.py --clips DIR --score output/RUN/final_model.safetensors
+
+`turns.py` says how several commands share one GPU: they compile side by side and train in turn.
 """
 
 from __future__ import annotations
@@ -18,21 +20,24 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from scratch_ideas import IDEAS, loss_of, optimizers_of, start_bilinear, start_colors, start_orthogonal
+from scratch_ideas import IDEAS, optimizers_of, start_colors
 from torch import Tensor
+from turns import gpu_turn
 
 from tinyvae.config import TrainConfig, load_preset
+from tinyvae.config.schema import FIELDS
+from tinyvae.losses.distances import LossKind, reconstruction_loss
 from tinyvae.models.taehv import TAEHV
+from tinyvae.models.variants import VariantSpec
 from tinyvae.models.weights import load_model
-from tinyvae.training import build as initialisation
-from tinyvae.training.build import QUIET_BRANCH, initialize_he
+from tinyvae.training.build import initialize_he
 from tinyvae.training.engine import Engine
 from tinyvae.training.optim import WeightAverage, learning_rate_factor
 
@@ -133,7 +138,7 @@ def center(video: Tensor, num_frames: int, side: int = 256) -> Tensor:
 
 
 def frame_psnr(model: TAEHV, clip: Tensor, inner: int | None = None) -> Tensor:
-    """dB of each frame of one clip; ``inner``: of only so many lines and columns in the middle."""
+    """dB of each frame of one clip; ``inner``: only of this many lines and columns in the middle."""
     error = (model.reconstruct(clip) - model.target(clip)).square()
     if inner is not None:
         top, left = (max(0, side - inner) // 2 for side in error.shape[-2:])
@@ -170,29 +175,40 @@ def score_elsewhere(model: TAEHV, videos: list[Tensor], latents: int = 5) -> str
 
 
 class Rig:
-    """One network, its compiled round trip and the engine, for all candidates; drawn anew for each."""
+    """The network of one spec with its compiled round trip, for all candidates of that spec; drawn again for each."""
 
-    def __init__(self) -> None:
-        self.engine = Engine(BASE)
-        self.model = TAEHV(BASE.variant).to(self.engine.device, memory_format=torch.channels_last)
+    def __init__(self, spec: VariantSpec, engine: Engine) -> None:
+        self.engine = engine
+        self.model = TAEHV.of(spec).to(engine.device, memory_format=torch.channels_last)
         self.model.folded_training = True
         self.round_trip: Callable[[Tensor], Tensor] = lambda frames: self.model.decode(self.model.encode(frames))
-        if self.engine.device.type == "cuda":
+        if engine.device.type == "cuda":
             self.round_trip = torch.compile(self.round_trip, mode=BASE.compile_mode, dynamic=False)
 
-    def draw(self, seed: int, options: dict[str, Any]) -> TAEHV:
-        initialisation.QUIET_BRANCH = options.get("quiet", QUIET_BRANCH)
-        fresh = TAEHV(BASE.variant)
-        initialize_he(fresh, seed=seed)
-        if options.get("bilinear"):
-            start_bilinear(fresh)
+    def draw(self, config: TrainConfig, options: dict[str, Any]) -> TAEHV:
+        fresh = TAEHV.of(self.model.spec)
+        initialize_he(fresh, seed=config.seed)
         if "colors" in options:
             start_colors(fresh, options["colors"])
-        if options.get("orthogonal"):
-            start_orthogonal(fresh)
-        fresh.decoder[-1].weight.data.mul_(options.get("output_gain", 1.0))
         self.model.load_state_dict(fresh.state_dict())
         return self.model
+
+    def add_gradients(self, frames: Tensor, kind: LossKind) -> Tensor:
+        """One pass forward and back over frames NTCHW in [0, 1]; gives the loss."""
+        with self.engine.autocast():
+            decoded = self.round_trip(frames)
+        loss = 10 * reconstruction_loss(decoded, self.model.target(frames), kind)
+        self.engine.backward(loss)
+        return loss
+
+    def compile(self, shapes: list[tuple[int, int, int]], kind: LossKind) -> None:
+        """Three passes over gray clips of each shape, for nothing: they compile, warm up and record CUDA graphs. This
+        needs no turn, and the clock does not run yet."""
+        for count, num_frames, size in shapes:
+            gray = torch.full((count, num_frames, 3, size, size), 0.5, device=self.engine.device)
+            for _ in range(3):
+                self.add_gradients(gray, kind)
+                self.engine.discard_gradients()
 
 
 def run(
@@ -205,44 +221,35 @@ def run(
     *,
     seconds: float | None,
 ) -> dict[str, Any]:
-    model = rig.draw(config.seed, options)
+    model, kind = rig.draw(config, options), config.reconstruction_loss_type
     optimizer_set = optimizers_of(model, config, options)
     average = WeightAverage(model, decay=config.ema_decay)
     crops = Crops(train, seed=config.seed, options=options)
-    engine = rig.engine
-    engine.prepare(model, optimizer_set)
-    curve: list[tuple[int, float, float]] = []
-    trained, step = 0.0, 0
+    rig.engine.prepare(model, optimizer_set)
     shapes = read_shapes(options.get("shapes"), config)
-    for _, shape in shapes[1:]:
-        with engine.autocast():  # compiles before the clock starts
-            rig.round_trip(crops.batch(*shape)).sum().backward()
-        optimizer_set.zero_grad()
-    while seconds is not None or step < config.max_train_steps:
-        started = time.perf_counter()
-        progress = step if seconds is None else int(trained / seconds * config.max_train_steps)
-        frames = crops.batch(*next(shape for end, shape in shapes if progress < end * config.max_train_steps))
-        optimizer_set.set_rates(learning_rate_factor(min(progress, config.max_train_steps - 1), config))
-        with engine.autocast():
-            decoded = rig.round_trip(frames)
-        loss = 10 * loss_of(decoded, model.target(frames), options.get("loss", "mse"))
-        engine.backward(loss)
-        result = engine.finish_step(max_grad_norm=config.max_grad_norm)
-        average.update(model)
-        if step >= 3:  # compilation is start-up
-            trained += time.perf_counter() - started
-        step += 1
-        last = step == config.max_train_steps if seconds is None else trained >= seconds
-        if last or step % 1000 == 0:
-            with average.swapped_into(model):
-                psnr = score(model, val)
-            curve.append((step, trained, psnr))
-            words = f"{psnr:.2f} dB (raw {score(model, val):.2f}), loss {loss:.4f}, gradient {result.gradient_norm:.3f}"
-            print(f"{name}: step {step}, {trained:.0f} s, {words}", flush=True)
-        if last:
-            with average.swapped_into(model):
-                print(f"{name}: {score_elsewhere(model, val)}", flush=True)
-            break
+    rig.compile([shape for _, shape in shapes], kind)
+    curve: list[tuple[int, float, float]] = []
+    trained, step, last = 0.0, 0, False
+    with gpu_turn(name):
+        while not last:
+            started = time.perf_counter()
+            progress = step if seconds is None else int(trained / seconds * config.max_train_steps)
+            frames = crops.batch(*next(shape for end, shape in shapes if progress < end * config.max_train_steps))
+            optimizer_set.set_rates(learning_rate_factor(min(progress, config.max_train_steps - 1), config))
+            loss = rig.add_gradients(frames, kind)
+            result = rig.engine.finish_step(max_grad_norm=config.max_grad_norm)
+            average.update(model)
+            step, trained = step + 1, trained + time.perf_counter() - started
+            last = step == config.max_train_steps if seconds is None else trained >= seconds
+            if last or step % 1000 == 0:
+                with average.swapped_into(model):
+                    psnr = score(model, val)
+                curve.append((step, trained, psnr))
+                raw = f"(raw {score(model, val):.2f})"
+                words = f"{psnr:.2f} dB {raw}, loss {loss:.4f}, gradient {result.gradient_norm:.3f}"
+                print(f"{name}: step {step}, {trained:.0f} s, {words}", flush=True)
+    with average.swapped_into(model):
+        print(f"{name}: {score_elsewhere(model, val)}", flush=True)
     return {"name": name, "curve": curve, "steps": step, "seconds": trained, "psnr": curve[-1][2]}
 
 
@@ -257,15 +264,18 @@ def read_shapes(words: str | None, config: TrainConfig) -> list[tuple[float, tup
     return [*zip([*ends[:-1], math.inf], shapes, strict=True)]  # type: ignore[list-item]
 
 
-def read_candidate(words: str) -> dict[str, Any]:
-    """``lr_scheduler=cosine,seed=1`` -> {"lr_scheduler": "cosine", "seed": 1}"""
-    changes: dict[str, Any] = {}
+def read_candidate(words: str, ideas: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``lr_scheduler=cosine,turns=1`` -> ({"lr_scheduler": "cosine"}, {"turns": 1}): settings, and ideas."""
+    settings: dict[str, Any] = {}
     for key, value in (pair.split("=", 1) for pair in words.split(",") if pair):
         try:
-            changes[key] = json.loads(value)
+            settings[key] = json.loads(value)
         except json.JSONDecodeError:
-            changes[key] = value
-    return changes
+            settings[key] = value
+    tried = {key: settings.pop(key) for key in ideas if key in settings}
+    if unknown := settings.keys() - FIELDS.keys():
+        raise SystemExit(f"no idea and no setting: {', '.join(sorted(unknown))}; --help lists the ideas.")
+    return settings, tried
 
 
 def main() -> None:
@@ -286,10 +296,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     began = time.perf_counter()
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cuda.matmul.allow_tf32 = True
-    rig = Rig()
-    device = rig.engine.device
+    # Beyond its limit torch runs a new graph uncompiled. Each spec and clip shape has one here.
+    torch._dynamo.config.cache_size_limit = 64
+    candidates = [read_candidate(f"{arguments.set},{words}", IDEAS) for words in arguments.candidates]
+    engine = Engine(BASE)
+    device = engine.device
     train, val = ([video.to(device) for video in load_split(arguments.clips, split)] for split in ("train", "val"))
     machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     seconds = time.perf_counter() - began
@@ -300,14 +311,13 @@ def main() -> None:
         print(score_elsewhere(model, val, latents=7), flush=True)
     if arguments.score:
         return
-    results = []
-    for name in arguments.candidates:
+    results, rigs = [], {}
+    for name, (settings, options) in zip(arguments.candidates, candidates, strict=True):
         if time.perf_counter() - began > arguments.budget_s:
             print(f"no time left for {name!r}")
             continue
-        changes = read_candidate(arguments.set) | read_candidate(name)
-        options = {key: changes.pop(key) for key in IDEAS if key in changes}
-        config = replace(BASE, max_train_steps=arguments.steps, **changes)
+        config = replace(BASE, max_train_steps=arguments.steps, **settings)
+        rig = rigs[config.spec] = rigs.get(config.spec) or Rig(config.spec, engine)
         try:
             results.append(run(rig, name or "scratch", config, options, train, val, seconds=arguments.seconds))
         except torch.OutOfMemoryError as fault:

@@ -1,6 +1,8 @@
 """Plain network against `model.fused()`: decode, encode, streaming and latency, in one run.
 
-python benchmarks/speed_codec.py [--variant taehv] [--dtype fp16] [--sizes 480x720x49 720x1280x61] [--output DIR]
+    python benchmarks/speed_codec.py [--variant taehv] [--dtype fp16] [--sizes 480x720x49 720x1280x61] [--output DIR]
+
+`speed_engines.py` compares engines and their choices, `speed_variants.py` all variants.
 """
 
 from __future__ import annotations
@@ -27,8 +29,6 @@ from tinyvae.convert.bench import (
     stream_through,
     time_alternating_ms,
 )
-from tinyvae.engines import fused as engines
-from tinyvae.engines import hopper, nvrtc, replay
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
 from tinyvae.evaluation.cost import without_cudnn_trials
@@ -168,36 +168,10 @@ def first_calls_ms(model: TAEHV, latents: torch.Tensor) -> dict[str, float]:
     return waits
 
 
-def codec_parser(description: str | None) -> argparse.ArgumentParser:
-    """A command line with the dtype, and a switch for each choice that an engine makes; see `set_switches`."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
-    parser.add_argument(
-        "--cudnn_channels",
-        type=int,
-        nargs="*",
-        default=sorted(hopper.CUDNN_CHANNELS),
-        help="memory blocks of this many channels take cuDNN's fused convolutions where they can",
-    )
-    parser.add_argument("--no_replay", action="store_true", help="launch every kernel: no chunk replays a CUDA graph")
-    parser.add_argument(
-        "--no_early_launch", action="store_true", help="a kernel starts when the one in front has ended"
-    )
-    parser.add_argument("--copy_image", action="store_true", help="CUDA graphs make the image, and it is copied")
-    return parser
-
-
-def set_switches(arguments: argparse.Namespace) -> None:
-    """For codecs that are made from now on, and for what they launch outside of CUDA graphs."""
-    hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
-    engines.REPLAY_CHUNKS = not arguments.no_replay
-    replay.IMAGE_APART = not arguments.copy_image
-    nvrtc.EARLY_LAUNCH = not arguments.no_early_launch
-
-
 def parse() -> argparse.Namespace:
-    parser = codec_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default="taehv")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
     parser.add_argument("--sizes", nargs="+", default=["480x720x49", "720x1280x61"])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only_whole", action="store_true", help="whole videos and default streams alone")
@@ -242,7 +216,6 @@ def measure(model: TAEHV, case: BenchmarkCase, *, only_whole: bool) -> dict[str,
 @torch.no_grad()
 def main() -> None:
     arguments = parse()
-    set_switches(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0 if torch.cuda.is_available() else None)
     model = TAEHV(arguments.variant)
     spread_weights(model)

@@ -1,10 +1,17 @@
-"""Every engine of the fused codec in turn on the same videos: first call, speed against plain, memory, error.
+"""Engines of the fused codec, and choices of theirs, in turn on the same videos: first call, speed against plain,
+memory, error. All are in one process, so that the GPU's clock is the same for all.
 
     python benchmarks/speed_engines.py [--variant taehv] [--dtype fp16] [--sizes 480x720x49 240x360x17] [--output DIR]
+    python benchmarks/speed_engines.py --variant taew2_2 --sizes 480x736x49 --engines hopper hopper:launched \\
+        hopper:cudnn=128,256 hopper:cudnn=
+
+``launched``: every kernel is launched, no chunk replays a CUDA graph. ``cudnn=``: memory blocks of these numbers of
+channels take cuDNN's fused convolutions where they can.
 
 The sizes run one after another through the same codecs, so an engine meets each as a change of shape. ``first`` is the
-seconds of a codec's first call at that size, choosing kernels in it; ``stream`` is the default chunk's. After each size
-a stream of single latents must give the whole call's output, to rounding.
+seconds of a codec's first call at that size, choosing kernels in it; ``stream`` is the default chunk's, ``pushes`` a
+decode by three latents at a time. After each size a stream of single latents must give the whole call's output, to
+rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +24,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
+from unittest import mock
 
 import torch
 from speed_codec import DTYPES, check_variants, spread_weights, stream_parts
@@ -25,20 +33,40 @@ from torch import Tensor
 
 from tinyvae import TAEHV
 from tinyvae.convert.bench import peak_bytes, relative_error, stream_through, time_alternating_ms
+from tinyvae.engines import hopper
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
 from tinyvae.models.codec import VideoCodec
 from tinyvae.models.variants import Activation
 
+PUSHED = 3  # latents
 
-def engines_of(model: TAEHV, wanted: list[Engine]) -> dict[str, VideoCodec]:
+
+def build_codec(model: TAEHV, words: str) -> FusedTAEHV:
+    """``hopper:launched:cudnn=128,256``: an engine, and what it shall choose."""
+    engine, *choices = words.split(":")
+    cudnn_channels = hopper.CUDNN_CHANNELS
+    for choice in choices:
+        key, _, value = choice.partition("=")
+        if key not in ("launched", "cudnn"):
+            raise SystemExit(f"{words}: {choice} is no choice; an engine is followed by :launched or :cudnn=CHANNELS.")
+        if key == "cudnn":
+            cudnn_channels = frozenset(int(number) for number in value.split(",") if number)
+    with mock.patch.object(hopper, "CUDNN_CHANNELS", cudnn_channels):  # read when weights are packed
+        codec = FusedTAEHV(model, engine=cast(Engine, engine))
+    if "launched" in choices:
+        codec._replays.clear()
+    return codec
+
+
+def engines_of(model: TAEHV, wanted: list[str]) -> dict[str, VideoCodec]:
     """plain, and every engine that runs here; others are named with their reason."""
     codecs: dict[str, VideoCodec] = {"plain": model}
-    for engine in wanted:
+    for words in wanted:
         try:
-            codecs[engine] = FusedTAEHV(model, engine=engine)
+            codecs[words] = build_codec(model, words)
         except UserError as error:
-            print(f"{engine}: {error}")
+            print(f"{words}: {error}")
     return codecs
 
 
@@ -71,6 +99,11 @@ def measure(
         name: partial(stream_through, codec, operation, video) for name, codec in codecs.items() if name != "plain"
     }
     stream_times = time_alternating_ms(streams, video.device, repeats=repeats, warmups=2)
+    pushes: dict[str, Callable[[], object]] = {
+        name: partial(stream_through, codecs[name], operation, video, chunk_latents=PUSHED)
+        for name in (streams if operation == "decode" else ())
+    }
+    push_times = time_alternating_ms(pushes, video.device, repeats=repeats, warmups=3)  # the third from a graph
     rows = {}
     for name, codec in codecs.items():
         rows[name] = {
@@ -83,9 +116,10 @@ def measure(
         if name in streams:
             rows[name]["stream_ms"] = statistics.median(stream_times[name])
             rows[name]["stream_GiB"] = (peak_bytes(streams[name], video.device) or 0) / 2**30
-        print(
-            f"  {operation} {name}: " + ", ".join(f"{key} {value:.4g}" for key, value in rows[name].items()), flush=True
-        )
+        if name in pushes:
+            rows[name]["pushes_ms"] = statistics.median(push_times[name])
+        words = ", ".join(f"{key} {value:.4g}" for key, value in rows[name].items())
+        print(f"  {operation} {name}: {words}", flush=True)
     return rows
 
 
@@ -96,7 +130,8 @@ def main() -> None:
     parser.add_argument("--activation", choices=get_args(Activation), default="relu")
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
     parser.add_argument("--sizes", nargs="+", default=["480x720x49", "480x720x25", "240x360x17"])
-    parser.add_argument("--engines", nargs="+", choices=get_args(Engine), default=list(get_args(Engine)))
+    what = f"{', '.join(get_args(Engine))}; each may be followed by :launched and :cudnn=CHANNELS"
+    parser.add_argument("--engines", nargs="+", default=list(get_args(Engine)), help=what)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no_trials", action="store_true", help="leave cuDNN's benchmark mode off")
     parser.add_argument("--tf32", action="store_true", help="float32 with TF32 convolutions, as torch does by default")
@@ -128,7 +163,7 @@ def main() -> None:
             assert apart < 1e-2, f"{name}: a stream differs from the whole call"
         results[size] = rows
     if arguments.check_variants:
-        for engine in arguments.engines:
+        for engine in get_args(Engine):
             if engine in codecs:
                 print(engine)
                 results[f"variants, {engine}"] = check_variants(model.dtype, device, engine)

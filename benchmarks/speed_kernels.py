@@ -1,12 +1,13 @@
 """Our kernels one by one: right, and how fast beside cuDNN at the shapes of a 480x720x49 video.
 
-    python benchmarks/speed_kernels.py [--only tiles image rows first depthwise] [--output DIR]
+    python benchmarks/speed_kernels.py [--only tiles wide image rows first depthwise] [--output DIR]
 
-tiles: relative error against float32 (output poisoned with NaN before), median time, TFLOP/s, and the same convolution
-through cuDNN in channels_last without bias, residual, ReLU or interleaving (so cuDNN does less).
+tiles: relative error against float32 at odd sizes (output poisoned with NaN before), then median time, TFLOP/s, and the
+same convolution through cuDNN in channels_last without bias, residual, ReLU or interleaving (so cuDNN does less).
+wide: the 3x3 over groups of 64 channels of the wide decoder at 480x736x49, beside cuDNN's.
 image, rows, first: the kernel beside those that it replaces, with their errors. depthwise: whole operations, both
 convolutions with their results side by side, then the 1x1 convolution behind them, by cuDNN and by cuBLAS.
-tests/gpu/ has the odd sizes.
+tests/gpu/ has the odd sizes of these.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +36,10 @@ from tinyvae.engines import (
     hopper,
     hopper_kernels,
 )
+from tinyvae.models.variants import LEAKY_SLOPE
 
+Row = dict[str, object]
+Calls = dict[str, Callable[[], object]]
 LAUNCHES = 10
 DEVICE = torch.device("cuda", 0)
 
@@ -44,8 +48,22 @@ def random_frames(frames: int, height: int, width: int, channels: int, dtype: to
     return torch.randn(frames, height, width, channels, device=DEVICE, dtype=dtype)
 
 
+def random_weight(*shape: int, dtype: torch.dtype) -> Tensor:
+    """OIHW in channels_last, as large as keeps the size of what it is applied to."""
+    weight = torch.randn(shape, device=DEVICE) / torch.Size(shape[1:]).numel() ** 0.5
+    return weight.to(dtype).contiguous(memory_format=torch.channels_last)
+
+
 def reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *, sources: int, grown: int, videos: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    sources: int = 1,
+    grown: int = 1,
+    videos: int = 1,
+    slope: float = 0.0,
 ) -> Tensor:
     """What `conv_tiles` computes, in float32 through torch, BHWC."""
     frames, height, width, _ = x.shape
@@ -54,7 +72,7 @@ def reference(
         video = flat.unflatten(0, (videos, -1))
         past = torch.cat([torch.zeros_like(video[:, :1]), video[:, :-1]], 1).flatten(0, 1)
         flat = torch.cat([flat, past], 1)
-    made = F.conv2d(flat, weight.float(), padding=1)
+    made = F.conv2d(flat, weight.float(), padding=1, groups=flat.shape[1] // weight.shape[1])
     if weight.shape[-1] == 2:
         phases = made.unflatten(1, (2, 2, grown, -1))
         made = flat.new_empty(frames, grown, phases.shape[4], 2 * height, 2 * width)
@@ -66,59 +84,62 @@ def reference(
         made = made + bias.float()[:, None, None]
     if residual is not None:
         made = made + residual.float().permute(0, 3, 1, 2)
-    return torch.relu(made).permute(0, 2, 3, 1)
+    return F.leaky_relu(made, slope).permute(0, 2, 3, 1)
 
 
-def check_tiles(dtype: torch.dtype) -> list[dict[str, object]]:
-    """Right at odd sizes, several videos, both splits, both kinds of taps."""
-    rows: list[dict[str, object]] = []
-    for channels, height, width, sources, taps, grown, with_residual in (
-        (64, 37, 29, 1, 9, 1, True),
-        (64, 60, 90, 2, 9, 1, False),
-        (128, 31, 50, 2, 9, 1, False),
-        (256, 16, 23, 1, 9, 1, True),
-        (256, 60, 90, 1, 4, 1, False),
-        (64, 45, 33, 1, 4, 2, False),
-    ):
-        outputs = channels if taps == 9 else 4 * grown * 64
-        side = 3 if taps == 9 else 2
-        weight = (
-            torch.randn(outputs, sources * channels, side, side, device=DEVICE) / (sources * channels * taps) ** 0.5
+class Tiles(NamedTuple):
+    """A convolution for `conv_tiles`. ``taps``: 9, or 4 for the phases of a doubled grid."""
+
+    channels: int
+    height: int
+    width: int
+    sources: int = 1
+    taps: int = 9
+    grown: int = 1
+    groups: int = 1
+    slope: float = 0.0
+    with_residual: bool = False
+
+
+ODD_TILES = (
+    Tiles(64, 37, 29, with_residual=True),
+    Tiles(64, 60, 90, sources=2),
+    Tiles(128, 31, 50, sources=2),
+    Tiles(256, 16, 23, with_residual=True),
+    Tiles(256, 60, 90, taps=4),
+    Tiles(64, 45, 33, taps=4, grown=2),
+    Tiles(64, 37, 29, slope=LEAKY_SLOPE, with_residual=True),
+    Tiles(128, 31, 50, slope=LEAKY_SLOPE),
+    Tiles(128, 17, 9, groups=2, with_residual=True),
+    Tiles(192, 31, 10, groups=3, slope=LEAKY_SLOPE, with_residual=True),
+    Tiles(256, 60, 92, groups=4),
+    Tiles(1024, 15, 23, groups=16, with_residual=True),
+)
+
+
+def check_tiles(dtype: torch.dtype) -> list[Row]:
+    """Right at odd sizes: two videos, both splits, both kinds of taps, groups of channels, LeakyReLU."""
+    rows: list[Row] = []
+    for case in ODD_TILES:
+        outputs = case.channels if case.taps == 9 else 4 * case.grown * 64
+        side, scale = (3, 1) if case.taps == 9 else (2, 2)
+        weight = random_weight(outputs, case.sources * case.channels // case.groups, side, side, dtype=dtype)
+        bias = torch.randn(outputs, device=DEVICE, dtype=dtype) if case.taps == 9 else None
+        x, other = (random_frames(6, case.height, case.width, case.channels, dtype) for _ in "ab")
+        residual = other if case.with_residual else None
+        packed = hopper_kernels.pack_tile_weights(
+            weight, bias, sources=case.sources, grown=case.grown, groups=case.groups
         )
-        weight = weight.to(dtype)
-        bias = torch.randn(outputs, device=DEVICE, dtype=dtype) if taps == 9 else None
-        x = random_frames(6, height, width, channels, dtype)
-        residual = random_frames(6, height, width, channels, dtype) if with_residual else None
-        packed = hopper_kernels.pack_tile_weights(weight, bias, sources=sources, grown=grown)
-        scale = 2 if taps == 4 else 1
-        out = torch.full(
-            (6 * grown, height * scale, width * scale, packed.channels_out), torch.nan, dtype=dtype, device=DEVICE
+        shape = (6 * case.grown, case.height * scale, case.width * scale, packed.channels_out)
+        out = torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+        how: dict[str, Any] = {"residual_BHWC": residual, "relu": True, "slope": case.slope, "out": out}
+        hopper_kernels.conv_tiles(x, packed, frames_per_video=3, **how)
+        expected = reference(
+            x, weight, bias, residual, sources=case.sources, grown=case.grown, videos=2, slope=case.slope
         )
-        hopper_kernels.conv_tiles(x, packed, frames_per_video=3, residual_BHWC=residual, relu=True, out=out)
-        expected = reference(x, weight, bias, residual, sources=sources, grown=grown, videos=2)
-        error = relative_error(out, expected)
-        rows.append({"check": f"{channels}ch {height}x{width} sources {sources} taps {taps}", "error": error})
+        rows.append({"check": f"{case} {dtype}", "error": relative_error(out, expected)})
         print(rows[-1], flush=True)
     return rows
-
-
-def cudnn_add_relu(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, kernel: Callable[[], Tensor]
-) -> Callable[[], object] | None:
-    """cuDNN's own fused convolution, bias, residual and ReLU, where it runs: a candidate for the engine."""
-    flat, kept = x.permute(0, 3, 1, 2), residual.permute(0, 3, 1, 2)
-    nhwc, bias = weight.contiguous(memory_format=torch.channels_last), bias.to(x.dtype)
-
-    def call() -> Tensor:
-        return torch.cudnn_convolution_add_relu(flat, nhwc, kept, 1.0, bias, (1, 1), (1, 1), (1, 1), 1)
-
-    try:
-        error = relative_error(call().permute(0, 2, 3, 1), kernel())
-    except RuntimeError as refusal:
-        print({"cudnn_add_relu": f"refused: {refusal}"}, flush=True)
-        return None
-    print({"cudnn_add_relu": "difference from the kernel", "error": error}, flush=True)
-    return call
 
 
 def cudnn_two_frames(x: Tensor, weight: Tensor, bias: Tensor, kernel: Callable[[], Tensor]) -> Callable[[], object]:
@@ -159,13 +180,13 @@ def graphed(call: Callable[[], object]) -> Callable[[], None]:
 def timed(
     name: str,
     flops: float,
-    calls: dict[str, Callable[[], object]],
+    calls: Calls,
     *,
     repeat: Callable[..., Callable[[], None]] = repeated,
-) -> dict[str, object]:
+) -> Row:
     # Several launches between two events, so that the host's share of a launch is not counted.
     times = time_alternating_ms({key: repeat(call) for key, call in calls.items()}, DEVICE, repeats=9, warmups=2)
-    row: dict[str, object] = {"step": name}
+    row: Row = {"step": name}
     for which, values in times.items():
         median = statistics.median(values) / LAUNCHES
         row[f"{which}_ms"] = round(median, 4)
@@ -174,7 +195,7 @@ def timed(
     return row
 
 
-def time_tiles(dtype: torch.dtype) -> list[dict[str, object]]:
+def time_tiles(dtype: torch.dtype) -> list[Row]:
     rows = []
     for channels, frames, height, width in ((256, 13, 60, 90), (128, 13, 120, 180), (64, 26, 240, 360)):
         x = random_frames(frames, height, width, channels, dtype)
@@ -183,6 +204,7 @@ def time_tiles(dtype: torch.dtype) -> list[dict[str, object]]:
         for sources in (2, 1):
             weight = torch.randn(channels, sources * channels, 3, 3, device=DEVICE).to(dtype) * 0.02
             packed = hopper_kernels.pack_tile_weights(weight, torch.randn(channels, device=DEVICE), sources=sources)
+            assert packed.bias is not None
             doubled = torch.cat([weight[:, :channels], weight[:, -channels:]]) if sources == 2 else weight
             doubled = doubled.contiguous(memory_format=torch.channels_last)
             flops = 2.0 * x.numel() * channels * 9 * sources
@@ -194,10 +216,11 @@ def time_tiles(dtype: torch.dtype) -> list[dict[str, object]]:
             def library(w: Tensor = doubled, a: Tensor = flat) -> object:
                 return F.conv2d(a, w, padding=1)
 
-            calls: dict[str, Callable[[], object]] = {"kernel": kernel, "cudnn": library}
-            if kept is not None and (fused := cudnn_add_relu(x, weight, packed.bias, kept, kernel)) is not None:
-                calls["cudnn_add_relu"] = fused
-            if sources == 2:
+            calls: Calls = {"kernel": kernel, "cudnn": library}
+            if kept is not None:
+                bias, added = packed.bias.to(dtype), kept.permute(0, 3, 1, 2)
+                calls["cudnn_add_relu"] = partial(cudnn.conv_relu, flat, doubled, bias, residual=added)
+            else:
                 calls["cudnn_two_frames"] = cudnn_two_frames(x, weight, packed.bias, kernel)
             rows.append(timed(f"3x3 {channels}ch x{sources} frames", flops, calls))
     for channels, following, grown, frames, height, width in (
@@ -223,7 +246,28 @@ def time_tiles(dtype: torch.dtype) -> list[dict[str, object]]:
     return rows
 
 
-def time_image_side(dtype: torch.dtype) -> list[dict[str, object]]:
+def time_wide(dtype: torch.dtype) -> list[Row]:
+    """A wide block's 3x3 over groups of 64 channels with bias, residual and ReLU: our kernel and cuDNN, which does the
+    convolution alone where it cannot do all."""
+    rows = []
+    for channels, frames, height, width in ((1024, 7, 15, 23), (512, 14, 30, 46), (256, 28, 60, 92)):
+        x, residual = (random_frames(frames, height, width, channels, dtype) for _ in "ab")
+        flat, groups = x.permute(0, 3, 1, 2), channels // 64
+        weight, bias = random_weight(channels, 64, 3, 3, dtype=dtype), torch.randn(channels, device=DEVICE).to(dtype)
+        packed = hopper_kernels.pack_tile_weights(weight, bias, groups=groups)
+        calls: Calls = {
+            "kernel": partial(hopper_kernels.conv_tiles, x, packed, residual_BHWC=residual, relu=True),
+            "cudnn": partial(F.conv2d, flat, weight, padding=1, groups=groups),
+        }
+        if cudnn.fuses_groups(dtype, DEVICE):
+            calls["cudnn_add_relu"] = partial(
+                cudnn.conv_relu, flat, weight, bias, residual=residual.permute(0, 3, 1, 2)
+            )
+        rows.append(timed(f"3x3 {channels}ch in {groups} groups, {frames} frames", 2.0 * x.numel() * 64 * 9, calls))
+    return rows
+
+
+def time_image_side(dtype: torch.dtype) -> list[Row]:
     rows = []
     frames, height, width = 8, 480, 720
     x = random_frames(frames, height, width, 64, dtype)
@@ -235,7 +279,7 @@ def time_image_side(dtype: torch.dtype) -> list[dict[str, object]]:
     rows.append({"check": "image_conv", "error": relative_error(out, expected)})
     print(rows[-1], flush=True)
     flat, nhwc = x.permute(0, 3, 1, 2), weight.contiguous(memory_format=torch.channels_last)
-    calls: dict[str, Callable[[], object]] = {
+    calls: Calls = {
         "kernel": lambda: hopper_kernels.image_conv(x, packed, out),
         "cudnn": lambda: F.conv2d(flat, nhwc, padding=1),
     }
@@ -247,10 +291,10 @@ def time_image_side(dtype: torch.dtype) -> list[dict[str, object]]:
     return rows
 
 
-def time_grow_image(dtype: torch.dtype) -> list[dict[str, object]]:
+def time_grow_image(dtype: torch.dtype) -> list[Row]:
     """The last growing layer and the image convolution, to RGB and to patches: in one kernel, and in two, a slice of
     frames at a time. Whole videos of 480 lines (and of 720), then one latent of a stream."""
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for patch, frames, height, width in (
         *((1, 3, 37, 29), (1, 26, 240, 360), (1, 26, 360, 640)),
         *((2, 3, 37, 29), (2, 26, 120, 184), (2, 26, 180, 320), (2, 2, 120, 184)),
@@ -288,7 +332,7 @@ def time_grow_image(dtype: torch.dtype) -> list[dict[str, object]]:
 
         in_one()
         in_two()
-        between = reference(x[:4], grow.weight, None, None, sources=1, grown=2, videos=1).permute(0, 3, 1, 2)
+        between = reference(x[:4], grow.weight, None, None, grown=2).permute(0, 3, 1, 2)
         expected = F.pixel_shuffle(F.conv2d(between, image.weight.float(), image.bias, padding=1), patch)
         one_error, two_error = (relative_error(out[: len(expected)], expected) for out in outs)
         name = f"64->64 x2 and 64->{outputs}, {dtype} {frames}x{height}x{width}"
@@ -299,10 +343,10 @@ def time_grow_image(dtype: torch.dtype) -> list[dict[str, object]]:
     return rows
 
 
-def time_conv_rows(dtype: torch.dtype) -> list[dict[str, object]]:
+def time_conv_rows(dtype: torch.dtype) -> list[Row]:
     """The three convolutions of a memory block with 64 channels: row by row, in tiles, and through cuDNN as the engine
     calls it. Blocks of a decoder and an encoder at 480x720x49, then what a stream computes of one latent."""
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for frames, height, width in ((6, 37, 29), (26, 240, 360), (13, 120, 180), (13, 60, 90), (4, 240, 360)):
         x, kept = (random_frames(frames, height, width, 64, dtype) for _ in "ab")
         for number, sources, residual in ((1, 2, None), (2, 1, None), (3, 1, kept)):
@@ -313,13 +357,13 @@ def time_conv_rows(dtype: torch.dtype) -> list[dict[str, object]]:
             packed = hopper_kernels.pack_tile_weights(weight, bias, sources=sources)
             by_tiles = partial(hopper_kernels.conv_tiles, x, packed, **how)
             few = None if residual is None else residual[:3]
-            expected = reference(x[:3], weight, bias, few, sources=sources, grown=1, videos=1)
+            expected = reference(x[:3], weight, bias, few, sources=sources)
             made, apart = by_rows(out=torch.full_like(x, torch.nan)), by_tiles()
             name = f"convolution {number} of a block, {dtype} {frames}x{height}x{width}"
             errors = {"rows": relative_error(made[:3], expected), "tiles": relative_error(apart[:3], expected)}
             rows.append({"check": name, **errors, "difference": relative_error(made, apart)})
             print(rows[-1], flush=True)
-            calls: dict[str, Callable[[], object]] = {"rows": by_rows, "tiles": by_tiles}
+            calls: Calls = {"rows": by_rows, "tiles": by_tiles}
             if number == 1:
                 calls["cudnn"] = cudnn_two_frames(x, weight, bias, by_tiles)
             else:
@@ -340,11 +384,11 @@ FIRST_CASES = (  # patch size, then image frames in whole pairs: odd, taehv, tae
 )
 
 
-def time_first(dtype: torch.dtype) -> list[dict[str, object]]:
+def time_first(dtype: torch.dtype) -> list[Row]:
     """An encoder's first convolution from the image, frames in pairs as the pooling layer wants them: row by row, and
-    by cuDNN behind a pixel-unshuffle. Then with the pooling layer: in
-    one kernel, and with cuDNN behind either of them."""
-    rows: list[dict[str, object]] = []
+    by cuDNN behind a pixel-unshuffle. Then with the pooling layer: in one kernel, and with cuDNN behind either of
+    them."""
+    rows: list[Row] = []
     for patch, frames, height, width in FIRST_CASES:
         image, inputs = torch.randn(frames, 3, height, width, device=DEVICE).to(dtype), 3 * patch**2
         weight = (torch.randn(64, inputs, 3, 3, device=DEVICE) / (9 * inputs) ** 0.5).to(dtype)
@@ -368,7 +412,7 @@ def time_first(dtype: torch.dtype) -> list[dict[str, object]]:
         flops = 2.0 * made.numel() * inputs * 9
         rows.append(timed(name, flops, {"rows": by_rows, "before": before}, repeat=graphed))
         print({"rows_TB_per_s": (image.nbytes + made.nbytes) / cast(float, rows[-1]["rows_ms"]) / 1e9}, flush=True)
-        calls: dict[str, Callable[[], object]] = {
+        calls: Calls = {
             "rows_and_cudnn": lambda c=by_rows, p=pool: pool_by_cudnn(c(), p),
             "before_and_cudnn": lambda c=before, p=pool: pool_by_cudnn(c(), p),
         }
@@ -393,9 +437,9 @@ def pool_by_cudnn(x_BHWC: Tensor, pool: fold.PoolLayer) -> Tensor:
 SUPER_STAGES = ((512, 30, 45, 1), (256, 60, 90, 1), (128, 120, 180, 2))  # channels, size, frames of a latent
 
 
-def time_depthwise(dtype: torch.dtype) -> list[dict[str, object]]:
+def time_depthwise(dtype: torch.dtype) -> list[Row]:
     """A super block's depthwise convolutions by our kernel and by cuDNN: of whole videos and of a stream's pushes."""
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for channels, height, width, grown in SUPER_STAGES:
         depth, past_depth = (torch.randn(2, channels, 1, 7, 7, device=DEVICE) / 7).to(dtype)
         widen = torch.randn(4 * channels, 2 * channels, 1, 1, device=DEVICE).to(dtype) * 0.03
@@ -406,7 +450,7 @@ def time_depthwise(dtype: torch.dtype) -> list[dict[str, object]]:
             x = random_frames(latents * grown, height, width, channels, dtype)
             past = random_frames(1, height, width, channels, dtype)
             flat = x.permute(0, 3, 1, 2)
-            calls: dict[str, Callable[[], object]] = {
+            calls: Calls = {
                 "kernel": lambda a=x, b=bands, p=past: depthwise.super_depthwise(a, b, num_videos=1, past_NHWC=p),
                 "cudnn": lambda a=flat, k=layer, p=past: cudnn.two_depthwise(k, a, p[None], 1),
             }
@@ -426,8 +470,9 @@ def time_depthwise(dtype: torch.dtype) -> list[dict[str, object]]:
     return rows
 
 
-KERNELS: dict[str, Callable[[], list[dict[str, object]]]] = {
+KERNELS: dict[str, Callable[[], list[Row]]] = {
     "tiles": lambda: [*both_dtypes(check_tiles), *time_tiles(torch.float16), *time_image_side(torch.float16)],
+    "wide": lambda: time_wide(torch.float16),
     "image": lambda: time_grow_image(torch.float16),
     "rows": lambda: both_dtypes(time_conv_rows),
     "first": lambda: both_dtypes(time_first),
@@ -435,7 +480,7 @@ KERNELS: dict[str, Callable[[], list[dict[str, object]]]] = {
 }
 
 
-def both_dtypes(measure: Callable[[torch.dtype], list[dict[str, object]]]) -> list[dict[str, object]]:
+def both_dtypes(measure: Callable[[torch.dtype], list[Row]]) -> list[Row]:
     return measure(torch.float16) + measure(torch.bfloat16)
 
 

@@ -33,7 +33,7 @@ def make_step(way: str, batches: list[Tensor], learning_rate: float) -> tuple[Ca
     initialize_he(model, seed=0)
     fast = not way.startswith("plain")
     model.folded_training = "folded" in way
-    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=fast)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=fast)
     mode = "reduce-overhead" if "graphs" in way else "default"
     forward = torch.compile(model, mode=mode) if "compiled" in way else model
     turn = 0
@@ -47,8 +47,8 @@ def make_step(way: str, batches: list[Tensor], learning_rate: float) -> tuple[Ca
         target = frames[:, : decoded.shape[1]]
         loss = F.mse_loss(decoded.float(), target)
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     return step, model

@@ -81,14 +81,14 @@ def settings(work: Path, **changes: object) -> dict[str, object]:
 def start(verb: str, work: Path, *options: str, src: Path | None = None, **changes: object) -> float:
     """Run `tinyvae VERB h100`; the seconds that it took."""
     words = [str(word) for key, value in settings(work, **changes).items() for word in (f"--{key}", value)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"} | (
-        {"PYTHONPATH": f"{src}:{os.environ['PYTHONPATH']}"} if src else {}
-    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    if src is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(src), os.environ.get("PYTHONPATH", "")])
     began = time.perf_counter()
     command = [sys.executable, "-m", "tinyvae", verb, "h100", *words, *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        print(done.stdout[-2000:], done.stderr[-4000:])
+        raise SystemExit(f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}\ntinyvae {verb} h100 failed.")
     return time.perf_counter() - began
 
 
@@ -140,7 +140,7 @@ def time_parts(work: Path) -> None:
     config = replace(config, ref_vae_path=str(config.ref_vae_path), use_ref_vae=True, output_dir=work / "parts")
     engine = Engine(config)
     data = open_data(config, engine, work, index_folder=work)
-    batches = data.training_batches(engine, start_sample=0, start_step=0)
+    batches = iter(data.training_loader(engine, start_sample=0, start_step=0))
     batch = next(batches)
     began = time.perf_counter()
     for _ in range(60):
@@ -199,6 +199,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "tinyvae-teacher-recipe")
     arguments = parser.parse_args()
+    if unknown := set(arguments.what) - {"runs", "parts"}:
+        parser.error(f"{', '.join(sorted(unknown))}: this is neither runs nor parts.")
     work: Path = arguments.work
     prepare(work)
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {os.cpu_count()} cores", flush=True)

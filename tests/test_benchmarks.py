@@ -4,13 +4,18 @@ where nothing is rounded."""
 
 from __future__ import annotations
 
+import fcntl
+import importlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +34,14 @@ NARROW: dict[str, dict[str, Any]] = {
     "cogvideox": {"block_out_channels": [8, 8, 8, 16], "norm_num_groups": 4, "layers_per_block": 1},
     "wan": {"base_dim": 8, "dim_mult": [1, 1, 2, 2], "num_res_blocks": 1},
 }
+
+
+@pytest.mark.parametrize("script", sorted(file.stem for file in (ROOT / "benchmarks").glob("*.py")))
+def test_what_scripts_import_is_there(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody runs most of them without a GPU: a name that has gone from src/ shows here."""
+    pytest.importorskip("diffusers")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    assert importlib.import_module(script).__doc__
 
 
 @pytest.fixture
@@ -125,6 +138,111 @@ def test_float8_says_what_8_bits_cost(
         for e4m3, _, int8 in decibels.values():
             assert 10 < e4m3 < int8, "three bits of mantissa say less than eight bits of an integer"
         assert decibels[inside.name][0] > decibels[everything.name][0]
+
+
+def test_processes_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from turns import TURN_FILE, gpu_turn, side_by_side  # type: ignore[import-not-found]
+
+    monkeypatch.delenv(TURN_FILE, raising=False)
+    with gpu_turn("alone") as waited_s:
+        assert waited_s == 0 and capsys.readouterr().out == "", "without a file nothing happens"
+    file = tmp_path / "turn"
+    assert side_by_side(2, tmp_path)[TURN_FILE] == str(file)
+    monkeypatch.setenv(TURN_FILE, str(file))
+    assert side_by_side(2, tmp_path / "other")[TURN_FILE] == str(file), "one that is named stays"
+    took = []
+
+    def take() -> None:
+        with gpu_turn("second"):
+            took.append(capsys.readouterr().out)
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyError), gpu_turn("first"):
+        second = pool.submit(take)
+        with file.open() as same, pytest.raises(BlockingIOError):
+            fcntl.flock(same, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert not took and not second.done()
+        raise KeyError("a turn ends with its block, also when that fails")
+    second.result(timeout=60)
+    assert [line.split(" has its turn ")[0] for line in took[0].splitlines()] == ["first", "second"]
+
+
+def test_the_clock_of_a_teacher_counts_its_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import make_teacher  # type: ignore[import-not-found]
+
+    clock = {"s": 0.0}
+
+    def look(pause_s: float = 1.0) -> float:
+        clock["s"] += pause_s
+        return clock["s"]
+
+    @contextmanager
+    def long_wait(holder: str) -> Iterator[float]:
+        look(3000)
+        yield 3000.0
+
+    monkeypatch.setattr(make_teacher, "time", SimpleNamespace(perf_counter=look))
+    monkeypatch.setattr(make_teacher, "gpu_turn", long_wait)
+    monkeypatch.setattr(make_teacher, "compile_or_not", lambda losses, *_: look(500) and losses)
+    words = ["make_teacher.py", "wan", "--clips", "none", "--output", "none", "--seconds", "3", "--batch_size", "1"]
+    monkeypatch.setattr("sys.argv", [*words, "--size", "16", "--frames", "9"])
+    videos = [torch.randint(0, 256, (9, 3, 16, 16), dtype=torch.uint8)]
+    vae = make_teacher.make_vae("wan", NARROW["wan"], seed=0, quiet=0.03)
+    with make_teacher.whole_clips():
+        figures = make_teacher.train(vae, videos, "wan", make_teacher.read_arguments())
+    assert (figures["steps"], figures["seconds"]) == (3, 4.0), "a look at the clock takes a second"
+    assert figures["compile_s"] == 501 and figures["waited_s"] == 3000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["wan", "wan"], "named twice"), (["wan", "cogvideox", "--settings", '{"base_dim": 8}'], "but it has base_dim")],
+)
+def test_teachers_side_by_side_need_a_folder_and_settings_each(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("diffusers")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import make_teacher
+
+    monkeypatch.setattr("sys.argv", ["make_teacher.py", *words, "--clips", "none", "--output", "none"])
+    with pytest.raises(SystemExit):
+        make_teacher.read_arguments()
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_teachers_get_ready_side_by_side_and_wait_for_their_turns(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    clips, output, turn = tmp_path / "clips", tmp_path / "teachers", tmp_path / "turn"
+    write_sample_clips(clips, count=5, height=32, width=48, frames=20)
+    words: list[Any] = ["wan", "cogvideox", "--clips", clips, "--output", output, "--device", "cpu", "--steps", 2]
+    words += ["--batch_size", 1, "--size", 32, "--settings", json.dumps(NARROW)]
+    said: list[str] = []
+    with turn.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # as a third process would that trains
+        with subprocess.Popen(**command_of("make_teacher.py", *words, TINYVAE_TURN_FILE=str(turn))) as process:
+            for line in process.stdout:
+                said.append(line)
+                if sum("the first step was ready" in earlier for earlier in said) == 2 or "Traceback" in line:
+                    break
+            fcntl.flock(held, fcntl.LOCK_UN)
+            ready, said = said, [*said, *process.stdout]
+    assert process.returncode == 0 and not any("has its turn" in line for line in ready), said
+    for family in NARROW:
+        own = [line.removeprefix(f"{family} | ") for line in said if line.startswith(f"{family} | ")]
+        figures = json.loads((output / family / "figures.json").read_text())
+        assert figures["steps"] == 2 and figures["waited_s"] > 0 and (output / family / "config.json").is_file()
+        assert f"{figures['validation_db']:.2f} dB on validation clips" in own[-1]
+        assert sum(line.startswith(f"{family} has its turn on the GPU after waiting") for line in own) == 1
+
+    words[3] = tmp_path / "missing"
+    said_of_failure = run_benchmark("make_teacher.py", *words, exit_code=1)
+    assert "no teacher of wan, cogvideox" in said_of_failure and "cogvideox | FileNotFoundError" in said_of_failure
 
 
 @pytest.mark.slow
@@ -243,20 +361,34 @@ def test_ideas_for_scratch_are_tried(tmp_path: Path) -> None:
     clips, rows = tmp_path / "clips", tmp_path / "rows.json"
     write_sample_clips(clips, count=5, height=48, width=64, frames=20)
     candidates = ["", "detail=2,detail_place=2,turns=1", "shapes=0.5:4x4x16+0.5:1x8x32,per_tap=1", "colors=first"]
+    candidates += ["fixed_rows=1,reconstruction_loss_type=l1", "model_width=0.25"]
     said = run_benchmark(
         *("scratch_search.py", *candidates, "--clips", clips, "--steps", 4, "--output", rows),
         *("--set", "height=16,width=16,n_frames=4,train_batch_size=4"),
+        TINYVAE_TURN_FILE=str(tmp_path / "turn"),
     )
     found = json.loads(rows.read_text())
     assert [row["name"] for row in found] == ["scratch", *candidates[1:]] and {row["steps"] for row in found} == {4}
-    assert len({row["psnr"] for row in found}) == 4 and all(row["psnr"] > 5 for row in found), said
+    assert said.count("has its turn on the GPU") == len({row["psnr"] for row in found}) == 6, said
+    assert all(row["psnr"] > 5 for row in found), said
     assert found[3]["psnr"] > found[0]["psnr"] + 3, "the colors pass from the first step on"
 
 
-def run_benchmark(*words: Any) -> str:
-    """What a script of benchmarks/ prints; it must succeed."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+def command_of(*words: Any, **variables: str) -> dict[str, Any]:
+    """What `subprocess` needs to run a script of benchmarks/; its errors are among what it prints."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""} | variables
     command = [sys.executable, str(ROOT / "benchmarks" / words[0]), *map(str, words[1:])]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return {
+        "args": command,
+        "env": environment,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
+
+
+def run_benchmark(*words: Any, exit_code: int = 0, **variables: str) -> str:
+    """What a script of benchmarks/ prints until it ends."""
+    ran = subprocess.run(**command_of(*words, **variables), timeout=600)
+    assert ran.returncode == exit_code, ran.stdout
     return ran.stdout

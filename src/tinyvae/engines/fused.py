@@ -48,7 +48,7 @@ STREAM_BYTES = 608 * 2**20  # for one chunk, beside its input
 MOST_LATENTS = 4096
 REPLAY_CHUNKS = True
 """Whether a GPU replays chunks that fit into STREAM_BYTES from CUDA graphs (`replay`): on an H200 taeltx_2 decodes
-480x736x49 in 1.40 instead of 1.74 ms (`benchmarks/speed_codec.py --no_replay` compares)."""
+480x736x49 in 1.40 instead of 1.74 ms (`benchmarks/speed_engines.py --engines hopper hopper:launched` compares)."""
 FEW_LATENTS = 4  # to have this many, a chunk may take twice the memory: on an H200 each chunk costs 0.2 to 0.7 ms
 SUPER_COPIES: dict[Engine, int] = {"cudnn": 4, "onednn": 7, "eager": 10}
 """A super block holds its input, two tensors side by side and four widened ones; in the eager engine also both

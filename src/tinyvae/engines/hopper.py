@@ -25,8 +25,8 @@ from tinyvae.engines.stack import Stack, State
 SLICE_BYTES = 192 * 2**20  # for the 64-channel frames at full resolution of one slice
 CUDNN_CHANNELS: frozenset[int] = frozenset({128})
 """In memory blocks with these channel counts cuDNN does the second and third convolution: 0.131 instead of 0.172 ms at
-128 channels, nothing at 256 (480x720x49 on an H200; `benchmarks/speed_codec.py --cudnn_channels` compares). Not with
-LeakyReLU: cuDNN's calls have ReLU inside. Blocks with 64 channels go row by row, all three convolutions."""
+128 channels, nothing at 256 (480x720x49 on an H200; `benchmarks/speed_engines.py --engines hopper hopper:cudnn=128,256`
+compares). Not with LeakyReLU: cuDNN's calls have ReLU inside. Blocks with 64 channels go row by row, all three."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from tinyvae.engines.nvrtc import Kernel, Launch, load_kernel, processors
 FILES = ("instructions.cu", "hopper.cu")
 TILE_HEIGHTS = (32, 30, 24, 16)
 FLAT_HEIGHTS: tuple[int, ...] = (16, 8)
-"""Tiles of these heights leave no processor idle where there are few frames, and load weights more often
-(`benchmarks/speed_small.py` compares)."""
+"""Tiles of these heights leave no processor idle where there are few frames, and load weights more often. Without them
+taew2_2 takes 1.15 times as long on an H200 to decode by pushes of three latents."""
 FEWEST_ROWS = 1
 """Of a warpgroup that goes row by row, and computes up to two more. With four, a taeltx_2 encoder takes 1.16 times as
 long on an H200."""

