@@ -129,10 +129,11 @@ def bench_several(models: dict[str, TAEHV], cases: list[BenchmarkCase], machine:
 
     check_repeats(cases[0])
     first = next(iter(models.values()))
-    ceilings = measure_ceilings(first.device, first.dtype)
     timings: list[ModelTiming] = []
-    for case in cases:
-        with fitting_in_memory(f"a video of {case.num_frames} frames of {case.height}x{case.width}"):
+    sizes = " and ".join(f"{case.height}x{case.width}" for case in cases)
+    with fitting_in_memory(f"timing {cases[0].num_frames} frames of {sizes}"):
+        ceilings = measure_ceilings(first.device, first.dtype)
+        for case in cases:
             timings += compare_speed(models, case, ceilings)
     dtype_name = str(first.dtype).removeprefix("torch.")
     print(f"{cases[0].num_frames} frames, {dtype_name}, fused, on {machine['device']}; torch {machine['torch']}")

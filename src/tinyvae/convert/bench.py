@@ -67,10 +67,11 @@ class BenchmarkCase:
 
 def time_once_ms(call: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)  # without it, events are those of the first GPU
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        start.record(stream)
         call()
-        stop.record()
+        stop.record(stream)
         stop.synchronize()
         return start.elapsed_time(stop)
     began = time.perf_counter()
