@@ -73,6 +73,15 @@ def test_version_matches_the_package_metadata() -> None:
     assert tinyvae("--version").stdout == f"tinyvae {version('tinyvae')}\n"
 
 
+def test_a_name_that_is_not_utf_8_is_printed(tmp_path: Path) -> None:
+    file = os.path.join(os.fsencode(tmp_path), b"caf\xe9.pth")
+    save_model(TAEHV("taecvx", width=0.125), os.fsdecode(file))
+    command = [sys.executable, "-m", "tinyvae", "info", file]
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # the default of most locales
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=strict)
+    assert done.returncode == 0 and r"caf\udce9.pth" in done.stdout, done.stderr
+
+
 def test_info_alone_lists_the_variants() -> None:
     lines = tinyvae("info").stdout.splitlines()
     names = [line.split()[0] for line in lines[1:] if line]
