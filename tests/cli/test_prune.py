@@ -24,7 +24,7 @@ def test_a_file_of_half_the_width(
 ) -> None:
     monkeypatch.setattr(prune, "CLIP_FRAMES", 5)
     monkeypatch.setattr(prune, "CLIP_LATENT_SIDE", 4)
-    target = tmp_path / "half.safetensors"
+    target = tmp_path / "one half.safetensors"
     films = write_films(tmp_path / "films")
     (films / "broken.mp4").write_bytes(b"no video")
     words = ["prune", str(weights), "--keep", "0.5", "--output", str(target), "--max_clips", "2"]
@@ -34,7 +34,7 @@ def test_a_file_of_half_the_width(
     model = load_model(target)
     assert (model.spec.name, model.spec.width) == ("taecvx", 0.125)
     assert "taecvx, width 0.25 -> 0.125: 0.72 -> 0.18 M parameters" in shown
-    assert " dB whole, " in shown and f"--pretrained_model_path {target}" in shown and "--model_width 0.125" in shown
+    assert " dB whole, " in shown and f"--pretrained_model_path '{target}'" in shown and "--model_width 0.125" in shown
     with pytest.raises(UserError, match="exists already"):
         run([*words, "--device", "cpu"])
     assert run([*words, "--device", "cpu", "--overwrite"]) == 0

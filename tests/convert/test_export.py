@@ -151,6 +151,7 @@ def test_values_that_the_dtype_cannot_hold() -> None:
     ("program", "variant", "slot", "file", "words"),
     [
         (LIGHTX2V, "taew2_1", None, "lighttaew2_1.safetensors", "must not have that word; call the file taew2_1"),
+        (LIGHTX2V, "taew2_1", None, "lighttae_runs/taew2_1.safetensors", "in a folder without that word"),
         (LIGHTX2V, "taew2_1", None, "taecvx_runs/taew2_1.safetensors", "counts frames as for CogVideoX"),
         (COMFYUI, "taew2_1", "preview", "lighttaew2_1.safetensors", "VAE loader for exactly lighttaew2_1"),
         (COMFYUI, "taew2_1", "preview", "my_wan.safetensors", "begins with lighttaew2_1"),

@@ -107,8 +107,9 @@ def test_output_files(tmp_path: Path) -> None:
     slot = choose_slot(UPSTREAM, get_spec("taecvx"))
     assert programs.output_file(UPSTREAM, slot, tmp_path) == tmp_path / "taecvx.pth"
     assert programs.output_file(UPSTREAM, slot, tmp_path / "my_taecvx.pth") == tmp_path / "my_taecvx.pth"
-    with pytest.raises(UserError, match=r"opens \.pth files"):
-        programs.output_file(UPSTREAM, slot, tmp_path / "taecvx.safetensors")
+    for name in ("taecvx.safetensors", "taecvx.gguf", "taecvx.ckpt"):
+        with pytest.raises(UserError, match=r"opens \.pth files"):
+            programs.output_file(UPSTREAM, slot, tmp_path / name)
 
 
 def test_a_wrong_name_hears_the_right_one() -> None:

@@ -11,6 +11,7 @@ example:
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from tinyvae.cli.options import MODEL, add_options, number, place
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     target: Path = arguments.output
     if target.suffix not in FORMATS:
         raise UserError(f"--output {target}: end its name in {' or '.join(FORMATS)}.")
-    check_output_file(target, option="--output", suffix=target.suffix)
+    check_output_file(target, option="--output")
     if target.exists() and not arguments.overwrite:
         raise UserError(f"{target} exists already; name another --output, or pass --overwrite.")
     device = choose_devices(arguments.device)[0]
@@ -67,5 +68,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def train_command(whole: str, pruned: Path, width: float) -> str:
-    start = f"--model_width {width:g} --pretrained_model_path {pruned}"
-    return f"  tinyvae train distill --teacher {whole} {start} --data_root VIDEOS"
+    start = ["--model_width", f"{width:g}", "--pretrained_model_path", str(pruned)]
+    return "  " + shlex.join(["tinyvae", "train", "distill", "--teacher", whole, *start, "--data_root", "VIDEOS"])

@@ -189,9 +189,10 @@ def check_path(program: Program, slot: Slot, file: Path) -> None:
         is_vae_space = slot.needs.latent_space == "vae"
         if ("lighttae" in path) != is_vae_space:
             word = "needs" if is_vae_space else "must not have"
+            where = "" if is_vae_space else ", in a folder without that word"
             raise UserError(
                 f"LightX2V takes a path with 'lighttae' in it for a network with VAE-space latents, so {path} {word} "
-                f"that word; call the file {slot.file_name}."
+                f"that word; call the file {slot.file_name}{where}."
             )
         if "taecvx" in path:
             raise UserError(f"LightX2V counts frames as for CogVideoX where the path has 'taecvx': rename {path}.")
@@ -290,6 +291,7 @@ def _write_graphs(rounded: TAEHV, plan: _Plan) -> Written:
     make_output_folder(target, option="--output")
     files = [target / name for name in (*graphs.FILES.values(), *(web.page_files() if is_page else []))]
     _refuse_existing(files, plan.overwrite)
+    runtime = web.find_runtime() if is_page else None
     videos = None if plan.data is None else int8.read_videos(plan.data, rounded.spec)
     with _draft_folder(target) as folder:
         sides = {side: folder / name for side, name in graphs.FILES.items()}
@@ -298,9 +300,9 @@ def _write_graphs(rounded: TAEHV, plan: _Plan) -> Written:
             file.write_bytes(graph.SerializeToString())
         check_graphs(sides["encoder"], sides["decoder"], rounded, plan.program)
         checked = None if videos is None else int8.quantize_decoder(sides["decoder"], rounded, videos)
-        if is_page:
+        if runtime is not None:
             facts: dict[str, Any] = {side: graphs.GraphStream(file).facts for side, file in sides.items()}
-            web.write_page(folder, rounded, {"dtype": plan.dtype, **facts})
+            web.write_page(folder, runtime, rounded, {"dtype": plan.dtype, **facts})
     return files, checked
 
 

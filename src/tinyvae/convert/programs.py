@@ -21,6 +21,7 @@ Written = Literal["weights", "folder", "graphs", "page"]
 
 SLOT_WORDS = {"vae": "its use as the VAE", "preview": "the live preview"}
 ANY_DTYPE = ("float16", "bfloat16", "float32")
+WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".gguf")  # of weight files; no folder is called so
 FORM_WORDS = {"diffusion": "diffusion-space latents", "vae": "VAE-space latents"}
 FORM_WORDS |= {"relu": "ReLU", "leaky_relu": "LeakyReLU(0.2)"}
 SUPER = tuple(name for name in VARIANTS if name.endswith("_super"))
@@ -395,8 +396,8 @@ def output_file(program: Program, slot: Slot, output: Path) -> Path:
     """Where the export goes: ``output`` itself, or the slot's file name in the folder ``output``."""
     if program.writes != "weights":
         return output
-    named = output.suffix in (".safetensors", ".pth")
-    file = output if named and not output.is_dir() else output / slot.file_name
+    names_a_file = output.suffix in WEIGHT_SUFFIXES and not output.is_dir()
+    file = output if names_a_file else output / slot.file_name
     if file.suffix not in program.suffixes:
         raise UserError(
             f"{program.title} opens {_or([*program.suffixes])} files; name the output so, or name a folder "
