@@ -12,11 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from tinyvae.engines import fold
 from tinyvae.engines.fused import FusedTAEHV
@@ -85,21 +83,21 @@ def time_alternating_ms(
     *,
     repeats: int,
     warmups: int,
-    bar: tqdm[NoReturn] | None = None,
+    title: str | None = None,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each call, taken in turn: a, b, a, b, ... A ``bar`` moves by one at each call.
+    """Milliseconds of each call, taken in turn: a, b, a, b, ... With a ``title`` there is a progress bar.
 
     Example: ``time_alternating_ms({"a": work_a, "b": work_b}, torch.device("cuda"), repeats=20, warmups=3)["a"]``
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(warmups + repeats):
-        for name, call in calls.items():
-            if bar is not None:
+    num_calls = len(calls) * (warmups + repeats)
+    with progress_bar(desc=title, total=num_calls, unit="call", disable=title is None) as bar:
+        for turn in range(warmups + repeats):
+            for name, call in calls.items():
                 bar.set_postfix_str(f"{name}, {'warm-up' if turn < warmups else f'call {turn - warmups + 1}'}")
-            took_ms = time_once_ms(call, device)
-            if turn >= warmups:
-                times[name].append(took_ms)
-            if bar is not None:
+                took_ms = time_once_ms(call, device)
+                if turn >= warmups:
+                    times[name].append(took_ms)
                 bar.update()
     return times
 
@@ -167,7 +165,8 @@ def _time_operation(
         for name, codec in codecs.items()
     }
     calls["fused stream"] = partial(stream_through, fused, operation, argument)
-    times = _time_with_bar(operation, calls, model.device, case)
+    title = operation if case.show_progress_bar else None
+    times = time_alternating_ms(calls, model.device, repeats=case.repeats, warmups=case.warmups, title=title)
     peaks = {name: peak_bytes(call, model.device) for name, call in calls.items()}
     # Last, because it is another length: a compiler has seen that of the timed calls first, as a user's would.
     errors = _errors(model, codecs, operation, argument)
@@ -191,14 +190,6 @@ def _time_operation(
             )
         )
     return timings
-
-
-def _time_with_bar(
-    title: str, calls: Mapping[str, Callable[[], object]], device: torch.device, case: BenchmarkCase
-) -> dict[str, list[float]]:
-    num_calls = len(calls) * (case.warmups + case.repeats)
-    with progress_bar(desc=title, total=num_calls, unit="call", disable=not case.show_progress_bar) as bar:
-        return time_alternating_ms(calls, device, repeats=case.repeats, warmups=case.warmups, bar=bar)
 
 
 def count_work(model: TAEHV, operation: str, num_frames: int, height: int, width: int) -> tuple[float, float]:
@@ -318,7 +309,8 @@ def compare_speed(models: Mapping[str, TAEHV], case: BenchmarkCase, ceilings: Ce
     }
     timings = []
     for operation, by_model in calls.items():
-        times = _time_with_bar(f"{case.height}x{case.width} {operation}", by_model, first.device, case)
+        title = f"{case.height}x{case.width} {operation}" if case.show_progress_bar else None
+        times = time_alternating_ms(by_model, first.device, repeats=case.repeats, warmups=case.warmups, title=title)
         medians = {name: statistics.median(values) for name, values in times.items()}
         for (name, model), median in zip(models.items(), medians.values(), strict=True):
             timings.append(
