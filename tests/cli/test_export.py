@@ -50,7 +50,10 @@ MISTAKES = {
     "VAE slot": (["MODEL", "--to", "comfyui", "--output", "OUT"], "the live preview works (--slot preview)"),
     "unwritable": (["MODEL", "--to", "sdcpp", "--output", "/proc/x"], "cannot be written"),
     "unwritable folder": (["MODEL", "--to", "onnx", "--output", "/proc/x"], "cannot be written"),
-    "existing": (["MODEL", "--to", "sdcpp", "--output", "THERE"], "exists already; add --overwrite"),
+    "existing": (
+        ["MODEL", "--to", "sdcpp", "--output", "THERE"],
+        "exists already; name another --output, or add --overwrite",
+    ),
     "a file as folder": (["MODEL", "--to", "onnx", "--output", "THERE"], "is a file; name a folder"),
 }
 

@@ -131,7 +131,7 @@ def test_the_model_is_not_changed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_existing_file_stays(tmp_path: Path) -> None:
     (tmp_path / "taew2_2.safetensors").write_text("mine")
-    with pytest.raises(FileExistsAlreadyError, match="exists already; add --overwrite"):
+    with pytest.raises(FileExistsAlreadyError, match="exists already; name another --output, or add --overwrite"):
         export(released("taew2_2"), to="sdcpp", output=tmp_path)
     assert (tmp_path / "taew2_2.safetensors").read_text() == "mine"
     export(released("taew2_2"), to="sdcpp", output=tmp_path, overwrite=True)

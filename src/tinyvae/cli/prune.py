@@ -37,15 +37,14 @@ def run(arguments: argparse.Namespace) -> int:
     from tinyvae.convert.prune import describe_loss, prune_model, pruned_spec, read_clips
     from tinyvae.evaluation.clip_sources import choose_split
     from tinyvae.evaluation.cost import choose_devices, fitting_in_memory
-    from tinyvae.files import check_output_file
+    from tinyvae.files import check_output_file, refuse_existing
     from tinyvae.models.weights import FORMATS, load_model, save_model
 
     target: Path = arguments.output
     if target.suffix not in FORMATS:
         raise UserError(f"--output {target}: end its name in {' or '.join(FORMATS)}.")
     check_output_file(target, option="--output")
-    if target.exists() and not arguments.overwrite:
-        raise UserError(f"{target} exists already; name another --output, or pass --overwrite.")
+    refuse_existing([] if arguments.overwrite else [target])
     device = choose_devices(arguments.device)[0]
     model = load_model(arguments.model, variant=arguments.variant)
     spec = pruned_spec(model.spec, arguments.keep)

@@ -26,8 +26,8 @@ from torch import Tensor
 from tinyvae.convert import programs, readers
 from tinyvae.convert.pixel_range import to_signed_pixels, to_unit_pixels
 from tinyvae.convert.programs import Program, Slot
-from tinyvae.errors import FileExistsAlreadyError, UserError
-from tinyvae.files import check_output_file, make_output_folder, writing_to
+from tinyvae.errors import UserError
+from tinyvae.files import check_output_file, make_output_folder, refuse_existing, writing_to
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import H3_CHUNK_FRAMES, VARIANTS, VariantSpec
 from tinyvae.models.weights import load_model, plain_state, save_model
@@ -169,7 +169,7 @@ def _write_weights(rounded: TAEHV, plan: _Plan) -> Written:
     slot, target, dtype = plan.slot, plan.target, getattr(torch, plan.dtype)
     check_path(plan.program, slot, target)
     check_output_file(target, option="--output")
-    _refuse_existing([target], plan.overwrite)
+    refuse_existing([] if plan.overwrite else [target])
     with _draft_folder(target.parent) as folder:
         draft = folder / target.name
         if slot.signed_pixels:  # without a statement: it would be untrue, because our own models are for [0, 1]
@@ -255,7 +255,7 @@ def _write_folder(rounded: TAEHV, plan: _Plan) -> Written:
         vae = AutoencoderTinyVideo.from_tinyvae(copy.deepcopy(rounded).to(getattr(torch, plan.dtype)))
         vae.save_pretrained(folder)
         files = [plan.target / file.name for file in sorted(folder.iterdir())]
-        _refuse_existing(files, plan.overwrite)
+        refuse_existing([] if plan.overwrite else files)
         check_folder(AutoencoderTinyVideo.from_pretrained(folder, torch_dtype=torch.float32), rounded, plan.program)
     return files, None
 
@@ -290,7 +290,7 @@ def _write_graphs(rounded: TAEHV, plan: _Plan) -> Written:
         raise UserError(f"--output {target}: two files are written, the encoder and the decoder; name a folder.")
     make_output_folder(target, option="--output")
     files = [target / name for name in (*graphs.FILES.values(), *(web.page_files() if is_page else []))]
-    _refuse_existing(files, plan.overwrite)
+    refuse_existing([] if plan.overwrite else files)
     runtime = web.find_runtime() if is_page else None
     videos = None if plan.data is None else int8.read_videos(plan.data, rounded.spec)
     with _draft_folder(target) as folder:
@@ -356,9 +356,3 @@ def _compare(what: str, made: Tensor, expected: Tensor, program: Program, tolera
             return
         fault = f"differ from the model's by {error:.2g}"
     raise ExportMismatchError(f"read by the rules of {program.title}, the {what} {fault}; nothing was written.")
-
-
-def _refuse_existing(files: list[Path], overwrite: bool) -> None:
-    for file in files:
-        if file.exists() and not overwrite:
-            raise FileExistsAlreadyError(f"{file} exists already; add --overwrite (in Python: overwrite=True).")

@@ -19,8 +19,8 @@ import torch
 from pydantic import PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from torch import Tensor
 
-from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UnreadableVideoError, UserError
-from tinyvae.files import atomic_write
+from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
+from tinyvae.files import atomic_write, refuse_existing
 from tinyvae.models.variants import LatentSpaceName
 from tinyvae.models.weights import LATENT_CONVENTIONS
 
@@ -49,8 +49,7 @@ def write_latents(path: Path, facts: LatentFacts, *, overwrite: bool = False) ->
 
     Example: ``with write_latents(Path("film.safetensors"), LatentFacts()) as writer: writer.write(latents_NTCHW)``
     """
-    if path.exists() and not overwrite:
-        raise FileExistsAlreadyError(f"{path} exists already; remove it or pass --overwrite.")
+    refuse_existing([] if overwrite else [path])
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as stream:
         stream.write(b" " * HEADER_ROOM)
