@@ -108,6 +108,9 @@ def test_output_files(tmp_path: Path) -> None:
     for name in ("taecvx.safetensors", "taecvx.gguf", "taecvx.ckpt"):
         with pytest.raises(UserError, match=r"opens \.pth files"):
             programs.output_file(UPSTREAM, slot, tmp_path / name)
+    for program, name in ((ONNX, "model.onnx"), (DIFFUSERS, "vae.safetensors")):
+        with pytest.raises(UserError, match=f"{name}: several files are written for .*; name a folder"):
+            programs.output_file(program, choose_slot(program, get_spec("taecvx")), tmp_path / name)
 
 
 def test_a_wrong_name_hears_the_right_one() -> None:

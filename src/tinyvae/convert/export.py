@@ -286,8 +286,6 @@ def _write_graphs(rounded: TAEHV, plan: _Plan) -> Written:
     from tinyvae.convert import onnx as graphs
 
     target, is_page = plan.target, plan.program.writes == "page"
-    if target.suffix == ".onnx":
-        raise UserError(f"--output {target}: two files are written, the encoder and the decoder; name a folder.")
     make_output_folder(target, option="--output")
     files = [target / name for name in (*graphs.FILES.values(), *(web.page_files() if is_page else []))]
     refuse_existing([] if plan.overwrite else files)

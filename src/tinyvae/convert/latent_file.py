@@ -110,7 +110,7 @@ class LatentReader:
             raise MissingFileError(f"there is no latents file at {path}; make one with: tinyvae encode MODEL VIDEO")
         try:
             self._file = safe_open(path, framework="pt")
-        except SafetensorError as broken:
+        except (SafetensorError, OSError) as broken:
             raise UserError(_why_no_latents(path, broken)) from None
         self.path = path
         self._key = self._tensor_name()

@@ -392,6 +392,8 @@ def check_dtype(program: Program, slot: Slot, dtype: str | None, *, has_data: bo
 def output_file(program: Program, slot: Slot, output: Path) -> Path:
     """Where the export goes: ``output`` itself, or the slot's file name in the folder ``output``."""
     if program.writes != "weights":
+        if output.suffix in (*WEIGHT_SUFFIXES, ".onnx") and not output.exists():
+            raise UserError(f"--output {output}: several files are written for {program.title}; name a folder.")
         return output
     names_a_file = output.suffix in WEIGHT_SUFFIXES and not output.is_dir()
     file = output if names_a_file else output / slot.file_name
