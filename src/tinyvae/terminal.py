@@ -43,7 +43,7 @@ class _Lines:
 
 
 class _LineBar(tqdm):
-    """A bar whose words behind it wait for the next line that is due."""
+    """A bar that shows the words behind it with the next line that is due, and not at once."""
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
         super().set_postfix_str(s, refresh=False)

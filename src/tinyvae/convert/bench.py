@@ -27,6 +27,9 @@ from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec
 from tinyvae.terminal import progress_bar
 
+SIDES: dict[str, Side] = {"decode": "decoder", "encode": "encoder"}
+"""Operation -> the side of a network that does it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
@@ -161,8 +164,7 @@ def _time_operation(
 ) -> list[Timing]:
     codecs: dict[str, VideoCodec] = {"plain": model, "fused": fused}
     calls: dict[str, Callable[[], object]] = {
-        name: partial(codec.decode_video if operation == "decode" else codec.encode_video, argument)
-        for name, codec in codecs.items()
+        name: partial(getattr(codec, f"{operation}_video"), argument) for name, codec in codecs.items()
     }
     calls["fused stream"] = partial(stream_through, fused, operation, argument)
     title = operation if case.show_progress_bar else None
@@ -213,7 +215,7 @@ def layer_work(model: TAEHV, operation: str, num_frames: int, height: int, width
     size = fold.Size(latents, spec.latent_channels, height // factor, width // factor)
     if operation == "encode":
         size = fold.Size(latents * spec.time_factor, spec.image_channels, height // patch, width // patch)
-    for layer in fold.fold_layers(model.encoder if operation == "encode" else model.decoder):
+    for layer in fold.fold_layers(getattr(model, SIDES[operation])):
         after = layer.output(size)
         grid = after if isinstance(layer, fold.PoolLayer) else size  # where the outputs of the convolution lie
         if isinstance(layer, fold.ClampLayer):
@@ -237,17 +239,16 @@ def layer_work(model: TAEHV, operation: str, num_frames: int, height: int, width
 
 def stream_through(codec: VideoCodec, operation: str, video_NTCHW: Tensor, *, chunk_latents: int | None = None) -> None:
     """Push a video piece by piece and discard each result, as a consumer of a live stream does."""
-    spec = codec.spec
-    side: Side = "decoder" if operation == "decode" else "encoder"
-    scale = 1 if side == "decoder" else spec.space_factor
-    size = (video_NTCHW.shape[-2] // scale, video_NTCHW.shape[-1] // scale)
-    chunk = chunk_latents or codec.stream_chunk_latents(side, *size, num_videos=video_NTCHW.shape[0]) or 1
+    is_decoder, (num_videos, length) = operation == "decode", video_NTCHW.shape[:2]
+    pixels, frames = (1, 1) if is_decoder else (codec.spec.space_factor, codec.spec.time_factor)  # of one latent
+    size = (side // pixels for side in video_NTCHW.shape[-2:])
+    chunk = chunk_latents or codec.stream_chunk_latents(SIDES[operation], *size, num_videos=num_videos) or 1
     stream: StreamingDecoder | StreamingEncoder
-    if side == "decoder":
-        stream = StreamingDecoder(codec, num_latents=video_NTCHW.shape[1], chunk_latents=chunk)
+    if is_decoder:
+        stream = StreamingDecoder(codec, num_latents=length, chunk_latents=chunk)
     else:
-        stream = StreamingEncoder(codec, num_frames=video_NTCHW.shape[1], chunk_latents=chunk)
-    for part in video_NTCHW.split(chunk * (1 if side == "decoder" else spec.time_factor), dim=1):
+        stream = StreamingEncoder(codec, num_frames=length, chunk_latents=chunk)
+    for part in video_NTCHW.split(chunk * frames, dim=1):
         stream.push(part)
     stream.flush()
 
@@ -261,12 +262,9 @@ def _errors(model: TAEHV, codecs: dict[str, VideoCodec], operation: str, argumen
     exact = copy.deepcopy(model).to(wider)
     argument = argument[:, : 2 if operation == "decode" else 2 * model.spec.time_factor]
 
-    def run(codec: VideoCodec) -> Tensor:
-        return codec.decode(argument) if operation == "decode" else codec.encode(argument)
-
     with without_cudnn_trials():
-        reference = run(exact)
-    return {name: relative_error(run(codec), reference) for name, codec in codecs.items()}
+        reference = getattr(exact, operation)(argument)
+    return {name: relative_error(getattr(codec, operation)(argument), reference) for name, codec in codecs.items()}
 
 
 # several models
@@ -318,7 +316,7 @@ def compare_speed(models: Mapping[str, TAEHV], case: BenchmarkCase, ceilings: Ce
                     model=name,
                     variant=model.spec.name,
                     width=model.spec.width,
-                    engine=fused[name].engines["decoder" if operation == "decode" else "encoder"].split(" ")[0],
+                    engine=fused[name].engines[SIDES[operation]].split(" ")[0],
                     size=(case.height, case.width),
                     operation=operation,
                     milliseconds=median,
