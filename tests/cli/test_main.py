@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tinyvae import TAEHV, VARIANTS, save_model
-from tinyvae.cli.main import VERBS, build_parser
+from tinyvae.cli.main import VERBS, build_parser, main
 from tinyvae.training.engine import LAUNCH_VARIABLES
 
 
@@ -65,6 +65,13 @@ def test_the_preset_of_train_can_stand_anywhere(tmp_path: Path) -> None:
     two = tinyvae("train", "--seed", "1", "quickstart", "scratch", folder=tmp_path)
     assert two.returncode == 2 and "'quickstart' and 'scratch' were given: name one preset" in two.stderr
     assert two.stderr.count("\n") == 1
+
+
+def test_an_empty_world_size_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "")
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
 
 
 def test_version_matches_the_package_metadata() -> None:

@@ -122,7 +122,7 @@ def format_warning(message: Any, category: type[Warning], filename: str, lineno:
 
 def leave(exit_code: int) -> None:
     """End the process. Under a launcher skip the clean-up, where a library's thread sometimes aborts after the work."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE") or "1") > 1:  # some scripts export it empty
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)

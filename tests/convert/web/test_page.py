@@ -133,6 +133,8 @@ def test_a_video_file_in_half_precision(tmp_path: Path, write_video: WriteVideo)
         assert_same_as_codec(page, model, tolerance=2e-2)
         assert page.run("return shown.frames.length") == 6
         assert (read_frames(page, "frames")[0, 0] - read_frames(page, "frames")[0, 5]).abs().max() > 0.1, "it moves"
+        again = "const field = document.getElementById('file'); field.onclick(); return field.files.length"
+        assert page.run(again) == 0, "a browser tells of a chosen file only where the field changes"
         text = page.run("return document.getElementById('rates').textContent")
         assert "the video file, at its own size" in text
         picture(page, "video.png", DESKTOP)

@@ -275,6 +275,7 @@ byId("play").onclick = () => {
 };
 byId("frame").oninput = () => { stop(); showFrame(Number(byId("frame").value)); };
 byId("example").onclick = () => { stop(); work(async () => drawnExample()); };
+byId("file").onclick = () => { byId("file").value = ""; }; // the same file can be chosen again, with other settings
 byId("file").onchange = () => { stop(); if (byId("file").files[0]) work(() => openVideo(byId("file").files[0])); };
 const drop = byId("drop");
 for (const name of ["dragover", "dragleave", "drop"]) {
