@@ -262,6 +262,11 @@ def test_students_of_other_forms(
     assert name is None or done.files == (tmp_path / name,)
 
 
+def test_the_change_to_signed_pixels_does_not_round(tmp_path: Path) -> None:
+    model = golden_model("taehv1_5", latent_space="vae", activation="leaky_relu").bfloat16()
+    assert export(model, to="lightx2v", output=tmp_path, dtype="float32").rounding_db > 100
+
+
 @pytest.mark.slow
 def test_a_file_for_signed_pixels_comes_back(tmp_path: Path) -> None:
     """It states nothing, because our own models are for [0, 1]; the warning says what to pass."""

@@ -121,7 +121,7 @@ def export(
         overwrite=overwrite,
         data=None if data is None else place_of(data),
     )
-    rounded = round_model(to_signed_pixels(model) if chosen.signed_pixels else model, plan.weights_dtype)
+    rounded = round_model(model, plan.weights_dtype, signed_pixels=chosen.signed_pixels)
     write = {"weights": _write_weights, "folder": _write_folder}.get(program.writes, _write_graphs)
     files, int8 = write(rounded, plan)
     if int8 is not None:
@@ -139,10 +139,15 @@ def export(
     )
 
 
-def round_model(model: TAEHV, dtype: str) -> TAEHV:
-    """A copy on the CPU in float32 whose weights have been rounded to ``dtype``: what the program will have."""
+def round_model(model: TAEHV, dtype: str, *, signed_pixels: bool = False) -> TAEHV:
+    """A copy on the CPU in float32 whose weights have been rounded to ``dtype``: what the program will have.
+
+    ``signed_pixels``: it is for pixels in [-1, 1].
+    """
     rounded = copy.deepcopy(model).to("cpu", torch.float32).eval().requires_grad_(False)
     rounded.gradient_checkpointing = rounded.folded_training = False
+    if signed_pixels:  # in float32: in the model's own dtype it would round once more
+        rounded = to_signed_pixels(rounded)
     rounded.to(getattr(torch, dtype)).float()
     for key, value in rounded.state_dict().items():
         if not value.isfinite().all():
