@@ -54,6 +54,22 @@ def test_a_run_and_back(
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
 
 
+def test_nothing_private_goes_to_a_public_repository(
+    hub: Hub,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    file = save_model(TAEHV("taecvx", width=0.125), tmp_path / "a.safetensors")[0]
+    for _ in range(2):  # a second push goes to the repository of the first
+        push(file, "me/hidden", private=True)
+    assert hub.private == {"me/hidden"} and "model.safetensors" in hub.repos["me/hidden"]
+    hub.repos["me/shown"] = {}
+    with pytest.raises(UserError, match="me/shown exists on the hub and is public"):
+        push(file, "me/shown", private=True)
+    assert hub.repos["me/shown"] == {}
+
+
 @pytest.mark.slow
 def test_weights_without_a_run_get_a_card(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setenv("HF_TOKEN", TOKEN)
