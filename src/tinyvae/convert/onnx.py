@@ -12,7 +12,6 @@ example inputs, and the graphs do less arithmetic than the plain network.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -252,7 +251,10 @@ class GraphStream:
         """The inputs of the next call, by name."""
         array = given.detach().cpu().numpy().astype(np.float16 if self.is_half else np.float32)
         if self._states is None:
-            self._states = list(self._zeros(array))
+            factor = self.facts["space_factor"] if self.facts["side"] == "encoder" else 1
+            height, width = array.shape[2] // factor, array.shape[3] // factor
+            sizes = [(1, channels, n * height, n * width) for channels, n in self.facts["states"]]
+            self._states = [np.zeros(size, array.dtype) for size in sizes]
         named = {f"state_{number}": state for number, state in enumerate(self._states)}
         return {self._session.get_inputs()[0].name: array, **named}
 
@@ -260,12 +262,6 @@ class GraphStream:
         """The next call of the stream: float32 in and out, whatever the graph's dtype is."""
         made, *self._states = self._session.run(None, self.feeds(given))
         return torch.from_numpy(made.astype(np.float32))
-
-    def _zeros(self, given: np.ndarray) -> Iterator[np.ndarray]:
-        factor = self.facts["space_factor"] if self.facts["side"] == "encoder" else 1
-        height, width = given.shape[2] // factor, given.shape[3] // factor
-        for channels, multiple in self.facts["states"]:
-            yield np.zeros((1, channels, multiple * height, multiple * width), given.dtype)
 
 
 def stream_decode(file: Path, latents_1TCHW: Tensor, spec: VariantSpec) -> Tensor:

@@ -75,7 +75,7 @@ class Slot:
 class Program:
     """One program: its slots, and why it has none for other variants.
 
-    ``refused``: variant -> reason and way out. ``any_width``: whether it runs networks of other widths than 1.
+    ``refused``: variant -> reason and way out.
     """
 
     name: str
@@ -83,8 +83,12 @@ class Program:
     slots: tuple[Slot, ...]
     writes: Written = "weights"
     suffixes: tuple[str, ...] = (".safetensors",)
-    any_width: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def any_width(self) -> bool:
+        """Whether it runs networks of other widths than 1: a program that builds the network itself does not."""
+        return self.writes != "weights"
 
 
 def _same_slots(file_suffix: str, place: str, *, without: Container[str] = (), **options: Any) -> tuple[Slot, ...]:
@@ -249,7 +253,6 @@ DIFFUSERS = Program(
     name="diffusers",
     title="diffusers",
     writes="folder",
-    any_width=True,
     slots=_same_slots(
         "",
         "`tinyvae.diffusers.AutoencoderTinyVideo.from_pretrained('{file}')` is a VAE for the pipelines of {teacher}",
@@ -282,7 +285,6 @@ ONNX = Program(
     name="onnx",
     title="ONNX (onnxruntime and others)",
     writes="graphs",
-    any_width=True,
     slots=_same_slots(
         "",
         "{file}/encoder.onnx takes the frames of one latent a call, {file}/decoder.onnx one latent a call; "
@@ -296,7 +298,6 @@ WEB = Program(
     name="web",
     title="a page in the browser",
     writes="page",
-    any_width=True,
     slots=_same_slots(
         "",
         "start `python -m http.server -d {file}` and open http://localhost:8000 to try the model",
