@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,16 @@ def test_a_file_of_half_the_width(
         run([*words, "--device", "cpu"])
     assert run([*words, "--device", "cpu", "--overwrite"]) == 0
     assert "by the norms of their weights alone" in capsys.readouterr().out
+
+
+def test_the_printed_command_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of a network with another latent space and activation than the released ones."""
+    whole, films = tmp_path / "whole.safetensors", write_films(tmp_path / "films")
+    save_model(TAEHV("taew2_1", width=0.25, latent_space="vae", activation="leaky_relu"), whole)
+    assert run(["prune", str(whole), "--keep", "0.5", "--output", str(tmp_path / "half.safetensors")]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[:3] == ["tinyvae", "train", "distill"] and words[-1] == "VIDEOS"
+    assert run(["check", *words[2:-1], str(films), "--quick"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tinyvae.cli.options import MODEL, add_options, number, place
 from tinyvae.errors import UserError
+from tinyvae.models.variants import VARIANTS, VariantSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,10 +63,15 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{spec.name}, width {model.spec.width:g} -> {spec.width:g}: {counts[0]:.2f} -> {counts[1]:.2f} M parameters")
     print(losses)
     print(f"written to {files[0]}\nTrain it with the whole network as its teacher:")
-    print(train_command(arguments.model, target, spec.width))
+    print(train_command(arguments.model, target, spec))
     return 0
 
 
-def train_command(whole: str, pruned: Path, width: float) -> str:
-    start = ["--model_width", f"{width:g}", "--pretrained_model_path", str(pruned)]
-    return "  " + shlex.join(["tinyvae", "train", "distill", "--teacher", whole, *start, "--data_root", "VIDEOS"])
+def train_command(whole: str, pruned: Path, spec: VariantSpec) -> str:
+    """The command for the shell. What a network is beside its variant has to be set: the teacher does not tell it."""
+    settings = {"teacher": whole, "model_width": f"{spec.width:g}", "pretrained_model_path": str(pruned)}
+    ours = VARIANTS[spec.name]
+    settings |= {"latent_space": spec.latent_space} if spec.latent_space != ours.latent_space else {}
+    settings |= {"activation": spec.activation} if spec.activation != ours.activation else {}
+    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    return "  " + shlex.join(["tinyvae", "train", "distill", *words, "--data_root", "VIDEOS"])
