@@ -248,6 +248,17 @@ def test_a_model_made_in_inference_mode() -> None:
     torch.testing.assert_close(vae.decode(some_latents(vae)).sample, first)
 
 
+def test_gradients_after_inference_mode() -> None:
+    """What is kept from a call in inference mode must not meet autograd."""
+    vae = AutoencoderTinyVideo("taew2_1", width=0.125, latents_mean=[0.375] * 16, latents_std=[1.625] * 16)
+    z = torch.randn(1, 16, 2, 2, 2)
+    with torch.inference_mode():
+        vae.decode(z)
+    with torch.enable_grad():
+        vae.decode(z.requires_grad_()).sample.sum().backward()
+    assert z.grad is not None and z.grad.abs().sum() > 0
+
+
 def test_gradients_are_recorded_where_they_are_wanted() -> None:
     vae = small_vae().train()
     z = some_latents(vae)

@@ -95,7 +95,6 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         self.__dict__["network"] = network
         self.spec: VariantSpec = network.spec
         self._statistics = chosen_statistics(self.spec, latents_mean, latents_std, scaling_factor)
-        self._pixel_mean, self._pixel_std = pixel_normalization(self.spec)
         self._fused: tuple[object, FusedTAEHV, list[Tensor]] | None = None
         self.use_slicing = self.use_tiling = False
         # What pipelines read from the VAE itself, as from its config.
@@ -284,29 +283,26 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
 
     def _to_frames(self, video_NCTHW: Tensor) -> Tensor:
         """NCTHW as diffusers has it -> NTCHW in [0, 1], in the weights' dtype; computed in float32."""
-        mean, std = (channel_values(v, video_NCTHW, dim=2) for v in (self._pixel_mean, self._pixel_std))
+        mean, std = self._pixel_values(video_NCTHW.device)
         frames = video_NCTHW.transpose(1, 2).to(torch.float32, copy=True)
         return frames.mul_(std).add_(mean).to(self.network.dtype)
 
     def _to_video(self, frames_NTCHW: Tensor) -> Tensor:
-        mean, std = (channel_values(v, frames_NTCHW, dim=1) for v in (self._pixel_mean, self._pixel_std))
-        video = frames_NTCHW.transpose(1, 2).to(torch.float32, copy=True)
-        return video.sub_(mean).div_(std).to(frames_NTCHW.dtype)
+        mean, std = self._pixel_values(frames_NTCHW.device)
+        frames = frames_NTCHW.to(torch.float32, copy=True).sub_(mean).div_(std)
+        return frames.transpose(1, 2).to(frames_NTCHW.dtype)
+
+    def _pixel_values(self, device: torch.device) -> list[Tensor]:
+        """Mean and deviation of each color, float32, for frames NTCHW."""
+        return [torch.tensor(values, device=device).view(3, 1, 1) for values in pixel_normalization(self.spec)]
 
     def _to_latents(self, z_NCTHW: Tensor) -> Tensor:
         """z NCTHW -> the network's latents NTCHW, in the weights' dtype; computed in float32."""
-        mean, std = (channel_values(v, z_NCTHW, dim=1) for v in (self._statistics.mean, self._statistics.std))
-        latents = z_NCTHW.float()
-        if self.spec.latent_space == "diffusion":
-            latents = (latents - mean) * self._statistics.factor / std
-        return latents.transpose(1, 2).to(self.network.dtype)
+        return self._statistics.of_student(self.spec).normalize(z_NCTHW.transpose(1, 2)).to(self.network.dtype)
 
     def _to_z(self, latents_NTCHW: Tensor) -> Tensor:
-        mean, std = (channel_values(v, latents_NTCHW, dim=1) for v in (self._statistics.mean, self._statistics.std))
-        z = latents_NTCHW.transpose(1, 2).float()
-        if self.spec.latent_space == "diffusion":
-            z = z * std / self._statistics.factor + mean
-        return z.to(latents_NTCHW.dtype).contiguous()
+        z_NTCHW = self._statistics.of_student(self.spec).denormalize(latents_NTCHW)
+        return z_NTCHW.transpose(1, 2).to(latents_NTCHW.dtype).contiguous()
 
     # the codec that runs
 
@@ -372,13 +368,6 @@ def derived_config(spec: VariantSpec) -> dict[str, Any]:
     if spec.frame_rule == "chunked":
         config |= {"clip_length": H3_CHUNK_FRAMES, "token_drop": H3_DROPPED_LATENTS}
     return config
-
-
-def channel_values(values: tuple[float, ...], like: Tensor, *, dim: int) -> Tensor:
-    """One value per channel, float32, shaped so that it meets dimension ``dim`` of a 5-D tensor."""
-    shape = [1] * 5
-    shape[dim] = len(values)
-    return torch.tensor(values, device=like.device).view(shape)
 
 
 def offloaded_network(vae: AutoencoderTinyVideo, device: torch.device) -> TAEHV:

@@ -7,12 +7,12 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from tinyvae.errors import UserError
+from tinyvae.errors import FileExistsAlreadyError, UserError
 from tinyvae.terminal import bytes_in_words
 
 try:
@@ -84,6 +84,15 @@ def check_output_file(file: Path, *, option: str, suffix: str | None = None) -> 
     except OSError as refused:
         reason = refused.strerror or refused
         raise UserError(f"{option} {file} cannot be written ({reason}); name another place.") from None
+
+
+def refuse_existing(files: Iterable[Path]) -> None:
+    """Refuse to write over files; call it where the user did not ask for that."""
+    for file in files:
+        if os.path.exists(file):  # unlike Path.exists never an error: what cannot be reached is told elsewhere
+            raise FileExistsAlreadyError(
+                f"{file} exists already; name another --output, or add --overwrite (in Python: overwrite=True)."
+            )
 
 
 def _try_writing(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -43,7 +43,7 @@ class _Lines:
 
 
 class _LineBar(tqdm):
-    """A bar whose words behind it wait for the next line that is due."""
+    """A bar that shows the words behind it with the next line that is due, and not at once."""
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
         super().set_postfix_str(s, refresh=False)
@@ -106,6 +106,12 @@ def duration_in_words(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / unit:.{1 if seconds < 10 * unit else 0}f} {name}"
     return f"{seconds / YEAR:,.0f} years"
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """One line for each row of cells; each column is as wide as its widest cell, and two spaces lie between."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def count_of(number: int, noun: str) -> str:

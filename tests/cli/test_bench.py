@@ -11,7 +11,8 @@ import torch
 
 from tinyvae import TAEHV, save_model
 from tinyvae.cli.main import run
-from tinyvae.convert.bench import BenchmarkCase, Ceilings, count_work, floor_ms
+from tinyvae.convert import bench
+from tinyvae.convert.bench import BenchmarkCase, Ceilings, count_work, floor_ms, time_once_ms
 from tinyvae.errors import UserError
 
 
@@ -113,6 +114,38 @@ def test_the_floor_is_the_sum_over_layers() -> None:
 def test_mistakes_end_in_a_sentence(options: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         run(["bench", *options])
+
+
+def test_memory_that_does_not_suffice_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_memory(*_: object) -> Ceilings:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(bench, "measure_ceilings", fill_memory)
+    for models in (["taehv"], ["taehv", "--against", "taecvx"]):
+        with pytest.raises(UserError, match="frames of 16x16 does not fit into the memory of the GPU"):
+            run(["bench", *models, "--size", "16x16", "--frames", "5", "--device", "cpu", "--repeats", "3"])
+
+
+def test_a_second_gpu_is_timed_by_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch records an event on the current GPU unless it is told the stream."""
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: object = None) -> None:
+            seen.append(stream)
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, stop: Event) -> float:
+            return 1.5
+
+    seen: list[object] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    assert time_once_ms(lambda: seen.append("call"), torch.device("cuda:1")) == 1.5
+    assert seen == ["stream of cuda:1", "call", "stream of cuda:1"]
 
 
 def test_output_is_looked_at_before_the_work(tmp_path: Path) -> None:

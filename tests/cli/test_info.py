@@ -26,7 +26,7 @@ def test_a_variant_is_an_argument_not_an_option() -> None:
         run(["info", "--variant", "taehv"])
 
 
-@pytest.mark.parametrize("words", [["info"], *([verb, "--help"] for verb in VERBS)])
+@pytest.mark.parametrize("words", [["info"], ["export", "--to", "list"], *([verb, "--help"] for verb in VERBS)])
 def test_lists_and_help_do_not_load_torch(words: list[str]) -> None:
     """torch takes seconds to load; nobody should wait for it to read a help text."""
     program = (
@@ -36,4 +36,4 @@ def test_lists_and_help_do_not_load_torch(words: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "tinyvae" in done.stdout
+    assert "tinyvae" in done.stdout or "taehv" in done.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tinyvae import TAEHV, VARIANTS, save_model
-from tinyvae.cli.main import VERBS, build_parser
+from tinyvae.cli.main import VERBS, build_parser, main
 from tinyvae.training.engine import LAUNCH_VARIABLES
 
 
@@ -67,10 +67,26 @@ def test_the_preset_of_train_can_stand_anywhere(tmp_path: Path) -> None:
     assert two.stderr.count("\n") == 1
 
 
+def test_an_empty_world_size_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "")
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+
+
 def test_version_matches_the_package_metadata() -> None:
     from importlib.metadata import version
 
     assert tinyvae("--version").stdout == f"tinyvae {version('tinyvae')}\n"
+
+
+def test_a_name_that_is_not_utf_8_is_printed(tmp_path: Path) -> None:
+    file = os.path.join(os.fsencode(tmp_path), b"caf\xe9.pth")
+    save_model(TAEHV("taecvx", width=0.125), os.fsdecode(file))
+    command = [sys.executable, "-m", "tinyvae", "info", file]
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # the default of most locales
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=strict)
+    assert done.returncode == 0 and r"caf\udce9.pth" in done.stdout, done.stderr
 
 
 def test_info_alone_lists_the_variants() -> None:

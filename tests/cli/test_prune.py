@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def test_a_file_of_half_the_width(
 ) -> None:
     monkeypatch.setattr(prune, "CLIP_FRAMES", 5)
     monkeypatch.setattr(prune, "CLIP_LATENT_SIDE", 4)
-    target = tmp_path / "half.safetensors"
+    target = tmp_path / "one half.safetensors"
     films = write_films(tmp_path / "films")
     (films / "broken.mp4").write_bytes(b"no video")
     words = ["prune", str(weights), "--keep", "0.5", "--output", str(target), "--max_clips", "2"]
@@ -34,11 +35,21 @@ def test_a_file_of_half_the_width(
     model = load_model(target)
     assert (model.spec.name, model.spec.width) == ("taecvx", 0.125)
     assert "taecvx, width 0.25 -> 0.125: 0.72 -> 0.18 M parameters" in shown
-    assert " dB whole, " in shown and f"--pretrained_model_path {target}" in shown and "--model_width 0.125" in shown
+    assert " dB whole, " in shown and f"--pretrained_model_path '{target}'" in shown and "--model_width 0.125" in shown
     with pytest.raises(UserError, match="exists already"):
         run([*words, "--device", "cpu"])
     assert run([*words, "--device", "cpu", "--overwrite"]) == 0
     assert "by the norms of their weights alone" in capsys.readouterr().out
+
+
+def test_the_printed_command_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of a network with another latent space and activation than the released ones."""
+    whole, films = tmp_path / "whole.safetensors", write_films(tmp_path / "films")
+    save_model(TAEHV("taew2_1", width=0.25, latent_space="vae", activation="leaky_relu"), whole)
+    assert run(["prune", str(whole), "--keep", "0.5", "--output", str(tmp_path / "half.safetensors")]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[:3] == ["tinyvae", "train", "distill"] and words[-1] == "VIDEOS"
+    assert run(["check", *words[2:-1], str(films), "--quick"]) == 0
 
 
 @pytest.mark.parametrize(

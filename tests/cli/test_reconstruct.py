@@ -104,6 +104,8 @@ def test_files_of_the_same_name_do_not_meet(setting: Path, tmp_path: Path) -> No
 def test_mistakes(setting: Path, tmp_path: Path) -> None:
     model, video = str(setting / "model.safetensors"), str(videos_of(setting)[0])
     save_file({"latents": torch.randn(1, 3, 32, 4, 6)}, tmp_path / "wrong.safetensors")
+    small, stated = torch.randn(1, 3, 16, 4, 6), '{"height": 36, "width": 48}'
+    save_file({"latents": small}, tmp_path / "cropped.safetensors", {"tinyvae_latents": stated})
     for arguments, words in (
         (["reconstruct", model, str(tmp_path / "none.mp4")], "there is no video at"),
         (["reconstruct", model, video, "--frames", "0"], "--frames: '0' is not a whole number, at least 1"),
@@ -114,6 +116,7 @@ def test_mistakes(setting: Path, tmp_path: Path) -> None:
         (["reconstruct", model, video, "--device", "tpu9"], "there is no device 'tpu9'"),
         (["decode", model, str(tmp_path / "none.safetensors")], "there is no latents file at"),
         (["decode", model, str(tmp_path / "wrong.safetensors")], "must have 16 latent channels"),
+        (["decode", model, str(tmp_path / "cropped.safetensors")], "states 36x48 pixels, and .* make only 32x48"),
         (["decode", model, video], "is a video, and decode takes latents"),
         (["decode", model, "a", "b", "--audio_from", video], "goes with one LATENTS file"),
     ):

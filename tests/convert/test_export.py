@@ -131,7 +131,7 @@ def test_the_model_is_not_changed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_existing_file_stays(tmp_path: Path) -> None:
     (tmp_path / "taew2_2.safetensors").write_text("mine")
-    with pytest.raises(FileExistsAlreadyError, match="exists already; add --overwrite"):
+    with pytest.raises(FileExistsAlreadyError, match="exists already; name another --output, or add --overwrite"):
         export(released("taew2_2"), to="sdcpp", output=tmp_path)
     assert (tmp_path / "taew2_2.safetensors").read_text() == "mine"
     export(released("taew2_2"), to="sdcpp", output=tmp_path, overwrite=True)
@@ -151,6 +151,7 @@ def test_values_that_the_dtype_cannot_hold() -> None:
     ("program", "variant", "slot", "file", "words"),
     [
         (LIGHTX2V, "taew2_1", None, "lighttaew2_1.safetensors", "must not have that word; call the file taew2_1"),
+        (LIGHTX2V, "taew2_1", None, "lighttae_runs/taew2_1.safetensors", "in a folder without that word"),
         (LIGHTX2V, "taew2_1", None, "taecvx_runs/taew2_1.safetensors", "counts frames as for CogVideoX"),
         (COMFYUI, "taew2_1", "preview", "lighttaew2_1.safetensors", "VAE loader for exactly lighttaew2_1"),
         (COMFYUI, "taew2_1", "preview", "my_wan.safetensors", "begins with lighttaew2_1"),
@@ -259,6 +260,11 @@ def test_students_of_other_forms(
 ) -> None:
     done = export(golden_model(variant, **options), to=program, output=tmp_path)
     assert name is None or done.files == (tmp_path / name,)
+
+
+def test_the_change_to_signed_pixels_does_not_round(tmp_path: Path) -> None:
+    model = golden_model("taehv1_5", latent_space="vae", activation="leaky_relu").bfloat16()
+    assert export(model, to="lightx2v", output=tmp_path, dtype="float32").rounding_db > 100
 
 
 @pytest.mark.slow

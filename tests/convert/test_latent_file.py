@@ -83,6 +83,13 @@ def test_nothing_to_decode_is_said(tmp_path: Path) -> None:
     save_file({"latents": torch.zeros(1, 0, 16, 2, 2)}, tmp_path / "none.safetensors")
     with pytest.raises(UserError, match="holds no latent"):
         LatentReader(tmp_path / "none.safetensors")
-    save_file({"latents": torch.zeros(1, 1, 16, 2, 2)}, tmp_path / "bad.safetensors", {"tinyvae_latents": "{"})
+    save_file({"latents": torch.zeros(5, 16)}, tmp_path / "flat.safetensors")
+    with pytest.raises(UserError, match=r"no tensor named 'latents' with 4 or 5 dimensions \(it has latents\)"):
+        LatentReader(tmp_path / "flat.safetensors")
+
+
+@pytest.mark.parametrize("stated", ["{", "[1]", '{"height": "tall"}', '{"num_frames": -3}', '{"latent_space": "x"}'])
+def test_damaged_metadata_is_said(tmp_path: Path, stated: str) -> None:
+    save_file({"latents": torch.zeros(1, 1, 16, 2, 2)}, tmp_path / "bad.safetensors", {"tinyvae_latents": stated})
     with pytest.raises(UserError, match=r"metadata of .* is damaged"):
         LatentReader(tmp_path / "bad.safetensors")

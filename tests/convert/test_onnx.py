@@ -110,11 +110,6 @@ def test_a_wrong_graph_is_noticed(tmp_path: Path) -> None:
         check_graphs(*files, model, ONNX)
 
 
-def test_a_file_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="two files are written, the encoder and the decoder; name a folder"):
-        export(small("taehv"), to="onnx", output=tmp_path / "model.onnx")
-
-
 def test_without_the_package_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(UserError, match=r"needs the package 'onnx'.*pip install 'tinyvae\[onnx\]'"):

@@ -9,7 +9,7 @@ import pytest
 
 from tinyvae import VARIANTS, get_spec
 from tinyvae.convert import programs
-from tinyvae.convert.programs import COMFYUI, DIFFUSERS, LIGHTX2V, ONNX, PROGRAMS, SDCPP, UPSTREAM, Form, choose_slot
+from tinyvae.convert.programs import COMFYUI, DIFFUSERS, LIGHTX2V, ONNX, PROGRAMS, SDCPP, UPSTREAM, choose_slot
 from tinyvae.errors import UserError
 
 
@@ -81,9 +81,7 @@ def test_networks_in_vae_space_find_their_slots() -> None:
     leaky = get_spec("taehv1_5", activation="leaky_relu")
     assert choose_slot(COMFYUI, leaky).file_name == "lighttaehy1_5.safetensors"
     assert choose_slot(LIGHTX2V, replace(leaky, latent_space="vae")).file_name == "lighttaehy1_5.safetensors"
-    assert choose_slot(ONNX, replace(leaky, latent_space="vae")).needs == Form(
-        latent_space="vae", activation="leaky_relu"
-    )
+    assert choose_slot(ONNX, replace(leaky, latent_space="vae")).needs is None, "it takes every form"
     with pytest.raises(UserError, match="needs a network for diffusion-space latents"):
         choose_slot(SDCPP, wan)
 
@@ -107,8 +105,12 @@ def test_output_files(tmp_path: Path) -> None:
     slot = choose_slot(UPSTREAM, get_spec("taecvx"))
     assert programs.output_file(UPSTREAM, slot, tmp_path) == tmp_path / "taecvx.pth"
     assert programs.output_file(UPSTREAM, slot, tmp_path / "my_taecvx.pth") == tmp_path / "my_taecvx.pth"
-    with pytest.raises(UserError, match=r"opens \.pth files"):
-        programs.output_file(UPSTREAM, slot, tmp_path / "taecvx.safetensors")
+    for name in ("taecvx.safetensors", "taecvx.gguf", "taecvx.ckpt"):
+        with pytest.raises(UserError, match=r"opens \.pth files"):
+            programs.output_file(UPSTREAM, slot, tmp_path / name)
+    for program, name in ((ONNX, "model.onnx"), (DIFFUSERS, "vae.safetensors")):
+        with pytest.raises(UserError, match=f"{name}: several files are written for .*; name a folder"):
+            programs.output_file(program, choose_slot(program, get_spec("taecvx")), tmp_path / name)
 
 
 def test_a_wrong_name_hears_the_right_one() -> None:

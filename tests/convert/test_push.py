@@ -54,6 +54,22 @@ def test_a_run_and_back(
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
 
 
+def test_nothing_private_goes_to_a_public_repository(
+    hub: Hub,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    file = save_model(TAEHV("taecvx", width=0.125), tmp_path / "a.safetensors")[0]
+    for _ in range(2):  # a second push goes to the repository of the first
+        push(file, "me/hidden", private=True)
+    assert hub.private == {"me/hidden"} and "model.safetensors" in hub.repos["me/hidden"]
+    hub.repos["me/shown"] = {}
+    with pytest.raises(UserError, match="me/shown exists on the hub and is public"):
+        push(file, "me/shown", private=True)
+    assert hub.repos["me/shown"] == {}
+
+
 @pytest.mark.slow
 def test_weights_without_a_run_get_a_card(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -79,7 +95,10 @@ def test_what_stops_a_push(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="HF_HUB_OFFLINE is set, and a push needs the hub; unset it"):
         push(tmp_path / "run", "me/vae")
-    for name in ("vae", "me/vae:a.pth", "a/b/c"):
-        with pytest.raises(UserError, match="is no name of a repository; write owner/name"):
-            push(tmp_path / "run", name)
     assert not hub.repos
+
+
+@pytest.mark.parametrize("name", ["vae", "me/vae:a.pth", "a/b/c", "me/a--b", "me/-a", "me/vae.", "me/vae.git"])
+def test_what_is_no_name_of_a_repository(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="is no name of a repository; write owner/name"):
+        push(tmp_path / "run", name)

@@ -62,7 +62,8 @@ class _Handler(BaseHTTPRequestHandler):
             if files is not None:
                 shown = [{"rfilename": name} for name in files]
                 name = "/".join(parts[2:4])
-                self._answer(200, {"id": name, "modelId": name, "sha": COMMIT, "private": False, "siblings": shown})
+                facts = {"id": name, "modelId": name, "sha": COMMIT, "private": name in self.hub.private}
+                self._answer(200, {**facts, "siblings": shown})
         elif "resolve" in parts:
             files, name = self._visible("/".join(parts[:2])), "/".join(parts[4:])
             if files is None:
@@ -88,6 +89,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif parts == ["api", "repos", "create"]:
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+            is_private = asked.get("private") or asked.get("visibility") == "private"  # by the library's version
+            if name not in self.hub.repos and is_private:
+                self.hub.private.add(name)
             self.hub.repos.setdefault(name, {})
             self._answer(200, {"url": f"{self.hub.address}/{name}", "name": name})
         elif parts == ["api", "validate-yaml"]:

@@ -109,7 +109,7 @@ def test_paths_of_this_machine_are_no_names_of_the_hub(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "output").mkdir()
     assert names_hub_model("me/vae") and names_hub_model("me/vae:a.pth")
-    for path in ("output/run", "weights/a.safetensors", "taehv", "/tmp/run", "./a", "../a/b", "a/b/c"):
+    for path in ("output/run", "weights/a.safetensors", "taehv", "/tmp/run", "./a", "../a/b", "a/b/c", "me/a--b"):
         assert not names_hub_model(path), path
     with pytest.raises(MissingFileError, match="there is no model at output/run"):
         load_model("output/run")

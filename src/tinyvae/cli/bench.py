@@ -21,7 +21,7 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinyvae.cli.options import MODEL, add_options
+from tinyvae.cli.options import MODEL, add_options, variant_of_each
 from tinyvae.errors import UserError
 
 if TYPE_CHECKING:
@@ -129,10 +129,11 @@ def bench_several(models: dict[str, TAEHV], cases: list[BenchmarkCase], machine:
 
     check_repeats(cases[0])
     first = next(iter(models.values()))
-    ceilings = measure_ceilings(first.device, first.dtype)
     timings: list[ModelTiming] = []
-    for case in cases:
-        with fitting_in_memory(f"a video of {case.num_frames} frames of {case.height}x{case.width}"):
+    sizes = " and ".join(f"{case.height}x{case.width}" for case in cases)
+    with fitting_in_memory(f"timing {cases[0].num_frames} frames of {sizes}"):
+        ceilings = measure_ceilings(first.device, first.dtype)
+        for case in cases:
             timings += compare_speed(models, case, ceilings)
     dtype_name = str(first.dtype).removeprefix("torch.")
     print(f"{cases[0].num_frames} frames, {dtype_name}, fused, on {machine['device']}; torch {machine['torch']}")
@@ -146,10 +147,9 @@ def read_models(names: list[str], variants: list[str]) -> dict[str, TAEHV]:
     """The models by the names that tables show them under; what is named twice is refused before weights are read."""
     from tinyvae.evaluation.round_trip import label_of
 
-    if len(variants) not in (0, 1, len(names)):
-        what = f"--variant was given {len(variants)} times for {len(names)} models"
-        raise UserError(f"{what}; give it once for each, with - where the file tells.")
-    wanted = [*variants, *["-"] * (len(names) - len(variants))]
+    if len(variants) == 1:
+        variants = [*variants, *["-"] * (len(names) - 1)]
+    wanted = variant_of_each(names, variants)
     places = [Path(name).resolve() for name in names]
     twice = next((name for name, place in zip(names, places, strict=True) if places.count(place) > 1), None)
     if twice is not None:
@@ -157,8 +157,7 @@ def read_models(names: list[str], variants: list[str]) -> dict[str, TAEHV]:
     labels = [label_of(Path(name)) for name in names]
     if len(set(labels)) < len(labels):
         labels = names
-    read = [read_model(name, None if variant == "-" else variant) for name, variant in zip(names, wanted, strict=True)]
-    return dict(zip(labels, read, strict=True))
+    return {label: read_model(name, variant) for label, name, variant in zip(labels, names, wanted, strict=True)}
 
 
 def read_model(name: str, variant: str | None) -> TAEHV:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 
 from tinyvae.cli.eval import add_data_arguments, finish, open_models
+from tinyvae.cli.options import variant_of_each
 from tinyvae.errors import UserError
 
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="two or more models (beside a --teacher one or more); the first is the baseline",
     )
     variant = "once for each model, where files cannot tell; - for none"
-    parser.add_argument("--variant", action="append", metavar="NAME", help=variant)
+    parser.add_argument("--variant", action="append", default=[], metavar="NAME", help=variant)
     add_data_arguments(parser)
 
 
@@ -40,14 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
     from tinyvae.evaluation.results import comparison_text, evaluation_table, figures_text
     from tinyvae.evaluation.round_trip import with_own_labels
 
-    models, variants = arguments.models, arguments.variant or ["-"] * len(arguments.models)
+    models: list[str] = arguments.models
     if len(models) < 2 and arguments.teacher is None:
         raise UserError("compare needs at least two models; for one, use: tinyvae eval MODEL --data DATA")
-    if len(variants) != len(models):
-        what = f"--variant was given {len(variants)} times for {len(models)} models"
-        raise UserError(f"{what}; give it once for each, with - where the file tells.")
-    named = [None if variant == "-" else variant for variant in variants]
-    opened, settings = open_models(arguments, list(zip(models, named, strict=True)))
+    variants = variant_of_each(models, arguments.variant)
+    opened, settings = open_models(arguments, list(zip(models, variants, strict=True)))
     round_trips = with_own_labels(opened)
     comparison = compare(round_trips, arguments.data, **settings, show_progress_bar=True)
     print(evaluation_table(comparison.evaluations))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 
-from tinyvae.cli.options import DTYPES, MODEL, add_options, place
+from tinyvae.cli.options import DTYPES, MODEL, add_options, full_dtype_name, place
 from tinyvae.convert.programs import PROGRAMS, get_program, program_table
 from tinyvae.errors import UserError
 
@@ -29,15 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--slot", help="vae (default), or preview: ComfyUI's live preview alone")
     dtypes = f"{', '.join(DTYPES)}, or int8 for onnx and web (the decoder); default: what the program wants"
-    parser.add_argument("--dtype", type=full_name, metavar="NAME", help=dtypes)
+    parser.add_argument("--dtype", type=full_dtype_name, metavar="NAME", help=dtypes)
     videos = "for int8: videos to calibrate on, like those that will be decoded; folder, video, annotations or index"
     parser.add_argument("--data", type=place, metavar="DATA", help=videos)
     add_options(parser, "--variant", "--overwrite")
-
-
-def full_name(dtype: str) -> str:
-    """``fp16`` -> ``float16``; other words stay, and the export says whether it knows them."""
-    return next((name for name, short in DTYPES.items() if short == dtype), dtype)
 
 
 def run(arguments: argparse.Namespace) -> int:

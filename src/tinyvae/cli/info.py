@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from tinyvae.cli.options import MODEL, add_options
 from tinyvae.errors import UserError
 from tinyvae.models.variants import VARIANTS
+from tinyvae.terminal import in_columns
 
 if TYPE_CHECKING:
     from tinyvae.models.taehv import TAEHV
@@ -72,11 +73,9 @@ def variant_table() -> str:
         pixels = f"{spec.space_factor}x{spec.space_factor}"
         trains_at = f"{', '.join(lengths)}, ..."
         rows.append((name, spec.teacher, str(spec.latent_channels), str(spec.time_factor), pixels, trains_at))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     legend = "channels, frames and pixels: of one latent; trains at: frames of a clip."
     more = "`tinyvae info NAME_OR_FILE` says more of one."
-    return "\n".join([*lines, "", legend, more])
+    return "\n".join([*in_columns(rows), "", legend, more])
 
 
 def facts(model: TAEHV, *, source: str, step: object, num_frames: int) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 
-from tinyvae.cli.options import add_options, number, place
+from tinyvae.cli.options import add_options, full_dtype_name, number, place
 from tinyvae.cli.train import only_preset
 from tinyvae.config.load import load_config, parse_words
 from tinyvae.terminal import count_of
@@ -42,10 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def stored_dtype(text: str) -> str:
     """``bf16`` -> ``bfloat16``: the two precisions of a store."""
-    names = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
-    if text not in names:
+    name = full_dtype_name(text)
+    if name not in ("bfloat16", "float32"):
         raise argparse.ArgumentTypeError(f"{text!r} is no precision of a store; use bfloat16 or float32")
-    return names[text]
+    return name
 
 
 def part_of(text: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 import warnings
@@ -96,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # quickstart 4 to 8 times slower where the cores were not all free.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warnings.formatwarning = format_warning
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: names of files need not be valid UTF-8
     try:
         leave(run(sys.argv[1:] if argv is None else argv))
     except UserError as mistake:
@@ -119,7 +122,7 @@ def format_warning(message: Any, category: type[Warning], filename: str, lineno:
 
 def leave(exit_code: int) -> None:
     """End the process. Under a launcher skip the clean-up, where a library's thread sometimes aborts after the work."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE") or "1") > 1:  # some scripts export it empty
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)

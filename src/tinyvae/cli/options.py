@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,16 +61,29 @@ def size(text: str) -> tuple[int, int]:
     return int(height), int(width)
 
 
+def full_dtype_name(text: str) -> str:
+    """``fp16`` -> ``float16``; other words stay as they are."""
+    return next((name for name, short in DTYPES.items() if text == short), text)
+
+
 def dtype(text: str) -> Any:
     """``float16`` or ``fp16`` -> torch.float16."""
-    name = next((name for name, short in DTYPES.items() if text in (name, short)), None)
-    if name is None:
+    name = full_dtype_name(text)
+    if name not in DTYPES:
         known = [*DTYPES, *DTYPES.values()]
         hint = f"{nearest_name(text, known)} Use one of {', '.join(known)}"
         raise argparse.ArgumentTypeError(f"{text!r} is not known.{hint}")
     import torch
 
     return getattr(torch, name)
+
+
+def variant_of_each(models: Sequence[str], variants: Sequence[str]) -> list[str | None]:
+    """One ``--variant`` for each model: ``-`` and none at all leave it to the file."""
+    if variants and len(variants) != len(models):
+        what = f"--variant was given {len(variants)} times for {len(models)} models"
+        raise UserError(f"{what}; give it once for each, with - where the file tells.")
+    return [None if variant == "-" else variant for variant in variants or ["-"] * len(models)]
 
 
 def place(text: str) -> Place:

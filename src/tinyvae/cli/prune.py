@@ -11,10 +11,12 @@ example:
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from tinyvae.cli.options import MODEL, add_options, number, place
 from tinyvae.errors import UserError
+from tinyvae.models.variants import VARIANTS, VariantSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,15 +38,14 @@ def run(arguments: argparse.Namespace) -> int:
     from tinyvae.convert.prune import describe_loss, prune_model, pruned_spec, read_clips
     from tinyvae.evaluation.clip_sources import choose_split
     from tinyvae.evaluation.cost import choose_devices, fitting_in_memory
-    from tinyvae.files import check_output_file
+    from tinyvae.files import check_output_file, refuse_existing
     from tinyvae.models.weights import FORMATS, load_model, save_model
 
     target: Path = arguments.output
     if target.suffix not in FORMATS:
         raise UserError(f"--output {target}: end its name in {' or '.join(FORMATS)}.")
-    check_output_file(target, option="--output", suffix=target.suffix)
-    if target.exists() and not arguments.overwrite:
-        raise UserError(f"{target} exists already; name another --output, or pass --overwrite.")
+    check_output_file(target, option="--output")
+    refuse_existing([] if arguments.overwrite else [target])
     device = choose_devices(arguments.device)[0]
     model = load_model(arguments.model, variant=arguments.variant)
     spec = pruned_spec(model.spec, arguments.keep)
@@ -62,10 +63,15 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{spec.name}, width {model.spec.width:g} -> {spec.width:g}: {counts[0]:.2f} -> {counts[1]:.2f} M parameters")
     print(losses)
     print(f"written to {files[0]}\nTrain it with the whole network as its teacher:")
-    print(train_command(arguments.model, target, spec.width))
+    print(train_command(arguments.model, target, spec))
     return 0
 
 
-def train_command(whole: str, pruned: Path, width: float) -> str:
-    start = f"--model_width {width:g} --pretrained_model_path {pruned}"
-    return f"  tinyvae train distill --teacher {whole} {start} --data_root VIDEOS"
+def train_command(whole: str, pruned: Path, spec: VariantSpec) -> str:
+    """The command for the shell. What a network is beside its variant has to be set: the teacher does not tell it."""
+    settings = {"teacher": whole, "model_width": f"{spec.width:g}", "pretrained_model_path": str(pruned)}
+    ours = VARIANTS[spec.name]
+    settings |= {"latent_space": spec.latent_space} if spec.latent_space != ours.latent_space else {}
+    settings |= {"activation": spec.activation} if spec.activation != ours.activation else {}
+    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    return "  " + shlex.join(["tinyvae", "train", "distill", *words, "--data_root", "VIDEOS"])

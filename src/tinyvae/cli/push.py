@@ -20,7 +20,7 @@ from tinyvae.cli.options import MODEL, add_options
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=MODEL)
     parser.add_argument("repo", metavar="OWNER/NAME", help="the repository on the hub")
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument("--private", action="store_true", help="make a new repository private; refuse a public one")
     add_options(parser, "--variant")
 
 

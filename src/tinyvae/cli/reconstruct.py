@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinyvae.cli.options import MODEL, add_options, number
-from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UnreadableVideoError
+from tinyvae.errors import MissingFileError, UnreadableVideoError
 from tinyvae.terminal import progress_bar
 
 if TYPE_CHECKING:
@@ -127,11 +126,9 @@ def open_stream(arguments: argparse.Namespace, targets: Iterable[Path]) -> Any:
     """The model. Before it is read, files that exist and a folder that cannot be written are refused."""
     from tinyvae.evaluation.cost import choose_devices
     from tinyvae.evaluation.round_trip import open_model
-    from tinyvae.files import make_output_folder
+    from tinyvae.files import make_output_folder, refuse_existing
 
-    for path in () if arguments.overwrite else targets:
-        if os.path.exists(path):  # unlike Path.exists never an error: the folder is tried below
-            raise FileExistsAlreadyError(f"{path} exists already; remove it, pass --overwrite or another --output.")
+    refuse_existing([] if arguments.overwrite else targets)
     device = choose_devices(arguments.device)[0]
     make_output_folder(arguments.output)
     return open_model(

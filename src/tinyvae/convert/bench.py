@@ -12,11 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from tinyvae.engines import fold
 from tinyvae.engines.fused import FusedTAEHV
@@ -28,6 +26,9 @@ from tinyvae.models.streaming import Side, StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec
 from tinyvae.terminal import progress_bar
+
+SIDES: dict[str, Side] = {"decode": "decoder", "encode": "encoder"}
+"""Operation -> the side of a network that does it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +68,11 @@ class BenchmarkCase:
 
 def time_once_ms(call: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
+        stream = torch.cuda.current_stream(device)  # without it, events are those of the first GPU
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        start.record(stream)
         call()
-        stop.record()
+        stop.record(stream)
         stop.synchronize()
         return start.elapsed_time(stop)
     began = time.perf_counter()
@@ -84,21 +86,21 @@ def time_alternating_ms(
     *,
     repeats: int,
     warmups: int,
-    bar: tqdm[NoReturn] | None = None,
+    title: str | None = None,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each call, taken in turn: a, b, a, b, ... A ``bar`` moves by one at each call.
+    """Milliseconds of each call, taken in turn: a, b, a, b, ... With a ``title`` there is a progress bar.
 
     Example: ``time_alternating_ms({"a": work_a, "b": work_b}, torch.device("cuda"), repeats=20, warmups=3)["a"]``
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(warmups + repeats):
-        for name, call in calls.items():
-            if bar is not None:
+    num_calls = len(calls) * (warmups + repeats)
+    with progress_bar(desc=title, total=num_calls, unit="call", disable=title is None) as bar:
+        for turn in range(warmups + repeats):
+            for name, call in calls.items():
                 bar.set_postfix_str(f"{name}, {'warm-up' if turn < warmups else f'call {turn - warmups + 1}'}")
-            took_ms = time_once_ms(call, device)
-            if turn >= warmups:
-                times[name].append(took_ms)
-            if bar is not None:
+                took_ms = time_once_ms(call, device)
+                if turn >= warmups:
+                    times[name].append(took_ms)
                 bar.update()
     return times
 
@@ -162,11 +164,11 @@ def _time_operation(
 ) -> list[Timing]:
     codecs: dict[str, VideoCodec] = {"plain": model, "fused": fused}
     calls: dict[str, Callable[[], object]] = {
-        name: partial(codec.decode_video if operation == "decode" else codec.encode_video, argument)
-        for name, codec in codecs.items()
+        name: partial(getattr(codec, f"{operation}_video"), argument) for name, codec in codecs.items()
     }
     calls["fused stream"] = partial(stream_through, fused, operation, argument)
-    times = _time_with_bar(operation, calls, model.device, case)
+    title = operation if case.show_progress_bar else None
+    times = time_alternating_ms(calls, model.device, repeats=case.repeats, warmups=case.warmups, title=title)
     peaks = {name: peak_bytes(call, model.device) for name, call in calls.items()}
     # Last, because it is another length: a compiler has seen that of the timed calls first, as a user's would.
     errors = _errors(model, codecs, operation, argument)
@@ -192,14 +194,6 @@ def _time_operation(
     return timings
 
 
-def _time_with_bar(
-    title: str, calls: Mapping[str, Callable[[], object]], device: torch.device, case: BenchmarkCase
-) -> dict[str, list[float]]:
-    num_calls = len(calls) * (case.warmups + case.repeats)
-    with progress_bar(desc=title, total=num_calls, unit="call", disable=not case.show_progress_bar) as bar:
-        return time_alternating_ms(calls, device, repeats=case.repeats, warmups=case.warmups, bar=bar)
-
-
 def count_work(model: TAEHV, operation: str, num_frames: int, height: int, width: int) -> tuple[float, float]:
     """(floating point operations, bytes moved) of encoding this many frames, or of decoding their latents, folded."""
     flops, moved = zip(*layer_work(model, operation, num_frames, height, width), strict=True)
@@ -221,7 +215,7 @@ def layer_work(model: TAEHV, operation: str, num_frames: int, height: int, width
     size = fold.Size(latents, spec.latent_channels, height // factor, width // factor)
     if operation == "encode":
         size = fold.Size(latents * spec.time_factor, spec.image_channels, height // patch, width // patch)
-    for layer in fold.fold_layers(model.encoder if operation == "encode" else model.decoder):
+    for layer in fold.fold_layers(getattr(model, SIDES[operation])):
         after = layer.output(size)
         grid = after if isinstance(layer, fold.PoolLayer) else size  # where the outputs of the convolution lie
         if isinstance(layer, fold.ClampLayer):
@@ -245,17 +239,16 @@ def layer_work(model: TAEHV, operation: str, num_frames: int, height: int, width
 
 def stream_through(codec: VideoCodec, operation: str, video_NTCHW: Tensor, *, chunk_latents: int | None = None) -> None:
     """Push a video piece by piece and discard each result, as a consumer of a live stream does."""
-    spec = codec.spec
-    side: Side = "decoder" if operation == "decode" else "encoder"
-    scale = 1 if side == "decoder" else spec.space_factor
-    size = (video_NTCHW.shape[-2] // scale, video_NTCHW.shape[-1] // scale)
-    chunk = chunk_latents or codec.stream_chunk_latents(side, *size, num_videos=video_NTCHW.shape[0]) or 1
+    is_decoder, (num_videos, length) = operation == "decode", video_NTCHW.shape[:2]
+    pixels, frames = (1, 1) if is_decoder else (codec.spec.space_factor, codec.spec.time_factor)  # of one latent
+    size = (side // pixels for side in video_NTCHW.shape[-2:])
+    chunk = chunk_latents or codec.stream_chunk_latents(SIDES[operation], *size, num_videos=num_videos) or 1
     stream: StreamingDecoder | StreamingEncoder
-    if side == "decoder":
-        stream = StreamingDecoder(codec, num_latents=video_NTCHW.shape[1], chunk_latents=chunk)
+    if is_decoder:
+        stream = StreamingDecoder(codec, num_latents=length, chunk_latents=chunk)
     else:
-        stream = StreamingEncoder(codec, num_frames=video_NTCHW.shape[1], chunk_latents=chunk)
-    for part in video_NTCHW.split(chunk * (1 if side == "decoder" else spec.time_factor), dim=1):
+        stream = StreamingEncoder(codec, num_frames=length, chunk_latents=chunk)
+    for part in video_NTCHW.split(chunk * frames, dim=1):
         stream.push(part)
     stream.flush()
 
@@ -269,12 +262,9 @@ def _errors(model: TAEHV, codecs: dict[str, VideoCodec], operation: str, argumen
     exact = copy.deepcopy(model).to(wider)
     argument = argument[:, : 2 if operation == "decode" else 2 * model.spec.time_factor]
 
-    def run(codec: VideoCodec) -> Tensor:
-        return codec.decode(argument) if operation == "decode" else codec.encode(argument)
-
     with without_cudnn_trials():
-        reference = run(exact)
-    return {name: relative_error(run(codec), reference) for name, codec in codecs.items()}
+        reference = getattr(exact, operation)(argument)
+    return {name: relative_error(getattr(codec, operation)(argument), reference) for name, codec in codecs.items()}
 
 
 # several models
@@ -317,7 +307,8 @@ def compare_speed(models: Mapping[str, TAEHV], case: BenchmarkCase, ceilings: Ce
     }
     timings = []
     for operation, by_model in calls.items():
-        times = _time_with_bar(f"{case.height}x{case.width} {operation}", by_model, first.device, case)
+        title = f"{case.height}x{case.width} {operation}" if case.show_progress_bar else None
+        times = time_alternating_ms(by_model, first.device, repeats=case.repeats, warmups=case.warmups, title=title)
         medians = {name: statistics.median(values) for name, values in times.items()}
         for (name, model), median in zip(models.items(), medians.values(), strict=True):
             timings.append(
@@ -325,7 +316,7 @@ def compare_speed(models: Mapping[str, TAEHV], case: BenchmarkCase, ceilings: Ce
                     model=name,
                     variant=model.spec.name,
                     width=model.spec.width,
-                    engine=fused[name].engines["decoder" if operation == "decode" else "encoder"].split(" ")[0],
+                    engine=fused[name].engines[SIDES[operation]].split(" ")[0],
                     size=(case.height, case.width),
                     operation=operation,
                     milliseconds=median,

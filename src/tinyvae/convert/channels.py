@@ -95,7 +95,7 @@ def makes(cut: Cut, group: str) -> bool:
 
 def turn_linear_pairs(model: TAEHV) -> None:
     """Turn the channels between the 1x1 of a `TPool` or `TGrow` and the convolution right behind it, so that the first
-    channels hold as much of the product of the two as channels can. The network computes what it did."""
+    channels hold as much of the product of the two as channels can. The network computes the same as before."""
     for stack in (model.encoder, model.decoder):
         layers = list(stack)
         for narrow, conv in pairwise(layers):

@@ -26,8 +26,8 @@ from torch import Tensor
 from tinyvae.convert import programs, readers
 from tinyvae.convert.pixel_range import to_signed_pixels, to_unit_pixels
 from tinyvae.convert.programs import Program, Slot
-from tinyvae.errors import FileExistsAlreadyError, UserError
-from tinyvae.files import check_output_file, make_output_folder, writing_to
+from tinyvae.errors import UserError
+from tinyvae.files import check_output_file, make_output_folder, refuse_existing, writing_to
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import H3_CHUNK_FRAMES, VARIANTS, VariantSpec
 from tinyvae.models.weights import load_model, plain_state, save_model
@@ -121,7 +121,7 @@ def export(
         overwrite=overwrite,
         data=None if data is None else place_of(data),
     )
-    rounded = round_model(to_signed_pixels(model) if chosen.signed_pixels else model, plan.weights_dtype)
+    rounded = round_model(model, plan.weights_dtype, signed_pixels=chosen.signed_pixels)
     write = {"weights": _write_weights, "folder": _write_folder}.get(program.writes, _write_graphs)
     files, int8 = write(rounded, plan)
     if int8 is not None:
@@ -139,10 +139,15 @@ def export(
     )
 
 
-def round_model(model: TAEHV, dtype: str) -> TAEHV:
-    """A copy on the CPU in float32 whose weights have been rounded to ``dtype``: what the program will have."""
+def round_model(model: TAEHV, dtype: str, *, signed_pixels: bool = False) -> TAEHV:
+    """A copy on the CPU in float32 whose weights have been rounded to ``dtype``: what the program will have.
+
+    ``signed_pixels``: it is for pixels in [-1, 1].
+    """
     rounded = copy.deepcopy(model).to("cpu", torch.float32).eval().requires_grad_(False)
     rounded.gradient_checkpointing = rounded.folded_training = False
+    if signed_pixels:  # in float32: in the model's own dtype it would round once more
+        rounded = to_signed_pixels(rounded)
     rounded.to(getattr(torch, dtype)).float()
     for key, value in rounded.state_dict().items():
         if not value.isfinite().all():
@@ -169,7 +174,7 @@ def _write_weights(rounded: TAEHV, plan: _Plan) -> Written:
     slot, target, dtype = plan.slot, plan.target, getattr(torch, plan.dtype)
     check_path(plan.program, slot, target)
     check_output_file(target, option="--output")
-    _refuse_existing([target], plan.overwrite)
+    refuse_existing([] if plan.overwrite else [target])
     with _draft_folder(target.parent) as folder:
         draft = folder / target.name
         if slot.signed_pixels:  # without a statement: it would be untrue, because our own models are for [0, 1]
@@ -186,12 +191,13 @@ def check_path(program: Program, slot: Slot, file: Path) -> None:
     """Refuse a path that the program would take for something else."""
     path = str(file.absolute())
     if program is programs.LIGHTX2V:
-        is_vae_space = slot.needs.latent_space == "vae"
+        is_vae_space = slot.needs is not None and slot.needs.latent_space == "vae"
         if ("lighttae" in path) != is_vae_space:
             word = "needs" if is_vae_space else "must not have"
+            where = "" if is_vae_space else ", in a folder without that word"
             raise UserError(
                 f"LightX2V takes a path with 'lighttae' in it for a network with VAE-space latents, so {path} {word} "
-                f"that word; call the file {slot.file_name}."
+                f"that word; call the file {slot.file_name}{where}."
             )
         if "taecvx" in path:
             raise UserError(f"LightX2V counts frames as for CogVideoX where the path has 'taecvx': rename {path}.")
@@ -254,7 +260,7 @@ def _write_folder(rounded: TAEHV, plan: _Plan) -> Written:
         vae = AutoencoderTinyVideo.from_tinyvae(copy.deepcopy(rounded).to(getattr(torch, plan.dtype)))
         vae.save_pretrained(folder)
         files = [plan.target / file.name for file in sorted(folder.iterdir())]
-        _refuse_existing(files, plan.overwrite)
+        refuse_existing([] if plan.overwrite else files)
         check_folder(AutoencoderTinyVideo.from_pretrained(folder, torch_dtype=torch.float32), rounded, plan.program)
     return files, None
 
@@ -285,11 +291,10 @@ def _write_graphs(rounded: TAEHV, plan: _Plan) -> Written:
     from tinyvae.convert import onnx as graphs
 
     target, is_page = plan.target, plan.program.writes == "page"
-    if target.suffix == ".onnx":
-        raise UserError(f"--output {target}: two files are written, the encoder and the decoder; name a folder.")
     make_output_folder(target, option="--output")
     files = [target / name for name in (*graphs.FILES.values(), *(web.page_files() if is_page else []))]
-    _refuse_existing(files, plan.overwrite)
+    refuse_existing([] if plan.overwrite else files)
+    runtime = web.find_runtime() if is_page else None
     videos = None if plan.data is None else int8.read_videos(plan.data, rounded.spec)
     with _draft_folder(target) as folder:
         sides = {side: folder / name for side, name in graphs.FILES.items()}
@@ -298,9 +303,9 @@ def _write_graphs(rounded: TAEHV, plan: _Plan) -> Written:
             file.write_bytes(graph.SerializeToString())
         check_graphs(sides["encoder"], sides["decoder"], rounded, plan.program)
         checked = None if videos is None else int8.quantize_decoder(sides["decoder"], rounded, videos)
-        if is_page:
+        if runtime is not None:
             facts: dict[str, Any] = {side: graphs.GraphStream(file).facts for side, file in sides.items()}
-            web.write_page(folder, rounded, {"dtype": plan.dtype, **facts})
+            web.write_page(folder, runtime, rounded, {"dtype": plan.dtype, **facts})
     return files, checked
 
 
@@ -354,9 +359,3 @@ def _compare(what: str, made: Tensor, expected: Tensor, program: Program, tolera
             return
         fault = f"differ from the model's by {error:.2g}"
     raise ExportMismatchError(f"read by the rules of {program.title}, the {what} {fault}; nothing was written.")
-
-
-def _refuse_existing(files: list[Path], overwrite: bool) -> None:
-    for file in files:
-        if file.exists() and not overwrite:
-            raise FileExistsAlreadyError(f"{file} exists already; add --overwrite (in Python: overwrite=True).")

@@ -22,6 +22,8 @@ from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_ZEROS
 from tinyvae.terminal import progress_bar
 
+Pixels = tuple[Tensor, Tensor, Tensor]
+"""The frame, the row and the column of each pixel."""
 FITTED_PIXELS = 16_384  # of each layer, drawn from all clips: several for each weight of an output channel
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """How strongly fitted weights may be held to the cut ones, as parts of the inputs' energy; `solve_ridge` chooses."""
@@ -98,11 +100,10 @@ def _run_layer(model: TAEHV, name: str, video_NTCHW: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a pruned convolution should make of a video, with what its block's stream should be added where it adds to
-    it: (pixels, kept outputs), and where those pixels are."""
+    """What a convolution of the pruned network should give at drawn pixels of a video."""
 
-    pixels: tuple[Tensor, Tensor, Tensor]
-    outputs: Tensor
+    pixels: Pixels
+    outputs: Tensor  # (pixels, kept outputs); with the stream of its block, where the convolution adds to it
 
 
 def _run_whole(
@@ -112,7 +113,7 @@ def _run_whole(
     found: dict[str, Wanted] = {}
     stream_BCHW = video_NTCHW.flatten(0, 1)
 
-    def keep(cut: Cut, made_BCHW: Tensor) -> None:
+    def keep(cut: Cut, _: nn.Module, __: object, made_BCHW: Tensor) -> None:
         pixels = draw_pixels(made_BCHW, num_pixels)
         frame, row, column = pixels
         outputs = made_BCHW[frame, :, row, column]
@@ -124,8 +125,7 @@ def _run_whole(
 
     with ExitStack() as hooks:
         for cut in cuts:
-            hook = partial(lambda cut, _, __, made_BCHW: keep(cut, made_BCHW), cut)
-            hooks.callback(find_conv(whole, cut.conv).register_forward_hook(hook).remove)
+            hooks.callback(find_conv(whole, cut.conv).register_forward_hook(partial(keep, cut)).remove)
         return _run_layer(whole, name, video_NTCHW), found
 
 
@@ -142,15 +142,15 @@ def _sees_and_lacks(pruned: TAEHV, name: str, cut: Cut, video_NTCHW: Tensor, wan
     return seen[0], lacks
 
 
-def draw_pixels(x_BCHW: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(frame, row, column) of at most ``count`` pixels; always the same ones for frames of one size."""
+def draw_pixels(x_BCHW: Tensor, count: int) -> Pixels:
+    """At most ``count`` pixels; always the same ones for frames of one size."""
     frames, _, height, width = x_BCHW.shape
     drawn = torch.randperm(frames * height * width, generator=torch.Generator().manual_seed(0))[:count]
     drawn = drawn.to(x_BCHW.device)
     return drawn // (height * width), drawn // width % height, drawn % width
 
 
-def patches_of(x_BCHW: Tensor, conv: nn.Conv2d, pixels: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def patches_of(x_BCHW: Tensor, conv: nn.Conv2d, pixels: Pixels) -> Tensor:
     """What a convolution sees for these output pixels: (pixels, inputs x taps), in the order of its weights."""
     frame, row, column = pixels
     side, stride, pad = conv.kernel_size[0], conv.stride[0], conv.kernel_size[0] // 2
@@ -171,8 +171,11 @@ def fit_conv(conv: nn.Conv2d, patches: Tensor, lacking: Tensor) -> None:
 
 
 def solve_ridge(inputs: Tensor, targets: Tensor) -> Tensor:
-    """The weights (inputs, targets) that map rows of inputs to rows of targets with the least square error. How hard
-    they are held to zero is what serves the last eighth of the rows best; zero itself is tried too."""
+    """The weights (inputs, targets) that map rows of inputs to rows of targets with the least square error.
+
+    A ridge holds them to zero. It is the one of `RIDGES` with the least error on the last eighth of the rows, after a
+    fit to the others; weights of zero are returned where they are better still.
+    """
     last = max(1, len(inputs) // 8)
     seen, unseen = (inputs[:-last], targets[:-last]), (inputs[-last:], targets[-last:])
     gram, moment = (seen[0].T @ seen[0]).double(), (seen[0].T @ seen[1]).double()

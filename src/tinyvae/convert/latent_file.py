@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import IO
 
 import torch
+from pydantic import PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from torch import Tensor
 
-from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UnreadableVideoError, UserError
-from tinyvae.files import atomic_write
+from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
+from tinyvae.files import atomic_write, refuse_existing
 from tinyvae.models.variants import LatentSpaceName
 from tinyvae.models.weights import LATENT_CONVENTIONS
 
@@ -35,10 +36,10 @@ class LatentFacts:
 
     variant: str | None = None
     latent_space: LatentSpaceName = "diffusion"
-    num_frames: int | None = None  # of the video; decoding can give more, which are cut off
-    fps: float | None = None
-    height: int | None = None  # of the video in pixels, before padding to whole latent pixels
-    width: int | None = None
+    num_frames: PositiveInt | None = None  # of the video; decoding can give more, which are cut off
+    fps: PositiveFloat | None = None
+    height: PositiveInt | None = None  # of the video in pixels, before padding to whole latent pixels
+    width: PositiveInt | None = None
     source: str | None = None
 
 
@@ -48,8 +49,7 @@ def write_latents(path: Path, facts: LatentFacts, *, overwrite: bool = False) ->
 
     Example: ``with write_latents(Path("film.safetensors"), LatentFacts()) as writer: writer.write(latents_NTCHW)``
     """
-    if path.exists() and not overwrite:
-        raise FileExistsAlreadyError(f"{path} exists already; remove it or pass --overwrite.")
+    refuse_existing([] if overwrite else [path])
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as stream:
         stream.write(b" " * HEADER_ROOM)
@@ -110,7 +110,7 @@ class LatentReader:
             raise MissingFileError(f"there is no latents file at {path}; make one with: tinyvae encode MODEL VIDEO")
         try:
             self._file = safe_open(path, framework="pt")
-        except SafetensorError as broken:
+        except (SafetensorError, OSError) as broken:
             raise UserError(_why_no_latents(path, broken)) from None
         self.path = path
         self._key = self._tensor_name()
@@ -133,21 +133,21 @@ class LatentReader:
 
     def _tensor_name(self) -> str:
         names = list(self._file.keys())
-        if TENSOR in names:
-            return TENSOR
         fitting = [name for name in names if len(self._file.get_slice(name).get_shape()) in (4, 5)]
+        if TENSOR in fitting:
+            return TENSOR
         if len(fitting) != 1:
-            missing = f"{self.path} holds no tensor named {TENSOR!r} (it has {', '.join(names[:4]) or 'none'})"
-            raise UserError(f"{missing}; latents are one tensor N T C H W, as `tinyvae encode` writes it.")
+            what = f"no tensor named {TENSOR!r} with 4 or 5 dimensions (it has {', '.join(names[:4]) or 'none'})"
+            advice = "latents are one tensor N T C H W, as `tinyvae encode` writes it"
+            raise UserError(f"{self.path} holds {what}; {advice}.")
         return fitting[0]
 
     def _facts(self) -> LatentFacts:
+        stated = (self._file.metadata() or {}).get(METADATA_KEY, "{}")
         try:
-            stated = json.loads((self._file.metadata() or {}).get(METADATA_KEY, "{}"))
-        except json.JSONDecodeError:
+            return TypeAdapter(LatentFacts).validate_json(stated)
+        except ValidationError:
             raise UserError(f"the metadata of {self.path} is damaged; encode the video again.") from None
-        known = LatentFacts.__dataclass_fields__
-        return LatentFacts(**{key: value for key, value in stated.items() if key in known})
 
 
 def _why_no_latents(path: Path, broken: Exception) -> str:

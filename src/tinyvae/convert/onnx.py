@@ -12,7 +12,6 @@ example inputs, and the graphs do less arithmetic than the plain network.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 Side = Literal["encoder", "decoder"]
 OPSET, IR_VERSION = 18, 10  # both are read by onnxruntime from 1.18 on, and by TensorRT
 METADATA_KEY = "tinyvae"
+PROBE = 8  # height and width of the latent whose sizes are followed; the graph itself works at every size
 FILES: dict[Side, str] = {"encoder": "encoder.onnx", "decoder": "decoder.onnx"}
 
 
@@ -84,10 +84,10 @@ class GraphWriter:
         """Move frames between batch and channels: the same values with this many channels."""
         return self.add("Reshape", x, self.constant([-1, channels, 0, 0]))  # 0: as in the input
 
-    def frame_before(self, x: str, size: Size, latent_height: int) -> str:
+    def frame_before(self, x: str, size: Size) -> str:
         """For each frame of ``x`` the one before it; the first comes from the carried state, the last goes into it."""
         number = len(self.states)
-        self.states.append((size.channels, size.height // latent_height))
+        self.states.append((size.channels, size.height // PROBE))
         state = f"state_{number}"
         if size.frames == 1:
             self.next_states.append(x)
@@ -98,8 +98,8 @@ class GraphWriter:
         return self.add("Concat", state, earlier, axis=0)
 
 
-def write_layer(graph: GraphWriter, layer: Layer, x: str, size: Size, latent_height: int) -> str:
-    """Append one folded layer to the graph; returns the name of its output."""
+def write_layer(graph: GraphWriter, layer: Layer, x: str, size: Size) -> str:
+    """Append one folded layer to the graph; returns the name of its output. ``size``: of what goes in."""
     if isinstance(layer, ClampLayer):
         third, three = (graph.constant(torch.tensor(value)) for value in (1 / 3, 3.0))
         return graph.add("Mul", graph.add("Tanh", graph.add("Mul", x, third)), three)
@@ -109,11 +109,11 @@ def write_layer(graph: GraphWriter, layer: Layer, x: str, size: Size, latent_hei
         x = graph.add("DepthToSpace", x, blocksize=2, mode="CRD") if layer.shuffle else x
         return graph.regroup(x, layer.output(size).channels) if layer.frames > 1 else x
     if isinstance(layer, MemLayer | WideMemLayer):
-        return _write_mem(graph, layer, x, size, latent_height)
+        return _write_mem(graph, layer, x, size)
     if isinstance(layer, SuperMemLayer):
         now = graph.conv(x, layer.depth, group=size.channels)
         then = graph.conv(x, layer.past_depth, group=size.channels)
-        both = graph.add("Concat", now, graph.frame_before(then, size, latent_height), axis=1)
+        both = graph.add("Concat", now, graph.frame_before(then, size), axis=1)
         wide = graph.activate(graph.conv(both, layer.widen, layer.widen_bias), layer.slope)
         return graph.add("Add", x, graph.conv(wide, layer.narrow))
     if isinstance(layer, PoolLayer):
@@ -128,11 +128,11 @@ def write_layer(graph: GraphWriter, layer: Layer, x: str, size: Size, latent_hei
     return graph.activate(x, layer.slope) if layer.relu else x
 
 
-def _write_mem(graph: GraphWriter, layer: MemLayer | WideMemLayer, x: str, size: Size, latent_height: int) -> str:
+def _write_mem(graph: GraphWriter, layer: MemLayer | WideMemLayer, x: str, size: Size) -> str:
     slope = layer.slope
     now = graph.conv(x, layer.first[: size.channels], layer.first_bias[: size.channels])
     then = graph.conv(x, layer.first[size.channels :])
-    y = graph.activate(graph.add("Add", now, graph.frame_before(then, size, latent_height)), slope)
+    y = graph.activate(graph.add("Add", now, graph.frame_before(then, size)), slope)
     if isinstance(layer, WideMemLayer):
         y = graph.activate(graph.conv(y, layer.second, layer.second_bias, group=layer.groups), slope)
         y = graph.activate(graph.conv(y, layer.third, layer.third_bias), slope)
@@ -150,22 +150,19 @@ def unshuffled_weight(weight: Tensor, patch: int) -> Tensor:
 
 def build_graph(model: TAEHV, side: Side, dtype: torch.dtype) -> Any:
     """One half of a model as an ONNX ``ModelProto`` that streams (see the module)."""
-    spec = model.spec
-    graph = GraphWriter(dtype)
-    # Sizes are followed for a latent of 8x8 pixels; the graph itself works at every size.
-    probe, patch = 8, spec.patch_size
+    spec, patch, graph = model.spec, model.spec.patch_size, GraphWriter(dtype)
     with torch.no_grad():
         if side == "encoder":
             x = graph.add("SpaceToDepth", "frames", blocksize=patch) if patch > 1 else "frames"
-            size = Size(spec.time_factor, spec.image_channels, 8 * probe, 8 * probe)
+            size = Size(spec.time_factor, spec.image_channels, 8 * PROBE, 8 * PROBE)
         else:
-            x, size = "latent", Size(1, spec.latent_channels, probe, probe)
+            x, size = "latent", Size(1, spec.latent_channels, PROBE, PROBE)
         for number, layer in enumerate(fold_layers(getattr(model, side))):
             if side == "encoder" and number == 0:
                 assert isinstance(layer, ConvLayer)
                 x = graph.activate(graph.conv(x, unshuffled_weight(layer.weight, patch), layer.bias), layer.slope)
             else:
-                x = write_layer(graph, layer, x, size, probe)
+                x = write_layer(graph, layer, x, size)
             size = layer.output(size)
         if side == "decoder":
             x = graph.add("DepthToSpace", x, blocksize=patch, mode="CRD") if patch > 1 else x
@@ -188,8 +185,10 @@ def _model_of(graph: GraphWriter, last: str, spec: VariantSpec, side: Side, dtyp
 
     latent = value("latent", 1, spec.latent_channels, multiple=1)
     frames = value("frames", spec.time_factor, 3, multiple=spec.space_factor)
-    before = [value(f"state_{i}", 1, channels, multiple=m) for i, (channels, m) in enumerate(graph.states)]
-    after = [value(f"next_state_{i}", 1, channels, multiple=m) for i, (channels, m) in enumerate(graph.states)]
+    before, after = (
+        [value(f"{word}_{i}", 1, channels, multiple=m) for i, (channels, m) in enumerate(graph.states)]
+        for word in ("state", "next_state")
+    )
     given, made = (latent, frames) if side == "decoder" else (frames, latent)
     proto = helper.make_model(
         helper.make_graph(nodes, f"{spec.name}_{side}", [given, *before], [made, *after], graph.weights),
@@ -252,7 +251,10 @@ class GraphStream:
         """The inputs of the next call, by name."""
         array = given.detach().cpu().numpy().astype(np.float16 if self.is_half else np.float32)
         if self._states is None:
-            self._states = list(self._zeros(array))
+            factor = self.facts["space_factor"] if self.facts["side"] == "encoder" else 1
+            height, width = array.shape[2] // factor, array.shape[3] // factor
+            sizes = [(1, channels, n * height, n * width) for channels, n in self.facts["states"]]
+            self._states = [np.zeros(size, array.dtype) for size in sizes]
         named = {f"state_{number}": state for number, state in enumerate(self._states)}
         return {self._session.get_inputs()[0].name: array, **named}
 
@@ -260,12 +262,6 @@ class GraphStream:
         """The next call of the stream: float32 in and out, whatever the graph's dtype is."""
         made, *self._states = self._session.run(None, self.feeds(given))
         return torch.from_numpy(made.astype(np.float32))
-
-    def _zeros(self, given: np.ndarray) -> Iterator[np.ndarray]:
-        factor = self.facts["space_factor"] if self.facts["side"] == "encoder" else 1
-        height, width = given.shape[2] // factor, given.shape[3] // factor
-        for channels, multiple in self.facts["states"]:
-            yield np.zeros((1, channels, multiple * height, multiple * width), given.dtype)
 
 
 def stream_decode(file: Path, latents_1TCHW: Tensor, spec: VariantSpec) -> Tensor:

@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from tinyvae.errors import UserError, nearest_name
 from tinyvae.models.variants import VARIANTS, Activation, LatentSpaceName, VariantSpec
+from tinyvae.terminal import in_columns
 
 Written = Literal["weights", "folder", "graphs", "page"]
 
 SLOT_WORDS = {"vae": "its use as the VAE", "preview": "the live preview"}
 ANY_DTYPE = ("float16", "bfloat16", "float32")
+WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".gguf")  # of weight files; no folder is called so
 FORM_WORDS = {"diffusion": "diffusion-space latents", "vae": "VAE-space latents"}
 FORM_WORDS |= {"relu": "ReLU", "leaky_relu": "LeakyReLU(0.2)"}
 SUPER = tuple(name for name in VARIANTS if name.endswith("_super"))
@@ -40,11 +42,6 @@ class Form:
 
 
 OURS = Form()
-FORMS = tuple(
-    Form(latent_space=space, activation=activation)
-    for space in get_args(LatentSpaceName)
-    for activation in get_args(Activation)
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +52,8 @@ class Slot:
     ``other_dtypes``: what goes wrong with the others.
     ``place``: where the file goes, and what it does there; ``{file}`` stands for its name, ``{teacher}`` for the model
     whose VAE it replaces. ``handed_scale``: the program hands over the latents of ``needs`` divided by this, and scales
-    them itself. ``signed_pixels``: it takes and gives pixels in [-1, 1]; the export converts the first and the last
-    convolution.
+    them itself. ``needs``: None for a network of any form. ``signed_pixels``: it takes and gives pixels in [-1, 1]; the
+    export converts the first and the last convolution.
     """
 
     variant: str
@@ -65,16 +62,20 @@ class Slot:
     name: str = "vae"
     dtypes: tuple[str, ...] = ANY_DTYPE
     other_dtypes: str = ""
-    needs: Form = OURS
+    needs: Form | None = OURS
     handed_scale: float = 1.0
     signed_pixels: bool = False
+
+    def takes(self, spec: VariantSpec) -> bool:
+        """Whether a network is what the program expects here."""
+        return self.variant == spec.name and self.needs in (None, Form.of(spec))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """One program: its slots, and why it has none for other variants.
 
-    ``refused``: variant -> reason and way out. ``any_width``: whether it runs networks of other widths than 1.
+    ``refused``: variant -> reason and way out.
     """
 
     name: str
@@ -82,8 +83,12 @@ class Program:
     slots: tuple[Slot, ...]
     writes: Written = "weights"
     suffixes: tuple[str, ...] = (".safetensors",)
-    any_width: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def any_width(self) -> bool:
+        """Whether it runs networks of other widths than 1: a program that builds the network itself does not."""
+        return self.writes != "weights"
 
 
 def _same_slots(file_suffix: str, place: str, *, without: Container[str] = (), **options: Any) -> tuple[Slot, ...]:
@@ -93,10 +98,6 @@ def _same_slots(file_suffix: str, place: str, *, without: Container[str] = (), *
         for variant in VARIANTS
         if variant not in without
     )
-
-
-def _slots_of_any_form(place: str, **options: Any) -> tuple[Slot, ...]:
-    return tuple(slot for form in FORMS for slot in _same_slots("", place, needs=form, **options))
 
 
 # ComfyUI
@@ -252,10 +253,11 @@ DIFFUSERS = Program(
     name="diffusers",
     title="diffusers",
     writes="folder",
-    any_width=True,
-    slots=_slots_of_any_form(
+    slots=_same_slots(
+        "",
         "`tinyvae.diffusers.AutoencoderTinyVideo.from_pretrained('{file}')` is a VAE for the pipelines of {teacher}",
         without=_DIFFUSERS_NO,
+        needs=None,
     ),
     refused=_DIFFUSERS_NO,
 )
@@ -283,11 +285,12 @@ ONNX = Program(
     name="onnx",
     title="ONNX (onnxruntime and others)",
     writes="graphs",
-    any_width=True,
-    slots=_slots_of_any_form(
+    slots=_same_slots(
+        "",
         "{file}/encoder.onnx takes the frames of one latent a call, {file}/decoder.onnx one latent a call; "
         "examples/stream_onnx.py shows the loop",
         dtypes=_GRAPH_DTYPES,
+        needs=None,
     ),
 )
 
@@ -295,9 +298,11 @@ WEB = Program(
     name="web",
     title="a page in the browser",
     writes="page",
-    any_width=True,
-    slots=_slots_of_any_form(
-        "start `python -m http.server -d {file}` and open http://localhost:8000 to try the model", dtypes=_GRAPH_DTYPES
+    slots=_same_slots(
+        "",
+        "start `python -m http.server -d {file}` and open http://localhost:8000 to try the model",
+        dtypes=_GRAPH_DTYPES,
+        needs=None,
     ),
 )
 
@@ -329,39 +334,33 @@ def choose_slot(program: Program, spec: VariantSpec, *, name: str | None = None)
         raise UserError(f"{program.title} has no slot {name!r}; leave --slot out, or use {_or(names)}.")
     if spec.preview is not None:
         raise UserError("a model loaded with preview= cannot be exported; load it without preview=.")
-    slots = [slot for slot in program.slots if slot.variant == spec.name]
-    if not slots:
+    if spec.name in program.refused:
         raise UserError(f"{spec.name} cannot be exported to {program.title}: {program.refused[spec.name]}.")
     if spec.width != 1 and not program.any_width:
         raise UserError(
             f"{program.title} knows the released widths alone, and this model has width {spec.width:g}; "
             "use --to onnx or --to web, or train one with model_width = 1."
         )
-    wanted, form = name or "vae", Form.of(spec)
-    for slot in slots:
-        if (slot.name, slot.needs) == (wanted, form):
+    wanted = name or "vae"
+    for slot in program.slots:
+        if slot.name == wanted and slot.takes(spec):
             return slot
     raise UserError(_why_no_slot(program, spec, wanted))
 
 
 def _why_no_slot(program: Program, spec: VariantSpec, wanted: str) -> str:
-    form = Form.of(spec)
-    fitting = [
-        (other.name, slot.name)
-        for other in PROGRAMS.values()
-        for slot in other.slots
-        if (slot.variant, slot.needs) == (spec.name, form)
-    ]
-    ways = [f"{SLOT_WORDS[slot]} works (--slot {slot})" for name, slot in fitting if name == program.name]
-    elsewhere = dict.fromkeys(name for name, _ in fitting if name != program.name)
-    ways.append(f"or use --to {_or([*elsewhere])}")
-    needs = [slot.needs for slot in program.slots if (slot.variant, slot.name) == (spec.name, wanted)]
-    if needs:
-        keys = [key for key, value in vars(form).items() if value != getattr(needs[0], key)]
-        needed, given = (", ".join(FORM_WORDS[getattr(each, key)] for key in keys) for each in (needs[0], form))
+    ways = [f"{SLOT_WORDS[slot.name]} works (--slot {slot.name})" for slot in program.slots if slot.takes(spec)]
+    others = [other for other in PROGRAMS.values() if other is not program]
+    elsewhere = [other.name for other in others if any(slot.takes(spec) for slot in other.slots)]
+    ways.append(f"or use --to {_or(elsewhere)}")
+    needs = next((slot.needs for slot in program.slots if (slot.variant, slot.name) == (spec.name, wanted)), None)
+    if needs is not None:
+        form = Form.of(spec)
+        keys = [key for key, value in vars(form).items() if value != getattr(needs, key)]
+        needed, given = (", ".join(FORM_WORDS[getattr(each, key)] for key in keys) for each in (needs, form))
         reason = f"{SLOT_WORDS[wanted]} needs a network for {needed}, and this one has {given}"
         reason += ", so it would decode wrongly without a word"
-        settings = [f"--{key} {value}" for key, value in vars(needs[0]).items() if value != getattr(OURS, key)]
+        settings = [f"--{key} {value}" for key, value in vars(needs).items() if value != getattr(OURS, key)]
         ways += [f"or train one for it (tinyvae train ... {' '.join(settings)})"] if settings else []
     else:
         reason = f"it has no {wanted} slot for {spec.name}"
@@ -394,9 +393,11 @@ def check_dtype(program: Program, slot: Slot, dtype: str | None, *, has_data: bo
 def output_file(program: Program, slot: Slot, output: Path) -> Path:
     """Where the export goes: ``output`` itself, or the slot's file name in the folder ``output``."""
     if program.writes != "weights":
+        if output.suffix in (*WEIGHT_SUFFIXES, ".onnx") and not output.exists():
+            raise UserError(f"--output {output}: several files are written for {program.title}; name a folder.")
         return output
-    named = output.suffix in (".safetensors", ".pth")
-    file = output if named and not output.is_dir() else output / slot.file_name
+    names_a_file = output.suffix in WEIGHT_SUFFIXES and not output.is_dir()
+    file = output if names_a_file else output / slot.file_name
     if file.suffix not in program.suffixes:
         raise UserError(
             f"{program.title} opens {_or([*program.suffixes])} files; name the output so, or name a folder "
@@ -408,20 +409,18 @@ def output_file(program: Program, slot: Slot, output: Path) -> Path:
 def program_table() -> str:
     """Programs and variants as text: the dtype that is written, by slot, or - where the program cannot use it."""
     rows = [("variant", *PROGRAMS)]
-    rows += [(variant, *(_cell(program, variant) for program in PROGRAMS.values())) for variant in VARIANTS]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rows += [(spec.name, *(_cell(program, spec) for program in PROGRAMS.values())) for spec in VARIANTS.values()]
     titles = [f"  {program.name:<10} {program.title}" for program in PROGRAMS.values()]
     any_width = _or([program.name for program in PROGRAMS.values() if program.any_width])
     legend = (
         "A cell has the dtype that is written; (preview): the live preview alone, with --slot preview; -: refused, "
         f"and\nthe message says why. A network of another width than 1 can go to {any_width}."
     )
-    return "\n".join([*lines, "", legend, "", *titles])
+    return "\n".join([*in_columns(rows), "", legend, "", *titles])
 
 
-def _cell(program: Program, variant: str) -> str:
+def _cell(program: Program, spec: VariantSpec) -> str:
     for slot in program.slots:
-        if (slot.variant, slot.needs) == (variant, OURS):
+        if slot.takes(spec):
             return slot.dtypes[0] if slot.name == "vae" else f"({slot.name})"
     return "-"

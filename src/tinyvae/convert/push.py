@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinyvae.errors import UserError
-from tinyvae.models.hub import HUB_NAME, LOGIN, answered, first_line, hub_failures, load_hub
+from tinyvae.models.hub import HUB_NAME, LOGIN, TIMEOUT_S, answered, first_line, hub_failures, load_hub
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import find_weights, load_model, read_weights, save_model
 from tinyvae.terminal import count_of
@@ -54,8 +54,8 @@ class Pushed:
 def push(run: str | Path, repo: str, *, variant: str | None = None, private: bool = False) -> Pushed:
     """Push a run's best model (or any model that `load_model` reads) to a repository, which is made if need be.
 
-    ``repo``: ``owner/name``. Afterwards ``load_model(repo)`` reads it. A `UserError` says what is missing: a token, the
-    network, the right to write.
+    ``repo``: ``owner/name``. Afterwards ``load_model(repo)`` reads it. ``private``: a new repository is made private,
+    and a public one is refused. A `UserError` says what is missing: a token, the network, the right to write.
 
     Example: ``push("output/my_run", "me/my-vae").address``.
     """
@@ -75,6 +75,9 @@ def push(run: str | Path, repo: str, *, variant: str | None = None, private: boo
         try:
             api = hub.HfApi()
             api.create_repo(repo, private=private, exist_ok=True)
+            if private and not api.model_info(repo, timeout=TIMEOUT_S).private:
+                what = f"{repo} exists on the hub and is public, and --private is for a new repository"
+                raise UserError(f"{what}; make it private in its settings, or name another one.")
             api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"tinyvae push {model.spec.name}")
         except hub_failures() as failure:
             raise UserError(_why_not_pushed(repo, failure)) from None

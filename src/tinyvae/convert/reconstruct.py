@@ -276,8 +276,11 @@ def decode_to_video(
     if facts.latent_space != spec.latent_space:
         what = f"{source} holds latents of {facts.latent_space} space and the model is for {spec.latent_space} space"
         raise UserError(f"{what}; use a model of the same latent space.")
-    height = facts.height or reader.frame_shape[1] * spec.space_factor
-    width = facts.width or reader.frame_shape[2] * spec.space_factor
+    full_height, full_width = (side * spec.space_factor for side in reader.frame_shape[1:])
+    height, width = facts.height or full_height, facts.width or full_width
+    if height > full_height or width > full_width:
+        what = f"{source} states {height}x{width} pixels, and its latents make only {full_height}x{full_width}"
+        raise UserError(f"{what}; encode the video again.")
     limit = facts.num_frames or spec.frames_from_latents(reader.num_latents)
     decoder = StreamingDecoder(codec, num_latents=reader.num_latents)
     written = 0

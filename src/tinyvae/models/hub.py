@@ -16,7 +16,10 @@ from typing import Any, NoReturn
 from tinyvae.errors import MissingFileError, UserError, require_package
 from tinyvae.terminal import count_of
 
-HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?::(?P<file>.+))?")
+HUB_NAME = re.compile(
+    r"(?P<repo>(?![^:]*(?:--|\.\.))[A-Za-z0-9][\w.-]*\b/\b[\w.-]{1,96}\b(?<!\.git))(?::(?P<file>.+))?"
+)
+"""``owner/name`` as the hub allows it: no -- or .., no - or . at an end, no .git; ``:file`` behind it."""
 FORMATS = (".safetensors", ".pth")
 FIRST_CHOICES = [f"{stem}{suffix}" for stem in ("model", "best_model/model", "final_model") for suffix in FORMATS]
 """Of a repository as of a run's folder."""

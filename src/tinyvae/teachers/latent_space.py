@@ -84,4 +84,5 @@ def _noise(shape: tuple[int, ...], seed: int, position: int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)  # else every step copies these few numbers to the device
 def _column(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
+    with torch.inference_mode(False):  # a tensor of inference mode would fail in a later step with gradients
+        return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)

@@ -133,6 +133,8 @@ def test_a_video_file_in_half_precision(tmp_path: Path, write_video: WriteVideo)
         assert_same_as_codec(page, model, tolerance=2e-2)
         assert page.run("return shown.frames.length") == 6
         assert (read_frames(page, "frames")[0, 0] - read_frames(page, "frames")[0, 5]).abs().max() > 0.1, "it moves"
+        again = "const field = document.getElementById('file'); field.onclick(); return field.files.length"
+        assert page.run(again) == 0, "a browser tells of a chosen file only where the field changes"
         text = page.run("return document.getElementById('rates').textContent")
         assert "the video file, at its own size" in text
         picture(page, "video.png", DESKTOP)
@@ -166,6 +168,29 @@ def test_what_is_no_video_is_said(tmp_path: Path) -> None:
         said = page.run("return document.getElementById('status').textContent")
         assert said == "Something went wrong: this browser cannot play notes.mp4"
         assert page.run("return document.getElementById('example').disabled") is False
+
+
+def test_a_fault_of_the_worker_ends_the_work(tmp_path: Path, write_video: WriteVideo) -> None:
+    """The video is closed, and the next one goes through."""
+    require_runtime()
+    model = small("taehv")
+    export(model, to="web", output=tmp_path / "page")
+    with serve(tmp_path / "page") as address, open_browser() as page:
+        open_page(page, address, width=PHONE)
+        page.run("""
+            window.numClosed = 0;
+            URL.revokeObjectURL = () => { window.numClosed += 1; };
+            document.getElementById("width").append(new Option("60", "60"));
+        """)
+        set_values(page, width=60, fps=12, seconds=1)  # no multiple of the space factor
+        put_file(page, "file", write_video("a.mp4", frames=12, height=64, width=64, fps=12))
+        page.wait("return document.getElementById('status').classList.contains('wrong')")
+        page.wait("return window.numClosed === 1")
+        assert "Something went wrong" in page.run("return document.getElementById('status').textContent")
+        set_values(page, width=64)
+        page.run("document.getElementById('example').click()")
+        page.wait(DONE)
+        assert_same_as_codec(page, model)
 
 
 def put_file(page: Page, field: str, file: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.small_models import small
-from tinyvae.convert import web
+from tinyvae.convert import onnx, web
 from tinyvae.convert.export import export
 from tinyvae.errors import UserError
 
@@ -30,6 +30,7 @@ def fake_npm(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_npm(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime", reason="the extra 'onnx' is not installed")
     monkeypatch.setattr(web.shutil, "which", lambda name: None)
+    monkeypatch.setattr(onnx, "build_graph", lambda *_: pytest.fail("it is asked before the work"))
     with pytest.raises(UserError, match=r"npm is not installed; install it .*or use --to onnx"):
         export(small("taehv"), to="web", output=tmp_path / "page")
     assert list((tmp_path / "page").iterdir()) == []
@@ -41,13 +42,26 @@ def test_without_a_network(empty_cache: Path, tmp_path: Path, monkeypatch: pytes
         web.find_runtime()
 
 
-def test_another_file_is_not_kept(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def pack_files(content: str) -> str:
+    """The script of an npm that packs files of this content."""
     names = " ".join(f"package/dist/{name}" for name in web.RUNTIME_FILES)
-    script = f"mkdir -p package/dist; for f in {names}; do echo x > $f; done; tar czf ort.tgz package; rm -r package"
-    fake_npm(tmp_path, script, monkeypatch)
+    write = f"for f in {names}; do printf {content} > $f; done"
+    return f"mkdir -p package/dist; {write}; tar czf ort.tgz package; rm -r package"
+
+
+def test_another_file_is_not_kept(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_npm(tmp_path, pack_files("x"), monkeypatch)
     with pytest.raises(UserError, match="is not the file that was expected"):
         web.find_runtime()
     assert not empty_cache.exists()
+
+
+def test_a_cache_that_cannot_be_written(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "RUNTIME_FILES", {"a.mjs": hashlib.sha256(b"right").hexdigest()})
+    fake_npm(tmp_path, pack_files("right"), monkeypatch)
+    (tmp_path / "cache").write_text("a file in its way")
+    with pytest.raises(UserError, match=r"writing to .*cache/tinyvae/onnxruntime-web-\S+ failed \(Not a directory\)"):
+        web.find_runtime()
 
 
 def test_what_is_kept_is_used_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

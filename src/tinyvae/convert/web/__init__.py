@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyvae.errors import UserError
-from tinyvae.files import atomic_write, sha256_of
+from tinyvae.files import atomic_write, sha256_of, writing_to
 
 if TYPE_CHECKING:
     from tinyvae.models.taehv import TAEHV
@@ -70,10 +70,11 @@ def fetch_runtime(folder: Path) -> None:
                 raise UserError(
                     f"{file.name} of {PACKAGE} is not the file that was expected (sha256); nothing was kept."
                 )
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in fetched:
-            with atomic_write(folder / file.name) as stream:
-                stream.write(file.read_bytes())
+        with writing_to(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in fetched:
+                with atomic_write(folder / file.name) as stream:
+                    stream.write(file.read_bytes())
 
 
 def _is_right(file: Path) -> bool:
@@ -85,13 +86,12 @@ def page_files() -> list[str]:
     return [*(f"ort/{name}" for name in RUNTIME_FILES), *PAGE_FILES, "model.json"]
 
 
-def write_page(folder: Path, model: TAEHV, graph_facts: Mapping[str, Any]) -> None:
+def write_page(folder: Path, runtime: Path, model: TAEHV, graph_facts: Mapping[str, Any]) -> None:
     """Write page, runtime and ``model.json`` into a folder that holds the graphs.
 
-    ``graph_facts``: the dtype, and for each side what `describe_stream` says; the browser cannot read a graph's
-    metadata.
+    ``runtime``: the folder of `find_runtime`. ``graph_facts``: the dtype, and for each side what `describe_stream`
+    says; the browser cannot read a graph's metadata.
     """
-    runtime = find_runtime()
     (folder / "ort").mkdir()
     for name in RUNTIME_FILES:
         shutil.copyfile(runtime / name, folder / "ort" / name)

@@ -12,17 +12,16 @@ for (const width of [64, 128, 192, 256, 384, 512].filter((one) => one % factor =
 const worker = new Worker("./worker.js", { type: "module" });
 const shown = { frames: [], latents: [], decoded: [], fps: 12, height: 0, width: 0, trim: 0, peak: 0, fault: "" };
 globalThis.shown = shown; // for the browser's console
-let waiting = null; // resolves when the worker has taken a frame
-let ending = null;
+let asked = null; // what `ask` waits for
 let times = { encode: 0, decode: 0 };
 
-worker.onerror = (event) => fail(`the worker stopped: ${event.message || "it could not be loaded"}`);
+worker.onerror = (event) => refuse(`the worker stopped: ${event.message || "it could not be loaded"}`);
 worker.onmessage = ({ data }) => {
   if (data.kind === "ready") {
     say("Ready.");
     document.documentElement.dataset.ready = "true";
-  } else if (data.kind === "taken") {
-    waiting();
+  } else if (data.kind === "done") {
+    asked.done();
   } else if (data.kind === "latent") {
     shown.latents.push(data.latent);
     for (const value of data.latent.data) shown.peak = Math.max(shown.peak, Math.abs(value));
@@ -30,12 +29,22 @@ worker.onmessage = ({ data }) => {
     times.encode += data.encodeMs;
     times.decode += data.decodeMs;
     showFrame(Math.max(0, Math.min(shown.decoded.length, shown.frames.length) - 1));
-  } else if (data.kind === "end") {
-    ending();
   } else {
-    fail(data.text);
+    refuse(data.text);
   }
 };
+
+function ask(message, moved = []) { // resolves when the worker has done it, and fails where the worker does
+  return new Promise((done, wrong) => {
+    asked = { done, wrong };
+    worker.postMessage(message, moved);
+  });
+}
+
+function refuse(text) {
+  if (asked) asked.wrong(new Error(text));
+  else fail(text);
+}
 
 function say(text) {
   byId("status").textContent = text;
@@ -148,7 +157,7 @@ async function work(open) {
     for (const id of ["original", "decoded"]) Object.assign(byId(id), { width, height });
     byId("pictures").hidden = byId("progress").hidden = false;
     byId("player").hidden = byId("numbers").hidden = true;
-    worker.postMessage({ kind: "start", height, width, numLatents: numLatents(count) });
+    await ask({ kind: "start", height, width, numLatents: numLatents(count) });
     const canvas = Object.assign(document.createElement("canvas"), { width, height });
     canvas.getContext("2d", { willReadFrequently: true }); // the first call decides
     for (let i = 0; i < count; i += 1) {
@@ -156,20 +165,17 @@ async function work(open) {
       const frame = toPlanes(canvas);
       shown.frames.push(frame);
       drawFrame("original", frame);
-      const taken = new Promise((done) => { waiting = done; });
       const sent = frame.slice();
-      worker.postMessage({ kind: "frame", frame: sent }, [sent.buffer]);
-      await taken;
+      await ask({ kind: "frame", frame: sent }, [sent.buffer]);
       byId("progress").value = (i + 1) / count;
       say(`Frame ${i + 1} of ${count}: ${shown.latents.length} latents, ${shown.decoded.length} frames decoded.`);
     }
-    const ended = new Promise((done) => { ending = done; });
-    worker.postMessage({ kind: "end" });
-    await ended;
+    await ask({ kind: "end" });
     finish(source);
   } catch (fault) {
     fail(fault.message);
   } finally {
+    asked = null;
     if (source) source.close();
     busy(false);
   }
@@ -269,6 +275,7 @@ byId("play").onclick = () => {
 };
 byId("frame").oninput = () => { stop(); showFrame(Number(byId("frame").value)); };
 byId("example").onclick = () => { stop(); work(async () => drawnExample()); };
+byId("file").onclick = () => { byId("file").value = ""; }; // the same file can be chosen again, with other settings
 byId("file").onchange = () => { stop(); if (byId("file").files[0]) work(() => openVideo(byId("file").files[0])); };
 const drop = byId("drop");
 for (const name of ["dragover", "dragleave", "drop"]) {

@@ -96,11 +96,10 @@ async function handle(message) {
   } else if (message.kind === "frame") {
     last = message.frame.slice();
     await video.push(message.frame);
-    postMessage({ kind: "taken" });
-  } else if (message.kind === "end") {
+  } else {
     await video.flush(last);
-    postMessage({ kind: "end" });
   }
+  postMessage({ kind: "done" });
 }
 
 onmessage = ({ data }) => {
