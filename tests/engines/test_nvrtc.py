@@ -7,6 +7,7 @@ import ctypes
 import re
 import threading
 import time
+import types
 from importlib import resources
 
 import pytest
@@ -155,3 +156,13 @@ def test_every_kernel_waits_for_the_others() -> None:
     assert len(kernels) >= 7 and all(names)
     for kernel in kernels:
         assert kernel.index("let_next_start()") < kernel.index("wait_for_others()"), kernel[:200]
+
+
+def test_a_library_that_does_not_say_its_cards_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not an error: an engine without this kernel does the work."""
+    silent = types.SimpleNamespace(nvrtcGetNumSupportedArchs=lambda count: 1)
+    monkeypatch.setattr(nvrtc, "_driver", lambda: None)
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: silent)
+    nvrtc._known_architectures.cache_clear()
+    assert nvrtc.why_unavailable((8, 0)) == "NVRTC does not say which cards it compiles for"
+    assert nvrtc.why_unavailable() is None

@@ -331,12 +331,17 @@ def test_what_may_not_be_read_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     (tmp_path / "w.pth").write_bytes(b"PK")
+    (tmp_path / "config.json").write_bytes(b"{}")
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(UserError, match=r"w\.pth cannot be read \(Permission denied\)"):
         load_model(tmp_path / "w.pth")
     monkeypatch.setattr(Path, "iterdir", refuse)
     with pytest.raises(UserError, match=r"cannot be looked into \(Permission denied\)"):
         load_model(tmp_path)
+    for read in ("read_bytes", "read_text"):
+        monkeypatch.setattr(Path, read, refuse)
+    with pytest.raises(UserError, match=r"config\.json beside the weights cannot be read .*Permission denied"):
+        save_model(TAEHV("taew2_2", width=0.125), tmp_path)
 
 
 def test_saves_that_were_cut_short_are_not_a_runs_model(tmp_path: Path) -> None:

@@ -193,10 +193,10 @@ def why_unavailable(capability: tuple[int, int] | None = None) -> str | None:
     try:
         _driver()
         _nvrtc()
+        if capability is not None and 10 * capability[0] + capability[1] not in _known_architectures():
+            return f"this NVRTC does not compile for compute capability {capability[0]}.{capability[1]}"
     except KernelBuildError as reason:
         return str(reason).rstrip(".")
-    if capability is not None and 10 * capability[0] + capability[1] not in _known_architectures():
-        return f"this NVRTC does not compile for compute capability {capability[0]}.{capability[1]}"
     return None
 
 

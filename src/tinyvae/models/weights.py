@@ -360,7 +360,7 @@ def _refuse_existing(weights_files: list[Path], config_file: Path | None, config
 def _holds_run_config(config_file: Path) -> bool:
     try:
         config = json.loads(config_file.read_bytes()) if config_file.is_file() else None
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and config.get("format") == RUN_FORMAT
 
