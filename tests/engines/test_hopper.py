@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.engines import cudnn_stand_ins
 from tinyvae import TAEHV
 from tinyvae.engines import conv_rows, first_pool, first_rows, grow_image, hopper, hopper_kernels
-from tinyvae.engines.fold import ConvLayer, Layer, fold_wide_mem_block
+from tinyvae.engines.fold import ConvLayer, Layer, fold_layers
 from tinyvae.engines.fused import folded_copy
 from tinyvae.models.blocks import WideMemBlock
 
@@ -271,7 +271,7 @@ def test_wide_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wide_block(slope: float) -> None:
     """One block of 128 channels, two videos, in pieces: against the plain block."""
     block = WideMemBlock(128, slope).requires_grad_(False)
-    layers: list[Layer] = [fold_wide_mem_block(block), ConvLayer(weight=torch.zeros(3, 128, 3, 3), bias=None)]
+    layers: list[Layer] = [*fold_layers(nn.Sequential(block)), ConvLayer(weight=torch.zeros(3, 128, 3, 3), bias=None)]
     stack = hopper.HopperStack(layers, patch_size=1)
     video = torch.randn(2, 5, 128, 3, 7)
     past = torch.cat([torch.zeros(2, 1, 128, 3, 7), video[:, :-1]], dim=1)

@@ -265,7 +265,7 @@ def forget_cuts() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_small_chunks_are_as_right_as_before(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single latents with tall tiles, shares of four rows and copies of images, and without all these: both as near to
+    """Single latents with tall tiles, warpgroups in pairs and copies of images, and without all these: both as near to
     float64. Three times, the last one from graphs."""
     model = spread(variant).half()
     exact_model = copy.deepcopy(model).double()
@@ -279,7 +279,6 @@ def test_small_chunks_are_as_right_as_before(variant: str, monkeypatch: pytest.M
         with monkeypatch.context() as patch:
             if not is_new:
                 patch.setattr(hopper_kernels, "FLAT_HEIGHTS", ())
-                patch.setattr(hopper_kernels, "FEWEST_ROWS", 4)
                 patch.setattr(conv_rows, "ALONE_TURNS", math.inf)
                 patch.setattr(replay, "IMAGE_APART", False)
             forget_cuts()

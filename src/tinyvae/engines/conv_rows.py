@@ -71,10 +71,7 @@ def conv_rows(
     out: Tensor | None = None,
     last_NHWC: Tensor | None = None,
 ) -> Tensor:
-    """Convolution, bias, residual and activation in one pass; arguments and result as in `hopper_kernels.conv_tiles`.
-
-    ``slope`` is that of the ReLU below zero: not 0 is LeakyReLU.
-    """
+    """Convolution, bias, residual and ReLU in one pass; arguments and result as in `hopper_kernels.conv_tiles`."""
     frames, height, width, channels = x_BHWC.shape
     assert channels == 64 and x_BHWC.is_contiguous() and x_BHWC.dtype == weights.packed.dtype
     assert frames % frames_per_video == 0 and frames % stacked == 0
@@ -125,10 +122,9 @@ def cut_work(frames: int, height: int, width: int, *, processors: int) -> tuple[
     """(columns of a frame, rows of all strips, warpgroups of a block that have rows, rows of each of them, blocks)."""
     columns = -(-width // COLUMN)
     rows = -(-frames * columns // 8) * height
-    share, blocks = share_rows(rows, processors)
-    alone = -(-rows // processors)
+    (share, blocks), (alone, alone_blocks) = (share_rows(rows, members, processors) for members in (2, 1))
     if ALONE_TURNS * (alone + 2) < 2 * (share + 2):  # each computes up to two rows more
-        return columns, rows, 1, alone, -(-rows // alone)
+        return columns, rows, 1, alone, alone_blocks
     return columns, rows, 2, share, blocks
 
 

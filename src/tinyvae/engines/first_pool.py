@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tinyvae.engines import first_rows, fold
-from tinyvae.engines.hopper_kernels import TILES_THREADS, WEIGHT_TILE, thread_channels
+from tinyvae.engines.hopper_kernels import TILES_THREADS, WEIGHT_TILE, share_rows, thread_channels
 from tinyvae.engines.nvrtc import Launch, load_kernel, processors
 
 STRIP = {1: 60, 2: 62}  # pooled pixels, by the size of a patch: their image rows begin at a multiple of 16 bytes
@@ -107,8 +107,7 @@ def cut_work(pairs: int, height: int, width: int, patch: int, *, processors: int
     """(strips of a frame, pooled rows of all strips, pooled rows of a block, blocks); height and width in patches."""
     strips = -(-width // (2 * STRIP[patch]))
     rows = pairs * strips * (height // 2)
-    share = max(FEWEST_ROWS, -(-rows // processors))
-    return strips, rows, share, -(-rows // share)
+    return strips, rows, *share_rows(rows, 1, processors, fewest=FEWEST_ROWS)
 
 
 def shared_bytes(patch: int) -> int:

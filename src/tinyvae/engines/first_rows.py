@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines.hopper_kernels import WEIGHT_TILE, thread_channels
+from tinyvae.engines.hopper_kernels import WEIGHT_TILE, share_rows, thread_channels
 from tinyvae.engines.nvrtc import Launch, load_kernel, processors
 
 COLUMN = 16  # patches; a warpgroup takes four columns at a time
@@ -108,10 +108,9 @@ def _launch(
 
 def cut_work(frames: int, height: int, width: int, patch: int, *, processors: int) -> tuple[int, int, int, int]:
     """(columns of a frame, rows of all strips, rows of a warpgroup, blocks); height and width in patches."""
-    columns, warpgroups = -(-width // COLUMN), WARPGROUPS[patch]
+    columns = -(-width // COLUMN)
     rows = -(-frames * columns // 4) * height
-    share = max(FEWEST_ROWS, -(-rows // (warpgroups * processors)))
-    return columns, rows, share, -(-rows // (warpgroups * share))
+    return columns, rows, *share_rows(rows, WARPGROUPS[patch], processors, fewest=FEWEST_ROWS)
 
 
 def shared_bytes(patch: int) -> int:

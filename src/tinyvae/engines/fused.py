@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import logging
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -43,6 +43,12 @@ from tinyvae.models.variants import VariantSpec
 log = logging.getLogger(__name__)
 
 Engine = Literal["hopper", "cudnn", "onednn", "eager"]
+STACKS: dict[Engine, Callable[..., Stack]] = {
+    "hopper": HopperStack,
+    "cudnn": CudnnStack,
+    "onednn": OnednnStack,
+    "eager": EagerStack,
+}
 
 STREAM_BYTES = 608 * 2**20  # for one chunk, beside its input
 MOST_LATENTS = 4096
@@ -216,13 +222,7 @@ class FusedTAEHV(VideoCodec):
         engine, reason = choose_engine(layers, self._dtype, self._device, wanted)
         self.engines[side] = f"{engine} ({reason})" if reason else engine
         self._chosen[side] = engine
-        if engine == "hopper":
-            return HopperStack(layers, patch_size=self.spec.patch_size)
-        if engine == "cudnn":
-            return CudnnStack(layers, patch_size=self.spec.patch_size)
-        if engine == "onednn":
-            return OnednnStack(layers, patch_size=self.spec.patch_size)
-        return EagerStack(map_weights(layers, channels_last), patch_size=self.spec.patch_size)
+        return STACKS[engine](layers, patch_size=self.spec.patch_size)
 
 
 def choose_engine(
@@ -261,7 +261,8 @@ def _choose_on_cpu(dtype: torch.dtype, onednn_reason: str | None) -> tuple[Engin
 
 
 def folded_copy(network: nn.Sequential) -> list[Layer]:
-    """The folded layers of a stack with weights of their own, computed in float64 and rounded once to its dtype."""
+    """The folded layers of a stack with weights of their own, computed in float64 and rounded once to its dtype;
+    those of convolutions are in channels_last memory."""
     dtype = next(network.parameters()).dtype
     exact = copy.deepcopy(network).double()
-    return map_weights(fold_layers(exact), lambda weight: weight.detach().to(dtype).contiguous())
+    return map_weights(fold_layers(exact), lambda weight: channels_last(weight.detach().to(dtype)))

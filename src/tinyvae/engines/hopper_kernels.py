@@ -1,6 +1,7 @@
-"""The three Hopper kernels as functions on tensors: packed weights in, frames NTHWC flattened to BHWC in and out.
+"""The Hopper kernels `conv_tiles` and `image_conv` as functions on tensors: packed weights in, frames NTHWC flattened
+to BHWC in and out; and what the other Hopper kernels share with them.
 
-`hopper.cu` holds and explains the kernels. Everything here is fp16 or bf16 on a device of compute capability 9.0.
+`hopper.cu` holds and explains the two. Everything here is fp16 or bf16 on a device of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -19,9 +20,6 @@ TILE_HEIGHTS = (32, 30, 24, 16)
 FLAT_HEIGHTS: tuple[int, ...] = (16, 8)
 """Tiles of these heights leave no processor idle where there are few frames, and load weights more often
 (`benchmarks/speed_small.py` compares)."""
-FEWEST_ROWS = 1
-"""Of a warpgroup that goes row by row, and computes up to two more. With four, a taeltx_2 encoder takes 1.16 times as
-long on an H200."""
 LAUNCH_CYCLES = 5000  # what one launch more costs
 HALO_ROW_CYCLES = 190  # of one row of a halo: 32 rows take 3.5 µs
 CYCLE_BYTES = 3000  # which the L2 cache gives all processors of an H200 together in one cycle
@@ -337,10 +335,11 @@ def _fragments(weight_KN: Tensor) -> Tensor:
     return split.permute(0, 4, 5, 2, 1, 3).contiguous()
 
 
-def share_rows(rows: int, processors: int) -> tuple[int, int]:
-    """(rows of a warpgroup, blocks of two warpgroups) of a kernel that goes row by row."""
-    share = max(FEWEST_ROWS, -(-rows // (2 * processors)))
-    return share, -(-rows // (2 * share))
+def share_rows(rows: int, takers: int, processors: int, *, fewest: int = 1) -> tuple[int, int]:
+    """(rows of a taker, blocks) of a kernel that goes row by row: a block has ``takers``, and each gets ``fewest`` rows
+    or more. With four instead of one, `conv_rows` makes a taeltx_2 encoder 1.16 times as slow on an H200."""
+    share = max(fewest, -(-rows // (takers * processors)))
+    return share, -(-rows // (takers * share))
 
 
 def best_tile_height(height: int) -> int:

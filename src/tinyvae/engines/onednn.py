@@ -214,9 +214,7 @@ class OnednnStack(Stack):
         rows = max(FEWEST_ROWS, int(slice_bytes(x.device) / per_row) // step * step)
         if rows >= x.shape[2]:
             return self._compute(start, stop, x)
-        size = fold.Size(x.shape[0], *x.shape[1:])
-        for layer in layers:
-            size = layer.output(size)
+        size = fold.output_size(layers, fold.Size(*x.shape))
         out = self.empty(stop, size, x)
         for band, kept, target in cut_bands(layers, x.shape[2], size.height, rows):
             made = self._compute(start, stop, x[:, :, band].contiguous(memory_format=torch.channels_last))
@@ -230,12 +228,6 @@ class OnednnStack(Stack):
 
     def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
         return slice_bytes(x.device) / x.element_size()
-
-    def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
-        return x.shape[1], x.shape[2], x.shape[3]
-
-    def empty(self, stop: int, size: fold.Size, x: Tensor) -> Tensor:
-        return x.new_empty(size.frames, size.height, size.width, size.channels).permute(0, 3, 1, 2)
 
 
 def cut_bands(
@@ -339,7 +331,7 @@ def _conv(conv: Conv, frames: int, shuffle: bool, x: Tensor) -> Tensor:
 def block_of(layer: fold.Layer) -> Block | SuperBlock:
     if isinstance(layer, fold.SuperMemLayer):
         return _super_block_of(layer)
-    assert isinstance(layer, fold.MemLayer | fold.WideMemLayer)
+    assert isinstance(layer, fold.TwoFrameLayer)
     conv = functools.partial(Conv.of, relu=True, slope=layer.slope)
     present, past = layer.first.chunk(2)
     middle: tuple[Conv, ...]
