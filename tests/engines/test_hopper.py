@@ -354,7 +354,8 @@ def test_tile_height_wastes_least() -> None:
 
 def test_flat_tiles_where_processors_would_be_idle() -> None:
     def chosen(frames: int, height: int, width: int, blocks: int) -> int:
-        return hopper_kernels.choose_tile_height(frames, height, width, blocks, 9, False, processors=132)
+        work = hopper_kernels.TileWork(frames, height, width, blocks, 9, False)
+        return hopper_kernels.choose_tile_height(work, processors=132)
 
     # 256 channels of taew2_2 at 30x46: a whole video, three latents (36 tall jobs or 72 flat ones), one latent
     assert [chosen(frames, 30, 46, 4) for frames in (13, 3, 1)] == [30, 16, 8]
@@ -365,8 +366,8 @@ def test_flat_tiles_where_processors_would_be_idle() -> None:
 
 def test_frames_that_would_keep_a_few_processors_busy_go_apart() -> None:
     def first(frames: int, multiple: int = 1, steps: int = 36) -> int:
-        how = (30, 46, 4, 9, False, steps, multiple)
-        return hopper_kernels.first_frames(frames, *how, processors=132)
+        work = hopper_kernels.TileWork(frames, 30, 46, 4, 9, False)
+        return hopper_kernels.first_frames(work, steps, multiple, processors=132)
 
     # a frame is 12 jobs: 11 frames are one wave of 132, 13 would be two with 24 in the second
     assert [first(frames) for frames in (10, 11, 13, 22, 23)] == [10, 11, 11, 22, 22]
@@ -388,9 +389,10 @@ def test_a_launch_for_some_frames_sees_the_frame_before(monkeypatch: pytest.Monk
         torch_conv_tiles(x, weights, residual_BHWC=residual, out=out, last_NHWC=last, **words)
 
     monkeypatch.setattr(hopper_kernels, "_launch_tiles", launch_tiles)
+    monkeypatch.setattr(hopper_kernels, "processors", lambda index: 132)
     made = []
     for first in (5, 2):
-        monkeypatch.setattr(hopper_kernels, "_first_frames", lambda *_, count=first: count)
+        monkeypatch.setattr(hopper_kernels, "first_frames", lambda *_, count=first, **__: count)
         last = torch.full_like(past, torch.nan)
         frames = hopper_kernels.conv_tiles(x, weights, frames_per_video=5, past_NHWC=past, relu=True, last_NHWC=last)
         made.append((frames, last))

@@ -246,7 +246,7 @@ def test_frames_in_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = hopper_kernels.pack_tile_weights(weights["residual"], bias)
     made = []
     for first in (5, 3):
-        monkeypatch.setattr(hopper_kernels, "first_frames", lambda frames, *_, cut=first, **__: min(cut, frames))
+        monkeypatch.setattr(hopper_kernels, "first_frames", lambda work, *_, cut=first, **__: min(cut, work.frames))
         last = torch.full_like(past, torch.nan)
         one = hopper_kernels.conv_tiles(x, two, frames_per_video=5, past_NHWC=past, relu=True, last_NHWC=last)
         more = hopper_kernels.conv_tiles(x, phases, relu=True)

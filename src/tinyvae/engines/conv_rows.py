@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tinyvae.engines.hopper_kernels import TILES_THREADS, WEIGHT_TILE, share_rows, thread_channels
-from tinyvae.engines.nvrtc import Launch, load_kernel, processors
+from tinyvae.engines.nvrtc import Launch, int_fields, load_kernel, processors
 
 COLUMN = 8  # pixels; a step of a warpgroup takes eight columns
 ROW_BYTES = (8 * (COLUMN + 2) + 1) * 128  # of a step's input row in shared memory
@@ -29,8 +29,7 @@ class _Rows(ctypes.Structure):
     """The kernel's ``Rows``, field by field."""
 
     _fields_ = [
-        *((name, ctypes.c_int) for name in ("frames_per_video", "frames", "height", "width")),
-        *((name, ctypes.c_int) for name in ("columns", "stacked", "rows", "share", "members")),
+        *int_fields("frames_per_video frames height width columns stacked rows share members"),
         ("slope", ctypes.c_float),
     ]
 
@@ -107,7 +106,6 @@ def _launch(
         device_index,
         threads=TILES_THREADS,
         shared_bytes=shared_bytes(sources),
-        waits=True,
         PRODUCT_N=192,
         BFLOAT=int(bfloat),
         SOURCES=sources,
@@ -115,7 +113,7 @@ def _launch(
         ON_THE_WAY=ON_THE_WAY[sources],
         WEIGHT_TILE=WEIGHT_TILE,
     )
-    return Launch(kernel, 7, [values], blocks=blocks, shared_bytes=shared_bytes(sources))
+    return Launch(kernel, 7, [values], blocks=blocks)
 
 
 def cut_work(frames: int, height: int, width: int, *, processors: int) -> tuple[int, int, int, int, int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.engines.hopper_kernels import WEIGHT_TILE, share_rows, thread_channels
-from tinyvae.engines.nvrtc import Launch, load_kernel, processors
+from tinyvae.engines.nvrtc import Launch, int_fields, load_kernel, processors
 
 COLUMN = 16  # patches; a warpgroup takes four columns at a time
 FEWEST_ROWS = 4  # of a warpgroup, because it loads two more
@@ -26,10 +26,7 @@ LINE_BYTES = {1: 80, 2: 96, 4: 160}  # of an image row of a column; at 64 two of
 class _First(ctypes.Structure):
     """The kernel's ``First``, field by field."""
 
-    _fields_ = [
-        *((name, ctypes.c_int) for name in ("frames", "height", "width", "columns", "stacked", "rows", "share")),
-        ("slope", ctypes.c_float),
-    ]
+    _fields_ = [*int_fields("frames height width columns stacked rows share"), ("slope", ctypes.c_float)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +91,6 @@ def _launch(
         device_index,
         threads=128 * WARPGROUPS[patch],
         shared_bytes=shared_bytes(patch),
-        waits=True,
         PRODUCT_N=128,  # for the shared functions of kernels with Hopper's matrix instruction
         WEIGHT_TILE=WEIGHT_TILE,
         BFLOAT=int(bfloat),
@@ -103,7 +99,7 @@ def _launch(
         LINE_BYTES=LINE_BYTES[patch],
     )
     values = _First(*video, columns, stacked, rows, share, slope)
-    return Launch(kernel, 4, [values], blocks=blocks, shared_bytes=shared_bytes(patch))
+    return Launch(kernel, 4, [values], blocks=blocks)
 
 
 def cut_work(frames: int, height: int, width: int, patch: int, *, processors: int) -> tuple[int, int, int, int]:

@@ -130,7 +130,6 @@ def _launch(
         device_index,
         threads=TILES_THREADS,
         shared_bytes=shared_bytes,
-        waits=True,
         BFLOAT=int(bfloat),
         SLOPE=slope,
         CELLS=CELLS,
@@ -138,7 +137,7 @@ def _launch(
         WEIGHT_TILES=weight_tiles(patch),
         **constants,
     )
-    return Launch(kernel, 4, values, blocks=blocks, shared_bytes=shared_bytes)
+    return Launch(kernel, 4, values, blocks=blocks)
 
 
 def room(patch: int) -> tuple[dict[str, int], int]:

@@ -69,7 +69,7 @@ def _kernel(device_index: int, dtype: torch.dtype, slope: float) -> Kernel | Non
     constants = {"BITS": 8 * dtype.itemsize, "BFLOAT": int(dtype == torch.bfloat16), "SLOPE": slope}
     try:
         files = ("instructions.cu", "pointwise.cu")
-        return load_kernel(files, "pointwise", device_index, threads=THREADS, waits=True, **constants)
+        return load_kernel(files, "pointwise", device_index, threads=THREADS, **constants)
     except KernelBuildError as reason:
         what = f"the kernel for activations could not be made here ({str(reason).rstrip('.')})"
         warnings.warn(f"{what}; torch's own operators compute them, slower and with the same result.", stacklevel=2)
