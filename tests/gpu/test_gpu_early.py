@@ -29,6 +29,7 @@ from tinyvae.engines import (
 )
 from tinyvae.engines import fused as engines
 from tinyvae.engines.fused import FusedTAEHV
+from tinyvae.engines.stack import Stack
 
 VARIANTS = ["taehv", "taew2_2", "taeltx_2", "taew2_2_super", "taeltx2_3_wide"]
 
@@ -280,7 +281,8 @@ def test_small_chunks_are_as_right_as_before(variant: str, monkeypatch: pytest.M
             if not is_new:
                 patch.setattr(hopper_kernels, "FLAT_HEIGHTS", ())
                 patch.setattr(conv_rows, "ALONE_TURNS", math.inf)
-                patch.setattr(replay, "IMAGE_APART", False)
+                patch.setattr(Stack, "head_is_smaller", lambda *_: False)
+                patch.setattr(Stack, "image_is_larger", lambda *_: False)
             forget_cuts()
             codec = model.fused()
             for _ in range(3):

@@ -209,10 +209,6 @@ class CudaStack(Stack):
         with _ready(x):
             return super().image(x, num_videos)
 
-    def at_image(self) -> fold.ConvLayer:
-        """An encoder's first layer, or a decoder's last."""
-        return cast(fold.ConvLayer, self.layers[0 if self.is_encoder else -1])
-
     def pooled_first(self, stop: int) -> int:
         """How many frames an encoder's first convolution puts side by side: as many as the pooling layer behind takes,
         if that is one of the layers before ``stop``, else 1."""
@@ -233,7 +229,7 @@ class CudnnStack(CudaStack):
         super().__init__(
             fold.map_weights([_order_patches(layer) for layer in layers], fold.channels_last), patch_size=patch_size
         )
-        at_image = self.at_image()
+        at_image = self.at_image
         assert at_image.bias is not None
         self._dtype = at_image.weight.dtype
         most = max(layer.weight.shape[0] for layer in self.layers if isinstance(layer, fold.ConvLayer | fold.GrowLayer))
@@ -259,9 +255,6 @@ class CudnnStack(CudaStack):
         x = frames_NTCHW.flatten(0, 1)
         return x.contiguous() if self.is_encoder else x.contiguous(memory_format=torch.channels_last)
 
-    def leave(self, x: Tensor) -> Tensor:
-        return x.contiguous()
-
     def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
         return slice_bytes(x.device) / self._dtype.itemsize
 
@@ -278,7 +271,7 @@ class CudnnStack(CudaStack):
     def write(self, start: int, stop: int, x: Tensor, out: Tensor) -> None:
         if not self.ends_in_image(stop):
             return super().write(start, stop, x, out)
-        last = self.at_image()
+        last = self.at_image
         assert last.bias is not None
         made = F.conv2d(self.compute(start, stop - 1, x), self._image_weight, padding=1)
         write_image(made, last.bias, self.patch_size, last.frames, out)

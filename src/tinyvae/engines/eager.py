@@ -47,9 +47,7 @@ class EagerStack(Stack):
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
         if self._has_images and self.is_encoder:
-            first = self.layers[0]
-            assert isinstance(first, fold.ConvLayer)
-            frames_NTCHW = frames_NTCHW.to(first.weight.dtype)
+            frames_NTCHW = frames_NTCHW.to(self.at_image.weight.dtype)
             if self.patch_size > 1:  # at patch size 1 a shuffle would only be a copy
                 frames_NTCHW = F.pixel_unshuffle(frames_NTCHW, self.patch_size)
         stacked = self.stacking_of_first(frames_NTCHW, state)
@@ -63,9 +61,7 @@ class EagerStack(Stack):
         return self.stacked_for(1, state, frames_NTCHW.shape[1]) if fits else 1
 
     def leave(self, x: Tensor) -> Tensor:
-        if not self._has_images:
-            return x
-        return (x if self.is_encoder or self.patch_size == 1 else F.pixel_shuffle(x, self.patch_size)).contiguous()
+        return super().leave(x) if self._has_images else x
 
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         return self._call(_block, self.layers[place], x, state[place], num_videos)

@@ -84,7 +84,7 @@ class HopperStack(CudaStack):
 
     def __init__(self, layers: Sequence[fold.Layer], *, patch_size: int) -> None:
         super().__init__(layers, patch_size=patch_size)
-        self._dtype = self.at_image().weight.dtype
+        self._dtype = self.at_image.weight.dtype
         # One slope for every launch, also where no activation follows: another one would be another kernel to compile.
         self._slope = max(getattr(layer, "slope", 0.0) for layer in layers)
         assert 0 <= self._slope < 1, "for the kernels a LeakyReLU is the larger of v and slope · v"
@@ -107,7 +107,7 @@ class HopperStack(CudaStack):
         if not (self.is_encoder and start == 0 and stop > 1) or self._joins_pool():
             return None
         # Beside its full-size frames a slice has its image, cast and laid out in patches.
-        outputs, inputs = self.at_image().weight.shape[:2]
+        outputs, inputs = self.at_image.weight.shape[:2]
         return SLICE_BYTES / self._dtype.itemsize * outputs / (outputs + 2 * inputs)
 
     def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
@@ -223,9 +223,7 @@ class HopperStack(CudaStack):
         if isinstance(layer, fold.WideMemLayer):
             return _pack_wide_block(layer)
         if place == 1 and first_pool.fits(self.layers[0], layer, self.patch_size):
-            return first_pool.pack_weights(
-                cast(fold.ConvLayer, self.layers[0]), cast(fold.PoolLayer, layer), self.patch_size
-            )
+            return first_pool.pack_weights(self.at_image, cast(fold.PoolLayer, layer), self.patch_size)
         if isinstance(layer, fold.GrowLayer):
             return kernels.pack_tile_weights(layer.weight, None, grown=layer.frames)
         if not isinstance(layer, fold.ConvLayer):
@@ -244,7 +242,7 @@ class HopperStack(CudaStack):
 
     def _pack_block(self, place: int, layer: fold.MemLayer) -> _MemWeights:
         channels = layer.second.shape[0]
-        first, bias = torch.cat([layer.first[:channels], layer.first[channels:]], dim=1), layer.first_bias[:channels]
+        first, bias = torch.cat(layer.first.chunk(2), dim=1), layer.first_bias[:channels]
         if channels == 64:
             return _MemWeights(
                 first=conv_rows.pack_row_weights(first, bias),

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tinyvae.engines.fold import BlockLayer, ConvLayer, GrowLayer, Layer, PoolLayer, Size, output_size
 from tinyvae.models.blocks import whole_groups
@@ -138,6 +140,11 @@ class Stack(ABC):
             done += count
         return out
 
+    @property
+    def at_image(self) -> ConvLayer:
+        """An encoder's first layer, or a decoder's last."""
+        return cast(ConvLayer, self.layers[0 if self.is_encoder else -1])
+
     def widest(self, start: int, stop: int, channels: int) -> tuple[float, int]:
         """`widest_values` of layers ``start`` to ``stop``, which take ``channels``; counted once."""
         if (start, stop) not in self._widest:
@@ -159,10 +166,6 @@ class Stack(ABC):
         """The frames in the engine's layout."""
 
     @abstractmethod
-    def leave(self, x: Tensor) -> Tensor:
-        """(N·T)CHW of the last result."""
-
-    @abstractmethod
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         """A memory block: (result, what it carries). It may remove ``state[place]`` to free its memory early."""
 
@@ -174,7 +177,12 @@ class Stack(ABC):
     def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
         """How many values the widest frames of a slice of this run may have; None: `compute` takes the whole run."""
 
-    # And these, if frames are not (N·T)CHW in channels_last memory.
+    # And these, if its frames are not (N·T)CHW in channels_last memory.
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Latents or images (N·T)CHW, contiguous, of the last result."""
+        has_patches = not (self.is_encoder or self.writes_image or self.patch_size == 1)
+        return (F.pixel_shuffle(x, self.patch_size) if has_patches else x).contiguous()
 
     def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
         """Channels, height and width of a frame before layer ``start``."""
