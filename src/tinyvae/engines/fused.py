@@ -229,11 +229,12 @@ def choose_engine(
     layers: Sequence[Layer], dtype: torch.dtype, device: torch.device, wanted: Engine | None
 ) -> tuple[Engine, str]:
     """(engine, why not a faster one); a wanted engine that cannot run here is refused."""
-    hopper_reason, cudnn_reason = why_not_hopper(layers, dtype, device), why_not_cudnn(dtype, device)
+    hopper_reason = why_not_hopper(layers, dtype, device)
+    cudnn_reason, onednn_reason = why_not_cudnn(dtype, device), why_not_onednn(dtype, device)
     reasons: dict[Engine, str | None] = {
         "hopper": hopper_reason,
         "cudnn": cudnn_reason,
-        "onednn": why_not_onednn(dtype, device),
+        "onednn": onednn_reason,
         "eager": None,
     }
     if wanted is not None:
@@ -248,16 +249,11 @@ def choose_engine(
     if cudnn_reason is None:
         is_exact = dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
         return "cudnn", hopper_reason + ("; with TF32 off the plain network is as fast" if is_exact else "")
-    if device.type == "cpu":
-        return _choose_on_cpu(dtype, reasons["onednn"])
-    return "eager", "; ".join(dict.fromkeys([hopper_reason, cudnn_reason]))  # each reason once
-
-
-def _choose_on_cpu(dtype: torch.dtype, onednn_reason: str | None) -> tuple[Engine, str]:
-    if onednn_reason is not None:
-        return "eager", onednn_reason
-    is_slower = dtype == torch.float32 and has_bfloat16()
-    return "onednn", "in bfloat16 it is about twice as fast on this CPU" if is_slower else ""
+    if onednn_reason is None:
+        is_slower = dtype == torch.float32 and has_bfloat16()
+        return "onednn", "in bfloat16 it is about twice as fast on this CPU" if is_slower else ""
+    why = [onednn_reason] if device.type == "cpu" else [hopper_reason, cudnn_reason]
+    return "eager", "; ".join(dict.fromkeys(why))  # each reason once
 
 
 def folded_copy(network: nn.Sequential) -> list[Layer]:

@@ -92,12 +92,8 @@ def load_model(
     if latent_space is None and "lighttae" in weights_file.name.lower():
         warn_of_lighttae(weights_file)
     with torch.device("meta"):
-        model = TAEHV(
-            spec.name,
-            width=spec.width,
-            preview=preview,
-            latent_space=latent_space or "diffusion",
-            activation=activation or "relu",
+        model = TAEHV.of(
+            replace(spec, preview=preview, latent_space=latent_space or "diffusion", activation=activation or "relu")
         )
     model.load_state_dict(state, assign=True)
     file_dtype = state["encoder.0.weight"].dtype
@@ -204,9 +200,9 @@ def find_weights(path: Path) -> Path:
         raise MissingFileError(f"there is no model to be reached at {path} ({fault.strerror}).") from None
     if is_file:
         return path
-    if not is_there and names_hub_model(str(path)):
-        return fetch_weights(str(path))
     if not is_there:
+        if names_hub_model(str(path)):
+            return fetch_weights(str(path))
         if str(path) in VARIANTS:
             raise MissingFileError(
                 f"{path} is the name of a variant, and weights come as a file; download {path}.pth (the GitHub "
