@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.engines import cudnn_stand_ins
+from tests.engines.small_models import small
 from tinyvae import TAEHV
 from tinyvae.engines import conv_rows, first_pool, first_rows, grow_image, hopper, hopper_kernels
 from tinyvae.engines.fold import ConvLayer, Layer, fold_layers
@@ -235,15 +236,6 @@ def test_same_numbers_whole_and_in_chunks(variant: str, joined: bool, monkeypatc
     check_whole_and_in_chunks(TAEHV(variant), monkeypatch)
 
 
-def spread(variant: str, **options: object) -> TAEHV:
-    """Weights of which every layer matters to the output."""
-    model = TAEHV(variant, **options)  # type: ignore[arg-type]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.05 if parameter.ndim == 1 else parameter[0].numel() ** -0.5)
-    return model
-
-
 @pytest.mark.usefixtures("kernels_in_torch")
 @pytest.mark.parametrize("variant", ["taehv", pytest.param("taehv1_5", marks=pytest.mark.slow)])
 def test_leaky_relu_without_cudnns_relu(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,13 +246,13 @@ def test_leaky_relu_without_cudnns_relu(variant: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch, "cudnn_convolution_relu", refuse)
     monkeypatch.setattr(torch, "cudnn_convolution_add_relu", refuse)
-    check_whole_and_in_chunks(spread(variant, activation="leaky_relu"), monkeypatch)
+    check_whole_and_in_chunks(small(variant, width=1.0, activation="leaky_relu"), monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernels_in_torch")
 def test_wide_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = spread("taeltx2_3_wide")
+    model = small("taeltx2_3_wide", width=1.0)
     packed = stacks(model)[1]._packed
     assert sum(isinstance(weights, hopper._WideWeights) for weights in packed) == 9
     check_whole_and_in_chunks(model, monkeypatch)
@@ -344,6 +336,17 @@ def test_previews(preview: str) -> None:
     with torch.no_grad():
         expected = model.decode_chunk(latents, None)[0]
         torch.testing.assert_close(stacks(model)[1].run(latents, None)[0], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_an_image_at_an_odd_address_is_copied() -> None:
+    """A view into a larger buffer: the first kernels read 16 bytes at a time. At a whole address nothing is copied."""
+    encoder = stacks(TAEHV("taehv").half())[0]
+    buffer = torch.rand(8 + 4 * 3 * 8 * 16).half()
+    for offset, is_copied in ((0, False), (8, False), (1, True)):
+        image = buffer[offset : offset + 4 * 3 * 8 * 16].view(1, 4, 3, 8, 16)
+        entered = encoder.enter(image, [])
+        assert entered.data_ptr() % 16 == 0 and torch.equal(entered, image[0])
+        assert (entered.data_ptr() != image.data_ptr()) == is_copied
 
 
 def test_tile_height_wastes_least() -> None:

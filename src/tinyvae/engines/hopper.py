@@ -92,8 +92,9 @@ class HopperStack(CudaStack):
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
         flat = frames_NTCHW.flatten(0, 1)
-        if self.is_encoder:
-            return flat.contiguous()  # the first convolution reads the image itself
+        if self.is_encoder:  # the first convolution reads the image itself, 16 bytes at a time
+            image = flat.contiguous()
+            return image if image.data_ptr() % 16 == 0 else image.clone()
         return flat.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
 
     def leave(self, x: Tensor) -> Tensor:

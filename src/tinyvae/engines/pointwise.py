@@ -57,7 +57,7 @@ def _launch(device_index: int, dtype: torch.dtype, slope: float, words: int, wor
 
 
 def grid_blocks(words: int, words_per_pixel: int, most: int) -> int:
-    """About ``most`` blocks or fewer, so many that their threads have whole pixels together."""
+    """About ``most`` blocks or fewer: a number with which all threads together have whole pixels."""
     unit = words_per_pixel // math.gcd(THREADS, words_per_pixel)
     return -(-min(most, -(-words // THREADS)) // unit) * unit
 
