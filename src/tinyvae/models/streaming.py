@@ -126,7 +126,8 @@ class DecodeGraph:
             # The frame before a video is zero, so a state of zeros is a fresh start.
             self._state = [torch.zeros_like(part) if isinstance(part, Tensor) else None for part in state]
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            # thread_local: other threads go on with their own work meanwhile.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._frames, after = codec.decode_chunk(self._latent, list(self._state))
                 assert isinstance(after, list)
                 for kept, new in zip(self._state, after, strict=True):
