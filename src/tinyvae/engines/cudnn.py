@@ -214,6 +214,22 @@ class CudaStack(Stack):
         if that is one of the layers before ``stop``, else 1."""
         return cast(fold.PoolLayer, self.layers[1]).stride if stop > 1 else 1
 
+    def patch_convs(self) -> dict[int, PatchConv]:
+        """An encoder's first convolution by cuDNN, for each number of frames that it puts side by side."""
+        counts = {1, self.pooled_first(2)}
+        return {count: PatchConv.of(self.at_image, patch_size=self.patch_size, stacked=count) for count in counts}
+
+    def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
+        patch = self.patch_size if self.is_encoder and start == 0 else 1
+        return x.shape[1] * patch**2, x.shape[2] // patch, x.shape[3] // patch
+
+    def empty(self, stop: int, size: fold.Size, x: Tensor) -> Tensor:
+        """BHWC, and an image B3HW."""
+        shape = (size.frames, size.height, size.width, size.channels)
+        if self.ends_in_image(stop):
+            shape = (size.frames, 3, size.height * self.patch_size, size.width * self.patch_size)
+        return torch.empty(shape, dtype=self.dtype, device=x.device)
+
 
 @contextlib.contextmanager
 def _ready(x: Tensor) -> Iterator[None]:
@@ -231,7 +247,6 @@ class CudnnStack(CudaStack):
         )
         at_image = self.at_image
         assert at_image.bias is not None
-        self._dtype = at_image.weight.dtype
         most = max(layer.weight.shape[0] for layer in self.layers if isinstance(layer, fold.ConvLayer | fold.GrowLayer))
         self._zeros = at_image.weight.new_zeros(most)  # a bias for cuDNN where a layer has none
         self._over_time = {
@@ -245,8 +260,7 @@ class CudnnStack(CudaStack):
             if isinstance(layer, fold.SuperMemLayer)
         }
         if self.is_encoder:
-            counts = {1, self.pooled_first(2)}
-            self._first = {count: PatchConv.of(at_image, patch_size=patch_size, stacked=count) for count in counts}
+            self._first = self.patch_convs()
         else:  # the outputs filled up to a multiple of 8; the bias is added while the image is written
             more = -at_image.weight.shape[0] % eager.CUDA_CHANNEL_MULTIPLE
             self._image_weight = fold.channels_last(F.pad(at_image.weight, (0, 0, 0, 0, 0, 0, 0, more)))
@@ -256,17 +270,11 @@ class CudnnStack(CudaStack):
         return x.contiguous() if self.is_encoder else x.contiguous(memory_format=torch.channels_last)
 
     def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
-        return slice_bytes(x.device) / self._dtype.itemsize
-
-    def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
-        patch = self.patch_size if self.is_encoder and start == 0 else 1
-        return x.shape[1] * patch**2, x.shape[2] // patch, x.shape[3] // patch
+        return slice_bytes(x.device) / self.dtype.itemsize
 
     def empty(self, stop: int, size: fold.Size, x: Tensor) -> Tensor:
-        if self.ends_in_image(stop):
-            return x.new_empty(size.frames, 3, size.height * self.patch_size, size.width * self.patch_size)
-        shape = (size.frames, size.height, size.width, size.channels)
-        return torch.empty(shape, dtype=self._dtype, device=x.device).permute(0, 3, 1, 2)
+        room = super().empty(stop, size, x)
+        return room if self.ends_in_image(stop) else room.permute(0, 3, 1, 2)
 
     def write(self, start: int, stop: int, x: Tensor, out: Tensor) -> None:
         if not self.ends_in_image(stop):
@@ -297,7 +305,7 @@ class CudnnStack(CudaStack):
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         if self.is_encoder and start == 0:
-            x, start = self._first[self.pooled_first(stop)](x.to(self._dtype)), 1
+            x, start = self._first[self.pooled_first(stop)](x.to(self.dtype)), 1
         for layer in self.layers[start:stop]:
             x = self._layer(layer, x)
         return x

@@ -47,7 +47,7 @@ class EagerStack(Stack):
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
         if self._has_images and self.is_encoder:
-            frames_NTCHW = frames_NTCHW.to(self.at_image.weight.dtype)
+            frames_NTCHW = frames_NTCHW.to(self.dtype)
             if self.patch_size > 1:  # at patch size 1 a shuffle would only be a copy
                 frames_NTCHW = F.pixel_unshuffle(frames_NTCHW, self.patch_size)
         stacked = self.stacking_of_first(frames_NTCHW, state)

@@ -84,7 +84,6 @@ class HopperStack(CudaStack):
 
     def __init__(self, layers: Sequence[fold.Layer], *, patch_size: int) -> None:
         super().__init__(layers, patch_size=patch_size)
-        self._dtype = self.at_image.weight.dtype
         # One slope for every launch, also where no activation follows: another one would be another kernel to compile.
         self._slope = max(getattr(layer, "slope", 0.0) for layer in layers)
         assert 0 <= self._slope < 1, "for the kernels a LeakyReLU is the larger of v and slope · v"
@@ -104,24 +103,15 @@ class HopperStack(CudaStack):
         if self.ends_in_image(stop):
             # One kernel for both layers keeps nothing at full size but the image.
             joined = isinstance(self._packed[-1], grow_image.GrowImageWeights)
-            return math.inf if joined else SLICE_BYTES / self._dtype.itemsize
+            return math.inf if joined else SLICE_BYTES / self.dtype.itemsize
         if not (self.is_encoder and start == 0 and stop > 1) or self._joins_pool():
             return None
         # Beside its full-size frames a slice has its image, cast and laid out in patches.
         outputs, inputs = self.at_image.weight.shape[:2]
-        return SLICE_BYTES / self._dtype.itemsize * outputs / (outputs + 2 * inputs)
+        return SLICE_BYTES / self.dtype.itemsize * outputs / (outputs + 2 * inputs)
 
     def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
-        if not (self.is_encoder and start == 0):
-            return x.shape[3], x.shape[1], x.shape[2]
-        patch = self.patch_size
-        return x.shape[1] * patch**2, x.shape[2] // patch, x.shape[3] // patch
-
-    def empty(self, stop: int, size: fold.Size, x: Tensor) -> Tensor:
-        shape = (size.frames, size.height, size.width, size.channels)
-        if self.ends_in_image(stop):
-            shape = (size.frames, 3, size.height * self.patch_size, size.width * self.patch_size)
-        return torch.empty(shape, dtype=self._dtype, device=x.device)
+        return super().grid(start, x) if self.is_encoder and start == 0 else (x.shape[3], x.shape[1], x.shape[2])
 
     def write(self, start: int, stop: int, x: Tensor, out: Tensor) -> None:
         if not self.ends_in_image(stop):
@@ -183,7 +173,7 @@ class HopperStack(CudaStack):
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         if self.is_encoder and start == 0 and stop > 1 and self._joins_pool():
             joined = cast(first_pool.FirstPoolWeights, self._packed[1])
-            x, start = first_pool.first_pool(x.to(self._dtype), joined, slope=self._slope), 2
+            x, start = first_pool.first_pool(x.to(self.dtype), joined, slope=self._slope), 2
         elif self.is_encoder and start == 0:
             x, start = self._first_conv(x, self.pooled_first(stop)), 1
         for place in range(start, stop):
@@ -196,7 +186,7 @@ class HopperStack(CudaStack):
 
     def _first_conv(self, image_BCHW: Tensor, stacked: int) -> Tensor:
         first = self._packed[0]
-        image_BCHW = image_BCHW.to(self._dtype)
+        image_BCHW = image_BCHW.to(self.dtype)
         if isinstance(first, first_rows.FirstRowWeights):
             return first_rows.first_rows(image_BCHW, first, stacked=stacked, slope=self._slope)
         return cast(dict[int, PatchConv], first)[stacked](image_BCHW).permute(0, 2, 3, 1).contiguous()
@@ -260,12 +250,10 @@ class HopperStack(CudaStack):
         )
 
     def _pack_first(self, layer: fold.ConvLayer) -> first_rows.FirstRowWeights | dict[int, PatchConv]:
-        patch = self.patch_size
         assert layer.bias is not None
-        if first_rows.fits(layer.weight, patch):
-            return first_rows.pack_weights(layer.weight, layer.bias, patch)
-        stackings = {1, self.pooled_first(2)}
-        return {stacked: PatchConv.of(layer, patch_size=patch, stacked=stacked) for stacked in stackings}
+        if first_rows.fits(layer.weight, self.patch_size):
+            return first_rows.pack_weights(layer.weight, layer.bias, self.patch_size)
+        return self.patch_convs()
 
 
 def _pack_wide_block(layer: fold.WideMemLayer) -> _WideWeights:

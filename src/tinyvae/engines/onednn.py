@@ -166,7 +166,7 @@ class OnednnStack(Stack):
             self._layers[len(self.layers) - 1] = _nothing
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
-        x = frames_NTCHW.flatten(0, 1).to(self.at_image.weight.dtype)
+        x = frames_NTCHW.flatten(0, 1).to(self.dtype)
         if self.is_encoder and self.patch_size > 1:
             x = F.pixel_unshuffle(x, self.patch_size)
         return x.contiguous(memory_format=torch.channels_last)

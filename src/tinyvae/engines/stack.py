@@ -145,6 +145,11 @@ class Stack(ABC):
         """An encoder's first layer, or a decoder's last."""
         return cast(ConvLayer, self.layers[0 if self.is_encoder else -1])
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and of all frames except images."""
+        return self.at_image.weight.dtype
+
     def widest(self, start: int, stop: int, channels: int) -> tuple[float, int]:
         """`widest_values` of layers ``start`` to ``stop``, which take ``channels``; counted once."""
         if (start, stop) not in self._widest:
