@@ -167,8 +167,8 @@ class PatchConv:
     slope: float
 
     @classmethod
-    def of(cls, layer: fold.Layer, *, patch_size: int, stacked: int) -> PatchConv:
-        assert isinstance(layer, fold.ConvLayer) and layer.relu and layer.frames == 1 and not layer.shuffle
+    def of(cls, layer: fold.ConvLayer, *, patch_size: int, stacked: int) -> PatchConv:
+        assert layer.relu and layer.frames == 1 and not layer.shuffle
         side_by_side = eager.stacked_first(layer, stacked)
         assert side_by_side.bias is not None
         weight = side_by_side.weight
@@ -242,23 +242,18 @@ class CudnnStack(CudaStack):
     """An encoder or decoder as cuDNN calls; the images may have another precision."""
 
     def __init__(self, layers: Sequence[fold.Layer], *, patch_size: int) -> None:
-        super().__init__(
-            fold.map_weights([_order_patches(layer) for layer in layers], fold.channels_last), patch_size=patch_size
-        )
+        super().__init__([_order_patches(layer) for layer in layers], patch_size=patch_size)
         at_image = self.at_image
         assert at_image.bias is not None
         most = max(layer.weight.shape[0] for layer in self.layers if isinstance(layer, fold.ConvLayer | fold.GrowLayer))
         self._zeros = at_image.weight.new_zeros(most)  # a bias for cuDNN where a layer has none
-        self._over_time = {
-            place: over_two_frames(layer)
-            for place, layer in enumerate(self.layers)
-            if isinstance(layer, fold.TwoFrameLayer)
-        }
-        self._super = {
-            place: SuperWeights.of(layer)
-            for place, layer in enumerate(self.layers)
-            if isinstance(layer, fold.SuperMemLayer)
-        }
+        self._over_time: dict[int, Tensor] = {}
+        self._super: dict[int, SuperWeights] = {}
+        for place, layer in enumerate(self.layers):
+            if isinstance(layer, fold.TwoFrameLayer):
+                self._over_time[place] = over_two_frames(layer)
+            elif isinstance(layer, fold.SuperMemLayer):
+                self._super[place] = SuperWeights.of(layer)
         if self.is_encoder:
             self._first = self.patch_convs()
         else:  # the outputs filled up to a multiple of 8; the bias is added while the image is written
@@ -268,9 +263,6 @@ class CudnnStack(CudaStack):
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
         x = frames_NTCHW.flatten(0, 1)
         return x.contiguous() if self.is_encoder else x.contiguous(memory_format=torch.channels_last)
-
-    def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
-        return slice_bytes(x.device) / self.dtype.itemsize
 
     def empty(self, stop: int, size: fold.Size, x: Tensor) -> Tensor:
         room = super().empty(stop, size, x)
@@ -410,4 +402,6 @@ def _order_patches(layer: fold.Layer) -> fold.Layer:
         return layer
     assert layer.bias is not None
     ordered = layer.weight.unflatten(0, (-1, 2, 2)).movedim(0, 2).flatten(0, 2)
-    return replace(layer, weight=ordered, bias=layer.bias.unflatten(0, (-1, 2, 2)).movedim(0, 2).flatten())
+    return replace(
+        layer, weight=fold.channels_last(ordered), bias=layer.bias.unflatten(0, (-1, 2, 2)).movedim(0, 2).flatten()
+    )

@@ -80,9 +80,9 @@ class EagerStack(Stack):
         return function(*arguments)
 
 
-def stacked_first(layer: fold.Layer, frames: int) -> fold.ConvLayer:
+def stacked_first(layer: fold.ConvLayer, frames: int) -> fold.ConvLayer:
     """The first convolution over ``frames`` frames stacked on channels: block-diagonal weights."""
-    assert isinstance(layer, fold.ConvLayer) and layer.bias is not None
+    assert layer.bias is not None
     inputs = layer.weight.shape[1]
     rows = [F.pad(layer.weight, (0, 0, 0, 0, i * inputs, (frames - 1 - i) * inputs)) for i in range(frames)]
     return replace(layer, weight=torch.cat(rows), bias=layer.bias.repeat(frames))

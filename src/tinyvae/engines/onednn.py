@@ -204,9 +204,6 @@ class OnednnStack(Stack):
             x = self._layers[place](x)
         return x
 
-    def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
-        return slice_bytes(x.device) / x.element_size()
-
 
 def cut_bands(
     layers: Sequence[fold.Layer], height: int, height_out: int, rows: int

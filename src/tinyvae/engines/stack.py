@@ -178,11 +178,11 @@ class Stack(ABC):
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         """Layers ``start`` to ``stop``, none of them with a state."""
 
-    @abstractmethod
+    # And these, if its frames are not (N·T)CHW in channels_last memory, or its slices differ.
+
     def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
         """How many values the widest frames of a slice of this run may have; None: `compute` takes the whole run."""
-
-    # And these, if its frames are not (N·T)CHW in channels_last memory.
+        return slice_bytes(x.device) / self.dtype.itemsize
 
     def leave(self, x: Tensor) -> Tensor:
         """Latents or images (N·T)CHW, contiguous, of the last result."""
