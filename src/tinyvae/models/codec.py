@@ -173,7 +173,7 @@ class VideoCodec:
             raise UserError(f"{what} must have {channels} {channel_word} channels, got shape {shape}{hint}.")
         if 0 in (shape[0], *shape[2:]) or (shape[1] == 0 and not may_be_none):
             raise UserError(f"{what} of shape {shape} is empty; pass at least one frame.")
-        if not x.is_floating_point():
+        if not x.is_floating_point() or x.element_size() < 2:  # nothing is computed in float8
             hint = "x.float() / 255" if x.dtype == torch.uint8 else "x.float()"
             raise UserError(f"{what} must be floating point, got {x.dtype}; convert with {hint}.")
         if x.device != self.device:

@@ -84,6 +84,12 @@ def load_model(
 
     Example: ``model = load_model("output/my_run", device="cuda", dtype=torch.float16)``.
     """
+    _check_dtype(dtype)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as fault:  # no such name, no such card, a torch without it
+        reason = str(fault).splitlines()[0]
+        raise UserError(f"device={str(device)!r} cannot be used here ({reason}); use 'cpu' or another one.") from None
     weights_file = find_weights(Path(path))
     state, stated = read_weights(weights_file)
     check_state(state, origin=weights_file)
@@ -135,6 +141,11 @@ def save_model(
     config_file = None if single or _holds_run_config(folder / "config.json") else folder / "config.json"
     if target.suffix in OTHER_FORMATS:
         raise UserError(f"cannot write {target}: end its name in .safetensors or .pth, or name a folder for both.")
+    if not formats or not set(formats) <= set(FORMATS):
+        raise UserError(f"formats={formats!r} cannot be written; name one of {' and '.join(FORMATS)}, or both.")
+    if not isinstance(model, torch.nn.Module):  # a fused codec, whose weights are folded
+        raise UserError(f"a {type(model).__name__} cannot be saved; save the model that it was made of.")
+    _check_dtype(dtype)
     state = plain_state(model, dtype=dtype)
     config = describe(model.spec, training_step=training_step)
     if not overwrite:
@@ -154,6 +165,12 @@ def save_model(
     with atomic_write(config_file, "w") as stream:
         stream.write(json.dumps(config, indent=1) + "\n")
     return [*weights_files, config_file]
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype not in (None, *WEIGHT_DTYPES):
+        names = ", ".join(map(str, WEIGHT_DTYPES))
+        raise UserError(f"dtype={dtype!r} does not suit weights; use one of {names}.")
 
 
 def describe(spec: VariantSpec, *, training_step: int | None = None) -> dict[str, Any]:
