@@ -320,3 +320,20 @@ def test_used_state_is_no_fresh_start() -> None:
     assert torch.equal(codec.decode_chunk(latents, state)[0], once)
     with pytest.raises(AssertionError, match="this state has been used"):
         codec.decode_chunk(latents, state)
+
+
+def test_the_state_of_a_run_that_failed_is_used_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first blocks have taken theirs: a second try would begin a new video in these and go on in the others."""
+    codec = TAEHV("taehv", width=0.125).fused(engine="eager")
+    latents = torch.randn(1, 1, 16, 2, 3)
+    _, state = codec.decode_chunk(latents, None)
+
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(codec._stacks["decoder"], "compute", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            codec.decode_chunk(latents, state)
+    with pytest.raises(AssertionError, match="this state has been used"):
+        codec.decode_chunk(latents, state)

@@ -175,13 +175,13 @@ class FusedTAEHV(VideoCodec):
         runner = self._replays[side] if side in self._replays and self._is_small(side, x_NTCHW.shape) else stack
         try:
             with torch.no_grad():
-                made = runner.run(x_NTCHW, state)
+                return runner.run(x_NTCHW, state)
         except torch.OutOfMemoryError:
             stop_recording()  # the caller may try again with less
             raise
-        if state is not None:
-            state.clear()  # so that a used state is not taken for that of a new video
-        return made
+        finally:
+            if state is not None:
+                state.clear()  # so that what is left of a used state is never taken for that of a new video
 
     def _is_small(self, side: Side, shape: torch.Size) -> bool:
         """Whether a chunk NTCHW takes no more memory than a chunk of a stream."""
