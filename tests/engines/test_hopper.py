@@ -384,14 +384,19 @@ def test_a_launch_for_some_frames_sees_the_frame_before(monkeypatch: pytest.Monk
     x, past = torch.randn(5, 6, 7, 64), torch.randn(1, 6, 7, 64)
     weights = hopper_kernels.pack_tile_weights(torch.randn(64, 128, 3, 3) / 34, torch.randn(64), sources=2)
 
-    def launch_tiles(
-        x: Tensor, past: Tensor, weights: Any, residual: Any, out: Tensor, last: Any, frames: int, *how: Any
-    ) -> None:
-        stacked, relu, slope = how
-        words = {"past_NHWC": past, "frames_per_video": frames, "stacked": stacked, "relu": relu, "slope": slope}
-        torch_conv_tiles(x, weights, residual_BHWC=residual, out=out, last_NHWC=last, **words)
+    def tiles_launch(*numbers: Any) -> Any:
+        *_, frames, stacked, relu, slope = numbers
 
-    monkeypatch.setattr(hopper_kernels, "_launch_tiles", launch_tiles)
+        def launch(
+            x: Tensor, past: Tensor, packed: Tensor, bias: Tensor, residual: Any, out: Tensor, last: Any
+        ) -> None:
+            assert packed is weights.packed and bias is weights.bias
+            words = {"past_NHWC": past, "frames_per_video": frames, "stacked": stacked, "relu": relu, "slope": slope}
+            torch_conv_tiles(x, weights, residual_BHWC=residual, out=out, last_NHWC=last, **words)
+
+        return launch
+
+    monkeypatch.setattr(hopper_kernels, "_tiles_launch", tiles_launch)
     monkeypatch.setattr(hopper_kernels, "processors", lambda index: 132)
     made = []
     for first in (5, 2):

@@ -134,47 +134,33 @@ def conv_tiles(
         out = torch.empty(shape, dtype=x_BHWC.dtype, device=x_BHWC.device)
     assert out.shape == shape and out.is_contiguous()
     assert last_NHWC is None or (last_NHWC.is_contiguous() and last_NHWC.shape[1:] == x_BHWC.shape[1:])
-    how = (stacked, relu, slope)
-    first = frames
+    parts = [(x_BHWC, past_NHWC, residual_BHWC, out, last_NHWC, frames_per_video)]
     # Two launches can share the frames of one video, or frames that need no other one.
     if frames_per_video == frames or (weights.sources == 1 and last_NHWC is None):
         count = processors(x_BHWC.device.index)
         first = first_frames(weights.work(x_BHWC), weights.steps, stacked, processors=count)
-    if first == frames:
-        _launch_tiles(x_BHWC, past_NHWC, weights, residual_BHWC, out, last_NHWC, frames_per_video, *how)
-        return out
-    ours, others = (None, None) if residual_BHWC is None else residual_BHWC.split([first, frames - first])
-    made, rest = out.split([first * weights.grown // stacked, (frames - first) * weights.grown // stacked])
-    _launch_tiles(x_BHWC[:first], past_NHWC, weights, ours, made, None, first, *how)
-    before = x_BHWC[first - 1 : first]
-    _launch_tiles(x_BHWC[first:], before, weights, others, rest, last_NHWC, frames - first, *how)
+        if first < frames:
+            others = frames - first
+            residuals = (None, None) if residual_BHWC is None else residual_BHWC.split([first, others])
+            outs = out.split([first * weights.grown // stacked, others * weights.grown // stacked])
+            parts = [
+                (x_BHWC[:first], past_NHWC, residuals[0], outs[0], None, first),
+                (x_BHWC[first:], x_BHWC[first - 1 : first], residuals[1], outs[1], last_NHWC, others),
+            ]
+    for x, past, residual, made, last, length in parts:
+        launch = _tiles_launch(
+            x.dtype == torch.bfloat16,
+            x.device.index,
+            weights.work(x),
+            (weights.channels_in, weights.channels_out, weights.sources, weights.grown, weights.grouped),
+            weights.steps,
+            length,
+            stacked,
+            relu,
+            slope,
+        )
+        launch(x, past if weights.sources == 2 else None, weights.packed, weights.bias, residual, made, last)
     return out
-
-
-def _launch_tiles(
-    x: Tensor,
-    past: Tensor | None,
-    weights: TileWeights,
-    residual: Tensor | None,
-    out: Tensor,
-    last: Tensor | None,
-    frames_per_video: int,
-    stacked: int,
-    relu: bool,
-    slope: float,
-) -> None:
-    launch = _tiles_launch(
-        x.dtype == torch.bfloat16,
-        x.device.index,
-        weights.work(x),
-        (weights.channels_in, weights.channels_out, weights.sources, weights.grown, weights.grouped),
-        weights.steps,
-        frames_per_video,
-        stacked,
-        relu,
-        slope,
-    )
-    launch(x, past if weights.sources == 2 else None, weights.packed, weights.bias, residual, out, last)
 
 
 @functools.lru_cache(maxsize=256)
