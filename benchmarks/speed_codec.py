@@ -28,7 +28,7 @@ from tinyvae.convert.bench import (
     time_alternating_ms,
 )
 from tinyvae.engines import fused as engines
-from tinyvae.engines import hopper, nvrtc
+from tinyvae.engines import hopper, nvrtc, replay
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
 from tinyvae.evaluation.cost import without_cudnn_trials
@@ -183,6 +183,7 @@ def codec_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--no_early_launch", action="store_true", help="a kernel starts when the one in front has ended"
     )
+    parser.add_argument("--copy_image", action="store_true", help="CUDA graphs make the image, and it is copied")
     return parser
 
 
@@ -190,6 +191,7 @@ def set_switches(arguments: argparse.Namespace) -> None:
     """For codecs that are made from now on, and for what they launch outside of CUDA graphs."""
     hopper.CUDNN_CHANNELS = frozenset(arguments.cudnn_channels)
     engines.REPLAY_CHUNKS = not arguments.no_replay
+    replay.IMAGE_APART = not arguments.copy_image
     nvrtc.EARLY_LAUNCH = not arguments.no_early_launch
 
 

@@ -69,8 +69,7 @@ def time_tiles(dtype: torch.dtype) -> list[Row]:
         )
         calls["cudnn"] = lambda call=by_cudnn: (call(), call())
         count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-        work = hopper_kernels.TileWork(frames, height, width, channels // 64, 9, False)
-        chosen = hopper_kernels.choose_tile_height(work, processors=count)
+        chosen = hopper_kernels.choose_tile_height(frames, height, width, channels // 64, 9, False, processors=count)
         name, flops = f"tiles {channels}ch {frames}x{height}x{width}, chosen {chosen}", 4.0 * x[..., 0].numel()
         rows.append(timed(name, flops * weight.numel(), calls, repeat=graphed))
     return rows

@@ -1,7 +1,7 @@
 """What each choice of the engines brings: codecs with a choice switched off beside one with all of them, in one process
 and in turn, so that the GPU's clock is the same for both.
 
-    python benchmarks/speed_switches.py [--variant taew2_2] [--size 480x736x49] [--settings=--no_replay] [--output DIR]
+    python benchmarks/speed_switches.py [--variant taew2_2] [--size 480x736x49] [--settings=--copy_image] [--output DIR]
 
 A setting is switches of speed_codec.py, as one word. Switches that stand alone count for both codecs. Medians in
 milliseconds of whole videos and of a decode by pushes of three latents, and how many times as long the setting takes.
@@ -27,6 +27,7 @@ from tinyvae.engines.fused import FusedTAEHV
 
 SETTINGS = (  # those that matter most first
     "--no_early_launch",
+    "--copy_image",
     "--no_replay",
     "--cudnn_channels",
     "--cudnn_channels 128 256",
