@@ -141,7 +141,7 @@ def save_model(
     config_file = None if single or _holds_run_config(folder / "config.json") else folder / "config.json"
     if target.suffix in OTHER_FORMATS:
         raise UserError(f"cannot write {target}: end its name in .safetensors or .pth, or name a folder for both.")
-    if not formats or not set(formats) <= set(FORMATS):
+    if not set(formats) <= set(FORMATS):
         raise UserError(f"formats={formats!r} cannot be written; name one of {' and '.join(FORMATS)}, or both.")
     if not isinstance(model, torch.nn.Module):  # a fused codec, whose weights are folded
         raise UserError(f"a {type(model).__name__} cannot be saved; save the model that it was made of.")
