@@ -108,6 +108,6 @@ def cut_work(pairs: int, height: int, width: int, patch: int, *, processors: int
 
 def shared_bytes(patch: int) -> int:
     """Weights of both layers, a hidden row of both frames, two rings of rows of patches, barriers."""
-    steps, line_bytes = {1: 1, 2: 3}[patch], (16 * patch + 2) * 16
+    line_bytes = (16 * patch + 2) * 16
     rings = 2 * (3 + AHEAD[patch]) * 3 * patch * line_bytes
-    return 18 * WEIGHT_TILE + 3 * steps * 2048 + 2 * HIDDEN_BYTES + rings + BARRIER_BYTES
+    return 18 * WEIGHT_TILE + 3 * first_rows.STEPS[patch] * 2048 + 2 * HIDDEN_BYTES + rings + BARRIER_BYTES

@@ -20,6 +20,7 @@ COLUMN = 16  # patches; a warpgroup takes four columns at a time
 FEWEST_ROWS = 4  # of a warpgroup, because it loads two more
 WARPGROUPS = {1: 4, 2: 4, 4: 3}  # of a block, by the size of a patch
 AHEAD = {1: 5, 2: 5, 4: 1}  # rows of patches that a warp loads before it needs them; three more are in use
+STEPS = {1: 1, 2: 3, 4: 9}  # of a product with a row of patches, 16 values each
 LINE_BYTES = {1: 80, 2: 96, 4: 160}  # of an image row of a column; at 64 two of the three colors would share banks
 
 
@@ -111,5 +112,4 @@ def cut_work(frames: int, height: int, width: int, patch: int, *, processors: in
 
 def shared_bytes(patch: int) -> int:
     """Weights, and a ring of rows of patches for each warp."""
-    steps = {1: 1, 2: 3, 4: 9}[patch]
-    return 3 * steps * 2048 + 4 * WARPGROUPS[patch] * (3 + AHEAD[patch]) * 3 * patch * LINE_BYTES[patch]
+    return 3 * STEPS[patch] * 2048 + 4 * WARPGROUPS[patch] * (3 + AHEAD[patch]) * 3 * patch * LINE_BYTES[patch]

@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyvae.engines.fold import BlockLayer, ConvLayer, GrowLayer, Layer, PoolLayer, Size, output_size
-from tinyvae.models.blocks import whole_groups
-
-State = list[Tensor | None]  # one entry per layer; None before the first chunk, and where a layer carries nothing
+from tinyvae.models.blocks import State, whole_groups
 
 SLICE_BYTES, CPU_SLICE_BYTES = 96 * 2**20, 16 * 2**20
 """Bytes for the widest frames of a slice. On a CPU decoding is 10 to 20 % faster if slices fit into the cache."""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 State = list[Tensor | None]
-"""One entry per layer: NTCHW frames that the layer still needs, or None before the first chunk."""
+"""One entry per layer: what it still needs of the frames before. None before the first chunk, and where it needs
+nothing."""
 
 RECOMPUTED_SLICES = 4
 
