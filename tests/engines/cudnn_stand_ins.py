@@ -23,7 +23,7 @@ def conv_relu(
     assert dilation == (1,) * len(padding) and groups * weight.shape[1] == x.shape[1]
     assert x.dtype == weight.dtype == bias.dtype, "cuDNN takes one precision"
     conv, layout = (F.conv2d, torch.channels_last) if x.ndim == 4 else (F.conv3d, torch.channels_last_3d)
-    assert weight.is_contiguous(memory_format=layout), "other weights would be laid out anew at every call"
+    assert weight.is_contiguous(memory_format=layout), "other weights would be laid out again at every call"
     if x.is_meta:
         return _shape_alone(x, weight, padding, layout)
     made = conv(x, weight, bias, stride=tuple(stride), padding=tuple(padding), groups=groups)

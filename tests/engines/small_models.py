@@ -10,10 +10,10 @@ from tinyvae import TAEHV
 PREVIEWS = [("taehv", "time"), ("taehv", "space"), ("taehv", "both"), ("taeltx_2", "both"), ("taew2_2_super", "time")]
 
 
-def small(variant: str, **options: object) -> TAEHV:
-    """A quarter of the width, with weights of which every layer matters to the output; torch's own initialisation fades
-    over the depth."""
-    model = TAEHV(variant, width=0.25, **options)  # type: ignore[arg-type]
+def small(variant: str, *, width: float = 0.25, **options: object) -> TAEHV:
+    """A narrow network with weights of which every layer matters to the output; torch's own initialization fades over
+    the depth."""
+    model = TAEHV(variant, width=width, **options)  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in model.parameters():
             scale = 0.05 if parameter.ndim == 1 else parameter[0].numel() ** -0.5

@@ -116,14 +116,14 @@ def test_previews(variant: str, preview: str) -> None:
 
 @torch.no_grad()
 def test_what_is_remembered_is_not_written_over() -> None:
-    """Two streams may go on from one memory, if each gets a list of its own: a super block works in place."""
+    """Two streams may go on from one state, if each gets a list of its own: a super block works in place."""
     model = small("taew2_2_super")
     decoder = stacks(model)[1]
     first, second = torch.randn(2, 1, 2, 48, 2, 3).unbind(0)
-    _, memory = decoder.run(first, None)
-    once = decoder.run(second, list(memory))[0]
-    assert torch.equal(decoder.run(second, memory)[0], once)
-    assert not any(isinstance(part, Tensor) for part in memory), "the memory was not let go"
+    _, state = decoder.run(first, None)
+    once = decoder.run(second, list(state))[0]
+    assert torch.equal(decoder.run(second, state)[0], once)
+    assert not any(isinstance(part, Tensor) for part in state), "the state was not used up"
 
 
 @pytest.mark.parametrize(("patch", "stacked"), [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (4, 1)])

@@ -9,16 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.engines.small_models import small
 from tinyvae import TAEHV
 from tinyvae.engines import eager
-
-
-def random_weights(model: TAEHV) -> None:
-    """Weights of which every layer matters to the output; torch's own initialisation fades over the depth."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            scale = 0.05 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
-            parameter.copy_(torch.randn(parameter.shape) * scale)
 
 
 def loss_of(model: TAEHV, frames: Tensor) -> Tensor:
@@ -27,8 +20,7 @@ def loss_of(model: TAEHV, frames: Tensor) -> Tensor:
 
 
 def small_pair(variant: str) -> tuple[TAEHV, TAEHV, Tensor]:
-    plain = TAEHV(variant, width=0.125)
-    random_weights(plain)
+    plain = small(variant, width=0.125).train()
     folded = copy.deepcopy(plain)
     folded.folded_training = True
     factor = plain.spec.space_factor
@@ -80,13 +72,13 @@ def test_same_loss_curve() -> None:
     plain, folded, frames = small_pair("taehv")
     curves = []
     for model in (plain, folded):
-        optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         losses = []
         for _ in range(8):
             loss = loss_of(model, frames)
             loss.backward()
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             losses.append(loss.item())
         curves.append(losses)
     assert curves[0][-1] < curves[0][0]

@@ -180,7 +180,7 @@ def test_phases_of_a_known_kernel() -> None:
     weight = torch.zeros(1, 1, 1, 3, 3)
     weight[..., 1, 0] = 1
     phases = split_phases(weight).reshape(2, 2, 2, 2)  # phase row, phase column, tap row, tap column
-    # An even column's left neighbour lies in the small column before; an odd one's in its own.
+    # An even column's left neighbor lies in the small column before; an odd one's in its own.
     for row in (0, 1):
         own_row = torch.tensor([0.0, 1.0]) if row == 0 else torch.tensor([1.0, 0.0])
         for column in (0, 1):

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.engines import cudnn_stand_ins
+from tests.engines.small_models import small
 from tinyvae import TAEHV
 from tinyvae.engines import conv_rows, first_pool, first_rows, grow_image, hopper, hopper_kernels
-from tinyvae.engines.fold import ConvLayer, Layer, fold_wide_mem_block
+from tinyvae.engines.fold import ConvLayer, Layer, fold_layers
 from tinyvae.engines.fused import folded_copy
 from tinyvae.models.blocks import WideMemBlock
 
@@ -235,15 +236,6 @@ def test_same_numbers_whole_and_in_chunks(variant: str, joined: bool, monkeypatc
     check_whole_and_in_chunks(TAEHV(variant), monkeypatch)
 
 
-def spread(variant: str, **options: object) -> TAEHV:
-    """Weights of which every layer matters to the output."""
-    model = TAEHV(variant, **options)  # type: ignore[arg-type]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.05 if parameter.ndim == 1 else parameter[0].numel() ** -0.5)
-    return model
-
-
 @pytest.mark.usefixtures("kernels_in_torch")
 @pytest.mark.parametrize("variant", ["taehv", pytest.param("taehv1_5", marks=pytest.mark.slow)])
 def test_leaky_relu_without_cudnns_relu(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,13 +246,13 @@ def test_leaky_relu_without_cudnns_relu(variant: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch, "cudnn_convolution_relu", refuse)
     monkeypatch.setattr(torch, "cudnn_convolution_add_relu", refuse)
-    check_whole_and_in_chunks(spread(variant, activation="leaky_relu"), monkeypatch)
+    check_whole_and_in_chunks(small(variant, width=1.0, activation="leaky_relu"), monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernels_in_torch")
 def test_wide_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = spread("taeltx2_3_wide")
+    model = small("taeltx2_3_wide", width=1.0)
     packed = stacks(model)[1]._packed
     assert sum(isinstance(weights, hopper._WideWeights) for weights in packed) == 9
     check_whole_and_in_chunks(model, monkeypatch)
@@ -271,7 +263,7 @@ def test_wide_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wide_block(slope: float) -> None:
     """One block of 128 channels, two videos, in pieces: against the plain block."""
     block = WideMemBlock(128, slope).requires_grad_(False)
-    layers: list[Layer] = [fold_wide_mem_block(block), ConvLayer(weight=torch.zeros(3, 128, 3, 3), bias=None)]
+    layers: list[Layer] = [*fold_layers(nn.Sequential(block)), ConvLayer(weight=torch.zeros(3, 128, 3, 3), bias=None)]
     stack = hopper.HopperStack(layers, patch_size=1)
     video = torch.randn(2, 5, 128, 3, 7)
     past = torch.cat([torch.zeros(2, 1, 128, 3, 7), video[:, :-1]], dim=1)
@@ -346,6 +338,17 @@ def test_previews(preview: str) -> None:
         torch.testing.assert_close(stacks(model)[1].run(latents, None)[0], expected, atol=1e-5, rtol=1e-4)
 
 
+def test_an_image_at_an_odd_address_is_copied() -> None:
+    """A view into a larger buffer: the first kernels read 16 bytes at a time. At a whole address nothing is copied."""
+    encoder = stacks(TAEHV("taehv").half())[0]
+    buffer = torch.rand(8 + 4 * 3 * 8 * 16).half()
+    for offset, is_copied in ((0, False), (8, False), (1, True)):
+        image = buffer[offset : offset + 4 * 3 * 8 * 16].view(1, 4, 3, 8, 16)
+        entered = encoder.enter(image, [])
+        assert entered.data_ptr() % 16 == 0 and torch.equal(entered, image[0])
+        assert (entered.data_ptr() != image.data_ptr()) == is_copied
+
+
 def test_tile_height_wastes_least() -> None:
     # rows computed: 240 = 8 x 30, 32, 48 = 2 x 24, 16, 90 = 3 x 30, 96 = 3 x 32, 64 = 2 x 32
     for height, best in ((240, 30), (32, 32), (45, 24), (1, 16), (90, 30), (96, 32), (61, 32), (368, 16)):
@@ -354,7 +357,8 @@ def test_tile_height_wastes_least() -> None:
 
 def test_flat_tiles_where_processors_would_be_idle() -> None:
     def chosen(frames: int, height: int, width: int, blocks: int) -> int:
-        return hopper_kernels.choose_tile_height(frames, height, width, blocks, 9, False, processors=132)
+        work = hopper_kernels.TileWork(frames, height, width, blocks, 9, False)
+        return hopper_kernels.choose_tile_height(work, processors=132)
 
     # 256 channels of taew2_2 at 30x46: a whole video, three latents (36 tall jobs or 72 flat ones), one latent
     assert [chosen(frames, 30, 46, 4) for frames in (13, 3, 1)] == [30, 16, 8]
@@ -365,8 +369,8 @@ def test_flat_tiles_where_processors_would_be_idle() -> None:
 
 def test_frames_that_would_keep_a_few_processors_busy_go_apart() -> None:
     def first(frames: int, multiple: int = 1, steps: int = 36) -> int:
-        how = (30, 46, 4, 9, False, steps, multiple)
-        return hopper_kernels.first_frames(frames, *how, processors=132)
+        work = hopper_kernels.TileWork(frames, 30, 46, 4, 9, False)
+        return hopper_kernels.first_frames(work, steps, multiple, processors=132)
 
     # a frame is 12 jobs: 11 frames are one wave of 132, 13 would be two with 24 in the second
     assert [first(frames) for frames in (10, 11, 13, 22, 23)] == [10, 11, 11, 22, 22]
@@ -380,17 +384,23 @@ def test_a_launch_for_some_frames_sees_the_frame_before(monkeypatch: pytest.Monk
     x, past = torch.randn(5, 6, 7, 64), torch.randn(1, 6, 7, 64)
     weights = hopper_kernels.pack_tile_weights(torch.randn(64, 128, 3, 3) / 34, torch.randn(64), sources=2)
 
-    def launch_tiles(
-        x: Tensor, past: Tensor, weights: Any, residual: Any, out: Tensor, last: Any, frames: int, *how: Any
-    ) -> None:
-        stacked, relu, slope = how
-        words = {"past_NHWC": past, "frames_per_video": frames, "stacked": stacked, "relu": relu, "slope": slope}
-        torch_conv_tiles(x, weights, residual_BHWC=residual, out=out, last_NHWC=last, **words)
+    def tiles_launch(*numbers: Any) -> Any:
+        *_, frames, stacked, relu, slope = numbers
 
-    monkeypatch.setattr(hopper_kernels, "_launch_tiles", launch_tiles)
+        def launch(
+            x: Tensor, past: Tensor, packed: Tensor, bias: Tensor, residual: Any, out: Tensor, last: Any
+        ) -> None:
+            assert packed is weights.packed and bias is weights.bias
+            words = {"past_NHWC": past, "frames_per_video": frames, "stacked": stacked, "relu": relu, "slope": slope}
+            torch_conv_tiles(x, weights, residual_BHWC=residual, out=out, last_NHWC=last, **words)
+
+        return launch
+
+    monkeypatch.setattr(hopper_kernels, "_tiles_launch", tiles_launch)
+    monkeypatch.setattr(hopper_kernels, "processors", lambda index: 132)
     made = []
     for first in (5, 2):
-        monkeypatch.setattr(hopper_kernels, "_first_frames", lambda *_, count=first: count)
+        monkeypatch.setattr(hopper_kernels, "first_frames", lambda *_, count=first, **__: count)
         last = torch.full_like(past, torch.nan)
         frames = hopper_kernels.conv_tiles(x, weights, frames_per_video=5, past_NHWC=past, relu=True, last_NHWC=last)
         made.append((frames, last))

@@ -7,6 +7,7 @@ import ctypes
 import re
 import threading
 import time
+import types
 from importlib import resources
 
 import pytest
@@ -87,15 +88,15 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> OrderDriver:
     return driver
 
 
-def small_launch(number: int, *, waits: bool) -> nvrtc.Launch:
-    kernel = nvrtc.Kernel(function=ctypes.c_void_p(number), threads=96, device_index=0, waits=waits)
+def small_launch(number: int, *, early: bool) -> nvrtc.Launch:
+    kernel = nvrtc.Kernel(function=ctypes.c_void_p(number), threads=96, device_index=0, starts_early=early)
     return nvrtc.Launch(kernel, 1, [7], blocks=5, shared_bytes=1024)
 
 
 def test_all_but_the_first_kernel_start_early(driver: OrderDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights made just before a run are complete when its first kernel starts. A kernel that does not wait by itself
-    never starts early, and none does outside of a run."""
-    waiting, other = small_launch(1, waits=True), small_launch(2, waits=False)
+    """Weights made just before a run are complete when its first kernel starts. A kernel of an older card never
+    starts early, and none does outside of a run."""
+    waiting, other = small_launch(1, early=True), small_launch(2, early=False)
     x = torch.zeros(1)
     waiting(x)
     for launches in ((waiting, waiting, other, waiting), (other, waiting)):
@@ -116,7 +117,7 @@ def test_all_but_the_first_kernel_start_early(driver: OrderDriver, monkeypatch: 
 
 
 def test_threads_have_orders_of_their_own(driver: OrderDriver) -> None:
-    launch, x = small_launch(1, waits=True), torch.zeros(1)
+    launch, x = small_launch(1, early=True), torch.zeros(1)
     inside, done = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -148,10 +149,20 @@ def test_structures_are_the_drivers() -> None:
 
 
 def test_every_kernel_waits_for_the_others() -> None:
-    """What `load_kernel(waits=True)` promises; tests/gpu/test_gpu_early.py compares results."""
+    """What `load_kernel` demands; tests/gpu/test_gpu_early.py compares results."""
     texts = [file.read_text() for file in resources.files("tinyvae.engines").iterdir() if file.name.endswith(".cu")]
     kernels = [part for text in texts for part in re.split(r'(?=extern "C" __global__)', text)[1:]]
     names = [re.search(r"\b(\w+)\(\s*(?:const )?\w+\*", kernel) for kernel in kernels]
     assert len(kernels) >= 7 and all(names)
     for kernel in kernels:
         assert kernel.index("let_next_start()") < kernel.index("wait_for_others()"), kernel[:200]
+
+
+def test_a_library_that_does_not_say_its_cards_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not an error: an engine without this kernel does the work."""
+    silent = types.SimpleNamespace(nvrtcGetNumSupportedArchs=lambda count: 1)
+    monkeypatch.setattr(nvrtc, "_driver", lambda: None)
+    monkeypatch.setattr(nvrtc, "_nvrtc", lambda: silent)
+    nvrtc._known_architectures.cache_clear()
+    assert nvrtc.why_unavailable((8, 0)) == "NVRTC does not say which cards it compiles for"
+    assert nvrtc.why_unavailable() is None

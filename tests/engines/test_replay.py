@@ -48,7 +48,7 @@ def record(self: Replay, parts: list[Tensor], filled: tuple[bool, ...] | None, w
         made, after = self._stack.run(inputs[0], state, with_head=with_head, with_image=with_image)
         return [made, *after]
 
-    with_image = not (replay.IMAGE_APART and self._stack.image_is_larger(inputs[0].shape))
+    with_image = not self._stack.image_is_larger(inputs[0].shape)
     outputs = run()
     graph: Any = Graph(run=run, outputs=outputs)
     return replay._Recording(graph=graph, inputs=inputs, outputs=outputs, with_image=with_image)

@@ -29,6 +29,7 @@ from tinyvae.engines import (
 )
 from tinyvae.engines import fused as engines
 from tinyvae.engines.fused import FusedTAEHV
+from tinyvae.engines.stack import Stack
 
 VARIANTS = ["taehv", "taew2_2", "taeltx_2", "taew2_2_super", "taeltx2_3_wide"]
 
@@ -246,7 +247,7 @@ def test_frames_in_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = hopper_kernels.pack_tile_weights(weights["residual"], bias)
     made = []
     for first in (5, 3):
-        monkeypatch.setattr(hopper_kernels, "first_frames", lambda frames, *_, cut=first, **__: min(cut, frames))
+        monkeypatch.setattr(hopper_kernels, "first_frames", lambda work, *_, cut=first, **__: min(cut, work.frames))
         last = torch.full_like(past, torch.nan)
         one = hopper_kernels.conv_tiles(x, two, frames_per_video=5, past_NHWC=past, relu=True, last_NHWC=last)
         more = hopper_kernels.conv_tiles(x, phases, relu=True)
@@ -265,7 +266,7 @@ def forget_cuts() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_small_chunks_are_as_right_as_before(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single latents with tall tiles, shares of four rows and copies of images, and without all these: both as near to
+    """Single latents with tall tiles, warpgroups in pairs and copies of images, and without all these: both as near to
     float64. Three times, the last one from graphs."""
     model = spread(variant).half()
     exact_model = copy.deepcopy(model).double()
@@ -279,9 +280,9 @@ def test_small_chunks_are_as_right_as_before(variant: str, monkeypatch: pytest.M
         with monkeypatch.context() as patch:
             if not is_new:
                 patch.setattr(hopper_kernels, "FLAT_HEIGHTS", ())
-                patch.setattr(hopper_kernels, "FEWEST_ROWS", 4)
                 patch.setattr(conv_rows, "ALONE_TURNS", math.inf)
-                patch.setattr(replay, "IMAGE_APART", False)
+                patch.setattr(Stack, "head_is_smaller", lambda *_: False)
+                patch.setattr(Stack, "image_is_larger", lambda *_: False)
             forget_cuts()
             codec = model.fused()
             for _ in range(3):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tinyvae import TAEHV, VARIANTS
+from tinyvae.errors import UserError
 
 SMALLEST = {name: spec.space_factor for name, spec in VARIANTS.items()}
 ONE_OF_EACH = ["taehv", "taecvx", "taew2_2", "taehv1_5_super", "taeltx_2", "taeh3"]
@@ -85,3 +86,10 @@ def test_reconstruct_takes_any_length_and_odd_sizes(variant: str) -> None:
             output = model.reconstruct(video)
             assert output.shape == (2, model.spec.aligned_frames(length), 3, height, width)
             assert output.min() >= 0 and output.max() <= 1
+
+
+def test_a_preview_in_time_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TAEHV("taehv", width=0.125, preview="time")
+    monkeypatch.setattr(model, "encode_chunk", lambda *_: pytest.fail("the encoder ran"))
+    with pytest.raises(UserError, match="makes one frame per latent, which does not line up"):
+        model.reconstruct(torch.rand(1, 5, 3, 16, 16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tinyvae import TAEHV, load_model, save_model
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.models.hub import choose_file, names_hub_model
 
+huggingface_hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")
 file_download = pytest.importorskip("huggingface_hub.file_download")
 TEMPLATE = "HUGGINGFACE_CO_URL_TEMPLATE"
@@ -78,6 +80,38 @@ def test_offline_and_without_a_network_the_cache_serves(
         MissingFileError, match=r"HF_HUB_OFFLINE is set, and b\.pth of me/vae was not downloaded before"
     ):
         load_model("me/vae:b.pth")
+
+
+def test_a_download_that_was_cut_short_is_not_taken_for_an_empty_repository(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """config.json comes first: without a network its repository has weights, and they are not here."""
+    publish(hub, "me/vae", tmp_path / "made")
+    huggingface_hub.HfApi().hf_hub_download("me/vae", "config.json")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(MissingFileError, match="HF_HUB_OFFLINE is set, and me/vae was not downloaded before; load it"):
+        load_model("me/vae")
+
+
+def test_the_description_beside_the_weights_comes_along(hub: Hub, tmp_path: Path) -> None:
+    """As in a run's folder: best_model holds its own config.json, and these weights state nothing themselves."""
+    publish(hub, "me/run", tmp_path / "made")
+    files = hub.repos["me/run"]
+    weights = save(TAEHV("taew2_1", width=0.125).state_dict())
+    config = files["config.json"].replace(b"taecvx", b"taew2_1")
+    hub.repos["me/run"] = {"best_model/model.safetensors": weights, "best_model/config.json": config}
+    assert load_model("me/run").spec.name == "taew2_1"
+
+
+def test_a_full_disk_is_no_missing_network(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(hub, "me/vae", tmp_path / "made")
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "hf_hub_download", fail)
+    with pytest.raises(UserError, match=r"me/vae of the hub cannot be saved .*No space left.*; make room, or name"):
+        load_model("me/vae")
 
 
 def test_what_may_not_be_seen(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import types
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -290,6 +293,24 @@ def test_caller_may_use_the_buffer_of_a_push_again(variant: str) -> None:
     torch.testing.assert_close(torch.cat(latents, dim=1), codec.encode_video(frames), atol=1e-5, rtol=1e-5)
 
 
+def test_the_recording_of_a_graph_leaves_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch's default mode what they allocate meanwhile fails, and breaks the recording. (CUDA is played.)"""
+    asked: dict[str, object] = {}
+
+    def graph(recorded: object, **options: object) -> contextlib.nullcontext[None]:
+        asked.update(options)
+        return contextlib.nullcontext()
+
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    for name in ("Stream", "current_stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, lambda: stream)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda of: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    streaming.DecodeGraph(MODELS["taehv"], torch.randn(1, 1, 16, 2, 2, dtype=torch.double))
+    assert asked == {"capture_error_mode": "thread_local"}
+
+
 def test_used_state_is_no_fresh_start() -> None:
     codec = TAEHV("taehv", width=0.125).fused()
     latents = torch.randn(1, 1, 16, 2, 3)
@@ -297,5 +318,22 @@ def test_used_state_is_no_fresh_start() -> None:
     assert isinstance(state, list)
     once = codec.decode_chunk(latents, list(state))[0]
     assert torch.equal(codec.decode_chunk(latents, state)[0], once)
+    with pytest.raises(AssertionError, match="this state has been used"):
+        codec.decode_chunk(latents, state)
+
+
+def test_the_state_of_a_run_that_failed_is_used_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first blocks have taken theirs: a second try would begin a new video in these and go on in the others."""
+    codec = TAEHV("taehv", width=0.125).fused(engine="eager")
+    latents = torch.randn(1, 1, 16, 2, 3)
+    _, state = codec.decode_chunk(latents, None)
+
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(codec._stacks["decoder"], "compute", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            codec.decode_chunk(latents, state)
     with pytest.raises(AssertionError, match="this state has been used"):
         codec.decode_chunk(latents, state)

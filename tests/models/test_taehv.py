@@ -169,6 +169,7 @@ def test_half_precision_follows_the_weights(variant: str) -> None:
         (torch.rand(0, 1, 3, 8, 8), "empty"),
         (torch.rand(1, 1, 3, 12, 8), "8x8 or 16x8"),
         (torch.zeros(1, 1, 3, 8, 8, dtype=torch.uint8), r"x.float\(\) / 255"),
+        (torch.rand(1, 1, 3, 8, 8).to(torch.float8_e4m3fn), r"float8_e4m3fn; convert with x.float\(\)"),
         (torch.rand(1, 1, 3, 8, 8, device="meta"), "is on meta"),
         (torch.rand(1, 1, 3, 8, 8).numpy(), r"torch.as_tensor\(x\)"),
     ],

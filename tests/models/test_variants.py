@@ -100,6 +100,7 @@ def test_previews_make_one_frame_per_latent_and_cannot_be_compared() -> None:
         (lambda: get_spec("taeltx_2").check_size(16, 33), "32x32 or 32x64"),
         (lambda: get_spec("taehv").latents(0), "at least 1 frame"),
         (lambda: get_spec("taehv").frames_from_latents(0), "at least 1 latent"),
+        (lambda: get_spec("taecvx").check_training_length(-100), "8k or 8k\\+1, here 1"),
     ],
 )
 def test_mistakes_name_the_way_out(call, says: str) -> None:

@@ -331,12 +331,31 @@ def test_what_may_not_be_read_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     (tmp_path / "w.pth").write_bytes(b"PK")
+    (tmp_path / "config.json").write_bytes(b"{}")
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(UserError, match=r"w\.pth cannot be read \(Permission denied\)"):
         load_model(tmp_path / "w.pth")
     monkeypatch.setattr(Path, "iterdir", refuse)
     with pytest.raises(UserError, match=r"cannot be looked into \(Permission denied\)"):
         load_model(tmp_path)
+    for read in ("read_bytes", "read_text"):
+        monkeypatch.setattr(Path, read, refuse)
+    with pytest.raises(UserError, match=r"config\.json beside the weights cannot be read .*Permission denied"):
+        save_model(TAEHV("taew2_2", width=0.125), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dtype": "float16"}, "dtype='float16' does not suit weights; use one of torch.float32"),
+        ({"device": "gpu"}, r"device='gpu' cannot be used here \(.*gpu\); use 'cpu'"),
+        ({"device": "cuda:77"}, "device='cuda:77' cannot be used here"),
+    ],
+)
+def test_options_that_cannot_be_are_one_sentence(tmp_path: Path, options: dict[str, str], says: str) -> None:
+    save_model(TAEHV("taew2_2", width=0.125), tmp_path / "w.pth")
+    with pytest.raises(UserError, match=says):
+        load_model(tmp_path / "w.pth", **options)  # type: ignore[arg-type]
 
 
 def test_saves_that_were_cut_short_are_not_a_runs_model(tmp_path: Path) -> None:
@@ -357,6 +376,12 @@ def test_a_save_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     for target in (tmp_path / "taken", tmp_path / "taken" / "model.pth"):
         with pytest.raises(FileExistsAlreadyError, match="a file is in its way"):
             save_model(model, target)
+    with pytest.raises(UserError, match="a FusedTAEHV cannot be saved; save the model that it was made of"):
+        save_model(model.fused(), tmp_path / "fused.pth")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"dtype=torch\.int8 does not suit weights; use one of torch\.float32"):
+        save_model(model, tmp_path / "short.pth", dtype=torch.int8)
+    with pytest.raises(UserError, match=r"formats=\['\.bin'\] cannot be written; name one of \.safetensors"):
+        save_model(model, tmp_path / "folder", formats=[".bin"])
     assert [f.name for f in tmp_path.iterdir()] == ["taken"]
 
 

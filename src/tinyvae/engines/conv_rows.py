@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tinyvae.engines.hopper_kernels import TILES_THREADS, WEIGHT_TILE, share_rows, thread_channels
-from tinyvae.engines.nvrtc import Launch, load_kernel, processors
+from tinyvae.engines.nvrtc import Launch, int_fields, load_kernel, processors
 
 COLUMN = 8  # pixels; a step of a warpgroup takes eight columns
 ROW_BYTES = (8 * (COLUMN + 2) + 1) * 128  # of a step's input row in shared memory
@@ -29,8 +29,7 @@ class _Rows(ctypes.Structure):
     """The kernel's ``Rows``, field by field."""
 
     _fields_ = [
-        *((name, ctypes.c_int) for name in ("frames_per_video", "frames", "height", "width")),
-        *((name, ctypes.c_int) for name in ("columns", "stacked", "rows", "share", "members")),
+        *int_fields("frames_per_video frames height width columns stacked rows share members"),
         ("slope", ctypes.c_float),
     ]
 
@@ -71,10 +70,7 @@ def conv_rows(
     out: Tensor | None = None,
     last_NHWC: Tensor | None = None,
 ) -> Tensor:
-    """Convolution, bias, residual and activation in one pass; arguments and result as in `hopper_kernels.conv_tiles`.
-
-    ``slope`` is that of the ReLU below zero: not 0 is LeakyReLU.
-    """
+    """Convolution, bias, residual and ReLU in one pass; arguments and result as in `hopper_kernels.conv_tiles`."""
     frames, height, width, channels = x_BHWC.shape
     assert channels == 64 and x_BHWC.is_contiguous() and x_BHWC.dtype == weights.packed.dtype
     assert frames % frames_per_video == 0 and frames % stacked == 0
@@ -110,7 +106,6 @@ def _launch(
         device_index,
         threads=TILES_THREADS,
         shared_bytes=shared_bytes(sources),
-        waits=True,
         PRODUCT_N=192,
         BFLOAT=int(bfloat),
         SOURCES=sources,
@@ -118,17 +113,16 @@ def _launch(
         ON_THE_WAY=ON_THE_WAY[sources],
         WEIGHT_TILE=WEIGHT_TILE,
     )
-    return Launch(kernel, 7, [values], blocks=blocks, shared_bytes=shared_bytes(sources))
+    return Launch(kernel, 7, [values], blocks=blocks)
 
 
 def cut_work(frames: int, height: int, width: int, *, processors: int) -> tuple[int, int, int, int, int]:
     """(columns of a frame, rows of all strips, warpgroups of a block that have rows, rows of each of them, blocks)."""
     columns = -(-width // COLUMN)
     rows = -(-frames * columns // 8) * height
-    share, blocks = share_rows(rows, processors)
-    alone = -(-rows // processors)
+    (share, blocks), (alone, alone_blocks) = (share_rows(rows, members, processors) for members in (2, 1))
     if ALONE_TURNS * (alone + 2) < 2 * (share + 2):  # each computes up to two rows more
-        return columns, rows, 1, alone, -(-rows // alone)
+        return columns, rows, 1, alone, alone_blocks
     return columns, rows, 2, share, blocks
 
 

@@ -167,8 +167,8 @@ class PatchConv:
     slope: float
 
     @classmethod
-    def of(cls, layer: fold.Layer, *, patch_size: int, stacked: int) -> PatchConv:
-        assert isinstance(layer, fold.ConvLayer) and layer.relu and layer.frames == 1 and not layer.shuffle
+    def of(cls, layer: fold.ConvLayer, *, patch_size: int, stacked: int) -> PatchConv:
+        assert layer.relu and layer.frames == 1 and not layer.shuffle
         side_by_side = eager.stacked_first(layer, stacked)
         assert side_by_side.bias is not None
         weight = side_by_side.weight
@@ -194,72 +194,85 @@ class PatchConv:
         return conv_relu(laid_out.permute(0, 3, 1, 2), self.weight, self.bias, slope=self.slope)
 
 
-class CudnnStack(Stack):
-    """An encoder or decoder as cuDNN calls; the images may have another precision."""
-
-    def __init__(self, layers: Sequence[fold.Layer], *, patch_size: int) -> None:
-        super().__init__(
-            fold.map_weights([_order_patches(layer) for layer in layers], fold.channels_last), patch_size=patch_size
-        )
-        at_image = self.layers[0 if self.is_encoder else -1]
-        assert isinstance(at_image, fold.ConvLayer) and at_image.bias is not None
-        self._dtype = at_image.weight.dtype
-        most = max(layer.weight.shape[0] for layer in self.layers if isinstance(layer, fold.ConvLayer | fold.GrowLayer))
-        self._zeros = at_image.weight.new_zeros(most)  # a bias for cuDNN where a layer has none
-        self._over_time = {
-            place: over_two_frames(layer)
-            for place, layer in enumerate(self.layers)
-            if isinstance(layer, fold.MemLayer | fold.WideMemLayer)
-        }
-        self._super = {
-            place: SuperWeights.of(layer)
-            for place, layer in enumerate(self.layers)
-            if isinstance(layer, fold.SuperMemLayer)
-        }
-        if self.is_encoder:
-            counts, patch = {1, cast(fold.PoolLayer, self.layers[1]).stride}, patch_size
-            self._first = {count: PatchConv.of(at_image, patch_size=patch, stacked=count) for count in counts}
-        else:  # the outputs filled up to a multiple of 8; the bias is added while the image is written
-            more = -at_image.weight.shape[0] % eager.CUDA_CHANNEL_MULTIPLE
-            self._image_weight = fold.channels_last(F.pad(at_image.weight, (0, 0, 0, 0, 0, 0, 0, more)))
+class CudaStack(Stack):
+    """What the two engines for CUDA cards share."""
 
     def run(self, frames_NTCHW: Tensor, state: State | None, **parts: bool) -> tuple[Tensor, State]:
-        with ready(frames_NTCHW):
+        with _ready(frames_NTCHW):
             return super().run(frames_NTCHW, state, **parts)
 
     def head(self, frames_NTCHW: Tensor) -> Tensor:
-        with ready(frames_NTCHW):
+        with _ready(frames_NTCHW):
             return super().head(frames_NTCHW)
 
     def image(self, x: Tensor, num_videos: int) -> Tensor:
-        with ready(x):
+        with _ready(x):
             return super().image(x, num_videos)
 
-    def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
-        x = frames_NTCHW.flatten(0, 1)
-        return x.contiguous() if self.is_encoder else x.contiguous(memory_format=torch.channels_last)
+    def pooled_first(self, stop: int) -> int:
+        """How many frames an encoder's first convolution puts side by side: as many as the pooling layer behind takes,
+        if that is one of the layers before ``stop``, else 1."""
+        return cast(fold.PoolLayer, self.layers[1]).stride if stop > 1 else 1
 
-    def leave(self, x: Tensor) -> Tensor:
-        return x.contiguous()
-
-    def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
-        return slice_bytes(x.device) / self._dtype.itemsize
+    def patch_convs(self) -> dict[int, PatchConv]:
+        """An encoder's first convolution by cuDNN, for each number of frames that it puts side by side."""
+        counts = {1, self.pooled_first(2)}
+        return {count: PatchConv.of(self.at_image, patch_size=self.patch_size, stacked=count) for count in counts}
 
     def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
         patch = self.patch_size if self.is_encoder and start == 0 else 1
         return x.shape[1] * patch**2, x.shape[2] // patch, x.shape[3] // patch
 
     def empty(self, stop: int, size: fold.Size, x: Tensor) -> Tensor:
-        if self.ends_in_image(stop):
-            return x.new_empty(size.frames, 3, size.height * self.patch_size, size.width * self.patch_size)
+        """BHWC, and an image B3HW."""
         shape = (size.frames, size.height, size.width, size.channels)
-        return torch.empty(shape, dtype=self._dtype, device=x.device).permute(0, 3, 1, 2)
+        if self.ends_in_image(stop):
+            shape = (size.frames, 3, size.height * self.patch_size, size.width * self.patch_size)
+        return torch.empty(shape, dtype=self.dtype, device=x.device)
+
+
+@contextlib.contextmanager
+def _ready(x: Tensor) -> Iterator[None]:
+    # Our kernels run on the current device. Weights and frames have one dtype already.
+    with torch.cuda.device_of(x), torch.autocast("cuda", enabled=False), nvrtc.early_launches():
+        yield
+
+
+class CudnnStack(CudaStack):
+    """An encoder or decoder as cuDNN calls; the images may have another precision."""
+
+    def __init__(self, layers: Sequence[fold.Layer], *, patch_size: int) -> None:
+        super().__init__([_order_patches(layer) for layer in layers], patch_size=patch_size)
+        at_image = self.at_image
+        assert at_image.bias is not None
+        most = max(layer.weight.shape[0] for layer in self.layers if isinstance(layer, fold.ConvLayer | fold.GrowLayer))
+        self._zeros = at_image.weight.new_zeros(most)  # a bias for cuDNN where a layer has none
+        self._over_time: dict[int, Tensor] = {}
+        self._super: dict[int, SuperWeights] = {}
+        for place, layer in enumerate(self.layers):
+            if isinstance(layer, fold.TwoFrameLayer):
+                self._over_time[place] = over_two_frames(layer)
+            elif isinstance(layer, fold.SuperMemLayer):
+                self._super[place] = SuperWeights.of(layer)
+        if self.is_encoder:
+            self._first = self.patch_convs()
+        else:  # the outputs filled up to a multiple of 8; the bias is added while the image is written
+            more = -at_image.weight.shape[0] % eager.CUDA_CHANNEL_MULTIPLE
+            self._image_weight = fold.channels_last(F.pad(at_image.weight, (0, 0, 0, 0, 0, 0, 0, more)))
+
+    def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
+        x = frames_NTCHW.flatten(0, 1)
+        return x.contiguous() if self.is_encoder else x.contiguous(memory_format=torch.channels_last)
+
+    def empty(self, stop: int, size: fold.Size, x: Tensor) -> Tensor:
+        room = super().empty(stop, size, x)
+        return room if self.ends_in_image(stop) else room.permute(0, 3, 1, 2)
 
     def write(self, start: int, stop: int, x: Tensor, out: Tensor) -> None:
         if not self.ends_in_image(stop):
             return super().write(start, stop, x, out)
-        last = self.layers[-1]
-        assert isinstance(last, fold.ConvLayer) and last.bias is not None
+        last = self.at_image
+        assert last.bias is not None
         made = F.conv2d(self.compute(start, stop - 1, x), self._image_weight, padding=1)
         write_image(made, last.bias, self.patch_size, last.frames, out)
 
@@ -267,7 +280,7 @@ class CudnnStack(Stack):
         layer = self.layers[place]
         if isinstance(layer, fold.SuperMemLayer):
             return _super_mem_block(self._super[place], x, state[place], num_videos)
-        assert isinstance(layer, fold.MemLayer | fold.WideMemLayer)
+        assert isinstance(layer, fold.TwoFrameLayer)
         last, slope = x.unflatten(0, (num_videos, -1))[:, -1:].clone(), layer.slope
         bias = layer.first_bias[: x.shape[1]]
         past, state[place] = state[place], None
@@ -277,15 +290,14 @@ class CudnnStack(Stack):
         del past
         deeper = conv_relu(hidden, layer.second, layer.second_bias, slope=slope)
         del hidden  # the result takes its memory
-        if isinstance(layer, fold.MemLayer):
+        if not isinstance(layer, fold.WideMemLayer):
             return conv_relu(deeper, layer.third, layer.third_bias, residual=x, slope=slope), last
         deeper = conv_relu(deeper, layer.third, layer.third_bias, slope=slope)
         return conv_relu(deeper, layer.fourth, layer.fourth_bias, residual=x, slope=slope), last
 
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         if self.is_encoder and start == 0:
-            stacked = cast(fold.PoolLayer, self.layers[1]).stride if stop > 1 else 1
-            x, start = self._first[stacked](x.to(self._dtype)), 1
+            x, start = self._first[self.pooled_first(stop)](x.to(self.dtype)), 1
         for layer in self.layers[start:stop]:
             x = self._layer(layer, x)
         return x
@@ -307,14 +319,6 @@ class CudnnStack(Stack):
         if not relu:
             return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
         return conv_relu(x, weight, self._zeros[: weight.shape[0]] if bias is None else bias, slope=slope)
-
-
-@contextlib.contextmanager
-def ready(x: Tensor) -> Iterator[None]:
-    """What holds while a stack of a GPU computes ``x``."""
-    # Our kernels run on the current device. Weights and frames have one dtype already.
-    with torch.cuda.device_of(x), torch.autocast("cuda", enabled=False), nvrtc.early_launches():
-        yield
 
 
 def write_image(made_BCHW: Tensor, bias: Tensor, patch_size: int, frames: int, image_BCHW: Tensor) -> None:
@@ -385,7 +389,7 @@ def _depthwise(x: Tensor, weight: Tensor) -> Tensor:
     return F.conv2d(filled, weight, padding=3, groups=x.shape[1])[:frames]
 
 
-def over_two_frames(layer: fold.MemLayer | fold.WideMemLayer) -> Tensor:
+def over_two_frames(layer: fold.TwoFrameLayer) -> Tensor:
     """The first convolution of a block as one over x_{t-1} and x_t: of (2C, C, 3, 3), the half for x_t first, it makes
     (C, C, 2, 3, 3), and of a 1x1 (C, C, 2, 1, 1)."""
     now, then = layer.first.chunk(2)
@@ -398,4 +402,6 @@ def _order_patches(layer: fold.Layer) -> fold.Layer:
         return layer
     assert layer.bias is not None
     ordered = layer.weight.unflatten(0, (-1, 2, 2)).movedim(0, 2).flatten(0, 2)
-    return replace(layer, weight=ordered, bias=layer.bias.unflatten(0, (-1, 2, 2)).movedim(0, 2).flatten())
+    return replace(
+        layer, weight=fold.channels_last(ordered), bias=layer.bias.unflatten(0, (-1, 2, 2)).movedim(0, 2).flatten()
+    )

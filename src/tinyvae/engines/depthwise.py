@@ -27,10 +27,7 @@ STEPS_PER_BLOCK = 8  # what it costs a block of threads to start, in rows
 class _Shape(ctypes.Structure):
     """The kernel's ``Shape``, field by field."""
 
-    _fields_ = [
-        *((name, ctypes.c_uint) for name in ("frames_per_video", "height", "width", "words", "tiles_x", "strips_y")),
-        *((name, ctypes.c_uint) for name in ("strip_height", "strips", "walkers")),
-    ]
+    _fields_ = nvrtc.int_fields("frames_per_video height width words tiles_x strips_y strip_height strips walkers")
 
 
 def why_not_depthwise(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -79,14 +76,8 @@ def _launch(
     is_bfloat: bool, device_index: int, frames: int, num_videos: int, height: int, width: int, channels: int
 ) -> nvrtc.Launch:
     shape, blocks = cut_work(frames, num_videos, height, width, channels, processors=nvrtc.processors(device_index))
-    kernel = nvrtc.load_kernel(
-        ("instructions.cu", "depthwise.cu"),
-        "super_depthwise",
-        device_index,
-        threads=THREADS,
-        waits=True,
-        BFLOAT=int(is_bfloat),
-    )
+    files, name = ("instructions.cu", "depthwise.cu"), "super_depthwise"
+    kernel = nvrtc.load_kernel(files, name, device_index, threads=THREADS, BFLOAT=int(is_bfloat))
     return nvrtc.Launch(kernel, 5, [shape], blocks=blocks)
 
 

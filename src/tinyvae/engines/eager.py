@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, autocast, nn
@@ -47,9 +47,7 @@ class EagerStack(Stack):
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
         if self._has_images and self.is_encoder:
-            first = self.layers[0]
-            assert isinstance(first, fold.ConvLayer)
-            frames_NTCHW = frames_NTCHW.to(first.weight.dtype)
+            frames_NTCHW = frames_NTCHW.to(self.dtype)
             if self.patch_size > 1:  # at patch size 1 a shuffle would only be a copy
                 frames_NTCHW = F.pixel_unshuffle(frames_NTCHW, self.patch_size)
         stacked = self.stacking_of_first(frames_NTCHW, state)
@@ -60,16 +58,10 @@ class EagerStack(Stack):
         """How many frames the first convolution takes side by side on CUDA, so that the pooling layer need not copy
         them: only RGB frames, where the copy is large and the convolution cheap."""
         fits = frames_NTCHW.is_cuda and frames_NTCHW.shape[2] == 3
-        return (
-            cast(fold.PoolLayer, self.layers[1]).stride
-            if fits and self.pools_whole(1, state, frames_NTCHW.shape[1])
-            else 1
-        )
+        return self.stacked_for(1, state, frames_NTCHW.shape[1]) if fits else 1
 
     def leave(self, x: Tensor) -> Tensor:
-        if not self._has_images:
-            return x
-        return (x if self.is_encoder or self.patch_size == 1 else F.pixel_shuffle(x, self.patch_size)).contiguous()
+        return super().leave(x) if self._has_images else x
 
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         return self._call(_block, self.layers[place], x, state[place], num_videos)
@@ -82,21 +74,15 @@ class EagerStack(Stack):
     def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
         return slice_bytes(x.device) / x.element_size() if may_work_in_place() else None
 
-    def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
-        return x.shape[1], x.shape[2], x.shape[3]
-
-    def empty(self, stop: int, size: fold.Size, x: Tensor) -> Tensor:
-        return x.new_empty(size.frames, size.height, size.width, size.channels).permute(0, 3, 1, 2)
-
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         if self._checkpointing and torch.is_grad_enabled():
             return checkpoint(function, *arguments, use_reentrant=False)
         return function(*arguments)
 
 
-def stacked_first(layer: fold.Layer, frames: int) -> fold.ConvLayer:
+def stacked_first(layer: fold.ConvLayer, frames: int) -> fold.ConvLayer:
     """The first convolution over ``frames`` frames stacked on channels: block-diagonal weights."""
-    assert isinstance(layer, fold.ConvLayer) and layer.bias is not None
+    assert layer.bias is not None
     inputs = layer.weight.shape[1]
     rows = [F.pad(layer.weight, (0, 0, 0, 0, i * inputs, (frames - 1 - i) * inputs)) for i in range(frames)]
     return replace(layer, weight=torch.cat(rows), bias=layer.bias.repeat(frames))
@@ -161,7 +147,7 @@ def _stack_phases(phases_BCHW: Tensor, frames: int, height: int, width: int) -> 
 def _block(layer: fold.Layer, x: Tensor, past: Tensor | None, num_videos: int) -> tuple[Tensor, Tensor]:
     if isinstance(layer, fold.SuperMemLayer):
         return _super_mem_block(layer, x, past, num_videos)
-    assert isinstance(layer, fold.MemLayer | fold.WideMemLayer)
+    assert isinstance(layer, fold.TwoFrameLayer)
     first_half = _two_frame_conv_in_place if may_work_in_place() else _two_frame_conv
     hidden, last = first_half(layer, x, past, num_videos)
     hidden = activate(hidden, layer.slope)
@@ -176,7 +162,7 @@ def _block(layer: fold.Layer, x: Tensor, past: Tensor | None, num_videos: int) -
 
 
 def _two_frame_conv(
-    layer: fold.MemLayer | fold.WideMemLayer, x: Tensor, past: Tensor | None, num_videos: int
+    layer: fold.TwoFrameLayer, x: Tensor, past: Tensor | None, num_videos: int
 ) -> tuple[Tensor, Tensor]:
     """(the first convolution of a block, over each frame and the one before; what to carry)."""
     made = F.conv2d(x, layer.first, layer.first_bias, padding=layer.first.shape[-1] // 2)
@@ -186,7 +172,7 @@ def _two_frame_conv(
 
 
 def _two_frame_conv_in_place(
-    layer: fold.MemLayer | fold.WideMemLayer, x: Tensor, past: Tensor | None, num_videos: int
+    layer: fold.TwoFrameLayer, x: Tensor, past: Tensor | None, num_videos: int
 ) -> tuple[Tensor, Tensor]:
     """The same with two dense convolutions and the sum in place."""
     channels, padding = x.shape[1], layer.first.shape[-1] // 2

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tinyvae.engines import first_rows, fold
-from tinyvae.engines.hopper_kernels import TILES_THREADS, WEIGHT_TILE, thread_channels
-from tinyvae.engines.nvrtc import Launch, load_kernel, processors
+from tinyvae.engines.hopper_kernels import TILES_THREADS, WEIGHT_TILE, share_rows, thread_channels
+from tinyvae.engines.nvrtc import Launch, int_fields, load_kernel, processors
 
 STRIP = {1: 60, 2: 62}  # pooled pixels, by the size of a patch: their image rows begin at a multiple of 16 bytes
 AHEAD = {1: 5, 2: 1}  # rows of patches that are loaded before they are needed; three more are in use
@@ -26,10 +26,7 @@ BARRIER_BYTES = 32
 class _Pool(ctypes.Structure):
     """The kernel's ``Pool``, field by field."""
 
-    _fields_ = [
-        *((name, ctypes.c_int) for name in ("pairs", "height", "width", "strips", "rows", "share")),
-        ("slope", ctypes.c_float),
-    ]
+    _fields_ = [*int_fields("pairs height width strips rows share"), ("slope", ctypes.c_float)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +88,6 @@ def _launch(patch: int, bfloat: bool, device_index: int, video: tuple[int, int, 
         device_index,
         threads=TILES_THREADS,
         shared_bytes=shared_bytes(patch),
-        waits=True,
         PRODUCT_N=128,
         WEIGHT_TILE=WEIGHT_TILE,
         BFLOAT=int(bfloat),
@@ -100,19 +96,18 @@ def _launch(patch: int, bfloat: bool, device_index: int, video: tuple[int, int, 
         STRIP=STRIP[patch],
     )
     values = _Pool(*video, strips, rows, share, slope)
-    return Launch(kernel, 4, [values], blocks=blocks, shared_bytes=shared_bytes(patch))
+    return Launch(kernel, 4, [values], blocks=blocks)
 
 
 def cut_work(pairs: int, height: int, width: int, patch: int, *, processors: int) -> tuple[int, int, int, int]:
     """(strips of a frame, pooled rows of all strips, pooled rows of a block, blocks); height and width in patches."""
     strips = -(-width // (2 * STRIP[patch]))
     rows = pairs * strips * (height // 2)
-    share = max(FEWEST_ROWS, -(-rows // processors))
-    return strips, rows, share, -(-rows // share)
+    return strips, rows, *share_rows(rows, 1, processors, fewest=FEWEST_ROWS)
 
 
 def shared_bytes(patch: int) -> int:
     """Weights of both layers, a hidden row of both frames, two rings of rows of patches, barriers."""
-    steps, line_bytes = {1: 1, 2: 3}[patch], (16 * patch + 2) * 16
+    line_bytes = (16 * patch + 2) * 16
     rings = 2 * (3 + AHEAD[patch]) * 3 * patch * line_bytes
-    return 18 * WEIGHT_TILE + 3 * steps * 2048 + 2 * HIDDEN_BYTES + rings + BARRIER_BYTES
+    return 18 * WEIGHT_TILE + 3 * first_rows.STEPS[patch] * 2048 + 2 * HIDDEN_BYTES + rings + BARRIER_BYTES

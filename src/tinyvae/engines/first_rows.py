@@ -13,23 +13,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines.hopper_kernels import WEIGHT_TILE, thread_channels
-from tinyvae.engines.nvrtc import Launch, load_kernel, processors
+from tinyvae.engines.hopper_kernels import WEIGHT_TILE, share_rows, thread_channels
+from tinyvae.engines.nvrtc import Launch, int_fields, load_kernel, processors
 
 COLUMN = 16  # patches; a warpgroup takes four columns at a time
 FEWEST_ROWS = 4  # of a warpgroup, because it loads two more
 WARPGROUPS = {1: 4, 2: 4, 4: 3}  # of a block, by the size of a patch
 AHEAD = {1: 5, 2: 5, 4: 1}  # rows of patches that a warp loads before it needs them; three more are in use
+STEPS = {1: 1, 2: 3, 4: 9}  # of a product with a row of patches, 16 values each
 LINE_BYTES = {1: 80, 2: 96, 4: 160}  # of an image row of a column; at 64 two of the three colors would share banks
 
 
 class _First(ctypes.Structure):
     """The kernel's ``First``, field by field."""
 
-    _fields_ = [
-        *((name, ctypes.c_int) for name in ("frames", "height", "width", "columns", "stacked", "rows", "share")),
-        ("slope", ctypes.c_float),
-    ]
+    _fields_ = [*int_fields("frames height width columns stacked rows share"), ("slope", ctypes.c_float)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +92,6 @@ def _launch(
         device_index,
         threads=128 * WARPGROUPS[patch],
         shared_bytes=shared_bytes(patch),
-        waits=True,
         PRODUCT_N=128,  # for the shared functions of kernels with Hopper's matrix instruction
         WEIGHT_TILE=WEIGHT_TILE,
         BFLOAT=int(bfloat),
@@ -103,18 +100,16 @@ def _launch(
         LINE_BYTES=LINE_BYTES[patch],
     )
     values = _First(*video, columns, stacked, rows, share, slope)
-    return Launch(kernel, 4, [values], blocks=blocks, shared_bytes=shared_bytes(patch))
+    return Launch(kernel, 4, [values], blocks=blocks)
 
 
 def cut_work(frames: int, height: int, width: int, patch: int, *, processors: int) -> tuple[int, int, int, int]:
     """(columns of a frame, rows of all strips, rows of a warpgroup, blocks); height and width in patches."""
-    columns, warpgroups = -(-width // COLUMN), WARPGROUPS[patch]
+    columns = -(-width // COLUMN)
     rows = -(-frames * columns // 4) * height
-    share = max(FEWEST_ROWS, -(-rows // (warpgroups * processors)))
-    return columns, rows, share, -(-rows // (warpgroups * share))
+    return columns, rows, *share_rows(rows, WARPGROUPS[patch], processors, fewest=FEWEST_ROWS)
 
 
 def shared_bytes(patch: int) -> int:
     """Weights, and a ring of rows of patches for each warp."""
-    steps = {1: 1, 2: 3, 4: 9}[patch]
-    return 3 * steps * 2048 + 4 * WARPGROUPS[patch] * (3 + AHEAD[patch]) * 3 * patch * LINE_BYTES[patch]
+    return 3 * STEPS[patch] * 2048 + 4 * WARPGROUPS[patch] * (3 + AHEAD[patch]) * 3 * patch * LINE_BYTES[patch]

@@ -77,28 +77,27 @@ class BlockLayer(Layer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemLayer(BlockLayer):
-    """`MemBlock`: relu(third(relu(second(relu(now(x_t) + then(x_{t-1}))))) + x_t), [now, then] = first."""
+class TwoFrameLayer(BlockLayer):
+    """What `MemLayer` and `WideMemLayer` share: convolutions of which the first sees two frames."""
 
-    first: Tensor  # (2C, C, 3, 3): the half for x_t, then the half for x_{t-1}
+    first: Tensor  # (2C, C, 3, 3), wide (2C, C, 1, 1): the half for x_t, then the half for x_{t-1}
     first_bias: Tensor  # (2C,): zero in the half for x_{t-1}, so that the frame before a video adds nothing
-    second: Tensor
+    second: Tensor  # (C, C, 3, 3), wide (C, C / groups, 3, 3)
     second_bias: Tensor
-    third: Tensor
+    third: Tensor  # (C, C, 3, 3), wide (C, C, 1, 1)
     third_bias: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class WideMemLayer(BlockLayer):
+class MemLayer(TwoFrameLayer):
+    """`MemBlock`: relu(third(relu(second(relu(now(x_t) + then(x_{t-1}))))) + x_t), [now, then] = first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideMemLayer(TwoFrameLayer):
     """`WideMemBlock`: as `MemLayer`, with a 1x1, a grouped 3x3, a 1x1 and a grouped 3x3."""
 
-    first: Tensor  # (2C, C, 1, 1): the half for x_t, then the half for x_{t-1}
-    first_bias: Tensor  # (2C,): zero in the half for x_{t-1}
-    second: Tensor  # (C, C / groups, 3, 3)
-    second_bias: Tensor
-    third: Tensor
-    third_bias: Tensor
-    fourth: Tensor
+    fourth: Tensor  # (C, C / groups, 3, 3)
     fourth_bias: Tensor
 
     @property
@@ -144,6 +143,13 @@ class GrowLayer(Layer):
         return Size(size.frames * self.frames, channels, 2 * size.height, 2 * size.width)
 
 
+def output_size(layers: Sequence[Layer], size: Size) -> Size:
+    """What comes out of the last of these layers when frames of this size go into the first."""
+    for layer in layers:
+        size = layer.output(size)
+    return size
+
+
 def fold_layers(network: nn.Sequential) -> list[Layer]:
     """The folded layers that compute what a stack of the family's modules computes."""
     modules: list[nn.Module] = list(network)
@@ -160,12 +166,10 @@ def _fold_first(modules: list[nn.Module]) -> tuple[Layer, int]:
     module = modules[0]
     if isinstance(module, Clamp):
         return ClampLayer(), 1
-    if isinstance(module, MemBlock):
-        return fold_mem_block(module), 1
-    if isinstance(module, WideMemBlock):
-        return fold_wide_mem_block(module), 1
+    if isinstance(module, MemBlock | WideMemBlock):
+        return _fold_two_frame_block(module), 1
     if isinstance(module, SuperMemBlock):
-        return fold_super_mem_block(module), 1
+        return _fold_super_block(module), 1
     if isinstance(module, TPool):
         # A 1x1 (mid, s·in) followed by a 3x3 (out, mid) is a 3x3 (out, s·in).
         folded = torch.einsum("omyx,mc->ocyx", _conv(modules, 1).weight, module.conv.weight[:, :, 0, 0])
@@ -207,46 +211,19 @@ def slope_of(activation: nn.Module | None) -> float:
     return activation.negative_slope if isinstance(activation, nn.LeakyReLU) else 0.0
 
 
-def fold_mem_block(block: MemBlock) -> MemLayer:
-    first, second, third = (_conv(list(block.conv), i) for i in (0, 2, 4))
-    assert second.bias is not None and third.bias is not None
-    weight, bias = _two_frames(first)
-    return MemLayer(
-        first=weight,
-        first_bias=bias,
-        second=second.weight,
-        second_bias=second.bias,
-        third=third.weight,
-        third_bias=third.bias,
-        slope=slope_of(block.activation),
-    )
+def _fold_two_frame_block(block: MemBlock | WideMemBlock) -> TwoFrameLayer:
+    convs = [module for module in block.conv if isinstance(module, nn.Conv2d)]
+    weights: dict[str, Any] = {}
+    for name, conv in zip(("first", "second", "third", "fourth"), convs, strict=False):
+        weights |= {name: conv.weight, f"{name}_bias": conv.bias}
+    # The first one, over [x_t, x_{t-1}], becomes two over one frame each, one below the other.
+    weights["first"] = torch.cat(weights["first"].chunk(2, dim=1))
+    weights["first_bias"] = torch.cat([weights["first_bias"], torch.zeros_like(weights["first_bias"])])
+    kind = WideMemLayer if isinstance(block, WideMemBlock) else MemLayer
+    return kind(slope=slope_of(block.activation), **weights)
 
 
-def fold_wide_mem_block(block: WideMemBlock) -> WideMemLayer:
-    first, second, third, fourth = (_conv(list(block.conv), i) for i in (0, 2, 4, 6))
-    assert second.bias is not None and third.bias is not None and fourth.bias is not None
-    weight, bias = _two_frames(first)
-    return WideMemLayer(
-        first=weight,
-        first_bias=bias,
-        second=second.weight,
-        second_bias=second.bias,
-        third=third.weight,
-        third_bias=third.bias,
-        fourth=fourth.weight,
-        fourth_bias=fourth.bias,
-        slope=slope_of(block.activation),
-    )
-
-
-def _two_frames(first: nn.Conv2d) -> tuple[Tensor, Tensor]:
-    """A block's first convolution over [x_t, x_{t-1}] as two over one frame each, one below the other, and its bias."""
-    assert first.bias is not None
-    weight = torch.cat(first.weight.chunk(2, dim=1))
-    return weight, torch.cat([first.bias, torch.zeros_like(first.bias)])
-
-
-def fold_super_mem_block(block: SuperMemBlock) -> SuperMemLayer:
+def _fold_super_block(block: SuperMemBlock) -> SuperMemLayer:
     depth, widen, narrow = (_conv(list(block.conv), i) for i in (0, 1, 3))
     assert widen.bias is not None
     channels = narrow.weight.shape[0]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import logging
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -43,6 +43,12 @@ from tinyvae.models.variants import VariantSpec
 log = logging.getLogger(__name__)
 
 Engine = Literal["hopper", "cudnn", "onednn", "eager"]
+STACKS: dict[Engine, Callable[..., Stack]] = {
+    "hopper": HopperStack,
+    "cudnn": CudnnStack,
+    "onednn": OnednnStack,
+    "eager": EagerStack,
+}
 
 STREAM_BYTES = 608 * 2**20  # for one chunk, beside its input
 MOST_LATENTS = 4096
@@ -169,13 +175,13 @@ class FusedTAEHV(VideoCodec):
         runner = self._replays[side] if side in self._replays and self._is_small(side, x_NTCHW.shape) else stack
         try:
             with torch.no_grad():
-                made = runner.run(x_NTCHW, state)
+                return runner.run(x_NTCHW, state)
         except torch.OutOfMemoryError:
             stop_recording()  # the caller may try again with less
             raise
-        if state is not None:
-            state.clear()  # so that a used state is not taken for that of a new video
-        return made
+        finally:
+            if state is not None:
+                state.clear()  # so that what is left of a used state is never taken for that of a new video
 
     def _is_small(self, side: Side, shape: torch.Size) -> bool:
         """Whether a chunk NTCHW takes no more memory than a chunk of a stream."""
@@ -216,24 +222,19 @@ class FusedTAEHV(VideoCodec):
         engine, reason = choose_engine(layers, self._dtype, self._device, wanted)
         self.engines[side] = f"{engine} ({reason})" if reason else engine
         self._chosen[side] = engine
-        if engine == "hopper":
-            return HopperStack(layers, patch_size=self.spec.patch_size)
-        if engine == "cudnn":
-            return CudnnStack(layers, patch_size=self.spec.patch_size)
-        if engine == "onednn":
-            return OnednnStack(layers, patch_size=self.spec.patch_size)
-        return EagerStack(map_weights(layers, channels_last), patch_size=self.spec.patch_size)
+        return STACKS[engine](layers, patch_size=self.spec.patch_size)
 
 
 def choose_engine(
     layers: Sequence[Layer], dtype: torch.dtype, device: torch.device, wanted: Engine | None
 ) -> tuple[Engine, str]:
     """(engine, why not a faster one); a wanted engine that cannot run here is refused."""
-    hopper_reason, cudnn_reason = why_not_hopper(layers, dtype, device), why_not_cudnn(dtype, device)
+    hopper_reason = why_not_hopper(layers, dtype, device)
+    cudnn_reason, onednn_reason = why_not_cudnn(dtype, device), why_not_onednn(dtype, device)
     reasons: dict[Engine, str | None] = {
         "hopper": hopper_reason,
         "cudnn": cudnn_reason,
-        "onednn": why_not_onednn(dtype, device),
+        "onednn": onednn_reason,
         "eager": None,
     }
     if wanted is not None:
@@ -248,20 +249,16 @@ def choose_engine(
     if cudnn_reason is None:
         is_exact = dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
         return "cudnn", hopper_reason + ("; with TF32 off the plain network is as fast" if is_exact else "")
-    if device.type == "cpu":
-        return _choose_on_cpu(dtype, reasons["onednn"])
-    return "eager", "; ".join(dict.fromkeys([hopper_reason, cudnn_reason]))  # each reason once
-
-
-def _choose_on_cpu(dtype: torch.dtype, onednn_reason: str | None) -> tuple[Engine, str]:
-    if onednn_reason is not None:
-        return "eager", onednn_reason
-    is_slower = dtype == torch.float32 and has_bfloat16()
-    return "onednn", "in bfloat16 it is about twice as fast on this CPU" if is_slower else ""
+    if onednn_reason is None:
+        is_slower = dtype == torch.float32 and has_bfloat16()
+        return "onednn", "in bfloat16 it is about twice as fast on this CPU" if is_slower else ""
+    why = [onednn_reason] if device.type == "cpu" else [hopper_reason, cudnn_reason]
+    return "eager", "; ".join(dict.fromkeys(why))  # each reason once
 
 
 def folded_copy(network: nn.Sequential) -> list[Layer]:
-    """The folded layers of a stack with weights of their own, computed in float64 and rounded once to its dtype."""
+    """The folded layers of a stack with weights of their own, computed in float64 and rounded once to its dtype;
+    those of convolutions are in channels_last memory."""
     dtype = next(network.parameters()).dtype
     exact = copy.deepcopy(network).double()
-    return map_weights(fold_layers(exact), lambda weight: weight.detach().to(dtype).contiguous())
+    return map_weights(fold_layers(exact), lambda weight: channels_last(weight.detach().to(dtype)))

@@ -130,7 +130,6 @@ def _launch(
         device_index,
         threads=TILES_THREADS,
         shared_bytes=shared_bytes,
-        waits=True,
         BFLOAT=int(bfloat),
         SLOPE=slope,
         CELLS=CELLS,
@@ -138,7 +137,7 @@ def _launch(
         WEIGHT_TILES=weight_tiles(patch),
         **constants,
     )
-    return Launch(kernel, 4, values, blocks=blocks, shared_bytes=shared_bytes)
+    return Launch(kernel, 4, values, blocks=blocks)
 
 
 def room(patch: int) -> tuple[dict[str, int], int]:
@@ -158,11 +157,7 @@ def room(patch: int) -> tuple[dict[str, int], int]:
 def cut_work(frames: int, height: int, width: int, grown: int, patch: int, *, processors: int) -> tuple[list[int], int]:
     """(the kernel's numbers, blocks): each output frame of one has the same number of blocks. The rows of all strips
     are cut into equal shares: for RGB one for each of a block's two warpgroups, for patches one for each block."""
-    strips = -(-frames * (width + 1) // (CELLS - 1))
-    rows = strips * height
-    if patch == 1:
-        share, blocks = share_rows(rows, processors // grown)
-    else:
-        share = max(FEWEST_ROWS, -(-rows // (processors // grown)))
-        blocks = -(-rows // share)
+    rows = -(-frames * (width + 1) // (CELLS - 1)) * height
+    takers, fewest = (2, 1) if patch == 1 else (1, FEWEST_ROWS)
+    share, blocks = share_rows(rows, takers, processors // grown, fewest=fewest)
     return [frames, height, width, grown, rows, share], grown * blocks

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from tinyvae.engines import conv_rows, first_pool, first_rows, fold, grow_image, nvrtc
 from tinyvae.engines import hopper_kernels as kernels
-from tinyvae.engines.cudnn import PatchConv, conv_relu, over_two_frames, ready, two_frame_conv_relu
-from tinyvae.engines.eager import activate, compute_layer
-from tinyvae.engines.stack import Stack, State
+from tinyvae.engines.cudnn import CudaStack, PatchConv, conv_relu, over_two_frames, two_frame_conv_relu
+from tinyvae.engines.eager import compute_layer
+from tinyvae.engines.stack import State
 
 SLICE_BYTES = 192 * 2**20  # for the 64-channel frames at full resolution of one slice
 CUDNN_CHANNELS: frozenset[int] = frozenset({128})
@@ -31,7 +31,7 @@ compares). Not with LeakyReLU: cuDNN's calls have ReLU inside. Blocks with 64 ch
 
 @dataclass(frozen=True, kw_only=True)
 class _CudnnWeights:
-    """Of a convolution that cuDNN does: OIHW in channels_last memory, and the bias in the same precision."""
+    """Of a convolution with ReLU that cuDNN does: OIHW in channels_last memory, and the bias in the same precision."""
 
     weight: Tensor
     bias: Tensor
@@ -42,7 +42,9 @@ _ConvWeights = kernels.TileWeights | conv_rows.RowWeights | _CudnnWeights
 
 @dataclass(frozen=True, kw_only=True)
 class _MemWeights:
-    first: kernels.TileWeights | conv_rows.RowWeights
+    """Of a memory block."""
+
+    first: kernels.TileWeights | conv_rows.RowWeights  # over two frames
     second: _ConvWeights
     third: _ConvWeights
 
@@ -77,33 +79,21 @@ def why_not_hopper(layers: Sequence[fold.Layer], dtype: torch.dtype, device: tor
     return nvrtc.why_unavailable()
 
 
-class HopperStack(Stack):
+class HopperStack(CudaStack):
     """An encoder or decoder as kernel launches; the images may have another precision."""
 
     def __init__(self, layers: Sequence[fold.Layer], *, patch_size: int) -> None:
-        super().__init__(fold.map_weights(layers, fold.channels_last), patch_size=patch_size)
-        self._dtype = cast(fold.ConvLayer, layers[0 if self.is_encoder else -1]).weight.dtype
+        super().__init__(layers, patch_size=patch_size)
         # One slope for every launch, also where no activation follows: another one would be another kernel to compile.
         self._slope = max(getattr(layer, "slope", 0.0) for layer in layers)
         assert 0 <= self._slope < 1, "for the kernels a LeakyReLU is the larger of v and slope · v"
         self._packed = [self._pack(place) for place in range(len(layers))]
 
-    def run(self, frames_NTCHW: Tensor, state: State | None, **parts: bool) -> tuple[Tensor, State]:
-        with ready(frames_NTCHW):
-            return super().run(frames_NTCHW, state, **parts)
-
-    def head(self, frames_NTCHW: Tensor) -> Tensor:
-        with ready(frames_NTCHW):
-            return super().head(frames_NTCHW)
-
-    def image(self, x: Tensor, num_videos: int) -> Tensor:
-        with ready(x):
-            return super().image(x, num_videos)
-
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
         flat = frames_NTCHW.flatten(0, 1)
-        if self.is_encoder:
-            return flat.contiguous()  # the first convolution reads the image itself
+        if self.is_encoder:  # the first convolution reads the image itself, 16 bytes at a time
+            image = flat.contiguous()
+            return image if image.data_ptr() % 16 == 0 else image.clone()
         return flat.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
 
     def leave(self, x: Tensor) -> Tensor:
@@ -113,24 +103,15 @@ class HopperStack(Stack):
         if self.ends_in_image(stop):
             # One kernel for both layers keeps nothing at full size but the image.
             joined = isinstance(self._packed[-1], grow_image.GrowImageWeights)
-            return math.inf if joined else SLICE_BYTES / self._dtype.itemsize
+            return math.inf if joined else SLICE_BYTES / self.dtype.itemsize
         if not (self.is_encoder and start == 0 and stop > 1) or self._joins_pool():
             return None
         # Beside its full-size frames a slice has its image, cast and laid out in patches.
-        outputs, inputs = cast(fold.ConvLayer, self.layers[0]).weight.shape[:2]
-        return SLICE_BYTES / self._dtype.itemsize * outputs / (outputs + 2 * inputs)
+        outputs, inputs = self.at_image.weight.shape[:2]
+        return SLICE_BYTES / self.dtype.itemsize * outputs / (outputs + 2 * inputs)
 
     def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
-        if not (self.is_encoder and start == 0):
-            return x.shape[3], x.shape[1], x.shape[2]
-        patch = self.patch_size
-        return x.shape[1] * patch**2, x.shape[2] // patch, x.shape[3] // patch
-
-    def empty(self, stop: int, size: fold.Size, x: Tensor) -> Tensor:
-        shape = (size.frames, size.height, size.width, size.channels)
-        if self.ends_in_image(stop):
-            shape = (size.frames, 3, size.height * self.patch_size, size.width * self.patch_size)
-        return torch.empty(shape, dtype=self._dtype, device=x.device)
+        return super().grid(start, x) if self.is_encoder and start == 0 else (x.shape[3], x.shape[1], x.shape[2])
 
     def write(self, start: int, stop: int, x: Tensor, out: Tensor) -> None:
         if not self.ends_in_image(stop):
@@ -148,24 +129,18 @@ class HopperStack(Stack):
         if isinstance(self.layers[place], fold.WideMemLayer):
             return self._wide_block(place, x, state, num_videos)
         weights = cast(_MemWeights, self._packed[place])
-        frames, (_, height, width, channels) = x.shape[0] // num_videos, x.shape
         last, keep = _keep_last(x, num_videos)
-        hidden = self._kernel(x, weights.first, past_NHWC=state[place], **{"frames_per_video": frames, **keep})
+        hidden = self._conv(x, weights.first, past_NHWC=state[place], **keep)
         state[place] = None
-        if isinstance(weights.second, _CudnnWeights):
-            deeper = _cudnn_conv_relu(hidden, weights.second, None, slope=self._slope)
-        else:
-            deeper = self._kernel(hidden, weights.second)
+        deeper = self._conv(hidden, weights.second)
         if isinstance(weights.third, _CudnnWeights):
             del hidden  # the result takes its memory
-            return _cudnn_conv_relu(deeper, weights.third, x, slope=self._slope), last
-        # The pooling layer behind needs its frames side by side.
-        stacked = (
-            cast(fold.PoolLayer, self.layers[place + 1]).stride if self.pools_whole(place + 1, state, frames) else 1
-        )
+            return self._conv(deeper, weights.third, residual_BHWC=x), last
+        _, height, width, channels = x.shape
+        stacked = self.stacked_for(place + 1, state, x.shape[0] // num_videos)
         # The first hidden frames are no longer needed: the result takes their place.
         out = hidden.view(-1, height, width, channels * stacked)
-        return self._kernel(deeper, weights.third, residual_BHWC=x, stacked=stacked, out=out), last
+        return self._conv(deeper, weights.third, residual_BHWC=x, stacked=stacked, out=out), last
 
     def _wide_block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         weights = cast(_WideWeights, self._packed[place])
@@ -181,14 +156,15 @@ class HopperStack(Stack):
             slope=self._slope,
         )
         del past
-        hidden = self._kernel(hidden.permute(0, 2, 3, 1).contiguous(), weights.second)
-        hidden = _cudnn_conv_relu(hidden, weights.third, None, slope=self._slope)
-        return self._kernel(hidden, weights.fourth, residual_BHWC=x, **keep), last
+        hidden = self._conv(hidden.permute(0, 2, 3, 1).contiguous(), weights.second)
+        hidden = self._conv(hidden, weights.third)
+        return self._conv(hidden, weights.fourth, residual_BHWC=x, **keep), last
 
-    def _kernel(
-        self, x: Tensor, weights: kernels.TileWeights | conv_rows.RowWeights, *, relu: bool = True, **how: Any
-    ) -> Tensor:
-        """By the kernel that reads these weights; both take the same arguments."""
+    def _conv(self, x: Tensor, weights: _ConvWeights, *, relu: bool = True, **how: Any) -> Tensor:
+        """A convolution by the kernel that reads these weights. Ours take the same arguments, cuDNN's has ReLU always
+        and the residual alone."""
+        if isinstance(weights, _CudnnWeights):
+            return _cudnn_conv_relu(x, weights, slope=self._slope, **how)
         compute: Callable[..., Tensor] = kernels.conv_tiles
         if isinstance(weights, conv_rows.RowWeights):
             compute = conv_rows.conv_rows
@@ -197,9 +173,9 @@ class HopperStack(Stack):
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         if self.is_encoder and start == 0 and stop > 1 and self._joins_pool():
             joined = cast(first_pool.FirstPoolWeights, self._packed[1])
-            x, start = first_pool.first_pool(x.to(self._dtype), joined, slope=self._slope), 2
+            x, start = first_pool.first_pool(x.to(self.dtype), joined, slope=self._slope), 2
         elif self.is_encoder and start == 0:
-            x, start = self._first_conv(x, cast(fold.PoolLayer, self.layers[1]).stride if stop > 1 else 1), 1
+            x, start = self._first_conv(x, self.pooled_first(stop)), 1
         for place in range(start, stop):
             x = self._layer(self.layers[place], self._packed[place], x)
         return x
@@ -210,14 +186,14 @@ class HopperStack(Stack):
 
     def _first_conv(self, image_BCHW: Tensor, stacked: int) -> Tensor:
         first = self._packed[0]
-        image_BCHW = image_BCHW.to(self._dtype)
+        image_BCHW = image_BCHW.to(self.dtype)
         if isinstance(first, first_rows.FirstRowWeights):
             return first_rows.first_rows(image_BCHW, first, stacked=stacked, slope=self._slope)
         return cast(dict[int, PatchConv], first)[stacked](image_BCHW).permute(0, 2, 3, 1).contiguous()
 
     def _layer(self, layer: fold.Layer, packed: object, x: Tensor) -> Tensor:
         if isinstance(packed, kernels.TileWeights):
-            return self._kernel(x, packed, relu=cast(fold.ConvLayer | fold.GrowLayer, layer).relu)
+            return self._conv(x, packed, relu=cast(fold.ConvLayer | fold.GrowLayer, layer).relu)
         if isinstance(layer, fold.PoolLayer):
             if x.shape[3] != layer.weight.shape[1]:
                 x = x.unflatten(0, (-1, layer.stride)).permute(0, 2, 3, 1, 4).flatten(3)
@@ -225,11 +201,10 @@ class HopperStack(Stack):
         if isinstance(layer, fold.ClampLayer):
             return compute_layer(layer, x)
         assert isinstance(layer, fold.ConvLayer) and layer.frames == 1 and not layer.shuffle
-        if layer.relu and layer.bias is not None:  # one kernel
-            weights = _CudnnWeights(weight=layer.weight, bias=layer.bias)
-            return _cudnn_conv_relu(x, weights, None, slope=layer.slope)
-        made = _cudnn_conv(x, layer.weight, layer.bias)
-        return activate(made, layer.slope) if layer.relu else made
+        if layer.relu:
+            assert layer.bias is not None, "a layer without a bias grows frames: the kernels do it"
+            return self._conv(x, _CudnnWeights(weight=layer.weight, bias=layer.bias))
+        return _cudnn_conv(x, layer.weight, layer.bias)
 
     def _pack(self, place: int) -> object:
         """What the kernels read of a layer; None where cuDNN does it."""
@@ -239,9 +214,7 @@ class HopperStack(Stack):
         if isinstance(layer, fold.WideMemLayer):
             return _pack_wide_block(layer)
         if place == 1 and first_pool.fits(self.layers[0], layer, self.patch_size):
-            return first_pool.pack_weights(
-                cast(fold.ConvLayer, self.layers[0]), cast(fold.PoolLayer, layer), self.patch_size
-            )
+            return first_pool.pack_weights(self.at_image, cast(fold.PoolLayer, layer), self.patch_size)
         if isinstance(layer, fold.GrowLayer):
             return kernels.pack_tile_weights(layer.weight, None, grown=layer.frames)
         if not isinstance(layer, fold.ConvLayer):
@@ -260,7 +233,7 @@ class HopperStack(Stack):
 
     def _pack_block(self, place: int, layer: fold.MemLayer) -> _MemWeights:
         channels = layer.second.shape[0]
-        first, bias = torch.cat([layer.first[:channels], layer.first[channels:]], dim=1), layer.first_bias[:channels]
+        first, bias = torch.cat(layer.first.chunk(2), dim=1), layer.first_bias[:channels]
         if channels == 64:
             return _MemWeights(
                 first=conv_rows.pack_row_weights(first, bias),
@@ -277,12 +250,10 @@ class HopperStack(Stack):
         )
 
     def _pack_first(self, layer: fold.ConvLayer) -> first_rows.FirstRowWeights | dict[int, PatchConv]:
-        patch = self.patch_size
         assert layer.bias is not None
-        if first_rows.fits(layer.weight, patch):
-            return first_rows.pack_weights(layer.weight, layer.bias, patch)
-        stackings = {1, cast(fold.PoolLayer, self.layers[1]).stride}
-        return {stacked: PatchConv.of(layer, patch_size=patch, stacked=stacked) for stacked in stackings}
+        if first_rows.fits(layer.weight, self.patch_size):
+            return first_rows.pack_weights(layer.weight, layer.bias, self.patch_size)
+        return self.patch_convs()
 
 
 def _pack_wide_block(layer: fold.WideMemLayer) -> _WideWeights:
@@ -290,14 +261,14 @@ def _pack_wide_block(layer: fold.WideMemLayer) -> _WideWeights:
     return _WideWeights(
         first=_CudnnWeights(weight=over_two_frames(layer), bias=layer.first_bias[:channels]),
         second=kernels.pack_tile_weights(layer.second, layer.second_bias, groups=groups),
-        third=_CudnnWeights(weight=fold.channels_last(layer.third), bias=layer.third_bias),
+        third=_CudnnWeights(weight=layer.third, bias=layer.third_bias),
         fourth=kernels.pack_tile_weights(layer.fourth, layer.fourth_bias, groups=groups),
     )
 
 
 def _pack_3x3(weight: Tensor, bias: Tensor, by_cudnn: bool) -> kernels.TileWeights | _CudnnWeights:
     if by_cudnn:
-        return _CudnnWeights(weight=fold.channels_last(weight), bias=bias)
+        return _CudnnWeights(weight=weight, bias=bias)
     return kernels.pack_tile_weights(weight, bias)
 
 
@@ -308,7 +279,9 @@ def _keep_last(x_BHWC: Tensor, num_videos: int) -> tuple[Tensor, dict[str, Any]]
     return kept, {"last_NHWC": kept, "frames_per_video": x_BHWC.shape[0] // num_videos}
 
 
-def _cudnn_conv_relu(x_BHWC: Tensor, weights: _CudnnWeights, residual_BHWC: Tensor | None, *, slope: float) -> Tensor:
+def _cudnn_conv_relu(
+    x_BHWC: Tensor, weights: _CudnnWeights, *, residual_BHWC: Tensor | None = None, slope: float
+) -> Tensor:
     """Convolution, bias, residual and ReLU as one cuDNN call, BHWC in and out; ``slope`` as in `conv_relu`."""
     residual = None if residual_BHWC is None else residual_BHWC.permute(0, 3, 1, 2)
     made = conv_relu(x_BHWC.permute(0, 3, 1, 2), weights.weight, weights.bias, residual=residual, slope=slope)

@@ -1,6 +1,7 @@
-"""The three Hopper kernels as functions on tensors: packed weights in, frames NTHWC flattened to BHWC in and out.
+"""The Hopper kernels `conv_tiles` and `image_conv` as functions on tensors: packed weights in, frames NTHWC flattened
+to BHWC in and out; and what the other Hopper kernels share with them.
 
-`hopper.cu` holds and explains the kernels. Everything here is fp16 or bf16 on a device of compute capability 9.0.
+`hopper.cu` holds and explains the two. Everything here is fp16 or bf16 on a device of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -8,20 +9,18 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tinyvae.engines.nvrtc import Kernel, Launch, load_kernel, processors
+from tinyvae.engines.nvrtc import Kernel, Launch, int_fields, load_kernel, processors
 
 FILES = ("instructions.cu", "hopper.cu")
 TILE_HEIGHTS = (32, 30, 24, 16)
 FLAT_HEIGHTS: tuple[int, ...] = (16, 8)
 """Tiles of these heights leave no processor idle where there are few frames, and load weights more often. Without them
 taew2_2 takes 1.15 times as long on an H200 to decode by pushes of three latents."""
-FEWEST_ROWS = 1
-"""Of a warpgroup that goes row by row, and computes up to two more. With four, a taeltx_2 encoder takes 1.16 times as
-long on an H200."""
 LAUNCH_CYCLES = 5000  # what one launch more costs
 HALO_ROW_CYCLES = 190  # of one row of a halo: 32 rows take 3.5 µs
 CYCLE_BYTES = 3000  # which the L2 cache gives all processors of an H200 together in one cycle
@@ -38,12 +37,26 @@ IMAGE_SIDE = 18  # a tile of `image_conv` is 16 pixels wide and tall, with one m
 class _Shape(ctypes.Structure):
     """The kernel's ``Shape``, field by field."""
 
-    _fields_ = [
-        *((name, ctypes.c_int) for name in ("frames_per_video", "frames", "height", "width")),
-        *((name, ctypes.c_int) for name in ("channels_in", "channels_out", "sources", "blocks", "taps", "grown")),
-        *((name, ctypes.c_int) for name in ("stacked", "split_pixels", "weight_stages")),
-        *((name, ctypes.c_int) for name in ("tiles_x", "tiles_y", "tiles", "relu", "grouped")),
-    ]
+    _fields_ = int_fields(
+        "frames_per_video frames height width channels_in channels_out sources blocks taps grown stacked split_pixels "
+        "weight_stages tiles_x tiles_y tiles relu grouped"
+    )
+
+
+class TileWork(NamedTuple):
+    """What a launch of `conv_tiles` computes."""
+
+    frames: int  # of the input
+    height: int
+    width: int
+    blocks: int  # of 64 outputs
+    taps: int
+    split_pixels: bool  # the two computing warpgroups take two tiles; else two blocks of outputs
+
+    def jobs(self, tile_h: int) -> int:
+        """Two tiles of one block of outputs each, or one tile of two blocks."""
+        tiles = -(-self.width // 8) * -(-self.height // tile_h) * self.frames
+        return -(-tiles // 2) * self.blocks if self.split_pixels else tiles * self.blocks // 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +71,18 @@ class TileWeights:
     taps: int  # 9 or 4
     grown: int = 1  # output frames per input frame
     grouped: bool = False  # a block of 64 outputs sees the 64 inputs at its own place only
+
+    @property
+    def steps(self) -> int:
+        """Of a job: 64 inputs and one tap each."""
+        return self.packed.shape[1] * self.taps
+
+    def work(self, x_BHWC: Tensor) -> TileWork:
+        """What a launch over these frames computes."""
+        frames, height, width, _ = x_BHWC.shape
+        blocks = self.packed.shape[0]
+        # Blocks of different groups have no pixels in common.
+        return TileWork(frames, height, width, blocks, self.taps, self.grouped or blocks % 2 == 1)
 
 
 def pack_tile_weights(
@@ -109,81 +134,67 @@ def conv_tiles(
         out = torch.empty(shape, dtype=x_BHWC.dtype, device=x_BHWC.device)
     assert out.shape == shape and out.is_contiguous()
     assert last_NHWC is None or (last_NHWC.is_contiguous() and last_NHWC.shape[1:] == x_BHWC.shape[1:])
-    how = (stacked, relu, slope)
-    by_frames = weights.sources == 1 and last_NHWC is None  # no frame knows another one
-    first = _first_frames(x_BHWC, weights, stacked) if by_frames or frames_per_video == frames else frames
-    if first == frames:
-        _launch_tiles(x_BHWC, past_NHWC, weights, residual_BHWC, out, last_NHWC, frames_per_video, *how)
-        return out
-    ours, others = (None, None) if residual_BHWC is None else residual_BHWC.split([first, frames - first])
-    made, rest = out.split([first * weights.grown // stacked, (frames - first) * weights.grown // stacked])
-    _launch_tiles(x_BHWC[:first], past_NHWC, weights, ours, made, None, first, *how)
-    before = x_BHWC[first - 1 : first]
-    _launch_tiles(x_BHWC[first:], before, weights, others, rest, last_NHWC, frames - first, *how)
+    parts = [(x_BHWC, past_NHWC, residual_BHWC, out, last_NHWC, frames_per_video)]
+    # Two launches can share the frames of one video, or frames that need no other one.
+    if frames_per_video == frames or (weights.sources == 1 and last_NHWC is None):
+        count = processors(x_BHWC.device.index)
+        first = first_frames(weights.work(x_BHWC), weights.steps, stacked, processors=count)
+        if first < frames:
+            others = frames - first
+            residuals = (None, None) if residual_BHWC is None else residual_BHWC.split([first, others])
+            outs = out.split([first * weights.grown // stacked, others * weights.grown // stacked])
+            parts = [
+                (x_BHWC[:first], past_NHWC, residuals[0], outs[0], None, first),
+                (x_BHWC[first:], x_BHWC[first - 1 : first], residuals[1], outs[1], last_NHWC, others),
+            ]
+    for x, past, residual, made, last, length in parts:
+        launch = _tiles_launch(
+            x.dtype == torch.bfloat16,
+            x.device.index,
+            weights.work(x),
+            (weights.channels_in, weights.channels_out, weights.sources, weights.grown, weights.grouped),
+            weights.steps,
+            length,
+            stacked,
+            relu,
+            slope,
+        )
+        launch(x, past if weights.sources == 2 else None, weights.packed, weights.bias, residual, made, last)
     return out
-
-
-def _launch_tiles(
-    x: Tensor,
-    past: Tensor | None,
-    weights: TileWeights,
-    residual: Tensor | None,
-    out: Tensor,
-    last: Tensor | None,
-    frames_per_video: int,
-    stacked: int,
-    relu: bool,
-    slope: float,
-) -> None:
-    launch = _tiles_launch(
-        x.dtype == torch.bfloat16,
-        x.device.index,
-        (*x.shape[:3], frames_per_video),
-        (weights.channels_in, weights.channels_out, weights.sources, weights.taps, weights.grown),
-        weights.packed.shape[0],
-        stacked,
-        relu,
-        slope,
-        weights.grouped,
-    )
-    launch(x, past if weights.sources == 2 else None, weights.packed, weights.bias, residual, out, last)
 
 
 @functools.lru_cache(maxsize=256)
 def _tiles_launch(
     bfloat: bool,
     device_index: int,
-    video: tuple[int, int, int, int],
-    convolution: tuple[int, int, int, int, int],
-    blocks: int,
+    work: TileWork,
+    convolution: tuple[int, int, int, int, bool],
+    steps: int,
+    frames_per_video: int,
     stacked: int,
     relu: bool,
     slope: float,
-    grouped: bool,
 ) -> Launch:
     """How the work of one `conv_tiles` call is cut up."""
-    frames, height, width, frames_per_video = video
-    channels_in, channels_out, sources, taps, grown = convolution
+    channels_in, channels_out, sources, grown, grouped = convolution
     count = processors(device_index)
-    split_pixels = grouped or blocks % 2 == 1  # blocks of different groups have no pixels in common
-    steps = (1 if grouped else channels_in // 64) * sources * taps
-    tile_h = choose_tile_height(frames, height, width, blocks, taps, split_pixels, processors=count)
-    tiles_x, tiles_y = -(-width // 8), -(-height // tile_h)
+    tile_h = choose_tile_height(work, processors=count)
+    tiles_x, tiles_y = -(-work.width // 8), -(-work.height // tile_h)
     halo_bytes = (HALO_W * (tile_h + 2) + 1) * 128
-    stage_bytes = WEIGHT_TILE * (1 if split_pixels else 2)
-    fixed = STAGING_BYTES + BARRIER_BYTES + halo_bytes * (4 if split_pixels else 2)
+    halos, weight_sets = (4, 1) if work.split_pixels else (2, 2)
+    stage_bytes, fixed = WEIGHT_TILE * weight_sets, STAGING_BYTES + BARRIER_BYTES + halo_bytes * halos
     # No more stages than a job has steps: the warpgroup that runs ahead must not get two jobs ahead.
     stages = min(8, steps, (MAX_SHARED_BYTES - fixed) // stage_bytes)
-    tiles = tiles_x * tiles_y * frames
-    jobs = _count_jobs(tile_h, frames, height, width, blocks, split_pixels)
     shape = _Shape(
-        frames_per_video, frames, height, width, channels_in, channels_out, sources, blocks, taps, grown, stacked,
-        int(split_pixels), stages, tiles_x, tiles_y, tiles, int(relu), int(grouped),
+        frames_per_video, work.frames, work.height, work.width, channels_in, channels_out, sources, work.blocks,
+        work.taps, grown, stacked, int(work.split_pixels), stages, tiles_x, tiles_y, tiles_x * tiles_y * work.frames,
+        int(relu), int(grouped),
     )  # fmt: skip
     for flat_h in FLAT_HEIGHTS:  # compiled now, so that a later chunk of fewer frames need not wait
         _tiles_kernel(bfloat, device_index, slope, flat_h)
     kernel = _tiles_kernel(bfloat, device_index, slope, tile_h)
-    return Launch(kernel, 7, [shape], blocks=min(jobs, count), shared_bytes=fixed + stages * stage_bytes)
+    blocks = min(work.jobs(tile_h), count)
+    return Launch(kernel, 7, [shape], blocks=blocks, shared_bytes=fixed + stages * stage_bytes)
 
 
 def _tiles_kernel(bfloat: bool, device_index: int, slope: float, tile_h: int) -> Kernel:
@@ -193,7 +204,6 @@ def _tiles_kernel(bfloat: bool, device_index: int, slope: float, tile_h: int) ->
         device_index,
         threads=TILES_THREADS,
         shared_bytes=MAX_SHARED_BYTES,
-        waits=True,
         PRODUCT_N=8 * tile_h,
         BFLOAT=int(bfloat),
         SLOPE=slope,
@@ -204,73 +214,40 @@ def _tiles_kernel(bfloat: bool, device_index: int, slope: float, tile_h: int) ->
     )
 
 
-def choose_tile_height(
-    frames: int, height: int, width: int, blocks: int, taps: int, split_pixels: bool, *, processors: int
-) -> int:
+def choose_tile_height(work: TileWork, *, processors: int) -> int:
     """The tile height with which the busiest processor needs the fewest cycles; the largest of equals."""
-    size = frames, height, width, blocks, taps, split_pixels
-    heights = dict.fromkeys((best_tile_height(height), *FLAT_HEIGHTS))
-    return min(heights, key=lambda tile_h: tile_cycles(tile_h, *size, processors=processors))
+    heights = dict.fromkeys((best_tile_height(work.height), *FLAT_HEIGHTS))
+    return min(heights, key=lambda tile_h: tile_cycles(work, tile_h, processors=processors))
 
 
-def tile_cycles(
-    tile_h: int,
-    frames: int,
-    height: int,
-    width: int,
-    blocks: int,
-    taps: int,
-    split_pixels: bool,
-    *,
-    processors: int,
-) -> float:
+def best_tile_height(height: int) -> int:
+    """The tile height that computes the fewest rows outside the image; the larger of equals."""
+    return min(TILE_HEIGHTS, key=lambda tile_h: -(-height // tile_h) * tile_h)
+
+
+def tile_cycles(work: TileWork, tile_h: int, *, processors: int) -> float:
     """Cycles of the busiest processor for one step of all its tiles.
 
     A step multiplies 64 channels of one tap for two blocks of outputs or two tiles; meanwhile the weights of the next
     step and a part of the next halo come from the L2 cache.
     """
-    jobs = _count_jobs(tile_h, frames, height, width, blocks, split_pixels)
-    halos, weight_sets = (2, 1) if split_pixels else (1, 2)
-    loaded = WEIGHT_TILE * weight_sets + halos * HALO_W * (tile_h + 2) * 128 / taps
-    loading = max(min(jobs, processors) * loaded / CYCLE_BYTES, halos * HALO_ROW_CYCLES * (tile_h + 2) / taps)
+    jobs = work.jobs(tile_h)
+    halos, weight_sets = (2, 1) if work.split_pixels else (1, 2)
+    loaded = WEIGHT_TILE * weight_sets + halos * HALO_W * (tile_h + 2) * 128 / work.taps
+    loading = max(min(jobs, processors) * loaded / CYCLE_BYTES, halos * HALO_ROW_CYCLES * (tile_h + 2) / work.taps)
     return -(-jobs // processors) * max(32 * tile_h, loading)
 
 
-def _count_jobs(tile_h: int, frames: int, height: int, width: int, blocks: int, split_pixels: bool) -> int:
-    tiles = -(-width // 8) * -(-height // tile_h) * frames
-    return -(-tiles // 2) * blocks if split_pixels else tiles * blocks // 2
-
-
-def _first_frames(x: Tensor, weights: TileWeights, stacked: int) -> int:
-    (blocks, slices), (frames, height, width, _) = weights.packed.shape[:2], x.shape
-    split_pixels, steps = weights.grouped or blocks % 2 == 1, slices * weights.taps
-    size = frames, height, width, blocks, weights.taps, split_pixels
-    return first_frames(*size, steps, stacked, processors=processors(x.device.index))
-
-
 @functools.lru_cache(maxsize=256)
-def first_frames(
-    frames: int,
-    height: int,
-    width: int,
-    blocks: int,
-    taps: int,
-    split_pixels: bool,
-    steps: int,
-    multiple: int,
-    *,
-    processors: int,
-) -> int:
+def first_frames(work: TileWork, steps: int, multiple: int, *, processors: int) -> int:
     """How many frames a first launch takes: all, or as many as keep every processor busy to the end, if a second launch
     with flatter tiles for the others ends a tenth earlier. ``multiple``: frames that stay together."""
-    size = height, width, blocks, taps, split_pixels
 
-    def cycles(count: int) -> float:
-        tile_h = choose_tile_height(count, *size, processors=processors)
-        return tile_cycles(tile_h, count, *size, processors=processors)
+    def cycles(frames: int) -> float:
+        part = work._replace(frames=frames)
+        return tile_cycles(part, choose_tile_height(part, processors=processors), processors=processors)
 
-    tile_h = best_tile_height(height)
-    jobs = _count_jobs(tile_h, frames, height, width, blocks, split_pixels)
+    frames, jobs = work.frames, work.jobs(best_tile_height(work.height))
     first = jobs // processors * processors * frames // jobs // multiple * multiple
     if not 0 < first < frames:
         return frames
@@ -316,11 +293,8 @@ def _image_launch(
     tiles_x, tiles_y = -(-width // 16), -(-height // 16)
     shared_bytes = IMAGE_SIDE**2 * 128 + 36 * 256 * -(-channels_out // 8)
     constants = {"OUT": channels_out, "PATCH": patch, "BFLOAT": int(bfloat), "SIDE": IMAGE_SIDE}
-    kernel = load_kernel(
-        FILES, "image_conv", device_index, threads=128, shared_bytes=shared_bytes, waits=True, **constants
-    )
-    values, blocks = [height, width, tiles_x, tiles_y], tiles_x * tiles_y * frames
-    return Launch(kernel, 4, values, blocks=blocks, shared_bytes=shared_bytes)
+    kernel = load_kernel(FILES, "image_conv", device_index, threads=128, shared_bytes=shared_bytes, **constants)
+    return Launch(kernel, 4, [height, width, tiles_x, tiles_y], blocks=tiles_x * tiles_y * frames)
 
 
 def thread_channels() -> Tensor:
@@ -337,12 +311,8 @@ def _fragments(weight_KN: Tensor) -> Tensor:
     return split.permute(0, 4, 5, 2, 1, 3).contiguous()
 
 
-def share_rows(rows: int, processors: int) -> tuple[int, int]:
-    """(rows of a warpgroup, blocks of two warpgroups) of a kernel that goes row by row."""
-    share = max(FEWEST_ROWS, -(-rows // (2 * processors)))
-    return share, -(-rows // (2 * share))
-
-
-def best_tile_height(height: int) -> int:
-    """The tile height that computes the fewest rows outside the image; the larger of equals."""
-    return min(TILE_HEIGHTS, key=lambda tile_h: -(-height // tile_h) * tile_h)
+def share_rows(rows: int, takers: int, processors: int, *, fewest: int = 1) -> tuple[int, int]:
+    """(rows of a taker, blocks) of a kernel that goes row by row: a block has ``takers``, and each gets ``fewest`` rows
+    or more. With four instead of one, `conv_rows` makes a taeltx_2 encoder 1.16 times as slow on an H200."""
+    share = max(fewest, -(-rows // (takers * processors)))
+    return share, -(-rows // (takers * share))

@@ -38,7 +38,8 @@ class Kernel:
     function: ctypes.c_void_p
     threads: int
     device_index: int
-    waits: bool = False  # it waits by itself for the kernels in front of it, before it touches what is theirs
+    shared_bytes: int = 0  # as much as a block of it may have
+    starts_early: bool = False  # on this device, inside `early_launches`
 
 
 class _Order(threading.local):
@@ -53,9 +54,9 @@ _order = _Order()
 
 @contextlib.contextmanager
 def early_launches() -> Iterator[None]:
-    """Inside, a kernel starts while the one in front of it still runs, if its source waits for the others at the right
-    place (``waits`` of `load_kernel`): it copies its weights meanwhile. Not the first one: weights that were made just
-    before are complete when it starts, and so for all behind it. On one stream; each thread has its own order."""
+    """Inside, a kernel starts while the one in front of it still runs, and copies its weights meanwhile. Not the first
+    one: weights that were made just before are complete when it starts, and so for all behind it. On one stream; each
+    thread has its own order."""
     outer = _order.inside, _order.started
     _order.inside, _order.started = EARLY_LAUNCH, False
     try:
@@ -85,9 +86,15 @@ class _Config(ctypes.Structure):
 _STARTS_EARLY = ctypes.pointer(_Attribute(id=6, value=1))  # PROGRAMMATIC_STREAM_SERIALIZATION
 
 
+def int_fields(names: str) -> list[tuple[str, type[ctypes.c_int]]]:
+    """Fields of a kernel's structure; ``names`` with blanks between them."""
+    return [(name, ctypes.c_int) for name in names.split()]
+
+
 class Launch:
     """A kernel with ``values``, all arguments except its tensors; each call gives those, the first ``pointers`` ones.
-    It never changes, so any number of threads may share it."""
+    ``shared_bytes`` are those of a block (None: as many as it may have). It never changes, so any number of threads may
+    share it."""
 
     def __init__(
         self,
@@ -96,14 +103,15 @@ class Launch:
         values: Sequence[ctypes.Structure | int],
         *,
         blocks: int,
-        shared_bytes: int = 0,
+        shared_bytes: int | None = None,
     ) -> None:
         self._values = [ctypes.c_int(value) if isinstance(value, int) else value for value in values]
         self._value_addresses = [ctypes.addressof(value) for value in self._values]
         self._offsets = [place * ctypes.sizeof(ctypes.c_void_p) for place in range(pointers)]
         self._pointer_array = ctypes.c_void_p * pointers
         self._address_array = ctypes.c_void_p * (pointers + len(self._values))
-        self._kernel, self._blocks, self._shared_bytes = kernel, blocks, shared_bytes
+        self._kernel, self._blocks = kernel, blocks
+        self._shared_bytes = kernel.shared_bytes if shared_bytes is None else shared_bytes
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Launch on torch's current stream; None is a null pointer."""
@@ -114,7 +122,7 @@ class Launch:
         kernel, driver = self._kernel, _driver()
         stream = torch._C._cuda_getCurrentRawStream(kernel.device_index)
         grid = self._blocks, 1, 1, kernel.threads, 1, 1, self._shared_bytes, ctypes.c_void_p(stream)
-        if _order.started and kernel.waits:
+        if _order.started and kernel.starts_early:
             config = _Config(*grid, _STARTS_EARLY, 1)
             status = driver.cuLaunchKernelEx(ctypes.byref(config), kernel.function, addresses, None)
         else:
@@ -131,13 +139,12 @@ def load_kernel(
     *,
     threads: int,
     shared_bytes: int = 0,
-    waits: bool = False,
     **constants: float,
 ) -> Kernel:
     """The function ``name`` (extern "C") of these files of this folder, one behind the other: compiled for a device and
     loaded onto it once. They see ``constants`` and THREADS as macros, and a macro with the function's own name in
-    capitals. For Hopper they may use the instructions that no other card has (sm_90a). ``waits`` says that each of its
-    threads calls ``wait_for_others`` before it touches what other kernels read or write: then it may start early.
+    capitals. For Hopper they may use the instructions that no other card has (sm_90a). Each thread must call
+    ``wait_for_others`` before it touches what other kernels read or write, because the kernel may start early.
 
     Example: ``load_kernel(("instructions.cu", "depthwise.cu"), "super_depthwise", 0, threads=512, BFLOAT=1)``
     """
@@ -155,8 +162,13 @@ def load_kernel(
         _check_driver(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
         most_dynamic_shared = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check_driver(driver.cuFuncSetAttribute(function, most_dynamic_shared, shared_bytes), "cuFuncSetAttribute")
-    can_wait = waits and (major, minor) >= EARLY_CAPABILITY
-    return Kernel(function=function, threads=threads, device_index=device_index, waits=can_wait)
+    return Kernel(
+        function=function,
+        threads=threads,
+        device_index=device_index,
+        shared_bytes=shared_bytes,
+        starts_early=(major, minor) >= EARLY_CAPABILITY,
+    )
 
 
 @functools.cache
@@ -193,10 +205,10 @@ def why_unavailable(capability: tuple[int, int] | None = None) -> str | None:
     try:
         _driver()
         _nvrtc()
+        if capability is not None and 10 * capability[0] + capability[1] not in _known_architectures():
+            return f"this NVRTC does not compile for compute capability {capability[0]}.{capability[1]}"
     except KernelBuildError as reason:
         return str(reason).rstrip(".")
-    if capability is not None and 10 * capability[0] + capability[1] not in _known_architectures():
-        return f"this NVRTC does not compile for compute capability {capability[0]}.{capability[1]}"
     return None
 
 

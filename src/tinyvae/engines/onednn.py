@@ -16,7 +16,7 @@ import functools
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -66,34 +66,17 @@ class Conv:
     weight: Tensor  # channels_last
     bias: Tensor | None
     padding: int
-    stride: int
-    groups: int
-    relu: bool
-    slope: float
+    stride: int = 1
+    groups: int = 1
+    relu: bool = False
+    slope: float = 0.0
 
     @classmethod
-    def of(
-        cls,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        relu: bool = False,
-        slope: float = 0.0,
-        stride: int = 1,
-        groups: int = 1,
-    ) -> Conv:
-        """``weight`` and ``slope`` as in `fold`."""
+    def of(cls, weight: Tensor, bias: Tensor | None = None, **how: Any) -> Conv:
+        """``weight`` and ``slope`` as in `fold`; ``how``: the fields from ``stride`` on."""
         # Not packed in advance: the order that oneDNN wants depends on the size, and a wrong one makes a call six times
         # as long.
-        return cls(
-            weight=fold.channels_last(weight),
-            bias=bias,
-            padding=weight.shape[-1] // 2,
-            stride=stride,
-            groups=groups,
-            relu=relu,
-            slope=slope,
-        )
+        return cls(weight=fold.channels_last(weight), bias=bias, padding=weight.shape[-1] // 2, **how)
 
     def __call__(self, x: Tensor) -> Tensor:
         name = "none" if not self.relu else "leaky_relu" if self.slope else "relu"
@@ -165,16 +148,14 @@ class OnednnStack(Stack):
 
     def __init__(self, layers: Sequence[fold.Layer], *, patch_size: int) -> None:
         super().__init__(layers, patch_size=patch_size)
-        self._blocks = {
-            place: block_of(layer) for place, layer in enumerate(layers) if isinstance(layer, fold.BlockLayer)
-        }
-        self._layers = {
-            place: layer_of(layer) for place, layer in enumerate(layers) if not isinstance(layer, fold.BlockLayer)
-        }
+        self._blocks: dict[int, Block | SuperBlock] = {}
+        self._layers: dict[int, Callable[[Tensor], Tensor]] = {}
+        for place, layer in enumerate(layers):
+            if isinstance(layer, fold.BlockLayer):
+                self._blocks[place] = block_of(layer)
+            else:
+                self._layers[place] = layer_of(layer)
         self._join_image()
-        at_image = layers[0 if self.is_encoder else -1]
-        assert isinstance(at_image, fold.ConvLayer)
-        self._dtype = at_image.weight.dtype
 
     def _join_image(self) -> None:
         """Make the last growing layer and the image convolution behind it one function, where that is faster: for RGB
@@ -185,13 +166,10 @@ class OnednnStack(Stack):
             self._layers[len(self.layers) - 1] = _nothing
 
     def enter(self, frames_NTCHW: Tensor, state: State) -> Tensor:
-        x = frames_NTCHW.flatten(0, 1).to(self._dtype)
+        x = frames_NTCHW.flatten(0, 1).to(self.dtype)
         if self.is_encoder and self.patch_size > 1:
             x = F.pixel_unshuffle(x, self.patch_size)
         return x.contiguous(memory_format=torch.channels_last)
-
-    def leave(self, x: Tensor) -> Tensor:
-        return (x if self.is_encoder or self.patch_size == 1 else F.pixel_shuffle(x, self.patch_size)).contiguous()
 
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         block, carried = self._blocks[place], state[place]
@@ -214,9 +192,7 @@ class OnednnStack(Stack):
         rows = max(FEWEST_ROWS, int(slice_bytes(x.device) / per_row) // step * step)
         if rows >= x.shape[2]:
             return self._compute(start, stop, x)
-        size = fold.Size(x.shape[0], *x.shape[1:])
-        for layer in layers:
-            size = layer.output(size)
+        size = fold.output_size(layers, fold.Size(*x.shape))
         out = self.empty(stop, size, x)
         for band, kept, target in cut_bands(layers, x.shape[2], size.height, rows):
             made = self._compute(start, stop, x[:, :, band].contiguous(memory_format=torch.channels_last))
@@ -227,15 +203,6 @@ class OnednnStack(Stack):
         for place in range(start, stop):
             x = self._layers[place](x)
         return x
-
-    def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
-        return slice_bytes(x.device) / x.element_size()
-
-    def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
-        return x.shape[1], x.shape[2], x.shape[3]
-
-    def empty(self, stop: int, size: fold.Size, x: Tensor) -> Tensor:
-        return x.new_empty(size.frames, size.height, size.width, size.channels).permute(0, 3, 1, 2)
 
 
 def cut_bands(
@@ -337,9 +304,16 @@ def _conv(conv: Conv, frames: int, shuffle: bool, x: Tensor) -> Tensor:
 
 
 def block_of(layer: fold.Layer) -> Block | SuperBlock:
+    """A memory block's layer as calls of oneDNN."""
     if isinstance(layer, fold.SuperMemLayer):
-        return _super_block_of(layer)
-    assert isinstance(layer, fold.MemLayer | fold.WideMemLayer)
+        groups = len(layer.depth)
+        return SuperBlock(
+            past=Conv.of(layer.past_depth, groups=groups),
+            present=Conv.of(layer.depth, groups=groups),
+            widen=Conv.of(layer.widen, layer.widen_bias, relu=True, slope=layer.slope),
+            narrow=Conv.of(layer.narrow),
+        )
+    assert isinstance(layer, fold.TwoFrameLayer)
     conv = functools.partial(Conv.of, relu=True, slope=layer.slope)
     present, past = layer.first.chunk(2)
     middle: tuple[Conv, ...]
@@ -351,13 +325,3 @@ def block_of(layer: fold.Layer) -> Block | SuperBlock:
         middle, last = (conv(layer.second, layer.second_bias),), conv(layer.third, layer.third_bias)
     bias = layer.first_bias[: len(present)]
     return Block(past=Conv.of(past), present=conv(present, bias), middle=middle, last=last)
-
-
-def _super_block_of(layer: fold.SuperMemLayer) -> SuperBlock:
-    groups = len(layer.depth)
-    return SuperBlock(
-        past=Conv.of(layer.past_depth, groups=groups),
-        present=Conv.of(layer.depth, groups=groups),
-        widen=Conv.of(layer.widen, layer.widen_bias, relu=True, slope=layer.slope),
-        narrow=Conv.of(layer.narrow),
-    )

@@ -57,7 +57,7 @@ def _launch(device_index: int, dtype: torch.dtype, slope: float, words: int, wor
 
 
 def grid_blocks(words: int, words_per_pixel: int, most: int) -> int:
-    """About ``most`` blocks or fewer, so many that their threads have whole pixels together."""
+    """About ``most`` blocks or fewer: a number with which all threads together have whole pixels."""
     unit = words_per_pixel // math.gcd(THREADS, words_per_pixel)
     return -(-min(most, -(-words // THREADS)) // unit) * unit
 
@@ -69,7 +69,7 @@ def _kernel(device_index: int, dtype: torch.dtype, slope: float) -> Kernel | Non
     constants = {"BITS": 8 * dtype.itemsize, "BFLOAT": int(dtype == torch.bfloat16), "SLOPE": slope}
     try:
         files = ("instructions.cu", "pointwise.cu")
-        return load_kernel(files, "pointwise", device_index, threads=THREADS, waits=True, **constants)
+        return load_kernel(files, "pointwise", device_index, threads=THREADS, **constants)
     except KernelBuildError as reason:
         what = f"the kernel for activations could not be made here ({str(reason).rstrip('.')})"
         warnings.warn(f"{what}; torch's own operators compute them, slower and with the same result.", stacklevel=2)

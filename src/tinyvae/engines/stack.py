@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from tinyvae.engines.fold import BlockLayer, ConvLayer, GrowLayer, Layer, PoolLayer, Size
-from tinyvae.models.blocks import whole_groups
-
-State = list[Tensor | None]  # one entry per layer; None before the first chunk, and where a layer carries nothing
+from tinyvae.engines.fold import BlockLayer, ConvLayer, GrowLayer, Layer, PoolLayer, Size, output_size
+from tinyvae.models.blocks import State, whole_groups
 
 SLICE_BYTES, CPU_SLICE_BYTES = 96 * 2**20, 16 * 2**20
 """Bytes for the widest frames of a slice. On a CPU decoding is 10 to 20 % faster if slices fit into the cache."""
@@ -92,30 +92,28 @@ class Stack(ABC):
     def head_is_smaller(self, shape: torch.Size, state: State | None) -> bool:
         """Whether this is an encoder whose first run makes fewer values of a chunk NTCHW, and keeps no frames."""
         _, stop, *_, pooled = self._runs[0]
-        held: State = [None] * len(self.layers) if state is None else state
-        if not (self.is_encoder and pooled and self.pools_whole(stop - 1, held, shape[1])):
-            return False
         num_videos, num_frames, channels, height, width = shape
+        if not pooled or num_frames % pooled or (state is not None and state[stop - 1] is not None):
+            return False
         patch = self.patch_size
         size = Size(num_videos * num_frames, channels * patch**2, height // patch, width // patch)
-        values = size.values
-        for layer in self.layers[:stop]:
-            size = layer.output(size)
-        return size.values < values
+        return output_size(self.layers[:stop], size).values < size.values
 
     def image_is_larger(self, shape: torch.Size) -> bool:
         """Whether this is a decoder whose last run makes more values of a chunk NTCHW than it takes."""
         if not self.ends_in_image(len(self.layers)):
             return False
-        sizes = [Size(shape[0] * shape[1], *shape[2:])]
-        for layer in self.layers:
-            sizes.append(layer.output(sizes[-1]))
-        return sizes[-1].values > sizes[self._runs[-1][0]].values
+        start = self._runs[-1][0]
+        size = output_size(self.layers[:start], Size(shape[0] * shape[1], *shape[2:]))
+        return output_size(self.layers[start:], size).values > size.values
 
-    def pools_whole(self, place: int, state: State, num_frames: int) -> bool:
-        """Whether layer ``place`` is a pooling layer without waiting frames, now and after these frames."""
+    def stacked_for(self, place: int, state: State, num_frames: int) -> int:
+        """How many frames layer ``place`` wants side by side on channels: those that it pools, if no frames wait for
+        partners, now or after these frames; else 1."""
         layer = self.layers[place] if place < len(self.layers) else None
-        return isinstance(layer, PoolLayer) and state[place] is None and num_frames % layer.stride == 0
+        if not isinstance(layer, PoolLayer) or state[place] is not None or num_frames % layer.stride:
+            return 1
+        return layer.stride
 
     def _run_layers(self, start: int, stop: int, x: Tensor, num_frames: int) -> Tensor:
         """Layers without a state over ``num_frames`` frames in all, slice by slice where that is needed."""
@@ -128,9 +126,7 @@ class Stack(ABC):
         is_whole, is_image = group >= num_frames, self.ends_in_image(stop)
         if is_whole and not is_image:
             return self.compute(start, stop, x)
-        size = Size(num_frames, channels, height, width)
-        for layer in self.layers[start:stop]:
-            size = layer.output(size)
+        size = output_size(self.layers[start:stop], Size(num_frames, channels, height, width))
         out = self.empty(stop, size, x)
         if is_whole:
             self.write(start, stop, x, out)
@@ -141,6 +137,16 @@ class Stack(ABC):
             self.write(start, stop, part, out[done : done + count])
             done += count
         return out
+
+    @property
+    def at_image(self) -> ConvLayer:
+        """An encoder's first layer, or a decoder's last."""
+        return cast(ConvLayer, self.layers[0 if self.is_encoder else -1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights, and of all frames except images."""
+        return self.at_image.weight.dtype
 
     def widest(self, start: int, stop: int, channels: int) -> tuple[float, int]:
         """`widest_values` of layers ``start`` to ``stop``, which take ``channels``; counted once."""
@@ -163,10 +169,6 @@ class Stack(ABC):
         """The frames in the engine's layout."""
 
     @abstractmethod
-    def leave(self, x: Tensor) -> Tensor:
-        """(N·T)CHW of the last result."""
-
-    @abstractmethod
     def block(self, place: int, x: Tensor, state: State, num_videos: int) -> tuple[Tensor, Tensor]:
         """A memory block: (result, what it carries). It may remove ``state[place]`` to free its memory early."""
 
@@ -174,17 +176,24 @@ class Stack(ABC):
     def compute(self, start: int, stop: int, x: Tensor) -> Tensor:
         """Layers ``start`` to ``stop``, none of them with a state."""
 
-    @abstractmethod
+    # And these, if its frames are not (N·T)CHW in channels_last memory, or its slices differ.
+
     def slice_room(self, start: int, stop: int, x: Tensor) -> float | None:
         """How many values the widest frames of a slice of this run may have; None: `compute` takes the whole run."""
+        return slice_bytes(x.device) / self.dtype.itemsize
 
-    @abstractmethod
+    def leave(self, x: Tensor) -> Tensor:
+        """Latents or images (N·T)CHW, contiguous, of the last result."""
+        has_patches = not (self.is_encoder or self.writes_image or self.patch_size == 1)
+        return (F.pixel_shuffle(x, self.patch_size) if has_patches else x).contiguous()
+
     def grid(self, start: int, x: Tensor) -> tuple[int, int, int]:
         """Channels, height and width of a frame before layer ``start``."""
+        return x.shape[1], x.shape[2], x.shape[3]
 
-    @abstractmethod
     def empty(self, stop: int, size: Size, x: Tensor) -> Tensor:
-        """Room for a result of this size, with the dtype and device of ``x``."""
+        """Room for a result of this size behind layer ``stop`` - 1, on the device of ``x``."""
+        return x.new_empty(size.frames, size.height, size.width, size.channels).permute(0, 3, 1, 2)
 
 
 def cut_runs(layers: Sequence[Layer]) -> list[tuple[int, int, bool, int, int]]:

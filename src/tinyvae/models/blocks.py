@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 State = list[Tensor | None]
-"""One entry per layer: NTCHW frames that the layer still needs, or None before the first chunk."""
+"""One entry per layer: what it still needs of the frames before. None before the first chunk, and where it needs
+nothing."""
 
 RECOMPUTED_SLICES = 4
 
@@ -38,6 +39,10 @@ class TwoFrameBlock(nn.Module):
     """A residual block that sees its frame and the one before: x, past (N·T)CHW -> (N·T)CHW."""
 
     conv: nn.Sequential
+    activation: nn.ReLU | nn.LeakyReLU
+
+    def forward(self, x: Tensor, past: Tensor) -> Tensor:
+        return self.activation(self.conv(torch.cat([x, past], dim=1)) + x)
 
 
 class MemBlock(TwoFrameBlock):
@@ -53,9 +58,6 @@ class MemBlock(TwoFrameBlock):
             conv3x3(channels, channels),
         )
         self.activation = make_activation(slope)
-
-    def forward(self, x: Tensor, past: Tensor) -> Tensor:
-        return self.activation(self.conv(torch.cat([x, past], dim=1)) + x)
 
 
 class WideMemBlock(TwoFrameBlock):
@@ -75,12 +77,9 @@ class WideMemBlock(TwoFrameBlock):
         )
         self.activation = make_activation(slope)
 
-    def forward(self, x: Tensor, past: Tensor) -> Tensor:
-        return self.activation(self.conv(torch.cat([x, past], dim=1)) + x)
-
 
 class SuperMemBlock(TwoFrameBlock):
-    """Inverted-bottleneck block of the super decoders."""
+    """Inverted-bottleneck block of the super decoders, without an activation behind the sum."""
 
     def __init__(self, channels: int, slope: float = 0.0) -> None:
         super().__init__()

@@ -93,13 +93,13 @@ class VideoCodec:
     def reconstruct(self, frames_NTCHW: Tensor) -> Tensor:
         """Encode and decode a video of any size and length; the first `spec.aligned_frames(T)` frames, same size.
 
-        Sizes that are no multiple of the space factor are padded by their edge pixels and cropped back.
+        Sizes that are no multiple of the space factor are padded by their edge pixels and cropped back. A spatial
+        preview gives its small frames; one in time is refused.
         """
         self._check_tensor(frames_NTCHW, "a video", channels=3, channel_word="RGB", may_be_none=False)
-        height, width = frames_NTCHW.shape[-2:]
+        num_frames, (height, width) = self.spec.aligned_frames(frames_NTCHW.shape[1]), frames_NTCHW.shape[-2:]
         padded = pad_to_multiple(frames_NTCHW, self.spec.space_factor)
-        decoded = self.decode_video(self.encode_video(padded))
-        return decoded[:, : self.spec.aligned_frames(frames_NTCHW.shape[1]), :, :height, :width]
+        return self.decode_video(self.encode_video(padded))[:, :num_frames, :, :height, :width]
 
     # the training path: with gradients, without range check, and without the clamp, which would stop gradients
 
@@ -173,7 +173,7 @@ class VideoCodec:
             raise UserError(f"{what} must have {channels} {channel_word} channels, got shape {shape}{hint}.")
         if 0 in (shape[0], *shape[2:]) or (shape[1] == 0 and not may_be_none):
             raise UserError(f"{what} of shape {shape} is empty; pass at least one frame.")
-        if not x.is_floating_point():
+        if not x.is_floating_point() or x.element_size() < 2:  # nothing is computed in float8
             hint = "x.float() / 255" if x.dtype == torch.uint8 else "x.float()"
             raise UserError(f"{what} must be floating point, got {x.dtype}; convert with {hint}.")
         if x.device != self.device:

@@ -6,6 +6,7 @@ A file is downloaded once and then read from huggingface_hub's cache. Where the 
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import re
@@ -14,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 from tinyvae.errors import MissingFileError, UserError, require_package
+from tinyvae.files import FULL_DISK_ERRORS
 from tinyvae.terminal import count_of
 
 HUB_NAME = re.compile(
@@ -25,6 +27,7 @@ FIRST_CHOICES = [f"{stem}{suffix}" for stem in ("model", "best_model/model", "fi
 """Of a repository as of a run's folder."""
 TIMEOUT_S = 10
 SHOWN_FILES = 8
+DISK_FAULTS = (*FULL_DISK_ERRORS, errno.EACCES, errno.EPERM, errno.EROFS)  # failures of a network have none of these
 LOGIN = "log in with `hf auth login` or set HF_TOKEN"
 
 
@@ -50,16 +53,20 @@ def fetch_weights(path: str) -> Path:
     api = hub.HfApi()
     try:
         # One short question first: a download would try for a minute where there is no network.
-        published = api.model_info(repo, timeout=TIMEOUT_S).siblings or ()
-        file = choose_file(repo, [item.rfilename for item in published], wanted)
-        if any(item.rfilename == "config.json" for item in published):  # what the weights are, if they do not say it
-            api.hf_hub_download(repo, "config.json")
+        published = [item.rfilename for item in api.model_info(repo, timeout=TIMEOUT_S).siblings or ()]
+        file = choose_file(repo, published, wanted)
+        config = str(PurePosixPath(file).with_name("config.json"))  # what the weights are, if they do not say it
+        if config in published:
+            api.hf_hub_download(repo, config)
         return Path(api.hf_hub_download(repo, file))
     except UserError:
         raise  # also an OSError, where a file is missing
     except hub_failures() as failure:
         if answered(failure):
             refuse(repo, failure)
+        if getattr(failure, "errno", None) in DISK_FAULTS:
+            text = f"{repo} of the hub cannot be saved on this machine ({first_line(failure)})"
+            raise UserError(f"{text}; make room, or name another folder with HF_HOME.") from None
         return _cached(hub, repo, wanted, why=f"the hub cannot be reached ({first_line(failure)})")
 
 
@@ -93,7 +100,8 @@ def _cached(hub: Any, repo: str, wanted: str | None, *, why: str) -> Path:
         there = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     except FileNotFoundError:  # nothing of this repository was
         pass
-    if not there or wanted not in (None, *there):
+    is_there = wanted in there if wanted else any(PurePosixPath(name).suffix in FORMATS for name in there)
+    if not is_there:
         what = repo if wanted is None else f"{wanted} of {repo}"
         raise MissingFileError(f"{why}, and {what} was not downloaded before; load it once where there is a network.")
     return folder / choose_file(repo, there, wanted)

@@ -126,7 +126,8 @@ class DecodeGraph:
             # The frame before a video is zero, so a state of zeros is a fresh start.
             self._state = [torch.zeros_like(part) if isinstance(part, Tensor) else None for part in state]
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            # thread_local: other threads go on with their own work meanwhile.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._frames, after = codec.decode_chunk(self._latent, list(self._state))
                 assert isinstance(after, list)
                 for kept, new in zip(self._state, after, strict=True):
@@ -343,14 +344,15 @@ class StreamingEncoder(_Stream):
 # pieces of a video
 
 
-def join(parts: Iterator[Tensor], num_frames: int) -> Tensor:
-    """Parts NTCHW of a video as one tensor; each is freed at once, while `torch.cat` would need all and the whole."""
+def join(parts: Iterator[Tensor], num_frames: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Parts NTCHW of a video as one tensor; each is freed at once, while `torch.cat` would need all and the whole.
+    Several parts are cast to ``dtype`` (None: that of the first); one alone stays as it is."""
     first = next(parts)
     if first.requires_grad:
-        return torch.cat([first, *parts], dim=1)
+        return torch.cat([first, *parts], dim=1).to(dtype or first.dtype)
     whole, place = first, first.shape[1]
     if place < num_frames:
-        whole = first.new_empty(first.shape[0], num_frames, *first.shape[2:])
+        whole = first.new_empty(first.shape[0], num_frames, *first.shape[2:], dtype=dtype)
         whole[:, :place] = first
     del first
     for part in parts:
@@ -367,21 +369,14 @@ def joined_latents(chunk_latents: int) -> int:
 
 
 def cut_out(pieces: list[Tensor], start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """Frames ``start`` to ``stop`` of pieces NTCHW that follow each other; copied only if they lie in several."""
+    """Frames ``start`` to ``stop`` of pieces NTCHW that follow each other; copied, as ``dtype``, only if they lie in
+    several."""
     parts, place = [], 0
     for piece in pieces:
         part = piece[:, max(0, start - place) : max(0, stop - place)]
         place += piece.shape[1]
         parts += [part] if part.shape[1] else []
-    if len(parts) == 1:
-        return parts[0]
-    if any(part.requires_grad for part in parts):
-        return torch.cat([part.to(dtype) for part in parts], dim=1)
-    whole, place = parts[0].new_empty(parts[0].shape[0], stop - start, *parts[0].shape[2:], dtype=dtype), 0
-    for part in parts:
-        whole[:, place : place + part.shape[1]] = part
-        place += part.shape[1]
-    return whole
+    return join(iter(parts), stop - start, dtype)
 
 
 def keep_frames(raw_NTCHW: Tensor, *, first_index: int, num_latents: int, spec: VariantSpec) -> Tensor:

@@ -6,6 +6,7 @@ frame j**, so the target of a reconstruction is ``frames[:, :spec.aligned_frames
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -176,7 +177,7 @@ class VariantSpec:
         if self.is_training_length(num_frames):
             return
         below = [t for t in range(1, num_frames) if self.is_training_length(t)][-1:]
-        above = next(t for t in range(max(num_frames, 0) + 1, num_frames + 64) if self.is_training_length(t))
+        above = next(t for t in itertools.count(max(num_frames, 0) + 1) if self.is_training_length(t))
         if self.frame_rule == "chunked":
             form, why = "17c", "the encoder starts again every 17 frames"
         elif self.frame_rule == "even_keeps_all":

@@ -84,6 +84,12 @@ def load_model(
 
     Example: ``model = load_model("output/my_run", device="cuda", dtype=torch.float16)``.
     """
+    _check_dtype(dtype)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as fault:  # no such name, no such card, a torch without it
+        reason = str(fault).splitlines()[0]
+        raise UserError(f"device={str(device)!r} cannot be used here ({reason}); use 'cpu' or another one.") from None
     weights_file = find_weights(Path(path))
     state, stated = read_weights(weights_file)
     check_state(state, origin=weights_file)
@@ -92,12 +98,8 @@ def load_model(
     if latent_space is None and "lighttae" in weights_file.name.lower():
         warn_of_lighttae(weights_file)
     with torch.device("meta"):
-        model = TAEHV(
-            spec.name,
-            width=spec.width,
-            preview=preview,
-            latent_space=latent_space or "diffusion",
-            activation=activation or "relu",
+        model = TAEHV.of(
+            replace(spec, preview=preview, latent_space=latent_space or "diffusion", activation=activation or "relu")
         )
     model.load_state_dict(state, assign=True)
     file_dtype = state["encoder.0.weight"].dtype
@@ -139,6 +141,11 @@ def save_model(
     config_file = None if single or _holds_run_config(folder / "config.json") else folder / "config.json"
     if target.suffix in OTHER_FORMATS:
         raise UserError(f"cannot write {target}: end its name in .safetensors or .pth, or name a folder for both.")
+    if not set(formats) <= set(FORMATS):
+        raise UserError(f"formats={formats!r} cannot be written; name one of {' and '.join(FORMATS)}, or both.")
+    if not isinstance(model, torch.nn.Module):  # a fused codec, whose weights are folded
+        raise UserError(f"a {type(model).__name__} cannot be saved; save the model that it was made of.")
+    _check_dtype(dtype)
     state = plain_state(model, dtype=dtype)
     config = describe(model.spec, training_step=training_step)
     if not overwrite:
@@ -158,6 +165,12 @@ def save_model(
     with atomic_write(config_file, "w") as stream:
         stream.write(json.dumps(config, indent=1) + "\n")
     return [*weights_files, config_file]
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype not in (None, *WEIGHT_DTYPES):
+        names = ", ".join(map(str, WEIGHT_DTYPES))
+        raise UserError(f"dtype={dtype!r} does not suit weights; use one of {names}.")
 
 
 def describe(spec: VariantSpec, *, training_step: int | None = None) -> dict[str, Any]:
@@ -204,9 +217,9 @@ def find_weights(path: Path) -> Path:
         raise MissingFileError(f"there is no model to be reached at {path} ({fault.strerror}).") from None
     if is_file:
         return path
-    if not is_there and names_hub_model(str(path)):
-        return fetch_weights(str(path))
     if not is_there:
+        if names_hub_model(str(path)):
+            return fetch_weights(str(path))
         if str(path) in VARIANTS:
             raise MissingFileError(
                 f"{path} is the name of a variant, and weights come as a file; download {path}.pth (the GitHub "
@@ -360,7 +373,7 @@ def _refuse_existing(weights_files: list[Path], config_file: Path | None, config
 def _holds_run_config(config_file: Path) -> bool:
     try:
         config = json.loads(config_file.read_bytes()) if config_file.is_file() else None
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and config.get("format") == RUN_FORMAT
 
