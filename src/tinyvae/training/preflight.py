@@ -43,7 +43,14 @@ from tinyvae.storage import Place, Url, file_cache, use_file_cache
 from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
 from tinyvae.training.build import build_model, build_task, open_latents
 from tinyvae.training.checkpoint import checkpoint_bytes, state_bytes
-from tinyvae.training.clips import lack_of_files, lack_of_validation, loading_processes, training_settings
+from tinyvae.training.clips import (
+    lack_of_files,
+    lack_of_validation,
+    lacks_sample_clips,
+    list_of_videos,
+    loading_processes,
+    training_settings,
+)
 from tinyvae.training.deepspeed import LaunchConfig
 from tinyvae.training.guards import is_out_of_memory
 
@@ -269,13 +276,12 @@ def _weights(config: TrainConfig) -> Iterator[Check]:
 
 def _data(config: TrainConfig) -> Iterator[Check]:
     """The index if there is one, else a sample of the files, split as the run would split them."""
-    source = config.data_source
-    assert source is not None, "path_complaints refuses a run without data"
-    if config.use_sample_clips and isinstance(source, Path) and (not source.is_dir() or not any(source.iterdir())):
-        yield Check(name="data", found=f"the sample clips will be written to {source}")
+    if lacks_sample_clips(config):
+        yield Check(name="data", found=f"the sample clips will be written to {config.data_root}")
         return
+    source = list_of_videos(config)
     try:
-        if source.is_file() and is_index(source):
+        if is_index(source):
             yield _split(config, open_index(source, config.data_root), f"index of {source}", whole=True)
         else:
             yield _sampled_data(config, source)
