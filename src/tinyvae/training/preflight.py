@@ -40,6 +40,7 @@ from tinyvae.data.splits import ClipSet, split
 from tinyvae.errors import UserError
 from tinyvae.files import existing_folder
 from tinyvae.storage import Place, Url, file_cache, use_file_cache
+from tinyvae.teachers.network import is_network
 from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
 from tinyvae.training.build import build_model, build_task, open_latents
 from tinyvae.training.checkpoint import checkpoint_bytes, state_bytes
@@ -217,7 +218,7 @@ def parse_driver_version(text: str) -> tuple[int, ...]:
 def _packages(config: TrainConfig, launch: LaunchConfig | None) -> Check:
     """Whether the installed packages are those that tinyvae asks for, with the extras that this run needs."""
     extras = ["deepspeed"] if launch is not None and launch.deepspeed is not None else []
-    extras += ["teachers"] if config.teacher_path is not None else []
+    extras += ["teachers"] if config.teacher_path is not None and not is_network(config.teacher_path) else []
     versions = {canonicalize_name(package.name): package.version for package in distributions()}
     if "tinyvae" not in versions:
         found = "tinyvae is not installed, only on the path"
@@ -370,17 +371,19 @@ class TrialStep(NamedTuple):
 
 def _without(config: TrainConfig, missing_keys: set[str]) -> TrainConfig:
     """The same run without what is missing, so that a step can be tried before everything is there."""
-    changes: dict[str, Any] = {"pretrained_model_path": None} if "pretrained_model_path" in missing_keys else {}
-    if missing_keys & {"ref_vae_path", "cogvideox_model_path", "latent_store"}:
-        changes |= _no_teacher(config)
+    if "pretrained_model_path" in missing_keys:
+        config = replace(config, pretrained_model_path=None)
+    if missing_keys & {"ref_vae_path", "latent_store"}:
+        config = _with_round_trip(config, **NO_TEACHER)
     if "lpips_weights" in missing_keys:
-        changes |= {"perceptual_loss_weight": 0.0, "lpips_weights": None, "metric_for_best_model": "psnr"}
-    return replace(config, **changes)
+        no_lpips = {"perceptual_loss_weight": 0.0, "lpips_weights": None, "metric_for_best_model": "psnr"}
+        config = _with_round_trip(config, **no_lpips)
+    return config
 
 
-def _no_teacher(config: TrainConfig) -> dict[str, Any]:
-    """What to change for a step without the teacher; a run that has nothing but its losses tries a round trip."""
-    return {**NO_TEACHER, "reconstruction_loss_weight": config.reconstruction_loss_weight or 1.0}
+def _with_round_trip(config: TrainConfig, **changes: Any) -> TrainConfig:
+    """The run without some of its losses. It trains its own round trip, because no other loss may be left."""
+    return replace(config, **changes, reconstruction_loss_weight=config.reconstruction_loss_weight or 1.0)
 
 
 def _trial_step(config: TrainConfig) -> Iterator[Check]:
@@ -431,14 +434,14 @@ def try_step(config: TrainConfig) -> TrialStep:
 def _small(config: TrainConfig) -> TrainConfig:
     """The same run with small clips and no teacher, whose pass on a CPU would take minutes."""
     side = max(SMALL_SIDE // config.spec.space_factor, 2) * config.spec.space_factor
-    return replace(
+    return _with_round_trip(
         config,
         resolutions=(),
         height=min(config.height, side),
         width=min(config.width, side),
         train_batch_size=min(config.train_batch_size, SMALL_BATCH),
         compile_model=False,
-        **_no_teacher(config),
+        **NO_TEACHER,
     )
 
 
