@@ -19,7 +19,9 @@ few_clips = partial(sample_clips.write_sample_clips, count=12, height=32, width=
 
 
 def run_with_samples(folder: Path) -> TrainConfig:
-    return TrainConfig(data_root=folder, use_sample_clips=True, n_frames=4, height=32, width=32, dataloader_num_workers=0)
+    return TrainConfig(
+        data_root=folder, use_sample_clips=True, n_frames=4, height=32, width=32, dataloader_num_workers=0
+    )
 
 
 def git_sees(folder: Path) -> str:

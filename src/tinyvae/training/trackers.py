@@ -116,9 +116,8 @@ class Wandb(Tracker):
                 settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.Error as failure:
-            why = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
             advice = "log in with `wandb login`, set WANDB_MODE=offline, or set report_to to tensorboard"
-            raise UserError(f"wandb cannot begin a run ({why}); {advice}.") from None
+            raise UserError(f"wandb cannot begin a run ({first_line(failure)}); {advice}.") from None
         # Our own steps are the axis: wandb's would refuse those that a resumed run takes again.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -153,9 +152,8 @@ class MLflow(Tracker):
             self._run_id = read_record(folder, "mlflow") or self._begin_record(folder, config)
             self._client.update_run(self._run_id, status="RUNNING")
         except tracker_failures("mlflow") as failure:
-            why = str(failure).splitlines()[0]
             advice = "check MLFLOW_TRACKING_URI, or set report_to to tensorboard"
-            raise UserError(f"MLflow at {address} cannot begin a run ({why}); {advice}.") from None
+            raise UserError(f"MLflow at {address} cannot begin a run ({first_line(failure)}); {advice}.") from None
 
     def _begin_record(self, folder: Path, config: TrainConfig) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
@@ -188,6 +186,11 @@ class MLflow(Tracker):
 
 
 # what trackers share
+
+
+def first_line(failure: Exception) -> str:
+    """What a tracker's error says first; its class where it says nothing."""
+    return next(iter(str(failure).splitlines()), type(failure).__name__)
 
 
 def settings_of(config: TrainConfig) -> dict[str, str]:
