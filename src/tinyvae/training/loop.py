@@ -307,7 +307,7 @@ class Trainer:
 
     def _save(self, *, emergency: bool) -> None:
         state = LoopState(progress=self.progress, seraena_start=self.seraena_start, step_log=self.step_log.state_dict())
-        self.is_saved = self.parts.save(state, emergency)
+        self.is_saved = self.parts.notifier.is_saved = self.parts.save(state, emergency)
         self.parts.notifier.is_at(self.progress)
 
 
