@@ -100,14 +100,21 @@ def test_the_final_model_is_the_average_and_the_card_can_be_left_out(tmp_path: P
     assert not model.state_dict()["encoder.0.weight"].equal(before["encoder.0.weight"]), "the run's own are back"
 
 
-@pytest.mark.parametrize("fault", [RuntimeError('"upsample" not implemented for Byte'), UserError("no room for it")])
+@pytest.mark.parametrize(
+    ("part", "fault"),
+    [
+        ("publish", RuntimeError('"upsample" not implemented for Byte')),
+        ("publish", UserError("no room for it")),
+        ("report_clips", MemoryError("no room for the clips")),
+    ],
+)
 def test_a_report_that_fails_is_a_warning_with_the_command(
-    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    part: str, fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         raise fault
 
-    monkeypatch.setattr(finish, "publish", broken)
+    monkeypatch.setattr(finish, part, broken)
     clips = write_clips(tmp_path / "clips", num_clips=4)
     words = arguments_for(clips, tmp_path / "run", report=True, max_train_steps=2)
     assert run_verb(["train", *words]) == 0
