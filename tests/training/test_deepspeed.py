@@ -255,6 +255,11 @@ def test_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
         read_launch_file(file)
 
 
+def test_a_json_that_holds_no_keys_is_said_of_the_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"deepspeed\.json\): Input should be a valid dictionary"):
+        told(tmp_path, [1, 2])
+
+
 def test_every_key_is_in_the_documentation() -> None:
     text = (ROOT / "docs" / "engines.md").read_text()
     assert all(f"`{key}`" in text for key in Zero.model_fields)

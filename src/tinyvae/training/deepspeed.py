@@ -148,7 +148,8 @@ def read_environment(environment: Mapping[str, str], *, place: str = "the launch
         except ValidationError as wrong:
             for error in wrong.errors():
                 why = "it has no effect here; take it out" if error["type"] == "extra_forbidden" else error["msg"]
-                problems.append(f"{place}: {'.'.join(map(str, error['loc']))}: {why.removeprefix('Value error, ')}")
+                key = ".".join(map(str, error["loc"]))  # none where the JSON as a whole is wrong
+                problems.append(": ".join(filter(None, [place, key, why.removeprefix("Value error, ")])))
     if problems:
         raise UserError(f"{'; '.join(problems)}. See docs/engines.md#launch-files")
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")

@@ -125,8 +125,10 @@ def asked_checkpoint(asked: str, config: TrainConfig) -> tuple[Path, list[str]]:
 
 
 def _manifest_of(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint that the main process has found intact."""
     manifest = read_manifest(folder)
-    assert manifest is not None, "an intact checkpoint has a manifest"
+    if manifest is None:
+        raise UserError(f"{folder} is not visible here; all machines must share the storage of the run.")
     return manifest
 
 
