@@ -52,6 +52,12 @@ def test_the_card(tmp_path: Path) -> None:
         assert words in card, words
 
 
+def test_the_card_of_a_run_with_several_sizes_names_them(tmp_path: Path) -> None:
+    config = replace(CONFIG, resolutions=("8x64x48:0.25", "4x32x32:0.75"))
+    card = model_card(config, tmp_path, TAEHV("taehv", width=0.125), PROGRESS, command="x")
+    assert "160 clips of several sizes (8x64x48 (0.25), 4x32x32 (0.75)), 0:30:00 (h:mm:ss)" in card
+
+
 def test_scores_that_only_some_validations_have(tmp_path: Path) -> None:
     """LPIPS weights that a resumed run was given, or lost: a dash where it was not measured."""
     for first, last, rows in (
