@@ -8,7 +8,6 @@ import shlex
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from importlib import resources
@@ -39,7 +38,7 @@ from tinyvae.models.weights import save_model
 from tinyvae.terminal import count_of
 from tinyvae.training.checkpoint import WRITE_FAULTS, state_bytes
 from tinyvae.training.clips import RunData, loading_processes, validation_settings
-from tinyvae.training.optim import WeightAverage
+from tinyvae.training.optim import WeightAverage, averaged_weights
 from tinyvae.training.resume import Progress
 from tinyvae.training.validation import SHOWN_METRICS, Validator, score_in_words
 from tinyvae.training.validation_teacher import uncompiled
@@ -52,7 +51,7 @@ def write_final_model(
 ) -> None:
     """``final_model.safetensors``, ``final_model.pth`` (averaged weights if there are any) and ``model_card.md``."""
     try:
-        with nullcontext() if average is None else average.swapped_into(model):
+        with averaged_weights(model, average):
             for name in ("final_model.safetensors", "final_model.pth"):
                 save_model(model, folder / name, overwrite=True, training_step=progress.step)
         if config.save_model_card:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -233,3 +233,8 @@ class WeightAverage:
         self.updates = state["updates"]
         for name, value in state["values"].items():
             self.values[name].copy_(value)
+
+
+def averaged_weights(model: nn.Module, average: WeightAverage | None) -> AbstractContextManager[None]:
+    """Inside it the model has the averaged weights, if there are any."""
+    return nullcontext() if average is None else average.swapped_into(model)

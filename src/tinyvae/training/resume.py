@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from tinyvae.training.checkpoint import (
 )
 from tinyvae.training.clips import RunData
 from tinyvae.training.engine import Engine
-from tinyvae.training.optim import WeightAverage
+from tinyvae.training.optim import WeightAverage, averaged_weights
 from tinyvae.training.run_folder import earlier_run_folders
 from tinyvae.training.validation import write_best_model, write_json
 
@@ -259,7 +258,7 @@ class RunState:
         }
 
     def _write_model(self, target: Path, step: int) -> None:
-        with nullcontext() if self.average is None else self.average.swapped_into(self.model):
+        with averaged_weights(self.model, self.average):
             save_model(self.model, target, overwrite=True, training_step=step, formats=(".safetensors",))
 
     def _best_model(self, progress: Progress) -> dict[str, Any] | None:
