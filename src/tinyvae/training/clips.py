@@ -139,15 +139,25 @@ def open_data(config: TrainConfig, engine: Engine, folder: Path, *, index_folder
     if config.use_sample_clips:
         engine.from_main(lambda: write_missing_sample_clips(config))
     index = _open_index(config, engine, index_folder)
-    limits = {"train_split": config.train_split, "bad_file_limit": config.bad_file_limit}
-    train, _ = split(index, training_settings(config), split_by=config.split_by, **limits)
-    _, validation = split(index, validation_settings(config), split_by=config.split_by, **limits)
+    train, _ = split_files(config, index, training_settings(config))
+    _, validation = split_files(config, index, validation_settings(config))
     if engine.is_main:
         _log_excluded(config, train, validation)
     if fix := lack_of_validation(config, validation):
         raise UserError(f"no file is left for validation with train_split={config.train_split:g}; {fix}.")
     bad_files = BadFileLog(folder / "bad_files.jsonl")
     return RunData(config=config, train=train, validation=validation, bad_files=bad_files)
+
+
+def split_files(config: TrainConfig, index: VideoIndex, settings: ClipSettings) -> tuple[ClipSet, ClipSet]:
+    """The files that train and those that validate, as far as they can give a clip of these settings."""
+    return split(
+        index,
+        settings,
+        train_split=config.train_split,
+        split_by=config.split_by,
+        bad_file_limit=config.bad_file_limit,
+    )
 
 
 def _open_index(config: TrainConfig, engine: Engine, folder: Path) -> VideoIndex:

@@ -36,7 +36,7 @@ from tinyvae.data.index import VideoIndex, hash_of_path, is_index, open_index
 from tinyvae.data.index_build import build_index, usable_cores
 from tinyvae.data.latent_store import DTYPES, LatentStore, StoredLatents
 from tinyvae.data.sizes import ClipSize
-from tinyvae.data.splits import ClipSet, split
+from tinyvae.data.splits import ClipSet
 from tinyvae.errors import UserError
 from tinyvae.files import existing_folder
 from tinyvae.storage import Place, Url, file_cache, use_file_cache
@@ -50,6 +50,7 @@ from tinyvae.training.clips import (
     lacks_sample_clips,
     list_of_videos,
     loading_processes,
+    split_files,
     training_settings,
 )
 from tinyvae.training.deepspeed import LaunchConfig
@@ -323,13 +324,9 @@ def _latents(config: TrainConfig) -> Check | None:
 
 def _sides(config: TrainConfig, index: VideoIndex, *, whole: bool = True) -> tuple[ClipSet, ClipSet]:
     """Training and validation files. Of a sample (not ``whole``) all train: the hash may put it all on one side."""
-    return split(
-        index,
-        training_settings(config),
-        train_split=config.train_split if whole else 1.0,
-        split_by=config.split_by if whole else "hash",
-        bad_file_limit=config.bad_file_limit,
-    )
+    if not whole:
+        config = replace(config, train_split=1.0, split_by="hash")
+    return split_files(config, index, training_settings(config))
 
 
 def _sampled_data(config: TrainConfig, source: Place) -> Check:
@@ -343,9 +340,14 @@ def _sampled_data(config: TrainConfig, source: Place) -> Check:
     with tempfile.TemporaryDirectory() as folder:
         listing, output = Path(folder, "sample.jsonl"), Path(folder, "sample.tvi")
         listing.write_text("".join(json.dumps({"path": e.path, "split": e.split}) + "\n" for e in chosen))
-        workers, timeout_s = max(1, loading_processes(config)), config.decode_timeout_s
-        options: dict[str, Any] = {"num_workers": workers, "timeout_s": timeout_s, "show_progress_bar": False}
-        index = build_index(listing, output, data_root=root, **options).index
+        index = build_index(
+            listing,
+            output,
+            data_root=root,
+            num_workers=max(1, loading_processes(config)),
+            timeout_s=config.decode_timeout_s,
+            show_progress_bar=False,
+        ).index
         index.source = str(source)  # messages name the source, not our list
         return _split(config, index, note, whole=whole)
 

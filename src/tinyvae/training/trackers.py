@@ -145,8 +145,9 @@ class MLflow(Tracker):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         place = (folder / config.logging_dir).absolute()
         place.mkdir(parents=True, exist_ok=True)
-        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{place / 'mlflow.db'}"
-        self._artifacts = None if "MLFLOW_TRACKING_URI" in os.environ else (place / "mlflow").as_uri()
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        address = server or f"sqlite:///{place / 'mlflow.db'}"
+        self._artifacts = None if server else (place / "mlflow").as_uri()
         try:
             self._client = mlflow.MlflowClient(tracking_uri=address)
             self._run_id = read_record(folder, "mlflow") or self._begin_record(folder, config)
