@@ -75,7 +75,7 @@ def run_case(case: dict[str, Any], folder: Path) -> Engine:
         unchanged = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         done["unchanged"].append(unchanged)
         if case.get("save_at") == step + 1:
-            engine.save_collective(folder)
+            engine.save_collective()
             if engine.is_main:
                 state = {"model": model.state_dict(), "engine": engine.state_dict(), "step": step + 1}
                 torch.save(state, folder / f"{case['name']}.saved.pt")

@@ -147,7 +147,7 @@ class CountingTeacher:
         return frames_NTCHW.mean(dim=(2, 3, 4), keepdim=True)[:, ::4].expand(-1, -1, 16, 2, 2)
 
 
-def test_latents_are_computed_once_and_the_teacher_is_let_go() -> None:
+def test_latents_are_computed_once_and_the_teacher_is_not_kept() -> None:
     model, opened = TAEHV("taecvx", width=0.125), []
 
     def open_teacher() -> Any:

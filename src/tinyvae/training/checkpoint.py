@@ -119,7 +119,7 @@ class CheckpointWriter:
         if fault is None:
             fault, of_ranks = self._attempt(lambda: _write_state(unfinished / rank_file(engine.rank), rank_state))
         if fault is None:
-            engine.save_collective(unfinished)
+            engine.save_collective()
 
             def finish() -> None:
                 hashed = {rank_file(rank): entry for rank, entry in enumerate(of_ranks) if entry is not None}

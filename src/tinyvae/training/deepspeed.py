@@ -329,7 +329,7 @@ class DeepSpeedEngine(Engine):
                 parameter.ds_tensor.data.copy_(piece)  # type: ignore[attr-defined]
                 safe_set_local_fp32_param(parameter, piece)
 
-    def save_collective(self, folder: Path) -> None:
+    def save_collective(self) -> None:
         """Gather the optimizer's state, all processes together; `state_dict` then returns it on the main one."""
         from deepspeed.utils import safe_get_full_optimizer_state
 

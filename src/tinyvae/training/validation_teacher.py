@@ -75,8 +75,7 @@ def find_validation_teacher(config: TrainConfig, engine: Engine, live: Teacher |
         return None
     lack = engine.from_main(lambda: _lack(path))
     if lack or path is None:
-        if engine.is_main:
-            log.info("%s: validation and report score the student's own round trip alone", lack)
+        log.info("%s: validation and report score the student's own round trip alone", lack)
         return None
     kind, dtype = config.ref_vae_type, getattr(torch, config.ref_vae_dtype)
     return ValidationTeacher(
