@@ -314,6 +314,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases in one group of two processes: starting it costs more than running it."""
     folder = tmp_path_factory.mktemp("engines")
     plan: list[dict[str, Any]] = [{"name": "plain", "zero": None, "steps": 10, "save_at": 5}]
+    plan.append({"name": "plain_decay", "zero": None, "steps": 10, "load": "plain.saved.pt", "weight_decay": 0.5})
     for name, section in ZERO.items():
         zero = {"zero_optimization": section}
         plan += [
@@ -329,6 +330,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         short = {**zero, "communication_data_type": "fp16"}
         plan.append({"name": f"{name}_overflow", "zero": short, "steps": 3, "huge_at": [0, 1]})
     for stage in (2, 3):
+        zero = {"zero_optimization": ZERO[f"zero{stage}"]}
+        changed = {"steps": 10, "load": "plain.saved.pt", "weight_decay": 0.5}
+        plan.append({"name": f"zero{stage}_decay", "zero": zero, **changed})
         odd = {"zero_optimization": {"stage": stage, **odd_values(stage)}, "communication_data_type": "bf16"}
         plan.append({"name": f"odd_{stage}", "zero": odd, "steps": 2})
     plan += [{"name": f"plain_{p}", "zero": None, "steps": 2, "precision": p} for p in ("fp16", "bf16")]
@@ -361,6 +365,15 @@ def test_resume_is_exact_and_checkpoints_move_between_engines(folder: Path, name
     assert largest_difference(plain, results(folder, f"{name}_to_plain", processes=2)[0]) < 1e-6
     if name == "zero3":
         assert largest_difference(plain, results(folder, "moved", processes=1)[0]) < 1e-6
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_a_weight_decay_that_changes_at_a_resume_takes_effect(folder: Path, name: str) -> None:
+    changed = results(folder, "plain_decay", processes=2)[0]
+    assert largest_difference(changed, results(folder, "plain", processes=2)[0]) > 1e-5
+    assert largest_difference(changed, results(folder, f"{name}_decay", processes=2)[0]) < 1e-6
 
 
 @needs_deepspeed

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError, require_package
 from tinyvae.training.engine import Engine, StepResult, as_number
-from tinyvae.training.optim import OptimizerSet
+from tinyvae.training.optim import SET_BY_CONFIG, OptimizerSet
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -358,7 +358,7 @@ class DeepSpeedEngine(Engine):
 
         (saved,) = state["optimizers"]["optimizers"]
         (group,), (other,) = self._adamw.param_groups, saved["param_groups"]
-        group.update({key: value for key, value in other.items() if key not in ("params", "base_lr")})
+        group.update({key: value for key, value in other.items() if key not in ("params", *SET_BY_CONFIG)})
         if saved["state"]:
             # The optimizer makes its moments in a step; one of rate 0 with gradients of 0 changes no weight.
             rate, group["lr"] = group["lr"], 0.0

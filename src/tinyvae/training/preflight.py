@@ -298,7 +298,10 @@ def _file_cache(config: TrainConfig) -> Iterator[Check]:
     cache = file_cache()
     free = shutil.disk_usage(existing_folder(cache.folder)).free
     found = f"{cache.folder} for files of URLs, at most {cache.max_gb:g} GiB; {bytes_in_words(free)} free"
-    kept = sum(file.stat().st_size for file in cache.folder.iterdir()) if cache.folder.is_dir() else 0
+    kept = 0
+    for file in cache.folder.iterdir() if cache.folder.is_dir() else ():
+        with suppress(FileNotFoundError):  # another run has just deleted it
+            kept += file.stat().st_size
     too_small = kept + free < cache.max_gb * GIB
     fix = "lower --file_cache_gb, or name a --file_cache_dir on a larger disk" if too_small else ""
     yield Check(name="file cache", found=found, fix=fix, only_warns=True)

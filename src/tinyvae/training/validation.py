@@ -311,13 +311,6 @@ class Scores(NamedTuple):
     raw: ClipScores | None
 
 
-class _Output(NamedTuple):
-    """Input and output NTCHW of a batch, in [0, 1]."""
-
-    target: Tensor
-    decoded: Tensor
-
-
 @dataclass(frozen=True, kw_only=True)
 class Scorer:
     """Measures batches: a model with its own weights, and with the averaged ones if there are any.
@@ -344,24 +337,25 @@ class Scorer:
         if self.average is not None:
             raw, _ = self._score(batch.names, frames)
         with averaged_weights(self.model, self.average):
-            averaged, output = self._score(batch.names, frames)
+            averaged, (target, decoded) = self._score(batch.names, frames)
         for i in range(min(len(batch), self.num_shown - len(self.shown))):
-            self.shown.append((batch.names[i], output.target[i].cpu(), output.decoded[i].cpu()))
+            self.shown.append((batch.names[i], target[i].cpu(), decoded[i].cpu()))
         return dict(zip(batch.names, map(Scores, averaged, raw), strict=True))
 
-    def _score(self, names: Sequence[str], frames: Tensor) -> tuple[list[ClipScores], _Output]:
-        """Scores of clips with the weights that the model has now, and the output that can be shown."""
+    def _score(self, names: Sequence[str], frames: Tensor) -> tuple[list[ClipScores], tuple[Tensor, Tensor]]:
+        """Scores of clips with the weights that the model has now, and what can be shown: input and output NTCHW."""
         model = self.model
-        output = _Output(model.target(frames), model.reconstruct(frames).float())
-        own = clip_metrics(output.decoded, output.target, lpips=self.lpips)
+        target, decoded = model.target(frames), model.reconstruct(frames).float()
+        own = clip_metrics(decoded, target, lpips=self.lpips)
         if self.teacher is None:
-            return [ClipScores(metrics) for metrics in own], output
+            return [ClipScores(metrics) for metrics in own], (target, decoded)
         frames = self.teacher.frames(frames)
-        latents, target = self.teacher.latents(names, frames), model.target(frames)
-        taught = _Output(target, model.decode_video(latents)[:, : target.shape[1]].float())
-        decoder = clip_metrics(taught.decoded, taught.target, lpips=self.lpips)
+        latents, of_teacher = self.teacher.latents(names, frames), model.target(frames)
+        taught = model.decode_video(latents)[:, : of_teacher.shape[1]].float()
+        decoder = clip_metrics(taught, of_teacher, lpips=self.lpips)
         near = latent_snr(model.encode_video(frames), latents)
-        return list(map(ClipScores, own, decoder, near)), taught if self.shows_decoder else output
+        shown = (of_teacher, taught) if self.shows_decoder else (target, decoded)
+        return list(map(ClipScores, own, decoder, near)), shown
 
 
 def _means(clips: list[ClipScores]) -> dict[str, float]:
