@@ -185,6 +185,8 @@ def test_changed_settings_are_refused_with_a_list(finished: Path, clips: Path) -
     with pytest.raises(UserError) as refused:
         resumed(finished, clips, "latest", n_frames=8, random_flip=False)
     assert "n_frames: 4 -> 8" in str(refused.value) and "random_flip: True -> False" in str(refused.value)
+    with pytest.raises(UserError, match=r"latent_space: 'diffusion' -> 'vae'; activation: 'relu' -> 'leaky_relu'"):
+        resumed(finished, clips, "latest", latent_space="vae", activation="leaky_relu")  # the same shapes
     pattern = finished / "run_%Y-%m-%d_%H-%M-%S"
     words = arguments_for(clips, pattern, n_frames=8, random_flip=False, resume_from_checkpoint="latest")
     with pytest.raises(UserError, match="n_frames: 4 -> 8"):  # before many processes are started for it

@@ -45,9 +45,10 @@ VALIDATION_SIZE = ("validation_n_frames", "validation_height", "validation_width
 SHOWN_NAMES = 3
 
 FIXED_SETTINGS = {
-    "variant", "model_width", "n_frames", "height", "width", "resolutions", "train_split", "split_by", "seed",
-    "optimizer", "min_frame_delta", "max_frame_delta", "random_crop", "random_resize", "random_flip", "color_jitter",
-    "color_jitter_params", "gaussian_blur", "gaussian_blur_sigma", "gaussian_blur_probability",
+    "variant", "model_width", "latent_space", "activation", "n_frames", "height", "width", "resolutions",
+    "train_split", "split_by", "seed", "optimizer", "min_frame_delta", "max_frame_delta",
+    "random_crop", "random_resize", "random_flip", "color_jitter", "color_jitter_params",
+    "gaussian_blur", "gaussian_blur_sigma", "gaussian_blur_probability",
     "use_seraena", "n_seraena_frames", "use_ref_vae",
 }  # fmt: skip
 """A resumed run must have the same. Whether its videos are the same, their fingerprint tells, not their place."""
