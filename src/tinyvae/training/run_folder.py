@@ -316,7 +316,8 @@ def copy_past(old_run: Path, folder: Path) -> None:
 def point_latest_at(folder: Path) -> None:
     """Make the link ``latest`` beside the run folder lead to it. There is always an old link or a new one."""
     link = folder.parent / LATEST
-    if folder.parent in (Path(folder.anchor), Path.home()) or (link.exists() and not link.is_symlink()):
+    home = Path(os.path.expanduser("~"))  # Path.home() fails for a user without one, as in some containers
+    if folder.parent in (Path(folder.anchor), home) or (link.exists() and not link.is_symlink()):
         return  # a folder of this name is the user's own; and nobody looks for runs there
     fresh = link.with_name(f".{LATEST}-{os.getpid()}")
     try:
