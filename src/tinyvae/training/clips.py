@@ -236,4 +236,4 @@ def write_missing_sample_clips(config: TrainConfig) -> None:
         (folder / SAMPLES_UNFINISHED).touch()
         (folder / ".gitignore").write_text("*\n")
         write_sample_clips(folder, overwrite=True)
-        (folder / SAMPLES_UNFINISHED).unlink()
+        (folder / SAMPLES_UNFINISHED).unlink(missing_ok=True)  # another start may write the same clips
