@@ -56,7 +56,7 @@ def write_final_model(
                 save_model(model, folder / name, overwrite=True, training_step=progress.step)
         if config.save_model_card:
             card = model_card(config, folder, model, progress, command=command)
-            (folder / "model_card.md").write_text(card, encoding="utf-8")
+            (folder / "model_card.md").write_text(card, encoding="utf-8", errors="backslashreplace")
     except WRITE_FAULTS as fault:
         reason = why_not_written(fault, folder, needed_bytes=2 * state_bytes(config)[0])
         raise UserError(

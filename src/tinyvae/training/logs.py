@@ -30,7 +30,7 @@ from tinyvae.files import atomic_write, why_not_written
 from tinyvae.training.engine import Engine, StepResult
 from tinyvae.training.optim import learning_rates
 from tinyvae.training.pictures import DrawingError, draw_pictures
-from tinyvae.training.trackers import TITLES, Tracker, first_line, open_tracker, tracker_failures
+from tinyvae.training.trackers import TITLES, Tracker, first_line, in_utf8, open_tracker, tracker_failures
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class RunLog:
         """
         self._wait_for_pictures()
         if shown and self._shows:
-            strips = [(name, side_by_side(frames, decoded)) for name, frames, decoded in shown]
+            strips = [(in_utf8(name), side_by_side(frames, decoded)) for name, frames, decoded in shown]
             self._painted = self._painter.submit(self._paint, step, strips)
 
     def _paint(self, step: int, strips: list[tuple[str, npt.NDArray[np.uint8]]]) -> None:

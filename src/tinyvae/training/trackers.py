@@ -194,8 +194,13 @@ def first_line(failure: Exception) -> str:
     return next(iter(str(failure).splitlines()), type(failure).__name__)
 
 
+def in_utf8(text: str) -> str:
+    """A text with the name of a file: where its bytes are no UTF-8, which trackers need, it has escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def settings_of(config: TrainConfig) -> dict[str, str]:
-    return {key: shown_value(getattr(config, key)) for key in FIELDS}
+    return {key: in_utf8(shown_value(getattr(config, key))) for key in FIELDS}
 
 
 def read_record(folder: Path, tracker: str) -> str | None:
