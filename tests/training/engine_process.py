@@ -2,7 +2,8 @@
 
 A case: ``name``; ``zero`` (a DeepSpeed JSON, or null for the plain engine); ``steps``; and where wanted
 ``precision``, ``micro_batches``, ``nan_at`` and ``huge_at`` ([rank, step]: what the loss becomes), ``save_at`` (a
-step), ``load`` (the file of an earlier case), ``max_grad_norm``. Each rank writes ``FOLDER/NAME.RANK.pt``.
+step), ``load`` (the file of an earlier case), ``max_grad_norm``, ``weight_decay``. Each rank writes
+``FOLDER/NAME.RANK.pt``.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def run_case(case: dict[str, Any], folder: Path) -> Engine:
         mixed_precision=case.get("precision", "no"),
         learning_rate=1e-3,
         max_grad_norm=max_grad_norm,
+        weight_decay=case.get("weight_decay", 0.01),
         nccl_timeout=240,
     )
     engine = start(config, case["zero"])
@@ -75,7 +77,7 @@ def run_case(case: dict[str, Any], folder: Path) -> Engine:
         unchanged = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         done["unchanged"].append(unchanged)
         if case.get("save_at") == step + 1:
-            engine.save_collective(folder)
+            engine.save_collective()
             if engine.is_main:
                 state = {"model": model.state_dict(), "engine": engine.state_dict(), "step": step + 1}
                 torch.save(state, folder / f"{case['name']}.saved.pt")

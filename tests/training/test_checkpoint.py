@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 from datetime import UTC, datetime, timedelta
@@ -98,6 +100,43 @@ def test_every_damage_is_seen_and_passed_over(tmp_path: Path, engine: Engine, fi
     found, faults = newest_intact([tmp_path])
     assert step_of(found) == 1
     assert len(faults) == 1 and "checkpoint-2" in faults[0]
+
+
+def test_a_file_that_cannot_be_read_is_a_damage(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad disk must not keep a run from its older checkpoint."""
+    writer = CheckpointWriter(tmp_path, engine, keep=None)
+    save(writer, 1)
+    save(writer, 2)
+    read = checkpoint.sha256_of
+
+    def read_from_a_bad_disk(file: Path) -> str:
+        if file.parent.name == "checkpoint-2":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(file)
+
+    monkeypatch.setattr(checkpoint, "sha256_of", read_from_a_bad_disk)
+    found, (fault,) = newest_intact([tmp_path])
+    assert step_of(found) == 1 and fault.endswith("cannot be read: Input/output error")
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_passed_over(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = CheckpointWriter(tmp_path, engine, keep=None)
+    for step in (1, 2):
+        save(writer, step)
+    look = checkpoint.NAME.fullmatch
+
+    class Removing:
+        @staticmethod
+        def fullmatch(name: str) -> object:
+            shutil.rmtree(tmp_path / "checkpoint-2", ignore_errors=True)
+            return look(name)
+
+    monkeypatch.setattr(checkpoint, "NAME", Removing)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
 
 
 def test_retention_keeps_the_newest_the_best_and_the_last_emergency(tmp_path: Path, engine: Engine) -> None:

@@ -255,6 +255,11 @@ def test_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
         read_launch_file(file)
 
 
+def test_a_json_that_holds_no_keys_is_said_of_the_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"deepspeed\.json\): Input should be a valid dictionary"):
+        told(tmp_path, [1, 2])
+
+
 def test_every_key_is_in_the_documentation() -> None:
     text = (ROOT / "docs" / "engines.md").read_text()
     assert all(f"`{key}`" in text for key in Zero.model_fields)
@@ -309,6 +314,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All cases in one group of two processes: starting it costs more than running it."""
     folder = tmp_path_factory.mktemp("engines")
     plan: list[dict[str, Any]] = [{"name": "plain", "zero": None, "steps": 10, "save_at": 5}]
+    plan.append({"name": "plain_decay", "zero": None, "steps": 10, "load": "plain.saved.pt", "weight_decay": 0.5})
     for name, section in ZERO.items():
         zero = {"zero_optimization": section}
         plan += [
@@ -324,6 +330,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         short = {**zero, "communication_data_type": "fp16"}
         plan.append({"name": f"{name}_overflow", "zero": short, "steps": 3, "huge_at": [0, 1]})
     for stage in (2, 3):
+        zero = {"zero_optimization": ZERO[f"zero{stage}"]}
+        changed = {"steps": 10, "load": "plain.saved.pt", "weight_decay": 0.5}
+        plan.append({"name": f"zero{stage}_decay", "zero": zero, **changed})
         odd = {"zero_optimization": {"stage": stage, **odd_values(stage)}, "communication_data_type": "bf16"}
         plan.append({"name": f"odd_{stage}", "zero": odd, "steps": 2})
     plan += [{"name": f"plain_{p}", "zero": None, "steps": 2, "precision": p} for p in ("fp16", "bf16")]
@@ -356,6 +365,15 @@ def test_resume_is_exact_and_checkpoints_move_between_engines(folder: Path, name
     assert largest_difference(plain, results(folder, f"{name}_to_plain", processes=2)[0]) < 1e-6
     if name == "zero3":
         assert largest_difference(plain, results(folder, "moved", processes=1)[0]) < 1e-6
+
+
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_a_weight_decay_that_changes_at_a_resume_takes_effect(folder: Path, name: str) -> None:
+    changed = results(folder, "plain_decay", processes=2)[0]
+    assert largest_difference(changed, results(folder, "plain", processes=2)[0]) > 1e-5
+    assert largest_difference(changed, results(folder, f"{name}_decay", processes=2)[0]) < 1e-6
 
 
 @needs_deepspeed

@@ -52,6 +52,12 @@ def test_the_card(tmp_path: Path) -> None:
         assert words in card, words
 
 
+def test_the_card_of_a_run_with_several_sizes_names_them(tmp_path: Path) -> None:
+    config = replace(CONFIG, resolutions=("8x64x48:0.25", "4x32x32:0.75"))
+    card = model_card(config, tmp_path, TAEHV("taehv", width=0.125), PROGRESS, command="x")
+    assert "160 clips of several sizes (8x64x48 (0.25), 4x32x32 (0.75)), 0:30:00 (h:mm:ss)" in card
+
+
 def test_scores_that_only_some_validations_have(tmp_path: Path) -> None:
     """LPIPS weights that a resumed run was given, or lost: a dash where it was not measured."""
     for first, last, rows in (
@@ -100,14 +106,21 @@ def test_the_final_model_is_the_average_and_the_card_can_be_left_out(tmp_path: P
     assert not model.state_dict()["encoder.0.weight"].equal(before["encoder.0.weight"]), "the run's own are back"
 
 
-@pytest.mark.parametrize("fault", [RuntimeError('"upsample" not implemented for Byte'), UserError("no room for it")])
+@pytest.mark.parametrize(
+    ("part", "fault"),
+    [
+        ("publish", RuntimeError('"upsample" not implemented for Byte')),
+        ("publish", UserError("no room for it")),
+        ("report_clips", MemoryError("no room for the clips")),
+    ],
+)
 def test_a_report_that_fails_is_a_warning_with_the_command(
-    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    part: str, fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         raise fault
 
-    monkeypatch.setattr(finish, "publish", broken)
+    monkeypatch.setattr(finish, part, broken)
     clips = write_clips(tmp_path / "clips", num_clips=4)
     words = arguments_for(clips, tmp_path / "run", report=True, max_train_steps=2)
     assert run_verb(["train", *words]) == 0

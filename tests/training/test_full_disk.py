@@ -41,7 +41,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path, *, leaving: int) -> Path:
-    """Use the space up but for so many bytes."""
+    """Use the space up except for this many bytes."""
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     ballast = folder / "ballast"
     ballast.write_bytes(bytes(max(0, free - leaving)))

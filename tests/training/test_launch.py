@@ -50,6 +50,7 @@ def start_and_wait(script: str, folder: Path, *, same_order_s: float = SAME_ORDE
         ("exit 0", 0, ""),
         ("exit 7", 7, ""),
         ("kill -KILL $$", 137, ""),
+        ('touch "$TINYVAE_EXIT_NOTE"; exit 1', 1, ""),
         ('printf "2\\nno such file\\n" > "$TINYVAE_EXIT_NOTE"; exit 1', 2, "tinyvae: error: no such file\n"),
         (
             'printf "138\\n\\n" > "$TINYVAE_EXIT_NOTE"; exit 1',
@@ -57,12 +58,19 @@ def start_and_wait(script: str, folder: Path, *, same_order_s: float = SAME_ORDE
             f"stopped by {signal.Signals(10).name}; go on with --resume latest\n",
         ),
     ],
-    ids=["complete", "a failure", "killed", "a mistake", "a signal to one rank"],
+    ids=["complete", "a failure", "killed", "killed before its note", "a mistake", "a signal to one rank"],
 )
 def test_the_exit_code_is_that_of_the_run(script: str, code: int, says: str) -> None:
     launcher = start(script)
     _, said = launcher.communicate(timeout=HANGS_S)
     assert (launcher.returncode, said) == (code, says)
+
+
+def test_a_launcher_that_is_not_there_is_one_sentence() -> None:
+    command = [sys.executable, "-m", "tinyvae.training.launch", "acelerate", "launch"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS_S)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("tinyvae: error: acelerate cannot be started (No such file or directory); install it")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,9 +53,11 @@ def test_tensorboard_holds_scalars_config_pictures_and_animations(tmp_path: Path
 def test_log_file_and_metrics_lines(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     logging.getLogger("tinyvae.training").info("hello %d", 5)
+    logging.getLogger("tinyvae.training").info("clip %s", os.fsdecode("größe \N{SNOWMAN} ".encode() + b"\xff.mp4"))
     log.metrics(1, {"train/loss": 1.0})
     log.close()
-    assert "INFO hello 5" in (tmp_path / "train.log").read_text()
+    text = (tmp_path / "train.log").read_text(encoding="utf-8")
+    assert "INFO hello 5" in text and r"clip größe ☃ \udcff.mp4" in text
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "train/loss": 1.0}
 
 
@@ -269,6 +272,21 @@ def test_system_stats_join_in_where_asked() -> None:
     line = log.take(2)
     assert set(system_stats(torch.device("cpu"))) == {"system/cpu_percent", "system/memory_percent"} <= set(line)
     assert 0 < line["system/memory_percent"] <= 100
+
+
+def test_a_gpu_whose_driver_tells_no_load_still_tells_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a slice of a GPU (MIG): pynvml's errors have no common base with torch's."""
+
+    class NVMLError(Exception):
+        pass
+
+    def not_supported(device: torch.device) -> int:
+        raise NVMLError("Not Supported")
+
+    monkeypatch.setattr(torch.cuda, "utilization", not_supported)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=200))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
+    assert system_stats(torch.device("cuda"))["system/gpu_memory_percent"] == 25
 
 
 def test_two_ranks_log_what_one_with_all_clips_does(clips: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The loop where a step cannot be computed: whatever the user can mend ends the run on all ranks, saved."""
+"""The loop where a step cannot be computed: whatever the user can fix ends the run on all ranks, saved."""
 
 from __future__ import annotations
 

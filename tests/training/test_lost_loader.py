@@ -60,7 +60,7 @@ class KillWorker:
         elif self.where == "save":
             checkpoint._write_state = before(checkpoint._write_state)
         else:
-            validation._Scorer.measure = before(validation._Scorer.measure)  # type: ignore[method-assign]
+            validation.Scorer.measure = before(validation.Scorer.measure)  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from tests.training.faults import Both, NanLoss, SignalInStep, SlowSteps, _aroun
 from tests.training.tiny_runs import arguments_for, launch, train_here
 from tinyvae.errors import UserError
 from tinyvae.training import notify
+from tinyvae.training.checkpoint import CheckpointWriter
 from tinyvae.training.task import TrainingTask
 
 
@@ -78,6 +79,20 @@ def test_a_signal(clips: Path, tmp_path: Path, listener: Listener) -> None:
     assert (event, step, reason) == ("stopped", "3", "stopped by SIGTERM at step 3; the run is saved")
 
 
+class NoSave:
+    """A checkpoint that is not written."""
+
+    def __call__(self, rank: int) -> None:
+        CheckpointWriter.save = lambda self, **facts: None  # type: ignore[method-assign]
+
+
+def test_a_signal_whose_save_fails(clips: Path, tmp_path: Path, listener: Listener) -> None:
+    arguments = arguments_for(clips, tmp_path / "run", notify_command=listener.command, checkpointing_steps=0)
+    running = launch(arguments, tmp_path, prepare=Both(NoSave(), SignalInStep(rank=0, call=2)))
+    assert running.wait() == [143], running.both_logs()
+    assert listener.calls()[0][-1] == "stopped by SIGTERM at step 2; its state could not be saved, see train.log"
+
+
 class OneLongStep:
     """The third step ends when the stall was told, and some more looks of the watch later."""
 
@@ -108,6 +123,18 @@ def test_a_command_that_fails_is_one_warning(clips: Path, tmp_path: Path) -> Non
     train_here(arguments_for(clips, run, validation_steps=0, notify_command="echo no route >&2; exit 7"))
     (line,) = [line for line in (run / "train.log").read_text().splitlines() if "notify_command" in line]
     assert "WARNING" in line and line.endswith("notify_command (finished) failed with exit code 7: no route")
+
+
+def test_no_room_for_temporary_files_is_one_warning(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(notify.tempfile, "TemporaryFile", full)
+    train_here(arguments_for(clips, tmp_path / "run", validation_steps=0, notify_command="true"))
+    expected = "notify_command (finished) could not be run: [Errno 28] No space left on device"
+    assert expected in (tmp_path / "run" / "train.log").read_text()
 
 
 def test_a_command_that_hangs_is_ended(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,16 +111,21 @@ def test_every_parameter_is_trained_once_and_state_round_trips(optimizer: str) -
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def test_rates_follow_the_factor_and_keep_their_peaks_on_load() -> None:
+def test_rates_follow_the_factor_and_a_load_keeps_what_the_run_sets() -> None:
+    """A changed setting of a resumed run takes effect, as its log says."""
     model = TAEHV("taehv", width=0.125)
     optimizers = make_optimizers(model, TrainConfig(optimizer="muon", learning_rate=1e-3, muon_learning_rate=0.02))
     optimizers.set_rates(0.5)
     assert [group["lr"] for group in optimizers.groups()] == [0.01, 0.0005]
     saved = optimizers.state_dict()
-    changed = make_optimizers(model, TrainConfig(optimizer="muon", learning_rate=4e-3, muon_learning_rate=0.04))
+    rates = {"learning_rate": 4e-3, "muon_learning_rate": 0.04}
+    others = {"weight_decay": 0.3, "beta1": 0.8, "beta2": 0.99, "epsilon": 1e-6, "muon_momentum": 0.5}
+    changed = make_optimizers(model, TrainConfig(optimizer="muon", **rates, **others))  # type: ignore[arg-type]
     changed.load_state_dict(saved)
     changed.set_rates(1.0)
-    assert [group["lr"] for group in changed.groups()] == [0.04, 0.004]
+    muon, adamw = changed.groups()
+    assert (muon["lr"], muon["momentum"]) == (0.04, 0.5)
+    assert (adamw["lr"], adamw["weight_decay"], adamw["betas"], adamw["eps"]) == (0.004, 0.3, (0.8, 0.99), 1e-6)
 
 
 def test_state_of_another_grouping_is_refused_in_a_sentence() -> None:

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from tests.processes import free_port
+from tinyvae import TAEHV
 from tinyvae.config import load_config, load_preset
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.splits import Exclusions
 from tinyvae.errors import UserError
+from tinyvae.models.weights import save_model
 from tinyvae.training import preflight
 from tinyvae.training.checkpoint import checkpoint_bytes, state_bytes
 from tinyvae.training.preflight import (
@@ -161,10 +163,28 @@ def test_several_sizes_are_checked_at_the_largest(clips: Path, tmp_path: Path) -
     assert "no file" in data.fix and "a clip of 8 frames at 64x48 (width x height)" in data.fix, "each must hold all"
 
 
+def test_only_a_teacher_of_diffusers_asks_for_diffusers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = [package for package in preflight.distributions() if package.name != "diffusers"]
+    monkeypatch.setattr(preflight, "distributions", lambda: installed)
+    save_model(TAEHV("taehv", width=0.125), tmp_path / "whole.safetensors")
+    config = TrainConfig(use_ref_vae=True, ref_vae_path="owner/vae")
+    assert "pip install 'diffusers" in preflight._packages(config, None).fix
+    ours = replace(config, ref_vae_path=str(tmp_path / "whole.safetensors"))
+    assert "diffusers" not in preflight._packages(ours, None).fix
+
+
+@pytest.mark.parametrize("missing", ["lpips_weights", "ref_vae_path", "latent_store"])
+def test_without_what_is_missing_there_is_still_something_to_train(missing: str) -> None:
+    weights = {"reconstruction_loss_weight": 0.0, "perceptual_loss_weight": 0.0}
+    weights |= {"perceptual_loss_weight": 1.0} if missing == "lpips_weights" else {"decoder_loss_weight": 1.0}
+    tried = preflight._without(TrainConfig(**weights), {missing})  # type: ignore[arg-type]
+    assert tried.trained_parts == "encoder and decoder" and not tried.perceptual_loss_weight
+
+
 def test_disk_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(output_dir=tmp_path / "run", checkpoints_total_limit=5)
     weights = state_bytes(config)[0]
-    assert weights == 4 * sum(p.numel() for p in __import__("tinyvae").TAEHV("taehv").parameters())
+    assert weights == 4 * sum(p.numel() for p in TAEHV("taehv").parameters())
     assert checkpoint_bytes(config, 1) == 5 * weights
     seraena = replace(config, use_seraena=True, seraena_buffer_mb=100)
     assert checkpoint_bytes(seraena, 4) - checkpoint_bytes(seraena, 1) == 300 * 2**20

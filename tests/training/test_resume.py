@@ -31,7 +31,7 @@ from tinyvae.data.index_build import build_index
 from tinyvae.errors import UserError
 from tinyvae.training.build import build_model
 from tinyvae.training.checkpoint import _write_manifest, _write_state, read_manifest
-from tinyvae.training.resume import Progress
+from tinyvae.training.resume import Progress, SavedRun
 
 KEEP_ALL = {"checkpoints_total_limit": 99}
 TWO_SIZES = {"resolutions": "8x32x32,4x24x40", "n_frames": 8}
@@ -96,6 +96,12 @@ def test_a_decoder_alone_resumes_exactly_and_only_as_that(clips: Path, tmp_path:
         train_here(arguments_for(clips, tmp_path / "halves", **more))
     train_here(arguments_for(clips, tmp_path / "halves", **more, allow_changed_settings=True))
     assert "the moments of muon for encoder and decoder start from zero" in (tmp_path / "halves/train.log").read_text()
+
+
+def test_a_machine_that_does_not_see_the_checkpoint_says_so(tmp_path: Path) -> None:
+    """The main process found it, on storage that this one does not share."""
+    with pytest.raises(UserError, match=r"checkpoint-3 is not visible here; all machines must share the storage"):
+        SavedRun(tmp_path / "checkpoint-3")
 
 
 def test_with_seraena_and_its_buffer(clips: Path, tmp_path: Path) -> None:
@@ -179,6 +185,8 @@ def test_changed_settings_are_refused_with_a_list(finished: Path, clips: Path) -
     with pytest.raises(UserError) as refused:
         resumed(finished, clips, "latest", n_frames=8, random_flip=False)
     assert "n_frames: 4 -> 8" in str(refused.value) and "random_flip: True -> False" in str(refused.value)
+    with pytest.raises(UserError, match=r"latent_space: 'diffusion' -> 'vae'; activation: 'relu' -> 'leaky_relu'"):
+        resumed(finished, clips, "latest", latent_space="vae", activation="leaky_relu")  # the same shapes
     pattern = finished / "run_%Y-%m-%d_%H-%M-%S"
     words = arguments_for(clips, pattern, n_frames=8, random_flip=False, resume_from_checkpoint="latest")
     with pytest.raises(UserError, match="n_frames: 4 -> 8"):  # before many processes are started for it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -125,6 +126,22 @@ def test_a_marker_that_a_kill_left_empty(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / MARKER).touch()
     with pytest.raises(UserError, match="remove the file and start again"):
         RunClaim(tmp_path)
+
+
+def test_storage_that_is_gone_at_the_end_does_not_hide_why_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = RunClaim(tmp_path)
+
+    def gone(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", gone)
+        claim.release()
+        patched.setattr(Path, "read_bytes", gone)
+        claim.release()
+    assert names(tmp_path) == [MARKER]
 
 
 def test_a_marker_that_is_no_longer_ours_stays(tmp_path: Path) -> None:

@@ -123,6 +123,14 @@ def test_latest_is_left_alone_where_it_is_not_ours_or_links_do_not_work(
     assert names(tmp_path) == {"run"}
 
 
+def test_latest_is_made_for_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54_321)  # nobody's
+    (tmp_path / "run").mkdir()
+    point_latest_at(tmp_path / "run")
+    assert os.readlink(tmp_path / "latest") == "run"
+
+
 @pytest.mark.parametrize(
     "wrong", [{"height": 320, "width": 320}, {"train_split": 0.99, "num_validation_samples": 1, "n_frames": 4000}]
 )

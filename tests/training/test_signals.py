@@ -91,7 +91,7 @@ class SignalInValidation:
     """SIGTERM before a batch of the second validation is measured."""
 
     def __call__(self, rank: int) -> None:
-        measure, calls = validation._Scorer.measure, []
+        measure, calls = validation.Scorer.measure, []
 
         def measure_and_signal(scorer: Any, batch: Any) -> Any:
             calls.append(1)
@@ -102,7 +102,7 @@ class SignalInValidation:
             print(f"measured {len(calls)}", flush=True)
             return measure(scorer, batch)
 
-        validation._Scorer.measure = measure_and_signal  # type: ignore[method-assign]
+        validation.Scorer.measure = measure_and_signal  # type: ignore[method-assign]
 
 
 def test_in_a_validation(clips: Path, tmp_path: Path, undisturbed: Path) -> None:

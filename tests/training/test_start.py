@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import psutil
@@ -14,10 +16,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.processes import still_alive
 from tests.training.tiny_runs import SERAENA, arguments_for, train_here
 from tinyvae import TAEHV, load_model, save_model
+from tinyvae.config.load import load_config
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.index_build import usable_cores
 from tinyvae.errors import UserError
 from tinyvae.training.build import build_model
+from tinyvae.training.start import run_training
 from tinyvae.video.write import VideoWriter
 
 
@@ -51,6 +55,23 @@ def test_a_run_folder_holds_all_that_is_promised(clips: Path, tmp_path: Path) ->
     assert load_model(run.folder).spec.width == 0.125
     assert "PSNR" in (run.folder / "report.html").read_text()
     assert "psnr" in (run.folder / "model_card.md").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_names_that_are_no_utf8(clips: Path, tmp_path: Path) -> None:
+    """Of the folder and of its files, in train.log, TensorBoard and the card."""
+    folder = tmp_path / os.fsdecode(b"gr\xf6sse")
+    folder.mkdir()
+    for file in clips.glob("*.mp4"):
+        shutil.copy(file, folder / (file.stem + os.fsdecode(b"\xff.mp4")))
+    changes = {"report_to": "tensorboard", "save_validation_videos": True, "max_train_steps": 2}
+    words = arguments_for(folder, tmp_path / "run", **changes)
+    run = run_training(load_config(words[0], words[1:]), command=" ".join(words)).folder
+    for name in ("train.log", "model_card.md"):
+        assert r"gr\udcf6sse" in (run / name).read_text(encoding="utf-8"), name
+    events = EventAccumulator(str(run / "logs" / "quickstart"))
+    events.Reload()
+    assert all(tag.endswith(r"\udcff.mp4") for tag in events.Tags()["images"]) and events.Tags()["images"]
 
 
 def test_clips_are_decoded_while_the_networks_are_built(

@@ -277,7 +277,7 @@ class OomInValidation:
             def fail(*arguments: object) -> None:
                 raise torch.OutOfMemoryError("injected")
 
-            validation._Scorer.measure = fail  # type: ignore[method-assign]
+            validation.Scorer.measure = fail  # type: ignore[method-assign]
 
 
 class GoneValidationClips:

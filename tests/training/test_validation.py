@@ -30,6 +30,7 @@ from tinyvae.training.logs import RunLog
 from tinyvae.training.optim import WeightAverage
 from tinyvae.training.resume import Progress
 from tinyvae.training.validation import (
+    Scorer,
     ValidationCut,
     ValidationResult,
     Validator,
@@ -104,8 +105,12 @@ def engine() -> Engine:
     return Engine(TrainConfig())
 
 
+def score(model: Any, loader: Any, engine: Any, **options: Any) -> ValidationResult:
+    return validate(Scorer(model=model, device=engine.device, lpips=None, **options), loader, engine)
+
+
 def psnr(model: VideoCodec, loader: object, engine: Engine) -> float:
-    return validate(model, loader, engine, lpips=None).metrics["psnr"]  # type: ignore[arg-type]
+    return score(model, loader, engine).metrics["psnr"]
 
 
 def test_predictors_of_known_quality(engine: Engine) -> None:
@@ -145,14 +150,11 @@ def test_one_pass_scores_the_weights_with_and_without_averaging(engine: Engine) 
     own = {name: value.clone() for name, value in model.state_dict().items()}
     loader = Batches(*(Batch(torch.rand(2, 9, 3, 16, 16), [name, name + "2"]) for name in "ab"))
 
-    def score(**options: Any) -> ValidationResult:
-        return validate(model, loader, engine, lpips=None, **options)  # type: ignore[arg-type]
-
-    both = score(average=average, num_shown=3)
+    both = score(model, loader, engine, average=average, num_shown=3)
     assert all(value.equal(own[name]) for name, value in model.state_dict().items()), "its own weights are back"
-    raw = score()
+    raw = score(model, loader, engine)
     with average.swapped_into(model):
-        averaged = score(num_shown=3)
+        averaged = score(model, loader, engine, num_shown=3)
     assert both.metrics == averaged.metrics and both.raw_metrics == raw.metrics != both.metrics
     assert raw.raw_metrics is None and raw.shown == [] and both.num_clips == 4
     assert [name for name, _, _ in both.shown] == ["a", "a2", "b"]
@@ -162,7 +164,7 @@ def test_one_pass_scores_the_weights_with_and_without_averaging(engine: Engine) 
 def test_spread_is_over_clips_and_names_are_unique(engine: Engine) -> None:
     dark, bright = torch.zeros(1, 5, 3, 16, 16), torch.full((1, 5, 3, 16, 16), 0.5)
     loader = Batches(Batch(dark + 0.1, ["a"]), Batch(bright, ["b"]))
-    result = validate(BLACK, loader, engine, lpips=None)  # type: ignore[arg-type]
+    result = score(BLACK, loader, engine)
     values = [20.0, -20 * math.log10(0.5)]
     assert result.num_clips == 2
     assert result.metrics["psnr"] == pytest.approx(sum(values) / 2, abs=1e-3)
@@ -180,7 +182,7 @@ def test_a_fault_in_the_middle_is_the_reason_of_the_cut(engine: Engine) -> None:
 
     loader = Batches(*(Batch(torch.zeros(1, 5, 3, 16, 16), [name]) for name in "ab"))
     with pytest.raises(ValidationCut) as cut:
-        validate(Predictor(output_of), loader, engine, lpips=None)  # type: ignore[arg-type]
+        score(Predictor(output_of), loader, engine)
     assert isinstance(cut.value.reason, ZeroDivisionError)
 
 
@@ -193,7 +195,7 @@ def test_no_usable_clip_is_an_error_that_names_the_first(clips: Path, tmp_path: 
     first = index.row(int(val.rows[0])).path
     message = f"not one validation clip could be read; the first was {first!r}: .*No such file"
     with pytest.raises(ValidationCut, match=message) as cut:
-        validate(PERFECT, make_validation_loader(val, settings, batch_size=2), engine, lpips=None)
+        score(PERFECT, make_validation_loader(val, settings, batch_size=2), engine)
     assert isinstance(cut.value.reason, UserError)
     with pytest.raises(UserError, match=message):  # of several ranks, after they have told each other
         loaders = [make_validation_loader(val, settings, batch_size=2, rank=r, world_size=2) for r in (0, 1)]
@@ -207,7 +209,7 @@ def test_whatever_fails_on_a_rank_is_told_to_all(fault: Exception) -> None:
     engine = TwoRanks(peer=Status.WELL)
     loader = Batches(Batch(torch.zeros(1, 5, 3, 16, 16), ["a"]), failure=fault)
     with pytest.raises(ValidationCut) as cut:
-        validate(PERFECT, loader, engine, lpips=None)  # type: ignore[arg-type]
+        score(PERFECT, loader, engine)
     assert cut.value.reason is fault and engine.told == [Status.WELL, Status.HAS_TO_STOP]
 
 
@@ -215,7 +217,7 @@ def test_a_rank_that_is_well_leaves_with_the_others() -> None:
     loader = Batches(Batch(torch.zeros(1, 5, 3, 16, 16), ["a"]))
     for peer, reason in ((Status.HAS_TO_STOP, type(None)), (Status.OUT_OF_MEMORY, UserError)):
         with pytest.raises(ValidationCut) as cut:
-            validate(PERFECT, loader, TwoRanks(peer=peer), lpips=None)  # type: ignore[arg-type]
+            score(PERFECT, loader, TwoRanks(peer=peer))
         assert isinstance(cut.value.reason, reason)
 
 

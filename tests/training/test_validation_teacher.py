@@ -16,7 +16,15 @@ from tests.training.tiny_runs import arguments_for, launch, read_lines, run_diff
 from tinyvae import TAEHV
 from tinyvae.cli.main import run as run_verb
 from tinyvae.config.schema import TrainConfig
-from tinyvae.training.validation_teacher import ValidationTeacher, deciding_score, latent_snr
+from tinyvae.models.weights import save_model
+from tinyvae.training import validation_teacher
+from tinyvae.training.engine import Engine
+from tinyvae.training.validation_teacher import (
+    ValidationTeacher,
+    deciding_score,
+    find_validation_teacher,
+    latent_snr,
+)
 
 pytest.importorskip("diffusers")
 
@@ -116,6 +124,16 @@ def test_what_decides(weights: dict[str, float], with_teacher: bool, metric: str
     assert deciding_score(config, with_teacher=with_teacher) == expected
 
 
+def test_a_network_of_ours_beside_a_store_needs_no_diffusers(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation_teacher.importlib.util, "find_spec", lambda name: None)
+    save_model(TAEHV("taehv", width=0.125), tmp_path / "whole.safetensors")
+    for path, is_found in ((tmp_path / "whole.safetensors", True), (teacher, False)):
+        config = TrainConfig(use_ref_vae=True, ref_vae_path=str(path), latent_store=tmp_path)
+        assert (find_validation_teacher(config, Engine(config), None) is not None) == is_found
+
+
 class CountingTeacher:
     """Latents that are the means of the frames; ``seen``: how many clips it was given."""
 
@@ -129,7 +147,7 @@ class CountingTeacher:
         return frames_NTCHW.mean(dim=(2, 3, 4), keepdim=True)[:, ::4].expand(-1, -1, 16, 2, 2)
 
 
-def test_latents_are_computed_once_and_the_teacher_is_let_go() -> None:
+def test_latents_are_computed_once_and_the_teacher_is_not_kept() -> None:
     model, opened = TAEHV("taecvx", width=0.125), []
 
     def open_teacher() -> Any:

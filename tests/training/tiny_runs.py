@@ -186,7 +186,7 @@ def launch(
     prepare: Callable[[int], None] = nothing,
     entry: Callable[[list[str]], None] = main,
 ) -> Launch:
-    """Start ``tinyvae train`` with so many ranks; ``prepare(rank)`` is called in each before it begins."""
+    """Start ``tinyvae train`` with this many ranks; ``prepare(rank)`` is called in each before it begins."""
     logs.mkdir(parents=True, exist_ok=True)
     files = [logs / f"rank_{rank}_{time.monotonic_ns()}.log" for rank in range(ranks)]
     port = free_port()

@@ -167,7 +167,7 @@ def keep_traces(mixed_precision: str) -> None:
 
 
 def build_teacher(config: TrainConfig, device: torch.device) -> Teacher:
-    """The teacher that the settings name, on a device."""
+    """The teacher that the settings name, on a device; they have been through `settle_compilation`."""
     assert config.teacher_path is not None
     return load_teacher(
         config.ref_vae_type,
@@ -175,7 +175,7 @@ def build_teacher(config: TrainConfig, device: torch.device) -> Teacher:
         dtype=getattr(torch, config.ref_vae_dtype),
         device=device,
         spec=config.spec,
-        compiled=settle_compilation(config, device).compile_model,
+        compiled=config.compile_model,
     )
 
 

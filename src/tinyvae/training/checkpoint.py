@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar, cast
@@ -118,7 +119,7 @@ class CheckpointWriter:
         if fault is None:
             fault, of_ranks = self._attempt(lambda: _write_state(unfinished / rank_file(engine.rank), rank_state))
         if fault is None:
-            engine.save_collective(unfinished)
+            engine.save_collective()
 
             def finish() -> None:
                 hashed = {rank_file(rank): entry for rank, entry in enumerate(of_ranks) if entry is not None}
@@ -246,9 +247,11 @@ def list_checkpoints(*run_folders: Path) -> list[CheckpointInfo]:
     """The checkpoints of run folders, oldest first. Their files are not checked."""
     found = []
     for folder in (entry for run in run_folders if run.is_dir() for entry in run.iterdir() if entry.is_dir()):
-        if match := NAME.fullmatch(folder.name):
-            manifest = read_manifest(folder)
+        if (match := NAME.fullmatch(folder.name)) is None:
+            continue
+        with suppress(FileNotFoundError):  # the run that owns it has removed it just now
             changed = datetime.fromtimestamp(folder.stat().st_mtime, UTC).isoformat(timespec="microseconds")
+            manifest = read_manifest(folder)
             written_at = changed if manifest is None else manifest["written_at"]
             found.append(CheckpointInfo(written_at, int(match[2]), match[1] is not None, folder))
     return sorted(found)
@@ -261,11 +264,16 @@ def broken_reason(folder: Path) -> str | None:
         return f"{folder} has no readable {MANIFEST}"
     for name, facts in manifest["files"].items():
         file = folder / name
-        if not file.is_file():
+        try:
+            num_bytes = file.stat().st_size
+            if num_bytes != facts["bytes"]:
+                return f"{file} has {num_bytes} bytes instead of {facts['bytes']}"
+            sha256 = sha256_of(file)
+        except FileNotFoundError:
             return f"{file} is missing"
-        if file.stat().st_size != facts["bytes"]:
-            return f"{file} has {file.stat().st_size} bytes instead of {facts['bytes']}"
-        if sha256_of(file) != facts["sha256"]:
+        except OSError as fault:  # a bad disk, or a file of another user
+            return f"{file} cannot be read: {fault.strerror or fault}"
+        if sha256 != facts["sha256"]:
             return f"{file} has other contents than were saved"
     return None
 

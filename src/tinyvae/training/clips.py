@@ -17,9 +17,12 @@ from tinyvae.data.sizes import SizesOfPositions, with_size
 from tinyvae.data.splits import ClipSet, split
 from tinyvae.errors import UserError
 from tinyvae.files import writing_to
+from tinyvae.storage import Place
 from tinyvae.training.engine import Engine
 
 log = logging.getLogger(__name__)
+
+SAMPLES_UNFINISHED = ".unfinished"  # in the folder of the sample clips while they are written
 
 
 def training_settings(config: TrainConfig) -> ClipSettings:
@@ -136,9 +139,8 @@ def open_data(config: TrainConfig, engine: Engine, folder: Path, *, index_folder
     if config.use_sample_clips:
         engine.from_main(lambda: write_missing_sample_clips(config))
     index = _open_index(config, engine, index_folder)
-    limits = {"train_split": config.train_split, "bad_file_limit": config.bad_file_limit}
-    train, _ = split(index, training_settings(config), split_by=config.split_by, **limits)
-    _, validation = split(index, validation_settings(config), split_by=config.split_by, **limits)
+    train, _ = split_files(config, index, training_settings(config))
+    _, validation = split_files(config, index, validation_settings(config))
     if engine.is_main:
         _log_excluded(config, train, validation)
     if fix := lack_of_validation(config, validation):
@@ -147,12 +149,20 @@ def open_data(config: TrainConfig, engine: Engine, folder: Path, *, index_folder
     return RunData(config=config, train=train, validation=validation, bad_files=bad_files)
 
 
+def split_files(config: TrainConfig, index: VideoIndex, settings: ClipSettings) -> tuple[ClipSet, ClipSet]:
+    """The files that train and those that validate, as far as they can give a clip of these settings."""
+    return split(
+        index,
+        settings,
+        train_split=config.train_split,
+        split_by=config.split_by,
+        bad_file_limit=config.bad_file_limit,
+    )
+
+
 def _open_index(config: TrainConfig, engine: Engine, folder: Path) -> VideoIndex:
     """The index of the run's videos, made by the main process in ``folder`` unless the source itself is one."""
-    source = config.data_source
-    assert source is not None, "config.rules refuses a run without data"
-    if config.use_sample_clips and (source / "annotations.json").is_file():
-        source = source / "annotations.json"
+    source = list_of_videos(config)
     if is_index(source):
         return open_index(source, config.data_root)
     output = folder / CACHED_INDEX
@@ -196,13 +206,34 @@ def lack_of_validation(config: TrainConfig, validation: ClipSet) -> str:
     return "add files, lower --train_split, or switch validation off with --validation_steps 0"
 
 
+def list_of_videos(config: TrainConfig) -> Place:
+    """What lists the run's videos: its ``data_source``, or the list that was written with the sample clips."""
+    source = config.data_source
+    assert source is not None, "config.rules refuses a run without data"
+    listed = source / "annotations.json"
+    return listed if config.use_sample_clips and listed.is_file() else source
+
+
+def lacks_sample_clips(config: TrainConfig) -> bool:
+    """Whether the run has to write the sample clips: ``data_root`` is absent or empty, or a start was stopped there."""
+    folder = config.data_root
+    if not config.use_sample_clips or not isinstance(folder, Path):
+        return False
+    return not folder.is_dir() or not any(folder.iterdir()) or (folder / SAMPLES_UNFINISHED).exists()
+
+
 def write_missing_sample_clips(config: TrainConfig) -> None:
     """Write the procedural clips to ``data_root``, hidden from git, unless that folder already holds something."""
     from tinyvae.data.sample_clips import write_sample_clips
 
     folder = config.data_root
     assert isinstance(folder, Path), "config.rules refuses use_sample_clips without a local data_root"
-    if not folder.is_dir() or not any(folder.iterdir()):
-        log.info("writing the sample clips to %s", folder)
-        write_sample_clips(folder)
+    if not lacks_sample_clips(config):
+        return
+    log.info("writing the sample clips to %s", folder)
+    with writing_to(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SAMPLES_UNFINISHED).touch()
         (folder / ".gitignore").write_text("*\n")
+        write_sample_clips(folder, overwrite=True)
+        (folder / SAMPLES_UNFINISHED).unlink(missing_ok=True)  # another start may write the same clips

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError, require_package
 from tinyvae.training.engine import Engine, StepResult, as_number
-from tinyvae.training.optim import OptimizerSet
+from tinyvae.training.optim import SET_BY_CONFIG, OptimizerSet
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -148,7 +148,8 @@ def read_environment(environment: Mapping[str, str], *, place: str = "the launch
         except ValidationError as wrong:
             for error in wrong.errors():
                 why = "it has no effect here; take it out" if error["type"] == "extra_forbidden" else error["msg"]
-                problems.append(f"{place}: {'.'.join(map(str, error['loc']))}: {why.removeprefix('Value error, ')}")
+                key = ".".join(map(str, error["loc"]))  # none where the JSON as a whole is wrong
+                problems.append(": ".join(filter(None, [place, key, why.removeprefix("Value error, ")])))
     if problems:
         raise UserError(f"{'; '.join(problems)}. See docs/engines.md#launch-files")
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -328,7 +329,7 @@ class DeepSpeedEngine(Engine):
                 parameter.ds_tensor.data.copy_(piece)  # type: ignore[attr-defined]
                 safe_set_local_fp32_param(parameter, piece)
 
-    def save_collective(self, folder: Path) -> None:
+    def save_collective(self) -> None:
         """Gather the optimizer's state, all processes together; `state_dict` then returns it on the main one."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -357,7 +358,7 @@ class DeepSpeedEngine(Engine):
 
         (saved,) = state["optimizers"]["optimizers"]
         (group,), (other,) = self._adamw.param_groups, saved["param_groups"]
-        group.update({key: value for key, value in other.items() if key not in ("params", "base_lr")})
+        group.update({key: value for key, value in other.items() if key not in ("params", *SET_BY_CONFIG)})
         if saved["state"]:
             # The optimizer makes its moments in a step; one of rate 0 with gradients of 0 changes no weight.
             rate, group["lr"] = group["lr"], 0.0

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -199,7 +198,7 @@ class Engine:
         if self._scaler.is_enabled() and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])
 
-    def save_collective(self, folder: Path) -> None:
+    def save_collective(self) -> None:
         """Collect what needs all processes at once: DeepSpeed's parts of the optimizer."""
 
     def close(self) -> None:

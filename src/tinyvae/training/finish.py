@@ -8,7 +8,6 @@ import shlex
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from importlib import resources
@@ -30,6 +29,7 @@ from tinyvae.evaluation.clip_sources import ClipSource, Middle
 from tinyvae.evaluation.compare import Comparison, compare_results
 from tinyvae.evaluation.evaluating import EvaluationSettings, evaluate_round_trip
 from tinyvae.evaluation.report import publish
+from tinyvae.evaluation.results import Result
 from tinyvae.evaluation.round_trip import TeacherRoundTrip, open_model
 from tinyvae.evaluation.teacher_figures import beside_teacher
 from tinyvae.files import why_not_written
@@ -38,7 +38,7 @@ from tinyvae.models.weights import save_model
 from tinyvae.terminal import count_of
 from tinyvae.training.checkpoint import WRITE_FAULTS, state_bytes
 from tinyvae.training.clips import RunData, loading_processes, validation_settings
-from tinyvae.training.optim import WeightAverage
+from tinyvae.training.optim import WeightAverage, averaged_weights
 from tinyvae.training.resume import Progress
 from tinyvae.training.validation import SHOWN_METRICS, Validator, score_in_words
 from tinyvae.training.validation_teacher import uncompiled
@@ -51,12 +51,12 @@ def write_final_model(
 ) -> None:
     """``final_model.safetensors``, ``final_model.pth`` (averaged weights if there are any) and ``model_card.md``."""
     try:
-        with nullcontext() if average is None else average.swapped_into(model):
+        with averaged_weights(model, average):
             for name in ("final_model.safetensors", "final_model.pth"):
                 save_model(model, folder / name, overwrite=True, training_step=progress.step)
         if config.save_model_card:
             card = model_card(config, folder, model, progress, command=command)
-            (folder / "model_card.md").write_text(card, encoding="utf-8")
+            (folder / "model_card.md").write_text(card, encoding="utf-8", errors="backslashreplace")
     except WRITE_FAULTS as fault:
         reason = why_not_written(fault, folder, needed_bytes=2 * state_bytes(config)[0])
         raise UserError(
@@ -99,35 +99,16 @@ def write_run_report(validator: Validator, data: RunData, *, command: str) -> No
     Clips that the validations have in memory are not read again. With a teacher the model stands beside it. If the
     report cannot be made, that is a warning.
     """
-    config, folder, teacher, device = validator.config, validator.folder, validator.teacher, validator.engine.device
+    config, folder, teacher = validator.config, validator.folder, validator.teacher
     started = time.perf_counter()
     if not len(data.validation):
         log.info("no report: the run has no validation files")
         return
-    clips = report_clips(config, data.validation, validator.known_clips)
     best = folder / "best_model" if (folder / "best_model").is_dir() else folder
-    n_frames, height, width = config.validation_size
-    settings = EvaluationSettings(
-        data=str(config.data_source),
-        max_frames=n_frames,
-        size=(height, width),
-        max_clips=len(clips),
-        middle=Middle(frame_step=config.min_frame_delta, scaled=config.random_resize),
-    )
     try:
-        models = [open_model(best, variant=config.variant, device=device, label=config.variant)]
-        with torch.no_grad(), uncompiled():
-            if teacher is not None:
-                models = beside_teacher(models, TeacherRoundTrip(teacher.open(), teacher.path))
-            results = [
-                evaluate_round_trip(
-                    model, clips, settings, devices=[device], lpips=validator.lpips, compared_with=models
-                )
-                for model in models
-            ]
-            result = results[0] if teacher is None else compare_results(results)
-            publish(result, models, folder, command=command, clips=clips)
+        result = _evaluate(best, validator, data, command=command)
     except Exception as fault:
+        n_frames, height, width = config.validation_size
         words = ["--data", str(config.data_source), "--frames", str(n_frames), "--size", f"{height}x{width}"]
         words += ["--teacher", teacher.path] if teacher is not None else []
         log.warning(
@@ -140,6 +121,31 @@ def write_run_report(validator: Validator, data: RunData, *, command: str) -> No
     for figures in result.figures if isinstance(result, Comparison) else ():
         log.info("%s", figures.sentence())
     log.info("report: %s; %.1f s", folder / "report.html", time.perf_counter() - started)
+
+
+def _evaluate(best: Path, validator: Validator, data: RunData, *, command: str) -> Result:
+    """Evaluate the model in ``best`` as the validations did, and write the report into the run's folder."""
+    config, teacher, device = validator.config, validator.teacher, validator.engine.device
+    n_frames, height, width = config.validation_size
+    clips = report_clips(config, data.validation, validator.known_clips)
+    settings = EvaluationSettings(
+        data=str(config.data_source),
+        max_frames=n_frames,
+        size=(height, width),
+        max_clips=len(clips),
+        middle=Middle(frame_step=config.min_frame_delta, scaled=config.random_resize),
+    )
+    models = [open_model(best, variant=config.variant, device=device, label=config.variant)]
+    with torch.no_grad(), uncompiled():
+        if teacher is not None:
+            models = beside_teacher(models, TeacherRoundTrip(teacher.open(), teacher.path))
+        results = [
+            evaluate_round_trip(model, clips, settings, devices=[device], lpips=validator.lpips, compared_with=models)
+            for model in models
+        ]
+        result = results[0] if teacher is None else compare_results(results)
+        publish(result, models, validator.folder, command=command, clips=clips)
+    return result
 
 
 def report_clips(config: TrainConfig, validation: ClipSet, known: Mapping[str, Tensor]) -> list[ClipSource]:

@@ -89,14 +89,12 @@ def out_of_memory_error(n_frames: int, height: int, width: int) -> UserError:
     )
 
 
-def check_skipped(skipped_in_a_row: int, *, limit: int, mixed_precision: str) -> None:
-    """End the run after too many skipped steps in a row, and say what to look at."""
-    if skipped_in_a_row < limit:
-        return
+def skipped_steps_error(skipped_in_a_row: int, *, mixed_precision: str) -> UserError:
+    """The error after too many skipped steps in a row, with what to look at; the caller has saved the run."""
     likely = "the learning rate is too high, or the weights it started from hold values that are not finite"
     if mixed_precision == "fp16":
         likely = "fp16 overflows easily: use bf16"
-    raise UserError(
+    return UserError(
         f"{skipped_in_a_row} steps in a row had a loss or gradient that is not finite, so the run stops: the weights "
         f"are those of the last good step. Likely: {likely}. The log names the clips of each skipped step. "
         "See docs/troubleshooting.md#steps-that-are-skipped"
@@ -104,7 +102,7 @@ def check_skipped(skipped_in_a_row: int, *, limit: int, mixed_precision: str) ->
 
 
 class StopRequested(Exception):  # noqa: N818 (a request, not an error)
-    """A signal asked the run to end; the emergency checkpoint is written."""
+    """A signal asked the run to end; the loop has tried to write an emergency checkpoint."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)

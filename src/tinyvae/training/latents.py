@@ -35,7 +35,7 @@ from tinyvae.files import lock_file, make_output_folder, writing_to
 from tinyvae.storage import Place, Url, use_file_cache, work_folder
 from tinyvae.teachers import Teacher, identify_teacher
 from tinyvae.terminal import bytes_in_words, count_of, progress_bar
-from tinyvae.training.build import build_teacher, clip_facts
+from tinyvae.training.build import build_teacher, clip_facts, settle_compilation
 from tinyvae.training.clips import RunData, loading_processes, open_data, training_settings
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import is_out_of_memory
@@ -79,7 +79,7 @@ def make_latents(loaded: LoadedConfig, job: LatentJob) -> int:
     if engine.world_size > 1:
         raise UserError("a launcher started several processes; start each by itself, with --shard 1/8, 2/8 and so on.")
     data = open_clips(config, engine, work_folder(job.folder))
-    teacher = build_teacher(config, engine.device)
+    teacher = build_teacher(settle_compilation(config, engine.device), engine.device)
     facts = facts_of(config, data.train, teacher, job)
     check_room(config, facts, job)
     with writing_to(work_folder(job.folder)):
@@ -246,7 +246,8 @@ def read_part(config: TrainConfig, clips: Clips, positions: range) -> ReadPart:
 def open_encoder(config: TrainConfig, store: LatentStore, device: str) -> Callable[..., list[ReadBatch]]:
     """Load the teacher of a store, in an actor: what it gives encodes and writes a shard."""
     assert config.teacher_path is not None
-    teacher = build_teacher(config, torch.device(device))
+    place = torch.device(device)
+    teacher = build_teacher(settle_compilation(config, place), place)
     known = identify_teacher(config.teacher_path) or {}
     if known.items() - store.facts.teacher.items():
         raise UserError(

@@ -27,20 +27,27 @@ def run_launcher(command: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         note = Path(folder) / "exit_note"  # a rank that ends early writes its exit code and the reason there
         watch = SignalWatch(pass_on=lambda number: launcher.send_signal(number))
-        launcher = subprocess.Popen(
-            command,
-            env={**os.environ, "TINYVAE_EXIT_NOTE": str(note)},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a signal from the keyboard must not arrive twice
-        )
+        try:
+            launcher = subprocess.Popen(
+                command,
+                env={**os.environ, "TINYVAE_EXIT_NOTE": str(note)},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a signal from the keyboard must not arrive twice
+            )
+        except OSError as fault:
+            watch.close()
+            advice = "install it, or activate the environment that has it"
+            print(f"tinyvae: error: {command[0]} cannot be started ({fault.strerror}); {advice}.", file=sys.stderr)
+            return 2
         watch.hold()
         code = launcher.wait()
         watch.close()
-        noted, _, reason = note.read_text().partition("\n") if note.is_file() else ("0", "", "")
-    if int(noted) == 2:
+        said, _, reason = note.read_text().partition("\n") if note.is_file() else ("", "", "")
+        noted = int(said or 0)  # nothing, also where a rank was killed just before it wrote
+    if noted == 2:
         print(f"tinyvae: error: {reason.strip()}", file=sys.stderr)  # again: torchrun's own words hide the first time
         return 2
-    stopped_by = watch.received or max(0, int(noted) - 128)
+    stopped_by = watch.received or max(0, noted - 128)
     if stopped_by and code != 0:
         print(f"stopped by {signal.Signals(stopped_by).name}; go on with --resume latest", file=sys.stderr)
         return 128 + stopped_by

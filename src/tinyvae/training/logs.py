@@ -30,7 +30,7 @@ from tinyvae.files import atomic_write, why_not_written
 from tinyvae.training.engine import Engine, StepResult
 from tinyvae.training.optim import learning_rates
 from tinyvae.training.pictures import DrawingError, draw_pictures
-from tinyvae.training.trackers import TITLES, Tracker, open_tracker, tracker_failures
+from tinyvae.training.trackers import TITLES, Tracker, first_line, in_utf8, open_tracker, tracker_failures
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class RunLog:
         if not self._is_main:
             return
         self._drop_lines_after(from_step, with_validation)
-        file = _LogFile(self._folder / "train.log")
+        file = _LogFile(self._folder / "train.log", encoding="utf-8", errors="backslashreplace")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._add(file)
         self._waiting.setTarget(file)
@@ -120,7 +120,6 @@ class RunLog:
                 os.truncate(self._metrics_file, size)  # half a line would spoil the one after it
             told = why_not_written(fault, self._folder)
             log.error("could not log step %d (%s); its line is written with the next one", step, told)
-
         self._show(step, lambda tracker: tracker.scalars(step, values))
 
     def videos(self, step: int, shown: list[tuple[str, Tensor, Tensor]]) -> None:
@@ -130,13 +129,13 @@ class RunLog:
         """
         self._wait_for_pictures()
         if shown and self._shows:
-            strips = [(name, side_by_side(frames, decoded)) for name, frames, decoded in shown]
+            strips = [(in_utf8(name), side_by_side(frames, decoded)) for name, frames, decoded in shown]
             self._painted = self._painter.submit(self._paint, step, strips)
 
     def _paint(self, step: int, strips: list[tuple[str, npt.NDArray[np.uint8]]]) -> None:
         try:
             drawn = draw_pictures(strips)
-        except DrawingError as fault:
+        except (DrawingError, OSError) as fault:  # OSError: the system starts no more processes
             log.error("the pictures of step %d could not be drawn: %s", step, fault)
             return
         for pictures in drawn:
@@ -182,7 +181,7 @@ class RunLog:
                 add(self._tracker)
             except failures as fault:
                 self._tracker = None  # TensorBoard's thread has ended and takes nothing more
-                why = why_not_written(fault, self._folder) if isinstance(fault, OSError) else str(fault).splitlines()[0]
+                why = why_not_written(fault, self._folder) if isinstance(fault, OSError) else first_line(fault)
                 log.error("could not write to %s at step %d: %s", TITLES[self._config.report_to], step, why)
 
     def _drop_lines_after(self, step: int, with_validation: bool) -> None:
@@ -313,7 +312,7 @@ def system_stats(device: torch.device) -> dict[str, float]:
         try:
             stats["system/gpu_percent"] = float(torch.cuda.utilization(device))
             stats["system/gpu_celsius"] = float(torch.cuda.temperature(device))
-        except (ModuleNotFoundError, RuntimeError):  # without pynvml there is only the memory
+        except Exception:  # noqa: BLE001 (there is no pynvml, or it has an error of its own: a slice of a GPU has no load)
             total = torch.cuda.get_device_properties(device).total_memory
             stats["system/gpu_memory_percent"] = 100 * torch.cuda.memory_reserved(device) / total
     return stats

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 
 import psutil
@@ -28,9 +27,9 @@ from tinyvae.training.guards import (
     SignalWatch,
     Status,
     StopRequested,
-    check_skipped,
     is_out_of_memory,
     out_of_memory_error,
+    skipped_steps_error,
 )
 from tinyvae.training.logs import RunLog, StepLog
 from tinyvae.training.notify import Notifier
@@ -187,23 +186,23 @@ class Trainer:
         use_seraena = self.seraena_start is not None and self.seraena_start.has_started
         frames = batch.model_input(engine.device)
         latents = None if batch.latents is None else batch.latents.to(engine.device)
-        parts = frames.chunk(self.slices[frames.shape[1:]] or 1)
-        ends = list(accumulate(map(len, parts)))
-        rows = [slice(end - len(part), end) for part, end in zip(parts, ends, strict=True)]
+        length = math.ceil(len(frames) / (self.slices[frames.shape[1:]] or 1))
+        rows = [slice(first, first + length) for first in range(0, len(frames), length)]
+        parts = [frames[of_part] for of_part in rows]
         stored = [None if latents is None else latents[of_part] for of_part in rows]
         positions = [batch.positions[of_part] for of_part in rows]
         corrections: list[SeraenaResult | None] = [None] * len(parts)
         if use_seraena and len(parts) > 1:
             with engine.autocast():
                 corrections = list(task.correct_in_parts(parts, stored=stored, positions=positions))
-        for part, corrected, latents, places in zip(parts, corrections, stored, positions, strict=True):
+        for part, corrected, of_teacher, places in zip(parts, corrections, stored, positions, strict=True):
             with engine.autocast():
                 losses = task.losses(
                     part,
                     use_seraena=use_seraena,
                     step=self.progress.step,
                     corrected=corrected,
-                    stored=latents,
+                    stored=of_teacher,
                     positions=places,
                 )
             weight = share * len(part) / len(frames)
@@ -258,7 +257,7 @@ class Trainer:
             self._report_skipped(clips)
             if skipped_in_a_row >= config.max_skipped_steps:
                 self._save(emergency=True)
-            check_skipped(skipped_in_a_row, limit=config.max_skipped_steps, mixed_precision=config.mixed_precision)
+                raise skipped_steps_error(skipped_in_a_row, mixed_precision=config.mixed_precision)
 
     def _report_skipped(self, clips: list[ClipBatch]) -> None:
         """Name the clips of the ranks whose own loss was not finite (of all ranks where only the gradient was not)."""
@@ -307,7 +306,7 @@ class Trainer:
 
     def _save(self, *, emergency: bool) -> None:
         state = LoopState(progress=self.progress, seraena_start=self.seraena_start, step_log=self.step_log.state_dict())
-        self.is_saved = self.parts.save(state, emergency)
+        self.is_saved = self.parts.notifier.is_saved = self.parts.save(state, emergency)
         self.parts.notifier.is_at(self.progress)
 
 

@@ -35,6 +35,7 @@ class Notifier:
         self._command = config.notify_command if is_main else None
         self._folder = folder
         self._progress = Progress()
+        self.is_saved = True  # whether the newest save that was tried is on disk
         self._alive_at: float | None = None  # None: before the loop, or after this stall was told
         self._ended = threading.Event()
         self._one_at_a_time = threading.Lock()
@@ -55,7 +56,8 @@ class Notifier:
     def _end(self, fault: BaseException | None) -> tuple[str, str]:
         config, progress = self._config, self._progress
         if isinstance(fault, StopRequested):
-            return "stopped", f"stopped by {fault} at step {progress.step}; the run is saved"
+            saved = "the run is saved" if self.is_saved else "its state could not be saved, see train.log"
+            return "stopped", f"stopped by {fault} at step {progress.step}; {saved}"
         if fault is not None:
             return "failed", str(fault) if isinstance(fault, UserError) else f"{type(fault).__name__}: {fault}"
         if progress.step < config.max_train_steps:
@@ -85,26 +87,34 @@ class Notifier:
             "TINYVAE_BEST": "" if progress.best_score is None else f"{progress.best_score:.6g}",
             "TINYVAE_BEST_STEP": "" if progress.best_step is None else str(progress.best_step),
         }
-        with self._one_at_a_time, tempfile.TemporaryFile() as said:
-            process = subprocess.Popen(
-                self._command,
-                shell=True,
-                env={**os.environ, **facts},
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,  # a signal to the job does not end it
-            )
+        with self._one_at_a_time:
             try:
-                code = process.wait(COMMAND_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                kill_children(process.pid)
-                process.kill()
-                process.wait()
-                log.warning("notify_command (%s) was ended: it took longer than %g s", event, COMMAND_LIMIT_S)
-                return
-            if code:
-                said.seek(0)
-                lines = said.read().decode(errors="replace").split("\n")
-                last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-                log.warning("notify_command (%s) failed with exit code %d: %s", event, code, last)
+                failure = _run_command(self._command, {**os.environ, **facts})
+            except OSError as fault:  # such as a full disk where temporary files are
+                failure = f"could not be run: {fault}"
+        if failure:
+            log.warning("notify_command (%s) %s", event, failure)
+
+
+def _run_command(command: str, environment: dict[str, str]) -> str:
+    """Run a shell command, for a limited time; return what went wrong, empty where nothing did."""
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            command,
+            shell=True,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,  # a signal to the job does not end it
+        )
+        try:
+            code = process.wait(COMMAND_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            kill_children(process.pid)
+            process.kill()
+            process.wait()
+            return f"was ended: it took longer than {COMMAND_LIMIT_S:g} s"
+        said.seek(0)
+        lines = [line.strip() for line in said.read().decode(errors="replace").split("\n") if line.strip()]
+        return f"failed with exit code {code}: {lines[-1] if lines else 'it said nothing'}" if code else ""

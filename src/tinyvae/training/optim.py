@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
+
+SET_BY_CONFIG = ("base_lr", "betas", "eps", "weight_decay", "momentum")
+"""Options of a group of weights that a checkpoint does not change: this run's configuration decides them."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -127,7 +130,7 @@ class OptimizerSet:
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over moments and step counts; the peak rates stay those of this run's configuration."""
+        """Take over moments and step counts; the options in `SET_BY_CONFIG` stay those of this run."""
         saved = state["optimizers"]
         sizes = [[len(group["params"]) for group in one["param_groups"]] for one in saved]
         own = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
@@ -136,11 +139,11 @@ class OptimizerSet:
                 f"the checkpoint's optimizer state holds groups of {sizes} weights, this run's {own}: it was made by "
                 "another version or with another optimizer setting; use it as --pretrained_model_path instead."
             )
-        peaks = [group["base_lr"] for group in self.groups()]
+        options = [{key: group[key] for key in SET_BY_CONFIG if key in group} for group in self.groups()]
         for optimizer, one in zip(self.optimizers, saved, strict=True):
             optimizer.load_state_dict(one)
-        for group, peak in zip(self.groups(), peaks, strict=True):
-            group["base_lr"] = peak
+        for group, kept in zip(self.groups(), options, strict=True):
+            group.update(kept)
 
 
 def make_optimizers(model: TAEHV, config: TrainConfig) -> OptimizerSet:
@@ -233,3 +236,8 @@ class WeightAverage:
         self.updates = state["updates"]
         for name, value in state["values"].items():
             self.values[name].copy_(value)
+
+
+def averaged_weights(model: nn.Module, average: WeightAverage | None) -> AbstractContextManager[None]:
+    """Inside it the model has the averaged weights, if there are any."""
+    return nullcontext() if average is None else average.swapped_into(model)

@@ -36,14 +36,23 @@ from tinyvae.data.index import VideoIndex, hash_of_path, is_index, open_index
 from tinyvae.data.index_build import build_index, usable_cores
 from tinyvae.data.latent_store import DTYPES, LatentStore, StoredLatents
 from tinyvae.data.sizes import ClipSize
-from tinyvae.data.splits import ClipSet, split
+from tinyvae.data.splits import ClipSet
 from tinyvae.errors import UserError
 from tinyvae.files import existing_folder
 from tinyvae.storage import Place, Url, file_cache, use_file_cache
+from tinyvae.teachers.network import is_network
 from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
 from tinyvae.training.build import build_model, build_task, open_latents
 from tinyvae.training.checkpoint import checkpoint_bytes, state_bytes
-from tinyvae.training.clips import lack_of_files, lack_of_validation, loading_processes, training_settings
+from tinyvae.training.clips import (
+    lack_of_files,
+    lack_of_validation,
+    lacks_sample_clips,
+    list_of_videos,
+    loading_processes,
+    split_files,
+    training_settings,
+)
 from tinyvae.training.deepspeed import LaunchConfig
 from tinyvae.training.guards import is_out_of_memory
 
@@ -210,7 +219,7 @@ def parse_driver_version(text: str) -> tuple[int, ...]:
 def _packages(config: TrainConfig, launch: LaunchConfig | None) -> Check:
     """Whether the installed packages are those that tinyvae asks for, with the extras that this run needs."""
     extras = ["deepspeed"] if launch is not None and launch.deepspeed is not None else []
-    extras += ["teachers"] if config.teacher_path is not None else []
+    extras += ["teachers"] if config.teacher_path is not None and not is_network(config.teacher_path) else []
     versions = {canonicalize_name(package.name): package.version for package in distributions()}
     if "tinyvae" not in versions:
         found = "tinyvae is not installed, only on the path"
@@ -269,13 +278,12 @@ def _weights(config: TrainConfig) -> Iterator[Check]:
 
 def _data(config: TrainConfig) -> Iterator[Check]:
     """The index if there is one, else a sample of the files, split as the run would split them."""
-    source = config.data_source
-    assert source is not None, "path_complaints refuses a run without data"
-    if config.use_sample_clips and isinstance(source, Path) and (not source.is_dir() or not any(source.iterdir())):
-        yield Check(name="data", found=f"the sample clips will be written to {source}")
+    if lacks_sample_clips(config):
+        yield Check(name="data", found=f"the sample clips will be written to {config.data_root}")
         return
+    source = list_of_videos(config)
     try:
-        if source.is_file() and is_index(source):
+        if is_index(source):
             yield _split(config, open_index(source, config.data_root), f"index of {source}", whole=True)
         else:
             yield _sampled_data(config, source)
@@ -290,7 +298,10 @@ def _file_cache(config: TrainConfig) -> Iterator[Check]:
     cache = file_cache()
     free = shutil.disk_usage(existing_folder(cache.folder)).free
     found = f"{cache.folder} for files of URLs, at most {cache.max_gb:g} GiB; {bytes_in_words(free)} free"
-    kept = sum(file.stat().st_size for file in cache.folder.iterdir()) if cache.folder.is_dir() else 0
+    kept = 0
+    for file in cache.folder.iterdir() if cache.folder.is_dir() else ():
+        with suppress(FileNotFoundError):  # another run has just deleted it
+            kept += file.stat().st_size
     too_small = kept + free < cache.max_gb * GIB
     fix = "lower --file_cache_gb, or name a --file_cache_dir on a larger disk" if too_small else ""
     yield Check(name="file cache", found=found, fix=fix, only_warns=True)
@@ -316,13 +327,9 @@ def _latents(config: TrainConfig) -> Check | None:
 
 def _sides(config: TrainConfig, index: VideoIndex, *, whole: bool = True) -> tuple[ClipSet, ClipSet]:
     """Training and validation files. Of a sample (not ``whole``) all train: the hash may put it all on one side."""
-    return split(
-        index,
-        training_settings(config),
-        train_split=config.train_split if whole else 1.0,
-        split_by=config.split_by if whole else "hash",
-        bad_file_limit=config.bad_file_limit,
-    )
+    if not whole:
+        config = replace(config, train_split=1.0, split_by="hash")
+    return split_files(config, index, training_settings(config))
 
 
 def _sampled_data(config: TrainConfig, source: Place) -> Check:
@@ -336,9 +343,14 @@ def _sampled_data(config: TrainConfig, source: Place) -> Check:
     with tempfile.TemporaryDirectory() as folder:
         listing, output = Path(folder, "sample.jsonl"), Path(folder, "sample.tvi")
         listing.write_text("".join(json.dumps({"path": e.path, "split": e.split}) + "\n" for e in chosen))
-        workers, timeout_s = max(1, loading_processes(config)), config.decode_timeout_s
-        options: dict[str, Any] = {"num_workers": workers, "timeout_s": timeout_s, "show_progress_bar": False}
-        index = build_index(listing, output, data_root=root, **options).index
+        index = build_index(
+            listing,
+            output,
+            data_root=root,
+            num_workers=max(1, loading_processes(config)),
+            timeout_s=config.decode_timeout_s,
+            show_progress_bar=False,
+        ).index
         index.source = str(source)  # messages name the source, not our list
         return _split(config, index, note, whole=whole)
 
@@ -364,17 +376,19 @@ class TrialStep(NamedTuple):
 
 def _without(config: TrainConfig, missing_keys: set[str]) -> TrainConfig:
     """The same run without what is missing, so that a step can be tried before everything is there."""
-    changes: dict[str, Any] = {"pretrained_model_path": None} if "pretrained_model_path" in missing_keys else {}
-    if missing_keys & {"ref_vae_path", "cogvideox_model_path", "latent_store"}:
-        changes |= _no_teacher(config)
+    if "pretrained_model_path" in missing_keys:
+        config = replace(config, pretrained_model_path=None)
+    if missing_keys & {"ref_vae_path", "latent_store"}:
+        config = _with_round_trip(config, **NO_TEACHER)
     if "lpips_weights" in missing_keys:
-        changes |= {"perceptual_loss_weight": 0.0, "lpips_weights": None, "metric_for_best_model": "psnr"}
-    return replace(config, **changes)
+        no_lpips = {"perceptual_loss_weight": 0.0, "lpips_weights": None, "metric_for_best_model": "psnr"}
+        config = _with_round_trip(config, **no_lpips)
+    return config
 
 
-def _no_teacher(config: TrainConfig) -> dict[str, Any]:
-    """What to change for a step without the teacher; a run that has nothing but its losses tries a round trip."""
-    return {**NO_TEACHER, "reconstruction_loss_weight": config.reconstruction_loss_weight or 1.0}
+def _with_round_trip(config: TrainConfig, **changes: Any) -> TrainConfig:
+    """The run without some of its losses. It trains its own round trip, because no other loss may be left."""
+    return replace(config, **changes, reconstruction_loss_weight=config.reconstruction_loss_weight or 1.0)
 
 
 def _trial_step(config: TrainConfig) -> Iterator[Check]:
@@ -425,14 +439,14 @@ def try_step(config: TrainConfig) -> TrialStep:
 def _small(config: TrainConfig) -> TrainConfig:
     """The same run with small clips and no teacher, whose pass on a CPU would take minutes."""
     side = max(SMALL_SIDE // config.spec.space_factor, 2) * config.spec.space_factor
-    return replace(
+    return _with_round_trip(
         config,
         resolutions=(),
         height=min(config.height, side),
         width=min(config.width, side),
         train_batch_size=min(config.train_batch_size, SMALL_BATCH),
         compile_model=False,
-        **_no_teacher(config),
+        **NO_TEACHER,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from tinyvae.training.checkpoint import (
 )
 from tinyvae.training.clips import RunData
 from tinyvae.training.engine import Engine
-from tinyvae.training.optim import WeightAverage
+from tinyvae.training.optim import WeightAverage, averaged_weights
 from tinyvae.training.run_folder import earlier_run_folders
 from tinyvae.training.validation import write_best_model, write_json
 
@@ -46,9 +45,10 @@ VALIDATION_SIZE = ("validation_n_frames", "validation_height", "validation_width
 SHOWN_NAMES = 3
 
 FIXED_SETTINGS = {
-    "variant", "model_width", "n_frames", "height", "width", "resolutions", "train_split", "split_by", "seed",
-    "optimizer", "min_frame_delta", "max_frame_delta", "random_crop", "random_resize", "random_flip", "color_jitter",
-    "color_jitter_params", "gaussian_blur", "gaussian_blur_sigma", "gaussian_blur_probability",
+    "variant", "model_width", "latent_space", "activation", "n_frames", "height", "width", "resolutions",
+    "train_split", "split_by", "seed", "optimizer", "min_frame_delta", "max_frame_delta",
+    "random_crop", "random_resize", "random_flip", "color_jitter", "color_jitter_params",
+    "gaussian_blur", "gaussian_blur_sigma", "gaussian_blur_probability",
     "use_seraena", "n_seraena_frames", "use_ref_vae",
 }  # fmt: skip
 """A resumed run must have the same. Whether its videos are the same, their fingerprint tells, not their place."""
@@ -125,8 +125,10 @@ def asked_checkpoint(asked: str, config: TrainConfig) -> tuple[Path, list[str]]:
 
 
 def _manifest_of(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint that the main process has found intact."""
     manifest = read_manifest(folder)
-    assert manifest is not None, "an intact checkpoint has a manifest"
+    if manifest is None:
+        raise UserError(f"{folder} is not visible here; all machines must share the storage of the run.")
     return manifest
 
 
@@ -257,7 +259,7 @@ class RunState:
         }
 
     def _write_model(self, target: Path, step: int) -> None:
-        with nullcontext() if self.average is None else self.average.swapped_into(self.model):
+        with averaged_weights(self.model, self.average):
             save_model(self.model, target, overwrite=True, training_step=step, formats=(".safetensors",))
 
     def _best_model(self, progress: Progress) -> dict[str, Any] | None:

@@ -141,19 +141,21 @@ class RunClaim:
                     os.utime(self._marker)
 
     def _is_ours(self) -> bool:
-        with suppress(FileNotFoundError):
+        """Whether the marker is there, can be read, and is this process's."""
+        try:
             return _read(self._marker).token == self._holder.token
-        return False
+        except (OSError, UserError):
+            return False
 
     def release(self) -> None:
         """Remove the marker. An unused folder gets its old time back."""
         self._ends.set()
         self._beat.join()
         if not self._is_ours():
-            return  # somebody removed the marker by hand, and another run has the folder now
-        self._marker.unlink(missing_ok=True)
-        if not self.is_used:
-            with suppress(OSError):  # the folder is another user's: its time stays that of now
+            return  # somebody removed the marker by hand, and another run has the folder now; or the storage is gone
+        with suppress(OSError):  # an error here would hide why the run ends
+            self._marker.unlink(missing_ok=True)
+            if not self.is_used:
                 os.utime(self.folder, ns=(self._before.st_atime_ns, self._before.st_mtime_ns))
 
 
@@ -314,7 +316,8 @@ def copy_past(old_run: Path, folder: Path) -> None:
 def point_latest_at(folder: Path) -> None:
     """Make the link ``latest`` beside the run folder lead to it. There is always an old link or a new one."""
     link = folder.parent / LATEST
-    if folder.parent in (Path(folder.anchor), Path.home()) or (link.exists() and not link.is_symlink()):
+    home = Path(os.path.expanduser("~"))  # Path.home() fails for a user without one, as in some containers
+    if folder.parent in (Path(folder.anchor), home) or (link.exists() and not link.is_symlink()):
         return  # a folder of this name is the user's own; and nobody looks for runs there
     fresh = link.with_name(f".{LATEST}-{os.getpid()}")
     try:

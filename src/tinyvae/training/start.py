@@ -250,8 +250,6 @@ class _Run:
 
 
 def _log_size(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) -> None:
-    if not engine.is_main:
-        return
     if (workers := loading_processes(config)) < config.dataloader_num_workers:
         log.info("clips are loaded by %d processes, not %d: as many as cores", workers, config.dataloader_num_workers)
     parameters = sum(p.numel() for p in model.parameters()) / 1e6

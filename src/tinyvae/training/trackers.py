@@ -116,9 +116,8 @@ class Wandb(Tracker):
                 settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.Error as failure:
-            why = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
             advice = "log in with `wandb login`, set WANDB_MODE=offline, or set report_to to tensorboard"
-            raise UserError(f"wandb cannot begin a run ({why}); {advice}.") from None
+            raise UserError(f"wandb cannot begin a run ({first_line(failure)}); {advice}.") from None
         # Our own steps are the axis: wandb's would refuse those that a resumed run takes again.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -146,16 +145,16 @@ class MLflow(Tracker):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         place = (folder / config.logging_dir).absolute()
         place.mkdir(parents=True, exist_ok=True)
-        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{place / 'mlflow.db'}"
-        self._artifacts = None if "MLFLOW_TRACKING_URI" in os.environ else (place / "mlflow").as_uri()
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        address = server or f"sqlite:///{place / 'mlflow.db'}"
+        self._artifacts = None if server else (place / "mlflow").as_uri()
         try:
             self._client = mlflow.MlflowClient(tracking_uri=address)
             self._run_id = read_record(folder, "mlflow") or self._begin_record(folder, config)
             self._client.update_run(self._run_id, status="RUNNING")
         except tracker_failures("mlflow") as failure:
-            why = str(failure).splitlines()[0]
             advice = "check MLFLOW_TRACKING_URI, or set report_to to tensorboard"
-            raise UserError(f"MLflow at {address} cannot begin a run ({why}); {advice}.") from None
+            raise UserError(f"MLflow at {address} cannot begin a run ({first_line(failure)}); {advice}.") from None
 
     def _begin_record(self, folder: Path, config: TrainConfig) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
@@ -190,8 +189,18 @@ class MLflow(Tracker):
 # what trackers share
 
 
+def first_line(failure: Exception) -> str:
+    """What a tracker's error says first; its class where it says nothing."""
+    return next(iter(str(failure).splitlines()), type(failure).__name__)
+
+
+def in_utf8(text: str) -> str:
+    """A text with the name of a file: where its bytes are no UTF-8, which trackers need, it has escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def settings_of(config: TrainConfig) -> dict[str, str]:
-    return {key: shown_value(getattr(config, key)) for key in FIELDS}
+    return {key: in_utf8(shown_value(getattr(config, key))) for key in FIELDS}
 
 
 def read_record(folder: Path, tracker: str) -> str | None:

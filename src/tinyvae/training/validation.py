@@ -8,7 +8,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -26,14 +26,13 @@ from tinyvae.evaluation.metrics import ClipMetrics, clip_metrics
 from tinyvae.evaluation.statistics import summarize
 from tinyvae.files import atomic_write, why_not_written
 from tinyvae.losses.perceptual import LPIPS
-from tinyvae.models.codec import VideoCodec
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import save_model
 from tinyvae.training.checkpoint import WRITE_FAULTS
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import Status, StopRequested, is_out_of_memory
 from tinyvae.training.logs import RunLog
-from tinyvae.training.optim import WeightAverage
+from tinyvae.training.optim import WeightAverage, averaged_weights
 from tinyvae.training.validation_teacher import DECODER, LATENT_SNR, ValidationTeacher, deciding_score, latent_snr
 
 if TYPE_CHECKING:
@@ -43,7 +42,8 @@ log = logging.getLogger(__name__)
 
 HISTORY = "validation_history.json"
 SHOWN_CLIPS = 4
-SHOWN_METRICS = ("psnr", "ssim", "lpips", "decoder_psnr", LATENT_SNR)
+ROUND_TRIP_METRICS = ("psnr", "ssim", "lpips")
+SHOWN_METRICS = (*ROUND_TRIP_METRICS, "decoder_psnr", LATENT_SNR)
 RECORDED_METRICS = ("psnr", "ssim", "lpips", "mse", "mae", "flicker_error", "flicker_energy")
 DECODER_METRICS = ("psnr", "ssim", "lpips", "mse")  # of the decoder alone: those that can decide
 
@@ -150,26 +150,25 @@ class Validator:
     def _score(self) -> ValidationResult:
         assert self.loader is not None, "validation without a loader"
         shows = self.engine.is_main and self.config.save_validation_videos
+        scorer = Scorer(
+            model=self.model,
+            device=self.engine.device,
+            lpips=self.lpips,
+            average=self.average,
+            teacher=self.teacher,
+            shows_decoder=self.decided_by.startswith(DECODER),
+            num_shown=SHOWN_CLIPS if shows else 0,
+        )
         self.model.eval()
         try:
-            return validate(
-                self.model,
-                self.loader,
-                self.engine,
-                lpips=self.lpips,
-                average=self.average,
-                teacher=self.teacher,
-                shows_decoder=self.decided_by.startswith(DECODER),
-                num_shown=SHOWN_CLIPS if shows else 0,
-                stop_signal=self.stop_signal,
-            )
+            return validate(scorer, self.loader, self.engine, stop_signal=self.stop_signal)
         finally:
             self.model.train()
 
     def _keep_best(self, step: int, result: ValidationResult, train_loss: float | None) -> None:
         """Write ``best_model/``. A full disk does not end the run here: three failed checkpoints do that."""
-        metrics = {name: result.metrics.get(name) for name in SHOWN_METRICS[:3]}
-        metrics |= {name: result.metrics[name] for name in SHOWN_METRICS[3:] if name in result.metrics}
+        metrics: dict[str, float | None] = dict.fromkeys(ROUND_TRIP_METRICS)
+        metrics |= {name: result.metrics[name] for name in SHOWN_METRICS if name in result.metrics}
         try:
             with averaged_weights(self.model, self.average):
                 write_best_model(self.folder, self.model, {"step": step, **metrics, "train_loss": train_loss})
@@ -243,46 +242,16 @@ def score_in_words(name: str, score: float | None) -> str:
     return f"{score:.2f} dB" if name.endswith(("psnr", "snr")) else f"{score:.4f}"
 
 
-def averaged_weights(model: VideoCodec, average: WeightAverage | None) -> AbstractContextManager[None]:
-    """Inside it the model has the averaged weights, if there are any."""
-    if average is None:
-        return nullcontext()
-    assert isinstance(model, TAEHV), "only networks have averaged weights"
-    return average.swapped_into(model)
-
-
 def validate(
-    model: VideoCodec,
-    loader: ValidationLoader,
-    engine: Engine,
-    *,
-    lpips: LPIPS | None,
-    average: WeightAverage | None = None,
-    teacher: ValidationTeacher | None = None,
-    shows_decoder: bool = False,
-    num_shown: int = 0,
-    stop_signal: Callable[[], int] = lambda: 0,
+    scorer: Scorer, loader: ValidationLoader, engine: Engine, *, stop_signal: Callable[[], int] = lambda: 0
 ) -> ValidationResult:
-    """Score a codec on the validation clips, with its averaged weights too if there are any.
-
-    With a ``teacher``: also its decoder on teacher latents (``decoder_psnr`` and the like), and its latents against the
-    teacher's (``latent_snr``).
+    """Score a model on the validation clips.
 
     Each rank measures its own clips; then all ranks hold all results. Before each batch the ranks ask each other
     whether to go on. Whatever stops one of them raises `ValidationCut` on all; what is wrong with the clips of all
-    ranks together raises the same ``UserError`` on all. ``num_shown``: clips of this rank to keep for pictures;
-    ``shows_decoder``: of the decoder on teacher latents.
+    ranks together raises the same ``UserError`` on all.
     """
     own: dict[str, Scores] = {}
-    scorer = _Scorer(
-        model=model,
-        device=engine.device,
-        lpips=lpips,
-        average=average,
-        teacher=teacher,
-        shows_decoder=shows_decoder,
-        num_shown=num_shown,
-    )
     batches, batch = iter(loader), None
     status, trouble = Status.WELL, None
     anybody_has_more = 1
@@ -308,8 +277,8 @@ def validate(
             raise ValidationCut(trouble) from trouble
     everybody = engine.gather((own, loader.reads))
     loader.check([reads for _, reads in everybody])
-    if teacher is not None:
-        teacher.forget()
+    if scorer.teacher is not None:
+        scorer.teacher.forget()
     return _result([scores for scores, _ in everybody], scorer.shown)
 
 
@@ -342,24 +311,22 @@ class Scores(NamedTuple):
     raw: ClipScores | None
 
 
-class _Output(NamedTuple):
-    """Input and output NTCHW of a batch, in [0, 1]."""
-
-    target: Tensor
-    decoded: Tensor
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Scorer:
-    """Measures batches, and keeps up to ``num_shown`` clips for pictures."""
+class Scorer:
+    """Measures batches: a model with its own weights, and with the averaged ones if there are any.
 
-    model: VideoCodec
+    With a ``teacher``: also the model's decoder on teacher latents (``decoder_psnr`` and the like), and its latents
+    against the teacher's (``latent_snr``). ``shown`` gets up to ``num_shown`` clips of this rank for pictures;
+    ``shows_decoder``: of the decoder on teacher latents.
+    """
+
+    model: TAEHV
     device: torch.device
     lpips: LPIPS | None
-    average: WeightAverage | None
-    teacher: ValidationTeacher | None
-    shows_decoder: bool
-    num_shown: int
+    average: WeightAverage | None = None
+    teacher: ValidationTeacher | None = None
+    shows_decoder: bool = False
+    num_shown: int = 0
     shown: Shown = field(default_factory=list)
 
     @torch.no_grad()
@@ -370,24 +337,25 @@ class _Scorer:
         if self.average is not None:
             raw, _ = self._score(batch.names, frames)
         with averaged_weights(self.model, self.average):
-            averaged, output = self._score(batch.names, frames)
+            averaged, (target, decoded) = self._score(batch.names, frames)
         for i in range(min(len(batch), self.num_shown - len(self.shown))):
-            self.shown.append((batch.names[i], output.target[i].cpu(), output.decoded[i].cpu()))
+            self.shown.append((batch.names[i], target[i].cpu(), decoded[i].cpu()))
         return dict(zip(batch.names, map(Scores, averaged, raw), strict=True))
 
-    def _score(self, names: Sequence[str], frames: Tensor) -> tuple[list[ClipScores], _Output]:
-        """Scores of clips with the weights that the model has now, and the output that can be shown."""
+    def _score(self, names: Sequence[str], frames: Tensor) -> tuple[list[ClipScores], tuple[Tensor, Tensor]]:
+        """Scores of clips with the weights that the model has now, and what can be shown: input and output NTCHW."""
         model = self.model
-        output = _Output(model.target(frames), model.reconstruct(frames).float())
-        own = clip_metrics(output.decoded, output.target, lpips=self.lpips)
+        target, decoded = model.target(frames), model.reconstruct(frames).float()
+        own = clip_metrics(decoded, target, lpips=self.lpips)
         if self.teacher is None:
-            return [ClipScores(metrics) for metrics in own], output
+            return [ClipScores(metrics) for metrics in own], (target, decoded)
         frames = self.teacher.frames(frames)
-        latents, target = self.teacher.latents(names, frames), model.target(frames)
-        taught = _Output(target, model.decode_video(latents)[:, : target.shape[1]].float())
-        decoder = clip_metrics(taught.decoded, taught.target, lpips=self.lpips)
+        latents, of_teacher = self.teacher.latents(names, frames), model.target(frames)
+        taught = model.decode_video(latents)[:, : of_teacher.shape[1]].float()
+        decoder = clip_metrics(taught, of_teacher, lpips=self.lpips)
         near = latent_snr(model.encode_video(frames), latents)
-        return list(map(ClipScores, own, decoder, near)), taught if self.shows_decoder else output
+        shown = (of_teacher, taught) if self.shows_decoder else (target, decoded)
+        return list(map(ClipScores, own, decoder, near)), shown
 
 
 def _means(clips: list[ClipScores]) -> dict[str, float]:

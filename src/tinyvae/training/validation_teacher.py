@@ -17,6 +17,7 @@ from torch import Tensor
 from tinyvae.config.schema import TrainConfig
 from tinyvae.models.variants import VariantSpec
 from tinyvae.teachers import Teacher, identify_teacher, load_teacher
+from tinyvae.teachers.network import is_network
 from tinyvae.training.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -74,8 +75,7 @@ def find_validation_teacher(config: TrainConfig, engine: Engine, live: Teacher |
         return None
     lack = engine.from_main(lambda: _lack(path))
     if lack or path is None:
-        if engine.is_main:
-            log.info("%s: validation and report score the student's own round trip alone", lack)
+        log.info("%s: validation and report score the student's own round trip alone", lack)
         return None
     kind, dtype = config.ref_vae_type, getattr(torch, config.ref_vae_dtype)
     return ValidationTeacher(
@@ -89,7 +89,8 @@ def _lack(path: str | None) -> str:
         return "no teacher is named beside the latent store"
     if identify_teacher(path) is None:
         return f"the teacher {path} is not here"
-    return "" if importlib.util.find_spec("diffusers") else "diffusers, which loads the teacher, is not installed"
+    can_be_loaded = is_network(path) or importlib.util.find_spec("diffusers")
+    return "" if can_be_loaded else "diffusers, which loads the teacher, is not installed"
 
 
 def deciding_score(config: TrainConfig, *, with_teacher: bool) -> str:
