@@ -156,7 +156,7 @@ def _entries_of_folder(folder: Path, root: _Root) -> Iterator[VideoEntry]:
 
 
 def _leads_out(link: str, folder: Path) -> bool:
-    """Whether a link leads to a folder that is neither inside ``folder`` (it is listed there) nor around it (a loop)."""
+    """Whether a link leads to a folder that is neither in ``folder`` (where it is listed anyway) nor around it."""
     target = Path(os.path.realpath(link))
     return os.path.isdir(target) and not target.is_relative_to(folder) and not folder.is_relative_to(target)
 

@@ -17,6 +17,7 @@ import logging
 import multiprocessing
 import os
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -94,7 +95,7 @@ def build_index(
     started = time.monotonic()
     source, output = place_of(source), Path(output)
     _check_output(source, output)
-    root = data_root if data_root is not None else default_data_root(source)
+    root = _root_of(source, data_root)
     entries = _entries_of(source, root)
     facts = _survey(source, root, entries())
     num_entries = facts["num_entries"]
@@ -150,6 +151,10 @@ def bring_up_to_date(source: Place, output: Path, *, data_root: Place | None = N
         log.info("indexed %s: %s", source, report.sentence())
 
 
+def _root_of(source: Place, data_root: Place | None) -> Place:
+    return place_of(data_root) if data_root is not None else default_data_root(source)
+
+
 def _entries_of(source: Place, root: Place) -> Callable[[], Iterator[VideoEntry]]:
     """The entries of a source, as often as they are asked for. A folder behind a URL is listed once: that may take
     minutes, and its list is in memory anyway."""
@@ -179,7 +184,7 @@ def _is_current(source: Place, output: Path, data_root: Place | None) -> bool:
     index = _open_usable(output)
     if index is None or not source.exists():
         return False
-    root = data_root if data_root is not None else default_data_root(source)
+    root = _root_of(source, data_root)
     if not _header_place(source, root).items() <= index.header.items():
         return False
     return not source.is_dir() or _survey(source, root, iterate_entries(source, root)).items() <= index.header.items()
@@ -259,7 +264,7 @@ def _probe_all(
     try:
         while True:
             while len(pending) < num_workers * BATCHES_AHEAD and (batch := list(islice(stream, BATCH))):
-                pending[pool.submit(_look_at_batch, look, batch)] = batch
+                pending[_submit(pool, look, batch)] = batch
             if not pending:
                 return
             done, _ = concurrent.futures.wait(
@@ -280,6 +285,18 @@ def _probe_all(
                 pool = _new_pool(num_workers)
     finally:
         _kill(pool)
+
+
+def _submit(
+    pool: concurrent.futures.ProcessPoolExecutor, look: Look, batch: Sequence[ProbeTask]
+) -> concurrent.futures.Future[list[tuple[IndexRow, bool]]]:
+    """Hand a batch to the pool. If one of its processes has just died, the batch fails like those it had already."""
+    try:
+        return pool.submit(_look_at_batch, look, batch)
+    except BrokenProcessPool as broken:
+        failed: concurrent.futures.Future[list[tuple[IndexRow, bool]]] = concurrent.futures.Future()
+        failed.set_exception(broken)
+        return failed
 
 
 def _look_at_batch(look: Look, batch: Sequence[ProbeTask]) -> list[tuple[IndexRow, bool]]:
@@ -366,6 +383,16 @@ def _start_prober() -> None:
     import torch
 
     torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this runs in a process of the pool"
+    threading.Thread(target=_end_after, args=(parent.pid,), daemon=True).start()
+
+
+def _end_after(parent: int | None) -> None:
+    """End this process once its parent is gone: one that was killed could not stop it."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _kill(pool: concurrent.futures.ProcessPoolExecutor) -> None:
