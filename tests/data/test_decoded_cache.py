@@ -26,8 +26,8 @@ from tinyvae.data.decoded_cache import DecodedCache
 from tinyvae.data.index_build import open_or_build_index
 from tinyvae.data.loader import make_train_loader
 from tinyvae.data.splits import split
-from tinyvae.errors import UnreadableVideoError
-from tinyvae.storage import version_of
+from tinyvae.errors import UnreadableVideoError, UserError
+from tinyvae.storage import Url, version_of
 from tinyvae.video.decode import VideoInfo, probe_video, read_frames
 
 write_video = partial(small_videos.write_video, frames=12)
@@ -133,6 +133,30 @@ def test_a_full_disk_is_a_full_cache_and_no_bad_video(tmp_path: Path) -> None:
     unfinished = cache.folder / f".{name_of(cache, video)}.{os.getpid()}.part"
     unfinished.symlink_to("/dev/full")
     assert whole(cache, video) is None and cache.event == "full"
+    assert copies(cache) == set()
+
+
+@pytest.mark.parametrize("place", ["taken/cache", "taken/cache/deep", "/proc/none/cache"])
+def test_a_cache_that_cannot_be_used_is_told_and_no_video_is_blamed(tmp_path: Path, place: str) -> None:
+    write_video(tmp_path / "videos" / "a.mp4")
+    (tmp_path / "taken").write_text("a file")
+    index = open_or_build_index(tmp_path / "videos", cache_dir=tmp_path, show_progress_bar=False, num_workers=0)
+    settings = ClipSettings(height=32, width=40, n_frames=4, decoded_cache_gb=1.0, decoded_cache_dir=tmp_path / place)
+    train, _ = split(index, settings, train_split=1.0)
+    loader = make_train_loader(train, settings, batch_size=1)
+    with pytest.raises(
+        UserError, match=r"the decoded cache .*cache.* cannot be used .*; name another decoded_cache_dir"
+    ):
+        next(iter(loader))
+    assert loader.bad_files.named == {}
+
+
+def test_a_video_that_is_gone_is_not_the_caches_fault(tmp_path: Path) -> None:
+    video = write_video(tmp_path / "a.mp4")
+    cache, window = DecodedCache(tmp_path / "cache", max_gb=1), CropWindow(top=0, left=0, height=1, width=1)
+    with pytest.raises(FileNotFoundError, match=r"gone\.mp4"):
+        url = Url("memory://gone.mp4")
+        cache.clip(url, probe_video(video), [0], window, timeout_s=30, version=version_of(video))
     assert copies(cache) == set()
 
 
