@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -72,6 +73,18 @@ def test_data_that_cannot_be_used_ends_with_1_and_says_why(
     printed = capsys.readouterr().out
     assert "empty.mp4: the file is empty" in printed and "above the limit of 5.0%" in printed
     assert str(tmp_path / "bad") in printed.splitlines()[-1], "the message names the data, not a temporary index"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "latin-1"])
+def test_names_and_bars_that_the_terminal_cannot_show(tmp_path: Path, encoding: str) -> None:
+    write_video(tmp_path / "good.mp4")
+    (tmp_path / os.fsdecode(b"bad\xff.mp4")).touch()
+    words = ("check", tmp_path, "--contact_sheet", tmp_path / "s.png", "--workers", 0)
+    command = [sys.executable, "-m", "tinyvae", "data", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding})
+    assert done.returncode == 1 and b"Traceback" not in done.stderr, done.stderr
+    assert rb"bad\udcff.mp4: the file is empty" in done.stdout
+    assert ("1  " + ("█" if encoding.startswith("utf") else "#") * 24).encode(encoding.split(":")[0]) in done.stdout
 
 
 def test_index_names_bad_files_and_fails_when_all_are_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 import warnings
@@ -96,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # quickstart 4 to 8 times slower where the cores were not all free.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warnings.formatwarning = format_warning
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a file name need not be text that the terminal can show
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         leave(run(sys.argv[1:] if argv is None else argv))
     except UserError as mistake:
