@@ -9,7 +9,6 @@ each file of its batch is probed again in a process of its own, and the one at f
 
 from __future__ import annotations
 
-import concurrent.futures
 import faulthandler
 import functools
 import gc
@@ -20,7 +19,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -226,8 +226,13 @@ class ProbeTask(NamedTuple):
     known: IndexRow | None
 
 
-def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) -> tuple[IndexRow, bool]:
-    """The row of one file, and whether it was probed. A file as it was when it was last found good is not opened."""
+Found = tuple[IndexRow, bool]
+"""The row of one file, and whether the file was probed."""
+Look = Callable[[ProbeTask], Found]
+
+
+def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) -> Found:
+    """Look at one file. A file that is as it was when it was last found good is not opened."""
     row = IndexRow(path=task.entry.path, split=task.entry.split)
     try:
         version = task.entry.version or version_of(task.place)
@@ -247,12 +252,7 @@ def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) 
     return replace(row, reason=reason), True
 
 
-Look = Callable[[ProbeTask], tuple[IndexRow, bool]]
-
-
-def _probe_all(
-    tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float
-) -> Iterator[tuple[IndexRow, bool]]:
+def _probe_all(tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float) -> Iterator[Found]:
     """What ``look`` finds for every task, in whatever order. A process that is far behind its deadline is killed."""
     num_workers = usable_cores() if num_workers is None else num_workers
     if num_workers == 0:
@@ -260,16 +260,14 @@ def _probe_all(
         return
     stream = iter(tasks)
     pool = _new_pool(num_workers)
-    pending: dict[concurrent.futures.Future[list[tuple[IndexRow, bool]]], list[ProbeTask]] = {}
+    pending: dict[Future[list[Found]], list[ProbeTask]] = {}
     try:
         while True:
             while len(pending) < num_workers * BATCHES_AHEAD and (batch := list(islice(stream, BATCH))):
                 pending[_submit(pool, look, batch)] = batch
             if not pending:
                 return
-            done, _ = concurrent.futures.wait(
-                pending, timeout=BATCH * timeout_s + GRACE_S, return_when=concurrent.futures.FIRST_COMPLETED
-            )
+            done, _ = wait(pending, timeout=BATCH * timeout_s + GRACE_S, return_when=FIRST_COMPLETED)
             broken = not done
             for future in done:
                 try:
@@ -287,19 +285,17 @@ def _probe_all(
         _kill(pool)
 
 
-def _submit(
-    pool: concurrent.futures.ProcessPoolExecutor, look: Look, batch: Sequence[ProbeTask]
-) -> concurrent.futures.Future[list[tuple[IndexRow, bool]]]:
+def _submit(pool: ProcessPoolExecutor, look: Look, batch: list[ProbeTask]) -> Future[list[Found]]:
     """Hand a batch to the pool. If one of its processes has just died, the batch fails like those it had already."""
     try:
         return pool.submit(_look_at_batch, look, batch)
     except BrokenProcessPool as broken:
-        failed: concurrent.futures.Future[list[tuple[IndexRow, bool]]] = concurrent.futures.Future()
+        failed: Future[list[Found]] = Future()
         failed.set_exception(broken)
         return failed
 
 
-def _look_at_batch(look: Look, batch: Sequence[ProbeTask]) -> list[tuple[IndexRow, bool]]:
+def _look_at_batch(look: Look, batch: list[ProbeTask]) -> list[Found]:
     return [look(task) for task in batch]
 
 
@@ -310,11 +306,11 @@ NumberedBatch = tuple[int, list[ProbeTask]]
 
 def _probe_on_cluster(
     address: str, tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float
-) -> Iterator[tuple[IndexRow, bool]]:
+) -> Iterator[Found]:
     """What ``look`` finds for every task, in their order. Batches are finished in any order and wait for their turn."""
     stream = iter(tasks)
     batches = enumerate(iter(lambda: list(islice(stream, BATCH)), []))
-    waiting: dict[int, list[tuple[IndexRow, bool]]] = {}
+    waiting: dict[int, list[Found]] = {}
     due = 0
     with ray_cluster(address, num_workers=num_workers) as cluster:
         in_time = functools.partial(_look_in_time, look, limit_s=BATCH * timeout_s + GRACE_S)
@@ -327,7 +323,7 @@ def _probe_on_cluster(
                 due += 1
 
 
-def _look_in_time(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tuple[str, list[tuple[IndexRow, bool]]]:
+def _look_in_time(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tuple[str, list[Found]]:
     """The rows of a batch, and which machine found them. A process that hangs ends itself."""
     faulthandler.dump_traceback_later(limit_s, exit=True)
     try:
@@ -336,14 +332,12 @@ def _look_in_time(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tup
         faulthandler.cancel_dump_traceback_later()
 
 
-def _look_alone(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tuple[str, list[tuple[IndexRow, bool]]]:
+def _look_alone(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tuple[str, list[Found]]:
     """The same for a batch that was lost: each file in a process of its own, which is no fork of a process of Ray's."""
     return socket.gethostname(), [_probe_alone(task, look, limit_s, fork=False) for task in numbered[1]]
 
 
-def _check_same_storage(
-    machine: str, batch: Sequence[ProbeTask], rows: Sequence[tuple[IndexRow, bool]], look: Look
-) -> None:
+def _check_same_storage(machine: str, batch: list[ProbeTask], rows: list[Found], look: Look) -> None:
     """Refuse a machine that does not find a file which this one finds."""
     for task, (row, _) in zip(batch, rows, strict=True):
         if row.reason == NOT_THERE and look(task)[0].reason != NOT_THERE:
@@ -353,29 +347,29 @@ def _check_same_storage(
             )
 
 
-def _probe_alone(task: ProbeTask, look: Look, limit_s: float, *, fork: bool = True) -> tuple[IndexRow, bool]:
+def _probe_alone(task: ProbeTask, look: Look, limit_s: float, *, fork: bool = True) -> Found:
     """In a process of its own, so that the file at fault is known."""
     pool = _new_pool(1, fork=fork)
     started = pool.submit(os.getpid)  # a fresh process imports torch first: that is not the file's time
     try:
-        if not concurrent.futures.wait([started], START_S).done:
+        if not wait([started], START_S).done:
             raise UserError(f"a new process did not start within {START_S:g} s; see what keeps this machine busy.")
         return pool.submit(look, task).result(timeout=limit_s)
     except BrokenProcessPool:
         reason = "the decoder crashed on this file"
-    except concurrent.futures.TimeoutError:
+    except TimeoutError:
         reason = f"probing did not end within {limit_s:.0f} s"
     finally:
         _kill(pool)
     return IndexRow(path=task.entry.path, split=task.entry.split, reason=reason), True
 
 
-def _new_pool(num_workers: int, *, fork: bool = True) -> concurrent.futures.ProcessPoolExecutor:
+def _new_pool(num_workers: int, *, fork: bool = True) -> ProcessPoolExecutor:
     """Fork is quick and needs no importable main module. Where CUDA is in use, a fork may not use it; these do not, as
     loader workers do not. (A fresh process would import torch again: 35 s instead of 2 for 110 files on two cores.)"""
     method = "fork" if fork and "fork" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
-    return concurrent.futures.ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_prober)
+    return ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_prober)
 
 
 def _start_prober() -> None:
@@ -395,7 +389,7 @@ def _end_after(parent: int | None) -> None:
     os._exit(1)
 
 
-def _kill(pool: concurrent.futures.ProcessPoolExecutor) -> None:
+def _kill(pool: ProcessPoolExecutor) -> None:
     """Stop the pool without waiting for a process that may never answer."""
     processes = list((pool._processes or {}).values())
     pool.shutdown(wait=False, cancel_futures=True)
