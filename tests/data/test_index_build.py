@@ -245,6 +245,24 @@ def test_the_cached_index_is_used_until_the_source_lists_other_files(
     assert len(open_or_build_index(index_file, cache_dir=tmp_path)) == 2, "an index is its own source"
 
 
+def test_a_bad_file_that_was_fixed_counts_at_the_next_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The message says "fix or remove them"."""
+    source = tmp_path / "list.jsonl"
+    source.write_text("".join(json.dumps({"path": name}) + "\n" for name in ("a.mp4", "bad.mp4", "late.mp4")))
+    write_video(tmp_path / "a.mp4", frames=4)
+    (tmp_path / "bad.mp4").write_bytes(b"not a video")
+
+    def num_bad() -> int:
+        return open_or_build_index(source, cache_dir=tmp_path, num_workers=0, show_progress_bar=False).num_bad
+
+    with caplog.at_level("INFO", logger="tinyvae"):
+        assert num_bad() == num_bad() == 2 and caplog.text.count("indexed") == 1, "nothing is probed again for nothing"
+    write_video(tmp_path / "bad.mp4", frames=4)
+    assert num_bad() == 1
+    write_video(tmp_path / "late.mp4", frames=4)
+    assert num_bad() == 0
+
+
 def test_places_may_be_text(video_folder: Path, tmp_path: Path) -> None:
     places: Any = {"source": str(video_folder), "data_root": str(video_folder), "cache_dir": str(tmp_path)}
     assert len(open_or_build_index(**places, num_workers=0, show_progress_bar=False)) == 12

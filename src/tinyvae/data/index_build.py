@@ -180,14 +180,27 @@ def _survey(source: Place, root: Place, entries: Iterator[VideoEntry]) -> dict[s
 
 
 def _is_current(source: Place, output: Path, data_root: Place | None) -> bool:
-    """Whether the index ``output`` still lists the files of ``source``. No video and no unchanged list is read."""
+    """Whether the index ``output`` still lists the files of ``source``, and its bad files are still those of then. No
+    video and no unchanged list is read."""
     index = _open_usable(output)
     if index is None or not source.exists():
         return False
     root = _root_of(source, data_root)
     if not _header_place(source, root).items() <= index.header.items():
         return False
-    return not source.is_dir() or _survey(source, root, iterate_entries(source, root)).items() <= index.header.items()
+    if source.is_dir() and not _survey(source, root, iterate_entries(source, root)).items() <= index.header.items():
+        return False
+    return isinstance(root, Url) or not any(_was_replaced(index, row) for row in index.bad_rows())
+
+
+def _was_replaced(index: VideoIndex, row: IndexRow) -> bool:
+    """Whether a bad file is another one now, or is there at last. One that killed its prober has no version: False."""
+    if row.file_bytes < 0 and row.reason != NOT_THERE:
+        return False
+    try:
+        return version_of(index.full_path(row)) != index.version(row)
+    except OSError:
+        return False
 
 
 def _open_usable(file: Path) -> VideoIndex | None:
