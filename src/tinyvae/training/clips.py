@@ -136,9 +136,14 @@ def open_data(config: TrainConfig, engine: Engine, folder: Path, *, index_folder
     if config.use_sample_clips:
         engine.from_main(lambda: write_missing_sample_clips(config))
     index = _open_index(config, engine, index_folder)
-    limits = {"train_split": config.train_split, "bad_file_limit": config.bad_file_limit}
-    train, _ = split(index, training_settings(config), split_by=config.split_by, **limits)
-    _, validation = split(index, validation_settings(config), split_by=config.split_by, **limits)
+    train, validation = split(
+        index,
+        training_settings(config),
+        validation=validation_settings(config),
+        train_split=config.train_split,
+        split_by=config.split_by,
+        bad_file_limit=config.bad_file_limit,
+    )
     if engine.is_main:
         _log_excluded(config, train, validation)
     if fix := lack_of_validation(config, validation):

@@ -43,7 +43,13 @@ from tinyvae.storage import Place, Url, file_cache, use_file_cache
 from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
 from tinyvae.training.build import build_model, build_task, open_latents
 from tinyvae.training.checkpoint import checkpoint_bytes, state_bytes
-from tinyvae.training.clips import lack_of_files, lack_of_validation, loading_processes, training_settings
+from tinyvae.training.clips import (
+    lack_of_files,
+    lack_of_validation,
+    loading_processes,
+    training_settings,
+    validation_settings,
+)
 from tinyvae.training.deepspeed import LaunchConfig
 from tinyvae.training.guards import is_out_of_memory
 
@@ -319,6 +325,7 @@ def _sides(config: TrainConfig, index: VideoIndex, *, whole: bool = True) -> tup
     return split(
         index,
         training_settings(config),
+        validation=validation_settings(config) if whole else None,
         train_split=config.train_split if whole else 1.0,
         split_by=config.split_by if whole else "hash",
         bad_file_limit=config.bad_file_limit,
