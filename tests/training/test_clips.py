@@ -31,3 +31,20 @@ def test_sample_clips_are_not_seen_by_git(tmp_path: Path, monkeypatch: pytest.Mo
     assert sorted(tmp_path.rglob("*")) == before
     few(tmp_path / "asked_for")
     assert "asked_for/annotations.json" in git_sees(tmp_path), "a set that the user asks for is a folder like any other"
+
+
+def test_sample_clips_of_a_killed_run_are_completed_and_files_of_a_user_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = partial(sample_clips.write_sample_clips, count=3, height=32, width=48, frames=2)
+    monkeypatch.setattr(sample_clips, "write_sample_clips", few)
+    config = TrainConfig(data_root=tmp_path, use_sample_clips=True)
+    few(tmp_path)
+    (tmp_path / "annotations.json").unlink()  # it is written last
+    (tmp_path / sample_clips.clip_name(2)).rename(tmp_path / "train/.002_rotation.mp4.77.part")
+    write_missing_sample_clips(config)
+    assert (tmp_path / "annotations.json").is_file() and (tmp_path / sample_clips.clip_name(2)).is_file()
+    (tmp_path / "annotations.json").unlink()
+    (tmp_path / "mine.mp4").write_bytes(b"mine")
+    write_missing_sample_clips(config)
+    assert not (tmp_path / "annotations.json").exists()

@@ -245,6 +245,7 @@ class LatentStore:
         A damaged one is an error; with ``skip_damaged`` it is named in the log and counts as missing.
         """
         there = shard_sizes(self.folder)
+        _open_shard.cache_clear()  # another process may have written one again since
         for shard in self.shards[part::num_parts]:
             is_complete = self._file(shard).name in there
             # Behind a URL a shard that is there is complete, and to open it is to fetch it.

@@ -14,7 +14,7 @@ from tinyvae.errors import FileExistsAlreadyError, UserError
 from tinyvae.files import atomic_write
 from tinyvae.video.write import VideoWriter
 
-FPS = 24
+COUNT, FPS = 40, 24
 LENS_SIGMA = 2.2 / 128  # of the height; drawn edges are sharper than any camera's, and would be all that is learned
 VALIDATION_EVERY = 5
 
@@ -22,7 +22,7 @@ VALIDATION_EVERY = 5
 def write_sample_clips(
     folder: Path,
     *,
-    count: int = 40,
+    count: int = COUNT,
     height: int = 128,
     width: int = 192,
     frames: int = 33,
@@ -64,6 +64,13 @@ def write_sample_clips(
     ]
     with atomic_write(folder / "annotations.json", "w") as stream:
         stream.write(json.dumps({"total": count, "list": entries}, indent=1) + "\n")
+
+
+def lacks_sample_clips(folder: Path) -> bool:
+    """Whether a folder is absent, empty, or what a killed `write_sample_clips` of the whole set left: only clips."""
+    names = {clip_name(number) for number in range(COUNT)}
+    files = (file for file in folder.rglob("*") if file.is_file() and file.suffix != ".part")
+    return all(file.relative_to(folder).as_posix() in names for file in files)
 
 
 def clip_name(number: int) -> str:

@@ -203,11 +203,11 @@ def lack_of_validation(config: TrainConfig, validation: ClipSet) -> str:
 
 def write_missing_sample_clips(config: TrainConfig) -> None:
     """Write the procedural clips to ``data_root``, hidden from git, unless that folder already holds something."""
-    from tinyvae.data.sample_clips import write_sample_clips
+    from tinyvae.data.sample_clips import lacks_sample_clips, write_sample_clips
 
     folder = config.data_root
     assert isinstance(folder, Path), "config.rules refuses use_sample_clips without a local data_root"
-    if not folder.is_dir() or not any(folder.iterdir()):
+    if lacks_sample_clips(folder):
         log.info("writing the sample clips to %s", folder)
-        write_sample_clips(folder)
+        write_sample_clips(folder, overwrite=True)
         (folder / ".gitignore").write_text("*\n")

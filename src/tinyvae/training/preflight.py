@@ -275,9 +275,11 @@ def _weights(config: TrainConfig) -> Iterator[Check]:
 
 def _data(config: TrainConfig) -> Iterator[Check]:
     """The index if there is one, else a sample of the files, split as the run would split them."""
+    from tinyvae.data.sample_clips import lacks_sample_clips
+
     source = config.data_source
     assert source is not None, "path_complaints refuses a run without data"
-    if config.use_sample_clips and isinstance(source, Path) and (not source.is_dir() or not any(source.iterdir())):
+    if config.use_sample_clips and isinstance(source, Path) and lacks_sample_clips(source):
         yield Check(name="data", found=f"the sample clips will be written to {source}")
         return
     try:
