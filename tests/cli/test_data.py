@@ -124,6 +124,12 @@ def test_mistakes_are_one_sentence(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "i").exists()
 
 
+def test_a_full_disk_is_one_sentence(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "i.tvi.new-text").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"writing to .* failed \(No space left on device.*check its space"):
+        run("index", folder, "--output", tmp_path / "i.tvi", "--workers", 0)
+
+
 def test_sample_clips_can_be_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clips = tmp_path / "clips"
     assert run("sample", clips, "--count", 6, "--frames", 9, "--size", "64x96") == 0

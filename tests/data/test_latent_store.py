@@ -209,6 +209,10 @@ def test_a_folder_without_a_store_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "store.json").write_text('{"version": 1}')
     with pytest.raises(UserError, match="is not the manifest of a latent store"):
         LatentStore.open(tmp_path)
+    (tmp_path / "store.json").unlink()
+    (tmp_path / "store.json").mkdir()
+    with pytest.raises(UserError, match=r"store\.json cannot be read \(Is a directory\)"):
+        LatentStore.open(tmp_path)
 
 
 def test_kill_9_loses_at_most_the_shard_in_work(tmp_path: Path) -> None:

@@ -173,6 +173,8 @@ class LatentStore:
             raise MissingFileError(
                 f"there is no latent store in {folder} (no {MANIFEST}); make one with: tinyvae latents"
             ) from None
+        except OSError as fault:
+            raise UserError(f"{file} cannot be read ({fault.strerror or fault}); fix its permissions.") from None
         except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
             raise UserError(f"{file} is not the manifest of a latent store; make the store again.") from None
 
