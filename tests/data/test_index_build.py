@@ -15,6 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.processes import still_alive, wait_until
@@ -180,6 +181,23 @@ def test_a_process_that_dies_while_the_next_batch_is_made_ends_nothing(
     )
     assert len(refused) == 1 and len(report.index) == 40
     assert {row.path: row.reason for row in report.index.bad_rows()} == {"3.mp4": BAD["3.mp4"]}
+
+
+def probe_of_one_batch(path: Path, **options: object) -> VideoInfo:
+    if path.name >= "08.mp4":
+        time.sleep(600)
+    return VideoInfo(path=path, frames=7, fps=24.0, width=64, height=64, codec="h264")
+
+
+def test_a_build_that_fails_ends_its_processes_at_once(tmp_path: Path) -> None:
+    """Else the command would tell of the full disk, and then wait for all files that it had handed out."""
+    for number in range(40):
+        (tmp_path / f"{number:02}.mp4").write_bytes(b"x")
+    (tmp_path / "i.tvi.new-text").symlink_to("/dev/full")
+    others = set(psutil.Process().children())
+    with pytest.raises(OSError, match="No space left") as failed:
+        build_index(tmp_path, tmp_path / "i.tvi", num_workers=2, probe=probe_of_one_batch)
+    assert still_alive(set(psutil.Process().children()) - others) == [], failed
 
 
 def slow_probe(path: Path, **options: object) -> VideoInfo:

@@ -19,9 +19,10 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -101,23 +102,21 @@ def build_index(
     num_entries = facts["num_entries"]
     if num_entries == 0:
         raise UserError(f"{source} lists no video file; give a folder or an annotation file with at least one")
-    journal = IndexJournal(output)
-    known = [index for index in (journal.resumed, _open_usable(output)) if index is not None]
-    tasks = (ProbeTask(entry, root / entry.path, _known_row(entry.path, known, thorough)) for entry in entries())
-    look = functools.partial(_row_of, probe=probe, timeout_s=timeout_s, thorough=thorough)
     limit_s = timeout_s + FETCH_S if isinstance(root, Url) else timeout_s
+    look = functools.partial(_row_of, probe=probe, timeout_s=timeout_s, thorough=thorough)
     probe_all = _probe_all if ray is None else functools.partial(_probe_on_cluster, ray)
-    rows = probe_all(tasks, look, num_workers, limit_s)
     counts: Counter[bool] = Counter()
-    bar = progress_bar(rows, total=num_entries, unit="file", desc="indexing", disable=not show_progress_bar)
-    try:
-        for row, is_new in bar:
-            journal.append(row)
-            counts[is_new] += 1
+    with closing(IndexJournal(output)) as journal:
+        known = [index for index in (journal.resumed, _open_usable(output)) if index is not None]
+        tasks = (ProbeTask(entry, root / entry.path, _known_row(entry.path, known, thorough)) for entry in entries())
+        with (  # both end here whatever happens: else a failed command waits for all files that it has handed out
+            closing(probe_all(tasks, look, num_workers, limit_s)) as rows,
+            progress_bar(rows, total=num_entries, unit="file", desc="indexing", disable=not show_progress_bar) as bar,
+        ):
+            for row, is_new in bar:
+                journal.append(row)
+                counts[is_new] += 1
         num_duplicates = journal.finish(facts)
-    finally:
-        bar.close()
-        journal.close()
     return BuildReport(
         index=open_index(output),
         num_probed=counts[True],
@@ -265,7 +264,9 @@ def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) 
     return replace(row, reason=reason), True
 
 
-def _probe_all(tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float) -> Iterator[Found]:
+def _probe_all(
+    tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float
+) -> Generator[Found, None, None]:
     """What ``look`` finds for every task, in whatever order. A process that is far behind its deadline is killed."""
     num_workers = usable_cores() if num_workers is None else num_workers
     if num_workers == 0:
@@ -319,7 +320,7 @@ NumberedBatch = tuple[int, list[ProbeTask]]
 
 def _probe_on_cluster(
     address: str, tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float
-) -> Iterator[Found]:
+) -> Generator[Found, None, None]:
     """What ``look`` finds for every task, in their order. Batches are finished in any order and wait for their turn."""
     stream = iter(tasks)
     batches = enumerate(iter(lambda: list(islice(stream, BATCH)), []))
