@@ -128,28 +128,30 @@ def _entries_of_url(folder: Url, root: _UrlRoot) -> Iterator[VideoEntry]:
 
 
 def _entries_of_folder(folder: Path, root: _Root) -> Iterator[VideoEntry]:
-    # A stack of folders, not recursion: deep trees cannot overflow it.
-    waiting = [os.path.abspath(folder)]
-    real = Path(os.path.realpath(folder))
-    seen: set[tuple[int, int]] = set()
+    # A stack of folders, not recursion: deep trees cannot overflow it. Each with whether a link leads to it.
+    waiting = [(os.path.abspath(folder), False)]
+    top = Path(os.path.realpath(folder))
+    linked: set[str] = set()
     while waiting:
-        current = waiting.pop()
+        current, is_linked = waiting.pop()
+        if is_linked:  # perhaps by several ways, and no file may come twice
+            real = os.path.realpath(current)
+            if real in linked:
+                continue
+            linked.add(real)
         try:
-            status = os.stat(current)
             with os.scandir(current) as listing:
                 entries = sorted(listing, key=lambda entry: entry.name)
         except OSError as fault:
             raise UserError(f"the folder {current} cannot be read ({fault.strerror}); fix it or move it") from None
-        identity = (status.st_dev, status.st_ino)
-        if identity in seen:  # two links can lead to it: no file comes twice
-            continue
-        seen.add(identity)
         folders = []
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and _leads_out(entry.path, real)):
-                folders.append(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                folders.append((entry.path, is_linked))
+            elif entry.is_symlink() and _leads_out(entry.path, top):
+                folders.append((entry.path, True))
             elif entry.name.lower().endswith(VIDEO_SUFFIXES):
                 yield VideoEntry(path=root.relative(entry.path, current))
         waiting.extend(reversed(folders))
