@@ -96,7 +96,7 @@ def build_index(
     started = time.monotonic()
     source, output = place_of(source), Path(output)
     _check_output(source, output)
-    root = _root_of(source, data_root)
+    root = place_of(data_root) if data_root is not None else default_data_root(source)
     entries = _entries_of(source, root)
     facts = _survey(source, root, entries())
     num_entries = facts["num_entries"]
@@ -145,13 +145,10 @@ def open_or_build_index(
 
 def bring_up_to_date(source: Place, output: Path, *, data_root: Place | None = None, **options: Any) -> None:
     """Make the index ``output`` of ``source`` (options as in `build_index`), unless it lists the same files already."""
-    if not _is_current(source, output, data_root):
-        report = build_index(source, output, data_root=data_root, **options)
+    root = place_of(data_root) if data_root is not None else default_data_root(source)
+    if not _is_current(source, output, root):
+        report = build_index(source, output, data_root=root, **options)
         log.info("indexed %s: %s", source, report.sentence())
-
-
-def _root_of(source: Place, data_root: Place | None) -> Place:
-    return place_of(data_root) if data_root is not None else default_data_root(source)
 
 
 def _entries_of(source: Place, root: Place) -> Callable[[], Iterator[VideoEntry]]:
@@ -178,13 +175,12 @@ def _survey(source: Place, root: Place, entries: Iterator[VideoEntry]) -> dict[s
     return _header_place(source, root) | {"num_entries": num_entries, "paths_sum": paths_sum}
 
 
-def _is_current(source: Place, output: Path, data_root: Place | None) -> bool:
+def _is_current(source: Place, output: Path, root: Place) -> bool:
     """Whether the index ``output`` still lists the files of ``source``, and its bad files are still those of then. No
     video and no unchanged list is read."""
     index = _open_usable(output)
     if index is None or not source.exists():
         return False
-    root = _root_of(source, data_root)
     if not _header_place(source, root).items() <= index.header.items():
         return False
     if source.is_dir() and not _survey(source, root, iterate_entries(source, root)).items() <= index.header.items():
