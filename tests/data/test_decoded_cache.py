@@ -240,6 +240,17 @@ def test_a_replaced_file_is_decoded_again(tmp_path: Path) -> None:
     assert old is not None and new is not None and not torch.equal(old, new)
 
 
+def test_a_file_of_the_same_size_that_is_not_the_indexed_one_is_refused_as_without_the_cache(tmp_path: Path) -> None:
+    video = write_video(tmp_path / "a.mp4")
+    info, content = probe_video(video), video.read_bytes()
+    assert content.count(b"x264 - core") == 1
+    video.write_bytes(content.replace(b"x264 - core", b"y264 - core"))
+    with pytest.raises(UnreadableVideoError, match="it has changed since it was indexed"):
+        read_frames(video, [0], info=info)
+    with pytest.raises(UnreadableVideoError, match="it has changed since it was indexed"):
+        whole(DecodedCache(tmp_path / "cache", max_gb=1), video, info)
+
+
 def test_a_file_that_breaks_its_index_entry_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     video = write_video(tmp_path / "a.mp4")
     wrong = replace(probe_video(video), frames=13)

@@ -6,7 +6,6 @@ without the cache. Rows are read, not mapped: where page faults are slow (in a s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
@@ -21,7 +20,7 @@ from tinyvae.data.clip import CropWindow
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.files import FULL_DISK_ERRORS, atomic_write
 from tinyvae.storage import FileVersion, Place, absolute_text, local_file
-from tinyvae.video.decode import VideoInfo, iterate_frames
+from tinyvae.video.decode import VideoInfo, check_unchanged, iterate_frames
 
 CHANNELS = 3
 
@@ -55,8 +54,7 @@ class DecodedCache(CacheFolder):
         """
         # Another name for another version of the file, so that a replaced video is decoded again.
         file = self.place(f"{absolute_text(video)}\0{version.size}\0{version.tag}", ".rgb")
-        shape = (info.frames, CHANNELS, info.height, info.width)
-        stream = self._open(file, video, version, shape, timeout_s=timeout_s)
+        stream = self._open(file, video, version, info, timeout_s=timeout_s)
         if stream is None:
             return None
         with stream:
@@ -66,17 +64,17 @@ class DecodedCache(CacheFolder):
         return torch.from_numpy(clip)
 
     def _open(
-        self, file: Path, video: Place, version: FileVersion, shape: tuple[int, ...], *, timeout_s: float
+        self, file: Path, video: Place, version: FileVersion, info: VideoInfo, *, timeout_s: float
     ) -> FileIO | None:
         """The copy of a video, decoded now if it is not there; None where there is no room for it."""
-        size = math.prod(shape)
+        size = info.frames * CHANNELS * info.height * info.width
         try:
             stream = open_copy(file, size)
             if stream is not None:
                 return stream
             if self.make_room(size, keep_used_since=self.run_start):
                 with atomic_write(file, sync=False) as out:
-                    _decode_into(out, local_file(video, version), shape, timeout_s=timeout_s)
+                    _decode_into(out, local_file(video, version), info, timeout_s=timeout_s)
                 return open_copy(file, size)  # None: another process deleted it at once for its own video
         except OSError as fault:
             if fault.errno not in FULL_DISK_ERRORS:  # the disk may be full before the cache is
@@ -91,19 +89,20 @@ class DecodedCache(CacheFolder):
         return None
 
 
-def _decode_into(stream: IO[bytes], path: Path, shape: tuple[int, ...], *, timeout_s: float) -> None:
-    """Write all frames of a video; ``shape`` (TCHW) is what the index says of them."""
+def _decode_into(stream: IO[bytes], path: Path, info: VideoInfo, *, timeout_s: float) -> None:
+    """Write all frames of a video; an error where it is not as the index says."""
+    check_unchanged(path, info)
     count = 0
     for frame in iterate_frames(path, timeout_s=timeout_s):
-        if tuple(frame.shape) != shape[1:]:
-            shown = f"{frame.shape[-1]}x{frame.shape[-2]} pixels, in the index {shape[3]}x{shape[2]}"
+        height, width = frame.shape[1:]
+        if (height, width) != (info.height, info.width):
+            shown = f"{width}x{height} pixels, in the index {info.width}x{info.height}"
             raise UnreadableVideoError(path, f"it shows {shown}; run `tinyvae data index` again")
         stream.write(frame.numpy().data)
         count += 1
-    if count != shape[0]:
-        raise UnreadableVideoError(
-            path, f"it gave {count} frames, in the index {shape[0]}; run `tinyvae data index` again"
-        )
+    if count != info.frames:
+        gave = f"{count} frames, in the index {info.frames}"
+        raise UnreadableVideoError(path, f"it gave {gave}; run `tinyvae data index` again")
 
 
 def _read_window(
