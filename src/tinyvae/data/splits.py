@@ -205,9 +205,8 @@ def _refuse_empty_side(
     index: VideoIndex, train: npt.NDArray[Any], val: npt.NDArray[Any], train_split: float, use_annotation: bool
 ) -> None:
     if len(train) == 0:
-        raise UserError(
-            f"no usable file of {index.source} is in the training split; annotate some or use split_by=hash"
-        )
+        remedy = "annotate some or use split_by=hash" if use_annotation else "add files, or set train_split=1"
+        raise UserError(f"no usable file of {index.source} is in the training split; {remedy}")
     if len(val) == 0 and train_split < 1.0:
         remedy = "annotate some as val, use split_by=hash" if use_annotation else "add files"
         raise UserError(
