@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -74,6 +75,18 @@ def test_data_that_cannot_be_used_ends_with_1_and_says_why(
     assert str(tmp_path / "bad") in printed.splitlines()[-1], "the message names the data, not a temporary index"
 
 
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "latin-1"])
+def test_names_and_bars_that_the_terminal_cannot_show(tmp_path: Path, encoding: str) -> None:
+    write_video(tmp_path / "good.mp4")
+    (tmp_path / os.fsdecode(b"bad\xff.mp4")).touch()
+    words = ("check", tmp_path, "--contact_sheet", tmp_path / "s.png", "--workers", 0)
+    command = [sys.executable, "-m", "tinyvae", "data", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding})
+    assert done.returncode == 1 and b"Traceback" not in done.stderr, done.stderr
+    assert rb"bad\udcff.mp4: the file is empty" in done.stdout
+    assert ("1  " + ("█" if encoding.startswith("utf") else "#") * 24).encode(encoding.split(":")[0]) in done.stdout
+
+
 def test_index_names_bad_files_and_fails_when_all_are_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -109,6 +122,12 @@ def test_mistakes_are_one_sentence(folder: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 2 and "leaves the data root" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "i").exists()
+
+
+def test_a_full_disk_is_one_sentence(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "i.tvi.new-text").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"writing to .* failed \(No space left on device.*check its space"):
+        run("index", folder, "--output", tmp_path / "i.tvi", "--workers", 0)
 
 
 def test_sample_clips_can_be_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

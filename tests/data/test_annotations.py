@@ -45,6 +45,33 @@ def test_links_to_folders_are_followed_once_and_loops_end(tmp_path: Path) -> Non
     assert [entry.path for entry in read(root)] == ["one/v.mp4"]
 
 
+def test_a_link_out_of_the_source_is_followed_also_where_it_stays_in_the_root(tmp_path: Path) -> None:
+    """As in a folder of links to a pool, with the data root above both."""
+    (tmp_path / "pool" / "x").mkdir(parents=True)
+    (tmp_path / "pool" / "x" / "v.mp4").touch()
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "link").symlink_to(tmp_path / "pool" / "x")
+    assert [entry.path for entry in read(tmp_path / "train", data_root=tmp_path)] == ["train/link/v.mp4"]
+
+
+@pytest.mark.parametrize(("targets", "path"), [(("", "sub"), "a/sub/v.mp4"), (("sub", ""), "a/v.mp4")])
+def test_a_folder_that_two_links_reach_is_listed_once(tmp_path: Path, targets: tuple[str, str], path: str) -> None:
+    """Else the hash could put one film into training and, under its other name, into validation."""
+    (tmp_path / "outside" / "sub").mkdir(parents=True)
+    (tmp_path / "outside" / "sub" / "v.mp4").touch()
+    (tmp_path / "root").mkdir()
+    for name, target in zip(("a", "b"), targets, strict=True):
+        (tmp_path / "root" / name).symlink_to(tmp_path / "outside" / target)
+    assert [entry.path for entry in read(tmp_path / "root")] == [path]
+
+
+def test_a_link_to_itself_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").touch()
+    (tmp_path / "me").symlink_to("me")
+    (tmp_path / "nowhere").symlink_to("gone")
+    assert [entry.path for entry in read(tmp_path)] == ["a.mp4"]
+
+
 def test_annotation_json_with_path_full_path_and_split(tmp_path: Path) -> None:
     records = [
         {"path": "x/a.mp4", "split": "train", "caption": "a [b] {c}"},
@@ -121,6 +148,8 @@ def test_data_root_can_be_another_folder_and_may_be_a_link(tmp_path: Path) -> No
         ('{"list": [{"path": "a", "split": 1}]}', "split 1"),
         ("", "must start"),
         ("hello", "must start"),
+        ('{"list": [{"path": "a", "n": ' + "1" * 5000 + "}]}", "not valid JSON"),
+        ('{"list": [' + "[" * 100_000, "not valid JSON"),
     ],
 )
 def test_broken_annotation_files_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -135,6 +164,11 @@ def test_other_mistakes_in_the_source_are_named(tmp_path: Path) -> None:
         read(write(tmp_path / "a.txt", "a.mp4"))
     with pytest.raises(UserError, match=r"line 1.*not JSON"):
         read(write(tmp_path / "a.jsonl", "{broken\n"))
+    with pytest.raises(UserError, match=r"line 1.*not JSON"):
+        read(write(tmp_path / "a.jsonl", "[" * 100_000))
+    (tmp_path / "c.jsonl").symlink_to("/proc/self/mem")  # it can be opened, and not read
+    with pytest.raises(UserError, match=r"c\.jsonl cannot be read \(Input/output error\)"):
+        read(tmp_path / "c.jsonl")
     (tmp_path / "b.json").write_bytes(b'{"list": [{"path": "\xff\xfe"}]}')
     with pytest.raises(UserError, match="UTF-8"):
         read(tmp_path / "b.json")

@@ -40,6 +40,16 @@ def test_a_line_cut_by_a_kill_is_survived(tmp_path: Path) -> None:
     assert [line["path"] for line in lines(file)] == [OTHER.path, BROKEN.path]
 
 
+def test_lines_of_a_user_do_not_end_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "bad_files.jsonl"
+    BadFileLog(file).add(OTHER)
+    with open(file, "a") as out:
+        out.write('\nlooked at\n"c.mp4"\n{"reason": "none"}\n')
+    BadFileLog(file).add(BROKEN, OTHER)
+    assert json.loads(file.read_text().splitlines()[-1])["path"] == BROKEN.path
+    assert file.read_text().count(OTHER.path) == 1
+
+
 def test_the_bad_files_of_an_index_are_written(tmp_path: Path) -> None:
     journal = IndexJournal(tmp_path / "i.tvi")
     for number in range(5):

@@ -26,8 +26,8 @@ from tinyvae.data.decoded_cache import DecodedCache
 from tinyvae.data.index_build import open_or_build_index
 from tinyvae.data.loader import make_train_loader
 from tinyvae.data.splits import split
-from tinyvae.errors import UnreadableVideoError
-from tinyvae.storage import version_of
+from tinyvae.errors import UnreadableVideoError, UserError
+from tinyvae.storage import Url, version_of
 from tinyvae.video.decode import VideoInfo, probe_video, read_frames
 
 write_video = partial(small_videos.write_video, frames=12)
@@ -136,6 +136,30 @@ def test_a_full_disk_is_a_full_cache_and_no_bad_video(tmp_path: Path) -> None:
     assert copies(cache) == set()
 
 
+@pytest.mark.parametrize("place", ["taken/cache", "taken/cache/deep", "/proc/none/cache"])
+def test_a_cache_that_cannot_be_used_is_told_and_no_video_is_blamed(tmp_path: Path, place: str) -> None:
+    write_video(tmp_path / "videos" / "a.mp4")
+    (tmp_path / "taken").write_text("a file")
+    index = open_or_build_index(tmp_path / "videos", cache_dir=tmp_path, show_progress_bar=False, num_workers=0)
+    settings = ClipSettings(height=32, width=40, n_frames=4, decoded_cache_gb=1.0, decoded_cache_dir=tmp_path / place)
+    train, _ = split(index, settings, train_split=1.0)
+    loader = make_train_loader(train, settings, batch_size=1)
+    with pytest.raises(
+        UserError, match=r"the decoded cache .*cache.* cannot be used .*; name another decoded_cache_dir"
+    ):
+        next(iter(loader))
+    assert loader.bad_files.named == {}
+
+
+def test_a_video_that_is_gone_is_not_the_caches_fault(tmp_path: Path) -> None:
+    video = write_video(tmp_path / "a.mp4")
+    cache, window = DecodedCache(tmp_path / "cache", max_gb=1), CropWindow(top=0, left=0, height=1, width=1)
+    with pytest.raises(FileNotFoundError, match=r"gone\.mp4"):
+        url = Url("memory://gone.mp4")
+        cache.clip(url, probe_video(video), [0], window, timeout_s=30, version=version_of(video))
+    assert copies(cache) == set()
+
+
 def test_a_copy_that_goes_while_it_is_read_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     video = write_video(tmp_path / "a.mp4")
     cache = DecodedCache(tmp_path / "cache", max_gb=1)
@@ -214,6 +238,17 @@ def test_a_replaced_file_is_decoded_again(tmp_path: Path) -> None:
     cache = DecodedCache(tmp_path / "cache", max_gb=1)
     old, new = (whole(cache, write_video(tmp_path / "a.mp4", seed=seed)) for seed in (1, 2))
     assert old is not None and new is not None and not torch.equal(old, new)
+
+
+def test_a_file_of_the_same_size_that_is_not_the_indexed_one_is_refused_as_without_the_cache(tmp_path: Path) -> None:
+    video = write_video(tmp_path / "a.mp4")
+    info, content = probe_video(video), video.read_bytes()
+    assert content.count(b"x264 - core") == 1
+    video.write_bytes(content.replace(b"x264 - core", b"y264 - core"))
+    with pytest.raises(UnreadableVideoError, match="it has changed since it was indexed"):
+        read_frames(video, [0], info=info)
+    with pytest.raises(UnreadableVideoError, match="it has changed since it was indexed"):
+        whole(DecodedCache(tmp_path / "cache", max_gb=1), video, info)
 
 
 def test_a_file_that_breaks_its_index_entry_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

@@ -59,6 +59,23 @@ def test_only_one_process_builds_an_index(tmp_path: Path) -> None:
     IndexJournal(tmp_path / "i.tvi").close()
 
 
+def test_the_journal_is_removed_before_another_build_may_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first build would remove the journal of the second."""
+    journal, removed, unlink = IndexJournal(tmp_path / "i.tvi"), [], Path.unlink
+
+    def locked_unlink(file: Path, missing_ok: bool = False) -> None:
+        with pytest.raises(UserError, match="another process is building"):
+            IndexJournal(tmp_path / "i.tvi")
+        removed.append(file.name)
+        unlink(file, missing_ok=missing_ok)
+
+    journal.append(IndexRow(path="a.mp4"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", locked_unlink)
+        journal.finish({"data_root": str(tmp_path), "source": ""})
+    assert removed == ["i.tvi.new-rows", "i.tvi.new-text", "i.tvi.resume", "i.tvi.lock"]
+
+
 def test_an_index_travels_by_pickle_and_to_another_root(video_folder: Path, tmp_path: Path) -> None:
     index = build(video_folder, tmp_path / "i.tvi").index
     moved = tmp_path / "moved"

@@ -6,11 +6,19 @@ import functools
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from tests.processes import still_alive, wait_until
 from tests.video.small_videos import write_video
 from tinyvae.data import index_build
 from tinyvae.data.annotations import VideoEntry
@@ -146,6 +154,77 @@ def test_a_file_that_kills_or_hangs_its_process_is_a_bad_file(
     assert {row.path: row.reason for row in index.bad_rows()} == {name: BAD[name] for name in bad}
 
 
+def test_a_process_that_dies_while_the_next_batch_is_made_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool then refuses the batch itself, and not only its result."""
+    for number in range(40):
+        (tmp_path / f"{number}.mp4").write_bytes(b"x")
+    new_pool, refused = index_build._new_pool, []
+
+    def new_pool_that_breaks_once(num_workers: int, **options: bool) -> ProcessPoolExecutor:
+        pool = new_pool(num_workers, **options)
+        submit = pool.submit
+
+        def submit_or_refuse(function: Callable[..., object], *arguments: object) -> object:
+            if function is index_build._look_at_batch and len(refused) == 0:
+                refused.append(arguments)
+                raise BrokenProcessPool
+            return submit(function, *arguments)
+
+        monkeypatch.setattr(pool, "submit", submit_or_refuse)
+        return pool
+
+    monkeypatch.setattr(index_build, "_new_pool", new_pool_that_breaks_once)
+    report = build_index(
+        tmp_path, tmp_path / "i.tvi", num_workers=1, show_progress_bar=False, probe=crashing_probe, timeout_s=1.0
+    )
+    assert len(refused) == 1 and len(report.index) == 40
+    assert {row.path: row.reason for row in report.index.bad_rows()} == {"3.mp4": BAD["3.mp4"]}
+
+
+def probe_of_one_batch(path: Path, **options: object) -> VideoInfo:
+    if path.name >= "08.mp4":
+        time.sleep(600)
+    return VideoInfo(path=path, frames=7, fps=24.0, width=64, height=64, codec="h264")
+
+
+def test_a_build_that_fails_ends_its_processes_at_once(tmp_path: Path) -> None:
+    """Else the command would tell of the full disk, and then wait for all files that it had handed out."""
+    for number in range(40):
+        (tmp_path / f"{number:02}.mp4").write_bytes(b"x")
+    (tmp_path / "i.tvi.new-text").symlink_to("/dev/full")
+    others = set(psutil.Process().children())
+    with pytest.raises(OSError, match="No space left") as failed:
+        build_index(tmp_path, tmp_path / "i.tvi", num_workers=2, probe=probe_of_one_batch)
+    assert still_alive(set(psutil.Process().children()) - others) == [], failed
+
+
+def slow_probe(path: Path, **options: object) -> VideoInfo:
+    path.with_name(f"{os.getpid()}.pid").touch()
+    time.sleep(600)
+    raise AssertionError
+
+
+def test_a_killed_build_leaves_no_process(tmp_path: Path) -> None:
+    for number in range(16):
+        (tmp_path / f"{number}.mp4").write_bytes(b"x")
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from tests.data.test_index_build import build_index, slow_probe\n"
+        "folder = Path(sys.argv[1])\n"
+        "build_index(folder, folder / 'i.tvi', num_workers=2, probe=slow_probe)\n"
+    )
+    build = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=Path(__file__).parents[2])
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    finally:
+        build.kill()
+        build.wait()
+    assert still_alive([int(file.stem) for file in tmp_path.glob("*.pid")]) == []
+
+
 @pytest.mark.slow
 def test_the_start_of_a_fresh_process_is_not_the_files_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine it takes longer than a file may take."""
@@ -182,6 +261,29 @@ def test_the_cached_index_is_used_until_the_source_lists_other_files(
     assert len(opened()) == 2 and len(builds) == 2
     index_file = tmp_path / "cache" / "data_index.tvi"
     assert len(open_or_build_index(index_file, cache_dir=tmp_path)) == 2, "an index is its own source"
+
+
+def test_a_bad_file_that_was_fixed_counts_at_the_next_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The message says "fix or remove them"."""
+    source = tmp_path / "list.jsonl"
+    source.write_text("".join(json.dumps({"path": name}) + "\n" for name in ("a.mp4", "bad.mp4", "late.mp4")))
+    write_video(tmp_path / "a.mp4", frames=4)
+    (tmp_path / "bad.mp4").write_bytes(b"not a video")
+
+    def num_bad() -> int:
+        return open_or_build_index(source, cache_dir=tmp_path, num_workers=0, show_progress_bar=False).num_bad
+
+    with caplog.at_level("INFO", logger="tinyvae"):
+        assert num_bad() == num_bad() == 2 and caplog.text.count("indexed") == 1, "nothing is probed again for nothing"
+    write_video(tmp_path / "bad.mp4", frames=4)
+    assert num_bad() == 1
+    write_video(tmp_path / "late.mp4", frames=4)
+    assert num_bad() == 0
+
+
+def test_places_may_be_text(video_folder: Path, tmp_path: Path) -> None:
+    places: Any = {"source": str(video_folder), "data_root": str(video_folder), "cache_dir": str(tmp_path)}
+    assert len(open_or_build_index(**places, num_workers=0, show_progress_bar=False)) == 12
 
 
 def test_an_index_of_the_older_form_is_refused_by_readers_and_made_again_by_builds(

@@ -189,6 +189,16 @@ def test_many_processes_begin_one_store(tmp_path: Path) -> None:
     assert {store.facts.digest for store in begun} == {FACTS.digest}
 
 
+def test_what_another_process_has_written_since_counts(tmp_path: Path) -> None:
+    """As on a Ray cluster, where the command itself only counts the shards."""
+    fill(new_store(tmp_path))
+    grown = new_store(tmp_path, num_clips=180)
+    assert list(grown.missing_shards()) == [2]
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+        pool.submit(fill, grown, [2]).result()
+    assert list(grown.missing_shards()) == []
+
+
 def _begin(folder: Path, number: int) -> LatentStore:
     return LatentStore.create(folder, FACTS, num_clips=100 + number)
 
@@ -198,6 +208,10 @@ def test_a_folder_without_a_store_is_one_sentence(tmp_path: Path) -> None:
         LatentStore.open(tmp_path)
     (tmp_path / "store.json").write_text('{"version": 1}')
     with pytest.raises(UserError, match="is not the manifest of a latent store"):
+        LatentStore.open(tmp_path)
+    (tmp_path / "store.json").unlink()
+    (tmp_path / "store.json").mkdir()
+    with pytest.raises(UserError, match=r"store\.json cannot be read \(Is a directory\)"):
         LatentStore.open(tmp_path)
 
 

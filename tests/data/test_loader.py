@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from itertools import islice
 from pathlib import Path
 
@@ -368,10 +368,21 @@ def test_workers_survive_the_schedulers_signal(sides: tuple[ClipSet, ClipSet]) -
 
 
 @pytest.mark.slow
-def test_fresh_workers_take_over_from_a_killed_one(sides: tuple[ClipSet, ClipSet]) -> None:
+def test_fresh_workers_take_over_from_a_killed_one(
+    sides: tuple[ClipSet, ClipSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For training and validation; the main process hears of it where it asks for a batch, and nowhere else."""
     handler, others = signal.getsignal(signal.SIGCHLD), set(psutil.Process().children())
     workers = {"num_workers": 2, "prefetch_factor": 1}
+    start, found_at_start = loader_module.starting_workers, []
+
+    def starting_workers(num_workers: int) -> AbstractContextManager[None]:
+        if num_workers:
+            children = [child for child in psutil.Process().children() if child not in others]
+            found_at_start.append([child for child in children if child.status() != psutil.STATUS_ZOMBIE])
+        return start(num_workers)
+
+    monkeypatch.setattr(loader_module, "starting_workers", starting_workers)
     trained = iter(make_train_loader(sides[0], SETTINGS, batch_size=2, **workers))
     got = [next(trained)]
     kill_a_worker(others)
@@ -385,6 +396,7 @@ def test_fresh_workers_take_over_from_a_killed_one(sides: tuple[ClipSet, ClipSet
     assert len(whole) > 3
     assert_equal([*got, *validated], whole)
     assert_equal(list(validation), whole)
+    assert found_at_start == [[]] * 4, "the memory may be full: the others of a killed one end first"
     assert signal.getsignal(signal.SIGCHLD) == handler, "torch's, which raises anywhere, is not left behind"
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from tinyvae.video.decode import probe_video
 build = partial(build_index, show_progress_bar=False)
 
 
-@pytest.mark.parametrize("address", ["remote", "host:port", "http://host:1", "host:", ""])
+@pytest.mark.parametrize("address", ["remote", "host:port", "http://host:1", "host:", "", "[::1"])
 def test_what_is_no_address_is_told(tmp_path: Path, address: str) -> None:
     with pytest.raises(UserError, match=r"is no address; use local, auto, HOST:PORT or ray://HOST:PORT"):
         run(["data", "index", str(tmp_path), "--output", str(tmp_path / "i.tvi"), "--ray", address])
@@ -44,6 +45,12 @@ def test_missing_ray_is_told_before_the_work(tmp_path: Path, monkeypatch: pytest
 def test_a_cluster_and_no_worker_do_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--workers 0"):
         run(["data", "index", str(tmp_path), "--output", str(tmp_path / "i.tvi"), "--ray", "local", "--workers", "0"])
+
+
+def test_a_name_that_no_host_can_have_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    with pytest.raises(UserError, match=r"no Ray cluster answers at a\.\.b:6379 \(.*\); start one with"):
+        run(["data", "index", str(tmp_path), "--output", str(tmp_path / "i.tvi"), "--ray", "a..b:6379"])
 
 
 @pytest.mark.slow

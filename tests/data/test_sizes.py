@@ -75,6 +75,7 @@ def test_in_words() -> None:
         (["0x256x256"], "'0x256x256' is no size"),
         (["16x256x256:0"], "the share of '16x256x256:0' is 0"),
         (["16x256x256@100", "16x64x64@50"], "the first stage, '16x64x64@50', must begin at step 0"),
+        (["16x256x256:2@0100"], "the first stage, '16x256x256@100', must begin at step 0"),
         (["8x64x64:1", "8x64x64:2"], "'8x64x64:2' names a size that this stage already has"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,21 @@ def test_small_sets_have_both_sides(tmp_path: Path, count: int) -> None:
             assert not paths_of(train) & paths_of(val)
 
 
+def test_small_sets_share_no_file_where_validation_clips_have_another_size(tmp_path: Path) -> None:
+    """All files would train. Of all, one file must validate; of those large enough, it may be another one."""
+    larger = replace(SETTINGS, height=480, width=640)
+    for name in range(20):
+        sizes = [{"height": 480, "width": 640}, {"height": 480, "width": 640}, {}, {}]
+        index = index_of(tmp_path, *(record(f"{name}_{n}.mp4", **size) for n, size in enumerate(sizes)))
+        train, val = split(index, SETTINGS, validation=larger, train_split=0.999)
+        assert len(train) >= 2 and paths_of(val) <= {f"{name}_0.mp4", f"{name}_1.mp4"} and len(val) >= 1
+        assert not paths_of(train) & paths_of(val)
+        assert (train.excluded.too_small, val.excluded.too_small) == (0, 2)
+    index = index_of(tmp_path, record("a.mp4", height=480, width=640), record("b.mp4", height=480, width=640))
+    train, val = split(index, SETTINGS, validation=larger)
+    assert (len(train), len(val)) == (1, 1) and train.fingerprint == split(index, SETTINGS)[0].fingerprint
+
+
 def test_too_many_bad_files_stop_the_run_at_its_start(tmp_path: Path) -> None:
     bad = [record(f"bad{n}.mp4", reason="cut off") for n in range(6)]
     index = index_of(tmp_path, *bad, *(record(f"{n}.mp4") for n in range(94)))
@@ -116,5 +132,7 @@ def test_what_cannot_be_split_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="left for validation"):
         split(told, SETTINGS)
     told = index_of(tmp_path, record("a.mp4", split="val"))
-    with pytest.raises(UserError, match="in the training split"):
+    with pytest.raises(UserError, match="in the training split; annotate some or use split_by=hash"):
         split(told, SETTINGS)
+    with pytest.raises(UserError, match="in the training split; add files, or set train_split=1"):
+        split(told, SETTINGS, split_by="hash", train_split=1e-6)  # one file, which the hash lets validate

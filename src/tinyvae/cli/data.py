@@ -96,7 +96,7 @@ def run_index(arguments: argparse.Namespace) -> int:
     from tinyvae.data.check import bad_file_lines
     from tinyvae.data.clip_reading import BadFileLog
     from tinyvae.data.ray_cluster import check_address
-    from tinyvae.files import check_output_file
+    from tinyvae.files import check_output_file, writing_to
 
     if arguments.ray is not None:
         if arguments.workers == 0:
@@ -104,7 +104,8 @@ def run_index(arguments: argparse.Namespace) -> int:
         check_address(arguments.ray)  # before the source is read, which may take long
     output = arguments.output if isinstance(arguments.output, Path) else _fetch_index(arguments.output)
     check_output_file(output, option="--output")
-    report = _build(arguments, output, ray=arguments.ray)
+    with writing_to(output.parent):
+        report = _build(arguments, output, ray=arguments.ray)
     print(report.sentence())
     index = report.index
     bad_list = output.with_name(output.name + ".bad_files.jsonl")

@@ -7,6 +7,7 @@ data root may each be a path or a URL.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import warnings
@@ -70,8 +71,14 @@ def iterate_entries(source: Place, data_root: Place | None = None) -> Iterator[V
             raise _leaves_root("the data source", str(source), str(named_root))
     elif suffix in (".jsonl", ".ndjson", ".json"):
         records, word = (_records_of_json, "entry") if suffix == ".json" else (_records_of_jsonl, "line")
-        for number, record in records(source):
-            yield _entry_of_record(record, f"{source}, {word} {number}", root)
+        try:
+            with open(local_file(source), "rb") as stream:
+                for number, record in records(stream, source):
+                    yield _entry_of_record(record, f"{source}, {word} {number}", root)
+        except UserError:
+            raise
+        except OSError as fault:
+            raise UserError(f"{source} cannot be read ({fault.strerror or fault}); fix its permissions") from None
     else:
         raise UserError(f"cannot tell what the data source {source} is; give a folder, a .jsonl or a .json file")
 
@@ -80,9 +87,9 @@ class _Root:
     """The data root. It makes paths relative, and refuses those whose words (not whose links) lead out of it."""
 
     def __init__(self, data_root: Path) -> None:
-        self.real = os.path.realpath(data_root)
         self._root = os.path.abspath(data_root)
-        self._prefixes = {root.rstrip(os.sep) + os.sep for root in (self._root, self.real)}
+        roots = (self._root, os.path.realpath(data_root))
+        self._prefixes = {root.rstrip(os.sep) + os.sep for root in roots}
 
     def relative(self, path: str, where: str) -> str:
         whole = os.path.normpath(os.path.join(self._root, path))
@@ -121,53 +128,54 @@ def _entries_of_url(folder: Url, root: _UrlRoot) -> Iterator[VideoEntry]:
 
 
 def _entries_of_folder(folder: Path, root: _Root) -> Iterator[VideoEntry]:
-    # A stack of folders, not recursion: deep trees cannot overflow it.
-    waiting = [os.path.abspath(folder)]
+    # A stack of folders, not recursion: deep trees cannot overflow it. Each with whether a link leads to it.
+    waiting = [(os.path.abspath(folder), False)]
+    top = Path(os.path.realpath(folder))
     linked: set[str] = set()
     while waiting:
-        current = waiting.pop()
+        current, is_linked = waiting.pop()
+        if is_linked:  # perhaps by several ways, and no file may come twice
+            real = os.path.realpath(current)
+            if real in linked:
+                continue
+            linked.add(real)
         try:
             with os.scandir(current) as listing:
                 entries = sorted(listing, key=lambda entry: entry.name)
-        except PermissionError:
-            raise UserError(f"the folder {current} cannot be read (permission denied); fix it or move it") from None
+        except OSError as fault:
+            raise UserError(f"the folder {current} cannot be read ({fault.strerror}); fix it or move it") from None
         folders = []
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if entry.is_dir(follow_symlinks=False) or _is_new_linked_folder(entry, root, linked):
-                folders.append(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                folders.append((entry.path, is_linked))
+            elif entry.is_symlink() and _leads_out(entry.path, top):
+                folders.append((entry.path, True))
             elif entry.name.lower().endswith(VIDEO_SUFFIXES):
                 yield VideoEntry(path=root.relative(entry.path, current))
         waiting.extend(reversed(folders))
 
 
-def _is_new_linked_folder(entry: os.DirEntry[str], root: _Root, linked: set[str]) -> bool:
-    """Whether a link leads to a folder that is reached in no other way. So loops end, and no file comes twice."""
-    if not entry.is_symlink() or not entry.is_dir():
-        return False
-    target = os.path.realpath(entry.path)
-    is_inside = (target + os.sep).startswith(root.real + os.sep)
-    holds_root = root.real.startswith(target.rstrip(os.sep) + os.sep)
-    is_known = is_inside or holds_root or target in linked
-    linked.add(target)
-    return not is_known
+def _leads_out(link: str, folder: Path) -> bool:
+    """Whether a link leads to a folder that is neither in ``folder`` (where it is listed anyway) nor around it."""
+    target = Path(os.path.realpath(link))
+    return os.path.isdir(target) and not target.is_relative_to(folder) and not folder.is_relative_to(target)
 
 
-def _records_of_jsonl(file: Place) -> Iterator[tuple[int, object]]:
-    with open(local_file(file), "rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                try:
-                    yield number, json.loads(line)
-                except ValueError as broken:
-                    raise UserError(f"{file}, line {number} is not JSON ({broken}); fix or remove the line") from None
+def _records_of_jsonl(stream: IO[bytes], file: Place) -> Iterator[tuple[int, object]]:
+    for number, line in enumerate(stream, start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError) as broken:
+                raise UserError(f"{file}, line {number} is not JSON ({broken}); fix or remove the line") from None
 
 
-def _records_of_json(file: Place) -> Iterator[tuple[int, object]]:
-    with open(local_file(file), encoding="utf-8-sig") as stream:
-        reader = _JsonReader(stream, file)
-        number = 0
+def _records_of_json(stream: IO[bytes], file: Place) -> Iterator[tuple[int, object]]:
+    number = 0
+    with io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
+        reader = _JsonReader(text, file)
         try:
             for number, record in enumerate(reader.items(), start=1):
                 yield number, record
@@ -276,7 +284,7 @@ class _JsonReader:
                 if end + 3 < len(self._buffer) or self._ended:
                     self._at = end
                     return value
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):  # broken, a number of 5,000 digits, or thousands of brackets
                 if self._ended or len(self._buffer) - self._at > MAX_VALUE_CHARS:
                     raise self._broken("is not valid JSON, or is cut off") from None
             self._fill()

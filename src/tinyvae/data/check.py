@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -126,8 +127,9 @@ def count_lines(title: str, counts: Counter[Any], name_of: Callable[[Any], str])
         rest = sum(count for _, count in ordered[ROWS_SHOWN:])
         ordered[ROWS_SHOWN:] = [(f"{len(ordered) - ROWS_SHOWN} others", rest)]
     yield "\n" + heading(title, "files")
+    cell = "█" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
     for name, count in ordered:
-        yield f"  {name}".ljust(20) + f"{count:>10,}  " + "█" * max(1, round(BAR_CELLS * count / counts.total()))
+        yield f"  {name}".ljust(20) + f"{count:>10,}  " + cell * max(1, round(BAR_CELLS * count / counts.total()))
 
 
 def bad_file_lines(index: VideoIndex) -> Iterator[str]:

@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -67,7 +68,10 @@ class BadFileLog:
             stream.seek(0)
             *lines, cut_off = stream.read().split(b"\n")
             stream.truncate(stream.tell() - len(cut_off))  # by a kill; its file will be named again
-            self._known = {json.loads(line)["path"] for line in lines}
+            self._known = set()
+            for line in lines:
+                with suppress(ValueError, TypeError, KeyError):  # a line that a user changed
+                    self._known.add(json.loads(line)["path"])
             for bad in fresh:
                 if bad.path not in self._known:
                     self._known.add(bad.path)

@@ -6,10 +6,10 @@ without the cache. Rows are read, not mapped: where page faults are slow (in a s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tinyvae.cache_folder import CacheFolder, open_copy
 from tinyvae.data.clip import CropWindow
-from tinyvae.errors import UnreadableVideoError
+from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.files import FULL_DISK_ERRORS, atomic_write
 from tinyvae.storage import FileVersion, Place, absolute_text, local_file
-from tinyvae.video.decode import VideoInfo, iterate_frames
+from tinyvae.video.decode import VideoInfo, check_unchanged, iterate_frames
 
 CHANNELS = 3
 
@@ -54,11 +54,8 @@ class DecodedCache(CacheFolder):
         """
         # Another name for another version of the file, so that a replaced video is decoded again.
         file = self.place(f"{absolute_text(video)}\0{version.size}\0{version.tag}", ".rgb")
-        shape = (info.frames, CHANNELS, info.height, info.width)
-        stream = open_copy(file, math.prod(shape))
-        if stream is None and self._fill(file, video, version, shape, timeout_s=timeout_s):
-            stream = open_copy(file, math.prod(shape))
-        if stream is None:  # no room, or another process deleted it at once for its own video
+        stream = self._open(file, video, version, info, timeout_s=timeout_s)
+        if stream is None:
             return None
         with stream:
             clip = np.empty((len(frame_indices), CHANNELS, window.height, window.width), dtype=np.uint8)
@@ -66,32 +63,46 @@ class DecodedCache(CacheFolder):
                 _read_window(stream, index, window, frame, frame_height=info.height, frame_width=info.width)
         return torch.from_numpy(clip)
 
-    def _fill(
-        self, file: Path, video: Place, version: FileVersion, shape: tuple[int, ...], *, timeout_s: float
-    ) -> bool:
-        """Decode the whole video into ``file``; False where there is no room for it."""
-        if not self.make_room(math.prod(shape), keep_used_since=self.run_start):
-            self.event = "full"
-            return False
-        path = local_file(video, version)
+    def _open(
+        self, file: Path, video: Place, version: FileVersion, info: VideoInfo, *, timeout_s: float
+    ) -> FileIO | None:
+        """The copy of a video, decoded now if it is not there; None where there is no room for it."""
+        size = info.frames * CHANNELS * info.height * info.width
         try:
-            with atomic_write(file, sync=False) as stream:
-                count = 0
-                for frame in iterate_frames(path, timeout_s=timeout_s):
-                    if tuple(frame.shape) != shape[1:]:
-                        shown = f"{frame.shape[-1]}x{frame.shape[-2]} pixels, in the index {shape[3]}x{shape[2]}"
-                        raise UnreadableVideoError(path, f"it shows {shown}; run `tinyvae data index` again")
-                    stream.write(frame.numpy().data)
-                    count += 1
-                if count != shape[0]:
-                    gave = f"{count} frames, in the index {shape[0]}"
-                    raise UnreadableVideoError(path, f"it gave {gave}; run `tinyvae data index` again")
+            stream = open_copy(file, size)
+            if stream is not None:
+                return stream
+            if self.make_room(size, keep_used_since=self.run_start):
+                with atomic_write(file, sync=False) as out:
+                    _decode_into(out, local_file(video, version), info, timeout_s=timeout_s)
+                return open_copy(file, size)  # None: another process deleted it at once for its own video
         except OSError as fault:
-            if fault.errno not in FULL_DISK_ERRORS:
-                raise
-            self.event = "full"  # the disk is full before the cache is; the video itself is good
-            return False
-        return True
+            if fault.errno not in FULL_DISK_ERRORS:  # the disk may be full before the cache is
+                place = Path(str(fault.filename))
+                if not (place.is_relative_to(self.folder) or self.folder.is_relative_to(place)):
+                    raise
+                raise UserError(
+                    f"{self.title} {self.folder} cannot be used ({fault.strerror}); name another decoded_cache_dir, or "
+                    "do without (decoded_cache_gb=0)"
+                ) from None
+        self.event = "full"
+        return None
+
+
+def _decode_into(stream: IO[bytes], path: Path, info: VideoInfo, *, timeout_s: float) -> None:
+    """Write all frames of a video; an error where it is not as the index says."""
+    check_unchanged(path, info)
+    count = 0
+    for frame in iterate_frames(path, timeout_s=timeout_s):
+        height, width = frame.shape[1:]
+        if (height, width) != (info.height, info.width):
+            shown = f"{width}x{height} pixels, in the index {info.width}x{info.height}"
+            raise UnreadableVideoError(path, f"it shows {shown}; run `tinyvae data index` again")
+        stream.write(frame.numpy().data)
+        count += 1
+    if count != info.frames:
+        gave = f"{count} frames, in the index {info.frames}"
+        raise UnreadableVideoError(path, f"it gave {gave}; run `tinyvae data index` again")
 
 
 def _read_window(

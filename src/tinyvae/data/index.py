@@ -16,6 +16,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -268,9 +269,14 @@ class IndexJournal:
         self._rows.flush()
         rows = self._journal_rows(self._first_row)
         num_repeats = _write_index(self.output, rows, self._text_file, self._first_text, header, final=True)
-        self.close()
-        for name in ("new-rows", "new-text", "resume", "lock"):
+        self._rows.close()
+        self._text.close()
+        # All under the lock: the files of a build that starts now have the same names.
+        for name in ("new-rows", "new-text", "resume"):
             _beside(self.output, name).unlink(missing_ok=True)
+        with suppress(PermissionError):  # Windows keeps a file that is open
+            _beside(self.output, "lock").unlink(missing_ok=True)
+        self.close()
         return num_repeats
 
     def close(self) -> None:

@@ -9,7 +9,6 @@ each file of its batch is probed again in a process of its own, and the one at f
 
 from __future__ import annotations
 
-import concurrent.futures
 import faulthandler
 import functools
 import gc
@@ -17,10 +16,13 @@ import logging
 import multiprocessing
 import os
 import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -94,29 +96,27 @@ def build_index(
     started = time.monotonic()
     source, output = place_of(source), Path(output)
     _check_output(source, output)
-    root = data_root if data_root is not None else default_data_root(source)
+    root = place_of(data_root) if data_root is not None else default_data_root(source)
     entries = _entries_of(source, root)
     facts = _survey(source, root, entries())
     num_entries = facts["num_entries"]
     if num_entries == 0:
         raise UserError(f"{source} lists no video file; give a folder or an annotation file with at least one")
-    journal = IndexJournal(output)
-    known = [index for index in (journal.resumed, _open_usable(output)) if index is not None]
-    tasks = (ProbeTask(entry, root / entry.path, _known_row(entry.path, known, thorough)) for entry in entries())
-    look = functools.partial(_row_of, probe=probe, timeout_s=timeout_s, thorough=thorough)
     limit_s = timeout_s + FETCH_S if isinstance(root, Url) else timeout_s
+    look = functools.partial(_row_of, probe=probe, timeout_s=timeout_s, thorough=thorough)
     probe_all = _probe_all if ray is None else functools.partial(_probe_on_cluster, ray)
-    rows = probe_all(tasks, look, num_workers, limit_s)
     counts: Counter[bool] = Counter()
-    bar = progress_bar(rows, total=num_entries, unit="file", desc="indexing", disable=not show_progress_bar)
-    try:
-        for row, is_new in bar:
-            journal.append(row)
-            counts[is_new] += 1
+    with closing(IndexJournal(output)) as journal:
+        known = [index for index in (journal.resumed, _open_usable(output)) if index is not None]
+        tasks = (ProbeTask(entry, root / entry.path, _known_row(entry.path, known, thorough)) for entry in entries())
+        with (  # both end here whatever happens: else a failed command waits for all files that it has handed out
+            closing(probe_all(tasks, look, num_workers, limit_s)) as rows,
+            progress_bar(rows, total=num_entries, unit="file", desc="indexing", disable=not show_progress_bar) as bar,
+        ):
+            for row, is_new in bar:
+                journal.append(row)
+                counts[is_new] += 1
         num_duplicates = journal.finish(facts)
-    finally:
-        bar.close()
-        journal.close()
     return BuildReport(
         index=open_index(output),
         num_probed=counts[True],
@@ -145,8 +145,9 @@ def open_or_build_index(
 
 def bring_up_to_date(source: Place, output: Path, *, data_root: Place | None = None, **options: Any) -> None:
     """Make the index ``output`` of ``source`` (options as in `build_index`), unless it lists the same files already."""
-    if not _is_current(source, output, data_root):
-        report = build_index(source, output, data_root=data_root, **options)
+    root = place_of(data_root) if data_root is not None else default_data_root(source)
+    if not _is_current(source, output, root):
+        report = build_index(source, output, data_root=root, **options)
         log.info("indexed %s: %s", source, report.sentence())
 
 
@@ -174,15 +175,27 @@ def _survey(source: Place, root: Place, entries: Iterator[VideoEntry]) -> dict[s
     return _header_place(source, root) | {"num_entries": num_entries, "paths_sum": paths_sum}
 
 
-def _is_current(source: Place, output: Path, data_root: Place | None) -> bool:
-    """Whether the index ``output`` still lists the files of ``source``. No video and no unchanged list is read."""
+def _is_current(source: Place, output: Path, root: Place) -> bool:
+    """Whether the index ``output`` still lists the files of ``source``, and its bad files are still those of then. No
+    video and no unchanged list is read."""
     index = _open_usable(output)
     if index is None or not source.exists():
         return False
-    root = data_root if data_root is not None else default_data_root(source)
     if not _header_place(source, root).items() <= index.header.items():
         return False
-    return not source.is_dir() or _survey(source, root, iterate_entries(source, root)).items() <= index.header.items()
+    if source.is_dir() and not _survey(source, root, iterate_entries(source, root)).items() <= index.header.items():
+        return False
+    return isinstance(root, Url) or not any(_was_replaced(index, row) for row in index.bad_rows())
+
+
+def _was_replaced(index: VideoIndex, row: IndexRow) -> bool:
+    """Whether a bad file is another one now, or is there at last. One that killed its prober has no version: False."""
+    if row.file_bytes < 0 and row.reason != NOT_THERE:
+        return False
+    try:
+        return version_of(index.full_path(row)) != index.version(row)
+    except OSError:
+        return False
 
 
 def _open_usable(file: Path) -> VideoIndex | None:
@@ -221,8 +234,13 @@ class ProbeTask(NamedTuple):
     known: IndexRow | None
 
 
-def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) -> tuple[IndexRow, bool]:
-    """The row of one file, and whether it was probed. A file as it was when it was last found good is not opened."""
+Found = tuple[IndexRow, bool]
+"""The row of one file, and whether the file was probed."""
+Look = Callable[[ProbeTask], Found]
+
+
+def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) -> Found:
+    """Look at one file. A file that is as it was when it was last found good is not opened."""
     row = IndexRow(path=task.entry.path, split=task.entry.split)
     try:
         version = task.entry.version or version_of(task.place)
@@ -242,12 +260,9 @@ def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) 
     return replace(row, reason=reason), True
 
 
-Look = Callable[[ProbeTask], tuple[IndexRow, bool]]
-
-
 def _probe_all(
     tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float
-) -> Iterator[tuple[IndexRow, bool]]:
+) -> Generator[Found, None, None]:
     """What ``look`` finds for every task, in whatever order. A process that is far behind its deadline is killed."""
     num_workers = usable_cores() if num_workers is None else num_workers
     if num_workers == 0:
@@ -255,16 +270,14 @@ def _probe_all(
         return
     stream = iter(tasks)
     pool = _new_pool(num_workers)
-    pending: dict[concurrent.futures.Future[list[tuple[IndexRow, bool]]], list[ProbeTask]] = {}
+    pending: dict[Future[list[Found]], list[ProbeTask]] = {}
     try:
         while True:
             while len(pending) < num_workers * BATCHES_AHEAD and (batch := list(islice(stream, BATCH))):
-                pending[pool.submit(_look_at_batch, look, batch)] = batch
+                pending[_submit(pool, look, batch)] = batch
             if not pending:
                 return
-            done, _ = concurrent.futures.wait(
-                pending, timeout=BATCH * timeout_s + GRACE_S, return_when=concurrent.futures.FIRST_COMPLETED
-            )
+            done, _ = wait(pending, timeout=BATCH * timeout_s + GRACE_S, return_when=FIRST_COMPLETED)
             broken = not done
             for future in done:
                 try:
@@ -282,7 +295,17 @@ def _probe_all(
         _kill(pool)
 
 
-def _look_at_batch(look: Look, batch: Sequence[ProbeTask]) -> list[tuple[IndexRow, bool]]:
+def _submit(pool: ProcessPoolExecutor, look: Look, batch: list[ProbeTask]) -> Future[list[Found]]:
+    """Hand a batch to the pool. If one of its processes has just died, the batch fails like those it had already."""
+    try:
+        return pool.submit(_look_at_batch, look, batch)
+    except BrokenProcessPool as broken:
+        failed: Future[list[Found]] = Future()
+        failed.set_exception(broken)
+        return failed
+
+
+def _look_at_batch(look: Look, batch: list[ProbeTask]) -> list[Found]:
     return [look(task) for task in batch]
 
 
@@ -293,11 +316,11 @@ NumberedBatch = tuple[int, list[ProbeTask]]
 
 def _probe_on_cluster(
     address: str, tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float
-) -> Iterator[tuple[IndexRow, bool]]:
+) -> Generator[Found, None, None]:
     """What ``look`` finds for every task, in their order. Batches are finished in any order and wait for their turn."""
     stream = iter(tasks)
     batches = enumerate(iter(lambda: list(islice(stream, BATCH)), []))
-    waiting: dict[int, list[tuple[IndexRow, bool]]] = {}
+    waiting: dict[int, list[Found]] = {}
     due = 0
     with ray_cluster(address, num_workers=num_workers) as cluster:
         in_time = functools.partial(_look_in_time, look, limit_s=BATCH * timeout_s + GRACE_S)
@@ -310,7 +333,7 @@ def _probe_on_cluster(
                 due += 1
 
 
-def _look_in_time(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tuple[str, list[tuple[IndexRow, bool]]]:
+def _look_in_time(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tuple[str, list[Found]]:
     """The rows of a batch, and which machine found them. A process that hangs ends itself."""
     faulthandler.dump_traceback_later(limit_s, exit=True)
     try:
@@ -319,14 +342,12 @@ def _look_in_time(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tup
         faulthandler.cancel_dump_traceback_later()
 
 
-def _look_alone(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tuple[str, list[tuple[IndexRow, bool]]]:
+def _look_alone(look: Look, numbered: NumberedBatch, *, limit_s: float) -> tuple[str, list[Found]]:
     """The same for a batch that was lost: each file in a process of its own, which is no fork of a process of Ray's."""
     return socket.gethostname(), [_probe_alone(task, look, limit_s, fork=False) for task in numbered[1]]
 
 
-def _check_same_storage(
-    machine: str, batch: Sequence[ProbeTask], rows: Sequence[tuple[IndexRow, bool]], look: Look
-) -> None:
+def _check_same_storage(machine: str, batch: list[ProbeTask], rows: list[Found], look: Look) -> None:
     """Refuse a machine that does not find a file which this one finds."""
     for task, (row, _) in zip(batch, rows, strict=True):
         if row.reason == NOT_THERE and look(task)[0].reason != NOT_THERE:
@@ -336,29 +357,29 @@ def _check_same_storage(
             )
 
 
-def _probe_alone(task: ProbeTask, look: Look, limit_s: float, *, fork: bool = True) -> tuple[IndexRow, bool]:
+def _probe_alone(task: ProbeTask, look: Look, limit_s: float, *, fork: bool = True) -> Found:
     """In a process of its own, so that the file at fault is known."""
     pool = _new_pool(1, fork=fork)
     started = pool.submit(os.getpid)  # a fresh process imports torch first: that is not the file's time
     try:
-        if not concurrent.futures.wait([started], START_S).done:
+        if not wait([started], START_S).done:
             raise UserError(f"a new process did not start within {START_S:g} s; see what keeps this machine busy.")
         return pool.submit(look, task).result(timeout=limit_s)
     except BrokenProcessPool:
         reason = "the decoder crashed on this file"
-    except concurrent.futures.TimeoutError:
+    except TimeoutError:
         reason = f"probing did not end within {limit_s:.0f} s"
     finally:
         _kill(pool)
     return IndexRow(path=task.entry.path, split=task.entry.split, reason=reason), True
 
 
-def _new_pool(num_workers: int, *, fork: bool = True) -> concurrent.futures.ProcessPoolExecutor:
+def _new_pool(num_workers: int, *, fork: bool = True) -> ProcessPoolExecutor:
     """Fork is quick and needs no importable main module. Where CUDA is in use, a fork may not use it; these do not, as
     loader workers do not. (A fresh process would import torch again: 35 s instead of 2 for 110 files on two cores.)"""
     method = "fork" if fork and "fork" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
-    return concurrent.futures.ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_prober)
+    return ProcessPoolExecutor(num_workers, mp_context=context, initializer=_start_prober)
 
 
 def _start_prober() -> None:
@@ -366,9 +387,19 @@ def _start_prober() -> None:
     import torch
 
     torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this runs in a process of the pool"
+    threading.Thread(target=_end_after, args=(parent.pid,), daemon=True).start()
 
 
-def _kill(pool: concurrent.futures.ProcessPoolExecutor) -> None:
+def _end_after(parent: int | None) -> None:
+    """End this process once its parent is gone: one that was killed could not stop it."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _kill(pool: ProcessPoolExecutor) -> None:
     """Stop the pool without waiting for a process that may never answer."""
     processes = list((pool._processes or {}).values())
     pool.shutdown(wait=False, cancel_futures=True)

@@ -173,6 +173,8 @@ class LatentStore:
             raise MissingFileError(
                 f"there is no latent store in {folder} (no {MANIFEST}); make one with: tinyvae latents"
             ) from None
+        except OSError as fault:
+            raise UserError(f"{file} cannot be read ({fault.strerror or fault}); fix its permissions.") from None
         except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
             raise UserError(f"{file} is not the manifest of a latent store; make the store again.") from None
 
@@ -245,20 +247,21 @@ class LatentStore:
         A damaged one is an error; with ``skip_damaged`` it is named in the log and counts as missing.
         """
         there = shard_sizes(self.folder)
+        _open_shard.cache_clear()  # another process may have written one again since
         for shard in self.shards[part::num_parts]:
-            is_complete = self._file(shard).name in there
-            # Behind a URL a shard that is there is complete, and to open it is to fetch it.
-            if is_complete and not isinstance(self.folder, Url):
-                try:
-                    # The last one of a store that has grown may hold too few.
-                    is_complete = len(self._open(shard).files) == len(self.positions(shard))
-                except DamagedShardError as damage:
-                    if not skip_damaged:
-                        raise
-                    log.warning("%s is damaged (%s) and counts as missing", damage.file, damage.reason)
-                    is_complete = False
-            if not is_complete:
-                yield shard
+            try:
+                if self._file(shard).name in there and self._is_complete(shard):
+                    continue
+            except DamagedShardError as damage:
+                if not skip_damaged:
+                    raise
+                log.warning("%s is damaged (%s) and counts as missing", damage.file, damage.reason)
+            yield shard
+
+    def _is_complete(self, shard: int) -> bool:
+        """Of a shard that is there. The last one of a store that has grown may hold too few clips, but no store grows
+        behind a URL, where to open a shard is to fetch it."""
+        return isinstance(self.folder, Url) or len(self._open(shard).files) == len(self.positions(shard))
 
     def check_fits(self, wanted: Mapping[str, Any]) -> None:
         """Refuse a run whose clips or teacher are not those of the store; ``wanted``: as `StoreFacts.difference`."""

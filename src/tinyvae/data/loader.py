@@ -95,9 +95,7 @@ class _Loader:
         num_done = num_lost = 0
         while True:
             try:
-                workers = self._start_workers(num_done) if started is None else started
-                started = None
-                for read in self._checked(workers):
+                for read in self._checked(self._start_workers(num_done) if started is None else started):
                     num_lost = 0
                     num_done += 1
                     yield read
@@ -106,6 +104,7 @@ class _Loader:
                 reason = str(fault).splitlines()[0]
                 if not reason.startswith(("DataLoader worker (pid", "Pin memory thread exited")):
                     raise
+            started = None  # nothing holds the lost ones now: those still alive end before others take as much memory
             num_lost += 1
             if num_lost == MAX_LOST_IN_A_ROW:
                 raise UserError(

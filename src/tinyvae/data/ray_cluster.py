@@ -44,20 +44,20 @@ class LostWorkError(UserError):
 
 def check_address(address: str) -> None:
     """Refuse what no cluster can be reached by: no address, no Ray here, or nobody who answers there."""
-    place = urlsplit(address if "://" in address else f"//{address}")
-    try:
-        is_whole = place.scheme in ("", "ray") and place.hostname and place.port
-    except ValueError:  # a port that is no number
-        is_whole = False
     is_name = address in ("local", "auto")
+    try:
+        place = urlsplit(address if "://" in address else f"//{address}")
+        is_whole = place.scheme in ("", "ray") and place.hostname and place.port
+    except ValueError:  # a port that is no number, or half of the brackets of IPv6
+        is_whole = False
     if not (is_name or is_whole):
         raise UserError(f"--ray {address!r} is no address; use local, auto, HOST:PORT or ray://HOST:PORT")
     _import_ray()
     if not is_name:
         try:
             socket.create_connection((place.hostname, place.port), timeout=ANSWER_S).close()
-        except OSError as fault:
-            raise _no_answer(address, fault.strerror or str(fault)) from None
+        except (OSError, UnicodeError) as fault:  # UnicodeError: a name that no host can have
+            raise _no_answer(address, getattr(fault, "strerror", None) or str(fault)) from None
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Procedural footage for the sample clips: worlds painted from 1/f noise, and cameras that move over them.
 
 A scene is a function from a :class:`Shot` to frames: float TCHW RGB in [0, 1]. Large forms are strong and fine detail
-is weak, as in natural pictures, so that a small autoencoder learns something from them in minutes.
+is weak, as in natural pictures, so that a small autoencoder learns something from them in minutes. A single color has
+the shape 311.
 """
 
 from __future__ import annotations
@@ -56,13 +57,17 @@ class Shot:
         return choices[int(torch.randint(len(choices), (), generator=self.generator))]
 
     def bright_color(self) -> torch.Tensor:
-        return 0.15 + 0.8 * torch.rand(3, generator=self.generator)
+        return 0.15 + 0.8 * torch.rand((3, 1, 1), generator=self.generator)
 
     @property
     def progress(self) -> torch.Tensor:
         """0 to 1 over the clip, starting and ending gently."""
         t = torch.linspace(0, 1, self.frames)
         return 0.7 * t + 0.3 * t * t * (3 - 2 * t)
+
+
+def rgb(red: float, green: float, blue: float) -> torch.Tensor:
+    return torch.tensor([red, green, blue])[:, None, None]
 
 
 def clouds(shot: Shot, height: int, width: int, steepness: float) -> torch.Tensor:
@@ -88,7 +93,7 @@ def ramp(field: torch.Tensor, colors: str) -> torch.Tensor:
 def terrain(shot: Shot, height: int, width: int) -> torch.Tensor:
     """A lit landscape from above (3HW)."""
     ground = clouds(shot, height, width, 1.9)
-    color = ramp(ground, PALETTES[shot.pick(tuple(PALETTES))])
+    color = ramp(ground, shot.pick(tuple(PALETTES.values())))
     slope_x, slope_y = ground - ground.roll(2, dims=1), ground - ground.roll(2, dims=0)
     angle = shot.uniform(0, 2 * math.pi)
     light = 1 + 7 * (math.cos(angle) * slope_x + math.sin(angle) * slope_y)
@@ -124,7 +129,7 @@ def paint_ball(picture: torch.Tensor, y: float, x: float, radius: float, color: 
     reach = torch.hypot(grid_y - radius * 0.35, grid_x - radius * 0.35) - radius
     shadow = 0.45 * (1 - (reach / (0.5 * radius)).clamp(0, 1))
     from_light = torch.hypot(grid_y + radius * 0.4, grid_x + radius * 0.4) / radius
-    lit = color[:, None, None] * (1.15 - 0.5 * from_light) + 0.5 * (1 - from_light * 2.2).clamp(min=0) ** 2
+    lit = color * (1.15 - 0.5 * from_light) + 0.5 * (1 - from_light * 2.2).clamp(min=0) ** 2
     part.copy_(paint(part * (1 - shadow), lit.clamp(0, 1), cover(torch.hypot(grid_y, grid_x) - radius)))
 
 
@@ -136,8 +141,8 @@ def paint_box(
     across = math.cos(angle) * grid_x + math.sin(angle) * grid_y
     along = math.cos(angle) * grid_y - math.sin(angle) * grid_x
     distance = torch.maximum(along.abs() - half[0], across.abs() - half[1])
-    rimmed = paint(part, color[:, None, None] * 0.55, cover(distance))
-    part.copy_(paint(rimmed, color[:, None, None], cover(distance + 2)))
+    rimmed = paint(part, color * 0.55, cover(distance))
+    part.copy_(paint(rimmed, color, cover(distance + 2)))
 
 
 def world(shot: Shot) -> torch.Tensor:
@@ -224,7 +229,7 @@ def objects(shot: Shot) -> torch.Tensor:
 def text(shot: Shot) -> torch.Tensor:
     """Lines of text pass over a soft background."""
     height, width = shot.height * 2, shot.width * 2
-    soft = ramp(clouds(shot, height, width, 2.6), PALETTES[shot.pick(tuple(PALETTES))])
+    soft = ramp(clouds(shot, height, width, 2.6), shot.pick(tuple(PALETTES.values())))
     dark = shot.either() > 0
     soft = soft * 0.45 if dark else 0.55 + soft * 0.45
     sheet = Image.new("L", (width, height))
@@ -236,7 +241,7 @@ def text(shot: Shot) -> torch.Tensor:
         draw.text(place, shot.pick(LINES), fill=255, font=ImageFont.load_default(size))
         y += round(size * 1.5)
     mask = torch.from_numpy(np.asarray(sheet, dtype=np.float32) / 255)
-    ink = shot.bright_color()[:, None, None]
+    ink = shot.bright_color()
     page = paint(soft, 0.6 + 0.4 * ink if dark else 0.4 * ink, mask)
     t = shot.progress - 0.5
     if shot.either() > 0:
@@ -252,13 +257,12 @@ def gradients(shot: Shot) -> torch.Tensor:
     drift = ((clouds(shot, shot.height, shot.width * 2, 2.1) - 0.55) * 3).clamp(0, 0.8)
     speed, rise = shot.uniform(0.2, 0.5) * shot.width, shot.uniform(0.2, 0.6) * shot.height
     sun_x = shot.uniform(0.2, 0.8) * shot.width
-    glow = 0.55 * torch.tensor([1.0, 0.85, 0.6])[:, None, None]
-    white = torch.tensor([0.95, 0.95, 0.97])[:, None, None]
+    glow, white = 0.55 * rgb(1.0, 0.85, 0.6), rgb(0.95, 0.95, 0.97)
     frames = []
     for t in shot.progress.tolist():
         from_sun = torch.hypot(grid_y - (0.75 * shot.height - rise * t), grid_x - sun_x) / shot.height
         sky = first * (1 - t) + second * t + glow * torch.exp(-((from_sun / 0.22) ** 2))
-        sky = paint(sky, torch.ones(3, 1, 1), cover((from_sun - 0.07) * shot.height))
+        sky = paint(sky, rgb(1.0, 1.0, 1.0), cover((from_sun - 0.07) * shot.height))
         shift = round(speed * t)
         frames.append(paint(sky, white, drift[:, shift : shift + shot.width]))
     return torch.stack(frames).clamp(0, 1)
@@ -267,14 +271,14 @@ def gradients(shot: Shot) -> torch.Tensor:
 def parallax(shot: Shot) -> torch.Tensor:
     """Ridges of hills at several distances pass by at different speeds."""
     grid_y, _ = pixel_grid(shot.height, shot.width)
-    sky = ramp((grid_y / shot.height).expand(shot.height, shot.width), shot.pick(SKIES))
-    haze, long = torch.tensor([0.7, 0.78, 0.86]), shot.width * 3
+    sky = ramp(grid_y / shot.height, shot.pick(SKIES))
+    haze, long = rgb(0.7, 0.78, 0.86), shot.width * 3
     layers = []
     for depth in range(4):
         ridge = clouds(shot, 1, long, 1.5)[0] * shot.height * 0.35 + shot.height * (0.15 + 0.2 * depth)
-        tint = ramp(torch.tensor(depth / 3), PALETTES[shot.pick(("forest", "rock", "meadow", "autumn"))])
+        tint = ramp(torch.full((1, 1), depth / 3), PALETTES[shot.pick(("forest", "rock", "meadow", "autumn"))])
         grass = 0.75 + 0.5 * clouds(shot, shot.height, long, 1.3)
-        color = (tint * (0.4 + 0.2 * depth) + haze * (0.6 - 0.2 * depth))[:, None, None] * grass
+        color = (tint * (0.4 + 0.2 * depth) + haze * (0.6 - 0.2 * depth)) * grass
         layers.append((ridge, color, (0.1 + 0.22 * depth) * shot.width))
     direction = shot.either()
     frames = []
@@ -290,7 +294,7 @@ def parallax(shot: Shot) -> torch.Tensor:
 
 def water(shot: Shot) -> torch.Tensor:
     """A landscape seen through moving water: waves bend the picture, light glitters on them."""
-    picture = terrain(shot, shot.height, shot.width) * torch.tensor([0.75, 0.95, 1.05])[:, None, None]
+    picture = terrain(shot, shot.height, shot.width) * rgb(0.75, 0.95, 1.05)
     grid_y, grid_x = pixel_grid(shot.height, shot.width)
     waves = []
     for _ in range(4):
@@ -315,8 +319,8 @@ def water(shot: Shot) -> torch.Tensor:
 def film_grain(shot: Shot) -> torch.Tensor:
     """An old film: almost no color, a vignette, unsteady light, and grain that is new in every frame."""
     frames = pan(shot) if shot.either() > 0 else zoom(shot)
-    grey = (frames * torch.tensor([0.3, 0.59, 0.11])[:, None, None]).sum(1, keepdim=True)
-    frames = 0.15 * frames + 0.85 * grey * torch.tensor([1.05, 0.98, 0.86])[:, None, None]
+    grey = (frames * rgb(0.3, 0.59, 0.11)).sum(1, keepdim=True)
+    frames = 0.15 * frames + 0.85 * grey * rgb(1.05, 0.98, 0.86)
     grid_y, grid_x = pixel_grid(shot.height, shot.width)
     away = torch.hypot((grid_y / shot.height - 0.5) * 1.2, grid_x / shot.width - 0.5)
     flicker = 1 + 0.04 * torch.randn((shot.frames, 1, 1, 1), generator=shot.generator)
@@ -329,20 +333,20 @@ def city(shot: Shot) -> torch.Tensor:
     """Houses with rows of windows pass by at dusk: straight edges and repeated forms."""
     height, width = shot.height, shot.width * 2
     grid_y, grid_x = pixel_grid(height, width)
-    picture = ramp((grid_y / height).expand(height, width), shot.pick(SKIES)) * 0.8
+    picture = ramp(grid_y / height, shot.pick(SKIES)) * 0.8
     for row in range(2):
         x = -10.0
         while x < width:
             wide, top = shot.uniform(0.12, 0.3) * shot.width, height * shot.uniform(0.1 + 0.2 * row, 0.5 + 0.1 * row)
-            wall = ramp(torch.tensor(shot.uniform(0.1, 0.7)), PALETTES[shot.pick(("brick", "rock", "desert"))])
+            wall = ramp(torch.full((1, 1), shot.uniform(0.1, 0.7)), PALETTES[shot.pick(("brick", "rock", "desert"))])
             inside = cover(torch.maximum((grid_x - x - wide / 2).abs() - wide / 2, top - grid_y))
             shade = (0.55 + 0.3 * row) * (1.1 - 0.35 * (grid_x - x) / wide)
-            picture = paint(picture, (wall[:, None, None] * shade).clamp(0, 1).expand_as(picture), inside)
+            picture = paint(picture, (wall * shade).clamp(0, 1), inside)
             step = 0.07 * height * shot.uniform(0.9, 1.4)
             in_cell_x, in_cell_y = ((grid_x - x) % step) / step, ((grid_y - top) % step) / step
             pane = torch.maximum((in_cell_x - 0.5).abs() * 1.3, (in_cell_y - 0.5).abs())
-            lamp = torch.tensor([1.0, 0.85, 0.5]) if shot.uniform(0, 1) < 0.4 else torch.tensor([0.25, 0.3, 0.4])
-            picture = paint(picture, lamp[:, None, None], cover((pane - 0.28) * step) * inside * 0.85)
+            lamp = rgb(1.0, 0.85, 0.5) if shot.uniform(0, 1) < 0.4 else rgb(0.25, 0.3, 0.4)
+            picture = paint(picture, lamp, cover((pane - 0.28) * step) * inside * 0.85)
             x += wide + shot.uniform(-0.02, 0.06) * shot.width
     return camera(shot, picture, x=shot.either() * (shot.progress - 0.5) * 0.7 * shot.width, zoom=0.95)
 

@@ -85,7 +85,8 @@ class SizeSchedule:
             if stage[size] == 0:
                 raise UserError(f"resolutions: the share of {entry!r} is 0; write a share above 0, or leave it out.")
         if 0 not in by_step:
-            first = next(entry for entry in entries if entry.endswith(f"@{min(by_step)}"))
+            step = min(by_step)
+            first = f"{next(iter(by_step[step]))}@{step}"
             raise UserError(f"resolutions: the first stage, {first!r}, must begin at step 0; write it with @0.")
         return cls(
             stages=tuple(

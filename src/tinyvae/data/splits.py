@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -65,7 +65,7 @@ class ClipSet:
     rows: npt.NDArray[np.uint32]
     """Row numbers in the index, in rising order."""
     excluded: Exclusions
-    """Counted over the whole index, the same on both sides."""
+    """Counted over the whole index, and so the same on both sides if their clips are."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -86,6 +86,7 @@ def split(
     index: VideoIndex,
     settings: ClipSettings,
     *,
+    validation: ClipSettings | None = None,
     train_split: float = 0.95,
     split_by: SplitBy = "auto",
     bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
@@ -95,6 +96,7 @@ def split(
     >>> train, val = split(index, settings, train_split=0.95)  # doctest: +SKIP
 
     Args:
+        validation: what a validation clip is, where that is not ``settings``; it decides over the validation files.
         train_split: share of the files that train, by hash. Files with an annotated split stay where it puts them.
         split_by: ``annotation`` insists on annotated splits, ``hash`` ignores them, ``auto`` uses them where given.
         bad_file_limit: share of bad files in the index above which this raises.
@@ -105,26 +107,39 @@ def split(
     if split_by == "annotation" and not index.has_splits:
         raise UserError(f"the index {index.source} holds no annotated split; use split_by=hash, or annotate the files")
     use_annotation = split_by != "hash" and index.has_splits
-    sides: dict[str, list[npt.NDArray[Any]]] = {"train": [], "val": []}
-    left_out = Counter({"bad": 0, "too_short": 0, "too_small": 0, "test": 0})
+    train, val = _sides(index, settings, train_split, use_annotation)
+    if validation is None:
+        return train, val
+    _, val = _sides(index, validation, train_split, use_annotation)
+    # Of a small set one file may have changed sides, and for clips of another size it may have been another file.
+    rows = np.setdiff1d(train.rows, val.rows, assume_unique=True)
+    if len(rows) == 0:
+        raise UserError(f"no file of {index.source} is left for training beside those that validate; add files")
+    return replace(train, rows=rows), val
+
+
+def _sides(
+    index: VideoIndex, settings: ClipSettings, train_split: float, use_annotation: bool
+) -> tuple[ClipSet, ClipSet]:
+    """The files that can give clips of one kind, by annotation or by hash."""
+    numbers, trains = [np.zeros(0, np.uint32)], [np.zeros(0, np.bool_)]
+    left_out: Counter[str] = Counter()
     for start, rows in index.chunks():
         usable, unusable = _usable_rows(rows, settings, without_test=use_annotation)
         left_out.update(unusable)
-        trains = fractions_of_hashes(rows["path_hash"][usable], SPLIT_SALT) < train_split
-        if use_annotation:
-            told = rows["split"][usable]
-            trains = np.where(told == 0, trains, told == SPLITS.index("train"))
-        numbers = (start + usable).astype(np.uint32)
-        sides["train"].append(numbers[trains])
-        sides["val"].append(numbers[~trains])
-    train, val = (np.concatenate([np.zeros(0, np.uint32), *sides[name]]) for name in ("train", "val"))
+        by_hash = fractions_of_hashes(rows["path_hash"][usable], SPLIT_SALT) < train_split
+        told = rows["split"][usable] if use_annotation else np.zeros(len(usable))
+        trains.append(np.where(told == 0, by_hash, told == SPLITS.index("train")))
+        numbers.append((start + usable).astype(np.uint32))
+    all_numbers, all_trains = np.concatenate(numbers), np.concatenate(trains)
     excluded = Exclusions(**left_out)
-    if len(train) + len(val) == 0:
+    if len(all_numbers) == 0:
         raise UserError(
             f"no file of {index.source} can give a clip of {settings.n_frames} frames at "
             f"{settings.width}x{settings.height} (width x height): {excluded.sentence()}; "
             "ask for a smaller or shorter clip, or add files"
         )
+    train, val = all_numbers[all_trains], all_numbers[~all_trains]
     if not use_annotation and train_split < 1.0:
         train, val = _fill_empty_side(index, train, val)
     _refuse_empty_side(index, train, val, train_split, use_annotation)
@@ -190,9 +205,8 @@ def _refuse_empty_side(
     index: VideoIndex, train: npt.NDArray[Any], val: npt.NDArray[Any], train_split: float, use_annotation: bool
 ) -> None:
     if len(train) == 0:
-        raise UserError(
-            f"no usable file of {index.source} is in the training split; annotate some or use split_by=hash"
-        )
+        remedy = "annotate some or use split_by=hash" if use_annotation else "add files, or set train_split=1"
+        raise UserError(f"no usable file of {index.source} is in the training split; {remedy}")
     if len(val) == 0 and train_split < 1.0:
         remedy = "annotate some as val, use split_by=hash" if use_annotation else "add files"
         raise UserError(

@@ -139,8 +139,7 @@ def open_data(config: TrainConfig, engine: Engine, folder: Path, *, index_folder
     if config.use_sample_clips:
         engine.from_main(lambda: write_missing_sample_clips(config))
     index = _open_index(config, engine, index_folder)
-    train, _ = split_files(config, index, training_settings(config))
-    _, validation = split_files(config, index, validation_settings(config))
+    train, validation = split_files(config, index)
     if engine.is_main:
         _log_excluded(config, train, validation)
     if fix := lack_of_validation(config, validation):
@@ -149,13 +148,15 @@ def open_data(config: TrainConfig, engine: Engine, folder: Path, *, index_folder
     return RunData(config=config, train=train, validation=validation, bad_files=bad_files)
 
 
-def split_files(config: TrainConfig, index: VideoIndex, settings: ClipSettings) -> tuple[ClipSet, ClipSet]:
-    """The files that train and those that validate, as far as they can give a clip of these settings."""
+def split_files(config: TrainConfig, index: VideoIndex, *, whole: bool = True) -> tuple[ClipSet, ClipSet]:
+    """The files that train and those that validate. Of a sample of the files (not ``whole``) all train: the hash may
+    put it all on one side."""
     return split(
         index,
-        settings,
-        train_split=config.train_split,
-        split_by=config.split_by,
+        training_settings(config),
+        validation=validation_settings(config) if whole else None,
+        train_split=config.train_split if whole else 1.0,
+        split_by=config.split_by if whole else "hash",
         bad_file_limit=config.bad_file_limit,
     )
 

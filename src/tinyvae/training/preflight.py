@@ -36,7 +36,6 @@ from tinyvae.data.index import VideoIndex, hash_of_path, is_index, open_index
 from tinyvae.data.index_build import build_index, usable_cores
 from tinyvae.data.latent_store import DTYPES, LatentStore, StoredLatents
 from tinyvae.data.sizes import ClipSize
-from tinyvae.data.splits import ClipSet
 from tinyvae.errors import UserError
 from tinyvae.files import existing_folder
 from tinyvae.storage import Place, Url, file_cache, use_file_cache
@@ -51,7 +50,6 @@ from tinyvae.training.clips import (
     list_of_videos,
     loading_processes,
     split_files,
-    training_settings,
 )
 from tinyvae.training.deepspeed import LaunchConfig
 from tinyvae.training.guards import is_out_of_memory
@@ -313,7 +311,7 @@ def _latents(config: TrainConfig) -> Check | None:
         return None
     try:
         index = config.index_path
-        train = None if index is None else _sides(config, open_index(index, config.data_root))[0]
+        train = None if index is None else split_files(config, open_index(index, config.data_root))[0]
         store = open_latents(config, train, processes=None)
     except UserError as mistake:
         return Check(name="latents", found=str(config.latent_store), fix=str(mistake))
@@ -323,13 +321,6 @@ def _latents(config: TrainConfig) -> Check | None:
     clips = config.train_batch_size * config.gradient_accumulation_steps
     found += f"; the first comes again after {count_of(store.num_clips // clips, 'step')} of one device"
     return Check(name="latents", found=found + ("" if train else "; the run compares its files at the start"))
-
-
-def _sides(config: TrainConfig, index: VideoIndex, *, whole: bool = True) -> tuple[ClipSet, ClipSet]:
-    """Training and validation files. Of a sample (not ``whole``) all train: the hash may put it all on one side."""
-    if not whole:
-        config = replace(config, train_split=1.0, split_by="hash")
-    return split_files(config, index, training_settings(config))
 
 
 def _sampled_data(config: TrainConfig, source: Place) -> Check:
@@ -357,7 +348,7 @@ def _sampled_data(config: TrainConfig, source: Place) -> Check:
 
 def _split(config: TrainConfig, index: VideoIndex, note: str, *, whole: bool) -> Check:
     """``whole``: the index holds all files."""
-    train, validation = _sides(config, index, whole=whole)
+    train, validation = split_files(config, index, whole=whole)
     note += f": {len(train)} train, {len(validation)} validate" if whole else f": {len(train)} of {len(index)} usable"
     if train.excluded.total:
         note += f"; left out: {train.excluded.sentence()}"

@@ -107,8 +107,7 @@ def read_frames(
     if info is not None:
         if wanted[-1] >= info.frames:
             raise UnreadableVideoError(path, f"it has {info.frames} frames, frame {wanted[-1]} was asked for")
-        if info.ends_crc is not None and info.ends_crc != ends_crc(path):
-            raise UnreadableVideoError(path, "it has changed since it was indexed; run `tinyvae data index` again")
+        check_unchanged(path, info)
     places = {number: place for place, number in enumerate(wanted)}
     converter = RgbConverter()
     for number, frame, orientation in _frames_from(path, wanted[0], info, Deadline(path, timeout_s)):
@@ -128,6 +127,12 @@ def read_frames(
         if number == wanted[-1]:
             return out
     raise UnreadableVideoError(path, f"it ends before frame {wanted[-1]}, which was asked for")
+
+
+def check_unchanged(path: Path, info: VideoInfo) -> None:
+    """Refuse a file that is not the one that was probed, by its ends."""
+    if info.ends_crc is not None and info.ends_crc != ends_crc(path):
+        raise UnreadableVideoError(path, "it has changed since it was indexed; run `tinyvae data index` again")
 
 
 def iterate_frames(

@@ -67,12 +67,14 @@ class AudioTrack:
         self._packets: Iterator[tuple[Fraction, Any]] = iter(())
         sound: Any = next((s for s in self._input.streams.audio if s.codec_context is not None), None)
         # The stream is made now: a container takes no new ones once packets are written.
-        if sound is not None and sound.name in COPIED_CODECS:
+        if sound is not None and sound.codec_context.codec.canonical_name in COPIED_CODECS:
             self._packets = self._copied(sound, output.add_stream_from_template(sound))
         elif sound is not None:
             layout = "mono" if sound.codec_context.layout.nb_channels == 1 else "stereo"
-            stream = output.add_stream("aac", rate=sound.codec_context.sample_rate, layout=layout)
-            self._packets = self._encoded(sound, stream, layout)
+            known_rates = av.Codec("aac", "w").audio_rates or []
+            rate = max((known for known in known_rates if known <= sound.codec_context.sample_rate), default=48_000)
+            stream = output.add_stream("aac", rate=rate, layout=layout)
+            self._packets = self._encoded(sound, stream, layout, rate)
         self._waiting = self._next()
 
     def mux_until(self, end_s: Fraction) -> None:
@@ -102,8 +104,7 @@ class AudioTrack:
                 packet.stream = stream
                 yield packet.pts * sound.time_base, packet
 
-    def _encoded(self, sound: Any, stream: Any, layout: str) -> Iterator[tuple[Fraction, Any]]:
-        rate = sound.codec_context.sample_rate
+    def _encoded(self, sound: Any, stream: Any, layout: str, rate: int) -> Iterator[tuple[Fraction, Any]]:
         resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate, frame_size=_AAC_FRAME_SAMPLES)
         samples: int | None = None
         for decoded in chain(self._input.decode(sound), (None,)):
