@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -31,6 +32,11 @@ def wait_for_step(started: Launch, run: Path, step: int) -> None:
     assert process.is_alive(), f"ended with {process.exitcode} at step {last_step(run)}"
 
 
+def open_streams_again() -> None:
+    """As a process has them that starts at this pipe or terminal: Python's own remember that they were files."""
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", 1, closefd=False) for stream in (1, 2))
+
+
 class WritesToPipe:
     """A rank whose stdout and stderr are a named pipe."""
 
@@ -43,6 +49,7 @@ class WritesToPipe:
         os.dup2(writer, 1)
         os.dup2(writer, 2)
         os.close(writer)
+        open_streams_again()
         terminal.SECONDS_PER_LINE = self.seconds_per_line
 
 
@@ -58,6 +65,7 @@ class AtTerminal:
         for stream in (0, 1, 2):
             os.dup2(inside, stream)
         os.close(inside)
+        open_streams_again()
 
 
 def assert_nothing_was_lost(run: Path) -> None:
