@@ -261,6 +261,16 @@ def test_the_data_may_lie_elsewhere_but_must_be_the_same(finished: Path, clips: 
         resumed(finished, moved, "latest")
 
 
+def test_a_bad_file_that_was_repaired_meanwhile_stays_out(clips: Path, tmp_path: Path) -> None:
+    """Nobody watches when a job is started again at night: it goes on with the files that it began with."""
+    own, run_folder = shutil.copytree(clips, tmp_path / "own"), tmp_path / "run"
+    (own / "clip_99.mp4").write_bytes(b"not a video")
+    stop_at_3(own, run_folder, bad_file_limit=0.5)
+    shutil.copy2(own / "clip_0.mp4", own / "clip_99.mp4")
+    train_here(arguments_for(own, run_folder, bad_file_limit=0.5, resume_from_checkpoint="latest"))
+    assert (run_folder / "final_model.safetensors").is_file()
+
+
 def test_an_index_of_the_users_own_stays_the_index(finished: Path, clips: Path, tmp_path: Path) -> None:
     """Also one that is named like the one that a run makes."""
     own = build_index(clips, tmp_path / "data_index.tvi", num_workers=0, show_progress_bar=False).index.file

@@ -143,10 +143,16 @@ def open_or_build_index(
     return open_index(output)
 
 
-def bring_up_to_date(source: Place, output: Path, *, data_root: Place | None = None, **options: Any) -> None:
-    """Make the index ``output`` of ``source`` (options as in `build_index`), unless it lists the same files already."""
+def bring_up_to_date(
+    source: Place, output: Path, *, data_root: Place | None = None, keeps_verdicts: bool = False, **options: Any
+) -> None:
+    """Make the index ``output`` of ``source`` (options as in `build_index`), unless it lists the same files already.
+
+    A bad file that was replaced is looked at again. Not with ``keeps_verdicts``: a run that resumes goes on with the
+    files that it began with.
+    """
     root = place_of(data_root) if data_root is not None else default_data_root(source)
-    if not _is_current(source, output, root):
+    if not _is_current(source, output, root, keeps_verdicts):
         report = build_index(source, output, data_root=root, **options)
         log.info("indexed %s: %s", source, report.sentence())
 
@@ -175,7 +181,7 @@ def _survey(source: Place, root: Place, entries: Iterator[VideoEntry]) -> dict[s
     return _header_place(source, root) | {"num_entries": num_entries, "paths_sum": paths_sum}
 
 
-def _is_current(source: Place, output: Path, root: Place) -> bool:
+def _is_current(source: Place, output: Path, root: Place, keeps_verdicts: bool) -> bool:
     """Whether the index ``output`` still lists the files of ``source``, and its bad files are still those of then. No
     video and no unchanged list is read."""
     index = _open_usable(output)
@@ -185,7 +191,7 @@ def _is_current(source: Place, output: Path, root: Place) -> bool:
         return False
     if source.is_dir() and not _survey(source, root, iterate_entries(source, root)).items() <= index.header.items():
         return False
-    return isinstance(root, Url) or not any(_was_replaced(index, row) for row in index.bad_rows())
+    return keeps_verdicts or isinstance(root, Url) or not any(_was_replaced(index, row) for row in index.bad_rows())
 
 
 def _was_replaced(index: VideoIndex, row: IndexRow) -> bool:

@@ -167,11 +167,17 @@ def _open_index(config: TrainConfig, engine: Engine, folder: Path) -> VideoIndex
     if is_index(source):
         return open_index(source, config.data_root)
     output = folder / CACHED_INDEX
-    workers, timeout_s = max(1, loading_processes(config)), config.decode_timeout_s
 
     def make() -> None:
         with writing_to(folder):
-            bring_up_to_date(source, output, data_root=config.data_root, num_workers=workers, timeout_s=timeout_s)
+            bring_up_to_date(
+                source,
+                output,
+                data_root=config.data_root,
+                keeps_verdicts=config.resume_from_checkpoint is not None,
+                num_workers=max(1, loading_processes(config)),
+                timeout_s=config.decode_timeout_s,
+            )
 
     engine.from_main(make)
     if not output.is_file():
