@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from tinyvae.cache_folder import GIB, CacheFolder, open_copy
+from tinyvae.cache_folder import GIB, CacheFolder, open_copy, user_cache
 
 
 def add(cache: CacheFolder, key: str, *, age_s: float, size: int = 100) -> Path:
@@ -19,6 +20,19 @@ def add(cache: CacheFolder, key: str, *, age_s: float, size: int = 100) -> Path:
     used = time.time() - age_s
     os.utime(file, (used, used - 1000))
     return file
+
+
+def test_downloads_of_a_user_without_a_home_lie_on_the_temporary_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache() == tmp_path / "tinyvae"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert user_cache() == tmp_path / ".cache" / "tinyvae"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54_321)  # nobody's
+    assert user_cache() == Path(tempfile.gettempdir()) / "tinyvae-downloads-54321"
 
 
 def test_the_longest_unused_copies_go_and_foreign_files_stay(tmp_path: Path) -> None:

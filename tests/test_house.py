@@ -14,7 +14,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "tinyvae"
 FLOORS = [
     {"errors", "heap"},
     {"terminal"},
-    {"files", "cache_folder"},
+    {"files"},
+    {"cache_folder"},
     {"storage"},
     {"models"},
     {"engines", "video"},

@@ -19,6 +19,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from tinyvae.files import home_folder
+
 GIB = 2**30
 ABANDONED_S = 3600.0
 """An unfinished copy that was not written to for this long belongs to a process that was killed."""
@@ -37,6 +39,15 @@ def default_cache_folder(kind: str) -> Path:
     """A folder of this user on the machine's own temporary disk; all runs there share it."""
     user = os.getuid() if hasattr(os, "getuid") else "cache"  # Windows: each user has a temporary folder
     return Path(tempfile.gettempdir()) / f"tinyvae-{kind}-{user}"
+
+
+def user_cache() -> Path:
+    """Where downloads of this user are kept: ``$XDG_CACHE_HOME/tinyvae``, else ``~/.cache/tinyvae``. A user without a
+    home has a folder on the temporary disk."""
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache) / "tinyvae"
+    home = home_folder()
+    return default_cache_folder("downloads") if home is None else home / ".cache" / "tinyvae"
 
 
 class CacheFolder:

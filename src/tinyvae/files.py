@@ -46,6 +46,12 @@ def atomic_write(path: Path, mode: str = "wb", *, sync: bool = True) -> Iterator
         raise
 
 
+def home_folder() -> Path | None:
+    """Of this user; None for one without, as in containers that start with any user number."""
+    found = os.path.expanduser("~")
+    return Path(found) if os.path.isabs(found) else None
+
+
 def sha256_of(path: Path) -> str:
     """The sha256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as stream:

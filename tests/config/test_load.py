@@ -606,6 +606,14 @@ def test_the_home_folder_is_no_project(tmp_path: Path, monkeypatch: pytest.Monke
     assert project_of(tmp_path / "work") == tmp_path / "work"
 
 
+def test_a_user_without_a_home_has_projects_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that starts with any user number."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 54_321)  # nobody's
+    (tmp_path / ".git").mkdir()
+    assert project_of(tmp_path / "work") == tmp_path
+
+
 def test_paths_of_the_command_line_start_from_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()

@@ -28,6 +28,7 @@ from tinyvae.config.rules import Complaint, GivenPath
 from tinyvae.config.schema import FIELDS, RUN_FORMAT, TrainConfig, kinds_of, path_keys, shown_value
 from tinyvae.config.variant import TEACHER_KEYS, variant_of_teacher, variant_of_weights
 from tinyvae.errors import MissingFileError, UserError, nearest_name
+from tinyvae.files import home_folder
 from tinyvae.models.variants import VARIANTS
 from tinyvae.storage import Url
 
@@ -110,9 +111,9 @@ def load_config(preset_or_file: str | Path, overrides: Sequence[str] | Mapping[s
 
 def project_of(folder: Path) -> Path:
     """The nearest folder at or above with a project marker (never the home folder or the root); else ``folder``."""
-    folder = Path(os.path.abspath(folder))
+    folder, home = Path(os.path.abspath(folder)), home_folder()
     for candidate in (folder, *folder.parents):
-        if candidate in (Path.home(), Path(candidate.anchor)):
+        if candidate in (home, Path(candidate.anchor)):
             break
         if any((candidate / marker).exists() for marker in PROJECT_MARKERS):
             return candidate

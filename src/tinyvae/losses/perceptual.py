@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tinyvae.cache_folder import user_cache
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.files import atomic_write, sha256_of
 
@@ -133,8 +134,7 @@ def perceptual_loss(
 
 def cached_lpips_path() -> Path:
     """Where ``tinyvae lpips-weights`` writes, and where every run looks last."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "tinyvae" / "lpips_alex.safetensors"
+    return user_cache() / "lpips_alex.safetensors"
 
 
 def find_lpips_weights(named: Path | None) -> Path:

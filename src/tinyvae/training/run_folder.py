@@ -25,7 +25,7 @@ import psutil
 from tinyvae.config.schema import RUN_FORMAT, TIME_DIRECTIVES, TrainConfig, to_json
 from tinyvae.data.index_build import CACHED_INDEX
 from tinyvae.errors import UserError
-from tinyvae.files import atomic_write, writing_to
+from tinyvae.files import atomic_write, home_folder, writing_to
 from tinyvae.terminal import duration_in_words
 from tinyvae.training.checkpoint import UNFINISHED, remove_unfinished
 from tinyvae.training.validation import put_best_model_back
@@ -316,8 +316,7 @@ def copy_past(old_run: Path, folder: Path) -> None:
 def point_latest_at(folder: Path) -> None:
     """Make the link ``latest`` beside the run folder lead to it. There is always an old link or a new one."""
     link = folder.parent / LATEST
-    home = Path(os.path.expanduser("~"))  # Path.home() fails for a user without one, as in some containers
-    if folder.parent in (Path(folder.anchor), home) or (link.exists() and not link.is_symlink()):
+    if folder.parent in (Path(folder.anchor), home_folder()) or (link.exists() and not link.is_symlink()):
         return  # a folder of this name is the user's own; and nobody looks for runs there
     fresh = link.with_name(f".{LATEST}-{os.getpid()}")
     try:

@@ -8,7 +8,6 @@ folder, and each file is compared with the sha256 that is written here.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import tarfile
@@ -18,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinyvae.cache_folder import user_cache
 from tinyvae.errors import UserError
 from tinyvae.files import atomic_write, sha256_of, writing_to
 
@@ -35,10 +35,9 @@ NPM_TIMEOUT_S = 300
 
 
 def find_runtime() -> Path:
-    """The folder with onnxruntime-web's files: ``onnxruntime-web-VERSION`` in ``$XDG_CACHE_HOME/tinyvae``, else in
-    ``~/.cache/tinyvae``. npm fetches them where they are not there yet."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(cache) / "tinyvae" / PACKAGE.replace("@", "-")
+    """The folder with onnxruntime-web's files: ``onnxruntime-web-VERSION`` in the user's cache. npm fetches
+    them where they are not there yet."""
+    folder = user_cache() / PACKAGE.replace("@", "-")
     if not all(_is_right(folder / name) for name in RUNTIME_FILES):
         fetch_runtime(folder)
     return folder
