@@ -343,6 +343,19 @@ main(sys.argv[1:])
 """
 
 
+def test_a_store_that_was_begun_goes_on_with_its_files(clips: Path, teacher: Path, tmp_path: Path) -> None:
+    """Although a bad file was repaired meanwhile; a new store takes it."""
+    own, bad = shutil.copytree(clips, tmp_path / "own"), {"bad_file_limit": 0.5}
+    (own / "clip_99.mp4").write_bytes(b"not a video")
+    words = live(own, tmp_path / "run", teacher, **bad)
+    assert make(words, tmp_path / "begun", 4) == 0
+    shutil.copy2(own / "clip_0.mp4", own / "clip_99.mp4")
+    assert make(words, tmp_path / "begun", 8) == 0
+    assert make(words, tmp_path / "new", 4) == 0
+    files = [LatentStore.open(tmp_path / name).facts.data["files"] for name in ("begun", "new")]
+    assert files[1] == files[0] + 1
+
+
 @pytest.mark.slow
 def test_kill_9_costs_one_shard_and_several_processes_share_a_store(clips: Path, teacher: Path, tmp_path: Path) -> None:
     """The real command: killed, damaged, started again in two processes at once; the store is that of one process."""

@@ -134,11 +134,16 @@ class RunData:
         )
 
 
-def open_data(config: TrainConfig, engine: Engine, folder: Path, *, index_folder: Path) -> RunData:
-    """Write the sample clips if asked for, index new files in ``index_folder`` (on one rank), and split."""
+def open_data(
+    config: TrainConfig, engine: Engine, folder: Path, *, index_folder: Path, keeps_verdicts: bool
+) -> RunData:
+    """Write the sample clips if asked for, index new files in ``index_folder`` (on one rank), and split.
+
+    ``keeps_verdicts``: a bad file that was repaired meanwhile stays out, because what was begun goes on.
+    """
     if config.use_sample_clips:
         engine.from_main(lambda: write_missing_sample_clips(config))
-    index = _open_index(config, engine, index_folder)
+    index = _open_index(config, engine, index_folder, keeps_verdicts=keeps_verdicts)
     train, validation = split_files(config, index)
     if engine.is_main:
         _log_excluded(config, train, validation)
@@ -161,7 +166,7 @@ def split_files(config: TrainConfig, index: VideoIndex, *, whole: bool = True) -
     )
 
 
-def _open_index(config: TrainConfig, engine: Engine, folder: Path) -> VideoIndex:
+def _open_index(config: TrainConfig, engine: Engine, folder: Path, *, keeps_verdicts: bool) -> VideoIndex:
     """The index of the run's videos, made by the main process in ``folder`` unless the source itself is one."""
     source = list_of_videos(config)
     if is_index(source):
@@ -174,7 +179,7 @@ def _open_index(config: TrainConfig, engine: Engine, folder: Path) -> VideoIndex
                 source,
                 output,
                 data_root=config.data_root,
-                keeps_verdicts=config.resume_from_checkpoint is not None,
+                keeps_verdicts=keeps_verdicts,
                 num_workers=max(1, loading_processes(config)),
                 timeout_s=config.decode_timeout_s,
             )

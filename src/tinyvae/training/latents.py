@@ -15,7 +15,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from tinyvae.config.load import LoadedConfig
 from tinyvae.config.rules import path_complaints, raise_complaints, value_complaints
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip_reading import BadFileWatch, ClipBatch, Clips, ReadBatch
-from tinyvae.data.latent_store import DTYPES, LOCK, LatentStore, StoredLatents, StoreFacts
+from tinyvae.data.latent_store import DTYPES, LOCK, MANIFEST, LatentStore, StoredLatents, StoreFacts
 from tinyvae.data.loader import make_position_loader
 from tinyvae.data.ray_cluster import check_address, ray_cluster
 from tinyvae.data.splits import ClipSet
@@ -78,7 +77,7 @@ def make_latents(loaded: LoadedConfig, job: LatentJob) -> int:
     engine = Engine(config)
     if engine.world_size > 1:
         raise UserError("a launcher started several processes; start each by itself, with --shard 1/8, 2/8 and so on.")
-    data = open_clips(config, engine, work_folder(job.folder))
+    data = open_clips(config, engine, job)
     teacher = build_teacher(settle_compilation(config, engine.device), engine.device)
     facts = facts_of(config, data.train, teacher, job)
     check_room(config, facts, job)
@@ -109,11 +108,14 @@ def check_job(loaded: LoadedConfig, job: LatentJob) -> None:
     raise_complaints(needed, heading=loaded.source)
 
 
-def open_clips(config: TrainConfig, engine: Engine, folder: Path) -> RunData:
-    """The run's files; where they have no index yet, it is made in ``folder`` by the first process that comes."""
+def open_clips(config: TrainConfig, engine: Engine, job: LatentJob) -> RunData:
+    """The run's files; where they have no index yet, the first process that comes makes it. A store that was begun
+    goes on with the files that it has."""
+    folder = work_folder(job.folder)
     with open(folder / LOCK, "ab") as stream:
         lock_file(stream, wait=True)
-        return open_data(config, engine, folder, index_folder=folder)
+        begun = (job.folder / MANIFEST).exists()
+        return open_data(config, engine, folder, index_folder=folder, keeps_verdicts=begun)
 
 
 def facts_of(config: TrainConfig, train: ClipSet, teacher: Teacher, job: LatentJob) -> StoreFacts:

@@ -214,7 +214,8 @@ class _Run:
     def _open_data(self) -> RunData:
         """The run's files, with its latent store if it has one; refused if a checkpoint was made with others."""
         config, engine = self.config, self.engine
-        data = open_data(config, engine, self.folder, index_folder=self.index_folder)
+        resumes = config.resume_from_checkpoint is not None
+        data = open_data(config, engine, self.folder, index_folder=self.index_folder, keeps_verdicts=resumes)
         latents = engine.from_main(lambda: open_latents(config, data.train, processes=engine.world_size))
         data = replace(data, latents=latents)
         if self.saved is not None:
