@@ -27,6 +27,7 @@ from tinyvae.video.pixels import EXACT
 FORMATS = {".mp4": "mp4", ".mov": "mov", ".mkv": "matroska"}
 COPIED_CODECS = frozenset({"aac", "mp3", "ac3", "eac3", "alac"})
 """Sound that all three formats can hold and players expect there. Other sound becomes AAC."""
+LOWEST_MP3_RATE = 16_000  # Hz; an MP4 file holds no slower one
 _AAC_FRAME_SAMPLES = 1024
 
 # As in reading, and with the chroma of all pixels averaged; by default swscale takes every second one.
@@ -67,7 +68,7 @@ class AudioTrack:
         self._packets: Iterator[tuple[Fraction, Any]] = iter(())
         sound: Any = next((s for s in self._input.streams.audio if s.codec_context is not None), None)
         # The stream is made now: a container takes no new ones once packets are written.
-        if sound is not None and sound.codec_context.codec.canonical_name in COPIED_CODECS:
+        if sound is not None and _can_be_copied(sound.codec_context, output):
             self._packets = self._copied(sound, output.add_stream_from_template(sound))
         elif sound is not None:
             layout = "mono" if sound.codec_context.layout.nb_channels == 1 else "stereo"
@@ -118,6 +119,13 @@ class AudioTrack:
                 samples += frame.samples
                 yield from ((packet.pts * packet.time_base, packet) for packet in stream.encode(frame))
         yield from ((packet.pts * packet.time_base, packet) for packet in stream.encode(None))
+
+
+def _can_be_copied(sound: Any, output: Any) -> bool:
+    codec = sound.codec.canonical_name
+    return codec in COPIED_CODECS and not (
+        codec == "mp3" and output.format.name == "mp4" and sound.sample_rate < LOWEST_MP3_RATE
+    )
 
 
 class VideoWriter:
