@@ -53,6 +53,14 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert file.read_bytes() == b"old" and list(tmp_path.iterdir()) == [file]
 
 
+def test_two_writes_of_one_file_at_once_both_succeed(tmp_path: Path) -> None:
+    """As by two containers that share a folder, each with a process of the same number."""
+    with atomic_write(tmp_path / "file", "w") as first, atomic_write(tmp_path / "file", "w") as second:
+        first.write("first")
+        second.write("second")
+    assert (tmp_path / "file").read_text() == "first" and len(list(tmp_path.iterdir())) == 1
+
+
 def test_sha256_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "abc").write_bytes(b"abc")  # the example of FIPS 180-4
     assert sha256_of(tmp_path / "abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,12 +29,13 @@ LITTLE_ROOM = 1 << 20  # bytes; a write that failed without a reason and with le
 def atomic_write(path: Path, mode: str = "wb", *, sync: bool = True) -> Iterator[IO[Any]]:
     """Open a file for writing that gets its name only when it is complete and on the disk.
 
-    Until then it is hidden beside its place as ``.NAME.PID.part``. A failure removes it; a kill leaves at most that.
+    Until then it is hidden beside its place as ``.NAME.RANDOM.part``. A failure removes it; a kill leaves at most that.
     ``sync=False`` is for what can be made again: faster, and a power cut may leave it empty.
 
     Example: ``with atomic_write(folder / "config.json", "w") as stream: json.dump(values, stream)``
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # Random: containers that share the folder have processes with the same number.
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         with part.open(mode, encoding=None if "b" in mode else "utf-8") as stream:
             yield stream

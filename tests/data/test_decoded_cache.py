@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -126,11 +127,12 @@ def test_what_a_killed_process_left_goes_and_what_another_writes_stays(tmp_path:
     assert copies(cache) == {name_of(cache, video), "written.2.part"}
 
 
-def test_a_full_disk_is_a_full_cache_and_no_bad_video(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_full_cache_and_no_bad_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=0))
     video = write_video(tmp_path / "a.mp4")
     cache = DecodedCache(tmp_path / "cache", max_gb=1)
     cache.folder.mkdir()
-    unfinished = cache.folder / f".{name_of(cache, video)}.{os.getpid()}.part"
+    unfinished = cache.folder / f".{name_of(cache, video)}.{'0' * 12}.part"
     unfinished.symlink_to("/dev/full")
     assert whole(cache, video) is None and cache.event == "full"
     assert copies(cache) == set()
