@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tinyvae.teachers import LatentSpace, draw
 
@@ -16,6 +17,13 @@ def test_the_way_to_diffusion_space_and_back() -> None:
     torch.testing.assert_close(found[:, :, 1], (z[:, :, 1].float() + 1.0) * 0.7 / 0.25)
     torch.testing.assert_close(SPACE.denormalize(found), z.float())
     assert LatentSpace.of({"mean": [0.5, -1.0], "std": [2.0, 0.25], "factor": 0.7}) == SPACE
+
+
+def test_a_first_call_by_a_compiler_spoils_no_later_one() -> None:
+    space = LatentSpace(mean=(0.1, 0.2), std=(3.0, 4.0), factor=0.3)  # nobody else has these numbers
+    with FakeTensorMode():
+        assert space.normalize(torch.ones(1, 1, 2, 4, 4)).shape == (1, 1, 2, 4, 4)
+    assert space.denormalize(space.normalize(torch.ones(1, 1, 2, 4, 4))).sub(1).abs().max() < 1e-6
 
 
 def test_a_draw_depends_on_the_seed_and_the_position_alone() -> None:

@@ -82,7 +82,15 @@ def _noise(shape: tuple[int, ...], seed: int, position: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng((seed, position)).standard_normal(shape, dtype=np.float32))
 
 
-@functools.lru_cache(maxsize=64)  # else every step copies these few numbers to the device
 def _column(values: tuple[float, ...], device: torch.device) -> Tensor:
+    kept = _kept_column(values, device)
+    # If the first call was a compiler's trace, a tensor without values was kept.
+    return kept if type(kept) is Tensor else _make_column(values, device)
+
+
+def _make_column(values: tuple[float, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # a tensor of inference mode would fail in a later step with gradients
         return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
+
+
+_kept_column = functools.lru_cache(maxsize=64)(_make_column)  # else every step copies these few numbers to the device
