@@ -159,8 +159,10 @@ def _entries_of_folder(folder: Path, root: _Root) -> Iterator[VideoEntry]:
 
 def _leads_out(link: str, folder: Path) -> bool:
     """Whether a link leads to a folder that is neither in ``folder`` (where it is listed anyway) nor around it."""
+    if not os.path.isdir(link):  # first: it is one question to the storage, and realpath asks for every folder above
+        return False
     target = Path(os.path.realpath(link))
-    return os.path.isdir(target) and not target.is_relative_to(folder) and not folder.is_relative_to(target)
+    return not target.is_relative_to(folder) and not folder.is_relative_to(target)
 
 
 def _records_of_jsonl(stream: IO[bytes], file: Place) -> Iterator[tuple[int, object]]:
