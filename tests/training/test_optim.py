@@ -14,6 +14,7 @@ from tinyvae import TAEHV
 from tinyvae.config.schema import TrainConfig
 from tinyvae.training.optim import (
     Muon,
+    OptimizerSet,
     WeightAverage,
     inner_conv_weights,
     learning_rate_factor,
@@ -126,6 +127,22 @@ def test_rates_follow_the_factor_and_a_load_keeps_what_the_run_sets() -> None:
     muon, adamw = changed.groups()
     assert (muon["lr"], muon["momentum"]) == (0.04, 0.5)
     assert (adamw["lr"], adamw["weight_decay"], adamw["betas"], adamw["eps"]) == (0.004, 0.3, (0.8, 0.99), 1e-6)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_load_keeps_whether_the_step_is_fused(fused: bool) -> None:
+    """Either way: a step counts on, and the saved one is not touched."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    saving, loading = (OptimizerSet([torch.optim.AdamW([weight], fused=one)]) for one in (not fused, fused))
+    for optimizers in (saving, loading):
+        weight.grad = torch.ones(4)
+        if optimizers is loading:
+            saved = saving.state_dict()
+            loading.load_state_dict(saved)
+            assert saved["optimizers"][0]["param_groups"][0]["fused"] is not fused
+        optimizers.optimizers[0].step()
+    assert loading.optimizers[0].param_groups[0]["fused"] is fused
+    assert loading.optimizers[0].state[weight]["step"] == 2
 
 
 def test_state_of_another_grouping_is_refused_in_a_sentence() -> None:

@@ -14,7 +14,7 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 
-SET_BY_CONFIG = ("base_lr", "betas", "eps", "weight_decay", "momentum")
+SET_BY_CONFIG = ("base_lr", "betas", "eps", "weight_decay", "momentum", "fused")
 """Options of a group of weights that a checkpoint does not change: this run's configuration decides them."""
 
 
@@ -139,11 +139,12 @@ class OptimizerSet:
                 f"the checkpoint's optimizer state holds groups of {sizes} weights, this run's {own}: it was made by "
                 "another version or with another optimizer setting; use it as --pretrained_model_path instead."
             )
-        options = [{key: group[key] for key in SET_BY_CONFIG if key in group} for group in self.groups()]
         for optimizer, one in zip(self.optimizers, saved, strict=True):
-            optimizer.load_state_dict(one)
-        for group, kept in zip(self.groups(), options, strict=True):
-            group.update(kept)
+            groups = [
+                theirs | {key: ours[key] for key in SET_BY_CONFIG if key in ours}
+                for theirs, ours in zip(one["param_groups"], optimizer.param_groups, strict=True)
+            ]
+            optimizer.load_state_dict({**one, "param_groups": groups})  # torch places the step counts by these options
 
 
 def make_optimizers(model: TAEHV, config: TrainConfig) -> OptimizerSet:
