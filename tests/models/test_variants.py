@@ -77,7 +77,8 @@ def test_seraena_groups_that_fail(frames: int, group: int) -> None:
 @pytest.mark.parametrize(("frames", "group"), [(16, 4), (20, 4), (20, 5), (28, 7)])
 def test_seraena_groups_that_work(frames: int, group: int) -> None:
     get_spec("taehv").check_seraena_frames(frames, group)
-    assert group in get_spec("taehv").seraena_divisors(frames)
+    divisors = get_spec("taehv").seraena_divisors(frames)
+    assert group in divisors and divisors == [k for k in range(1, frames + 1) if frames % k == 0]
 
 
 def test_previews_make_one_frame_per_latent_and_cannot_be_compared() -> None:
@@ -101,6 +102,8 @@ def test_previews_make_one_frame_per_latent_and_cannot_be_compared() -> None:
         (lambda: get_spec("taehv").latents(0), "at least 1 frame"),
         (lambda: get_spec("taehv").frames_from_latents(0), "at least 1 latent"),
         (lambda: get_spec("taecvx").check_training_length(-100), "8k or 8k\\+1, here 1"),
+        (lambda: get_spec("taehv").check_training_length(10**20 + 3), f"here {10**20 + 1} or {10**20 + 4}"),
+        (lambda: get_spec("taehv").check_seraena_frames(10**12, 7), "use one of 1, 2, 4, 5, 8, 10"),
     ],
 )
 def test_mistakes_name_the_way_out(call, says: str) -> None:

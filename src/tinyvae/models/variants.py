@@ -176,7 +176,7 @@ class VariantSpec:
         """Refuse a clip length that student and teacher would count differently, naming the nearest valid ones."""
         if self.is_training_length(num_frames):
             return
-        below = [t for t in range(1, num_frames) if self.is_training_length(t)][-1:]
+        below = next((t for t in range(num_frames - 1, 0, -1) if self.is_training_length(t)), None)
         above = next(t for t in itertools.count(max(num_frames, 0) + 1) if self.is_training_length(t))
         if self.frame_rule == "chunked":
             form, why = "17c", "the encoder starts again every 17 frames"
@@ -185,14 +185,15 @@ class VariantSpec:
         else:
             s = self.time_factor
             form, why = f"{s}k+1 or {s}k", f"the last latent would hold fewer than {s} real frames"
-        nearest = " or ".join(map(str, [*below, above]))
+        nearest = " or ".join(str(length) for length in (below, above) if length)
         what = f"n_frames={num_frames} does not suit {self.name}: {why}"
         raise UserError(f"{what}; use a length of {form}, here {nearest}.")
 
     def seraena_divisors(self, num_frames: int) -> list[int]:
         """The group sizes (``n_seraena_frames``) that divide the padded length of a T-frame clip."""
         padded = self.padded_frames(num_frames)
-        return [k for k in range(1, padded + 1) if padded % k == 0]
+        small = [k for k in range(1, math.isqrt(padded) + 1) if padded % k == 0]
+        return sorted({*small, *(padded // k for k in small)})
 
     def check_seraena_frames(self, num_frames: int, group_frames: int) -> None:
         """Refuse a group size that does not divide the padded clip length, listing those that do."""
