@@ -60,8 +60,8 @@ from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec
 from tinyvae.models.weights import load_model
 from tinyvae.teachers import Teacher, find_teacher, load_teacher
-from tinyvae.training.build import initialize_he
 from tinyvae.training.engine import Engine
+from tinyvae.training.first_weights import initialize_he
 from tinyvae.training.optim import OptimizerSet, WeightAverage, learning_rate_factor, make_optimizers
 
 BASE = replace(load_preset("distill"), compile_mode="default")  # what ships, without CUDA graphs: terms come and go

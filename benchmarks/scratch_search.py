@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scratch_ideas import IDEAS, optimizers_of, start_colors
+from scratch_ideas import IDEAS, optimizers_of
 from torch import Tensor
+from torch.nn import functional as F
 from turns import gpu_turn
 
 from tinyvae.config import TrainConfig, load_preset
@@ -37,8 +38,8 @@ from tinyvae.losses.distances import LossKind, reconstruction_loss
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec
 from tinyvae.models.weights import load_model
-from tinyvae.training.build import initialize_he
 from tinyvae.training.engine import Engine
+from tinyvae.training.first_weights import draw_weights
 from tinyvae.training.optim import WeightAverage, learning_rate_factor
 
 BASE = load_preset("scratch")
@@ -152,6 +153,17 @@ def score(model: TAEHV, videos: list[Tensor]) -> float:
     return float(torch.stack([frame_psnr(model, center(video, 20)).mean() for video in videos]).mean())
 
 
+def score_enlarged(videos: list[Tensor]) -> float:
+    """The same figure of the clips themselves, shrunk to a quarter and enlarged again (bicubic): how hard they are."""
+    scores = []
+    for video in videos:
+        frames = center(video, 20)[0]
+        small = F.interpolate(frames, scale_factor=0.25, mode="bicubic", antialias=True)
+        error = F.interpolate(small, size=frames.shape[-2:], mode="bicubic").clamp(0, 1) - frames
+        scores.append(-10 * error.square().mean(dim=(1, 2, 3)).log10().mean())
+    return float(torch.stack(scores).mean())
+
+
 @torch.no_grad()
 def score_elsewhere(model: TAEHV, videos: list[Tensor], latents: int = 5) -> str:
     """dB of the same pixels at other places: lower where the training clips were too short, or their crops too small.
@@ -185,11 +197,9 @@ class Rig:
         if engine.device.type == "cuda":
             self.round_trip = torch.compile(self.round_trip, mode=BASE.compile_mode, dynamic=False)
 
-    def draw(self, config: TrainConfig, options: dict[str, Any]) -> TAEHV:
+    def draw(self, config: TrainConfig) -> TAEHV:
         fresh = TAEHV.of(self.model.spec)
-        initialize_he(fresh, seed=config.seed)
-        if "colors" in options:
-            start_colors(fresh, options["colors"])
+        draw_weights(fresh, config)
         self.model.load_state_dict(fresh.state_dict())
         return self.model
 
@@ -221,7 +231,7 @@ def run(
     *,
     seconds: float | None,
 ) -> dict[str, Any]:
-    model, kind = rig.draw(config, options), config.reconstruction_loss_type
+    model, kind = rig.draw(config), config.reconstruction_loss_type
     optimizer_set = optimizers_of(model, config, options)
     average = WeightAverage(model, decay=config.ema_decay)
     crops = Crops(train, seed=config.seed, options=options)
@@ -305,6 +315,9 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     seconds = time.perf_counter() - began
     print(f"torch {torch.__version__}, {machine}; {len(train)} + {len(val)} files after {seconds:.0f} s", flush=True)
+    if arguments.score:
+        hard, easy = score_enlarged(val), score_enlarged(train)
+        print(f"enlarged from a quarter: {hard:.2f} dB, training clips {easy:.2f} dB", flush=True)
     for weights in arguments.score:
         model = load_model(weights).to(device)
         print(f"{score(model, val):.2f} dB, on training clips {score(model, train):.2f} dB  {weights}", flush=True)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from tinyvae import TAEHV
 from tinyvae.convert.bench import peak_bytes, time_alternating_ms
-from tinyvae.training.build import initialize_he
+from tinyvae.training.first_weights import initialize_he
 
 DEVICE = torch.device("cuda", 0)
 

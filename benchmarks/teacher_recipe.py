@@ -31,9 +31,10 @@ from tinyvae.config import TrainConfig, load_preset
 from tinyvae.data.sample_clips import render_clip
 from tinyvae.losses.distances import latent_loss, reconstruction_loss
 from tinyvae.losses.perceptual import perceptual_loss
-from tinyvae.training.build import build_model, build_task, initialize_he
+from tinyvae.training.build import build_model, build_task
 from tinyvae.training.clips import open_data
 from tinyvae.training.engine import Engine
+from tinyvae.training.first_weights import initialize_he
 from tinyvae.training.optim import WeightAverage, make_optimizers
 from tinyvae.video.write import VideoWriter
 

@@ -6,7 +6,7 @@ such a file the block changes nothing.
 
     export TINYVAE_TURN_FILE=/tmp/turn       # on a local disk
     python benchmarks/scratch_search.py --clips DIR --seconds 100 "" &
-    python benchmarks/scratch_search.py --clips DIR --seconds 100 colors=first &
+    python benchmarks/scratch_search.py --clips DIR --seconds 100 init=colors &
     wait
 
 `make_teacher.py` with several families and `distill_search.py --at_once` make such a file where none is named.

@@ -360,7 +360,7 @@ def test_what_seraena_does_is_shown(tmp_path: Path) -> None:
 def test_ideas_for_scratch_are_tried(tmp_path: Path) -> None:
     clips, rows = tmp_path / "clips", tmp_path / "rows.json"
     write_sample_clips(clips, count=5, height=48, width=64, frames=20)
-    candidates = ["", "detail=2,detail_place=2,turns=1", "shapes=0.5:4x4x16+0.5:1x8x32,per_tap=1", "colors=first"]
+    candidates = ["", "detail=2,detail_place=2,turns=1", "shapes=0.5:4x4x16+0.5:1x8x32,per_tap=1", "init=colors"]
     candidates += ["fixed_rows=1,reconstruction_loss_type=l1", "model_width=0.25"]
     said = run_benchmark(
         *("scratch_search.py", *candidates, "--clips", clips, "--steps", 4, "--output", rows),

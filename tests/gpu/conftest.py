@@ -22,7 +22,7 @@ from tests.gpu.gpu_runs import EXACT, Runs, text_of
 from tinyvae import TAEHV, save_model
 from tinyvae.data.sample_clips import render_clip
 from tinyvae.losses.perceptual import LPIPS
-from tinyvae.training.build import initialize_he
+from tinyvae.training.first_weights import initialize_he
 from tinyvae.video.write import VideoWriter
 
 HERE = Path(__file__).parent

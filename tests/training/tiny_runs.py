@@ -67,6 +67,7 @@ def arguments_for(clips: Path, output_dir: Path, **changes: object) -> list[str]
         "use_sample_clips": False,
         "output_dir": output_dir,
         "model_width": 0.125,
+        "init": "he",
         "optimizer": "adamw",
         "height": 32,
         "width": 32,

@@ -51,7 +51,9 @@ class TrainConfig:
     )
     activation: Literal["relu", "leaky_relu"] = option("relu", "ReLU, or LeakyReLU (slope 0.2), in the whole network.")
     pretrained_model_path: Path | None = option(None, "Weights to start from (file, model or run folder); none: fresh.")
-    init: Literal["he", "torch"] = option("he", "How fresh weights are drawn: he (scaled for ReLU) or as torch does.")
+    init: Literal["he", "colors", "torch"] = option(
+        "he", "Fresh weights: he (scaled for ReLU), colors (he, and three channels pass the colors), or as torch does."
+    )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory, more time.")
 
     data_root: Path | Url | None = option(

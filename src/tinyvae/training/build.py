@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterator
 from dataclasses import asdict, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
 
 from tinyvae.config.rules import Complaint
 from tinyvae.config.schema import TrainConfig
@@ -22,11 +18,11 @@ from tinyvae.heap import no_collections
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.losses.seraena import Seraena
 from tinyvae.losses.seraena.start import SeraenaStart
-from tinyvae.models.blocks import TwoFrameBlock
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import load_model
 from tinyvae.teachers import LatentSpace, Teacher, identify_teacher, load_teacher
 from tinyvae.training.engine import Engine
+from tinyvae.training.first_weights import draw_weights
 from tinyvae.training.guards import average_when_all_are_well
 from tinyvae.training.resume import HIGHER_IS_BETTER
 from tinyvae.training.task import TrainingTask
@@ -35,7 +31,6 @@ log = logging.getLogger(__name__)
 
 GRAPHS_PER_SIZE = 8  # as torch allows for one; the teacher's encoder has several shapes inside
 AUTOCAST_IN_GRAPHS = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
-QUIET_BRANCH = 0.03  # a tenth of a dB better after 1,000 steps than 0.1; 0.01 is as good (docs/results.md)
 
 
 def build_model(config: TrainConfig) -> TAEHV:
@@ -51,8 +46,7 @@ def build_model(config: TrainConfig) -> TAEHV:
         assert model.spec == config.spec, "the configuration's rules compare them"
     else:
         model = TAEHV.of(config.spec)
-        if config.init == "he":
-            initialize_he(model, seed=config.seed)
+        draw_weights(model, config)
     model.encoder.requires_grad_(config.trains_encoder)
     model.decoder.requires_grad_(config.trains_decoder)
     if not (config.trains_encoder and config.trains_decoder):
@@ -62,34 +56,6 @@ def build_model(config: TrainConfig) -> TAEHV:
     model.folded_training = True  # the same function and gradients in less work (docs/performance.md)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model.train()
-
-
-def initialize_he(model: TAEHV, *, seed: int) -> None:
-    """Draw all weights from ``seed`` alone: a deviation of sqrt(2 / inputs) before a ReLU, sqrt(1 / inputs) elsewhere.
-
-    Residual branches begin far smaller, and the output begins at mid gray.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for conv, following, ends_branch in [*_convs(model.encoder), *_convs(model.decoder)]:
-            gain = math.sqrt(2.0) if isinstance(following, nn.ReLU | nn.LeakyReLU) else 1.0
-            deviation = gain * (QUIET_BRANCH if ends_branch else 1.0) / math.sqrt(conv.weight[0].numel())
-            conv.weight.copy_(torch.randn(conv.weight.shape, generator=generator) * deviation)
-            if conv.bias is not None:
-                conv.bias.zero_()
-        output = model.decoder[-1]
-        assert isinstance(output, nn.Conv2d) and output.bias is not None
-        output.bias.fill_(0.5)
-
-
-def _convs(stack: nn.Sequential) -> Iterator[tuple[nn.Conv2d, nn.Module | None, bool]]:
-    """Each conv of a stack, the layer that follows it, and whether it is the last of a residual branch."""
-    for layer, following in pairwise([*stack, None]):
-        if isinstance(layer, TwoFrameBlock):
-            inside = pairwise([*layer.conv, None])
-            yield from ((part, after, after is None) for part, after in inside if isinstance(part, nn.Conv2d))
-        elif layer is not None:
-            yield from ((part, following, False) for part in layer.modules() if isinstance(part, nn.Conv2d))
 
 
 def build_task(

@@ -4,8 +4,8 @@ Command:   tinyvae train quickstart
 Hardware:  two CPU cores and 2 GB of memory; no GPU, no download.
 Data:      procedural clips, written to ``sample_clips/`` at the first start (git does not see that folder); your own
            with --data_root FOLDER.
-Expect:    training, validation and report.html in under 2 minutes on two free cores; 25 dB on its validation clips,
-           7 dB more than a predictor of the mean color.
+Expect:    training, validation and report.html in under 2 minutes on two free cores; 28.8 dB on its validation
+           clips, 10 dB more than a predictor of the mean color.
 """
 
 from pathlib import Path
@@ -15,6 +15,7 @@ from tinyvae.config import TrainConfig
 config = TrainConfig(
     variant="taehv",
     model_width=0.25,
+    init="colors",
     data_root=Path("sample_clips"),
     use_sample_clips=True,
     train_split=0.8,
