@@ -117,3 +117,8 @@ def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def count_of(number: int, noun: str) -> str:
     """``1 clip``, ``3 clips``, for nouns that take an s."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def in_utf8(text: str) -> str:
+    """A text with the name of a file: where its bytes are no UTF-8, which files and trackers need, it has escapes."""
+    return text.encode(errors="backslashreplace").decode()

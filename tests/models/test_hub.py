@@ -13,7 +13,7 @@ from safetensors.torch import save
 from tests.models.hub_server import TOKEN, Hub, running_hub
 from tinyvae import TAEHV, load_model, save_model
 from tinyvae.errors import MissingFileError, UserError
-from tinyvae.models.hub import choose_file, names_hub_model
+from tinyvae.models.hub import choose_file, names_hub_model, names_repository
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -143,7 +143,19 @@ def test_paths_of_this_machine_are_no_names_of_the_hub(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "output").mkdir()
     assert names_hub_model("me/vae") and names_hub_model("me/vae:a.pth")
-    for path in ("output/run", "weights/a.safetensors", "taehv", "/tmp/run", "./a", "../a/b", "a/b/c", "me/a--b"):
+    for path in (
+        "output/run",
+        "weights/a.safetensors",
+        "taehv",
+        "/tmp/run",
+        "./a",
+        "../a/b",
+        "a/b/c",
+        "me/a--b",
+        "me/größe",
+        "最佳/vae",
+    ):
         assert not names_hub_model(path), path
+    assert names_repository("me/vae") and not names_repository("me/vae:a.pth") and not names_repository("./vae")
     with pytest.raises(MissingFileError, match="there is no model at output/run"):
         load_model("output/run")

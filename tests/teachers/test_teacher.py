@@ -424,7 +424,8 @@ def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     constants = pytest.importorskip("huggingface_hub").constants
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody answers there
     monkeypatch.chdir(tmp_path)
-    for missing in ("a/b/c", "/no/such/folder", "checkpoints/none"):
+    for missing in ("a/b/c", "/no/such/folder", "checkpoints/none", "./none", "../none", "models/my--vae", "me/größe"):
+        assert identify_teacher(missing) is None
         with pytest.raises(MissingFileError, match=f"no teacher folder {missing}"):
             check_teacher(missing, "cogvideox", get_spec("taecvx"))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from tinyvae.config.schema import FIELDS, TrainConfig, kinds_of, shown_value, takes_in_words
 from tinyvae.errors import MissingFileError, UserError, nearest_name, require_package
+from tinyvae.models.hub import names_repository
 from tinyvae.storage import SCHEME, Place, Url, place_of
 
 if TYPE_CHECKING:
@@ -321,7 +321,6 @@ def _teacher_rules(config: TrainConfig) -> Findings:
 
 DATA_KEYS = ("data_root", "annotation_file", "index_path")
 ANNOTATION_SUFFIXES = (".json", ".jsonl", ".ndjson")
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 REMEDIES: Mapping[str, str] = {
     "pretrained_model_path": "; the released weights are published in the GitHub repository madebyollin/taehv: "
     "download the file to this place, name another, or none to start from fresh weights",
@@ -338,7 +337,7 @@ def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list
     complaints = []
     for key in (*DATA_KEYS, *REMEDIES):
         named = config.teacher_path if key == "ref_vae_path" else getattr(config, key)
-        is_hub_name = key == "ref_vae_path" and HUB_NAME.fullmatch(str(named))
+        is_hub_name = key == "ref_vae_path" and names_repository(str(named))
         may_be_absent = is_hub_name or (key == "data_root" and config.use_sample_clips)
         if named is None:
             continue

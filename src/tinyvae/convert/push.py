@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinyvae.errors import UserError
-from tinyvae.models.hub import HUB_NAME, LOGIN, TIMEOUT_S, answered, first_line, hub_failures, load_hub
+from tinyvae.models.hub import LOGIN, TIMEOUT_S, answered, first_line, hub_failures, load_hub, names_repository
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import find_weights, load_model, read_weights, save_model
 from tinyvae.terminal import count_of
@@ -59,8 +59,7 @@ def push(run: str | Path, repo: str, *, variant: str | None = None, private: boo
 
     Example: ``push("output/my_run", "me/my-vae").address``.
     """
-    match = HUB_NAME.fullmatch(repo)
-    if match is None or match["file"] is not None:
+    if not names_repository(repo):
         raise UserError(f"{repo!r} is no name of a repository; write owner/name, as in me/my-vae.")
     weights = find_weights(Path(run))
     model = load_model(weights, variant=variant)

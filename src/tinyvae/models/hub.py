@@ -19,7 +19,8 @@ from tinyvae.files import FULL_DISK_ERRORS
 from tinyvae.terminal import count_of
 
 HUB_NAME = re.compile(
-    r"(?P<repo>(?![^:]*(?:--|\.\.))[A-Za-z0-9][\w.-]*\b/\b[\w.-]{1,96}\b(?<!\.git))(?::(?P<file>.+))?"
+    r"(?P<repo>(?![^:]*(?:--|\.\.))[A-Za-z0-9][\w.-]*\b/\b[\w.-]{1,96}\b(?<!\.git))(?::(?P<file>.+))?",
+    re.ASCII,
 )
 """``owner/name`` as the hub allows it: no -- or .., no - or . at an end, no .git; ``:file`` behind it."""
 FORMATS = (".safetensors", ".pth")
@@ -29,6 +30,12 @@ TIMEOUT_S = 10
 SHOWN_FILES = 8
 DISK_FAULTS = (*FULL_DISK_ERRORS, errno.EACCES, errno.EPERM, errno.EROFS)  # failures of a network have none of these
 LOGIN = "log in with `hf auth login` or set HF_TOKEN"
+
+
+def names_repository(text: str) -> bool:
+    """Whether a text is ``owner/name``, as the hub allows it."""
+    match = HUB_NAME.fullmatch(text)
+    return match is not None and match["file"] is None
 
 
 def names_hub_model(path: str) -> bool:

@@ -22,6 +22,7 @@ from PIL import Image
 from tinyvae.config.schema import FIELDS, TrainConfig, shown_value, to_json
 from tinyvae.errors import UserError, require_package
 from tinyvae.files import atomic_write
+from tinyvae.terminal import in_utf8
 from tinyvae.training.pictures import Pictures
 
 TITLES = {"tensorboard": "TensorBoard", "wandb": "wandb", "mlflow": "MLflow"}
@@ -192,11 +193,6 @@ class MLflow(Tracker):
 def first_line(failure: Exception) -> str:
     """What a tracker's error says first; its class where it says nothing."""
     return next(iter(str(failure).splitlines()), type(failure).__name__)
-
-
-def in_utf8(text: str) -> str:
-    """A text with the name of a file: where its bytes are no UTF-8, which trackers need, it has escapes."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def settings_of(config: TrainConfig) -> dict[str, str]:

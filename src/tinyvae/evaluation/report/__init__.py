@@ -25,6 +25,7 @@ from tinyvae.evaluation.pictures import HEAT_FULL_SCALE, HEAT_STOPS, ClipEvidenc
 from tinyvae.evaluation.results import Result, in_ms, write_results
 from tinyvae.evaluation.round_trip import RoundTrip
 from tinyvae.files import atomic_write
+from tinyvae.terminal import in_utf8
 
 DEFAULT_FILMS = 6  # clips with a film and pictures, under about 1 MB each
 MAX_ROWS = 2000  # of the table of clips
@@ -63,7 +64,7 @@ def publish(
     training_of, training = _training(result.evaluations)
     text = report_html(result, evidence, command=command, training=training, training_of=training_of)
     with atomic_write(report_file, "w") as stream:
-        stream.write(text)
+        stream.write(in_utf8(text))
     return [results_file, report_file]
 
 
