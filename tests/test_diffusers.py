@@ -248,6 +248,17 @@ def test_a_model_made_in_inference_mode() -> None:
     torch.testing.assert_close(vae.decode(some_latents(vae)).sample, first)
 
 
+def test_a_compiled_call_is_the_same() -> None:
+    """Users compile the VAE of a pipeline; the fused codec stays out of the graph."""
+    vae = small_vae()
+    z = some_latents(vae)
+    with torch.no_grad():
+        first = torch.compile(vae.decode, backend="eager")(z).sample
+        video = torch.compile(vae.encode, backend="eager")(first).latent_dist.mode()
+    torch.testing.assert_close(first, vae.decode(z).sample)
+    torch.testing.assert_close(video, vae.encode(first).latent_dist.mode())
+
+
 def test_gradients_after_inference_mode() -> None:
     """What is kept from a call in inference mode must not meet autograd."""
     vae = AutoencoderTinyVideo("taew2_1", width=0.125, latents_mean=[0.375] * 16, latents_std=[1.625] * 16)

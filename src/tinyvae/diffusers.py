@@ -237,6 +237,7 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
             latents = latents[:, :1]  # of a single image MiniMax H3's VAE makes one latent, our rule two
         return self._to_z(latents)
 
+    @torch.compiler.disable  # the fused codec is fast as it is, and torch.compile cannot trace how it is made
     @torch.no_grad()
     def _encode_without_gradients(self, video_NCTHW: Tensor) -> Tensor:
         codec = self._codec(video_NCTHW.device)
@@ -254,6 +255,7 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
             return self._to_video(self.network.decode(latents))
         return self._decode_without_gradients(latents)
 
+    @torch.compiler.disable
     @torch.no_grad()
     def _decode_without_gradients(self, latents_NTCHW: Tensor) -> Tensor:
         num_videos, num_latents, _, height, width = latents_NTCHW.shape

@@ -94,6 +94,15 @@ def check_output_file(file: Path, *, option: str, suffix: str | None = None) -> 
         raise UserError(f"{option} {file} cannot be written ({reason}); name another place.") from None
 
 
+def check_readable(file: Path) -> bytes:
+    """The first 16 bytes of a file; refuses one that may not be read. safetensors calls such a file missing."""
+    try:
+        with file.open("rb") as stream:
+            return stream.read(16)
+    except OSError as fault:
+        raise UserError(f"{file} cannot be read ({fault.strerror}); check its permissions.") from None
+
+
 def refuse_existing(files: Iterable[Path]) -> None:
     """Refuse to write over files; call it where the user did not ask for that."""
     for file in files:

@@ -19,6 +19,7 @@ from tinyvae.convert.export import ExportMismatchError, check_folder, check_path
 from tinyvae.convert.pixel_range import to_unit_pixels
 from tinyvae.convert.programs import COMFYUI, LIGHTX2V, OURS, PROGRAMS, SDCPP, UPSTREAM, choose_slot
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError
+from tinyvae.evaluation.round_trip import is_teacher
 
 WEIGHTS = [program for program in PROGRAMS.values() if program.writes == "weights"]
 IN_DEFAULT_RUN = ("comfyui", "taehv", "vae")
@@ -73,6 +74,8 @@ def test_a_folder_of_diffusers(tmp_path: Path, variant: str) -> None:
     vae = AutoencoderTinyVideo.from_pretrained(tmp_path / "vae")
     assert vae.spec == model.spec and vae.dtype == torch.float32
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in vae.state_dict().items())
+    assert len({file.stat().st_mode for file in done.files}) == 1, "whoever reads the config may read the weights"
+    assert load_model(tmp_path / "vae").spec == model.spec and not is_teacher(tmp_path / "vae")
     with pytest.raises(FileExistsAlreadyError, match=r"config\.json exists already"):
         export(model, to="diffusers", output=tmp_path / "vae")
 

@@ -331,7 +331,10 @@ def _draft_folder(target: Path) -> Iterator[Path]:
     with writing_to(target), tempfile.TemporaryDirectory(dir=target, prefix=".export-") as name:
         folder = Path(name)
         yield folder
-        for draft in [file for file in folder.rglob("*") if file.is_file()]:
+        drafts = [file for file in folder.rglob("*") if file.is_file()]
+        (folder / ".plain").touch()
+        for draft in drafts:
+            draft.chmod((folder / ".plain").stat().st_mode)  # safetensors lets nobody else read what it writes
             file = target / draft.relative_to(folder)
             file.parent.mkdir(exist_ok=True)
             os.replace(draft, file)

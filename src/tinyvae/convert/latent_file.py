@@ -20,7 +20,7 @@ from pydantic import PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from torch import Tensor
 
 from tinyvae.errors import MissingFileError, UnreadableVideoError, UserError
-from tinyvae.files import atomic_write, refuse_existing
+from tinyvae.files import atomic_write, check_readable, refuse_existing
 from tinyvae.models.variants import LatentSpaceName
 from tinyvae.models.weights import LATENT_CONVENTIONS
 
@@ -108,6 +108,7 @@ class LatentReader:
 
         if not path.is_file():
             raise MissingFileError(f"there is no latents file at {path}; make one with: tinyvae encode MODEL VIDEO")
+        check_readable(path)
         try:
             self._file = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as broken:

@@ -202,8 +202,11 @@ def is_index(file: Place) -> bool:
     """Whether a file is an index of any version (by its first bytes, not by its name)."""
     if not file.is_file():
         return False
-    with open(local_file(file), "rb") as stream:
-        return stream.read(len(ANY_MAGIC)) == ANY_MAGIC
+    try:
+        with open(local_file(file), "rb") as stream:
+            return stream.read(len(ANY_MAGIC)) == ANY_MAGIC
+    except PermissionError as refused:
+        raise UserError(f"{file} cannot be read ({refused.strerror}); check its permissions") from None
 
 
 def _read_header(file: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from tinyvae import __version__
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError, nearest_name
-from tinyvae.files import atomic_write
+from tinyvae.files import atomic_write, check_readable
 from tinyvae.models.hub import FIRST_CHOICES, FORMATS, fetch_weights, list_weights, names_hub_model
 from tinyvae.models.taehv import TAEHV, build_decoder, build_encoder
 from tinyvae.models.variants import (
@@ -51,7 +51,9 @@ LATENT_CONVENTIONS: dict[LatentSpaceName, str] = {
 }
 WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 METADATA_KEY = "tinyvae"  # of a safetensors file's metadata, and of that of a .pth file's state dict
+DIFFUSERS_CLASS = "AutoencoderTinyVideo"  # what `tinyvae export --to diffusers` writes; its config.json states as much
 DESCRIBED_NAMES = tuple(f"{stem}{suffix}" for stem in ("model", "final_model") for suffix in FORMATS)
+DESCRIBED_NAMES += ("diffusion_pytorch_model.safetensors",)
 """What we write into a folder with a ``config.json``. That file says nothing about any other name beside it."""
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -251,11 +253,7 @@ def find_weights(path: Path) -> Path:
 
 def read_weights(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(state dict, what the file or its folder's ``config.json`` states). The first bytes tell the format."""
-    try:
-        with file.open("rb") as stream:
-            head = stream.read(16)
-    except OSError as fault:
-        raise UserError(f"{file} cannot be read ({fault.strerror}); check its permissions.") from None
+    head = check_readable(file)
     if head[:2] in (b"PK", b"\x80\x02"):
         state, stated = _read_pickled(file)
     elif head[8:9] == b"{":
@@ -321,9 +319,9 @@ def _parse_stated(text: str, *, origin: Path) -> dict[str, Any]:
         config = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as fault:
         raise UserError(f"{origin} holds a description that is not valid JSON ({fault}); fix or remove it.") from None
-    if not isinstance(config, dict) or config.get("format") not in (MODEL_FORMAT, RUN_FORMAT):
+    if not isinstance(config, dict) or not states_network(config):
         return {}
-    width_key = "width" if config["format"] == MODEL_FORMAT else "model_width"  # a run's width is in pixels
+    width_key = "model_width" if config.get("format") == RUN_FORMAT else "width"  # a run's width is in pixels
     variant, width = config.get("variant"), config.get(width_key)
     if variant not in [None, *VARIANTS] or not isinstance(width, int | float | None):
         what = f"{origin} states variant {variant!r} and {width_key} {width!r}, which no model of this family has."
@@ -335,6 +333,11 @@ def _parse_stated(text: str, *, origin: Path) -> dict[str, Any]:
             what = f"{origin} states {key} {stated[key]!r}, which is not known"
             raise UserError(f"{what}; fix it to {' or '.join(known)}, or use a newer tinyvae.")
     return {"variant": variant, "width": width, **stated}
+
+
+def states_network(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model or run of ours, or of our export for diffusers."""
+    return config.get("format") in (MODEL_FORMAT, RUN_FORMAT) or config.get("_class_name") == DIFFUSERS_CLASS
 
 
 def check_state(state: Mapping[str, Tensor], *, origin: Path) -> None:

@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import json
 import logging
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tinyvae.errors import MissingFileError, UserError, nearest_name, require_package
-from tinyvae.files import sha256_of
-from tinyvae.models.hub import first_line, hub_failures
+from tinyvae.files import check_readable, sha256_of
+from tinyvae.models.hub import first_line, hub_failures, names_repository
 from tinyvae.models.variants import LatentSpaceName, VariantSpec
 from tinyvae.models.weights import load_model
 from tinyvae.teachers.families import (
@@ -39,7 +38,6 @@ CONFIG_PLACES = (f"vae/{CONFIG_NAME}", CONFIG_NAME)  # of a pipeline, which most
 WEIGHTS_NAME = "diffusion_pytorch_model"  # with its ending, or with the number of a part between
 HUB_TIMEOUT_S = 10
 HASH_DIGITS = 16
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 PIXELS_PER_CALL = 24_000_000  # of one pass through the VAE (4 clips of 16 frames of 480x720); less if memory runs out
 
@@ -300,7 +298,7 @@ def _sha256(text: str) -> str:
 def _folder_here(path: str | Path) -> Path | None:
     """The folder with a teacher's config.json and weights; None where they are not on this machine."""
     config = _own_config(Path(path))
-    if config is None and HUB_NAME.fullmatch(str(path)) and importlib.util.find_spec("huggingface_hub"):
+    if config is None and names_repository(str(path)) and importlib.util.find_spec("huggingface_hub"):
         config = _cached_config(importlib.import_module("huggingface_hub"), str(path))
     return config.parent if config is not None and _weight_files(config.parent) else None
 
@@ -342,6 +340,7 @@ def _local_config(path: Path) -> tuple[str, None, dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
     for file in weights:
+        check_readable(file)
         try:
             if file.suffix == ".safetensors":  # its header tells whether it is whole
                 safe_open(file, framework="pt")
@@ -362,7 +361,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _hub_config(name: str, seen_from: Path) -> tuple[str, str | None, dict[str, Any]]:
-    if not HUB_NAME.fullmatch(name):
+    if not names_repository(name):
         raise MissingFileError(f"there is no teacher folder {name} (seen from {seen_from}); check the path.")
     hub = require_package("huggingface_hub", extra="teachers", needed_for="a teacher from the hub")
     file = _cached_config(hub, name)
