@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,14 @@ def test_one_bad_video_among_many_gives_exit_code_1(
     assert errors.count("broken.mp4") == 1 and "1 of 2 videos could not be measured" in errors
 
 
+def test_a_name_that_is_no_utf8_is_shown_with_escapes(clips: Path, run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "films").mkdir()
+    shutil.copy(next(clips.rglob("*.mp4")), os.path.join(os.fsencode(tmp_path / "films"), b"b\xffd.mp4"))
+    words = ["eval", str(run_folder), "--data", str(tmp_path / "films"), "--lpips", "off"]
+    assert run([*words, "--output", str(tmp_path / "report")]) == 0
+    assert "b\\udcffd.mp4" in (tmp_path / "report" / "report.html").read_text()
+
+
 def test_of_data_with_splits_val_is_taken_and_said(
     clips: Path, run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +91,10 @@ def test_of_data_with_splits_val_is_taken_and_said(
     assert len(result.clips) == 1 and "annotates as val" in result.notes[0]
     with pytest.raises(UserError, match=r"is annotated as 'test' \(4 as train, 1 as val\); choose with --split"):
         run(["eval", str(run_folder), "--data", str(clips / "annotations.json"), "--split", "test"])
+    only_train = [{"path": str(clip), "split": "train"} for clip in sorted(clips.rglob("*.mp4"))]
+    (tmp_path / "train.json").write_text(json.dumps(only_train))
+    result = evaluate(run_folder, tmp_path / "train.json", data_root=clips, lpips=None)
+    assert len(result.clips) == 5 and "annotates all its videos as train" in result.notes[0]
     with pytest.raises(UserError, match="it has no splits; leave --split out"):
         run(["eval", str(run_folder), "--data", str(clips), "--split", "val"])
 

@@ -49,6 +49,7 @@ def test_the_printed_command_is_taken(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run(["prune", str(whole), "--keep", "0.5", "--output", str(tmp_path / "half.safetensors")]) == 0
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert words[:3] == ["tinyvae", "train", "distill"] and words[-1] == "VIDEOS"
+    assert words[words.index("--variant") + 1] == "taew2_1"
     assert run(["check", *words[2:-1], str(films), "--quick"]) == 0
 
 

@@ -11,6 +11,8 @@ import torch
 from tests.training.tiny_runs import arguments_for, train_here, write_clips
 from tinyvae import TAEHV, save_model
 from tinyvae.errors import UserError
+from tinyvae.evaluation.cost import StageTimes
+from tinyvae.evaluation.round_trip import TeacherRoundTrip
 from tinyvae.models.variants import get_spec
 from tinyvae.teachers import check_teacher, find_teacher, identify_teacher, load_teacher
 
@@ -36,6 +38,22 @@ def test_latents_are_those_of_the_network(tmp_path: Path, num_frames: int) -> No
     torch.testing.assert_close(teacher.encode(frames), mean)
     torch.testing.assert_close(teacher.decode(mean), model.decode_video(mean), atol=1e-5, rtol=1e-4)
     assert teacher.class_name == "TAEHV" and teacher.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_an_evaluation_gives_it_all_frames_too(tmp_path: Path) -> None:
+    model = saved(tmp_path / "whole.safetensors")
+    trip = TeacherRoundTrip.open(
+        tmp_path / "whole.safetensors", device=torch.device("cpu"), dtype=None, spec=get_spec("taew2_2", width=0.25)
+    )
+    frames = torch.rand(1, 8, 3, 32, 32)
+    (latents,) = trip.encode([frames], 8, StageTimes())
+    torch.testing.assert_close(latents, model.encode_video(frames), atol=1e-5, rtol=1e-4)
+
+
+def test_a_name_that_speaks_of_another_variant_is_no_students_teacher(tmp_path: Path) -> None:
+    torch.save(saved(tmp_path / "stated.pth", "taew2_1").state_dict(), tmp_path / "taew2_1.pth")
+    with pytest.raises(UserError, match="its name speaks of taew2_1; take a teacher for taehv, or rename the file"):
+        check_teacher(tmp_path / "taew2_1.pth", None, get_spec("taehv"))
 
 
 def test_a_teacher_of_other_latents_is_refused(tmp_path: Path) -> None:

@@ -68,8 +68,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def train_command(whole: str, pruned: Path, spec: VariantSpec) -> str:
-    """The command for the shell. What a network is beside its variant has to be set: the teacher does not tell it."""
-    settings = {"teacher": whole, "model_width": f"{spec.width:g}", "pretrained_model_path": str(pruned)}
+    """The command for the shell. It says all that the pruned network is: the whole one need not state it."""
+    settings = {
+        "teacher": whole,
+        "variant": spec.name,
+        "model_width": f"{spec.width:g}",
+        "pretrained_model_path": str(pruned),
+    }
     ours = VARIANTS[spec.name]
     settings |= {"latent_space": spec.latent_space} if spec.latent_space != ours.latent_space else {}
     settings |= {"activation": spec.activation} if spec.activation != ours.activation else {}

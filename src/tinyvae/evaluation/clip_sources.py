@@ -78,19 +78,21 @@ class ClipPart:
 def choose_split(data: Place, *, data_root: Place | None, wanted: str | None) -> tuple[str | None, str]:
     """(split, note): which videos of a source to take, as `find_clips` wants it, and a note for the user or "".
 
-    Without ``wanted`` it is val where the source has splits: a model was trained on the other videos.
+    Without ``wanted`` it is val where the source has splits other than train: a model was trained on that one.
     """
     _refuse_missing(data)
     # A folder has no splits, and a walk through it takes time.
     if wanted is not None or data.is_dir():
         return wanted, ""
-    if is_index(data):
-        has_splits = open_index(data, data_root).has_splits
-    else:
-        has_splits = any(split for _, split in _annotated_clips(data, data_root))
-    if not has_splits:
+    if is_index(data) and not open_index(data, data_root).has_splits:
         return None, ""
-    return "val", f"the videos that {data} annotates as val are taken; --split all takes every one."
+    has_train = False
+    for _, split in _annotated_clips(data, data_root):
+        if split not in ("", "train"):
+            return "val", f"the videos that {data} annotates as val are taken; --split all takes every one."
+        has_train = has_train or split == "train"
+    note = f"{data} annotates all its videos as train, so they are taken; a model may have been trained on them."
+    return None, note if has_train else ""
 
 
 def find_clips(

@@ -29,7 +29,7 @@ from tinyvae.models.codec import VideoCodec, pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import LatentSpaceName, VariantSpec, get_spec
-from tinyvae.models.weights import find_weights, load_model
+from tinyvae.models.weights import find_weights, load_model, states_network
 from tinyvae.teachers import Teacher, load_teacher
 
 CHUNK_PIXELS = {"cpu": 1_400_000, "cuda": 12_000_000}
@@ -267,7 +267,7 @@ class TeacherRoundTrip(RoundTrip):
         return self.spec.training_length(num_frames)
 
     def encode(self, chunks: Iterable[Tensor], num_frames: int, times: StageTimes) -> Iterator[Tensor]:
-        frames_NTCHW = torch.cat(list(chunks), dim=1)[:, : self.aligned_frames(num_frames)]
+        frames_NTCHW = self.teacher.clip_of(torch.cat(list(chunks), dim=1)[:, : self.used_frames(num_frames)])
         known = self._known
         key = "" if known is None else frames_hash(frames_NTCHW)
         if known is not None and key in known:
@@ -389,7 +389,8 @@ def open_model(
 
 
 def is_teacher(path: Path) -> bool:
-    """Whether a folder is a diffusers VAE, or a pipeline folder with one in ``vae/``; told by ``_class_name``."""
+    """Whether a folder is a diffusers VAE other than our own export, or a pipeline folder with one in ``vae/``; told by
+    ``_class_name``."""
     for config in (path / "config.json", path / "vae" / "config.json"):
         if config.is_file():
             try:
@@ -397,7 +398,7 @@ def is_teacher(path: Path) -> bool:
             except (OSError, ValueError):  # the reader of the weights says what is wrong with it
                 continue
             if isinstance(content, dict) and str(content.get("_class_name", "")).startswith("Autoencoder"):
-                return True
+                return not states_network(content)
     return False
 
 

@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VARIANTS, VariantSpec
 from tinyvae.models.weights import (
     FORMATS,
-    MODEL_FORMAT,
-    RUN_FORMAT,
     find_weights,
     fitting_variants,
     read_weights,
+    states_network,
     tell_variant,
+    variants_in_name,
 )
 from tinyvae.teachers.families import NETWORK, TeacherFamily
 
@@ -35,7 +36,7 @@ def is_network(path: str | Path) -> bool:
         config = json.loads((place / "config.json").read_text())
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and config.get("format") in (MODEL_FORMAT, RUN_FORMAT)
+    return isinstance(config, dict) and states_network(config)
 
 
 def read_network(path: str | Path, *, presumed: str | None) -> tuple[Path, TeacherFamily, dict[str, Any]]:
@@ -43,6 +44,12 @@ def read_network(path: str | Path, *, presumed: str | None) -> tuple[Path, Teach
     weights are taken for where they do not state it."""
     file = find_weights(Path(path))
     state, stated = read_weights(file)
+    named = variants_in_name(file)
+    if presumed is not None and not stated.get("variant") and named and presumed not in named:
+        raise UserError(
+            f"the teacher {file} does not state its variant. It would be taken for that of the student, {presumed}, "
+            f"but its name speaks of {' and '.join(named)}; take a teacher for {presumed}, or rename the file."
+        )
     spec = tell_variant(state, stated=stated, variant=None, origin=file, presumed=presumed)
     students = tuple(name for name, other in VARIANTS.items() if other.teacher == spec.teacher)
     return file, replace(NETWORK, variants=students), _facts(spec, stated)
