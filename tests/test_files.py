@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import errno
+import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from tinyvae.errors import MissingFileError, UserError
-from tinyvae.files import atomic_write, make_output_folder, sha256_of, writing_to
+from tinyvae.files import (
+    atomic_write,
+    check_reachable,
+    check_readable,
+    lock_file,
+    make_output_folder,
+    sha256_of,
+    writing_to,
+)
 
 
 def test_folders_are_made_and_left_empty(tmp_path: Path) -> None:
@@ -51,6 +61,31 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
         stream.write(b"half")
         raise KeyError
     assert file.read_bytes() == b"old" and list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(("number", "is_refused"), [(errno.ENOSYS, False), (errno.ENOLCK, False), (errno.EIO, True)])
+def test_storage_without_locks_lets_everybody_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_refused: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("tinyvae.files.fcntl.flock", refuse)
+    with (tmp_path / "file").open("wb") as stream, pytest.raises(OSError) if is_refused else nullcontext():
+        lock_file(stream, wait=True)
+
+
+def test_what_may_not_be_read_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    (tmp_path / "file").touch()
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"file cannot be read \(Permission denied\)"):
+        patch.setattr(Path, "open", refuse)
+        check_readable(tmp_path / "file")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"cannot be reached \(Permission denied\)"):
+        patch.setattr(os, "stat", refuse)
+        check_reachable(Path("/forbidden/file"))
 
 
 def test_two_writes_of_one_file_at_once_both_succeed(tmp_path: Path) -> None:

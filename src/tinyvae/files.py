@@ -22,6 +22,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of storage without locks: Lustre and NFS as often mounted
 LITTLE_ROOM = 1 << 20  # bytes; a write that failed without a reason and with less free met a full disk
 
 
@@ -62,8 +63,13 @@ def sha256_of(path: Path) -> str:
 
 def lock_file(stream: IO[bytes], *, wait: bool) -> None:
     """Lock a file until it is closed, where the system can. If another process holds it: wait, or `BlockingIOError`."""
-    if fcntl is not None:
+    if fcntl is None:
+        return
+    try:
         fcntl.flock(stream, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as fault:
+        if fault.errno not in NO_LOCKS:
+            raise
 
 
 def make_output_folder(folder: Path, *, option: str = "--output") -> None:
@@ -101,6 +107,16 @@ def check_readable(file: Path) -> bytes:
             return stream.read(16)
     except OSError as fault:
         raise UserError(f"{file} cannot be read ({fault.strerror}); check its permissions.") from None
+
+
+def check_reachable(place: Path) -> None:
+    """Refuse a path for which this user may not even ask whether it is there."""
+    try:
+        os.stat(place)
+    except PermissionError as refused:
+        raise UserError(f"{place} cannot be reached ({refused.strerror}); check the permissions above it.") from None
+    except OSError:
+        pass  # it is not there: told where it is needed
 
 
 def refuse_existing(files: Iterable[Path]) -> None:

@@ -152,7 +152,7 @@ def find_lpips_weights(named: Path | None) -> Path:
         path = cached_lpips_path()
         missing = f"LPIPS needs its weights, which are neither named, nor in ${ENVIRONMENT_VARIABLE}, nor at {path}; "
         missing += f"get them once with: {COMMAND}"
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file never an error, where a folder above may not be entered
         raise MissingFileError(missing)
     return path
 
