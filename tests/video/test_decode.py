@@ -167,6 +167,7 @@ MADE = {
     "vp9.webm": {"codec": "libvpx-vp9", "options": {"g": "12", "cpu-used": "8", "deadline": "realtime"}},
     "vp8_hidden.webm": {"codec": "libvpx", "options": {"g": "12", "auto-alt-ref": "1", "lag-in-frames": "16"}},
     "mpeg4_bframes.avi": {"codec": "mpeg4", "options": {"g": "12", "bf": "2", "q:v": "2", "b": "4M"}},
+    "h264_bframes.avi": {"options": {"g": "12", "bf": "3"}},
     "mpeg2.ts": {"codec": "mpeg2video", "options": {"g": "12", "bf": "2", "b": "4M"}},
     "mjpeg.avi": {"codec": "mjpeg", "pix_fmt": "yuvj420p"},
     "lossless.mkv": {"codec": "ffv1", "pix_fmt": "yuv444p10le"},

@@ -18,7 +18,14 @@ import numpy.typing as npt
 import torch
 
 from tinyvae.errors import UnreadableVideoError
-from tinyvae.video.frame_stream import CUT_OFF, ONE_FRAME_PER_PACKET, count_frames, end_proof, seek_frames
+from tinyvae.video.frame_stream import (
+    CUT_OFF,
+    ONE_FRAME_PER_PACKET,
+    count_frames,
+    end_proof,
+    packets_have_times,
+    seek_frames,
+)
 from tinyvae.video.opening import DamageError, Deadline, OpenVideo, check_regular_file, ends_crc, open_video
 from tinyvae.video.pixels import Orientation, RgbConverter, frame_orientation
 from tinyvae.video.timeline import EvenTimeline, Timeline, VariableTimeline, even_step, reorder_depth, rising_times
@@ -269,10 +276,10 @@ def _remembered_times(path: Path, deadline: Deadline) -> npt.NDArray[np.int64] |
 def _packet_times(video: OpenVideo) -> npt.NDArray[np.int64] | None:
     """Presentation times (int64, rising) of all frames, from the packets, without decoding.
 
-    None where packets do not tell: a codec that hides pictures, times that are missing or repeated, or pictures shown
-    before the first key frame. Like decoding, this refuses a file that is cut off.
+    None where packets do not tell: a codec that hides pictures, a format without times, times that are missing or
+    repeated, or pictures shown before the first key frame. Like decoding, this refuses a file that is cut off.
     """
-    if video.stream.codec_context.name not in ONE_FRAME_PER_PACKET:
+    if video.stream.codec_context.name not in ONE_FRAME_PER_PACKET or not packets_have_times(video):
         return None
     times: list[int | None] = []
     key_seen, key_pts = False, None

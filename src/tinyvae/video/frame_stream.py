@@ -23,6 +23,7 @@ from tinyvae.video.timeline import EndProof, Timeline
 ONE_FRAME_PER_PACKET = frozenset(
     {"h264", "hevc", "vvc", "vp9", "libvpx-vp9", "av1", "libdav1d", "libaom-av1", "mjpeg", "prores", "dnxhd", "ffv1"}
 )
+REORDERING_CODECS = frozenset({"h264", "hevc", "vvc"})  # they show pictures in another order than they store them
 RECORDING_FORMATS = frozenset({"mpegts", "mpeg"})  # cut from a running broadcast, so they may begin anywhere
 CUT_OFF = "it is cut off: frames before its last one are missing"
 _SEEKS = 6  # the wanted time, then 1, 2, 4, 8, 16 s before it; after that the start of the file
@@ -30,12 +31,18 @@ _KEYS_TRIED = 2
 _H264_SLICES = frozenset({1, 2, 3, 4, 5})
 
 
+def packets_have_times(video: OpenVideo) -> bool:
+    """Whether the time of a packet is that of its picture. AVI stores no times: FFmpeg counts the packets as they lie
+    in the file, and that is another order where the codec reorders pictures."""
+    return video.container.format.name != "avi" or video.stream.codec_context.name not in REORDERING_CODECS
+
+
 class _OrderProof:
     """Compares the frames that come out of a decoder with the packets that went in."""
 
-    def __init__(self, codec: str) -> None:
-        self._strict = codec in ONE_FRAME_PER_PACKET
-        self._with_times = True
+    def __init__(self, video: OpenVideo) -> None:
+        self._strict = video.stream.codec_context.name in ONE_FRAME_PER_PACKET
+        self._with_times = packets_have_times(video)
         self._waiting: list[int] = []
         self._balance = 0
 
@@ -73,7 +80,7 @@ class _Run:
 
     def __init__(self, video: OpenVideo, *, after_seek: bool) -> None:
         self._context = video.stream.codec_context
-        self._proof = _OrderProof(self._context.name)
+        self._proof = _OrderProof(video)
         # After a seek the timeline knows all times, and not all pictures are decoded.
         self._end_proof = None if after_seek else end_proof(video)
         self._drop_uncertain = after_seek
