@@ -45,6 +45,13 @@ def test_links_to_folders_are_followed_once_and_loops_end(tmp_path: Path) -> Non
     assert [entry.path for entry in read(root)] == ["one/v.mp4"]
 
 
+def test_a_root_that_is_a_link_to_a_folder_above_it_is_taken_as_it_is_named(tmp_path: Path) -> None:
+    """Two ways to write each path, and always the same one: it decides over training or validation."""
+    (tmp_path / "a.mp4").touch()
+    (tmp_path / "here").symlink_to(".")
+    assert [entry.path for entry in read(tmp_path / "here", data_root=tmp_path / "here")] == ["a.mp4"]
+
+
 def test_a_link_out_of_the_source_is_followed_also_where_it_stays_in_the_root(tmp_path: Path) -> None:
     """As in a folder of links to a pool, with the data root above both."""
     (tmp_path / "pool" / "x").mkdir(parents=True)

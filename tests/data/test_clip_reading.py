@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinyvae.data.clip_reading import BadFile, BadFileLog, BadFileWatch, finish_clip
+from tinyvae.data.clip_reading import (
+    BadFile,
+    BadFileLog,
+    BadFileWatch,
+    ClipBatch,
+    ReadBatch,
+    attempts_for,
+    finish_clip,
+)
 from tinyvae.data.index import IndexJournal, IndexRow, open_index
 from tinyvae.errors import UserError
 
@@ -78,6 +86,32 @@ def test_the_watch_stops_a_run_above_the_limit_and_only_then() -> None:
     watch.see((OTHER,), 1)
     with pytest.raises(UserError, match=r"6 of 104 clips .*5\.8%.*limit of 5\.0%.*'a ü\.mp4'.*bad_file_limit"):
         watch.judge()
+
+
+def test_a_list_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What could not be written is written later."""
+    file = tmp_path / "bad_files.jsonl"
+    file.mkdir()
+    watch = BadFileWatch(limit=0.5, written_to=BadFileLog(file))
+    watch.see((BROKEN,), 10)
+    assert "bad_files.jsonl cannot be written (Is a directory)" in caplog.text
+    file.rmdir()
+    watch.see((BROKEN,), 10)
+    assert [line["path"] for line in lines(file)] == [BROKEN.path]
+
+
+@pytest.mark.parametrize(("limit", "attempts"), [(0.0, 8), (0.05, 10), (0.3, 23), (0.999, 64), (1.0, 64)])
+def test_more_bad_files_that_are_allowed_mean_more_attempts(limit: float, attempts: int) -> None:
+    assert attempts_for(limit) == attempts
+
+
+def test_what_is_kept_holds_no_shared_memory() -> None:
+    shared = torch.zeros(1, 1, 3, 4, 4, dtype=torch.uint8).share_memory_()
+    batch = ClipBatch(
+        frames=shared, color_and_blur=torch.zeros(1, 5).share_memory_(), positions=[0], names=["a.mp4"], epoch=0
+    )
+    kept = ReadBatch(batch=batch).copied().batch
+    assert kept is not None and not kept.frames.is_shared() and not kept.color_and_blur.is_shared()
 
 
 def coordinates(height: int, width: int) -> torch.Tensor:

@@ -12,9 +12,11 @@ import time
 import uuid
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import av
 import pytest
 import torch
 
@@ -249,16 +251,44 @@ def test_a_file_of_the_same_size_that_is_not_the_indexed_one_is_refused_as_witho
     video.write_bytes(content.replace(b"x264 - core", b"y264 - core"))
     with pytest.raises(UnreadableVideoError, match="it has changed since it was indexed"):
         read_frames(video, [0], info=info)
-    with pytest.raises(UnreadableVideoError, match="it has changed since it was indexed"):
-        whole(DecodedCache(tmp_path / "cache", max_gb=1), video, info)
+    assert whole(DecodedCache(tmp_path / "cache", max_gb=1), video, info) is None  # so it is read without the cache
 
 
 def test_a_file_that_breaks_its_index_entry_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     video = write_video(tmp_path / "a.mp4")
     wrong = replace(probe_video(video), frames=13)
-    with pytest.raises(UnreadableVideoError, match="gave 12 frames, in the index 13"):
-        whole(DecodedCache(tmp_path / "cache", max_gb=1), video, wrong)
-    assert list((tmp_path / "cache").iterdir()) == []
+    cache = DecodedCache(tmp_path / "cache", max_gb=1)
+    assert whole(cache, video, wrong) is None and cache.event == "" and copies(cache) == set()
+
+
+def test_a_damaged_file_gives_the_same_clips_with_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clips before the damage are read. The whole file is tried once."""
+    (tmp_path / "videos").mkdir()
+    for n in range(3):
+        write_video(tmp_path / "videos" / f"{n}.mp4", seed=n, frames=48)
+    damaged = tmp_path / "videos" / "1.mp4"
+    with av.open(str(damaged)) as container:
+        packet = [packet for packet in container.demux(video=0) if packet.size][30]
+        place, size = packet.pos, packet.size
+    content = bytearray(damaged.read_bytes())
+    content[place : place + size] = b"\xff" * size
+    damaged.write_bytes(content)
+    index = open_or_build_index(tmp_path / "videos", cache_dir=tmp_path, show_progress_bar=False)
+    assert index.num_bad == 0, "a quick look does not find it"
+    plain = ClipSettings(height=32, width=40, n_frames=4)
+    cached = replace(plain, decoded_cache_gb=1.0, decoded_cache_dir=tmp_path / "cache")
+    tried = []
+    decode = decoded_cache._decode_into
+    monkeypatch.setattr(decoded_cache, "_decode_into", lambda *a, **k: (tried.append(a[1].name), decode(*a, **k)))
+    train, _ = split(index, plain, train_split=1.0)
+    options: Any = {"batch_size": 3, "bad_file_limit": 0.9, "num_workers": 0}
+    loaders = [make_train_loader(train, settings, **options) for settings in (plain, cached)]
+    both = [list(islice(iter(loader), 30)) for loader in loaders]
+    for first, second in zip(*both, strict=True):
+        assert first.names == second.names and torch.equal(first.frames, second.frames)
+    assert sorted(tried) == ["0.mp4", "1.mp4", "2.mp4"]
+    assert any("1.mp4" in batch.names for batch in both[0]) and loaders[0].bad_files.num_bad_tries
+    assert loaders[0].bad_files.num_bad_tries == loaders[1].bad_files.num_bad_tries
 
 
 @pytest.mark.parametrize("resize", [False, True])

@@ -257,7 +257,7 @@ def test_a_run_with_too_many_bad_files_stops(damaged: ClipSet) -> None:
 def test_storage_that_goes_away_ends_the_run_in_one_sentence(damaged: ClipSet) -> None:
     shutil.rmtree(damaged.index.data_root)
     loader = make_train_loader(damaged, SETTINGS, batch_size=1, num_workers=1, bad_file_limit=1.0)
-    with pytest.raises(UserError, match=r"8 files in a row could not be read at position 0.*No such file"):
+    with pytest.raises(UserError, match=r"64 files in a row could not be read at position 0.*No such file"):
         next(iter(loader))
     with pytest.raises(UserError, match="not one validation clip"):
         list(make_validation_loader(damaged, SETTINGS, batch_size=4))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -341,6 +342,14 @@ def save_or_die(*what):
 latent_store.save = save_or_die
 main(sys.argv[1:])
 """
+
+
+def test_micro_batches_are_those_of_the_run_wherever_a_shard_begins() -> None:
+    """A store may go on with another batch size; a micro-batch then still lies in one step."""
+    store: Any = SimpleNamespace(pieces=lambda shard: [range(64, 96), range(96, 128)])
+    cut = latents.micro_batches(store, 1, 6)
+    assert [position for part in cut for position in part] == list(range(64, 128))
+    assert all(part[0] // 6 == part[-1] // 6 for part in cut) and range(66, 72) in cut
 
 
 def test_a_store_that_was_begun_goes_on_with_its_files(clips: Path, teacher: Path, tmp_path: Path) -> None:

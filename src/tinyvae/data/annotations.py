@@ -89,7 +89,8 @@ class _Root:
     def __init__(self, data_root: Path) -> None:
         self._root = os.path.abspath(data_root)
         roots = (self._root, os.path.realpath(data_root))
-        self._prefixes = {root.rstrip(os.sep) + os.sep for root in roots}
+        # In this order: where both fit, the path must not depend on chance.
+        self._prefixes = [root.rstrip(os.sep) + os.sep for root in roots]
 
     def relative(self, path: str, where: str) -> str:
         whole = os.path.normpath(os.path.join(self._root, path))

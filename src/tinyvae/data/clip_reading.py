@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -34,7 +35,7 @@ from tinyvae.video.decode import read_frames
 
 log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 8
+MIN_ATTEMPTS, MAX_ATTEMPTS = 8, 64
 """Files tried for one position. Eight bad ones in a row are no accident below the bad-file limit (0.05^8)."""
 TRIES_BEFORE_JUDGEMENT = 64
 """A share means little over fewer reads than this."""
@@ -68,14 +69,13 @@ class BadFileLog:
             stream.seek(0)
             *lines, cut_off = stream.read().split(b"\n")
             stream.truncate(stream.tell() - len(cut_off))  # by a kill; its file will be named again
-            self._known = set()
+            known = set()
             for line in lines:
                 with suppress(ValueError, TypeError, KeyError):  # a line that a user changed
-                    self._known.add(json.loads(line)["path"])
-            for bad in fresh:
-                if bad.path not in self._known:
-                    self._known.add(bad.path)
-                    stream.write(json.dumps(asdict(bad)).encode() + b"\n")
+                    known.add(json.loads(line)["path"])
+            new = {bad.path: bad for bad in fresh if bad.path not in known}
+            stream.write(b"".join(json.dumps(asdict(bad)).encode() + b"\n" for bad in new.values()))
+        self._known = known | new.keys()
 
     def add_index(self, index: VideoIndex) -> int:
         """Add every file that is bad in the index; returns how many there are."""
@@ -102,7 +102,10 @@ class BadFileWatch:
                 self.named[bad.path] = bad.reason
                 log.warning("bad file %s skipped: %s", bad.path, bad.reason)
         if self.written_to is not None:
-            self.written_to.add(*bad_files)
+            try:
+                self.written_to.add(*bad_files)
+            except OSError as fault:  # a full disk: the checkpoints decide whether the run can go on
+                log.warning("%s cannot be written (%s)", self.written_to.file, fault.strerror or fault)
 
     def judge(self) -> None:
         """Raise ``UserError`` where the share of bad reads is above the limit."""
@@ -164,9 +167,18 @@ class ReadBatch:
 
     def copied(self) -> ReadBatch:
         """The same in memory of its own, which no worker writes over."""
-        if self.batch is None or not self.batch.frames.is_shared():
+        if self.batch is None:
             return self
-        return replace(self, batch=replace(self.batch, frames=self.batch.frames.clone()), loan=None)
+        # Each tensor in shared memory holds a file open.
+        own = {key: getattr(self.batch, key) for key in ("frames", "color_and_blur")}
+        own = {key: value.clone() if value.is_shared() else value for key, value in own.items()}
+        return replace(self, batch=replace(self.batch, **own), loan=None)
+
+
+def attempts_for(bad_file_limit: float) -> int:
+    """How many files are tried for one clip: so many that bad ones within the limit do not end a run by chance."""
+    by_chance = math.log(1e-12) / math.log(bad_file_limit) if 0 < bad_file_limit < 1 else 0.0
+    return MAX_ATTEMPTS if bad_file_limit == 1 else max(MIN_ATTEMPTS, min(MAX_ATTEMPTS, math.ceil(by_chance)))
 
 
 class Clips(torch.utils.data.Dataset[ReadBatch]):
@@ -185,10 +197,11 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
         board: Tensor | None = None,
         latents: LatentStore | None = None,
         sizes: SizesOfPositions | None = None,
+        bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
     ) -> None:
         assert training or latents is None, "latents are stored by training position"
         self.clips, self.settings, self.training, self.latents = clips, settings, training, latents
-        self._sizes = sizes
+        self._sizes, self._attempts = sizes, attempts_for(bad_file_limit)
         self.cache: DecodedCache | None = None
         if settings.decoded_cache_gb > 0:  # what is used from now on stays there for this loader
             folder = settings.decoded_cache_dir or default_cache_folder("decoded")
@@ -205,7 +218,7 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
             return
         position = self._clip_of(position)
         num_files = len(self.clips)
-        for attempt in range(MAX_ATTEMPTS):
+        for attempt in range(self._attempts):
             row = self.clips.row(file_of(position, num_files, settings.seed, attempt))
             yield row, choose_clip(row, settings, position, num_files, attempt)
 
@@ -266,7 +279,7 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
             return
         if self.training:
             raise UserError(
-                f"{MAX_ATTEMPTS} files in a row could not be read at position {position}; the last was "
+                f"{self._attempts} files in a row could not be read at position {position}; the last was "
                 f"{bad[-1].path!r}: {bad[-1].reason}; look whether the storage is still mounted, or run "
                 "`tinyvae data check`"
             )

@@ -6,6 +6,7 @@ without the cache. Rows are read, not mapped: where page faults are slow (in a s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
@@ -38,6 +39,10 @@ class DecodedCache(CacheFolder):
         "decoded each time; raise decoded_cache_gb, or name another decoded_cache_dir"
     )
 
+    def __init__(self, folder: Path, *, max_gb: float, run_start: float = math.inf) -> None:
+        super().__init__(folder, max_gb=max_gb, run_start=run_start)
+        self._not_whole: set[Path] = set()  # copies of videos that cannot be decoded to their end
+
     def clip(
         self,
         video: Place,
@@ -48,7 +53,8 @@ class DecodedCache(CacheFolder):
         timeout_s: float,
         version: FileVersion,
     ) -> Tensor | None:
-        """The window of some frames of a video, uint8 TCHW RGB; None where the cache has no room for the video.
+        """The window of some frames of a video, uint8 TCHW RGB; None where the cache has no room for the video, or the
+        video cannot be decoded to its end: these frames may be sound, and a clip must not depend on the cache.
 
         A video behind a URL is fetched only if its copy is not there.
         """
@@ -66,7 +72,9 @@ class DecodedCache(CacheFolder):
     def _open(
         self, file: Path, video: Place, version: FileVersion, info: VideoInfo, *, timeout_s: float
     ) -> FileIO | None:
-        """The copy of a video, decoded now if it is not there; None where there is no room for it."""
+        """The copy of a video, decoded now if it is not there; None where there is no room, or no whole video."""
+        if file in self._not_whole:
+            return None
         size = info.frames * CHANNELS * info.height * info.width
         try:
             stream = open_copy(file, size)
@@ -76,6 +84,9 @@ class DecodedCache(CacheFolder):
                 with atomic_write(file, sync=False) as out:
                     _decode_into(out, local_file(video, version), info, timeout_s=timeout_s)
                 return open_copy(file, size)  # None: another process deleted it at once for its own video
+        except UnreadableVideoError:
+            self._not_whole.add(file)
+            return None
         except OSError as fault:
             if fault.errno not in FULL_DISK_ERRORS:  # the disk may be full before the cache is
                 place = Path(str(fault.filename))

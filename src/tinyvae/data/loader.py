@@ -268,7 +268,15 @@ def make_train_loader(
         return range(first, first + batch_size)
 
     return TrainLoader(
-        Clips(clips, settings, training=True, board=make_board(num_workers), latents=latents, sizes=sizes),
+        Clips(
+            clips,
+            settings,
+            training=True,
+            board=make_board(num_workers),
+            latents=latents,
+            sizes=sizes,
+            bad_file_limit=bad_file_limit,
+        ),
         positions_of,
         None,  # without end
         BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),
@@ -293,7 +301,14 @@ def make_position_loader(
     """The training clips at chosen positions, one batch for each range; options as for `make_train_loader`."""
     _check_counts(1, 0, 1, num_workers)
     return TrainLoader(
-        Clips(clips, settings, training=True, board=make_board(num_workers), sizes=sizes),
+        Clips(
+            clips,
+            settings,
+            training=True,
+            board=make_board(num_workers),
+            sizes=sizes,
+            bad_file_limit=bad_file_limit,
+        ),
         batches.__getitem__,
         len(batches),
         BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),

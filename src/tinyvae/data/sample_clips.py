@@ -77,7 +77,7 @@ def clip_name(number: int) -> str:
 def render_clip(number: int, *, height: int, width: int, frames: int, seed: int) -> torch.Tensor:
     """Clip ``number`` of the set ``seed``: uint8 RGB, TCHW."""
     scene = list(SCENES.values())[number % len(SCENES)]
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
     shot = Shot(height=height, width=width, frames=frames, generator=generator)
     return (through_lens(scene(shot), LENS_SIGMA * height) * 255).round().clamp(0, 255).to(torch.uint8)
 

@@ -166,7 +166,9 @@ def check_room(config: TrainConfig, facts: StoreFacts, job: LatentJob) -> None:
 def micro_batches(store: LatentStore, shard: int, batch_size: int) -> list[range]:
     """The positions of a shard in the run's own micro-batches: a clip then has the same neighbors as in the run."""
     return [
-        piece[first : first + batch_size] for piece in store.pieces(shard) for first in range(0, len(piece), batch_size)
+        range(max(first, piece.start), min(first + batch_size, piece.stop))
+        for piece in store.pieces(shard)
+        for first in range(piece.start - piece.start % batch_size, piece.stop, batch_size)
     ]
 
 
@@ -219,8 +221,9 @@ def make_shards_on_cluster(
     address: str, config: TrainConfig, data: RunData, store: LatentStore, shards: Sequence[int]
 ) -> None:
     """As `make_shards`, on the cluster at ``address``; there each actor loads a teacher of its own."""
-    clips = Clips(data.train, training_settings(config), training=True, sizes=store.facts.sizes)
-    watch = BadFileWatch(limit=config.bad_file_limit, written_to=data.bad_files)
+    limit, sizes = config.bad_file_limit, store.facts.sizes
+    clips = Clips(data.train, training_settings(config), training=True, sizes=sizes, bad_file_limit=limit)
+    watch = BadFileWatch(limit=limit, written_to=data.bad_files)
     work = ((shard, micro_batches(store, shard, config.train_batch_size)) for shard in shards)
     total = sum(len(store.positions(shard)) for shard in shards)
     with ray_cluster(address) as cluster, progress_bar(total=total, desc="latents", unit="clip") as bar:
