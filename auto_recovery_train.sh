@@ -49,6 +49,8 @@ while [[ $# -gt 0 ]]; do
         *) words+=("$1"); shift ;;
     esac
 done
+[[ "$base" != *%[YmdHMS]* ]] ||
+    refuse "RUN_DIR or --output_dir must name one folder, without %Y to %S ('$base'): a restart looks there for checkpoints."
 base="${base:-output/recovery_$(basename "$config" .py)_$(date +%Y-%m-%d_%H-%M-%S)}"
 
 # The newest checkpoint whose every file is as it was written; nothing where there is none.
@@ -74,6 +76,7 @@ for name in TERM INT USR1 HUP; do trap "pass_on $name" "$name"; done
 restarts=0 last_checkpoint=''
 checkpoint="$(newest)" || { say "the checkpoints of $base cannot be looked at; is tinyvae installed?"; exit 2; }
 while :; do
+    if [[ -n "$stopping" ]]; then say "stopped by SIG$stopping"; exit $((128 + $(kill -l "$stopping"))); fi
     from=()
     if [[ -n "$checkpoint" ]]; then
         folder="$(dirname "$checkpoint")" from=(--resume "$checkpoint")
@@ -90,11 +93,11 @@ while :; do
     wait "$child"; code=$?
     while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done # a signal ends `wait` before the child ends
     child=''
+    if [[ "$code" -eq 0 ]]; then say "the run is complete: $folder"; exit 0; fi
     if [[ -n "$stopping" ]]; then
         say "to go on with this run: the same command with RUN_DIR=$base"
         exit $((128 + $(kill -l "$stopping")))
     fi
-    if [[ "$code" -eq 0 ]]; then say "the run is complete: $folder"; exit 0; fi
     if [[ "$code" -eq 2 ]]; then say "the message above needs an answer: starting again would not help"; exit 2; fi
 
     checkpoint="$(newest)" || { say "the checkpoints of $base cannot be looked at"; exit "$code"; }
@@ -108,6 +111,5 @@ while :; do
     fi
     say "failed with exit code $code; restart $restarts of $max_restarts in $pause s"
     sleep "$pause" & child=$!; wait "$child"; child=''
-    if [[ -n "$stopping" ]]; then say "stopped by SIG$stopping"; exit $((128 + $(kill -l "$stopping"))); fi
     pause=$((pause * 2 > max_pause ? max_pause : pause * 2))
 done

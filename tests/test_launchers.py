@@ -318,6 +318,7 @@ def test_recovery_takes_both_forms_of_an_option(tmp_path: Path, form: list[str])
     ("words", "env", "says"),
     [
         (["2", "h100", "--resume"], {}, "--resume needs a value"),
+        (["2", "h100", "--output_dir", "run_%Y-%m"], {}, "must name one folder, without %Y to %S ('run_%Y-%m')"),
         (["2", "h100"], {"MAX_RESTARTS": "many"}, "MAX_RESTARTS must be a whole number, not 'many'"),
     ],
 )
@@ -345,6 +346,21 @@ def test_a_signal_is_handed_on_and_ends_recovery(tmp_path: Path) -> None:
     wait_until(lambda: (tmp_path / "run" / "ready").exists())
     process.send_signal(signal.SIGTERM)
     assert process.wait(HANGS_S) == 143 and (tmp_path / "run" / "told").exists() and len(recovery.starts()) == 1
+
+
+def test_a_signal_before_the_start_starts_nothing(tmp_path: Path) -> None:
+    """While the checkpoints are looked at, nobody is there to hand it on to."""
+    recovery = Recovery(tmp_path, "exit 0")
+    (tmp_path / "run").mkdir()
+    subprocess.run(["bash", "-c", write_checkpoint(tmp_path, 3), "_", "1", "run"], cwd=tmp_path, check=True)
+    slow = tmp_path / "slow_python"
+    slow.write_text("#!/bin/sh\ntouch looking\nwhile [ ! -e go ]; do sleep 0.05; done\n")
+    slow.chmod(0o755)
+    process = subprocess.Popen([str(RECOVERY), "2", "h100"], env=recovery.env | {"PYTHON": str(slow)}, cwd=tmp_path)
+    wait_until((tmp_path / "looking").exists)
+    process.send_signal(signal.SIGTERM)
+    (tmp_path / "go").touch()
+    assert process.wait(HANGS_S) == 143 and not (tmp_path / "record" / "starts").exists()
 
 
 def run_slurm_template(folder: Path, *, srun_exit: int) -> subprocess.CompletedProcess[str]:
