@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -238,27 +238,57 @@ def test_best_model_is_replaced_whole(tmp_path: Path) -> None:
     assert [f.name for f in tmp_path.iterdir()] == ["best_model"]
 
 
-def test_history_forgets_what_lies_beyond_the_resumed_step(tmp_path: Path, engine: Engine) -> None:
-    file, config = tmp_path / "validation_history.json", TrainConfig()
-    run_log = RunLog(tmp_path, config, is_main=False)
+def make_validator(folder: Path, engine: Engine, config: TrainConfig, *, from_step: int = 0) -> Validator:
+    run_log = RunLog(folder, config, is_main=False)
+    run_log.close()
+    model = TAEHV("taehv", width=0.125)
+    parts: Any = {"model": model, "average": None, "loader": None, "lpips": None, "run_log": run_log}
+    return Validator(config, engine, folder, **parts, stop_signal=lambda: 0, from_step=from_step)
 
-    def begin(from_step: int) -> Validator:
-        model = TAEHV("taehv", width=0.125)
-        parts = {"model": model, "average": None, "loader": None, "lpips": None, "run_log": run_log}
-        return Validator(config, engine, tmp_path, **parts, stop_signal=lambda: 0, from_step=from_step)  # type: ignore[arg-type]
+
+@pytest.mark.parametrize(("checkpointing_steps", "best"), [(3, (3, 20.0)), (2, (2, 30.0))])
+def test_a_best_model_that_is_nowhere_is_not_the_best(
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    checkpointing_steps: int,
+    best: tuple[int, float],
+) -> None:
+    """The disk is full at step 2 alone. If a checkpoint of that step holds the model, it stays the best."""
+
+    def write(folder: Path, model: TAEHV, info: dict[str, Any]) -> None:
+        if info["step"] == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_best_model(folder, model, info)
+
+    config = TrainConfig(checkpointing_steps=checkpointing_steps, max_train_steps=9)
+    validator = make_validator(tmp_path, engine, config)
+    monkeypatch.setattr("tinyvae.training.validation.write_best_model", write)
+    progress = Progress()
+    for step, score in ((1, 10.0), (2, 30.0), (3, 20.0)):
+        result = ValidationResult(metrics={"psnr": score}, num_clips=1, shown=[])
+        monkeypatch.setattr(Validator, "_score", lambda self, result=result: result)
+        progress, _ = validator.validate(replace(progress, step=step), 0.1)
+    assert (progress.best_step, progress.best_score) == best and progress.stale_validations == (best[0] == 2)
+    assert json.loads((tmp_path / "best_model/model_info.json").read_text())["step"] == (3 if best[0] == 3 else 1)
+    assert caplog.text.count("COULD NOT WRITE best_model/ of step 2") == 1
+
+
+def test_history_forgets_what_lies_beyond_the_resumed_step(tmp_path: Path, engine: Engine) -> None:
+    file = tmp_path / "validation_history.json"
 
     def record(validator: Validator, step: int, score: float) -> None:
         result = ValidationResult(metrics={"psnr": score}, num_clips=1, shown=[])
         validator._record(Progress(step=step, best_step=step), result, None, seconds=1.0)
 
-    first = begin(0)
+    first = make_validator(tmp_path, engine, TrainConfig())
     for step in (10, 20, 30):
         record(first, step, float(step))
-    resumed = begin(20)
+    resumed = make_validator(tmp_path, engine, TrainConfig(), from_step=20)
     assert [entry["step"] for entry in json.loads(file.read_text())] == [10, 20]
     record(resumed, 30, 30.0)
     record(resumed, 30, 99.0)
-    run_log.close()
     assert [(e["step"], e["psnr"]) for e in json.loads(file.read_text())] == [(10, 10.0), (20, 20.0), (30, 99.0)]
 
 

@@ -132,12 +132,12 @@ class Validator:
             )
         improved = progress.improved_by(score, self.config.metric_for_best_model)
         known_loss = train_loss if math.isfinite(train_loss) else None
-        if improved:  # what fails on the main process for good is raised by all ranks
-            self.engine.from_main(lambda: self._keep_best(progress.step, result, known_loss))
+        # What fails on the main process for good is raised by all ranks.
+        is_best = improved and self.engine.from_main(lambda: self._keep_best(progress.step, result, known_loss))
         progress = replace(
             progress,
-            best_score=score if improved else progress.best_score,
-            best_step=progress.step if improved else progress.best_step,
+            best_score=score if is_best else progress.best_score,
+            best_step=progress.step if is_best else progress.best_step,
             stale_validations=0 if improved else progress.stale_validations + 1,
             validated_step=progress.step,
         )
@@ -165,20 +165,26 @@ class Validator:
         finally:
             self.model.train()
 
-    def _keep_best(self, step: int, result: ValidationResult, train_loss: float | None) -> None:
-        """Write ``best_model/``. A full disk does not end the run here: three failed checkpoints do that."""
+    def _keep_best(self, step: int, result: ValidationResult, train_loss: float | None) -> bool:
+        """Write ``best_model/``; whether this is the best model from now on. A full disk does not end the run here:
+        three failed checkpoints do that. If no checkpoint of this step holds the model, the earlier one stays the best.
+        """
         metrics: dict[str, float | None] = dict.fromkeys(ROUND_TRIP_METRICS)
         metrics |= {name: result.metrics[name] for name in SHOWN_METRICS if name in result.metrics}
         try:
             with averaged_weights(self.model, self.average):
                 write_best_model(self.folder, self.model, {"step": step, **metrics, "train_loss": train_loss})
+            return True
         except WRITE_FAULTS as fault:
             two_files = 2 * sum(p.numel() * p.element_size() for p in self.model.parameters())
             why = why_not_written(fault, self.folder, needed_bytes=two_files)
-            log.error(
-                f"COULD NOT WRITE best_model/ of step {step} ({why}): it still holds the earlier best. This step's own "
-                "checkpoint, once written, is kept beside the newest ones."
-            )
+            every, last = self.config.checkpointing_steps, self.config.max_train_steps
+            has_checkpoint = step == last or (every > 0 and step % every == 0)
+            further = "No checkpoint is due at this step, so later models are compared with that one."
+            if has_checkpoint:
+                further = "This step's own checkpoint, once written, is kept beside the newest ones."
+            log.error(f"COULD NOT WRITE best_model/ of step {step} ({why}): it still holds the earlier best. {further}")
+            return has_checkpoint
 
     def _record(
         self, progress: Progress, result: ValidationResult, train_loss: float | None, *, seconds: float
