@@ -56,9 +56,8 @@ def test_a_teacher_that_fails_on_one_rank_stops_all_with_a_checkpoint(clips: Pat
     running = launch(
         arguments_for(clips, tmp_path / "run", **settings), tmp_path, ranks=2, prepare=TeacherFails(rank=1)
     )
-    assert running.wait() == [1, 2], running.both_logs()
-    assert "the teacher made latents that are not finite" in running.log(1)
-    assert "another process of this run had to stop" in running.log(0)
+    assert running.wait() == [2, 2], running.both_logs()  # no machine starts it again
+    assert all("the teacher made latents that are not finite" in running.log(rank) for rank in (0, 1))
     assert (tmp_path / "run/emergency_checkpoint-1").is_dir()
 
 

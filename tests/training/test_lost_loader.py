@@ -154,8 +154,8 @@ def test_two_ranks_end_together_where_workers_of_one_die_again_and_again(
 ) -> None:
     run = tmp_path / "run"
     running = launch(arguments_for(clips, run, **PAIR), tmp_path, ranks=2, prepare=PoisonedClip(9, rank=1))
-    assert running.wait() == [1, 2], running.both_logs()
-    assert "killed 3 times in a row" in running.log(1) and "another process of this run had to stop" in running.log(0)
+    assert running.wait() == [2, 2], running.both_logs()  # no machine starts it again
+    assert "killed 3 times in a row" in running.log(1) and "killed 3 times in a row" in running.log(0)
     assert (run / "emergency_checkpoint-2/rank_00001.pt").is_file()
     resumed = launch(arguments_for(clips, run, **PAIR, resume_from_checkpoint="latest"), tmp_path, ranks=2)
     assert resumed.wait() == [0, 0], resumed.both_logs()

@@ -201,9 +201,8 @@ class NoMoreClips:
 
 def test_a_rank_without_data_stops_all_with_a_checkpoint(clips: Path, tmp_path: Path) -> None:
     running = two_ranks(clips, tmp_path, NoMoreClips(), **SERAENA, validation_steps=0)
-    assert running.wait() == [1, 2], running.both_logs()
-    assert "not one of 64 files could be read" in running.log(1)
-    assert "another process of this run had to stop" in running.log(0)
+    assert running.wait() == [2, 2], running.both_logs()  # no machine starts it again
+    assert all("not one of 64 files could be read" in running.log(rank) for rank in (0, 1))
     assert (tmp_path / "run/emergency_checkpoint-2").is_dir()
 
 
@@ -336,7 +335,6 @@ class ValidationLoaderFails:
 
 def test_a_validation_loader_that_fails_on_one_rank_stops_all_with_a_checkpoint(clips: Path, tmp_path: Path) -> None:
     running = two_ranks(clips, tmp_path, ValidationLoaderFails(), checkpointing_steps=100)
-    assert running.wait() == [1, 2], running.both_logs()
-    assert "shared memory is full" in running.log(1)
-    assert "another process of this run had to stop" in running.log(0)
+    assert running.wait() == [2, 2], running.both_logs()  # no machine starts it again
+    assert all("shared memory is full" in running.log(rank) for rank in (0, 1))
     assert (tmp_path / "run/emergency_checkpoint-2").is_dir()

@@ -129,10 +129,10 @@ class Trainer:
             log.info("from step %d on the clips are %s", stage.first_step, stage.in_words())
         try:
             return [next(self.parts.batches) for _ in range(self.config.gradient_accumulation_steps)]
-        except UserError:
+        except UserError as mistake:
             self.parts.engine.worst(Status.HAS_TO_STOP)  # meets the others where they next ask for the status
             self._save(emergency=True)
-            raise
+            raise self._shared_reason(mistake) from None
 
     def step(self, clips: list[ClipBatch]) -> StepResult:
         """One optimizer step over several micro-batches, all ranks together."""
@@ -146,7 +146,7 @@ class Trainer:
                 torch.cuda.empty_cache()
             if worst == Status.HAS_TO_STOP:
                 self._save(emergency=True)
-                raise self.mistake or PeerLostError(STOPPED_ELSEWHERE)
+                raise self._shared_reason(self.mistake)
             self._use_smaller_slices(clips[0].frames.shape[1:])
         result = self._apply_gradients()
         if self.tells_more:
@@ -289,8 +289,7 @@ class Trainer:
             raise  # no rank is left to save with
         except (ValidationCut, UserError) as cut:  # all ranks raise the same
             self._save(emergency=True)
-            reason = cut.reason if isinstance(cut, ValidationCut) else cut
-            raise reason or PeerLostError(STOPPED_ELSEWHERE) from None
+            raise self._shared_reason(cut.reason if isinstance(cut, ValidationCut) else cut) from None
         self.parts.notifier.is_at(self.progress)
         if stops_early(self.progress, self.config) and self.step_log.num_clips:
             self._log(bar)  # no later line would hold these steps
@@ -298,6 +297,13 @@ class Trainer:
             self.seraena_start = self.seraena_start.after_validation(self.progress.step, score)
             if self.seraena_start.has_started:
                 log.info("validation stopped improving: Seraena joins in at step %d", self.progress.step)
+
+    def _shared_reason(self, own: Exception | None) -> Exception:
+        """Why the run stops, on every rank: ``own``, or the mistake that another rank has met. So all have one exit
+        code, and no machine starts a run again that waits for its user."""
+        told = self.parts.engine.gather(str(own) if isinstance(own, UserError) else "")
+        mistake = next(filter(None, told), None)
+        return own or (PeerLostError(STOPPED_ELSEWHERE) if mistake is None else UserError(mistake))
 
     def _save_if_due(self) -> None:
         at_the_end = self.progress.step == self.config.max_train_steps or stops_early(self.progress, self.config)
