@@ -253,6 +253,15 @@ def test_fewer_clips_at_once_where_memory_runs_out(
     assert caplog.text.count("fewer clips at once") == 1
 
 
+def test_any_autocast_around_any_dtype(folders: dict[str, Path]) -> None:
+    """A run in fp16 with a teacher in bf16: torch refuses to join its parts under autocast on a CPU."""
+    teacher = load(folders, "taew2_1", dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.float16):
+        mean, std = teacher.distribution(clip("taew2_1"), with_std=True)
+        decoded = teacher.decode(teacher.encode(clip("taew2_1")))
+    assert mean.dtype == torch.bfloat16 and std is not None and decoded.dtype == torch.float32
+
+
 def test_bf16_weights_give_fp32_latents(folders: dict[str, Path]) -> None:
     teacher = load(folders, "taew2_1", dtype=torch.bfloat16)
     assert teacher.dtype == torch.bfloat16

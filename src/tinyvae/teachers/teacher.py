@@ -106,8 +106,8 @@ class Teacher:
         assert self.clip_of(frames_NTCHW).shape == frames_NTCHW.shape, f"give clip_of the {num_frames} frames"
         with torch.autocast(device_type=self.device.type, enabled=False):
             parts = self._in_parts(self._encode_part, frames_NTCHW, frames_NTCHW[0].numel() // 3)
-        mean = torch.cat([part.mode() for part in parts]).transpose(1, 2)
-        std = torch.cat([part.std for part in parts]).transpose(1, 2) if with_std else None
+            mean = torch.cat([part.mode() for part in parts]).transpose(1, 2)
+            std = torch.cat([part.std for part in parts]).transpose(1, 2) if with_std else None
         for values in (mean, std):
             if values is not None:
                 self._check_latents(values, frames_NTCHW)
@@ -118,8 +118,7 @@ class Teacher:
         """Frames NTCHW in [0, 1], fp32, of latents NTCHW in the same space: the quality a student is measured by."""
         pixels = latents_NTCHW[0, :, 0].numel() * self.geometry.time_factor * self.geometry.space_factor**2
         with torch.autocast(device_type=self.device.type, enabled=False):
-            parts = self._in_parts(self._decode_part, latents_NTCHW, pixels)
-        return torch.cat(parts).transpose(1, 2)
+            return torch.cat(self._in_parts(self._decode_part, latents_NTCHW, pixels)).transpose(1, 2)
 
     def _in_parts(self, run: Callable[[Tensor], Any], videos_NTCHW: Tensor, pixels_each: int) -> list[Any]:
         """``run`` over as many videos at once as memory holds. Where it runs out, fewer, from then on."""

@@ -236,6 +236,8 @@ class _Run:
             data.check_start(loop.progress.samples_seen, loop.progress.step)
             log.info("resumed from %s at step %d", self.saved.folder, loop.progress.step)
         progress = self.engine.from_main(lambda: self._write_first_files(loop.progress, data))
+        if self.saved is not None:
+            self.saved.shared.clear()  # hundreds of MB, which the run would hold to its end
         return replace(loop, progress=progress), data.settled(self.index_folder, self.folder)
 
     def _write_first_files(self, progress: Progress, data: RunData) -> Progress:
