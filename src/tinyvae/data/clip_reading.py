@@ -36,7 +36,7 @@ from tinyvae.video.decode import read_frames
 log = logging.getLogger(__name__)
 
 MIN_ATTEMPTS, MAX_ATTEMPTS = 8, 64
-"""Files tried for one position. Eight bad ones in a row are no accident below the bad-file limit (0.05^8)."""
+"""Files tried for one position, by the limit of bad files (`attempts_for`)."""
 TRIES_BEFORE_JUDGEMENT = 64
 """A share means little over fewer reads than this."""
 
