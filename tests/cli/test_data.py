@@ -58,6 +58,15 @@ def test_check_a_folder_with_a_preset(folder: Path, tmp_path: Path, capsys: pyte
     assert "USE BY PRESET TEST" in printed and "clips of 9 frames" in printed and "128x128" in printed
 
 
+def test_what_a_preset_validates_with_counts_too(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in the run: files that are large enough to train and too small to validate."""
+    words = ("check", folder, "--preset", "scratch", "--contact_sheet", tmp_path / "s.png", "--workers", 0)
+    assert run(*words, "--size", "32x32") == 1
+    assert "can give a validation clip of 20 frames at 256x256" in capsys.readouterr().out
+
+
 def test_data_that_cannot_be_used_ends_with_1_and_says_why(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,7 +56,8 @@ def test_other_widths_go_to_graphs_alone() -> None:
     narrow = get_spec("taehv", width=0.5)
     assert choose_slot(ONNX, narrow).variant == "taehv"
     for program in (COMFYUI, UPSTREAM):
-        with pytest.raises(UserError, match=r"released widths alone, and this model has width 0\.5; use --to onnx"):
+        others = "use --to diffusers, --to onnx or --to web"
+        with pytest.raises(UserError, match=rf"released widths alone, and this model has width 0\.5; {others}"):
             choose_slot(program, narrow)
 
 

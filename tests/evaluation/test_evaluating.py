@@ -123,6 +123,8 @@ def test_users_mistakes_are_one_sentence(write_video: WriteVideo, tmp_path: Path
         evaluate(CopyCodec(), write_video("short.mp4", frames=3), lpips=None)
     with pytest.raises(UserError, match="max_frames must be at least 1"):
         evaluate(CopyCodec(), write_video("a.mp4"), lpips=None, max_frames=0)
+    with pytest.raises(UserError, match=r"--frames 3 \(max_frames\) is less than the 4 frames of one latent"):
+        evaluate(CopyCodec(), write_video("few.mp4"), lpips=None, max_frames=3)
     for device in ("meta", "cpu,vulkan"):
         with pytest.raises(UserError, match="torch cannot compute on"):
             evaluate(CopyCodec(), write_video(f"{device}.mp4"), lpips=None, device=device)

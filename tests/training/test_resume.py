@@ -32,6 +32,7 @@ from tinyvae.errors import UserError
 from tinyvae.training.build import build_model
 from tinyvae.training.checkpoint import _write_manifest, _write_state, read_manifest
 from tinyvae.training.resume import Progress, SavedRun
+from tinyvae.training.start import run_training
 
 KEEP_ALL = {"checkpoints_total_limit": 99}
 TWO_SIZES = {"resolutions": "8x32x32,4x24x40", "n_frames": 8}
@@ -259,6 +260,20 @@ def test_the_data_may_lie_elsewhere_but_must_be_the_same(finished: Path, clips: 
     (moved / "clip_0.mp4").unlink()
     with pytest.raises(UserError, match="list of training files"):
         resumed(finished, moved, "latest")
+
+
+@pytest.mark.parametrize("named", ["copy", "copy/config.json", "link"])
+def test_a_run_that_is_named_goes_on_itself(clips: Path, tmp_path: Path, named: str) -> None:
+    """Not the run that it was copied from, nor a newer one of the same experiment."""
+    stop_at_3(clips, tmp_path / "old")
+    shutil.copytree(tmp_path / "old", tmp_path / "copy")
+    (tmp_path / "link").symlink_to("copy")
+    before = sorted(file.name for file in (tmp_path / "old").iterdir())
+    loaded = load_config(str(tmp_path / named), ["--resume", "latest", "--max_train_steps", "6"])
+    done = run_training(loaded, command="test")
+    assert done.folder == tmp_path / "copy" and done.progress.step == 6
+    assert (tmp_path / "copy/final_model.safetensors").is_file()
+    assert sorted(file.name for file in (tmp_path / "old").iterdir()) == before
 
 
 def test_a_bad_file_that_was_repaired_meanwhile_stays_out(clips: Path, tmp_path: Path) -> None:

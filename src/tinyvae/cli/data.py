@@ -193,6 +193,7 @@ def _planned_use(arguments: argparse.Namespace) -> PlannedUse:
     from tinyvae.data.check import PlannedUse
     from tinyvae.data.clip import ClipSettings
     from tinyvae.data.sizes import with_size
+    from tinyvae.training.clips import validation_settings
 
     names = ("min_frame_delta", "max_frame_delta", "train_split", "variant")
     given = {"n_frames": arguments.frames} | {name: getattr(arguments, name) for name in names}
@@ -210,6 +211,7 @@ def _planned_use(arguments: argparse.Namespace) -> PlannedUse:
     return PlannedUse(
         name=name,
         settings=with_size(ClipSettings.from_config(config), config.sizes.bounds),
+        validation=None if arguments.preset is None else validation_settings(config),
         train_split=config.train_split,
         split_by=config.split_by,
         bad_file_limit=config.bad_file_limit,

@@ -16,6 +16,7 @@ example:
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from tinyvae.cli.options import add_options, full_dtype_name, number, place
 from tinyvae.cli.train import only_preset
@@ -79,5 +80,5 @@ def run(arguments: argparse.Namespace) -> int:
     if missing:
         print(f"part {part} of {num_parts} is done; {count_of(missing, 'shard')} of other parts still to make")
     else:
-        print(f"the store is complete: train with --latent_store {folder}")
+        print(f"the store is complete: train with --latent_store {shlex.quote(str(folder))}")
     return 0

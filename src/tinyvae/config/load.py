@@ -97,6 +97,8 @@ def load_config(preset_or_file: str | Path, overrides: Sequence[str] | Mapping[s
         raise UserError(f"{names[0]!r} is not a setting; settings are written as --key value.")
     merging = _Merging([defaults, *layers, Layer(name="the command line", base=Path.cwd(), values=values)])
     config = TrainConfig(**merging.values)
+    if config.resume_from_checkpoint == "latest" and "output_dir" not in values:
+        config = _of_named_run(config, preset_or_file)
     complaints = [*merging.complaints, *merging.disagreements(config)]
     wrong_keys = {key for complaint in complaints for key in complaint.keys}
     found = rules.value_complaints(config)
@@ -107,6 +109,19 @@ def load_config(preset_or_file: str | Path, overrides: Sequence[str] | Mapping[s
 
 
 # where layers come from
+
+
+def _of_named_run(config: TrainConfig, source: str | Path) -> TrainConfig:
+    """The settings with ``--resume latest`` of a run whose folder (or config.json) is named: that run goes on there.
+
+    Else ``latest`` would look where the run once was, and among the newer runs of the same experiment.
+    """
+    place = Path(os.path.expanduser(source))
+    folder = Path(os.path.realpath(place if os.path.isdir(place) else place.parent))
+    is_run = str(source) not in preset_names() and (os.path.isdir(place) or place.name == "config.json")
+    if not is_run or not any(folder.glob("*checkpoint-*")):
+        return config
+    return dataclasses.replace(config, resume_from_checkpoint=str(folder), output_dir=folder)
 
 
 def project_of(folder: Path) -> Path:

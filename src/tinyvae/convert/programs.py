@@ -337,9 +337,10 @@ def choose_slot(program: Program, spec: VariantSpec, *, name: str | None = None)
     if spec.name in program.refused:
         raise UserError(f"{spec.name} cannot be exported to {program.title}: {program.refused[spec.name]}.")
     if spec.width != 1 and not program.any_width:
+        others = [f"--to {one.name}" for one in PROGRAMS.values() if one.any_width and spec.name not in one.refused]
         raise UserError(
             f"{program.title} knows the released widths alone, and this model has width {spec.width:g}; "
-            "use --to onnx or --to web, or train one with model_width = 1."
+            f"use {_or(others)}, or train one with model_width = 1."
         )
     wanted = name or "vae"
     for slot in program.slots:

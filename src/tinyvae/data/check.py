@@ -37,6 +37,7 @@ class PlannedUse:
 
     name: str
     settings: ClipSettings
+    validation: ClipSettings | None
     train_split: float
     split_by: SplitBy
     bad_file_limit: float
@@ -53,7 +54,8 @@ def print_check(index: VideoIndex, use: PlannedUse, *, title: str, num_samples: 
     stages, failure = Stages(), ""
     try:
         # The limit is judged after the table, so that data above it still shows what it would give.
-        train, val = split(index, use.settings, train_split=use.train_split, split_by=use.split_by, bad_file_limit=1.0)
+        how = {"train_split": use.train_split, "split_by": use.split_by, "bad_file_limit": 1.0}
+        train, val = split(index, use.settings, validation=use.validation, **how)  # type: ignore[arg-type]
         print("\n" + "\n".join(use_lines(use, train, val)))
         stages = stage_training_samples(train, use.settings, num_samples)
         print(length_line(use))

@@ -110,7 +110,7 @@ def split(
     train, val = _sides(index, settings, train_split, use_annotation)
     if validation is None:
         return train, val
-    _, val = _sides(index, validation, train_split, use_annotation)
+    _, val = _sides(index, validation, train_split, use_annotation, validates=True)
     # Of a small set one file may have changed sides, and for clips of another size it may have been another file.
     rows = np.setdiff1d(train.rows, val.rows, assume_unique=True)
     if len(rows) == 0:
@@ -119,7 +119,7 @@ def split(
 
 
 def _sides(
-    index: VideoIndex, settings: ClipSettings, train_split: float, use_annotation: bool
+    index: VideoIndex, settings: ClipSettings, train_split: float, use_annotation: bool, *, validates: bool = False
 ) -> tuple[ClipSet, ClipSet]:
     """The files that can give clips of one kind, by annotation or by hash."""
     numbers, trains = [np.zeros(0, np.uint32)], [np.zeros(0, np.bool_)]
@@ -134,10 +134,12 @@ def _sides(
     all_numbers, all_trains = np.concatenate(numbers), np.concatenate(trains)
     excluded = Exclusions(**left_out)
     if len(all_numbers) == 0:
+        asked = ("validation clip", "one (validation_height, validation_width, validation_n_frames)")
+        what, smaller = asked if validates else ("clip", "clip")
         raise UserError(
-            f"no file of {index.source} can give a clip of {settings.n_frames} frames at "
+            f"no file of {index.source} can give a {what} of {settings.n_frames} frames at "
             f"{settings.width}x{settings.height} (width x height): {excluded.sentence()}; "
-            "ask for a smaller or shorter clip, or add files"
+            f"ask for a smaller or shorter {smaller}, or add files"
         )
     train, val = all_numbers[all_trains], all_numbers[~all_trains]
     if not use_annotation and train_split < 1.0:
@@ -181,7 +183,8 @@ def refuse_bad_index(index: VideoIndex, bad_file_limit: float) -> None:
     if share > bad_file_limit:
         raise UserError(
             f"{index.num_bad} of {len(index)} files ({share:.1%}) of {index.source} are bad, above the limit of "
-            f"{bad_file_limit:.1%}; {example}; fix or remove them, or raise bad_file_limit"
+            f"{bad_file_limit:.1%}; {example}; fix or remove them (`tinyvae data check` lists all), or raise "
+            "bad_file_limit"
         )
 
 

@@ -199,6 +199,10 @@ def _open_clips(
     for name, value in (("max_frames", settings.max_frames), ("max_clips", settings.max_clips)):
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, got {value}.")
+    needed = max(trip.spec.time_factor for trip in round_trips)
+    if settings.max_frames is not None and settings.max_frames < needed:
+        text = f"--frames {settings.max_frames} (max_frames) is less than the {needed} frames of one latent"
+        raise UserError(f"{text}; ask for at least {needed}.")
     if settings.size is not None and min(settings.size) < 1:
         raise UserError(f"size must be height and width in pixels, got {settings.size[0]}x{settings.size[1]}.")
     source, root = place_of(settings.data), place_of(settings.data_root) if settings.data_root is not None else None

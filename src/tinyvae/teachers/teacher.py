@@ -304,7 +304,11 @@ def _folder_here(path: str | Path) -> Path | None:
 
 def _own_config(folder: Path) -> Path | None:
     """The config.json of the VAE in a folder: a pipeline's keeps its VAE in vae/."""
-    return next((folder / name for name in CONFIG_PLACES if (folder / name).is_file()), None)
+    try:
+        return next((folder / name for name in CONFIG_PLACES if (folder / name).is_file()), None)
+    except OSError as refused:  # a folder that may not be entered
+        text = f"the teacher {folder} cannot be looked into ({refused.strerror}); check its permissions."
+        raise UserError(text) from None
 
 
 def _cached_config(hub: Any, name: str) -> Path | None:
@@ -350,6 +354,7 @@ def _local_config(path: Path) -> tuple[str, None, dict[str, Any]]:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
+    check_readable(file)
     try:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as broken:

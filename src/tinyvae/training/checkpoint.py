@@ -246,7 +246,12 @@ def _sync_folder(folder: Path) -> None:
 def list_checkpoints(*run_folders: Path) -> list[CheckpointInfo]:
     """The checkpoints of run folders, oldest first. Their files are not checked."""
     found = []
-    for folder in (entry for run in run_folders if run.is_dir() for entry in run.iterdir() if entry.is_dir()):
+    try:
+        entries = [entry for run in run_folders if run.is_dir() for entry in run.iterdir() if entry.is_dir()]
+    except PermissionError as refused:
+        text = f"{refused.filename} cannot be looked into ({refused.strerror}); check its permissions."
+        raise UserError(text) from None
+    for folder in entries:
         if (match := NAME.fullmatch(folder.name)) is None:
             continue
         with suppress(FileNotFoundError):  # the run that owns it has removed it just now
