@@ -64,7 +64,7 @@ SUBSTITUTIONS = {
     r"--output_dir output/my_student": "--output_dir output/made",
     r"checkpoints/taew2_1\.pth": "lighttaew2_1.safetensors",
     r"/data/videos|/data/val|videos/val|(?<=--data_root )clips|videos/(?= )": "videos",
-    r"(?<=--preset )h100": "quickstart",
+    r"(?<=--preset )(?:h100|distill)": "quickstart",
     r"output/RUN_B": "taehv.safetensors",
     r"\b(?:RUN_OR_FILE|MODEL|output/RUN(?:_A)?)(?= |$)": "output/my_run",
     r"output/my_run(?= --to (?:lightx2v|sdcpp))": "output/wan_run",
@@ -78,7 +78,7 @@ SUBSTITUTIONS = {
     r"--(max_train_steps) \d+": r"--\1 3",
     r"@2000": "@1",
     r"@8000": "@2",
-    r"--clips 1\d+": "--clips 4",
+    r"--clips \d{3,}": "--clips 4",
     r"--num_samples 5": "--num_samples 1 --data_root videos",
 }
 
