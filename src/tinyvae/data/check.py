@@ -54,8 +54,14 @@ def print_check(index: VideoIndex, use: PlannedUse, *, title: str, num_samples: 
     stages, failure = Stages(), ""
     try:
         # The limit is judged after the table, so that data above it still shows what it would give.
-        how = {"train_split": use.train_split, "split_by": use.split_by, "bad_file_limit": 1.0}
-        train, val = split(index, use.settings, validation=use.validation, **how)  # type: ignore[arg-type]
+        train, val = split(
+            index,
+            use.settings,
+            validation=use.validation,
+            train_split=use.train_split,
+            split_by=use.split_by,
+            bad_file_limit=1.0,
+        )
         print("\n" + "\n".join(use_lines(use, train, val)))
         stages = stage_training_samples(train, use.settings, num_samples)
         print(length_line(use))

@@ -69,7 +69,7 @@ def pass_colors(model: TAEHV) -> None:
         _carry(conv, channels / conv.in_channels, columns=_once_in(channels))
     from_latents, *growing, output = _outside_of_blocks(model.decoder)
     _carry(from_latents, 1 / 2)
-    for conv in growing:  # 1x1 convs make frames, those of the super decoders also the pixels of a larger picture
+    for conv in growing:  # 1x1 convs make frames; the 3x3 convs of super decoders make four pixels of one
         by_pixels = model.spec.decoder == "super" and conv.kernel_size == (3, 3)
         _carry(conv, 1.0, rows=_next_to_each_other(4) if by_pixels else _once_in(conv.in_channels))
     others = output.weight[:, 3:] * QUIET_OUTPUT
