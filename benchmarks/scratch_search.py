@@ -37,7 +37,7 @@ from tinyvae.config.schema import FIELDS
 from tinyvae.losses.distances import LossKind, reconstruction_loss
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec
-from tinyvae.models.weights import load_model
+from tinyvae.models.weights import load_model, save_model
 from tinyvae.training.engine import Engine
 from tinyvae.training.first_weights import draw_weights
 from tinyvae.training.optim import WeightAverage, learning_rate_factor
@@ -230,6 +230,7 @@ def run(
     val: list[Tensor],
     *,
     seconds: float | None,
+    weights: Path | None,
 ) -> dict[str, Any]:
     model, kind = rig.draw(config), config.reconstruction_loss_type
     optimizer_set = optimizers_of(model, config, options)
@@ -260,6 +261,8 @@ def run(
                 print(f"{name}: step {step}, {trained:.0f} s, {words}", flush=True)
     with average.swapped_into(model):
         print(f"{name}: {score_elsewhere(model, val)}", flush=True)
+        if weights is not None:
+            save_model(model, weights)
     return {"name": name, "curve": curve, "steps": step, "seconds": trained, "psnr": curve[-1][2]}
 
 
@@ -303,6 +306,9 @@ def main() -> None:
     parser.add_argument("--set", default="", help="key=value,... for every candidate")
     parser.add_argument("--budget_s", type=float, default=540, help="stop starting candidates after this")
     parser.add_argument("--score", type=Path, nargs="*", default=[], help="only give these weight files' figure")
+    parser.add_argument(
+        "--save", type=Path, help="folder for the averaged weights of each candidate: 0.safetensors, ..."
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     began = time.perf_counter()
@@ -325,14 +331,18 @@ def main() -> None:
     if arguments.score:
         return
     results, rigs = [], {}
-    for name, (settings, options) in zip(arguments.candidates, candidates, strict=True):
+    for number, (name, (settings, options)) in enumerate(zip(arguments.candidates, candidates, strict=True)):
         if time.perf_counter() - began > arguments.budget_s:
             print(f"no time left for {name!r}")
             continue
         config = replace(BASE, max_train_steps=arguments.steps, **settings)
         rig = rigs[config.spec] = rigs.get(config.spec) or Rig(config.spec, engine)
         try:
-            results.append(run(rig, name or "scratch", config, options, train, val, seconds=arguments.seconds))
+            weights = arguments.save and arguments.save / f"{number}.safetensors"
+            trained = run(
+                rig, name or "scratch", config, options, train, val, seconds=arguments.seconds, weights=weights
+            )
+            results.append(trained)
         except torch.OutOfMemoryError as fault:
             print(f"{name!r}: {fault}")
         if arguments.output:

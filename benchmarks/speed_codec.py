@@ -68,10 +68,13 @@ def streaming_calls(model: TAEHV, latents: torch.Tensor, frames: torch.Tensor) -
             "decode by single latents": partial(stream_through, fused, "decode", latents, chunk_latents=1),
             "plain by single latents": partial(stream_through, model, "decode", latents, chunk_latents=1),
         },
-        {
-            f"decode by {count} latents": partial(stream_through, fused, "decode", latents, chunk_latents=count)
-            for count in (3, 8)
-        },
+        *(
+            {
+                f"{operation} by {count} latents": partial(stream_through, fused, operation, video, chunk_latents=count)
+                for count in (3, 8)
+            }
+            for operation, video in (("decode", latents), ("encode", frames))
+        ),
     ]
 
 

@@ -4,7 +4,8 @@ python benchmarks/speed_variants.py --output benchmarks/results/DATE-variants.md
 python benchmarks/speed_variants.py --sizes 480x736 --variants taehv taew2_2 --frames 49
 
 All fused networks are timed in turn at each size (`tinyvae bench --against`). The speed-up is that of a second run, in
-which each plain network takes turns with its fused form. Sizes must be multiples of 32, which every variant takes.
+which each plain network takes turns with its fused form. Variants that are one network (taehv, taew2_1, ...) share a
+row. Sizes must be multiples of 32, which every variant takes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 from speed_codec import spread_weights
 
-from tinyvae import TAEHV, list_variants
+from tinyvae import TAEHV, VARIANTS, list_variants
 from tinyvae.cli.options import dtype as dtype_of
 from tinyvae.convert.bench import (
     BenchmarkCase,
@@ -29,6 +30,16 @@ from tinyvae.convert.bench import (
     run_benchmark,
 )
 from tinyvae.evaluation.cost import choose_devices, describe_device
+
+
+def one_of_each_network(names: list[str]) -> dict[str, list[str]]:
+    """The first variant of each network, with all those that share it; their frame rules cost nothing."""
+    networks: dict[str, list[str]] = {}
+    for name in names:
+        spec = VARIANTS[name]
+        shared = (spec.patch_size, spec.latent_channels, spec.decoder, spec.encoder_strides, spec.decoder_strides)
+        networks.setdefault(str(shared), []).append(name)
+    return {same[0]: same for same in networks.values()}
 
 
 def plain_against_fused(model: TAEHV, case: BenchmarkCase) -> dict[tuple[str, str], Timing]:
@@ -76,8 +87,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="Markdown file to write; it grows size by size")
     arguments = parser.parse_args()
     device = choose_devices(arguments.device)[0]
-    models = {}
-    for name in arguments.variants:
+    models, networks = {}, one_of_each_network(arguments.variants)
+    for name in networks:
         model = TAEHV(name)
         spread_weights(model)
         models[name] = model.to(device, arguments.dtype).eval()
@@ -89,6 +100,7 @@ def main() -> None:
         f"`python {' '.join(sys.argv)}`: {arguments.frames} frames, {arguments.dtype}, medians of {arguments.repeats}.",
         f"Matrix product {ceilings.flops_per_s / 1e12:.3g} TFLOP/s, copy {ceilings.bytes_per_s / 1e12:.3g} TB/s. "
         "Stream: its speed as a part of the whole video's.",
+        "".join(f" {', '.join(same)} are one network." for same in networks.values() if len(same) > 1).strip(),
         "",
     ]
     for size in arguments.sizes:

@@ -22,7 +22,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tinyvae import TAEHV, save_model
+from tinyvae import TAEHV, load_model, save_model
 from tinyvae.cli.main import run
 from tinyvae.convert.bench import BenchmarkCase, Ceilings, floor_ms
 from tinyvae.data.sample_clips import write_sample_clips
@@ -363,7 +363,7 @@ def test_ideas_for_scratch_are_tried(tmp_path: Path) -> None:
     candidates = ["", "detail=2,detail_place=2,turns=1", "shapes=0.5:4x4x16+0.5:1x8x32,per_tap=1", "init=colors"]
     candidates += ["fixed_rows=1,reconstruction_loss_type=l1", "model_width=0.25"]
     said = run_benchmark(
-        *("scratch_search.py", *candidates, "--clips", clips, "--steps", 4, "--output", rows),
+        *("scratch_search.py", *candidates, "--clips", clips, "--steps", 4, "--output", rows, "--save", tmp_path),
         *("--set", "height=16,width=16,n_frames=4,train_batch_size=4"),
         TINYVAE_TURN_FILE=str(tmp_path / "turn"),
     )
@@ -372,6 +372,7 @@ def test_ideas_for_scratch_are_tried(tmp_path: Path) -> None:
     assert said.count("has its turn on the GPU") == len({row["psnr"] for row in found}) == 6, said
     assert all(row["psnr"] > 5 for row in found), said
     assert found[3]["psnr"] > found[0]["psnr"] + 3, "the colors pass from the first step on"
+    assert load_model(tmp_path / "5.safetensors", variant="taehv").spec.width == 0.25
 
 
 def command_of(*words: Any, **variables: str) -> dict[str, Any]:
