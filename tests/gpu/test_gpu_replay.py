@@ -64,6 +64,25 @@ def test_recordings_go_while_other_streams_run(monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(frames, expected[number])
 
 
+def test_large_recordings_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for less than one recording each shape pushes out the other, and then no graph is left: so are large
+    frames (1088x1920), where one chunk is more than MOST_BYTES."""
+    monkeypatch.setattr(replay, "MOST_BYTES", 1)
+    model = spread("taew2_2").half()
+    fused = model.fused()
+    monkeypatch.setattr(engines, "REPLAY_CHUNKS", False)
+    launched = model.fused()
+    films = [torch.randn(1, 2, 48, 10, width, device="cuda").half() for width in (10, 12)]
+    expected, num_recorded = [launched.decode_video(film) for film in films], 0
+    for _ in range(3):
+        for film, frames in zip(films, expected, strict=True):
+            for _ in range(3):
+                assert torch.equal(fused.decode_video(film), frames)
+            kept = [*fused._replays["decoder"]._recordings.values()]
+            num_recorded += isinstance(kept[-1], replay._Recording)
+    assert num_recorded == 6
+
+
 def test_graphs_are_counted_and_freed() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     fused = spread("taew2_2").half().fused()

@@ -109,9 +109,10 @@ class Replay:
         # Tensors of inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
             graph = torch.cuda.CUDAGraph()
-            if self._stream is None:
-                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            stream = self._stream
+            self._stream = stream = self._stream or torch.cuda.Stream()
+            # A pool dies with its last graph, and torch fails where a dead one is named.
+            if not any(isinstance(one, _Recording) for one in self._recordings.values()):
+                self._pool = torch.cuda.graph_pool_handle()
             # `torch.cuda.graph` would also free all cached memory, which costs more than the recording.
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
