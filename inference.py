@@ -14,6 +14,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import warnings
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ from tinyvae.evaluation.round_trip import RoundTrip, TeacherRoundTrip, open_mode
 from tinyvae.files import make_output_folder, writing_to
 from tinyvae.terminal import count_of
 
+SAMPLE_FILES = (".mp4", ".png", "_latents.safetensors", "_teacher_latents.safetensors")
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -44,7 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--data_root", type=Path, help="folder of videos; default: procedural sample clips")
     parser.add_argument("--annotation_file", type=Path, help="JSON or JSONL list of videos below data_root")
     add_options(parser, "--split", "--size")
-    parser.add_argument("--output_dir", type=Path, default=Path("output/inference"), help="folder for what is written")
+    words = "folder for what is written; the samples of an earlier run there are removed"
+    parser.add_argument("--output_dir", type=Path, default=Path("output/inference"), help=words)
     parser.add_argument("--save_latents", action="store_true", help="also write each sample's latents (safetensors)")
     parser.add_argument("--benchmark", action="store_true", help="also print the speed of encoder and decoder")
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: the first GPU, else the CPU")
@@ -72,19 +76,21 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"note: {note}")
     names = [name for name in result.evaluations[0].by_name() if all(name in e.by_name() for e in result.evaluations)]
     skipped = {skip.name: skip.reason for e in result.evaluations for skip in e.skipped}
+    with writing_to(folder):
+        remove_earlier_samples(folder, inputs=[Path(clip.path) for clip in result.evaluations[0].clips])
+        # Before the samples, so that the next run knows them even if this one is killed.
+        write_results(result, folder / "results.json", command=command_line())
     for number, name in enumerate(names, start=1):
         print(f"sample {number} of {len(names) + len(skipped)}  {name}: {sample_scores(result, name)}", flush=True)
         source = next(Path(clip.path) for clip in result.evaluations[0].clips if clip.name == name)
         with writing_to(folder), fitting_in_memory(source):
-            write_sample(models, source, folder / f"sample_{number:02d}_{source.stem}", arguments)
+            write_sample(models, source, folder / sample_stem(number, source), arguments)
     for reason in skipped.values():
         print(f"skipped: {reason}")
     print(f"total over {count_of(len(names), 'sample')}: {total_scores(result)}")
     if arguments.benchmark:
         for evaluation, model in zip(result.evaluations, models, strict=True):
             print(speed_line(evaluation, model))
-    with writing_to(folder):
-        write_results(result, folder / "results.json", command=command_line())
     print(f"comparison videos, pictures and results.json are in {folder}")
     return 1 if skipped else 0
 
@@ -120,6 +126,33 @@ def measure(models: Sequence[RoundTrip], arguments: argparse.Namespace) -> Resul
         "data_root": arguments.data_root if arguments.annotation_file is not None else None,
     }
     return compare(models, data, **options) if len(models) > 1 else evaluate(models[0], data, **options)
+
+
+def sample_stem(number: int, source: Path) -> str:
+    """What the names of one sample's files begin with."""
+    return f"sample_{number:02d}_{source.stem}"
+
+
+def remove_earlier_samples(folder: Path, *, inputs: Sequence[Path]) -> None:
+    """Remove the samples that an earlier run of this script left, as its ``results.json`` lists them; no other file.
+
+    If they are ``inputs`` of this run, they stay.
+    """
+    try:
+        content = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        if not content["command"].startswith("inference.py "):
+            return
+        first, *others = [{clip["name"]: Path(clip["path"]) for clip in e["clips"]} for e in content["evaluations"]]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return  # there are no results, or others than ours
+    sources = [source for name, source in first.items() if all(name in clips for clips in others)]
+    stems = [sample_stem(number, source) for number, source in enumerate(sources, start=1)]
+    files = [file for stem in stems for kind in SAMPLE_FILES if (file := folder / f"{stem}{kind}").is_file()]
+    files = [file for file in files if not any(path.exists() and path.samefile(file) for path in inputs)]
+    for file in files:
+        file.unlink()
+    if files:
+        print(f"removed {count_of(len(files), 'file')} that the earlier run of inference.py left in {folder}")
 
 
 def write_sample(models: Sequence[RoundTrip], source: Path, stem: Path, arguments: argparse.Namespace) -> None:

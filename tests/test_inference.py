@@ -143,6 +143,44 @@ def test_a_teacher_of_the_hub(setting: Path, tmp_path: Path) -> None:
     assert re.search(r"student MSE .*; tiny-vae MSE", done.stdout)
 
 
+def test_samples_of_an_earlier_run_go_and_no_other_file(
+    script: ModuleType,
+    setting: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(*words: object, command: str = "inference.py") -> set[str]:
+        monkeypatch.setattr(sys, "argv", [command, "--words"])
+        options = ["--model_path", setting / "student.safetensors", "--num_frames", 5, "--output_dir", tmp_path]
+        assert script.main([str(word) for word in (*options, *words)]) == 0
+        return {file.name for file in tmp_path.iterdir()}
+
+    data = ("--data_root", setting / "clips")
+    first = run(*data, "--num_samples", 2, "--save_latents")
+    assert len(first) == 7 and {name[:10] for name in first} == {"sample_01_", "sample_02_", "results.js"}
+    mine = ["sample_02_mine.mp4", "sample_01_notes.txt", "notes.txt"]
+    for name in mine:
+        (tmp_path / name).touch()
+    capsys.readouterr()
+    second = run(*data, "--num_samples", 1)
+    assert "removed 6 files that the earlier run of inference.py left in" in capsys.readouterr().out
+    assert second == {name for name in first if name.startswith("sample_01") and "latents" not in name} | {
+        "results.json",
+        *mine,
+    }
+    (film,) = (tmp_path / name for name in second if name.startswith("sample_01") and name.endswith(".mp4"))
+    # A sample that is the input of the next run stays, and so does what other results.json list.
+    assert film.name in run("--data_root", tmp_path, "--annotation_file", listed(film), command="tinyvae eval")
+    assert f"sample_01_{film.stem}.png" in run(*data, "--num_samples", 1)
+
+
+def listed(video: Path) -> Path:
+    file = video.with_name("listed.json")
+    file.write_text(json.dumps({"total": 1, "list": [{"path": video.name}]}))
+    return file
+
+
 def test_of_annotations_with_splits_val_is_taken_and_said(
     script: ModuleType, setting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageFont
 
 from tests.video import small_videos
 from tinyvae.cli import main as cli
+from tinyvae.data import check
 from tinyvae.data.index import open_index
 from tinyvae.errors import MissingFileError, UserError
 
@@ -94,6 +95,37 @@ def test_names_and_bars_that_the_terminal_cannot_show(tmp_path: Path, encoding: 
     assert done.returncode == 1 and b"Traceback" not in done.stderr, done.stderr
     assert rb"bad\udcff.mp4: the file is empty" in done.stdout
     assert ("1  " + ("█" if encoding.startswith("utf") else "#") * 24).encode(encoding.split(":")[0]) in done.stdout
+
+
+@pytest.mark.parametrize("has_fonts", [True, False])
+def test_names_beyond_ascii_are_told_apart_in_the_sheet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_fonts: bool
+) -> None:
+    if not has_fonts:
+        monkeypatch.setattr(check, "_fonts_with", lambda letters: ())
+    monkeypatch.chdir(tmp_path)
+    heads = set()
+    for name in ("中", "文", "ü", "ø", "bad\udcff", "bad\udcfe"):
+        write_video(tmp_path / name / "clip.mp4")
+        assert run("check", name, "--contact_sheet", "sheet.png", "--workers", 0, "--train_split", 1) == 0
+        with Image.open("sheet.png") as picture:
+            heads.add(picture.crop((0, 0, picture.width, check.HEADER_HEIGHT)).tobytes())
+    assert len(heads) == 6, "the title names the folder"
+
+
+def test_letters_that_no_font_has_are_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ImageFont.load_default(size=13).getname()
+    for text in ("a-Z_09 (x)", "ü\U0010ffff"):
+        drawn, font = check.drawable(text, 13)
+        assert font.getname() == own if text.isascii() else drawn.endswith(r"\U0010ffff")
+    try:
+        system = ImageFont.truetype("DejaVuSans.ttf", 13)
+    except OSError:
+        pytest.skip("the system has no DejaVu Sans")
+    monkeypatch.setattr(check, "_fonts_with", lambda letters: ("none.ttf", "DejaVuSans.ttf"))
+    for text, shown in (("u\u0308nï中.mp4", r"ünï\u4e2d.mp4"), ("смесь\n", r"смесь\n")):
+        drawn, font = check.drawable(text, 13)
+        assert (drawn, font.getname()) == (shown, system.getname())
 
 
 def test_index_names_bad_files_and_fails_when_all_are_bad(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from tinyvae.cli import main as cli
 from tinyvae.config.load import load_config, parse_words, project_of
 from tinyvae.config.old_files import OLD_KEYS
 from tinyvae.config.rules import check_config
-from tinyvae.config.schema import FIELDS, TrainConfig, to_json
+from tinyvae.config.schema import FIELDS, TrainConfig, kinds_of, to_json
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.models.weights import load_model
 from tinyvae.storage import Url
@@ -196,6 +196,15 @@ def test_unknown_keys_all_at_once_with_the_nearest_name(tmp_path: Path) -> None:
 def test_a_wrong_type_in_a_file_names_its_line(tmp_path: Path) -> None:
     text = refusal(write(tmp_path, "\nargs.n_frames = 'many'\n"))
     assert "n_frames='many' must be a whole number" in text and "line 2" in text
+
+
+@pytest.mark.parametrize("key", [key for key in FIELDS if {str, Path} & set(kinds_of(key))])
+def test_no_text_or_path_may_hold_a_nul_byte(tmp_path: Path, key: str) -> None:
+    text = refusal(write(tmp_path, f"\nargs.{key} = 'a\\0b'\n"))
+    assert rf"{key}='a\x00b' holds a NUL byte" in text and "line 2" in text
+    config = TrainConfig(**{key: "a\0b"})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=rf"{key}='a\\x00b' holds a NUL byte; leave it out"):
+        check_config(config)
 
 
 @pytest.mark.parametrize(

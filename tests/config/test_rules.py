@@ -93,6 +93,24 @@ def test_a_wrong_value_is_named_with_its_remedy(changes: dict[str, Any], words: 
 
 
 @pytest.mark.parametrize(
+    ("key", "most"),
+    [
+        ("model_width", 16),
+        ("train_batch_size", 4096),
+        ("gradient_accumulation_steps", 4096),
+        ("seraena_buffer_mb", 2**20),
+        ("prefetch_factor", 64),
+    ],
+)
+def test_a_number_that_would_fill_the_memory_is_refused(key: str, most: int) -> None:
+    """These are taken before or in the first step: a run hung, or the system killed it."""
+    check_values(TrainConfig(**{key: most}))
+    for value in (most + 1, 10**9, 10**18):
+        text = complaint(TrainConfig(**{key: value}))
+        assert text.startswith(f"the configuration: {key}={value} must be a") and text.endswith(f"at most {most}.")
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({}, "resolutions 14x64x64: n_frames=14 does not suit taehv"),

@@ -251,6 +251,11 @@ def test_every_panel_has_a_label_of_its_own() -> None:
         assert len(different) == 5 or width == 32
 
 
+def test_labels_beyond_ascii_are_told_apart() -> None:
+    strips = {label_strip([[name]], panel_width=200).numpy().tobytes() for name in ("中", "文", "ü", "ø")}
+    assert len(strips) == 4
+
+
 PEAK_SCRIPT = """
 import sys
 from pathlib import Path

@@ -275,6 +275,24 @@ def test_a_best_model_that_is_nowhere_is_not_the_best(
     assert caplog.text.count("COULD NOT WRITE best_model/ of step 2") == 1
 
 
+def test_a_first_best_model_that_cannot_be_written_is_told(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(folder: Path, model: TAEHV, info: dict[str, Any]) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr("tinyvae.training.validation.write_best_model", write)
+    result = ValidationResult(metrics={"psnr": 10.0}, num_clips=1, shown=[])
+    monkeypatch.setattr(Validator, "_score", lambda self: result)
+    validator = make_validator(tmp_path, engine, TrainConfig(checkpointing_steps=5, max_train_steps=9))
+    progress, _ = validator.validate(Progress(step=1), 0.1)
+    assert progress.best_step is None
+    assert "): there is none yet. No checkpoint is due" in caplog.text
+    assert "so the next validation counts as first." in caplog.text
+    assert "psnr 10.00 dB (no best model yet);" in caplog.text and "None" not in caplog.text
+
+
 def test_history_forgets_what_lies_beyond_the_resumed_step(tmp_path: Path, engine: Engine) -> None:
     file = tmp_path / "validation_history.json"
 

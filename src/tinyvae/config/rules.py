@@ -97,6 +97,9 @@ def convert(key: str, value: Any, where: str = "") -> Any:
         converted = _validator(key).validate_python(_plain_value(key, value))
     except ValidationError:
         raise UserError(_wrong_value(key, value, where)) from None
+    if isinstance(converted, str | Path | Url) and "\0" in str(converted):
+        text = f"{key}={str(converted)!r} holds a NUL byte{where}"
+        raise UserError(f"{text}; leave it out: the system takes none in a path, a name or a command.")
     if key == "resolutions" and (refusal := _refusal(lambda: TrainConfig(resolutions=converted))):
         raise UserError(f"{refusal}{where}")
     return converted

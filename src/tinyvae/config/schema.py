@@ -45,7 +45,9 @@ class TrainConfig:
     """
 
     variant: str = option("taehv", "Which network of the family, by name (`tinyvae info` lists them).", group="Model")
-    model_width: float = option(1.0, "Factor on every hidden channel count; 1: as released, 0.25: for a laptop.", gt=0)
+    model_width: float = option(
+        1.0, "Factor on every hidden channel count; 1: as released, 0.25: for a laptop.", gt=0, le=16
+    )
     latent_space: Literal["diffusion", "vae"] = option(
         "diffusion", "The student's latents: as the diffusion model sees them, or as its VAE makes them, unscaled."
     )
@@ -103,8 +105,10 @@ class TrainConfig:
     gaussian_blur_sigma: tuple[float, float] = option((0.1, 2.0), "Smallest and largest sigma, pixels.", gt=0, le=10)
 
     max_train_steps: int = option(10_000, "Optimizer steps of the whole run.", ge=1, group="Steps and precision")
-    train_batch_size: int = option(4, "Clips of one micro-batch on one device.", ge=1)
-    gradient_accumulation_steps: int = option(1, "Micro-batches of a step; as one larger batch (except Seraena).", ge=1)
+    train_batch_size: int = option(4, "Clips of one micro-batch on one device.", ge=1, le=4096)
+    gradient_accumulation_steps: int = option(
+        1, "Micro-batches of a step; as one larger batch (except Seraena).", ge=1, le=4096
+    )
     mixed_precision: Literal["no", "fp16", "bf16"] = option("no", "Precision of the networks; losses are in fp32.")
     allow_tf32: bool = option(True, "Let fp32 matrix products use TF32 on the GPUs that have it.")
     compile_model: bool = option(False, "Compile the training step with torch.compile.")
@@ -168,7 +172,7 @@ class TrainConfig:
     seraena_normalisation: Literal["golden", "size_independent"] = option(
         "size_independent", "golden: as published, fades with the picture size; size_independent: the same at any size."
     )
-    seraena_buffer_mb: int = option(512, "Bound of each process's replay buffer, 2**20 bytes.", ge=1)
+    seraena_buffer_mb: int = option(512, "Bound of each process's replay buffer, 2**20 bytes.", ge=1, le=2**20)
     seraena_buffer_device: Literal["cpu", "device"] = option("device", "cpu: the buffer lies in main memory.")
 
     validation_steps: int = option(500, "Steps between validations, and one last; 0: never.", ge=0, group="Validation")
@@ -206,7 +210,7 @@ class TrainConfig:
     notify_stall_s: float = option(1800.0, "Seconds without a finished step, validation or save: a stall.", gt=0)
 
     dataloader_num_workers: int = option(4, "Decoding processes of each process.", ge=0, group="Workers and limits")
-    prefetch_factor: int = option(2, "Batches each worker prepares ahead.", ge=1)
+    prefetch_factor: int = option(2, "Batches each worker prepares ahead.", ge=1, le=64)
     pin_memory: bool = option(True, "Use pinned memory for copies to a GPU.")
     allow_cpu: bool = option(False, "Train without a GPU, however large a step is (it may take hours).")
     nccl_timeout: int = option(1800, "Longest wait in a collective before the job ends, seconds (any backend).", ge=1)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tinyvae.convert.latent_file import LatentFacts, LatentReader, write_latents
-from tinyvae.data.check import fitting_text
+from tinyvae.data.check import draw_text, drawable
 from tinyvae.errors import UserError
 from tinyvae.evaluation.clip_sources import FALLBACK_FPS, ClipPart, ClipSource, frame_chunks, measure_clip
 from tinyvae.evaluation.cost import StageTimes
@@ -207,19 +207,19 @@ def panel_labels(models: Sequence[ModelFacts]) -> list[list[str]]:
 
 def label_strip(labels: Sequence[Sequence[str]], *, panel_width: int) -> Tensor:
     """A strip to put above frames of `side_by_side`, which names each panel: uint8 CHW, its height even."""
-    from PIL import Image, ImageDraw, ImageFont
+    from PIL import Image, ImageDraw
 
     size = min(max(FONT_SIZES[0], panel_width // 16), FONT_SIZES[1])
-    font = ImageFont.load_default(size=size)
     width = len(labels) * (panel_width + GAP_PIXELS) - GAP_PIXELS
     strip = Image.new("RGB", (width, (size + size // 2 + 1) // 2 * 2), (GAP_LEVEL,) * 3)
     pen = ImageDraw.Draw(strip)
     indent = size // 4
     room = panel_width - 2 * indent
     for number, forms in enumerate(labels):
-        text = next((form for form in forms if font.getlength(form) <= room), forms[-1])
+        drawn = ((form, *drawable(form, size)) for form in forms)
+        text = next((form for form, text, font in drawn if font.getlength(text) <= room), forms[-1])
         place = (number * (panel_width + GAP_PIXELS) + indent, size // 5)
-        pen.text(place, fitting_text(text, font, room), fill=(LABEL_LEVEL,) * 3, font=font)
+        draw_text(pen, place, text, size=size, room=room, fill=(LABEL_LEVEL,) * 3)
     return torch.from_numpy(np.asarray(strip).copy()).movedim(-1, 0)
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import subprocess
 import sys
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -241,11 +245,13 @@ def stage_training_samples(clips: ClipSet, settings: ClipSettings, count: int) -
 
 
 COLUMNS, THUMB_WIDTH, THUMB_HEIGHT, MODEL_WIDTH = 3, 288, 162, 216
-GAP, PADDING, CAPTION_HEIGHT, HEADER_HEIGHT = 8, 20, 40, 76
+GAP, PADDING, CAPTION_HEIGHT, HEADER_HEIGHT, FONT_SIZE = 8, 20, 40, 76, 13
 CARD_ROOM = THUMB_WIDTH + GAP + MODEL_WIDTH
 PAPER, CARD, INK, QUIET, ACCENT = (24, 26, 30), (36, 39, 45), (236, 238, 242), (152, 158, 170), (255, 196, 61)
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+OTHER_FONTS = ("DejaVuSans.ttf", "NotoSansCJK-Regular.ttc", "Arial Unicode.ttf", "msyh.ttc", "arial.ttf")
+"""Of Linux, macOS and Windows. Tried for letters that Pillow's own font lacks, after the one that fontconfig names."""
 
 
 def draw_contact_sheet(samples: Sequence[StagedSample], *, title: str, subtitle: str) -> Image.Image:
@@ -257,20 +263,17 @@ def draw_contact_sheet(samples: Sequence[StagedSample], *, title: str, subtitle:
     height = HEADER_HEIGHT + PADDING + rows * card_height + (rows - 1) * GAP
     sheet = Image.new("RGB", (width, height), PAPER)
     pen = ImageDraw.Draw(sheet)
-    large, small = ImageFont.load_default(size=22), ImageFont.load_default(size=13)
-    pen.text((PADDING, 16), fitting_text(title, large, width - 2 * PADDING), fill=INK, font=large)
-    pen.text((PADDING, 46), fitting_text(subtitle, small, width - 2 * PADDING), fill=QUIET, font=small)
+    draw_text(pen, (PADDING, 16), title, size=22, room=width - 2 * PADDING, fill=INK)
+    draw_text(pen, (PADDING, 46), subtitle, size=FONT_SIZE, room=width - 2 * PADDING, fill=QUIET)
     for place, sample in enumerate(samples):
         left = PADDING + place % columns * (card_width + GAP)
         top = HEADER_HEIGHT + place // columns * (card_height + GAP)
         pen.rounded_rectangle((left, top, left + card_width - 1, top + card_height - 1), radius=6, fill=CARD)
-        _draw_card(sheet, pen, sample, left + GAP, top + GAP, small)
+        _draw_card(sheet, pen, sample, left + GAP, top + GAP)
     return sheet
 
 
-def _draw_card(
-    sheet: Image.Image, pen: ImageDraw.ImageDraw, sample: StagedSample, left: int, top: int, font: Font
-) -> None:
+def _draw_card(sheet: Image.Image, pen: ImageDraw.ImageDraw, sample: StagedSample, left: int, top: int) -> None:
     x, y, scale = _paste(sheet, sample.file_frame, left, top, THUMB_WIDTH)
     window = sample.choice.window
     left_top = np.array([window.left, window.top]) * scale + (x, y)
@@ -284,8 +287,8 @@ def _draw_card(
     rate = f"{row.fps:.4g} fps" if row.fps > 0 else "unknown rate"
     flipped = "   mirrored" if sample.choice.flip else ""
     facts = f"{row.width}x{row.height}   {rate}   {row.frames} frames   {row.codec}{flipped}"
-    pen.text((left, below + 6), fitting_text(row.path, font, CARD_ROOM, keep_end=True), fill=INK, font=font)
-    pen.text((left, below + 23), fitting_text(facts, font, CARD_ROOM), fill=QUIET, font=font)
+    draw_text(pen, (left, below + 6), row.path, size=FONT_SIZE, room=CARD_ROOM, fill=INK, keep_end=True)
+    draw_text(pen, (left, below + 23), facts, size=FONT_SIZE, room=CARD_ROOM, fill=QUIET)
 
 
 def _paste(sheet: Image.Image, frame_CHW: Tensor, left: int, top: int, width: int) -> tuple[int, int, float]:
@@ -297,6 +300,55 @@ def _paste(sheet: Image.Image, frame_CHW: Tensor, left: int, top: int, width: in
     x, y = left + (width - picture.width) // 2, top + (THUMB_HEIGHT - picture.height) // 2
     sheet.paste(picture, (x, y))
     return x, y, scale
+
+
+def draw_text(
+    pen: ImageDraw.ImageDraw,
+    place: tuple[int, int],
+    text: str,
+    *,
+    size: int,
+    room: float,
+    fill: tuple[int, ...],
+    keep_end: bool = False,
+) -> None:
+    """One line of text, cut where it is longer than ``room`` pixels."""
+    text, font = drawable(text, size)
+    pen.text(place, fitting_text(text, font, room, keep_end), fill=fill, font=font)
+
+
+def drawable(text: str, size: int) -> tuple[str, Font]:
+    """The text and the font for it: Pillow's own, else the one of the system that has most of its letters.
+
+    The letters that this font lacks are escapes such as ``\\u4e2d``, so that names can be told apart.
+    """
+    text = unicodedata.normalize("NFC", text)  # macOS keeps the dots of ü as a letter of their own
+    font: Font = ImageFont.load_default(size=size)
+    lacking = _lacking(font, text)
+    for file in _fonts_with(lacking) if lacking else ():
+        with suppress(OSError):  # there is no such font, or none of this size
+            other = ImageFont.truetype(file, size)
+            if len(fewer := _lacking(other, text)) < len(lacking):
+                font, lacking = other, fewer
+    return "".join(c.encode("unicode_escape").decode() if c in lacking else c for c in text), font
+
+
+def _fonts_with(letters: set[str]) -> Iterator[str]:
+    words = ["fc-match", "--format=%{file}", f":charset={' '.join(f'{ord(c):x}' for c in sorted(letters))}"]
+    with suppress(OSError, subprocess.SubprocessError):  # there is no fontconfig
+        yield os.fsdecode(subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10).stdout)
+    yield from OTHER_FONTS
+
+
+def _lacking(font: Font, text: str) -> set[str]:
+    """The letters of a text that a font draws as the box of a letter that no font has, or that nobody sees."""
+
+    def drawn(letter: str) -> tuple[tuple[int, int], bytes]:
+        mask = font.getmask(letter)
+        return mask.size, bytes(mask)
+
+    box = drawn("\U0010ffff")
+    return {letter for letter in set(text) - {" "} if not letter.isprintable() or drawn(letter) == box}
 
 
 def fitting_text(text: str, font: Font, room: float, keep_end: bool = False) -> str:

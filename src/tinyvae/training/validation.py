@@ -133,7 +133,7 @@ class Validator:
         improved = progress.improved_by(score, self.config.metric_for_best_model)
         known_loss = train_loss if math.isfinite(train_loss) else None
         # What fails on the main process for good is raised by all ranks.
-        is_best = improved and self.engine.from_main(lambda: self._keep_best(progress.step, result, known_loss))
+        is_best = improved and self.engine.from_main(lambda: self._keep_best(progress, result, known_loss))
         progress = replace(
             progress,
             best_score=score if is_best else progress.best_score,
@@ -165,10 +165,11 @@ class Validator:
         finally:
             self.model.train()
 
-    def _keep_best(self, step: int, result: ValidationResult, train_loss: float | None) -> bool:
+    def _keep_best(self, progress: Progress, result: ValidationResult, train_loss: float | None) -> bool:
         """Write ``best_model/``; whether this is the best model from now on. A full disk does not end the run here:
         three failed checkpoints do that. If no checkpoint of this step holds the model, the earlier one stays the best.
         """
+        step = progress.step
         metrics: dict[str, float | None] = dict.fromkeys(ROUND_TRIP_METRICS)
         metrics |= {name: result.metrics[name] for name in SHOWN_METRICS if name in result.metrics}
         try:
@@ -180,10 +181,14 @@ class Validator:
             why = why_not_written(fault, self.folder, needed_bytes=two_files)
             every, last = self.config.checkpointing_steps, self.config.max_train_steps
             has_checkpoint = step == last or (every > 0 and step % every == 0)
-            further = "No checkpoint is due at this step, so later models are compared with that one."
+            is_there = (self.folder / "best_model").is_dir()
+            holds = "it still holds the earlier best" if is_there else "there is none yet"
+            no_best = progress.best_step is None
+            then = "the next validation counts as first" if no_best else "later models are compared with that one"
+            further = f"No checkpoint is due at this step, so {then}."
             if has_checkpoint:
                 further = "This step's own checkpoint, once written, is kept beside the newest ones."
-            log.error(f"COULD NOT WRITE best_model/ of step {step} ({why}): it still holds the earlier best. {further}")
+            log.error(f"COULD NOT WRITE best_model/ of step {step} ({why}): {holds}. {further}")
             return has_checkpoint
 
     def _record(
@@ -207,9 +212,12 @@ class Validator:
         self._write(HISTORY, self.history)
         measured = [(name, result.metrics[name]) for name in SHOWN_METRICS if name in result.metrics]
         scores = ", ".join(f"{name} {score_in_words(name, score)}" for name, score in measured)
-        metric = self.decided_by
-        earlier = "" if improved else f" {score_in_words(metric, progress.best_score)} at step {progress.best_step}"
-        log.info("validation at step %d: %s (best %s%s); %.1f s", progress.step, scores, metric, earlier, seconds)
+        best = f"best {self.decided_by}"
+        if progress.best_step is None:
+            best = "no best model yet"
+        elif not improved:
+            best += f" {score_in_words(self.decided_by, progress.best_score)} at step {progress.best_step}"
+        log.info("validation at step %d: %s (%s); %.1f s", progress.step, scores, best, seconds)
 
     def _record_early_stop(self, progress: Progress) -> None:
         """``early_stop_info.json`` is there only while the run has stopped early; a larger patience removes it."""
