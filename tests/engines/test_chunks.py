@@ -191,6 +191,26 @@ def test_chunks_of_a_long_push_take_no_more() -> None:
     assert beside[1] == beside[0] < 0.6 * GIB
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("variant", "engine"),
+    [("taehv", "cudnn"), ("taew2_2", "cudnn"), ("taeltx_2", "cudnn"), ("taew2_2", "eager"), ("taeh3", "eager")],
+)
+def test_frames_that_wait_for_a_chunk_are_counted(variant: str, engine: Engine, dtype: torch.dtype) -> None:
+    """Pushes of the codec's and of another precision, shorter and longer than what `whole_chunks` runs at once."""
+    codec, spec = weightless(variant, engine=engine), VARIANTS[variant]
+    codec._values_were_seen = True
+    size = latent_size(variant, 480, 720)
+    length = codec.stream_chunk_latents("encoder", *size) * spec.time_factor
+    shape = (1, 3 * length, 3, *(spec.space_factor * side for side in size))
+    video, stream = torch.empty(shape, device="meta", dtype=dtype), StreamingEncoder(codec, whole_chunks=True)
+    with LiveMemory() as memory:
+        for part in (*video[:, :length].split(1, dim=1), video[:, 1:length], video):
+            stream.push(part)
+        stream.flush()
+    assert memory.peak < 0.6 * GIB
+
+
 MEASURED_GIB = [
     # side, engine, latents, size, peak of a whole-video call (the encoders' with a copy of the image, to fill the last
     # latent) or of a stream; benchmarks/results/2026-11-15-speed.md, the last three: 2026-11-16-gpu.md

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
 from tinyvae.errors import UserError
 from tinyvae.models import streaming
+from tinyvae.models.codec import VideoCodec
 
 # fp64: the parallel and the chunked pass may use convolution kernels that round differently; at this tolerance
 # a wrong or missing carried frame (errors around 1e-2) cannot hide.
@@ -28,6 +30,24 @@ def cut(x_NTCHW: Tensor, sizes: list[int]) -> list[Tensor]:
         chunks.append(x_NTCHW[:, start : start + size])
         start += size
     return [*chunks, x_NTCHW[:, start:]]
+
+
+@contextlib.contextmanager
+def recorded_runs(codec: VideoCodec) -> Iterator[list[Tensor]]:
+    """What `encode_chunk` and `decode_chunk` of this codec are given meanwhile."""
+    given: list[Tensor] = []
+
+    def recording(run):
+        return lambda x_NTCHW, state: (given.append(x_NTCHW), run(x_NTCHW, state))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("encode_chunk", "decode_chunk"):
+            patch.setattr(codec, name, recording(getattr(codec, name)))
+        yield given
+
+
+def lengths_of(runs: list[Tensor]) -> list[int]:
+    return [run.shape[1] for run in runs]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -62,11 +82,97 @@ def test_decoder_chunking_changes_nothing(variant: str, length: int, sizes: list
         torch.testing.assert_close(torch.cat(pieces, 1), model.decode_video(latents), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    length=st.integers(1, 40),
+    sizes=st.lists(st.integers(0, 19), max_size=6),
+    chunk=st.integers(1, 6),
+    is_stated=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_encoder_runs_whole_chunks(
+    variant: str, length: int, sizes: list[int], chunk: int, is_stated: bool, seed: int
+) -> None:
+    """However the video is cut, every run but the last has one length. taeh3 runs its 17 frames in chunks."""
+    model = MODELS[variant]
+    size, unit = model.spec.space_factor, model.spec.time_factor
+    generator = torch.Generator().manual_seed(seed)
+    video = torch.rand(2, length, 3, size, size, dtype=torch.double, generator=generator)
+    stream = StreamingEncoder(model, num_frames=length if is_stated else None, chunk_latents=chunk, whole_chunks=True)
+    with recorded_runs(model) as runs:
+        pieces = [stream.push(part) for part in cut(video, sizes)]
+        end = stream.flush()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat([*pieces, end], 1), model.encode_video(video), atol=TOLERANCE, rtol=0)
+    assert end.shape[1] == 0 or not is_stated
+    padded = model.spec.padded_frames(length)
+    if model.spec.frame_rule == "chunked":
+        assert lengths_of(runs) == whole(20, chunk * unit) * (padded // 17)
+    else:
+        assert lengths_of(runs) == whole(padded, chunk * unit)
+
+
+def whole(total: int, length: int) -> list[int]:
+    """Runs of one length, and the rest."""
+    return [length] * (total // length) + ([total % length] if total % length else [])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    length=st.integers(1, 11),
+    sizes=st.lists(st.integers(0, 5), max_size=6),
+    chunk=st.integers(1, 6),
+    is_stated=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_decoder_runs_whole_chunks(
+    variant: str, length: int, sizes: list[int], chunk: int, is_stated: bool, seed: int
+) -> None:
+    model = MODELS[variant]
+    is_stated = is_stated or variant == "taecvx"
+    generator = torch.Generator().manual_seed(seed)
+    latents = torch.randn(2, length, model.spec.latent_channels, 1, 1, dtype=torch.double, generator=generator)
+    stream = StreamingDecoder(model, num_latents=length if is_stated else None, chunk_latents=chunk, whole_chunks=True)
+    with recorded_runs(model) as runs:
+        pieces = [stream.push(part) for part in cut(latents, sizes)]
+        end = stream.flush()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat([*pieces, end], 1), model.decode_video(latents), atol=TOLERANCE, rtol=0)
+    assert end.shape[1] == 0 or not is_stated
+    assert lengths_of(runs) == whole(length, chunk)
+
+
+@torch.no_grad()
+def test_whole_chunks_are_of_the_codecs_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder takes two thirds, which may be joined. Pushes of another precision make no other runs."""
+    codec = TAEHV("taehv", width=0.125).fused()
+    asked: set[object] = set()
+    monkeypatch.setattr(codec, "stream_chunk_latents", lambda *size, num_videos: asked.add((*size, num_videos)) or 3)
+    latents, frames = torch.randn(2, 8, 16, 2, 3).double(), torch.rand(2, 25, 3, 16, 24).double()
+    with recorded_runs(codec) as runs:
+        for sizes in ([1] * 8, [3, 3, 2], [7, 1]):
+            decoder, encoder = StreamingDecoder(codec, whole_chunks=True), StreamingEncoder(codec, whole_chunks=True)
+            decoded = [*(decoder.push(part) for part in latents.split(sizes, dim=1)), decoder.flush()]
+            assert lengths_of(runs) == [3, 3, 2]
+            runs.clear()
+            encoded = [*(encoder.push(part) for part in cut(frames, sizes)), encoder.flush()]
+            assert lengths_of(runs) == [8, 8, 8, 4]
+            assert {run.dtype for run in runs} == {codec.dtype}
+            runs.clear()
+            torch.testing.assert_close(torch.cat(decoded, dim=1), codec.decode_video(latents), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(torch.cat(encoded, dim=1), codec.encode_video(frames), atol=1e-5, rtol=1e-4)
+            runs.clear()
+    assert asked == {("decoder", 2, 3, 2), ("encoder", 2, 3, 2)}
+
+
 @pytest.mark.parametrize("preview", ["time", "space", "both"])
-def test_preview_streams(preview: str) -> None:
+@pytest.mark.parametrize("options", [{}, {"whole_chunks": True, "chunk_latents": 4}])
+def test_preview_streams(preview: str, options: dict[str, object]) -> None:
     model = TAEHV("taecvx", width=0.125, preview=preview).double().eval()
     latents = torch.randn(2, 6, 16, 2, 3, dtype=torch.double)
-    stream = StreamingDecoder(model, num_latents=6)
+    stream = StreamingDecoder(model, num_latents=6, **options)  # type: ignore[arg-type]
     pieces = [stream.push(latents[:, :0]), stream.push(latents[:, :1]), stream.push(latents[:, 1:]), stream.flush()]
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(pieces, 1), model.decode_video(latents), atol=TOLERANCE, rtol=0)
@@ -82,6 +188,29 @@ def test_frames_come_as_soon_as_they_are_ready() -> None:
     # Latents 0 and 1 of a chunk are safe at once; the other three wait until frame 17 opens the next chunk, which
     # also completes that chunk's first latent.
     assert counts == [1, 0, 0, 0, 1] + [0] * 12 + [4]
+
+
+def test_pushes_run_what_they_bring() -> None:
+    """The default: nothing waits for later latents."""
+    model, latents = MODELS["taehv"], torch.randn(1, 9, 16, 1, 1, dtype=torch.double)
+    stream = StreamingDecoder(model, chunk_latents=2)
+    with recorded_runs(model) as runs:
+        counts = [stream.push(part).shape[1] for part in latents.split([1, 3, 5], dim=1)]
+        assert stream.flush().shape[1] == 0
+    assert counts == [1, 12, 20]
+    assert lengths_of(runs) == [1, 2, 1, 2, 2, 1]
+
+
+def test_frames_of_whole_chunks_come_later() -> None:
+    model, latents = MODELS["taehv"], torch.randn(1, 7, 16, 1, 1, dtype=torch.double)
+    for stated, expected in ((None, [0, 0, 9, 0, 0, 12, 0, 4]), (7, [0, 0, 9, 0, 0, 12, 4, 0])):
+        stream = StreamingDecoder(model, num_latents=stated, chunk_latents=3, whole_chunks=True)
+        counts = [stream.push(part).shape[1] for part in latents.split(1, dim=1)]
+        assert [*counts, stream.flush().shape[1]] == expected
+    encoder = StreamingEncoder(MODELS["taeh3"], chunk_latents=2, whole_chunks=True)
+    counts = [encoder.push(torch.rand(1, 1, 3, 16, 16, dtype=torch.double)).shape[1] for _ in range(22)]
+    # Runs end at frames 5, 13 and 17 of each 17. The last three latents of a chunk wait until the next run.
+    assert counts == [0] * 4 + [2] + [0] * 16 + [5]
 
 
 def test_interleaved_streams_do_not_meet() -> None:
@@ -120,11 +249,61 @@ def test_memory_does_not_grow(variant: str) -> None:
     assert len(held) == 1
 
 
+@pytest.mark.parametrize("variant", ["taehv", "taeh3"])
+def test_what_waits_is_at_most_a_chunk(variant: str) -> None:
+    model = MODELS[variant]
+    size, unit, channels = model.spec.space_factor, model.spec.time_factor, model.spec.latent_channels
+    encoder = StreamingEncoder(model, chunk_latents=3, whole_chunks=True)
+    decoder = StreamingDecoder(model, chunk_latents=3, whole_chunks=True)
+    held: set[int] = set()
+    for step in range(4):
+        for _ in range(3 * 17):  # whole chunks of both, so that the state repeats
+            encoder.push(torch.rand(1, unit, 3, size, size, dtype=torch.double))
+            decoder.push(torch.randn(1, 1, channels, 1, 1, dtype=torch.double))
+            assert carried_bytes(encoder._waiting) <= 3 * unit * 3 * size * size * 8
+            assert carried_bytes(decoder._waiting) <= 3 * channels * 8
+        assert not encoder._waiting and not decoder._waiting
+        if step >= 1:
+            held.add(carried_bytes(encoder._state) + carried_bytes(decoder._state))
+    assert len(held) == 1
+
+
 def test_gradients_are_recorded_only_when_asked() -> None:
     model = TAEHV("taehv", width=0.125)
     latents = torch.randn(1, 2, 16, 1, 1)
     assert not StreamingDecoder(model).push(latents).requires_grad
     assert StreamingDecoder(model, track_gradients=True).push(latents).requires_grad
+
+
+@pytest.mark.parametrize("kind", [StreamingDecoder, StreamingEncoder])
+def test_what_waits_keeps_its_gradients(kind: type[StreamingDecoder | StreamingEncoder]) -> None:
+    model = MODELS["taehv"]
+    shape, whole_video = (1, 22, 3, 8, 8), model.encode
+    if kind is StreamingDecoder:
+        shape, whole_video = (1, 7, 16, 1, 1), lambda latents: model.decode(latents).clamp(0, 1)
+    video = torch.rand(shape, dtype=torch.double, requires_grad=True)
+    made = whole_video(video)
+    weights = torch.randn_like(made)
+    (expected,) = torch.autograd.grad((made * weights).sum(), video)
+    stream = kind(model, track_gradients=True, chunk_latents=2, whole_chunks=True)
+    parts = [*(stream.push(part) for part in cut(video, [1, 1, 1, 3])), stream.flush()]
+    (found,) = torch.autograd.grad((torch.cat(parts, dim=1) * weights).sum(), video)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+    silent = kind(model, chunk_latents=2, whole_chunks=True)
+    assert not any(silent.push(part).requires_grad for part in cut(video, [1, 1, 1, 3]))
+
+
+@pytest.mark.parametrize("kind", [StreamingDecoder, StreamingEncoder])
+def test_what_waits_may_come_from_inference_mode(kind: type[StreamingDecoder | StreamingEncoder]) -> None:
+    model = TAEHV("taehv", width=0.125)
+    video = torch.randn(1, 5, 16, 1, 1) if kind is StreamingDecoder else torch.rand(1, 21, 3, 8, 8)
+    stream, parts = kind(model, chunk_latents=2, whole_chunks=True), []
+    for number, part in enumerate(video.split(1, dim=1)):
+        with torch.inference_mode(number % 2 == 0):
+            parts.append(stream.push(part.clone()))
+    found = torch.cat([*parts, stream.flush()], dim=1)
+    expected = model.decode_video(video) if kind is StreamingDecoder else model.encode_video(video)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +321,8 @@ def test_gradients_are_recorded_only_when_asked() -> None:
         (lambda: push_stated(stated=3, pushed=2), "only 2 were pushed"),
         (lambda: push_frames(stated=3, pushed=4), "more frames"),
         (lambda: push_frames(stated=3, pushed=2), "only 2 were pushed"),
+        (lambda: StreamingDecoder(MODELS["taehv"], low_latency=True, whole_chunks=True), "choose one"),
+        (lambda: StreamingEncoder(MODELS["taehv"], chunk_latents=0, whole_chunks=True), "at least 1"),
     ],
 )
 def test_misuse_is_refused(misuse, says: str) -> None:
@@ -186,6 +367,20 @@ def test_refused_call_leaves_the_stream_as_it_was() -> None:
         stream.flush()
     frames = torch.cat([first, stream.push(latents[:, 2:]), stream.flush()], dim=1)
     torch.testing.assert_close(frames, model.decode_video(latents).detach())
+
+
+@torch.no_grad()
+def test_whole_chunks_of_a_model_without_a_choice() -> None:
+    model = TAEHV("taehv", width=0.125)
+    for stream, video in (
+        (StreamingDecoder(model, whole_chunks=True), torch.randn(1, 2, 16, 2, 3)),
+        (StreamingEncoder(model, whole_chunks=True), torch.rand(1, 2, 3, 16, 24)),
+    ):
+        for part in (video, video[:, :0]):
+            with pytest.raises(UserError, match="pass chunk_latents="):
+                stream.push(part)
+        with pytest.raises(UserError, match="the stream is empty"):
+            stream.flush()
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "4", float("nan")])
@@ -262,6 +457,21 @@ def test_decoder_whose_push_failed_is_refused(what_fails: str, monkeypatch: pyte
     refuses_to_go_on(stream, latents)
 
 
+def test_stream_whose_flush_failed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, latents = TAEHV("taehv", width=0.125).fused(), torch.randn(1, 2, 16, 2, 3)
+    stream = StreamingDecoder(codec, chunk_latents=3, whole_chunks=True)
+    stream.push(latents)
+
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "decode_chunk", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            stream.flush()
+    refuses_to_go_on(stream, latents)
+
+
 def test_encoder_whose_push_failed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a chunk could not even be joined: those before it have run."""
     stream = StreamingEncoder(TAEHV("taehv", width=0.125).fused(), num_frames=21)
@@ -278,19 +488,38 @@ def test_encoder_whose_push_failed_is_refused(monkeypatch: pytest.MonkeyPatch) -
     refuses_to_go_on(stream, frames[:, 3:])
 
 
+@pytest.mark.parametrize("options", [{}, {"whole_chunks": True, "chunk_latents": 2}])
 @pytest.mark.parametrize("variant", ["taehv", "taeh3"])
 @torch.no_grad()
-def test_caller_may_use_the_buffer_of_a_push_again(variant: str) -> None:
+def test_caller_may_use_the_buffer_of_a_push_again(variant: str, options: dict[str, object]) -> None:
     codec = TAEHV(variant, width=0.125).fused()
     size = codec.spec.space_factor
     frames = torch.rand(1, 25, 3, size, size)
-    stream, buffer, latents = StreamingEncoder(codec), torch.empty(1, 3, 3, size, size), []
+    stream = StreamingEncoder(codec, **options)  # type: ignore[arg-type]
+    buffer, latents = torch.empty(1, 3, 3, size, size), []
     for part in frames.split([3, 1, 2, 3, 3, 1, 3, 3, 3, 3], dim=1):
         here = buffer[:, : part.shape[1]].copy_(part)
         latents.append(stream.push(here))
         buffer.fill_(0.5)
     latents.append(stream.flush())
     torch.testing.assert_close(torch.cat(latents, dim=1), codec.encode_video(frames), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_caller_may_use_the_buffer_of_waiting_latents_again() -> None:
+    codec = TAEHV("taehv", width=0.125).fused()
+    latents = torch.randn(1, 11, 16, 2, 3)
+    stream, buffer, frames = (
+        StreamingDecoder(codec, chunk_latents=4, whole_chunks=True),
+        torch.empty(1, 3, 16, 2, 3),
+        [],
+    )
+    for part in latents.split([3, 1, 2, 3, 2], dim=1):
+        here = buffer[:, : part.shape[1]].copy_(part)
+        frames.append(stream.push(here))
+        buffer.fill_(0.5)
+    frames.append(stream.flush())
+    torch.testing.assert_close(torch.cat(frames, dim=1), codec.decode_video(latents), atol=1e-5, rtol=1e-5)
 
 
 def test_the_recording_of_a_graph_leaves_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ state of its stream, so several streams do not disturb each other, and the state
         show(stream.push(part))
     stream.flush()
 
+With ``whole_chunks=True`` what you push waits for a whole chunk: fast for pushes of any length, but results come late.
+
 Two variants need to know about the end of the stream. A CogVideoX (taecvx) decoder keeps its first three frames only if
 the *total* number of latents is even, so it must be told ``num_latents`` at the start. A taeh3 encoder drops the last
 three latents of the whole video, so it returns the last latents of a chunk only when the next chunk begins.
@@ -15,7 +17,7 @@ three latents of the whole video, so it returns the last latents of a chunk only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
@@ -28,32 +30,33 @@ from tinyvae.models.variants import H3_CHUNK_FRAMES, H3_CHUNK_LATENTS, H3_CHUNK_
 if TYPE_CHECKING:
     from tinyvae.models.codec import CodecState, VideoCodec
 
-    ChunkRun = Callable[[Tensor, CodecState | None], tuple[Tensor, CodecState]]
-
 Side = Literal["encoder", "decoder"]
 WARM_UPS = 2  # of a graph: one without a state, one with it
 
 
 class _Stream:
-    """What both directions share. ``length``: frames or latents of the whole stream, or None if it is not known."""
+    """What both directions share. ``total``: frames or latents of the whole stream, or None if it is not known."""
 
     unit: str
+    side: Side
 
     def __init__(
-        self, codec: VideoCodec, *, length: int | None, track_gradients: bool, chunk_latents: int | None
+        self, codec: VideoCodec, total: int | None, track_gradients: bool, chunk_latents: int | None, whole_chunks: bool
     ) -> None:
         if not hasattr(codec, "decode_chunk"):
             raise UserError(f"a stream needs a model (TAEHV(...), load_model(...), model.fused()), got {codec!r}.")
-        for name, value in (("chunk_latents", chunk_latents), (f"num_{self.unit}s", length)):
+        for name, value in (("chunk_latents", chunk_latents), (f"num_{self.unit}s", total)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
         if track_gradients and not codec.records_gradients:
             raise UserError("a fused codec is for inference and records no gradients; stream through the model itself.")
-        self._codec, self._length, self._chunk_latents = codec, length, chunk_latents
-        self._track_gradients = track_gradients
+        self._codec, self._total, self._track_gradients = codec, total, track_gradients
+        self._chunk, self._whole_chunks = chunk_latents, whole_chunks  # latents to run at once; None: not chosen yet
         self._state: CodecState | None = None
         self._shape: tuple[int, ...] | None = None  # N C H W of the first push
-        self._count = 0  # frames or latents pushed so far
+        self._count = self._num_run = 0  # frames or latents pushed so far, and those that the network has seen
+        self._waiting: list[Tensor] = []  # one tensor of those in between, or none
+        self._num_filled = 0  # whole_chunks: that tensor has room for a chunk, and this many are there
         self._closed = self._failed = False
 
     @contextmanager
@@ -64,10 +67,6 @@ class _Stream:
             yield
         self._failed = False
 
-    def _run(self, run: ChunkRun, x_NTCHW: Tensor) -> Tensor:
-        made, self._state = run(x_NTCHW, self._state)
-        return made
-
     def _check_open(self) -> None:
         if self._failed:
             raise UserError("an earlier push of this stream failed; make a new object and push the video again.")
@@ -75,7 +74,7 @@ class _Stream:
             raise UserError("this stream has been flushed; make a new object for the next video.")
 
     def _accept(self, x_NTCHW: Tensor) -> None:
-        """Refuse a push that does not belong to this stream."""
+        """Count a push, or refuse it where it does not belong to this stream."""
         self._check_open()
         shape = (x_NTCHW.shape[0], *x_NTCHW.shape[2:])
         if self._shape is not None and self._shape != shape:
@@ -83,26 +82,57 @@ class _Stream:
                 f"this stream began with {self.unit}s of shape (N, C, H, W) = {self._shape} and was now given {shape}; "
                 "use one object per stream."
             )
-        if self._length is not None and self._count + x_NTCHW.shape[1] > self._length:
-            stated = f"num_{self.unit}s={self._length} was stated"
+        if self._total is not None and self._count + x_NTCHW.shape[1] > self._total:
+            stated = f"num_{self.unit}s={self._total} was stated"
             raise UserError(f"{stated} and more {self.unit}s were pushed; state all or leave it out.")
+        if self._chunk is None:
+            self._chunk = self._choose_chunk(*shape)
         self._shape = shape
+        self._count += x_NTCHW.shape[1]
+
+    def _choose_chunk(self, num_videos: int, _: int, height: int, width: int) -> int | None:
+        pixels = self._codec.spec.space_factor if self.side == "encoder" else 1  # of a latent pixel, along a side
+        choice = self._codec.stream_chunk_latents
+        chunk = choice(self.side, height // pixels, width // pixels, num_videos=num_videos)
+        if self._whole_chunks and chunk is None:
+            raise UserError("whole_chunks=True needs a chunk length and this model chooses none; pass chunk_latents=.")
+        return joined_latents(chunk) if chunk and self._whole_chunks and self.side == "encoder" else chunk
+
+    def _run_length(self) -> int | None:
+        """Frames or latents of the next whole run; None: all that a push brings."""
+        return self._chunk
+
+    def _whole_parts(self, pieces: list[Tensor], *, is_end: bool) -> Iterator[Tensor]:
+        """Whole runs of what waits and of these pieces NTCHW, in the codec's dtype. The rest waits in a tensor of its
+        own; at the end it is a run, too."""
+        dtype = self._codec.dtype
+        for number, piece in enumerate(pieces, start=1):
+            while count := piece.shape[1]:
+                length = self._run_length() or count
+                if not self._waiting and (count >= length or (is_end and number == len(pieces))):
+                    yield piece[:, :length].to(dtype)
+                    piece = piece[:, length:]
+                    continue
+                if not self._waiting:
+                    with torch.inference_mode(False):  # so that a push outside of inference mode may write to it, too
+                        self._waiting.append(piece.new_empty(len(piece), length, *piece.shape[2:], dtype=dtype))
+                start, stop = self._num_filled, min(length, self._num_filled + count)
+                self._waiting[0][:, start:stop] = piece[:, : stop - start]
+                self._num_filled, piece = stop % length, piece[:, stop - start :]
+                if stop == length:
+                    yield self._waiting.pop()
+        if is_end and self._waiting:
+            yield self._waiting.pop()[:, : self._num_filled]
 
     def _close(self) -> None:
         self._check_open()
         if self._count == 0:
             raise UserError(f"the stream is empty; push at least one {self.unit} before flush().")
-        if self._length is not None and self._count != self._length:
+        if self._total is not None and self._count != self._total:
             raise UserError(
-                f"num_{self.unit}s={self._length} was stated and only {self._count} were pushed; push the others first."
+                f"num_{self.unit}s={self._total} was stated and only {self._count} were pushed; push the others first."
             )
         self._closed = True
-
-    def _chunk(self, side: Side, latent_height: int, latent_width: int) -> int | None:
-        """Latents to run at once; None: all that a push brings."""
-        assert self._shape is not None, "a chunk before the first push"
-        choice = self._codec.stream_chunk_latents
-        return self._chunk_latents or choice(side, latent_height, latent_width, num_videos=self._shape[0])
 
 
 class DecodeGraph:
@@ -149,9 +179,14 @@ class StreamingDecoder(_Stream):
         track_gradients: record gradients. They need memory that grows with the stream.
         chunk_latents: how many latents of a long push run at once (default: the codec's choice).
         low_latency: run one latent at a time from a CUDA graph.
+        whole_chunks: let latents wait until a whole chunk is there; the last push (of ``num_latents``) or `flush` runs
+            the rest. So pushes of any length run at the speed of whole chunks, and a GPU replays one CUDA graph; but
+            frames come later. The codec chooses hundreds of small latents, the plain model none: set ``chunk_latents``.
+
+    Example: ``stream = StreamingDecoder(fast, whole_chunks=True); frames = [*map(stream.push, parts), stream.flush()]``
     """
 
-    unit = "latent"
+    unit, side = "latent", "decoder"
 
     def __init__(
         self,
@@ -161,13 +196,16 @@ class StreamingDecoder(_Stream):
         track_gradients: bool = False,
         chunk_latents: int | None = None,
         low_latency: bool = False,
+        whole_chunks: bool = False,
     ) -> None:
-        super().__init__(codec, length=num_latents, track_gradients=track_gradients, chunk_latents=chunk_latents)
+        super().__init__(codec, num_latents, track_gradients, chunk_latents, whole_chunks)
+        if low_latency and whole_chunks:
+            raise UserError("low_latency=True runs each latent at once and whole_chunks=True lets it wait; choose one.")
         if low_latency and track_gradients:
             raise UserError("low_latency=True replays a recorded graph and cannot track gradients; choose one.")
         if low_latency and codec.device.type != "cuda":
             raise UserError(f"low_latency=True records a CUDA graph and the model is on {codec.device}; leave it out.")
-        self._low_latency = low_latency
+        self._low_latency, self._chunk = low_latency, 1 if low_latency else self._chunk
         self._graph: DecodeGraph | None = None
         spec = codec.spec
         if num_latents is None and spec.frame_rule == "even_keeps_all" and not spec.previews_time:
@@ -177,37 +215,41 @@ class StreamingDecoder(_Stream):
             )
 
     def push(self, latents_NTCHW: Tensor) -> Tensor:
-        """Frames NTCHW in [0, 1] that these latents complete; T may be 0 at the start of a video."""
+        """Frames NTCHW in [0, 1] that these latents complete; T may be 0 at the start of a video or of a chunk."""
         self._codec.check_latents(latents_NTCHW, may_be_none=True)
         self._accept(latents_NTCHW)
-        count, spec = latents_NTCHW.shape[1], self._codec.spec
-        if count == 0:
-            return self._no_frames()
-        step = 1 if self._low_latency else self._chunk("decoder", *latents_NTCHW.shape[-2:])
-        each = 1 if spec.previews_time else spec.time_factor
-        places = range(self._count * each, (self._count + count) * each)
-        total = sum(spec.frame_is_kept(place, self._length or 1) for place in places)
         with self._working():
-            return join((self._decode(part) for part in latents_NTCHW.split(step or count, dim=1)), total)
+            return self._decode([latents_NTCHW], is_end=self._count == self._total)
 
-    def _decode(self, latents_NTCHW: Tensor) -> Tensor:
+    def flush(self) -> Tensor:
+        """End the stream: the frames NTCHW of the latents that waited, T = 0 if none did; checks ``num_latents``."""
+        self._close()
+        with self._working():
+            frames = self._decode([], is_end=True)
+        self._state = self._graph = None
+        return frames
+
+    def _decode(self, pieces: list[Tensor], *, is_end: bool) -> Tensor:
+        """Frames NTCHW of these latents, or with whole_chunks of the whole chunks of those that wait and these."""
+        parts = [*self._whole_parts(pieces, is_end=is_end or not self._whole_chunks)]
+        if not parts:
+            return self._no_frames()
+        spec, end = self._codec.spec, self._num_run + sum(part.shape[1] for part in parts)
+        each = 1 if spec.previews_time else spec.time_factor
+        total = sum(spec.frame_is_kept(place, self._total or 1) for place in range(self._num_run * each, end * each))
+        return join((self._decode_part(part) for part in parts), total)
+
+    def _decode_part(self, latents_NTCHW: Tensor) -> Tensor:
         codec, count = self._codec, latents_NTCHW.shape[1]
-        latents_NTCHW = latents_NTCHW.to(codec.dtype)
         if self._low_latency:
             self._graph = self._graph or DecodeGraph(codec, latents_NTCHW)
             raw = self._graph.step(latents_NTCHW)
         else:
-            raw = self._run(codec.decode_chunk, latents_NTCHW)
-        first_index = self._count * (raw.shape[1] // count)
-        kept = keep_frames(raw, first_index=first_index, num_latents=self._length or 1, spec=codec.spec)
-        self._count += count
+            raw, self._state = codec.decode_chunk(latents_NTCHW, self._state)
+        first_index = self._num_run * (raw.shape[1] // count)
+        kept = keep_frames(raw, first_index=first_index, num_latents=self._total or 1, spec=codec.spec)
+        self._num_run += count
         return kept.clamp(0, 1)
-
-    def flush(self) -> Tensor:
-        """End the stream. A decoder holds no frame back, so this returns T = 0 frames; it checks ``num_latents``."""
-        self._close()
-        self._state = self._graph = None
-        return self._no_frames()
 
     def _no_frames(self) -> Tensor:
         assert self._shape is not None
@@ -225,11 +267,13 @@ class StreamingEncoder(_Stream):
         track_gradients: record gradients. They need memory that grows with the stream.
         chunk_latents: for how many latents the frames of a long push run at once (default: the codec's choice). The
             frames of an incomplete latent then wait for the others, because whole latents run fastest.
+        whole_chunks: let frames wait for a whole chunk, as in `StreamingDecoder`. They are copied, which takes memory.
+            So by default a chunk is two thirds of the codec's choice, and exactly ``chunk_latents`` if you set it.
 
     Example: ``latents = [*(stream.push(part) for part in frames.split(8, dim=1)), stream.flush()]``
     """
 
-    unit = "frame"
+    unit, side = "frame", "encoder"
 
     def __init__(
         self,
@@ -238,94 +282,100 @@ class StreamingEncoder(_Stream):
         num_frames: int | None = None,
         track_gradients: bool = False,
         chunk_latents: int | None = None,
+        whole_chunks: bool = False,
     ) -> None:
-        super().__init__(codec, length=num_frames, track_gradients=track_gradients, chunk_latents=chunk_latents)
-        self._last_frame: Tensor | None = None
-        self._waiting: Tensor | None = None  # frames of a latent that is not complete
+        super().__init__(codec, num_frames, track_gradients, chunk_latents, whole_chunks)
+        self._last_frame: Tensor | None = None  # fills the last latent at `flush`; None where the last push has done so
         self._held: list[Tensor] = []  # taeh3: latents that may turn out to be the last three
-        self._num_run = 0  # taeh3: frames that the network has seen
 
     def push(self, frames_NTCHW: Tensor) -> Tensor:
-        """Latents NTCHW that these frames complete; T may be 0 while a latent waits for its frames."""
+        """Latents NTCHW that these frames complete; T may be 0 while a latent or a chunk waits for its frames."""
         self._codec.check_frames(frames_NTCHW, may_be_none=True)
         self._accept(frames_NTCHW)
-        count = frames_NTCHW.shape[1]
-        if count == 0:
+        if frames_NTCHW.shape[1] == 0:
             return self._join([])
+        last, is_end = frames_NTCHW[:, -1:], self._count == self._total
         with self._working():
-            if self._count + count == self._length:
-                return self._encode(frames_NTCHW, self._filling(frames_NTCHW[:, -1:], self._length))
-            if self._length is None:
-                self._last_frame = frames_NTCHW[:, -1:].clone()
-            return self._encode(frames_NTCHW, None)
+            if self._total is None:
+                self._last_frame = last.clone()
+            return self._encode([frames_NTCHW, *(self._filling(last) if is_end else [])], is_end=is_end)
 
     def flush(self) -> Tensor:
         """End the stream: the latents NTCHW that were still waiting for frames; checks ``num_frames``."""
         self._close()
-        latents = self._join([])
-        if self._last_frame is not None:  # the length was not stated: nothing is filled yet
-            filling = self._filling(self._last_frame, self._count)
-            with self._working():
-                latents = latents if filling is None else self._encode(filling, None)
-        self._state, self._held, self._last_frame, self._waiting = None, [], None, None
+        with self._working():
+            filling = [] if self._last_frame is None else self._filling(self._last_frame)
+            latents = self._encode(filling, is_end=True)
+        self._state, self._held, self._last_frame = None, [], None
         return latents
 
-    def _filling(self, last_N1CHW: Tensor, num_frames: int) -> Tensor | None:
-        """The repeated frames that fill the last latent of a video of this many frames; None if it is full."""
-        missing = self._codec.spec.padded_frames(num_frames) - num_frames
-        return last_N1CHW.expand(-1, missing, -1, -1, -1) if missing else None
+    def _filling(self, last_N1CHW: Tensor) -> list[Tensor]:
+        """The repeated frames that fill the last latent of the video, if it is not full."""
+        missing = self._codec.spec.padded_frames(self._count) - self._count
+        return [last_N1CHW.expand(-1, missing, -1, -1, -1)] if missing else []
 
-    def _encode(self, frames_NTCHW: Tensor, filling_NTCHW: Tensor | None) -> Tensor:
-        """Run the frames that wait, these, and the filling. The frames of an incomplete latent wait again."""
-        self._count += frames_NTCHW.shape[1]
-        dtype, is_chunked = self._codec.dtype, self._codec.spec.frame_rule == "chunked"
-        pieces = [piece for piece in (self._waiting, frames_NTCHW, filling_NTCHW) if piece is not None]
-        total, start, ready = sum(piece.shape[1] for piece in pieces), 0, []
-        size = (side // self._codec.spec.space_factor for side in frames_NTCHW.shape[-2:])
-        chunk, has_filling = self._chunk("encoder", *size), filling_NTCHW is not None
-        for length in self._h3_runs(total, chunk) if is_chunked else self._runs(total, chunk, has_filling):
-            part = cut_out(pieces, start, start + length, dtype)
-            ready += self._encode_in_h3_chunk(part) if is_chunked else [self._run(self._codec.encode_chunk, part)]
-            start += length
-        self._waiting = cut_out(pieces, start, total, dtype).to(dtype, copy=True) if start < total else None
+    def _encode(self, pieces: list[Tensor], *, is_end: bool) -> Tensor:
+        """Run the frames that wait and these, as far as they are enough; the others wait again."""
+        is_chunked, ready = self._codec.spec.frame_rule == "chunked", []
+        for part in (self._whole_parts if self._whole_chunks else self._parts)(pieces, is_end=is_end):
+            if is_chunked:
+                ready += self._encode_in_h3_chunk(part)
+            else:
+                latents, self._state = self._codec.encode_chunk(part, self._state)
+                ready.append(latents)
+            self._num_run += part.shape[1]
+            del part  # before the next one is made
         return self._join(ready)
 
-    def _runs(self, num_frames: int, chunk: int | None, has_filling: bool) -> list[int]:
+    def _parts(self, pieces: list[Tensor], *, is_end: bool) -> Iterator[Tensor]:
+        """The frames that wait and these, run by run. The frames of an incomplete latent wait again."""
+        pieces = [*self._waiting, *pieces]
+        dtype, total, start = self._codec.dtype, sum(piece.shape[1] for piece in pieces), 0
+        is_chunked = self._codec.spec.frame_rule == "chunked"
+        for length in self._h3_runs(total) if is_chunked else self._runs(total, is_end):
+            yield cut_out(pieces, start, start + length, dtype)
+            start += length
+        self._waiting = [cut_out(pieces, start, total, dtype).to(dtype, copy=True)] if start < total else []
+
+    def _runs(self, num_frames: int, is_end: bool) -> list[int]:
         """How many frames to run at a time: a chunk, or fewer where frames must be joined from several tensors."""
+        unit, chunk = self._codec.spec.time_factor, self._chunk
         if chunk is None:
-            return [num_frames]
-        unit = self._codec.spec.time_factor
+            return [num_frames] if num_frames else []
         num_latents, most = num_frames // unit, joined_latents(chunk)
-        first = min(most, num_latents) if self._waiting is not None else 0
-        last = min(most, num_latents - first) if has_filling else 0
+        first = min(most, num_latents) if self._waiting else 0
+        last = min(most, num_latents - first) if is_end and self._count % unit else 0
         between = num_latents - first - last
         return [n * unit for n in (first, *[chunk] * (between // chunk), between % chunk, last) if n]
 
-    def _h3_runs(self, num_frames: int, chunk: int | None) -> Iterator[int]:
-        """The same for taeh3, where each 17 frames, with zeros in front, are a video of their own."""
-        unit, place = self._codec.spec.time_factor, self._num_run % H3_CHUNK_FRAMES
+    def _h3_runs(self, num_frames: int) -> Iterator[int]:
+        """The same for taeh3; each run ends before the next one is chosen."""
+        unit = self._codec.spec.time_factor if self._chunk else 1  # with a chunk, whole latents only
         while num_frames:
-            zeros = 0 if place else H3_CHUNK_ZEROS
-            length = min(num_frames, H3_CHUNK_FRAMES - place)
-            if chunk is not None:
-                length = min(length, chunk * unit - zeros)
-                length -= (length + zeros) % unit
+            length = min(num_frames, self._run_length())
+            length -= (self._num_run % H3_CHUNK_FRAMES + H3_CHUNK_ZEROS + length) % unit
             if length == 0:
                 return
             yield length
             num_frames -= length
-            place = (place + length) % H3_CHUNK_FRAMES
+
+    def _run_length(self) -> int:
+        unit, chunk = self._codec.spec.time_factor, self._chunk or H3_CHUNK_LATENTS
+        if self._codec.spec.frame_rule != "chunked":
+            return chunk * unit
+        # taeh3: each 17 frames, with zeros in front, are a video of their own.
+        place = self._num_run % H3_CHUNK_FRAMES
+        return min(H3_CHUNK_FRAMES - place, chunk * unit - (0 if place else H3_CHUNK_ZEROS))
 
     def _encode_in_h3_chunk(self, part_NTCHW: Tensor) -> list[Tensor]:
         """taeh3: the latents of frames inside one chunk; the last three latents of the whole video are never given."""
         ready: list[Tensor] = []
         place = self._num_run % H3_CHUNK_FRAMES
-        self._num_run += part_NTCHW.shape[1]
         if place == 0:
             # A further chunk exists, so the held latents are not the last ones of the video.
             ready, self._held, self._state = self._held, [], None
             part_NTCHW = torch.nn.functional.pad(part_NTCHW, (0, 0, 0, 0, 0, 0, H3_CHUNK_ZEROS, 0))
-        made = self._run(self._codec.encode_chunk, part_NTCHW)
+        made, self._state = self._codec.encode_chunk(part_NTCHW, self._state)
         first = (place + H3_CHUNK_ZEROS) // self._codec.spec.time_factor if place else 0
         safe = max(0, H3_CHUNK_LATENTS - H3_DROPPED_LATENTS - first)
         self._held.append(made[:, safe:].clone())
