@@ -170,6 +170,19 @@ def test_the_recording_not_used_for_longest_goes_first(stack: Stack, monkeypatch
     assert recorded(runner) == [True], "the newest one always stays"
 
 
+@torch.no_grad()
+def test_large_chunks_are_never_recorded(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, small_chunk, large = Replay(stack), random_latents(1), random_latents(1, width=8)
+    made, after = stack.run(small_chunk, None)
+    kept = (small_chunk, made, *(part for part in after if part is not None))
+    monkeypatch.setattr(replay, "MOST_BYTES_OF_ONE", sum(tensor.nbytes for tensor in kept))
+    for _ in range(4):
+        runner.run(small_chunk, None)
+        frames, _ = runner.run(large, None)
+        assert torch.equal(frames, stack.run(large, None)[0])
+    assert recorded(runner) == [True, False]
+
+
 def no_room(*arguments: object) -> None:
     raise torch.OutOfMemoryError("no room")
 

@@ -71,14 +71,17 @@ def check_against_float64(model: TAEHV) -> None:
 @pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taew2_2_super", "taeltx2_3_wide"])
 def test_a_graph_gives_the_streams_own_frames(variant: str, dtype: torch.dtype) -> None:
-    model = spread(variant).to(dtype)
+    exact_model = spread(variant).double()
+    model = copy.deepcopy(exact_model).to(dtype)
     latents = torch.randn(1, 5, model.spec.latent_channels, 12, 20, device="cuda", dtype=dtype)
     fused = model.fused()
     graph, stream = StreamingDecoder(fused, low_latency=True), StreamingDecoder(fused)
+    exact = StreamingDecoder(exact_model)
     for part in latents.split(1, dim=1):
         by_graph, pushed = graph.push(part), stream.push(part)
         if variant == "taeltx2_3_wide":  # cuDNN may take another kernel where it pads a video's start itself
-            assert error(by_graph, pushed.double()) < 2 * FLOOR[dtype]
+            wanted = exact.push(part.double())
+            assert error(by_graph, wanted) < 1.3 * max(error(pushed, wanted), FLOOR[dtype])
         else:
             assert torch.equal(by_graph, pushed)
 

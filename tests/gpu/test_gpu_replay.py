@@ -65,8 +65,7 @@ def test_recordings_go_while_other_streams_run(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_large_recordings_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for less than one recording each shape pushes out the other, and then no graph is left: so are large
-    frames (1088x1920), where one chunk is more than MOST_BYTES."""
+    """With room for one recording each shape pushes out the other, and then no graph is left for a moment."""
     monkeypatch.setattr(replay, "MOST_BYTES", 1)
     model = spread("taew2_2").half()
     fused = model.fused()

@@ -27,6 +27,10 @@ from tinyvae.engines.stack import Stack, State
 
 MOST_BYTES = 512 * 2**20
 """Of the inputs and outputs of all recordings of one side. The recording that was not used for longest goes first."""
+MOST_BYTES_OF_ONE = MOST_BYTES // 3
+"""A stream has three recordings (its first chunk, those between, its rest), which must not push each other out. A
+larger chunk is launched each time: it keeps the GPU busy for milliseconds, so launches cost it little."""
+TOO_LARGE = 0  # in place of a thread
 MOST_SHAPES = 64
 
 
@@ -55,7 +59,8 @@ class Replay:
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._recordings: OrderedDict[Any, _Recording | int] = OrderedDict()  # a number: the thread that ran it last
+        # A number: the thread that ran this chunk last, or TOO_LARGE.
+        self._recordings: OrderedDict[Any, _Recording | int] = OrderedDict()
         self._lock = threading.Lock()
         self._done: torch.cuda.Event | None = None  # when the GPU has finished with the memory of the graphs
         # One of each for all graphs, which never run at the same time. In a pool, memory that one stream gave back goes
@@ -88,8 +93,12 @@ class Replay:
             if isinstance(recording, _Recording):
                 self._remember(key, recording)
                 return self._replay(recording, parts)
-            self._remember(key, thread)
-        return self._stack.run(chunk_NTCHW, state, with_head=with_head)
+        made, after = self._stack.run(chunk_NTCHW, state, with_head=with_head)
+        num_bytes = sum(tensor.nbytes for tensor in (*parts, made, *after) if tensor is not None)
+        with self._lock:
+            if not isinstance(self._recordings.get(key), _Recording):  # else another thread has recorded it meanwhile
+                self._remember(key, thread if num_bytes <= MOST_BYTES_OF_ONE else TOO_LARGE)
+        return made, after
 
     def forget(self) -> None:
         """Free all recordings."""
