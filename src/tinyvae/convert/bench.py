@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tinyvae.engines import fold
 from tinyvae.engines.fused import FusedTAEHV
-from tinyvae.engines.replay import idle_bytes
+from tinyvae.engines.replay import forget_recordings, idle_bytes
 from tinyvae.errors import UserError
 from tinyvae.evaluation.cost import without_cudnn_trials
 from tinyvae.models.codec import VideoCodec
@@ -122,13 +122,18 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     """Most bytes a call has on a CUDA device beyond what was there before it (its arguments, weights), with what CUDA
-    graphs keep for it."""
+    graphs keep for it. It may be called three times."""
     if device.type != "cuda":
         return None
+    forget_recordings()  # those of other calls and models
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    for _ in range(2):  # the second one records again
+        call()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
     call()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before + idle_bytes(device)

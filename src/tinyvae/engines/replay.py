@@ -162,6 +162,11 @@ class Replay:
 def stop_recording() -> None:
     """Free what all graphs of this process hold, and record no more: for a next try after out of memory."""
     Replay.records = False
+    forget_recordings()
+
+
+def forget_recordings() -> None:
+    """Free what all graphs of this process hold; chunks that come again are recorded again."""
     for replay in list(Replay._alive):
         replay.forget()
 
