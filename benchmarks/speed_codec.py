@@ -70,8 +70,11 @@ def streaming_calls(model: TAEHV, latents: torch.Tensor, frames: torch.Tensor) -
         },
         *(
             {
-                f"{operation} by {count} latents": partial(stream_through, fused, operation, video, chunk_latents=count)
-                for count in (3, 8)
+                f"{operation} by 3 latents": partial(stream_through, fused, operation, video, chunk_latents=3),
+                f"{operation} by 8 latents": partial(stream_through, fused, operation, video, chunk_latents=8),
+                f"{operation} by 3 latents, which wait for 8": partial(
+                    stream_through, fused, operation, video, chunk_latents=8, pushed_latents=3
+                ),
             }
             for operation, video in (("decode", latents), ("encode", frames))
         ),

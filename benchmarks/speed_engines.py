@@ -127,6 +127,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default="taehv")
+    parser.add_argument("--width", type=float, default=1.0, help="factor on the channels; hopper fills them up to 64")
     parser.add_argument("--activation", choices=get_args(Activation), default="relu")
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
     parser.add_argument("--sizes", nargs="+", default=["480x720x49", "480x720x25", "240x360x17"])
@@ -141,7 +142,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = not arguments.no_trials
     torch.backends.cudnn.allow_tf32 = False  # for what the errors are measured against
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    model = TAEHV(arguments.variant, activation=arguments.activation)
+    model = TAEHV(arguments.variant, width=arguments.width, activation=arguments.activation)
     spread_weights(model)
     exact = copy.deepcopy(model).to(device, torch.float64 if arguments.dtype == "fp32" else torch.float32).eval()
     model = model.to(device, DTYPES[arguments.dtype]).eval()

@@ -18,6 +18,7 @@ from tests.engines import cudnn_stand_ins
 from tests.engines.small_models import small
 from tinyvae import TAEHV
 from tinyvae.engines import conv_rows, first_pool, first_rows, grow_image, hopper, hopper_kernels
+from tinyvae.engines.fill import fill_channels
 from tinyvae.engines.fold import ConvLayer, Layer, fold_layers
 from tinyvae.engines.fused import folded_copy
 from tinyvae.models.blocks import WideMemBlock
@@ -219,9 +220,10 @@ def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stacks(model: TAEHV) -> tuple[hopper.HopperStack, hopper.HopperStack]:
+    both = [folded_copy(network) for network in (model.encoder, model.decoder)]
+    encoder, decoder = [fill_channels(layers, hopper.CHANNELS) or layers for layers in both]
     patch = model.spec.patch_size
-    encoder = hopper.HopperStack(folded_copy(model.encoder), patch_size=patch)
-    return encoder, hopper.HopperStack(folded_copy(model.decoder), patch_size=patch)
+    return hopper.HopperStack(encoder, patch_size=patch), hopper.HopperStack(decoder, patch_size=patch)
 
 
 @pytest.mark.usefixtures("kernels_in_torch")
@@ -234,6 +236,11 @@ def test_same_numbers_whole_and_in_chunks(variant: str, joined: bool, monkeypatc
         for kernel in (first_rows, first_pool, grow_image):
             monkeypatch.setattr(kernel, "fits", lambda *_: False)
     check_whole_and_in_chunks(TAEHV(variant), monkeypatch)
+
+
+@pytest.mark.usefixtures("kernels_in_torch")
+def test_a_narrow_network_filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_whole_and_in_chunks(small("taew2_2", width=0.5), monkeypatch)
 
 
 @pytest.mark.usefixtures("kernels_in_torch")

@@ -40,6 +40,12 @@ def test_leaky_relu_against_float64(variant: str) -> None:
     check_against_float64(spread(variant, activation="leaky_relu"))
 
 
+@pytest.mark.parametrize("variant", ["taehv", "taew2_2", "taeltx_2"])
+def test_narrow_networks_against_float64(variant: str) -> None:
+    """The Hopper engine fills up their channels with zeros."""
+    check_against_float64(spread(variant, width=0.5))
+
+
 def check_against_float64(model: TAEHV) -> None:
     exact_model = copy.deepcopy(model).double()
     factor, length = model.spec.space_factor, 2 * model.spec.time_factor + 1

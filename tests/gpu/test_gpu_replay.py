@@ -82,6 +82,22 @@ def test_large_recordings_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_recorded == 6
 
 
+@pytest.mark.parametrize("pushed", [1, 3])
+def test_pushes_that_wait_replay_whole_chunks(pushed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three shapes come: the first chunk, those between, and the rest."""
+    fused = spread("taew2_2").half().fused()
+    monkeypatch.setattr(engines, "REPLAY_CHUNKS", False)
+    launched = spread("taew2_2").half().fused()
+    latents = torch.randn(1, 14, 48, 20, 20, device="cuda").half()
+    expected = torch.cat([*map(StreamingDecoder(launched, chunk_latents=4).push, latents.split(4, dim=1))], dim=1)
+    for _ in range(3):
+        stream = StreamingDecoder(fused, whole_chunks=True, chunk_latents=4)
+        made = [*map(stream.push, latents.split(pushed, dim=1)), stream.flush()]
+        assert torch.equal(torch.cat(made, dim=1), expected)
+    kept = [*fused._replays["decoder"]._recordings.values()]
+    assert len(kept) == 3 and all(isinstance(one, replay._Recording) for one in kept)
+
+
 def test_graphs_are_counted_and_freed() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     fused = spread("taew2_2").half().fused()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -242,18 +243,27 @@ def layer_work(model: TAEHV, operation: str, num_frames: int, height: int, width
         size = after
 
 
-def stream_through(codec: VideoCodec, operation: str, video_NTCHW: Tensor, *, chunk_latents: int | None = None) -> None:
-    """Push a video piece by piece and discard each result, as a consumer of a live stream does."""
+def stream_through(
+    codec: VideoCodec,
+    operation: str,
+    video_NTCHW: Tensor,
+    *,
+    chunk_latents: int | None = None,
+    pushed_latents: int | None = None,
+) -> None:
+    """Push a video piece by piece and discard each result, as a consumer of a live stream does. A piece is a chunk
+    (default: the codec's choice), or with ``pushed_latents`` so many latents, which wait for whole chunks."""
     is_decoder, (num_videos, length) = operation == "decode", video_NTCHW.shape[:2]
     pixels, frames = (1, 1) if is_decoder else (codec.spec.space_factor, codec.spec.time_factor)  # of one latent
     size = (side // pixels for side in video_NTCHW.shape[-2:])
     chunk = chunk_latents or codec.stream_chunk_latents(SIDES[operation], *size, num_videos=num_videos) or 1
+    how: dict[str, Any] = {"chunk_latents": chunk, "whole_chunks": pushed_latents is not None}
     stream: StreamingDecoder | StreamingEncoder
     if is_decoder:
-        stream = StreamingDecoder(codec, num_latents=length, chunk_latents=chunk)
+        stream = StreamingDecoder(codec, num_latents=length, **how)
     else:
-        stream = StreamingEncoder(codec, num_frames=length, chunk_latents=chunk)
-    for part in video_NTCHW.split(chunk * frames, dim=1):
+        stream = StreamingEncoder(codec, num_frames=length, **how)
+    for part in video_NTCHW.split((pushed_latents or chunk) * frames, dim=1):
         stream.push(part)
     stream.flush()
 

@@ -4,7 +4,7 @@
 
 - ``hopper``: own kernels, fp16 and bf16 on GPUs of compute capability 9.0 (H100, H200), base networks and the wide
   decoder where hidden channel counts are multiples of 64. Kernels are compiled once per process and tile height (five
-  at most).
+  at most). A narrow base network runs here if you ask for it: zeros fill up its channels (`fill`).
 - ``cudnn``: cuDNN's fused convolutions, on other CUDA devices, in float32, for other widths and the super decoders,
   whose depthwise convolutions have a kernel of their own; with LeakyReLU, which cuDNN lacks, its plain convolutions and
   one own pass behind each.
@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from tinyvae.engines import hopper
 from tinyvae.engines.cudnn import CudnnStack, why_not_cudnn
 from tinyvae.engines.eager import EagerStack
+from tinyvae.engines.fill import fill_channels
 from tinyvae.engines.fold import Layer, channels_last, fold_layers, map_weights
 from tinyvae.engines.hopper import HopperStack, why_not_hopper
 from tinyvae.engines.onednn import OnednnStack, has_bfloat16, why_not_onednn
@@ -204,8 +207,10 @@ class FusedTAEHV(VideoCodec):
         case = side, latent_height * latent_width * num_videos
         if case not in self._chunks:
             engine = self._chosen[side]
+            # The hopper engine has filled up what is not a multiple of 64 channels.
+            spec = replace(self.spec, width=float(math.ceil(self.spec.width))) if engine == "hopper" else self.spec
             self._chunks[case] = chunk_latents(
-                self.spec,
+                spec,
                 side,
                 engine,
                 latent_pixels=case[1],
@@ -219,6 +224,8 @@ class FusedTAEHV(VideoCodec):
         return f"FusedTAEHV({self.spec.name}, {self._dtype}, {self._device}; {chosen})"
 
     def _build(self, side: Side, layers: list[Layer], wanted: Engine | None) -> Stack:
+        if wanted == "hopper":
+            layers = fill_channels(layers, hopper.CHANNELS) or layers
         engine, reason = choose_engine(layers, self._dtype, self._device, wanted)
         self.engines[side] = f"{engine} ({reason})" if reason else engine
         self._chosen[side] = engine

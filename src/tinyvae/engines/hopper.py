@@ -22,6 +22,7 @@ from tinyvae.engines.cudnn import CudaStack, PatchConv, conv_relu, over_two_fram
 from tinyvae.engines.eager import compute_layer
 from tinyvae.engines.stack import State
 
+CHANNELS = 64  # the kernels take multiples of this many
 SLICE_BYTES = 192 * 2**20  # for the 64-channel frames at full resolution of one slice
 CUDNN_CHANNELS: frozenset[int] = frozenset({128})
 """In memory blocks with these channel counts cuDNN does the second and third convolution: 0.131 instead of 0.172 ms at
@@ -68,10 +69,10 @@ def why_not_hopper(layers: Sequence[fold.Layer], dtype: torch.dtype, device: tor
     if dtype not in (torch.float16, torch.bfloat16):
         return f"the kernels are for fp16 and bf16, the model is {dtype}"
     for layer in layers:
-        if isinstance(layer, fold.MemLayer) and layer.second.shape[0] % 64:
-            return f"{layer.second.shape[0]} channels is no multiple of 64"
-        if isinstance(layer, fold.GrowLayer) and layer.weight.shape[0] // (4 * layer.frames) % 64:
-            return f"{layer.weight.shape[0] // (4 * layer.frames)} channels is no multiple of 64"
+        if isinstance(layer, fold.MemLayer) and layer.second.shape[0] % CHANNELS:
+            return f"{layer.second.shape[0]} channels is no multiple of {CHANNELS}"
+        if isinstance(layer, fold.GrowLayer) and layer.weight.shape[0] // (4 * layer.frames) % CHANNELS:
+            return f"{layer.weight.shape[0] // (4 * layer.frames)} channels is no multiple of {CHANNELS}"
         if isinstance(layer, fold.WideMemLayer) and (layer.second.shape[0] % 64 or layer.second.shape[1] != 64):
             return f"{layer.second.shape[0]} channels in {layer.groups} groups are no groups of 64"
         if isinstance(layer, fold.SuperMemLayer):
