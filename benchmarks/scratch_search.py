@@ -2,8 +2,9 @@
 machine without one on its CPU, for a look).
 
 The network, initialization, optimizers, schedule and average are the shipped ones; only the clip source differs from
-`tinyvae train scratch` (whole files decoded once, random crops cut on the GPU), so that the search is not bound by
-decoding. The figure is the mean per-frame PSNR over 20 frames of the center 256x256 of every validation clip.
+`tinyvae train scratch` (whole files decoded once, random crops cut on the GPU, their detail measured in the middle
+frame of the file), so that the search is not bound by decoding. The figure is the mean per-frame PSNR over 20
+frames of the center 256x256 of every validation clip.
 
   python benchmarks/scratch_search.py --clips DIR --steps 1000 "" muon_learning_rate=0.003 seed=1,lr_warmup_steps=100
   python benchmarks/scratch_search.py --clips DIR --seconds 260 "" --output results.json
@@ -75,10 +76,10 @@ class Crops:
     file and frame that the other candidates take. Without this, other clips hide small differences.
     """
 
-    def __init__(self, videos: list[Tensor], *, seed: int, options: dict[str, Any]) -> None:
-        self.videos, self.options, self.seed, self.drawn = videos, options, seed, 0
+    def __init__(self, videos: list[Tensor], config: TrainConfig, options: dict[str, Any]) -> None:
+        self.videos, self.config, self.options, self.drawn = videos, config, options, 0
         self.generator = torch.Generator()
-        wanted = "detail" in options or "detail_place" in options
+        wanted = "detail" in options or config.crop_candidates > 1
         self.details = [detail_table(video) for video in videos] if wanted else []
 
     def batch(self, count: int, num_frames: int, size: int) -> Tensor:
@@ -88,13 +89,11 @@ class Crops:
         return torch.stack([self._one(usable, shape) for _ in range(count)]).float().div_(255)
 
     def _one(self, usable: list[int], shape: tuple[int, int, int]) -> Tensor:
-        self.generator.manual_seed(self.seed * 1_000_003 + self.drawn)
+        self.generator.manual_seed(self.config.seed * 1_000_003 + self.drawn)
         self.drawn += 1
         drawn = [self._draw(usable, shape) for _ in range(self.options.get("detail", 1))]
         number, first = drawn[0][:2]
-        drawn += [
-            (number, first, *self._draw([number], shape)[2:]) for _ in range(self.options.get("detail_place", 1) - 1)
-        ]
+        drawn += [(number, first, *self._draw([number], shape)[2:]) for _ in range(self.config.crop_candidates - 1)]
         if len(drawn) > 1:
             number, first, top, left = max(drawn, key=lambda d: detail_of(self.details[d[0]], d[2], d[3], shape[1]))
         else:
@@ -235,7 +234,7 @@ def run(
     model, kind = rig.draw(config), config.reconstruction_loss_type
     optimizer_set = optimizers_of(model, config, options)
     average = WeightAverage(model, decay=config.ema_decay)
-    crops = Crops(train, seed=config.seed, options=options)
+    crops = Crops(train, config, options)
     rig.engine.prepare(model, optimizer_set)
     shapes = read_shapes(options.get("shapes"), config)
     rig.compile([shape for _, shape in shapes], kind)

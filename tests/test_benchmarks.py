@@ -360,7 +360,7 @@ def test_what_seraena_does_is_shown(tmp_path: Path) -> None:
 def test_ideas_for_scratch_are_tried(tmp_path: Path) -> None:
     clips, rows = tmp_path / "clips", tmp_path / "rows.json"
     write_sample_clips(clips, count=5, height=48, width=64, frames=20)
-    candidates = ["", "detail=2,detail_place=2,turns=1", "shapes=0.5:4x4x16+0.5:1x8x32,per_tap=1", "init=colors"]
+    candidates = ["", "detail=2,crop_candidates=2,turns=1", "shapes=0.5:4x4x16+0.5:1x8x32,per_tap=1", "init=he"]
     candidates += ["fixed_rows=1,reconstruction_loss_type=l1", "model_width=0.25"]
     said = run_benchmark(
         *("scratch_search.py", *candidates, "--clips", clips, "--steps", 4, "--output", rows, "--save", tmp_path),
@@ -371,7 +371,7 @@ def test_ideas_for_scratch_are_tried(tmp_path: Path) -> None:
     assert [row["name"] for row in found] == ["scratch", *candidates[1:]] and {row["steps"] for row in found} == {4}
     assert said.count("has its turn on the GPU") == len({row["psnr"] for row in found}) == 6, said
     assert all(row["psnr"] > 5 for row in found), said
-    assert found[3]["psnr"] > found[0]["psnr"] + 3, "the colors pass from the first step on"
+    assert found[0]["psnr"] > found[3]["psnr"] + 3, "the colors pass from the first step on"
     assert load_model(tmp_path / "5.safetensors", variant="taehv").spec.width == 0.25
 
 

@@ -83,6 +83,8 @@ def test_defaults_pass_their_own_checks() -> None:
             {"use_seraena": True, "seraena_loss_weight": 0.1, "height": 8 * 10**30},
             "the replay buffer of 512 MB does not hold one group of frames",
         ),
+        ({"crop_candidates": 65}, "crop_candidates=65 must be a whole number, at least 1 and at most 64"),
+        ({"crop_candidates": 4, "random_crop": False}, "crop_candidates=4 needs random_crop, which is off; turn it on"),
         ({"split_by": "annotation"}, "split_by=annotation needs an annotation_file"),
         ({"train_split": 1.0}, "train_split=1 leaves no file to validate on"),
         ({"validation_steps": 0, "early_stopping_patience": 5}, "early_stopping_patience=5 needs validations"),

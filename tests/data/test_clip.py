@@ -85,6 +85,26 @@ def test_the_same_key_gives_the_same_clip_and_every_part_of_the_key_counts() -> 
     assert all(base != other for other in others)
 
 
+def test_more_windows_change_nothing_else_and_one_is_as_it_always_was() -> None:
+    for position in range(50):
+        one, four = (choose_clip(row(), replace(SETTINGS, crop_candidates=n), position, 100) for n in (1, 4))
+        assert one == choose_clip(row(), SETTINGS, position, 100) == replace(four, more_windows=())
+        drawn = (four.window, *four.more_windows)
+        assert len(set(drawn)) == 4 and one.area == one.window
+        three = choose_clip(row(), replace(SETTINGS, crop_candidates=3), position, 100)
+        assert three.more_windows == four.more_windows[:2]
+        area = four.area
+        assert all(area.top <= w.top and w.top + w.height <= area.top + area.height <= 240 for w in drawn)
+        assert all(area.left <= w.left and w.left + w.width <= area.left + area.width <= 320 for w in drawn)
+    # From before there were candidates: runs and latent stores of that time go on with these.
+    golden = [(57, 121, 116, 175), (127, 49, 97, 145), (2, 35, 164, 246)]
+    assert [choose_clip(row(), SETTINGS, position, 100).window for position in range(3)] == golden
+    assert choose_clip(row(), SETTINGS, 123, 100).frame_indices == (12, 15, 18, 21, 24)
+    many = replace(SETTINGS, crop_candidates=4)
+    fixed = choose_clip(row(), replace(many, random_crop=False), 0, 100)
+    assert choose_validation_clip(row(), many).more_windows == fixed.more_windows == ()
+
+
 def test_all_starts_steps_flips_and_corners_occur() -> None:
     choices = [choose_clip(row(frames=20, width=100, height=66), SETTINGS, position, 5000) for position in range(5000)]
     assert {choice.frame_indices[0] for choice in choices} == set(range(16))
@@ -127,6 +147,7 @@ def test_augmentation_that_is_off_changes_nothing() -> None:
         ({"color_jitter_params": (0.1, 0.1)}, "4 numbers"),
         ({"gaussian_blur_sigma": (2.0, 1.0)}, "gaussian_blur_sigma"),
         ({"gaussian_blur_probability": 1.5}, "gaussian_blur_probability"),
+        ({"crop_candidates": 0}, "crop_candidates is 0; it must be at least 1"),
         ({"decode_timeout_s": 0.0}, "decode_timeout_s"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tinyvae.data.clip import ClipChoice, ClipSettings, CropWindow
 from tinyvae.data.clip_reading import (
     BadFile,
     BadFileLog,
@@ -16,7 +17,9 @@ from tinyvae.data.clip_reading import (
     ClipBatch,
     ReadBatch,
     attempts_for,
+    detail_of,
     finish_clip,
+    settle_window,
 )
 from tinyvae.data.index import IndexJournal, IndexRow, open_index
 from tinyvae.errors import UserError
@@ -163,3 +166,32 @@ def test_all_frames_of_a_clip_are_cut_alike() -> None:
     frame = torch.randint(0, 256, (1, 3, 150, 200), dtype=torch.uint8)
     clip = cut_clip(frame.expand(4, -1, -1, -1), 3, 5, 100, 150, flip=True)
     assert all(torch.equal(clip[0], other) for other in clip)
+
+
+def test_detail_is_the_mean_step_down_plus_right_of_the_mean_color() -> None:
+    frame = torch.randint(0, 256, (3, 20, 30), dtype=torch.uint8)
+    light = frame.double().mean(dim=0)
+    steps = (light[1:] - light[:-1]).abs().sum() + (light[:, 1:] - light[:, :-1]).abs().sum()
+    assert detail_of(frame) == pytest.approx(float(steps) / 600)
+    assert detail_of(torch.full((3, 20, 30), 77, dtype=torch.uint8)) == 0
+
+
+def test_the_window_with_the_most_detail_at_clip_size_is_taken_and_the_first_of_equals() -> None:
+    settings, area = ClipSettings(height=16, width=16, n_frames=1), CropWindow(top=5, left=7, height=40, width=64)
+    grain = torch.zeros(3, 40, 64, dtype=torch.uint8)
+    grain[:, :, :16], grain[:, :16, 16:32] = torch.arange(0, 160, 4).view(1, -1, 1), 200
+    grain[:, :, 32:] = torch.arange(32) % 2 * 255  # much detail, which is gone at half the size
+    slope, edge, flat = (CropWindow(top=t, left=x, height=16, width=16) for t, x in ((5, 7), (16, 23), (29, 23)))
+    large = CropWindow(top=5, left=39, height=32, width=32)
+
+    def taken(*windows: CropWindow) -> CropWindow:
+        choice = ClipChoice(frame_indices=(3,), window=windows[0], more_windows=windows[1:], flip=True)
+        settled = settle_window(choice, grain, settings, area)
+        assert settled.more_windows == () and settled.flip
+        return settled.window
+
+    assert taken(flat, edge, slope) == edge and taken(slope, flat) == taken(flat, slope) == slope
+    assert taken(large, edge) == edge, "as the model would see it"
+    assert taken(large._replace(height=16, width=16), edge).left == 39
+    shifted = slope, slope._replace(top=slope.top + 8)  # the same slope further down
+    assert taken(*shifted) == shifted[0] and taken(*shifted[::-1]) == shifted[1]

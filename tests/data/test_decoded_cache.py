@@ -291,13 +291,16 @@ def test_a_damaged_file_gives_the_same_clips_with_and_without(tmp_path: Path, mo
     assert loaders[0].bad_files.num_bad_tries == loaders[1].bad_files.num_bad_tries
 
 
+@pytest.mark.parametrize("candidates", [1, 4])
 @pytest.mark.parametrize("resize", [False, True])
-def test_batches_are_the_same_with_and_without(tmp_path: Path, resize: bool) -> None:
+def test_batches_are_the_same_with_and_without(tmp_path: Path, resize: bool, candidates: int) -> None:
     (tmp_path / "videos").mkdir()
     for n in range(4):
         write_video(tmp_path / "videos" / f"{n}.mp4", seed=n)
     index = open_or_build_index(tmp_path / "videos", cache_dir=tmp_path, show_progress_bar=False)
-    plain = ClipSettings(height=32, width=40, n_frames=4, max_frame_delta=2, random_resize=resize)
+    plain = ClipSettings(
+        height=32, width=40, n_frames=4, max_frame_delta=2, random_resize=resize, crop_candidates=candidates
+    )
     cached = replace(plain, decoded_cache_gb=1.0, decoded_cache_dir=tmp_path / "cache")
     train, _ = split(index, plain, train_split=1.0)
     loaders = [iter(make_train_loader(train, settings, batch_size=3)) for settings in (plain, cached)]

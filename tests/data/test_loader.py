@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -34,7 +35,9 @@ from tinyvae.data import (
     workers,
 )
 from tinyvae.data import loader as loader_module
+from tinyvae.data.check import stage_training_samples
 from tinyvae.data.clip import choose_clip, file_of
+from tinyvae.data.clip_reading import detail_of, finish_clip
 from tinyvae.data.latent_store import LatentStore, StoredLatents, StoreFacts
 from tinyvae.data.loader import ValidationReads
 from tinyvae.data.sizes import SizeSchedule, SizesOfPositions, with_size
@@ -118,6 +121,29 @@ def test_a_batch_holds_what_the_pure_function_says(sides: tuple[ClipSet, ClipSet
     assert abs(cut.float().mean() - batch.frames[1].float().mean()) < 1.0
     model_input = batch.model_input()
     assert model_input.dtype == torch.float32 and model_input.min() >= 0 and 0.5 < model_input.max() <= 1
+
+
+@pytest.mark.parametrize("resize", [False, True])
+def test_a_clip_is_the_most_detailed_of_its_drawn_windows(sides: tuple[ClipSet, ClipSet], resize: bool) -> None:
+    settings, train = replace(SETTINGS, crop_candidates=4, random_resize=resize), sides[0]
+    batches = list(islice(iter(make_train_loader(train, settings, batch_size=4, num_workers=2)), 3))
+    places = []
+    for position, clip in enumerate(joined(batches)):
+        row = train.row(file_of(position, len(train), 7))
+        choice = choose_clip(row, settings, position, len(train))
+        frames = read_frames(train.index.full_path(row), choice.frame_indices)
+        drawn = []
+        for top, left, height, width in (choice.window, *choice.more_windows):
+            cut = frames[..., top : top + height, left : left + width]
+            drawn.append(finish_clip(cut, torch.empty_like(clip), choice.flip))
+        details = [detail_of(candidate[len(clip) // 2]) for candidate in drawn]
+        places.append(details.index(max(details)))
+        assert torch.equal(clip, drawn[places[-1]])
+    assert len(set(places)) > 2
+    shown = stage_training_samples(train, settings, 12).samples
+    for position, sample in enumerate(shown):  # the contact sheet
+        choice = choose_clip(sample.row, settings, position, len(train))
+        assert sample.choice.window == (choice.window, *choice.more_windows)[places[position]]
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 8 worker")

@@ -61,6 +61,7 @@ def recipe(clips: Path, run: Path, **changes: object) -> list[str]:
         "ref_vae_sample": True,
         "color_jitter": True,
         "gaussian_blur": True,
+        "crop_candidates": 3,
         "n_frames": 8,
         "max_train_steps": STEPS,
         "checkpointing_steps": STEPS,
@@ -224,6 +225,7 @@ def made(clips: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -
     [
         ({"height": 40}, "height is 40 here and 32 in the store"),
         ({"random_flip": False}, "random_flip is False here and True in the store"),
+        ({"crop_candidates": 4}, "crop_candidates is 4 here and 3 in the store"),
         ({"seed": 1}, "seed is 1 here and 42 in the store"),
         ({"gaussian_blur_probability": 0.1}, "gaussian_blur_probability is 0.1 here and 0.5 in the store"),
         ({"ref_vae_sample": True}, "ref_vae_sample is True here and False in the store"),

@@ -27,11 +27,12 @@ from tests.training.tiny_runs import (
 from tinyvae import load_model
 from tinyvae.cli.main import main, run
 from tinyvae.config.load import load_config
+from tinyvae.config.schema import TrainConfig, to_json
 from tinyvae.data.index_build import build_index
 from tinyvae.errors import UserError
 from tinyvae.training.build import build_model
 from tinyvae.training.checkpoint import _write_manifest, _write_state, read_manifest
-from tinyvae.training.resume import Progress, SavedRun
+from tinyvae.training.resume import Progress, SavedRun, _changed_settings
 from tinyvae.training.start import run_training
 
 KEEP_ALL = {"checkpoints_total_limit": 99}
@@ -53,7 +54,7 @@ def stop_at_3(clips: Path, run: Path, **changes: object) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"optimizer": "muon", "gradient_accumulation_steps": 2}, {**SERAENA, **TWO_SIZES}],
+    [{}, {"optimizer": "muon", "gradient_accumulation_steps": 2, "crop_candidates": 3}, {**SERAENA, **TWO_SIZES}],
     ids=["adamw", "muon", "two sizes"],
 )
 def test_six_steps_are_three_and_three(clips: Path, tmp_path: Path, changes: dict[str, object]) -> None:
@@ -184,7 +185,8 @@ def test_a_run_folder_without_resume_is_not_written_over(finished: Path, clips: 
 
 def test_changed_settings_are_refused_with_a_list(finished: Path, clips: Path) -> None:
     with pytest.raises(UserError) as refused:
-        resumed(finished, clips, "latest", n_frames=8, random_flip=False)
+        resumed(finished, clips, "latest", n_frames=8, random_flip=False, crop_candidates=4)
+    assert "crop_candidates: 1 -> 4" in str(refused.value)
     assert "n_frames: 4 -> 8" in str(refused.value) and "random_flip: True -> False" in str(refused.value)
     with pytest.raises(UserError, match=r"latent_space: 'diffusion' -> 'vae'; activation: 'relu' -> 'leaky_relu'"):
         resumed(finished, clips, "latest", latent_space="vae", activation="leaky_relu")  # the same shapes
@@ -196,6 +198,12 @@ def test_changed_settings_are_refused_with_a_list(finished: Path, clips: Path) -
     assert allowed == "13-00-00/checkpoint-3 at step 3"
     with pytest.raises(UserError, match="another network"):
         resumed(finished, clips, "latest", model_width=0.25, allow_changed_settings=True)
+
+
+def test_a_setting_that_is_younger_than_the_checkpoint_had_its_default() -> None:
+    saved = {key: value for key, value in json.loads(to_json(TrainConfig())).items() if key != "crop_candidates"}
+    assert _changed_settings(saved, TrainConfig()) == ([], [])
+    assert _changed_settings(saved, TrainConfig(crop_candidates=4)) == (["crop_candidates: 1 -> 4"], [])
 
 
 def tree_of(folder: Path) -> dict[str, tuple[int, bytes]]:

@@ -238,6 +238,9 @@ def _data_rules(config: TrainConfig) -> Findings:
         yield "gaussian_blur_sigma", f"gaussian_blur_sigma=({low:g}, {high:g}) must be (smallest, largest)."
     if hue > 0.5:
         yield "color_jitter_params", f"color_jitter_params: the hue is {hue:g}; it must be at most 0.5."
+    if config.crop_candidates > 1 and not config.random_crop:
+        text = f"crop_candidates={config.crop_candidates} needs random_crop, which is off; turn it on, or set "
+        yield "crop_candidates random_crop", text + "crop_candidates to 1."
     if config.annotation_file is None and config.index_path is None:
         if config.train_split == 1 and config.validation_steps:
             yield "train_split validation_steps", "train_split=1 leaves no file to validate on; set it below 1."

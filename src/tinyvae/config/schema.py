@@ -92,6 +92,9 @@ class TrainConfig:
 
     random_crop: bool = option(True, "Crop at a random place; off: the center.", group="Augmentation")
     random_resize: bool = option(True, "Scale each crop down from a random window; off: pixels stay as they are.")
+    crop_candidates: int = option(
+        1, "Draw this many crops of each clip, train on the one with the most detail; 1: no choice.", ge=1, le=64
+    )
     random_flip: bool = option(True, "Mirror half of the clips left to right.")
     color_jitter: bool = option(False, "Change the colors of each clip by color_jitter_params.")
     color_jitter_params: tuple[float, float, float, float] = option(

@@ -22,8 +22,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from tinyvae.data.augment import to_model_input
-from tinyvae.data.clip import ClipChoice, ClipSettings, choose_clip, file_of, frames_needed
-from tinyvae.data.clip_reading import BadFile, read_clip
+from tinyvae.data.clip import ClipChoice, ClipSettings, CropWindow, choose_clip, file_of, frames_needed
+from tinyvae.data.clip_reading import BadFile, read_clip, settle_window
 from tinyvae.data.index import SPLITS, IndexRow, VideoIndex, is_bad
 from tinyvae.data.splits import ClipSet, SplitBy, refuse_bad_index, split
 from tinyvae.errors import UnreadableVideoError, UserError, why_unreadable
@@ -235,6 +235,8 @@ def stage_training_samples(clips: ClipSet, settings: ClipSettings, count: int) -
         except (UnreadableVideoError, OSError) as fault:
             stages.bad_files.append(BadFile(path=row.path, reason=why_unreadable(fault)))
             continue
+        picture = CropWindow(top=0, left=0, height=row.height, width=row.width)
+        choice = settle_window(choice, frames[len(frames) // 2], settings, picture)
         model_input = to_model_input(clip[None], torch.tensor([choice.color_and_blur]))[0]
         for stage, values in (("file (RGB)", frames), ("batch", clip), ("model input", model_input)):
             stages.add_values(stage, values)

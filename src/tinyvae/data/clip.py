@@ -25,7 +25,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 FEISTEL_ROUNDS = 6
 
 # What a draw is for: the last part of its key, so that two draws of one position are independent.
-SHUFFLE, SUBSTITUTE, STEP, START, CROP, FLIP, COLOR, SIZE = range(8)
+SHUFFLE, SUBSTITUTE, STEP, START, CROP, FLIP, COLOR, SIZE, CANDIDATE = range(9)
 SCALE, TOP, LEFT = range(3)
 BRIGHTNESS, CONTRAST, SATURATION, HUE, BLUR_OR_NOT, BLUR_SIGMA = range(6)
 
@@ -96,6 +96,8 @@ class ClipSettings:
     random_resize: bool = True
     """On: the crop takes any window of the right shape, from clip size up to the whole picture, and is scaled down.
     Off: pixels are never resampled; the crop is exactly clip size, in training and in validation."""
+    crop_candidates: int = 1
+    """Of this many drawn windows, the one with the most detail is taken (`clip_reading.settle_window`)."""
     random_flip: bool = True
     """Mirror left to right, half of the samples."""
     color_jitter: bool = False
@@ -140,6 +142,7 @@ class ClipSettings:
             ("n_frames", self.n_frames >= 1, "at least 1"),
             ("min_frame_delta", self.min_frame_delta >= 1, "at least 1"),
             ("max_frame_delta", self.max_frame_delta >= self.min_frame_delta, "at least min_frame_delta"),
+            ("crop_candidates", self.crop_candidates >= 1, "at least 1"),
             ("decode_timeout_s", self.decode_timeout_s > 0, "above 0"),
             (
                 "color_jitter_params",
@@ -182,8 +185,19 @@ class ClipChoice:
 
     frame_indices: tuple[int, ...]
     window: CropWindow
+    more_windows: tuple[CropWindow, ...] = ()
+    """Drawn after ``window``; of all of them the reader, which has the frames, takes the one with the most detail."""
     flip: bool = False
     color_and_blur: ColorAndBlur = UNCHANGED
+
+    @property
+    def area(self) -> CropWindow:
+        """The smallest window that holds every drawn one."""
+        windows = (self.window, *self.more_windows)
+        top, left = min(window.top for window in windows), min(window.left for window in windows)
+        bottom = max(window.top + window.height for window in windows)
+        right = max(window.left + window.width for window in windows)
+        return CropWindow(top=top, left=left, height=bottom - top, width=right - left)
 
 
 def frames_needed(n_frames: int, frame_delta: int) -> int:
@@ -210,12 +224,14 @@ def choose_clip(row: IndexRow, settings: ClipSettings, position: int, num_files:
     delta = min_delta + below(longest - min_delta + 1, *key, STEP)
     start = below(row.frames - frames_needed(n_frames, delta) + 1, *key, START)
     if settings.random_crop:
-        window = random_window(row.height, row.width, settings, (*key, CROP))
+        keys = [(*key, CROP), *((*key, CANDIDATE, number) for number in range(1, settings.crop_candidates))]
+        windows = [random_window(row.height, row.width, settings, window_key) for window_key in keys]
     else:
-        window = center_window(row.height, row.width, settings)
+        windows = [center_window(row.height, row.width, settings)]
     return ClipChoice(
         frame_indices=tuple(start + delta * frame for frame in range(n_frames)),
-        window=window,
+        window=windows[0],
+        more_windows=tuple(windows[1:]),
         flip=settings.random_flip and uniform(*key, FLIP) < 0.5,
         color_and_blur=choose_color_and_blur(settings, (*key, COLOR)),
     )

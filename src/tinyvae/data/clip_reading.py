@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 
 from tinyvae.cache_folder import CacheNote, default_cache_folder
 from tinyvae.data.augment import to_model_input
-from tinyvae.data.clip import ClipChoice, ClipSettings, choose_clip, choose_validation_clip, file_of
+from tinyvae.data.clip import ClipChoice, ClipSettings, CropWindow, choose_clip, choose_validation_clip, file_of
 from tinyvae.data.decoded_cache import DecodedCache
 from tinyvae.data.index import IndexRow, VideoIndex
 from tinyvae.data.latent_store import LatentStore, StoredLatents
@@ -317,21 +318,56 @@ def read_clip(
         raise UnreadableVideoError(video, f"it has {version.size} bytes {was}")
     if out is None:
         out = torch.empty((settings.n_frames, 3, settings.height, settings.width), dtype=torch.uint8)
-    window, info, timeout_s = choice.window, index.info(row), settings.decode_timeout_s
-    frames = None
+    indices, info, timeout_s = choice.frame_indices, index.info(row), settings.decode_timeout_s
+    middle, frames = len(indices) // 2, None
     if cache is not None:
-        frames = cache.clip(video, info, choice.frame_indices, window, timeout_s=timeout_s, version=version)
+        cached = partial(cache.clip, video, info, timeout_s=timeout_s, version=version)
+        looked_at = cached(indices[middle : middle + 1], choice.area) if choice.more_windows else None
+        if looked_at is not None:
+            choice = settle_window(choice, looked_at[0], settings, choice.area)
+        frames = cached(indices, choice.area)
+    area = choice.area
     if frames is None:
-        is_native = (window.height, window.width) == (settings.height, settings.width)
+        is_native = (area.height, area.width) == (settings.height, settings.width) and not choice.more_windows
         frames = read_frames(
             local_file(video, version),
-            choice.frame_indices,
+            indices,
             info=info,
             timeout_s=timeout_s,
-            window=window,
+            window=area,
             out=out if is_native else None,
         )
+    if choice.more_windows:  # the cache has not shown the middle frame before
+        choice = settle_window(choice, frames[middle], settings, area)
+        frames = cut(frames, choice.window, area)
     return finish_clip(frames, out, choice.flip)
+
+
+def settle_window(choice: ClipChoice, middle_CHW: Tensor, settings: ClipSettings, area: CropWindow) -> ClipChoice:
+    """The choice with the drawn window that has the most detail as its only one; of equal ones the first.
+
+    ``middle_CHW``: the part ``area`` of the clip's middle frame (uint8). Detail is measured at clip size, as the model
+    sees it: a large window that is scaled down has no more pixels than a small one.
+    """
+    pixels = torch.empty((1, 3, settings.height, settings.width), dtype=torch.uint8)
+
+    def detail(window: CropWindow) -> float:
+        return detail_of(finish_clip(cut(middle_CHW[None], window, area), pixels, flip=False)[0])
+
+    return replace(choice, window=max((choice.window, *choice.more_windows), key=detail), more_windows=())
+
+
+def detail_of(frame_CHW: Tensor) -> float:
+    """Steps to the next pixel, down plus right, of the mean of R, G and B (uint8): their mean over the pixels."""
+    light = frame_CHW.sum(dim=0, dtype=torch.int32)  # whole numbers: their sum does not depend on the order
+    steps = light.diff(dim=0).abs().sum() + light.diff(dim=1).abs().sum()
+    return int(steps) / (3 * light.numel())
+
+
+def cut(frames_TCHW: Tensor, window: CropWindow, area: CropWindow) -> Tensor:
+    """A window of frames of which just ``area`` is here: a view."""
+    top, left = window.top - area.top, window.left - area.left
+    return frames_TCHW[..., top : top + window.height, left : left + window.width]
 
 
 def finish_clip(window_TCHW: Tensor, out_TCHW: Tensor, flip: bool) -> Tensor:

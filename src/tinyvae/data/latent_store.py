@@ -59,6 +59,8 @@ LABELS = {
     "data.hash": "the hash of the list of training files",
 }
 """Fact -> what a message calls it; those of the clips have the names of their settings."""
+OF_OLDER_STORES = {"clips.crop_candidates": 1}
+"""Fact -> what it was while stores did not state it."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -94,9 +96,10 @@ class StoreFacts:
         """The first thing in which these facts are not as ``wanted`` (nested, as far as known); None: all is equal."""
         mine = _flat(asdict(self))
         for key, value in _flat(wanted).items():
-            if mine.get(key) != value:
+            stored = mine.get(key, OF_OLDER_STORES.get(key))
+            if stored != value:
                 label = LABELS.get(key, key.removeprefix("clips."))
-                return f"{label} is {value} here and {mine.get(key)} in the store"
+                return f"{label} is {value} here and {stored} in the store"
         return None
 
     @property

@@ -40,6 +40,7 @@ def validation_settings(config: TrainConfig) -> ClipSettings:
         width=width,
         max_frame_delta=config.min_frame_delta,
         random_crop=False,
+        crop_candidates=1,
         random_flip=False,
         color_jitter=False,
         gaussian_blur=False,

@@ -47,7 +47,7 @@ SHOWN_NAMES = 3
 FIXED_SETTINGS = {
     "variant", "model_width", "latent_space", "activation", "n_frames", "height", "width", "resolutions",
     "train_split", "split_by", "seed", "optimizer", "min_frame_delta", "max_frame_delta",
-    "random_crop", "random_resize", "random_flip", "color_jitter", "color_jitter_params",
+    "random_crop", "random_resize", "crop_candidates", "random_flip", "color_jitter", "color_jitter_params",
     "gaussian_blur", "gaussian_blur_sigma", "gaussian_blur_probability",
     "use_seraena", "n_seraena_frames", "use_ref_vae",
 }  # fmt: skip
@@ -184,8 +184,9 @@ def check_same_data(saved: SavedRun, config: TrainConfig, data: RunData) -> None
 
 def _changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> tuple[list[str], list[str]]:
     """Differences from the checkpoint's settings as ``key: old -> new``: of the fixed settings, and of the others."""
-    now = json.loads(to_json(config))
-    changed = {key: f"{key}: {saved[key]!r} -> {now[key]!r}" for key in FIELDS if saved.get(key, now[key]) != now[key]}
+    # A setting that is younger than the checkpoint had its default.
+    old, now = json.loads(to_json(TrainConfig())) | dict(saved), json.loads(to_json(config))
+    changed = {key: f"{key}: {old[key]!r} -> {now[key]!r}" for key in FIELDS if old[key] != now[key]}
     fixed = [text for key, text in changed.items() if key in FIXED_SETTINGS]
     if (parts := _saved_parts(saved)) != config.trained_parts:
         fixed.append(f"what the losses train: {parts} -> {config.trained_parts}")

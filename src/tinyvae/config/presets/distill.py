@@ -16,6 +16,9 @@ from tinyvae.config import load_preset
 
 config = replace(
     load_preset("scratch"),
+    # As it was measured: nobody has tried these two of scratch with a teacher.
+    init="he",
+    crop_candidates=1,
     use_ref_vae=True,
     # 17: student and teacher of every variant count it alike. A teacher's latents may change with their position in a
     # clip, as Wan's do: a student of 9 frames would never see those behind the third (docs/decisions.md).

@@ -3,14 +3,17 @@
 Command:   tinyvae train scratch --data_root FOLDER
 Hardware:  one GPU with 8 GB (3.2 GiB seen; made for an H100 or H200), 8 CPU cores.
 Data:      any folder of videos of at least 128x128 pixels and 12 frames.
-Expect:    31.6 dB after about five minutes on an H200, 46 s of them before the first step if nothing was compiled
-           there before (clips of 128x128 to 1280x720); the curve, and what was tried and lost, are in docs/results.md.
+Expect:    29.2 dB after 1,000 steps by benchmarks/scratch_search.py; the whole preset with these two settings
+           (init=colors, crop_candidates=4) is not measured yet (31.6 dB without them, after about five minutes on an
+           H200, 46 s of them before the first step if nothing was compiled there before; clips of 128x128 to
+           1280x720); the curve, and what was tried and lost, are in docs/results.md.
            Its latents are the model's own: a diffusion model's latent space needs a teacher (see h100).
 """
 
 from tinyvae.config import TrainConfig
 
 config = TrainConfig(
+    init="colors",
     height=128,
     width=128,
     n_frames=12,
@@ -18,6 +21,7 @@ config = TrainConfig(
     validation_width=256,
     validation_n_frames=20,
     random_resize=False,
+    crop_candidates=4,
     decoded_cache_gb=16.0,
     max_train_steps=9_600,
     train_batch_size=16,
