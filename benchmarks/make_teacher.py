@@ -39,7 +39,7 @@ from typing import Any
 
 import diffusers
 import torch
-from scratch_search import center, load_split
+from scratch_search import center, detail_of, detail_table, load_split
 from torch import Tensor, nn
 from turns import gpu_turn, side_by_side
 from whole_clips import decode_whole, encode_whole, whole_clips
@@ -60,6 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "wan": {"base_dim": 32, "dim_mult": [1, 2, 4, 7], "num_res_blocks": 1},
 }
 NUM_FRAMES, BATCH_SIZE = 17, 8  # trained on 9 frames, both families lose about 4 dB in the frames after those
+CANDIDATES = 4  # places of a crop: half a dB for `scratch` after 1,000 steps (docs/results.md)
 FIRST_LOG_VARIANCE = -7.0  # a deviation of 0.03: with diffusers' first weights the noise is as large as the latents
 KL_WEIGHT, L1_WEIGHT = 1e-5, 0.02
 
@@ -113,16 +114,26 @@ def make_optimizers(vae: Any, *, rate: float, muon_rate: float) -> OptimizerSet:
     return OptimizerSet([adamw] + ([Muon(inner, lr=muon_rate, momentum=0.95)] if inner else []))
 
 
-def random_crops(videos: list[Tensor], shape: tuple[int, int, int], generator: torch.Generator) -> Tensor:
+def random_crops(
+    videos: list[Tensor], shape: tuple[int, int, int], generator: torch.Generator, details: list[Tensor] | None = None
+) -> Tensor:
     """uint8 NCTHW of random files, start frames, places and mirrorings; ``videos`` are uint8 TCHW. ``shape``: number
-    of crops, frames of each, height and width."""
+    of crops, frames of each, height and width. ``details`` (`detail_table` of each video): of CANDIDATES places the one
+    with the most detail."""
     batch_size, num_frames, size = shape
-    usable = [video for video in videos if len(video) >= num_frames and min(video.shape[2:]) >= size]
+    usable = [n for n, video in enumerate(videos) if len(video) >= num_frames and min(video.shape[2:]) >= size]
     clips = []
     for number in torch.randint(len(usable), (batch_size,), generator=generator).tolist():
-        video = usable[number]
+        video = videos[usable[number]]
         limits = (len(video) - num_frames, video.shape[2] - size, video.shape[3] - size)
-        first, top, left = (int(torch.randint(limit + 1, (1,), generator=generator)) for limit in limits)
+        draws = [
+            [int(torch.randint(limit + 1, (1,), generator=generator)) for limit in limits]
+            for _ in range(1 if details is None else CANDIDATES)
+        ]
+        first, top, left = draws[0]
+        if details is not None:
+            table = details[usable[number]]
+            _, top, left = max(draws, key=lambda draw: detail_of(table, *draw[1:], size))
         clip = video[first : first + num_frames, :, top : top + size, left : left + size]
         clips.append(clip.flip(-1) if torch.rand((), generator=generator) < 0.5 else clip)
     return torch.stack(clips).transpose(1, 2)
@@ -170,7 +181,8 @@ def train(vae: Any, videos: list[Tensor], family: str, arguments: argparse.Names
     generator = torch.Generator().manual_seed(arguments.seed)
     shape = batch_size, num_frames, size = arguments.batch_size, arguments.frames, arguments.size
     latents = torch.empty(batch_size, 16, 1 + num_frames // 4, size // 8, size // 8, device=device)
-    crops = random_crops(videos, shape, generator)
+    details = [detail_table(video) for video in videos]
+    crops = random_crops(videos, shape, generator, details)
     losses = compile_or_not(make_losses(vae, device), crops, torch.randn_like(latents))
     optimizers.zero_grad()
     step, share, curve, compile_s = 0, 0.0, [], time.perf_counter() - asked
@@ -179,7 +191,7 @@ def train(vae: Any, videos: list[Tensor], family: str, arguments: argparse.Names
         began = time.perf_counter()
         while share < 1:
             optimizers.set_rates(min(1.0, (step + 1) / arguments.warmup) * (1 - share))
-            loss, error = losses(random_crops(videos, shape, generator), torch.randn_like(latents))
+            loss, error = losses(random_crops(videos, shape, generator, details), torch.randn_like(latents))
             loss.backward()
             nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
             for optimizer in optimizers.optimizers:

@@ -3,11 +3,11 @@
 Command:   tinyvae train scratch --data_root FOLDER
 Hardware:  one GPU with 8 GB (3.2 GiB seen; made for an H100 or H200), 8 CPU cores.
 Data:      any folder of videos of at least 128x128 pixels and 12 frames.
-Expect:    29.2 dB after 1,000 steps by benchmarks/scratch_search.py; the whole preset with these two settings
-           (init=colors, crop_candidates=4) is not measured yet (31.6 dB without them, after about five minutes on an
-           H200, 46 s of them before the first step if nothing was compiled there before; clips of 128x128 to
-           1280x720); the curve, and what was tried and lost, are in docs/results.md.
-           Its latents are the model's own: a diffusion model's latent space needs a teacher (see h100).
+Expect:    29.2 dB after 1,000 steps (benchmarks/scratch_search.py). The whole preset, about five minutes on an H200,
+           gave 31.6 dB before init=colors and crop_candidates=4 came in (28.1 after 1,000 steps), and is not measured
+           with them yet. If nothing was compiled there before, the first step comes after 46 s. Clips had 128x128 to
+           1280x720 pixels; the curve, and what was tried and lost, are in docs/results.md. Its latents are the
+           model's own: a diffusion model's latent space needs a teacher (see h100).
 """
 
 from tinyvae.config import TrainConfig
