@@ -96,7 +96,9 @@ def curves(
 
 
 def scratch_curve() -> str:
-    rows = table_rows(RESULTS, "| step | seconds | averaged weights | raw weights |", section="### The preset as it was shipped until 2026-11-18")
+    rows = table_rows(
+        RESULTS, "| step | seconds | averaged weights | raw weights |", section="### The preset as it was shipped"
+    )
     lines = [
         (name, [number(row[column]) for row in rows]) for name, column in (("averaged weights", 2), ("raw weights", 3))
     ]
