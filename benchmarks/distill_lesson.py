@@ -6,11 +6,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from make_teacher import frame_psnr, random_crops
-from scratch_search import center
+from scratch_search import center, detail_table
 from torch import Tensor
 from whole_clips import decode_whole, whole_clips
 
@@ -20,6 +20,14 @@ from tinyvae.teachers import Teacher
 
 CLIPS_PER_CALL = 32
 METRIC_CLIPS = 32  # one random direction of each: 40,000 latents of 128x128 crops, so G is sure to a percent
+
+
+class Cut(NamedTuple):
+    """How the crops of a pool are cut: their height and width, and of how many places each is the one with the most
+    detail."""
+
+    size: int
+    candidates: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +51,21 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What the candidates need: crops of these heights and lengths, the teacher's decoding of some, the metric."""
+    """What the candidates need: crops, the teacher's decoding of some, the metric."""
 
-    sizes: dict[int, int]  # height -> frames
-    decoded: set[int]  # heights
+    cuts: dict[Cut, int]  # -> frames
+    decoded: set[Cut]
     metric: bool
-    pool: int  # crops of each size
+    pool: int  # crops of each kind
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lesson:
-    """``pools``: by height of the crops. ``targets`` (float 1TCHW in [0, 1]) and ``latents`` (the teacher's): of each
-    validation clip. ``psnr``: of the teacher's own round trip, of each frame, mean over clips, dB. ``metric``: CC, how
-    much the teacher's picture changes with the latents (`latent_metric`); None where nobody asked."""
+    """``pools``: by how their crops are cut. ``targets`` (float 1TCHW in [0, 1]) and ``latents`` (the teacher's): of
+    each validation clip. ``psnr``: of the teacher's own round trip, of each frame, mean over clips, dB. ``metric``: CC,
+    how much the teacher's picture changes with the latents (`latent_metric`); None where nobody asked."""
 
-    pools: dict[int, Pool]
+    pools: dict[Cut, Pool]
     targets: list[Tensor]
     latents: list[Tensor]
     psnr: Tensor
@@ -65,19 +73,19 @@ class Lesson:
 
     def fits(self, wanted: Wanted) -> bool:
         """Whether it holds what candidates need, of the same clips' lengths."""
-        lengths = {size: pool.frames.shape[1] for size, pool in self.pools.items()}
-        decoded = {size for size, pool in self.pools.items() if pool.decoded is not None}
+        lengths = {cut: pool.frames.shape[1] for cut, pool in self.pools.items()}
+        decoded = {cut for cut, pool in self.pools.items() if pool.decoded is not None}
         has_metric = self.metric is not None or not wanted.metric
-        return wanted.sizes.items() <= lengths.items() and wanted.decoded <= decoded and has_metric
+        return wanted.cuts.items() <= lengths.items() and wanted.decoded <= decoded and has_metric
 
     def save(self, file: Path) -> None:
-        torch.save({**vars(self), "pools": {size: vars(pool) for size, pool in self.pools.items()}}, file)
+        torch.save({**vars(self), "pools": {tuple(cut): vars(pool) for cut, pool in self.pools.items()}}, file)
 
     @classmethod
     def load(cls, file: Path, device: torch.device) -> Lesson:
         """The pools stay in the file until `Pool.to` asks for them."""
         read: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True)
-        pools = {size: Pool(**parts) for size, parts in read.pop("pools").items()}
+        pools = {Cut(*cut): Pool(**parts) for cut, parts in read.pop("pools").items()}
         metric = None if read["metric"] is None else read["metric"].to(device)
         moved = {name: [clip.to(device) for clip in read[name]] for name in ("targets", "latents")}
         return cls(pools=pools, psnr=read["psnr"], metric=metric, **moved)
@@ -101,8 +109,8 @@ def make_lesson(
     targets = [clip[:, : spec.aligned_frames(clip.shape[1])] for clip in clips]
     latents = [teacher.encode(target) for target in targets]
     psnr = mean_psnr([teacher.decode(known) for known in latents], targets)
-    pools = {size: make_pool(teacher, train, (wanted.pool, length, size)) for size, length in wanted.sizes.items()}
-    pools |= {size: add_decoding(teacher, pools[size]) for size in wanted.decoded}
+    pools = {cut: make_pool(teacher, train, cut, (wanted.pool, length)) for cut, length in wanted.cuts.items()}
+    pools |= {cut: add_decoding(teacher, pools[cut]) for cut in wanted.decoded}
     metric = None
     if wanted.metric:
         metric = latent_metric(teacher, pools[max(pools)].latents[:METRIC_CLIPS])
@@ -111,15 +119,18 @@ def make_lesson(
     return Lesson(pools=pools, targets=targets, latents=latents, psnr=psnr, metric=metric)
 
 
-def make_pool(teacher: Teacher, videos: list[Tensor], shape: tuple[int, int, int]) -> Pool:
-    """``shape``: number of crops, frames of each, height and width."""
-    (count, num_frames, size), began = shape, time.perf_counter()
+def make_pool(teacher: Teacher, videos: list[Tensor], cut: Cut, shape: tuple[int, int]) -> Pool:
+    """``shape``: number of crops, frames of each."""
+    (count, num_frames), size, began = shape, cut.size, time.perf_counter()
     generator, frames = torch.Generator().manual_seed(size), []
+    details = [detail_table(video) for video in videos] if cut.candidates > 1 else None
     for first in range(0, count, CLIPS_PER_CALL):
         part = (min(CLIPS_PER_CALL, count - first), num_frames, size)
-        frames.append(random_crops(videos, part, generator).transpose(1, 2))
+        crops = random_crops(videos, part, generator, candidates=cut.candidates, details=details)
+        frames.append(crops.transpose(1, 2))
     latents = [teacher.encode(teacher.clip_of(part.float() / 255)) for part in frames]
-    print(f"  {count} crops of {num_frames} x {size} x {size}: {time.perf_counter() - began:.0f} s", flush=True)
+    words = f"{count} crops of {num_frames} x {size} x {size}, each the best of {cut.candidates}"
+    print(f"  {words}: {time.perf_counter() - began:.0f} s", flush=True)
     return Pool(frames=torch.cat(frames).contiguous(), latents=torch.cat(latents).contiguous(), decoded=None)
 
 

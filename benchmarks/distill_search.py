@@ -10,7 +10,7 @@ frames of each further latent. A student that drifts with the time shows there a
 On one H200:
 
     P="python benchmarks/distill_search.py --clips DIR --teacher teacher_wan --at_once 4 --output rows.json"
-    $P --seconds 28 "" train=decoder teacher_frames=5 features=0.1 consistency=0.1 latent_metric=1 \\
+    $P --seconds 28 "" crop_candidates=4 train=decoder teacher_frames=5 features=0.1 consistency=0.1 latent_metric=1 \\
         picture_loss=20,picture_clips=2 freeze_encoder=0.33 small_first=64
     $P --seconds 28 optimizer=adamw,lr_scheduler=cosine activation=leaky_relu pretrained_model_path=scratch.safetensors
     $P --seconds 260 train=decoder train=encoder
@@ -39,6 +39,7 @@ from typing import Any, Literal
 
 import torch
 from distill_lesson import (
+    Cut,
     Lesson,
     Pool,
     Wanted,
@@ -61,7 +62,7 @@ from tinyvae.models.variants import VariantSpec
 from tinyvae.models.weights import load_model
 from tinyvae.teachers import Teacher, find_teacher, load_teacher
 from tinyvae.training.engine import Engine
-from tinyvae.training.first_weights import initialize_he
+from tinyvae.training.first_weights import draw_weights
 from tinyvae.training.optim import OptimizerSet, WeightAverage, learning_rate_factor, make_optimizers
 
 BASE = replace(load_preset("distill"), compile_mode="default")  # what ships, without CUDA graphs: terms come and go
@@ -106,10 +107,14 @@ class Candidate:
         small = self.ideas.small_first and share < 0.5
         return self.ideas.small_first if small else self.config.height, share < 1 - self.ideas.freeze_encoder
 
+    def cut(self, share: float) -> Cut:
+        """How the crops of this share of the run are cut."""
+        return Cut(self.phase(share)[0], self.config.crop_candidates)
+
     @property
-    def sizes(self) -> set[int]:
-        """Heights of the crops over the run."""
-        return {self.phase(share)[0] for share in (0.0, 0.99)}
+    def cuts(self) -> set[Cut]:
+        """All of the run."""
+        return {self.cut(share) for share in (0.0, 0.99)}
 
     def shape(self, size: int) -> tuple[int, int, int]:
         """Clips, frames and height of a batch."""
@@ -139,7 +144,7 @@ class Rig:
             self.model.load_state_dict(load_model(config.pretrained_model_path, dtype=torch.float32).state_dict())
             return self.model
         fresh = TAEHV.of(self.model.spec)
-        initialize_he(fresh, seed=config.seed)
+        draw_weights(fresh, config)
         self.model.load_state_dict(fresh.state_dict())
         return self.model
 
@@ -240,14 +245,14 @@ def run(
 ) -> dict[str, Any]:
     """Train a candidate for ``--seconds`` or ``--steps``, examine it, and give its row."""
     decodes = bool(candidate.ideas.teacher_frames)
-    pools = {size: lesson.pools[size].to(engine.device, decodes=decodes) for size in candidate.sizes}
+    pools = {cut: lesson.pools[cut].to(engine.device, decodes=decodes) for cut in candidate.cuts}
     student, generator = Student(rig, teacher, engine, candidate), torch.Generator().manual_seed(candidate.config.seed)
     step, share, seconds = 0, 0.0, 0.0
     with gpu_turn(candidate.words or "base"):
         began = time.perf_counter()
         while share < 1:
-            size = candidate.phase(share)[0]
-            student.step(pools[size].batch(candidate.shape(size)[0], generator), lesson.metric, share)
+            cut = candidate.cut(share)
+            student.step(pools[cut].batch(candidate.shape(cut.size)[0], generator), lesson.metric, share)
             step, seconds = step + 1, time.perf_counter() - began
             share = step / arguments.steps if arguments.seconds is None else seconds / arguments.seconds
     raw = lesson.examine(student.model, teacher)
@@ -299,8 +304,8 @@ class Work:
         file: Path | None = self.arguments.pool_file
         asked = self.candidates
         wanted = Wanted(
-            sizes={size: each.config.n_frames for each in asked for size in each.sizes},
-            decoded={size for each in asked if each.ideas.teacher_frames for size in each.sizes},
+            cuts={cut: each.config.n_frames for each in asked for cut in each.cuts},
+            decoded={cut for each in asked if each.ideas.teacher_frames for cut in each.cuts},
             metric=any(each.ideas.latent_metric for each in asked),
             pool=self.arguments.pool,
         )
@@ -392,7 +397,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, help="end by training time; the schedule follows the clock")
     parser.add_argument("--set", default="", help="key=value,... for every candidate")
-    parser.add_argument("--pool", type=int, default=4096, help="crops of each size that the teacher encodes")
+    parser.add_argument("--pool", type=int, default=4096, help="crops of each kind that the teacher encodes")
     parser.add_argument("--pool_file", type=Path, help="where they are kept; a file that is there is read instead")
     parser.add_argument("--at_once", type=int, default=1, help="processes that share the GPU")
     parser.add_argument("--wait_for_crops", action="store_true", help=argparse.SUPPRESS)  # a process of --at_once

@@ -34,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +116,16 @@ def make_optimizers(vae: Any, *, rate: float, muon_rate: float) -> OptimizerSet:
 
 
 def random_crops(
-    videos: list[Tensor], shape: tuple[int, int, int], generator: torch.Generator, details: list[Tensor] | None = None
+    videos: list[Tensor],
+    shape: tuple[int, int, int],
+    generator: torch.Generator,
+    *,
+    candidates: int = 1,
+    details: list[Tensor] | None = None,
 ) -> Tensor:
     """uint8 NCTHW of random files, start frames, places and mirrorings; ``videos`` are uint8 TCHW. ``shape``: number
-    of crops, frames of each, height and width. ``details`` (`detail_table` of each video): of CANDIDATES places the one
-    with the most detail."""
+    of crops, frames of each, height and width. Of several ``candidates`` for a place the one with the most detail is
+    taken, as `detail_table` of each video (``details``) says."""
     batch_size, num_frames, size = shape
     usable = [n for n, video in enumerate(videos) if len(video) >= num_frames and min(video.shape[2:]) >= size]
     clips = []
@@ -127,11 +133,11 @@ def random_crops(
         video = videos[usable[number]]
         limits = (len(video) - num_frames, video.shape[2] - size, video.shape[3] - size)
         draws = [
-            [int(torch.randint(limit + 1, (1,), generator=generator)) for limit in limits]
-            for _ in range(1 if details is None else CANDIDATES)
+            [int(torch.randint(limit + 1, (1,), generator=generator)) for limit in limits] for _ in range(candidates)
         ]
         first, top, left = draws[0]
-        if details is not None:
+        if candidates > 1:
+            assert details is not None
             table = details[usable[number]]
             _, top, left = max(draws, key=lambda draw: detail_of(table, *draw[1:], size))
         clip = video[first : first + num_frames, :, top : top + size, left : left + size]
@@ -182,8 +188,8 @@ def train(vae: Any, videos: list[Tensor], family: str, arguments: argparse.Names
     shape = batch_size, num_frames, size = arguments.batch_size, arguments.frames, arguments.size
     latents = torch.empty(batch_size, 16, 1 + num_frames // 4, size // 8, size // 8, device=device)
     details = [detail_table(video) for video in videos]
-    crops = random_crops(videos, shape, generator, details)
-    losses = compile_or_not(make_losses(vae, device), crops, torch.randn_like(latents))
+    draw = partial(random_crops, videos, shape, generator, candidates=CANDIDATES, details=details)
+    losses = compile_or_not(make_losses(vae, device), draw(), torch.randn_like(latents))
     optimizers.zero_grad()
     step, share, curve, compile_s = 0, 0.0, [], time.perf_counter() - asked
     print(f"  the first step was ready after {compile_s:.0f} s", flush=True)
@@ -191,7 +197,7 @@ def train(vae: Any, videos: list[Tensor], family: str, arguments: argparse.Names
         began = time.perf_counter()
         while share < 1:
             optimizers.set_rates(min(1.0, (step + 1) / arguments.warmup) * (1 - share))
-            loss, error = losses(random_crops(videos, shape, generator, details), torch.randn_like(latents))
+            loss, error = losses(draw(), torch.randn_like(latents))
             loss.backward()
             nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
             for optimizer in optimizers.optimizers:

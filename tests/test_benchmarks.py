@@ -270,7 +270,7 @@ def test_a_teacher_is_made_and_students_learn_from_it(
     candidates = ["", "train=decoder,teacher_frames=5,features=0.1", "train=encoder,activation=leaky_relu"]
     candidates += [
         "consistency=0.1,reconstruction_loss_weight=2,round_trip_to=encoder,freeze_encoder=0.5,small_first=16",
-        "latent_metric=0.5,picture_loss=10,picture_clips=1",
+        "latent_metric=0.5,picture_loss=10,picture_clips=1,crop_candidates=3",
     ]
     run_benchmark(
         *("distill_search.py", *candidates, "--clips", clips, "--teacher", teacher, "--steps", 4, "--pool", 4),
