@@ -35,7 +35,7 @@ NO_SETTINGS = {
 OLD_NAMES = {
     *("get_ref_vae", "state_dict", "reconstruction_loss", "round_robin_gradients", "elastic_checkpoint"),
     *("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size"),
-    *("sparse_gradients", "cpu_offload", "stage3_gather_16bit_weights_on_model_save"),
+    *("sparse_gradients", "cpu_offload", "stage3_gather_16bit_weights_on_model_save", "model_type"),
 }
 """Names of the old trainer and of its launch files, which the documents say are gone."""
 
