@@ -44,6 +44,9 @@ def read_network(path: str | Path, *, presumed: str | None) -> tuple[Path, Teach
     weights are taken for where they do not state it."""
     file = find_weights(Path(path))
     state, stated = read_weights(file)
+    if "encoder.0.weight" not in state:  # such as Wan2.1_VAE.pth, the VAE as its authors publish it
+        what = f"the teacher {file} is neither a network of this family nor in diffusers' format"
+        raise UserError(f"{what}; name the folder of a VAE that diffusers can load (config.json + weights).")
     named = variants_in_name(file)
     if presumed is not None and not stated.get("variant") and named and presumed not in named:
         raise UserError(

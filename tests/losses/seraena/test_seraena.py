@@ -225,6 +225,16 @@ def test_out_of_memory_in_any_operation_and_the_step_computed_again(steps_before
     assert half_steps[0] > 100 and half_steps[-1] < operations.count - 100
 
 
+def test_another_fault_of_the_update_keeps_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    seraena = make_seraena()
+    monkeypatch.setattr(seraena.optimizer, "step", fail)
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        seraena.step(*clips(2, seed=0))
+
+
 def test_a_training_step_computed_again_teaches_no_clip_twice() -> None:
     """Memory runs out in the student after the second of three micro-batches; the next attempt may be a resumed run."""
     undisturbed, seraena = make_seraena(), make_seraena()

@@ -166,7 +166,8 @@ class Seraena:
             self.optimizer.zero_grad(set_to_none=True)
             self.buffer.commit(plan, fake, contexts)
         except (RuntimeError, MemoryError) as fault:  # nearly impossible: the gradients' own memory is free again
-            if isinstance(fault, RuntimeError) and "memory" not in str(fault):
+            words = ("out of memory", "allocate memory")  # an illegal memory access is something else
+            if isinstance(fault, RuntimeError) and not any(word in str(fault) for word in words):
                 raise
             raise HalfStepError(
                 "out of memory while Seraena's discriminator was updated; use a smaller --train_batch_size, then "
