@@ -30,17 +30,16 @@ def git_sees(folder: Path) -> str:
 
 
 def test_sample_clips_are_not_seen_by_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = partial(sample_clips.write_sample_clips, count=2, height=32, width=48, frames=5)
-    monkeypatch.setattr(sample_clips, "write_sample_clips", few)
+    monkeypatch.setattr(sample_clips, "write_sample_clips", few_clips)
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
-    config = TrainConfig(data_root=tmp_path / "sample_clips", use_sample_clips=True)
+    config = run_with_samples(tmp_path / "sample_clips")
     write_missing_sample_clips(config)
     assert (tmp_path / "sample_clips/annotations.json").is_file()
     assert git_sees(tmp_path) == ""
     before = sorted(tmp_path.rglob("*"))
     write_missing_sample_clips(config)  # they are there
     assert sorted(tmp_path.rglob("*")) == before
-    few(tmp_path / "asked_for")
+    few_clips(tmp_path / "asked_for")
     assert "asked_for/annotations.json" in git_sees(tmp_path), "a set that the user asks for is a folder like any other"
 
 

@@ -27,11 +27,12 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.data.sizes import ClipSize
 from tinyvae.errors import UserError
 from tinyvae.files import atomic_write, why_not_written
+from tinyvae.models.hub import first_line
 from tinyvae.terminal import in_utf8
 from tinyvae.training.engine import Engine, StepResult
 from tinyvae.training.optim import learning_rates
 from tinyvae.training.pictures import DrawingError, draw_pictures
-from tinyvae.training.trackers import TITLES, Tracker, first_line, open_tracker, tracker_failures
+from tinyvae.training.trackers import TITLES, Tracker, open_tracker, tracker_failures
 
 log = logging.getLogger(__name__)
 

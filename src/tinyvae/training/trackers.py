@@ -22,6 +22,7 @@ from PIL import Image
 from tinyvae.config.schema import FIELDS, TrainConfig, shown_value, to_json
 from tinyvae.errors import UserError, require_package
 from tinyvae.files import atomic_write
+from tinyvae.models.hub import first_line
 from tinyvae.terminal import in_utf8
 from tinyvae.training.pictures import Pictures
 
@@ -187,11 +188,6 @@ class MLflow(Tracker):
 
 
 # what trackers share
-
-
-def first_line(failure: Exception) -> str:
-    """What a tracker's error says first; its class where it says nothing."""
-    return next(iter(str(failure).splitlines()), type(failure).__name__)
 
 
 def settings_of(config: TrainConfig) -> dict[str, str]:
