@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tinyvae.errors import UserError
-from tinyvae.losses.distances import mean_distance
+from tinyvae.losses.distances import reconstruction_loss
 from tinyvae.losses.seraena.discriminator import PATCH_PIXELS, Normalization, SeraenaDiscriminator, make_correction
 from tinyvae.losses.seraena.replay_buffer import ReplayBuffer, WritePlan
 from tinyvae.models.variants import VariantSpec
@@ -39,7 +39,7 @@ class SeraenaResult:
 
 def seraena_loss(fake_NTCHW: Tensor, target_NTCHW: Tensor) -> Tensor:
     """MSE of the decoded frames toward their correction targets; a scalar in fp32."""
-    return mean_distance(fake_NTCHW, target_NTCHW.detach(), "mse")
+    return reconstruction_loss(fake_NTCHW, target_NTCHW.detach())
 
 
 class Seraena:
