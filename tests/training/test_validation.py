@@ -24,6 +24,7 @@ from tinyvae.data.loader import ValidationReads, make_validation_loader
 from tinyvae.data.splits import split
 from tinyvae.errors import UserError
 from tinyvae.models.codec import VideoCodec
+from tinyvae.training import validation
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import Status
 from tinyvae.training.logs import RunLog
@@ -169,6 +170,12 @@ def test_spread_is_over_clips_and_names_are_unique(engine: Engine) -> None:
     assert result.num_clips == 2
     assert result.metrics["psnr"] == pytest.approx(sum(values) / 2, abs=1e-3)
     assert result.metrics["psnr_std"] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2), abs=1e-3)
+
+
+def test_a_score_that_one_machine_cannot_measure_is_that_of_the_others() -> None:
+    ranks: Any = [{"a": ({"psnr": 20.0}, None)}, {"b": ({"psnr": 30.0, "lpips": 0.25}, None)}]
+    metrics = validation._result(ranks, []).metrics
+    assert (metrics["psnr"], metrics["lpips"], metrics["lpips_std"]) == (25.0, 0.25, 0.0)
 
 
 def test_a_fault_in_the_middle_is_the_reason_of_the_cut(engine: Engine) -> None:

@@ -367,10 +367,10 @@ def _scores(clip: ClipMetrics, names: Sequence[str], *, prefix: str = "") -> Sco
 
 
 def _means(clips: Sequence[Scores]) -> dict[str, float]:
-    """Mean over clips of each score, and its spread as NAME_std; all clips have one size, and so the same scores."""
+    """Mean of each score over the clips that have it (LPIPS may be on some machines alone), its spread as NAME_std."""
     metrics: dict[str, float] = {}
-    for name in clips[0]:
-        found = estimate([clip[name] for clip in clips])
+    for name in dict.fromkeys(name for clip in clips for name in clip):
+        found = estimate([clip[name] for clip in clips if name in clip])
         metrics |= {name: found.mean, f"{name}_std": found.std or 0.0}
     return metrics
 
