@@ -161,15 +161,18 @@ def open_data(
 
 def split_files(config: TrainConfig, index: VideoIndex, *, whole: bool = True) -> tuple[ClipSet, ClipSet]:
     """The files that train and those that validate. Of a sample of the files (not ``whole``) all train: the hash may
-    put it all on one side."""
-    return split(
-        index,
-        training_settings(config),
-        validation=validation_settings(config) if whole else None,
-        train_split=config.train_split if whole else 1.0,
-        split_by=config.split_by if whole else "hash",
-        bad_file_limit=config.bad_file_limit,
-    )
+    put it all on one side. So they do where no file can validate and the run never does."""
+    settings, limit = training_settings(config), config.bad_file_limit
+    if not whole:
+        return split(index, settings, train_split=1.0, split_by="hash", bad_file_limit=limit)
+    how: dict[str, Any] = {"split_by": config.split_by, "bad_file_limit": limit}
+    try:
+        return split(index, settings, validation=validation_settings(config), train_split=config.train_split, **how)
+    except UserError:
+        if config.validation_steps > 0:
+            raise
+    train, others = split(index, settings, train_split=1.0, **how)
+    return train, replace(others, rows=others.rows[:0])
 
 
 def _open_index(config: TrainConfig, engine: Engine, folder: Path, *, keeps_verdicts: bool) -> VideoIndex:
