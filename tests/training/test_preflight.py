@@ -140,14 +140,6 @@ def test_figures_are_in_units_that_suit_them(tmp_path: Path, monkeypatch: pytest
     assert disk.fix.startswith("make room for 25.0 MiB more")
 
 
-def test_rules_are_lines_too(clips: Path, tmp_path: Path) -> None:
-    config = tiny(clips, tmp_path, n_frames=6, use_seraena=True, seraena_loss_weight=0.1, n_seraena_frames=3)
-    checks = preflight.preflight(config, {}, processes=1)
-    broken = [check for check in checks if check.name == "settings"]
-    assert broken and any("n_frames" in check.fix for check in broken)
-    assert "one step" not in {check.name for check in checks}
-
-
 def test_several_sizes_are_checked_at_the_largest(clips: Path, tmp_path: Path) -> None:
     sizes = ("4x32x32", "8x40x48", "1x40x48@50")
     config = tiny(clips, tmp_path, resolutions=sizes, max_train_steps=10)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from tinyvae.config.load import LoadedConfig
-from tinyvae.config.rules import path_complaints, raise_complaints, value_complaints
+from tinyvae.config.rules import path_complaints, raise_complaints
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip_reading import BadFileWatch, ClipBatch, Clips, ReadBatch
 from tinyvae.data.latent_store import DTYPES, LOCK, MANIFEST, LatentStore, StoredLatents, StoreFacts
@@ -103,7 +103,7 @@ def check_job(loaded: LoadedConfig, job: LatentJob) -> None:
     if config.teacher_path is None:
         text = "there is no teacher whose latents could be stored; use --teacher FOLDER"
         raise UserError(f"{loaded.source}: {text}, and a weight for encoder_loss_weight or decoder_loss_weight.")
-    complaints = [*value_complaints(config), *path_complaints(config, loaded.given_paths)]
+    complaints = path_complaints(config, loaded.given_paths)
     needed = [complaint for complaint in complaints if not NOT_NEEDED & set(complaint.keys)]
     raise_complaints(needed, heading=loaded.source)
 

@@ -29,7 +29,7 @@ from packaging.utils import canonicalize_name
 from torch import Tensor
 
 from tinyvae.cache_folder import GIB
-from tinyvae.config.rules import DATA_KEYS, Complaint, GivenPath, path_complaints, value_complaints
+from tinyvae.config.rules import DATA_KEYS, Complaint, GivenPath, path_complaints
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.annotations import default_data_root, iterate_entries
 from tinyvae.data.index import VideoIndex, hash_of_path, is_index, open_index
@@ -96,11 +96,12 @@ def preflight(
     launch: LaunchConfig | None = None,
     with_step: bool = True,
 ) -> list[Check]:
-    """All checks. ``processes``: on this machine; ``port``: where several processes meet (None: only one)."""
+    """All checks of settings that `load_config` accepts. ``processes``: on this machine; ``port``: where several
+    processes meet (None: only one)."""
     use_file_cache(config.file_cache_dir, config.file_cache_gb)
     missing = path_complaints(config, given_paths)
     missing_keys = {key for complaint in missing for key in complaint.keys}
-    checks = [*_settings(config), *_stages(config), *_launch(config, launch)]
+    checks = [*(_frames(config, size) for size in config.sizes.sizes), *_stages(config), *_launch(config, launch)]
     checks += [*_gpus(config, processes), _packages(config, launch)]
     checks += [Check(name="files", found="not as the settings say", fix=complaint.text) for complaint in missing]
     if not missing:
@@ -111,7 +112,7 @@ def preflight(
         checks.append(stored)
         missing_keys |= set() if stored.passes else {"latent_store"}
     checks += [_disk(config, processes), *_port(port)]
-    if with_step and all(check.passes for check in checks if check.name == "settings"):
+    if with_step:
         checks += _trial_step(_without(config, missing_keys))
     return checks
 
@@ -132,14 +133,6 @@ def print_table(checks: Iterable[Check], stream: TextIO | None = None) -> None:
         print(f" {mark:<2} {check.name:<{width}}  {check.found}", file=stream)
         if check.fix:
             print(f"    {'':<{width}}  fix: {check.fix}", file=stream)
-
-
-def _settings(config: TrainConfig) -> Iterator[Check]:
-    complaints = value_complaints(config)
-    for complaint in complaints:
-        yield Check(name="settings", found="a rule is broken", fix=complaint.text)
-    if not complaints:
-        yield from (_frames(config, size) for size in config.sizes.sizes)
 
 
 def _stages(config: TrainConfig) -> Iterator[Check]:
