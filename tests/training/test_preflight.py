@@ -186,6 +186,12 @@ def test_disk_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda place: usage._replace(free=weights))
     assert "--output_dir" in preflight._disk(config, 1).fix
     assert any(not check.passes for check in checks_at_start(config, processes=1))
+    saved = config.output_dir / "checkpoint-10"
+    saved.mkdir(parents=True)
+    with (saved / "rank_00000.pt").open("wb") as state:
+        state.truncate(8 * checkpoint_bytes(config, 1))
+    assert not preflight._disk(config, 1).passes
+    assert preflight._disk(replace(config, resume_from_checkpoint="latest"), 1).passes, "it makes room itself"
 
 
 def test_a_port_in_use_is_found() -> None:

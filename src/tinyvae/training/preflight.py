@@ -42,7 +42,7 @@ from tinyvae.storage import Place, Url, file_cache, use_file_cache
 from tinyvae.teachers.network import is_network
 from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
 from tinyvae.training.build import build_model, build_task, open_latents
-from tinyvae.training.checkpoint import checkpoint_bytes, state_bytes
+from tinyvae.training.checkpoint import checkpoint_bytes, list_checkpoints, state_bytes
 from tinyvae.training.clips import (
     lack_of_files,
     lack_of_validation,
@@ -229,17 +229,26 @@ def _packages(config: TrainConfig, launch: LaunchConfig | None) -> Check:
 
 
 def _disk(config: TrainConfig, processes: int) -> Check:
-    """Room for the checkpoints to come, from the number of parameters."""
+    """Room for the checkpoints to come, from the number of parameters; they replace those of a run that goes on."""
     place = existing_folder(config.output_dir)
     free, one = shutil.disk_usage(place).free, checkpoint_bytes(config, processes)
     kept = config.checkpoints_total_limit
     if kept is None:
         kept = math.ceil(config.max_train_steps / (config.checkpointing_steps or config.max_train_steps))
-    lack = one * (kept + SPARE_SAVES) - free
+    old = [] if config.resume_from_checkpoint is None else list_checkpoints(config.output_dir)
+    lack = one * (kept + SPARE_SAVES) - free - _bytes_of(file for saved in old for file in saved.folder.glob("*"))
     found = f"{bytes_in_words(free)} free at {place}; {kept} + {SPARE_SAVES} checkpoints of {bytes_in_words(one)}"
     others = "keep fewer (--checkpoints_total_limit), or choose another --output_dir"
     fix = f"make room for {bytes_in_words(lack)} more, {others}" if lack > 0 else ""
     return Check(name="disk", found=found, fix=fix)
+
+
+def _bytes_of(files: Iterable[Path]) -> int:
+    total = 0
+    for file in files:
+        with suppress(FileNotFoundError):  # another process has just deleted it
+            total += file.stat().st_size
+    return total
 
 
 def _port(port: int | None) -> Iterator[Check]:
@@ -289,11 +298,7 @@ def _file_cache(config: TrainConfig) -> Iterator[Check]:
     cache = file_cache()
     free = shutil.disk_usage(existing_folder(cache.folder)).free
     found = f"{cache.folder} for files of URLs, at most {cache.max_gb:g} GiB; {bytes_in_words(free)} free"
-    kept = 0
-    for file in cache.folder.iterdir() if cache.folder.is_dir() else ():
-        with suppress(FileNotFoundError):  # another run has just deleted it
-            kept += file.stat().st_size
-    too_small = kept + free < cache.max_gb * GIB
+    too_small = _bytes_of(cache.folder.glob("*")) + free < cache.max_gb * GIB
     fix = "lower --file_cache_gb, or name a --file_cache_dir on a larger disk" if too_small else ""
     yield Check(name="file cache", found=found, fix=fix, only_warns=True)
 
