@@ -60,11 +60,11 @@ def test_a_clip_is_the_mean_over_its_frames(shared: Path, lpips: LPIPS) -> None:
     assert by_turns == pytest.approx([0.7219, 0.1376], abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["black", "grey", "equal", "huge"])
+@pytest.mark.parametrize("kind", ["black", "gray", "equal", "huge"])
 def test_gradients_are_finite_where_features_vanish(kind: str) -> None:
     model = random_lpips()
     b = torch.rand(1, 3, 40, 40)
-    a = {"black": torch.zeros_like(b), "grey": torch.full_like(b, 0.5), "equal": b.clone(), "huge": 1e4 * b}[kind]
+    a = {"black": torch.zeros_like(b), "gray": torch.full_like(b, 0.5), "equal": b.clone(), "huge": 1e4 * b}[kind]
     a.requires_grad_(True)
     with torch.no_grad():
         model.features[2].weight.zero_()  # every feature from here on is the bias's ReLU

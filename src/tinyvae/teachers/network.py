@@ -83,15 +83,8 @@ class NetworkVAE(nn.Module):
         super().__init__()
         self.network = network
         self.config: dict[str, Any] = {}
+        self.device, self.dtype = network.device, network.dtype
         self._fused = network.fused()
-
-    @property
-    def device(self) -> torch.device:
-        return self.network.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.network.dtype
 
     def encode(self, video_NCTHW: Tensor) -> SimpleNamespace:
         z_NCTHW = self._fused.encode_video(video_NCTHW.transpose(1, 2)).transpose(1, 2)

@@ -38,6 +38,7 @@ from tinyvae.data.latent_store import DTYPES, LatentStore, StoredLatents
 from tinyvae.data.sizes import ClipSize
 from tinyvae.errors import UserError
 from tinyvae.files import existing_folder
+from tinyvae.losses.perceptual import find_lpips_weights
 from tinyvae.storage import Place, Url, file_cache, use_file_cache
 from tinyvae.teachers.network import is_network
 from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
@@ -52,7 +53,9 @@ from tinyvae.training.clips import (
     split_files,
 )
 from tinyvae.training.deepspeed import LaunchConfig
+from tinyvae.training.engine import Engine
 from tinyvae.training.guards import is_out_of_memory
+from tinyvae.training.optim import make_optimizers
 
 OLDEST_DRIVER = (525, 60, 13)
 SHOWN_PACKAGES = ("torch", "accelerate", "deepspeed", "diffusers", "av")
@@ -266,8 +269,6 @@ def _port(port: int | None) -> Iterator[Check]:
 
 def _weights(config: TrainConfig) -> Iterator[Check]:
     """What the run starts from and learns from; `path_complaints` has looked into these files."""
-    from tinyvae.losses.perceptual import find_lpips_weights
-
     start = config.pretrained_model_path
     yield Check(name="weights", found=f"start from {start}" if start else f"fresh ({config.init})")
     if config.teacher_path is not None:
@@ -450,9 +451,6 @@ def _some_latents(config: TrainConfig, store: LatentStore) -> StoredLatents:
 def measure_step(config: TrainConfig, device: torch.device) -> tuple[float, float, int, int]:
     """Seconds of a micro-batch (forward and backward) and of the optimizer, bytes that autograd keeps of a micro-batch,
     bytes that torch reserved on a GPU. The first of two steps warms up and counts bytes, the second takes the time."""
-    from tinyvae.training.engine import Engine
-    from tinyvae.training.optim import make_optimizers
-
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)

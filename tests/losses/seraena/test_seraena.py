@@ -149,7 +149,7 @@ def test_half_of_the_fakes_are_past_ones_each_with_its_own_context() -> None:
     assert 90 < counts["now"] < 180 and 90 < counts["past"] < 180
 
 
-def test_the_discriminator_learns_and_its_correction_mends_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_discriminator_learns_and_its_correction_fixes_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discriminator, "WIDTHS", RELEASED_WIDTHS)
     seraena = make_seraena(group_frames=1, buffer_mb=1, learning_rate=3e-3)
     for step in range(12):
