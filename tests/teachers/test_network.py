@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.training.tiny_runs import arguments_for, train_here, write_clips
 from tinyvae import TAEHV, save_model
@@ -71,6 +72,14 @@ def test_a_teacher_of_other_latents_is_refused(tmp_path: Path) -> None:
         check_teacher(file, None, get_spec("taew2_1", latent_space="vae"))
     with pytest.raises(UserError, match=r"no model at .*nothing\.pth"):
         check_teacher(tmp_path / "nothing.pth", "taehv", get_spec("taew2_1"))
+
+
+@pytest.mark.parametrize("name", ["Wan2.1_VAE.pth", "wan_2.1_vae.safetensors"])
+def test_a_vae_as_its_authors_publish_it_is_told_where_diffusers_has_it(tmp_path: Path, name: str) -> None:
+    write = save_file if name.endswith(".safetensors") else torch.save
+    write({"encoder.conv1.weight": torch.zeros(4, 3, 3, 3, 3)}, tmp_path / name)
+    with pytest.raises(UserError, match=f"{name} is neither .*; name the folder of a VAE that diffusers can load"):
+        check_teacher(tmp_path / name, None, get_spec("taew2_1"))
 
 
 def test_weights_that_state_nothing_are_the_students(tmp_path: Path) -> None:

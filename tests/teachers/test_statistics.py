@@ -9,7 +9,7 @@ import pytest
 
 from tinyvae import VARIANTS, get_spec
 from tinyvae.errors import UserError
-from tinyvae.teachers.statistics import KNOWN_STATISTICS, latent_statistics, statistics_of_vae
+from tinyvae.teachers.statistics import KNOWN_STATISTICS, chosen_statistics, statistics_of_vae
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -44,7 +44,7 @@ def test_the_vae_of_an_image_model_is_refused_in_one_sentence() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_value_per_channel(variant: str) -> None:
     spec = get_spec(variant)
-    known = latent_statistics(spec)
+    known = chosen_statistics(spec, None, None, None)
     assert len(known.mean) == len(known.std) == spec.latent_channels
     if variant not in KNOWN_STATISTICS:
         assert (set(known.mean), set(known.std), known.factor) == ({0.0}, {1.0}, 1.0)

@@ -65,13 +65,7 @@ TEACHERS: dict[str, tuple[str, str, dict[str, Any], int, int]] = {
     "taew2_1": ("wan", "AutoencoderKLWan", {"base_dim": 8, "num_res_blocks": 1}, 9, 16),
     "taew2_2": ("wan", "AutoencoderKLWan", {"base_dim": 8, "num_res_blocks": 1, **WAN_22}, 5, 32),
     "taehv": ("hunyuan", "AutoencoderKLHunyuanVideo", SMALL, 9, 16),
-    "taehv1_5": (
-        "hunyuan",
-        "AutoencoderKLHunyuanVideo15",
-        HUNYUAN_15,
-        5,
-        32,
-    ),
+    "taehv1_5": ("hunyuan", "AutoencoderKLHunyuanVideo15", HUNYUAN_15, 5, 32),
     "taeltx_2": ("ltx", "AutoencoderKLLTX2Video", LTX2_BLOCKS, 9, 64),
     "taeltx2_3": ("ltx", "AutoencoderKLLTXVideo", {**LTX_BLOCKS, "scaling_factor": 0.9}, 9, 64),
     "taeh3": ("minimax", "AutoencoderKLMiniMaxH3", H3_BLOCKS, 34, 32),
@@ -107,11 +101,13 @@ PIPELINE_FORMULA: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
-def pipeline_pixels(video_NCTHW: Tensor, kind: str) -> Tensor:
-    if kind != "minimax":
-        return 2 * video_NCTHW - 1
-    mean, std = (torch.tensor(v).view(1, 3, 1, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-    return (video_NCTHW - mean) / std
+IMAGENET = tuple(torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+
+
+def pipeline_pixels(video_NTCHW: Tensor, kind: str) -> Tensor:
+    """What the pipelines give their VAE, NCTHW."""
+    mean, std = IMAGENET if kind == "minimax" else (0.5, 0.5)
+    return ((video_NTCHW - mean) / std).transpose(1, 2)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +154,7 @@ def test_latents_are_diffusers_own_in_diffusion_space(folders: dict[str, Path], 
     assert found.shape[1] == get_spec(variant).latents(n_frames), "the student makes as many of the whole clip"
     vae = getattr(diffusers, class_name).from_pretrained(folders[variant]).eval()
     with torch.no_grad():
-        videos = pipeline_pixels(frames.transpose(1, 2), kind).split(1)  # diffusers' Hunyuan 1.5 takes one at a time
+        videos = pipeline_pixels(frames, kind).split(1)  # diffusers' Hunyuan 1.5 takes one at a time
         z = torch.cat([vae.encode(video).latent_dist.mode() for video in videos])
     expected = PIPELINE_FORMULA[kind](z, vae).transpose(1, 2)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
@@ -170,12 +166,8 @@ def test_latents_are_diffusers_own_in_diffusion_space(folders: dict[str, Path], 
     assert decoded.min() >= 0 and decoded.max() <= 1
     with torch.no_grad():
         own = torch.cat([vae.decode(part).sample for part in z.split(1)]).transpose(1, 2)
-    if kind == "minimax":
-        own = own * torch.tensor((0.229, 0.224, 0.225)).view(3, 1, 1) + torch.tensor((0.485, 0.456, 0.406)).view(
-            3, 1, 1
-        )
-    else:
-        own = own / 2 + 0.5
+    mean, std = IMAGENET if kind == "minimax" else (0.5, 0.5)
+    own = own * std + mean
     torch.testing.assert_close(decoded, own.clamp(0, 1), atol=2e-4, rtol=0)
 
 
@@ -189,13 +181,6 @@ def test_a_student_of_vae_space_gets_the_vaes_own_latents(folders: dict[str, Pat
     torch.testing.assert_close(latents, z, atol=2e-5, rtol=1e-5)
     plain = load(folders, "taew2_1")
     torch.testing.assert_close(teacher.decode(latents), plain.decode(plain.encode(frames)), atol=2e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("variant", TEACHERS)
-def test_what_it_says_of_itself(folders: dict[str, Path], variant: str) -> None:
-    teacher = load(folders, variant)
-    assert teacher.geometry == geometry_of(get_spec(variant))
-    assert variant in FAMILIES[teacher.class_name].variant_candidates(teacher.geometry)
 
 
 @pytest.mark.parametrize(("variant", "n_frames"), [("taecvx", 16), ("taecvx", 17), ("taehv", 17), ("taehv", 20)])
@@ -220,14 +205,11 @@ def test_frozen_and_absent_from_whatever_holds_it(folders: dict[str, Path]) -> N
     assert not any(parameter.requires_grad for parameter in teacher._vae.parameters())
 
 
-def test_autocast_and_batch_parts_change_nothing(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    teacher = load(folders, "taecvx")
-    frames = clip("taecvx", batch=3)
+def test_autocast_changes_nothing(folders: dict[str, Path]) -> None:
+    teacher, frames = load(folders, "taecvx"), clip("taecvx", batch=3)
     whole = teacher.encode(frames)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(teacher.encode(frames), whole)
-    monkeypatch.setattr("tinyvae.teachers.teacher.PIXELS_PER_CALL", 1)  # one clip at a time
-    torch.testing.assert_close(teacher.encode(frames), whole, atol=1e-5, rtol=0)
 
 
 def test_fewer_clips_at_once_where_memory_runs_out(

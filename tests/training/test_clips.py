@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data import sample_clips
+from tinyvae.data.index_build import open_or_build_index
 from tinyvae.errors import UserError
 from tinyvae.training import preflight
-from tinyvae.training.clips import write_missing_sample_clips
+from tinyvae.training.clips import split_files, write_missing_sample_clips
 from tinyvae.video.write import VideoWriter
 
 few_clips = partial(sample_clips.write_sample_clips, count=12, height=32, width=48, frames=5)
@@ -30,17 +32,16 @@ def git_sees(folder: Path) -> str:
 
 
 def test_sample_clips_are_not_seen_by_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = partial(sample_clips.write_sample_clips, count=2, height=32, width=48, frames=5)
-    monkeypatch.setattr(sample_clips, "write_sample_clips", few)
+    monkeypatch.setattr(sample_clips, "write_sample_clips", few_clips)
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
-    config = TrainConfig(data_root=tmp_path / "sample_clips", use_sample_clips=True)
+    config = run_with_samples(tmp_path / "sample_clips")
     write_missing_sample_clips(config)
     assert (tmp_path / "sample_clips/annotations.json").is_file()
     assert git_sees(tmp_path) == ""
     before = sorted(tmp_path.rglob("*"))
     write_missing_sample_clips(config)  # they are there
     assert sorted(tmp_path.rglob("*")) == before
-    few(tmp_path / "asked_for")
+    few_clips(tmp_path / "asked_for")
     assert "asked_for/annotations.json" in git_sees(tmp_path), "a set that the user asks for is a folder like any other"
 
 
@@ -79,3 +80,15 @@ def test_sample_clips_that_cannot_be_written_are_one_sentence(tmp_path: Path, mo
     monkeypatch.setattr(sample_clips, "write_sample_clips", full)
     with pytest.raises(UserError, match="No space left on device"):
         write_missing_sample_clips(run_with_samples(tmp_path / "samples"))
+
+
+def test_a_run_that_never_validates_needs_no_file_for_it(clips: Path, tmp_path: Path) -> None:
+    """The validation clips of a preset may be larger than all of the user's files."""
+    index = open_or_build_index(clips, cache_dir=tmp_path, show_progress_bar=False)
+    size = {"height": 32, "width": 32, "n_frames": 4, "validation_height": 256, "validation_width": 256}
+    config = TrainConfig(data_root=clips, validation_steps=0, **size)  # type: ignore[arg-type]
+    assert [len(side) for side in split_files(config, index)] == [8, 0]
+    with pytest.raises(UserError, match=r"no file of .* can give a clip of 4 frames at 32x64"):
+        split_files(replace(config, height=64), index)
+    with pytest.raises(UserError, match=r"no file of .* can give a validation clip"):
+        split_files(replace(config, validation_steps=1), index)

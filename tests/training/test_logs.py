@@ -171,11 +171,15 @@ def log_of(**changes: object) -> StepLog:
     return StepLog(config, Engine(config))
 
 
-def add_step(log: StepLog, *losses: float, norm: float = 1.0, stepped: bool = True) -> None:
+def add_step(
+    log: StepLog, *losses: float, norm: float = 1.0, stepped: bool = True, size: ClipSize = SIZE, **terms: float
+) -> None:
+    """A step of four clips in half a second; ``losses``: of its parts."""
     log.begin_step()
     for value in losses:
-        log.add({"loss": torch.tensor(value)}, share=1 / len(losses))
-    log.end_step(StepResult(gradient_norm=norm, stepped=stepped), num_clips=4, size=SIZE, seconds=0.5)
+        parts = {name: torch.tensor(number) for name, number in {"loss": value, **terms}.items()}
+        log.add(parts, share=1 / len(losses))
+    log.end_step(StepResult(gradient_norm=norm, stepped=stepped), num_clips=4, size=size, seconds=0.5)
 
 
 def test_a_line_is_the_mean_of_its_steps_and_their_parts() -> None:
@@ -191,51 +195,43 @@ def test_a_line_is_the_mean_of_its_steps_and_their_parts() -> None:
     assert log.take(2)["train/loss"] == pytest.approx(8.0), "the line before is still in it"
 
 
-def add_terms(log: StepLog, **terms: float) -> None:
-    log.begin_step()
-    log.add({name: torch.tensor(value) for name, value in terms.items()}, share=1.0)
-    log.end_step(StepResult(gradient_norm=1.0, stepped=True), num_clips=4, size=SIZE, seconds=0.5)
-
-
 def test_a_term_that_begins_in_mid_line_is_the_mean_of_its_own_steps() -> None:
     """As Seraena's do; so too where the run is resumed in that line."""
     log, resumed = log_of(), log_of()
     for loss in (1.0, 2.0, 3.0):
-        add_terms(log, loss=loss)
-    add_terms(log, loss=4.0, seraena_loss=0.5)
+        add_step(log, loss)
+    add_step(log, 4.0, seraena_loss=0.5)
     assert log.num_clips
     resumed.load_state_dict(log.state_dict())
     for each in (log, resumed):
-        add_terms(each, loss=5.0, seraena_loss=1.5)
+        add_step(each, 5.0, seraena_loss=1.5)
         line = each.take(4)
         assert line["train/loss"] == pytest.approx(3.0) and line["train/seraena_loss"] == pytest.approx(1.0)
         assert not each.num_clips
-    add_terms(log, loss=1.0, seraena_loss=3.0)
+    add_step(log, 1.0, seraena_loss=3.0)
     assert log.take(4)["train/seraena_loss"] == pytest.approx(3.0), "the count of the line before is still in it"
 
 
 def test_a_line_of_several_sizes_counts_real_frames_and_tells_the_sizes_apart() -> None:
     log = log_of(resolutions=("8x32x32", "4x64x64"))
     for loss, size in ((1.0, SIZE), (2.0, SIZE), (6.0, ClipSize(4, 64, 64))):
-        log.begin_step()
-        log.add({"loss": torch.tensor(loss)}, share=1.0)
-        log.end_step(StepResult(gradient_norm=1.0, stepped=True), num_clips=2, size=size, seconds=0.5)
+        add_step(log, loss, size=size)
     line = log.take(3)
     assert line["train/loss"] == pytest.approx(3.0) and line["train/loss_8x32x32"] == pytest.approx(1.5)
     assert line["train/loss_4x64x64"] == pytest.approx(6.0)
     assert (line["train/steps_8x32x32"], line["train/steps_4x64x64"]) == (2, 1)
-    assert line["train/frames_per_second"] == pytest.approx(2 * (8 + 8 + 4) / 1.5)
+    assert line["train/frames_per_second"] == pytest.approx(4 * (8 + 8 + 4) / 1.5)
 
 
 def test_the_line_of_an_older_checkpoint_goes_on() -> None:
     """It had one count of steps for all terms."""
     log, older = log_of(), log_of()
     for loss in (1.0, 2.0):
-        add_terms(log, loss=loss)
+        add_step(log, loss)
     state = log.state_dict()
     del state["counts"]
     older.load_state_dict(state)
-    add_terms(older, loss=6.0)
+    add_step(older, 6.0)
     assert older.take(4)["train/loss"] == pytest.approx(3.0)
 
 

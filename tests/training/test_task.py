@@ -84,8 +84,8 @@ def test_the_teacher_is_fed_exactly_the_decoded_frames() -> None:
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_stored_latents_stand_in_for_the_teacher_and_slices_average(sample: bool) -> None:
-    weights = {"encoder_loss_weight": 0.1, "decoder_loss_weight": 0.1, "ref_vae_sample": sample}
-    live = make_task(use_ref_vae=True, ref_vae_path="x", **weights)
+    weights = {"encoder_loss_weight": 0.1, "decoder_loss_weight": 0.1, "temporal_loss_weight": 1.0}
+    live = make_task(use_ref_vae=True, ref_vae_path="x", ref_vae_sample=sample, **weights)
     assert live.teacher is not None
     mean, std = live.teacher.distribution(live.model.target(FRAMES), with_std=sample)
     stored, positions = StoredLatents(mean=mean, std=std), [6, 7]
@@ -214,21 +214,16 @@ def test_the_compile_switch_compiles_the_students_step(monkeypatch: pytest.Monke
     assert asked == ["max-autotune"]
 
 
-def test_slices_of_a_batch_average_to_the_whole() -> None:
-    task = make_task(temporal_loss_weight=1.0)
-    whole = task.losses(FRAMES, use_seraena=False).total
-    parts = [task.losses(part, use_seraena=False).total for part in FRAMES.chunk(2)]
-    torch.testing.assert_close(whole, sum(parts) / 2)
-
-
-def test_perceptual_loss_joins_in(shared: Path) -> None:
-    config = TrainConfig(variant="taehv", model_width=0.125, n_frames=5, perceptual_loss_weight=2.0)
+def test_perceptual_loss_joins_in_and_its_frames_take_turns(shared: Path) -> None:
+    config = TrainConfig(model_width=0.125, n_frames=5, perceptual_loss_weight=2.0, perceptual_frames=1)
     lpips = LPIPS.from_file(shared / "lpips" / "alex.safetensors")
     task = TrainingTask(config, TAEHV("taehv", width=0.125), lpips=lpips)
-    losses = task.losses(torch.rand(1, 5, 3, 64, 64), use_seraena=False)
-    expected = 10 * losses.logged["reconstruction_loss"] + 2 * losses.logged["perceptual_loss"]
-    torch.testing.assert_close(losses.logged["loss"], expected)
-    losses.total.backward()
+    frames = torch.rand(1, 5, 3, 64, 64)
+    steps = [task.losses(frames, use_seraena=False, step=step) for step in range(5)]
+    assert len({round(float(losses.logged["perceptual_loss"]), 7) for losses in steps}) == 5
+    expected = 10 * steps[0].logged["reconstruction_loss"] + 2 * steps[0].logged["perceptual_loss"]
+    torch.testing.assert_close(steps[0].logged["loss"], expected)
+    steps[0].total.backward()
     assert all(p.grad is None for p in lpips.parameters())
 
 
@@ -240,14 +235,3 @@ def test_losses_are_fp32_under_autocast_and_with_half_weights(dtype: torch.dtype
     assert losses.total.dtype == torch.float32
     task.model.to(dtype)
     assert task.losses(FRAMES, use_seraena=False).total.dtype == torch.float32
-
-
-def test_perceptual_frames_take_turns(shared: Path) -> None:
-    config = TrainConfig(
-        variant="taehv", model_width=0.125, n_frames=5, perceptual_loss_weight=1.0, perceptual_frames=1
-    )
-    lpips = LPIPS.from_file(shared / "lpips" / "alex.safetensors")
-    task = TrainingTask(config, TAEHV("taehv", width=0.125), lpips=lpips)
-    frames = torch.rand(1, 5, 3, 64, 64)
-    seen = {round(float(task.losses(frames, use_seraena=False, step=s).logged["perceptual_loss"]), 7) for s in range(5)}
-    assert len(seen) == 5

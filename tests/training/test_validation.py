@@ -24,6 +24,7 @@ from tinyvae.data.loader import ValidationReads, make_validation_loader
 from tinyvae.data.splits import split
 from tinyvae.errors import UserError
 from tinyvae.models.codec import VideoCodec
+from tinyvae.training import validation
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import Status
 from tinyvae.training.logs import RunLog
@@ -171,6 +172,12 @@ def test_spread_is_over_clips_and_names_are_unique(engine: Engine) -> None:
     assert result.metrics["psnr_std"] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2), abs=1e-3)
 
 
+def test_a_score_that_one_machine_cannot_measure_is_that_of_the_others() -> None:
+    ranks: Any = [{"a": ({"psnr": 20.0}, None)}, {"b": ({"psnr": 30.0, "lpips": 0.25}, None)}]
+    metrics = validation._result(ranks, []).metrics
+    assert (metrics["psnr"], metrics["lpips"], metrics["lpips_std"]) == (25.0, 0.25, 0.0)
+
+
 def test_a_fault_in_the_middle_is_the_reason_of_the_cut(engine: Engine) -> None:
     seen: list[int] = []
 
@@ -246,7 +253,7 @@ def make_validator(folder: Path, engine: Engine, config: TrainConfig, *, from_st
     return Validator(config, engine, folder, **parts, stop_signal=lambda: 0, from_step=from_step)
 
 
-@pytest.mark.parametrize(("checkpointing_steps", "best"), [(3, (3, 20.0)), (2, (2, 30.0))])
+@pytest.mark.parametrize(("checkpointing_steps", "best"), [(5, (4, 25.0)), (3, (3, 30.0))])
 def test_a_best_model_that_is_nowhere_is_not_the_best(
     tmp_path: Path,
     engine: Engine,
@@ -255,41 +262,29 @@ def test_a_best_model_that_is_nowhere_is_not_the_best(
     checkpointing_steps: int,
     best: tuple[int, float],
 ) -> None:
-    """The disk is full at step 2 alone. If a checkpoint of that step holds the model, it stays the best."""
+    """The disk is full at steps 1 and 3. If a checkpoint of step 3 holds the model, it stays the best."""
 
     def write(folder: Path, model: TAEHV, info: dict[str, Any]) -> None:
-        if info["step"] == 2:
+        if info["step"] in (1, 3):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write_best_model(folder, model, info)
 
+    caplog.set_level("INFO")
     config = TrainConfig(checkpointing_steps=checkpointing_steps, max_train_steps=9)
     validator = make_validator(tmp_path, engine, config)
     monkeypatch.setattr("tinyvae.training.validation.write_best_model", write)
-    progress = Progress()
-    for step, score in ((1, 10.0), (2, 30.0), (3, 20.0)):
+    progress, steps = Progress(), []
+    for step, score in ((1, 10.0), (2, 20.0), (3, 30.0), (4, 25.0)):
         result = ValidationResult(metrics={"psnr": score}, num_clips=1, shown=[])
         monkeypatch.setattr(Validator, "_score", lambda self, result=result: result)
         progress, _ = validator.validate(replace(progress, step=step), 0.1)
-    assert (progress.best_step, progress.best_score) == best and progress.stale_validations == (best[0] == 2)
-    assert json.loads((tmp_path / "best_model/model_info.json").read_text())["step"] == (3 if best[0] == 3 else 1)
-    assert caplog.text.count("COULD NOT WRITE best_model/ of step 2") == 1
-
-
-def test_a_first_best_model_that_cannot_be_written_is_told(
-    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def write(folder: Path, model: TAEHV, info: dict[str, Any]) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    caplog.set_level("INFO")
-    monkeypatch.setattr("tinyvae.training.validation.write_best_model", write)
-    result = ValidationResult(metrics={"psnr": 10.0}, num_clips=1, shown=[])
-    monkeypatch.setattr(Validator, "_score", lambda self: result)
-    validator = make_validator(tmp_path, engine, TrainConfig(checkpointing_steps=5, max_train_steps=9))
-    progress, _ = validator.validate(Progress(step=1), 0.1)
-    assert progress.best_step is None
-    assert "): there is none yet. No checkpoint is due" in caplog.text
-    assert "so the next validation counts as first." in caplog.text
+        steps.append(progress.best_step)
+    assert (progress.best_step, progress.best_score) == best and progress.stale_validations == (best[0] == 3)
+    assert steps[:2] == [None, 2]
+    assert json.loads((tmp_path / "best_model/model_info.json").read_text())["step"] == (4 if best[0] == 4 else 2)
+    assert caplog.text.count("COULD NOT WRITE best_model/ of step 3") == 1
+    first = "there is none yet. No checkpoint is due at this step, so the next validation counts as first."
+    assert f"): {first}" in caplog.text
     assert "psnr 10.00 dB (no best model yet);" in caplog.text and "None" not in caplog.text
 
 

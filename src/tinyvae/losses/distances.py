@@ -14,10 +14,14 @@ LossKind = Literal["mse", "l1", "charbonnier"]
 CHARBONNIER_WIDTH = 1e-3  # below this difference (of a [0, 1] pixel) the Charbonnier loss is quadratic, above it linear
 
 
-def mean_distance(a: Tensor, b: Tensor, kind: LossKind) -> Tensor:
-    """Mean over all elements of the distance between two tensors of one shape; a scalar in fp32."""
-    assert a.shape == b.shape, f"two different shapes: {tuple(a.shape)} and {tuple(b.shape)}"
-    difference = a.float() - b.float()
+def reconstruction_loss(made: Tensor, target: Tensor, kind: LossKind = "mse") -> Tensor:
+    """Mean over all elements of the distance between two tensors of one shape; a scalar in fp32.
+
+    For frames NTCHW: decoded ones, not clamped, and `VideoCodec.target` of the clip, in [0, 1]. The decoder loss is the
+    same distance, of frames decoded from the teacher's latents.
+    """
+    assert made.shape == target.shape, f"two different shapes: {tuple(made.shape)} and {tuple(target.shape)}"
+    difference = made.float() - target.float()
     if kind == "l1":
         return difference.abs().mean()
     squared = difference * difference
@@ -28,22 +32,13 @@ def mean_distance(a: Tensor, b: Tensor, kind: LossKind) -> Tensor:
     return squared.mean()
 
 
-def reconstruction_loss(decoded_NTCHW: Tensor, target_NTCHW: Tensor, kind: LossKind = "mse") -> Tensor:
-    """Distance of decoded frames (not clamped) from their targets in [0, 1]; a scalar in fp32.
-
-    ``target_NTCHW`` is `VideoCodec.target` of the clip. The decoder loss is the same distance, of frames decoded from
-    the teacher's latents.
-    """
-    return mean_distance(decoded_NTCHW, target_NTCHW, kind)
-
-
 def latent_loss(student_NTCHW: Tensor, teacher_NTCHW: Tensor) -> Tensor:
     """MSE of student latents from teacher latents (they get no gradient), both in diffusion space; a scalar in fp32."""
-    return mean_distance(student_NTCHW, teacher_NTCHW.detach(), "mse")
+    return reconstruction_loss(student_NTCHW, teacher_NTCHW.detach())
 
 
 def temporal_loss(decoded_NTCHW: Tensor, target_NTCHW: Tensor) -> Tensor:
     """MSE of ``decoded[t+1] - decoded[t]`` from ``target[t+1] - target[t]``, of 2 frames or more; a scalar in fp32."""
     decoded, target = decoded_NTCHW.float(), target_NTCHW.float()
     assert decoded.shape[1] >= 2, f"one decoded frame has no difference in time: {tuple(decoded.shape)}"
-    return mean_distance(decoded[:, 1:] - decoded[:, :-1], target[:, 1:] - target[:, :-1], "mse")
+    return reconstruction_loss(decoded[:, 1:] - decoded[:, :-1], target[:, 1:] - target[:, :-1])

@@ -44,6 +44,9 @@ def read_network(path: str | Path, *, presumed: str | None) -> tuple[Path, Teach
     weights are taken for where they do not state it."""
     file = find_weights(Path(path))
     state, stated = read_weights(file)
+    if "encoder.0.weight" not in state:  # such as Wan2.1_VAE.pth, the VAE as its authors publish it
+        what = f"the teacher {file} is neither a network of this family nor in diffusers' format"
+        raise UserError(f"{what}; name the folder of a VAE that diffusers can load (config.json + weights).")
     named = variants_in_name(file)
     if presumed is not None and not stated.get("variant") and named and presumed not in named:
         raise UserError(
@@ -80,15 +83,8 @@ class NetworkVAE(nn.Module):
         super().__init__()
         self.network = network
         self.config: dict[str, Any] = {}
+        self.device, self.dtype = network.device, network.dtype
         self._fused = network.fused()
-
-    @property
-    def device(self) -> torch.device:
-        return self.network.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.network.dtype
 
     def encode(self, video_NCTHW: Tensor) -> SimpleNamespace:
         z_NCTHW = self._fused.encode_video(video_NCTHW.transpose(1, 2)).transpose(1, 2)

@@ -66,19 +66,11 @@ KNOWN_STATISTICS: dict[str, LatentSpace] = {
 """Not here: LTX, whose statistics are among the VAE's weights, and Open-Sora 1.3, for which diffusers has no VAE."""
 
 
-def latent_statistics(spec: VariantSpec) -> LatentSpace:
-    """The statistics of a variant's teacher; identity (mean 0, std 1, factor 1) where the table does not know them.
-
-    Example: ``latent_statistics(get_spec("taehv")).factor`` is 0.476986.
-    """
-    return KNOWN_STATISTICS.get(spec.name) or LatentSpace.scaled(spec.latent_channels)
-
-
 def chosen_statistics(
     spec: VariantSpec, mean: list[float] | None, std: list[float] | None, factor: float | None
 ) -> LatentSpace:
-    """The statistics that were given, and the teacher's for the rest."""
-    known = latent_statistics(spec)
+    """The statistics that were given, and the teacher's for the rest; identity where the table does not know it."""
+    known = KNOWN_STATISTICS.get(spec.name) or LatentSpace.scaled(spec.latent_channels)
     chosen = LatentSpace(
         mean=known.mean if mean is None else tuple(mean),
         std=known.std if std is None else tuple(std),

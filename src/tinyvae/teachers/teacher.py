@@ -244,9 +244,12 @@ def find_teacher(
         geometry = network.geometry(facts)
         return FoundTeacher(place=str(file), subfolder=None, family=network, config=facts, geometry=geometry)
     if Path(path).exists():
-        place, subfolder, config = _local_config(Path(path))
+        file = _local_config(Path(path))
+        place, subfolder = str(file.parent), None
     else:
-        place, subfolder, config = _hub_config(str(path), seen_from or Path.cwd())
+        file = _hub_config(str(path), seen_from or Path.cwd())
+        place, subfolder = str(path), "vae" if file.parent.name == "vae" else None
+    config = _read_config(file)
     of_kind = [family.class_name for family in FAMILIES.values() if family.kind == kind]
     class_name = config.get("_class_name") or (of_kind[0] if len(of_kind) == 1 else None)
     if not isinstance(class_name, str):
@@ -326,7 +329,8 @@ def _weight_files(folder: Path) -> list[Path]:
     return []
 
 
-def _local_config(path: Path) -> tuple[str, None, dict[str, Any]]:
+def _local_config(path: Path) -> Path:
+    """The config.json of a teacher's folder, beside whole weights."""
     if path.is_file():
         raise UserError(
             f"the teacher {path} is a file; name its folder in diffusers' format ({CONFIG_NAME} + weights)."
@@ -336,21 +340,20 @@ def _local_config(path: Path) -> tuple[str, None, dict[str, Any]]:
         raise MissingFileError(
             f"the teacher {path} has no {CONFIG_NAME}, nor has its vae folder; name a diffusers VAE."
         )
-    config, folder = _read_config(file), file.parent
-    weights = _weight_files(folder)
+    weights = _weight_files(file.parent)
     if not weights:
-        raise MissingFileError(f"the teacher {folder} has no weights ({WEIGHTS_NAME}.safetensors); download them.")
+        raise MissingFileError(f"the teacher {file.parent} has no weights ({WEIGHTS_NAME}.safetensors); download them.")
     from safetensors import SafetensorError, safe_open
 
-    for file in weights:
-        check_readable(file)
+    for part in weights:
+        check_readable(part)
         try:
-            if file.suffix == ".safetensors":  # its header tells whether it is whole
-                safe_open(file, framework="pt")
+            if part.suffix == ".safetensors":  # its header tells whether it is whole
+                safe_open(part, framework="pt")
         except (SafetensorError, OSError) as broken:
             why = first_line(broken)
-            raise UserError(f"the teacher's {file} is not a whole file ({why}); download it again.") from None
-    return str(folder), None, config
+            raise UserError(f"the teacher's {part} is not a whole file ({why}); download it again.") from None
+    return file
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -364,7 +367,8 @@ def _read_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _hub_config(name: str, seen_from: Path) -> tuple[str, str | None, dict[str, Any]]:
+def _hub_config(name: str, seen_from: Path) -> Path:
+    """The config.json of a teacher on the hub, here or downloaded."""
     if not names_repository(name):
         raise MissingFileError(f"there is no teacher folder {name} (seen from {seen_from}); check the path.")
     hub = require_package("huggingface_hub", extra="teachers", needed_for="a teacher from the hub")
@@ -379,7 +383,7 @@ def _hub_config(name: str, seen_from: Path) -> tuple[str, str | None, dict[str, 
             raise MissingFileError(missing) from None
         if file is None:
             raise MissingFileError(f"{missing} with a VAE's {CONFIG_NAME} in it.")
-    return name, "vae" if file.parent.name == "vae" else None, _read_config(file)
+    return file
 
 
 def _downloaded_config(hub: Any, name: str) -> Path | None:

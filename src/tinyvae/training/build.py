@@ -121,8 +121,8 @@ def keep_traces(mixed_precision: str) -> None:
     """Let torch keep on disk what it makes of a graph with ``autocast`` inside, as the folding of weights has it.
 
     Without this it keeps only the kernels, and each start traces and cuts the graph again: half of the time from a warm
-    cache to the first step. torch leaves autocast out for want of an entry in a list: what it does follows from its
-    arguments, which are part of the key (pytorch issue 191106). The precision around the graph is part of it in new
+    cache to the first step. torch leaves autocast out because a list has no entry for it: what it does follows from
+    its arguments, which are part of the key (pytorch issue 191106). The precision around the graph is part of it in new
     versions of torch alone: so it goes into the key here. Old versions have no such setting.
     """
     from torch._inductor import config as inductor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip import ClipSettings
@@ -68,6 +69,18 @@ class RunData:
         """After how many clips the first one comes again; None without a latent store."""
         return None if self.latents is None else self.latents.num_clips
 
+    @property
+    def loading(self) -> dict[str, Any]:
+        """How clips are loaded, for the functions of `tinyvae.data.loader`."""
+        config = self.config
+        return {
+            "num_workers": loading_processes(config),
+            "prefetch_factor": config.prefetch_factor,
+            "pin_memory": config.pin_memory,
+            "bad_file_limit": config.bad_file_limit,
+            "bad_file_log": self.bad_files,
+        }
+
     def settled(self, index_folder: Path, folder: Path) -> RunData:
         """The same data, after its index was moved from ``index_folder`` to ``folder``: workers open it by its name."""
         if index_folder == folder or self.train.index.file.parent != index_folder:
@@ -107,14 +120,10 @@ class RunData:
             batch_size=config.train_batch_size,
             rank=engine.rank,
             world_size=engine.world_size,
-            num_workers=loading_processes(config),
-            prefetch_factor=config.prefetch_factor,
-            pin_memory=config.pin_memory,
             start_sample=start_sample,
             sizes=sizes,
-            bad_file_limit=config.bad_file_limit,
-            bad_file_log=self.bad_files,
             latents=self.latents,
+            **self.loading,
         )
 
     def validation_loader(self, engine: Engine) -> ValidationLoader:
@@ -127,11 +136,7 @@ class RunData:
             rank=engine.rank,
             world_size=engine.world_size,
             num_samples=config.num_validation_samples,
-            num_workers=loading_processes(config),
-            prefetch_factor=config.prefetch_factor,
-            pin_memory=config.pin_memory,
-            bad_file_limit=config.bad_file_limit,
-            bad_file_log=self.bad_files,
+            **self.loading,
         )
 
 
@@ -156,15 +161,18 @@ def open_data(
 
 def split_files(config: TrainConfig, index: VideoIndex, *, whole: bool = True) -> tuple[ClipSet, ClipSet]:
     """The files that train and those that validate. Of a sample of the files (not ``whole``) all train: the hash may
-    put it all on one side."""
-    return split(
-        index,
-        training_settings(config),
-        validation=validation_settings(config) if whole else None,
-        train_split=config.train_split if whole else 1.0,
-        split_by=config.split_by if whole else "hash",
-        bad_file_limit=config.bad_file_limit,
-    )
+    put it all on one side. So they do where no file can validate and the run never does."""
+    settings, limit = training_settings(config), config.bad_file_limit
+    if not whole:
+        return split(index, settings, train_split=1.0, split_by="hash", bad_file_limit=limit)
+    how: dict[str, Any] = {"split_by": config.split_by, "bad_file_limit": limit}
+    try:
+        return split(index, settings, validation=validation_settings(config), train_split=config.train_split, **how)
+    except UserError:
+        if config.validation_steps > 0:
+            raise
+    train, others = split(index, settings, train_split=1.0, **how)
+    return train, replace(others, rows=others.rows[:0])
 
 
 def _open_index(config: TrainConfig, engine: Engine, folder: Path, *, keeps_verdicts: bool) -> VideoIndex:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from tinyvae.config.load import LoadedConfig
-from tinyvae.config.rules import path_complaints, raise_complaints, value_complaints
+from tinyvae.config.rules import path_complaints, raise_complaints
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.clip_reading import BadFileWatch, ClipBatch, Clips, ReadBatch
 from tinyvae.data.latent_store import DTYPES, LOCK, MANIFEST, LatentStore, StoredLatents, StoreFacts
@@ -35,7 +35,7 @@ from tinyvae.storage import Place, Url, use_file_cache, work_folder
 from tinyvae.teachers import Teacher, identify_teacher
 from tinyvae.terminal import bytes_in_words, count_of, progress_bar
 from tinyvae.training.build import build_teacher, clip_facts, settle_compilation
-from tinyvae.training.clips import RunData, loading_processes, open_data, training_settings
+from tinyvae.training.clips import RunData, open_data, training_settings
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import is_out_of_memory
 
@@ -86,9 +86,9 @@ def make_latents(loaded: LoadedConfig, job: LatentJob) -> int:
     shards = list(store.missing_shards(job.part, job.num_parts, skip_damaged=True))
     print(f"{count_of(len(store.shards), 'shard')} in all, {len(shards)} to make here", flush=True)
     if job.ray is None:
-        make_shards(config, data, store, teacher, shards)
+        make_shards(data, store, teacher, shards)
     elif shards:
-        make_shards_on_cluster(job.ray, config, data, store, shards)
+        make_shards_on_cluster(job.ray, data, store, shards)
     return len(list(store.missing_shards(skip_damaged=True)))
 
 
@@ -103,7 +103,7 @@ def check_job(loaded: LoadedConfig, job: LatentJob) -> None:
     if config.teacher_path is None:
         text = "there is no teacher whose latents could be stored; use --teacher FOLDER"
         raise UserError(f"{loaded.source}: {text}, and a weight for encoder_loss_weight or decoder_loss_weight.")
-    complaints = [*value_complaints(config), *path_complaints(config, loaded.given_paths)]
+    complaints = path_complaints(config, loaded.given_paths)
     needed = [complaint for complaint in complaints if not NOT_NEEDED & set(complaint.keys)]
     raise_complaints(needed, heading=loaded.source)
 
@@ -190,21 +190,15 @@ def write_shard(store: LatentStore, teacher: Teacher, shard: int, batches: Itera
         store.write(shard, made, files)
 
 
-def make_shards(
-    config: TrainConfig, data: RunData, store: LatentStore, teacher: Teacher, shards: Sequence[int]
-) -> None:
+def make_shards(data: RunData, store: LatentStore, teacher: Teacher, shards: Sequence[int]) -> None:
     """Read, encode and write shards in this process, with workers that read ahead."""
-    work = {shard: micro_batches(store, shard, config.train_batch_size) for shard in shards}
+    work = {shard: micro_batches(store, shard, data.config.train_batch_size) for shard in shards}
     loader = make_position_loader(
         data.train,
-        training_settings(config),
+        training_settings(data.config),
         [positions for parts in work.values() for positions in parts],
         sizes=store.facts.sizes,
-        num_workers=loading_processes(config),
-        prefetch_factor=config.prefetch_factor,
-        pin_memory=config.pin_memory,
-        bad_file_limit=config.bad_file_limit,
-        bad_file_log=data.bad_files,
+        **data.loading,
     )
     total = sum(len(store.positions(shard)) for shard in shards)
     batches: Any = iter(loader)
@@ -217,10 +211,9 @@ def make_shards(
 # on a Ray cluster
 
 
-def make_shards_on_cluster(
-    address: str, config: TrainConfig, data: RunData, store: LatentStore, shards: Sequence[int]
-) -> None:
+def make_shards_on_cluster(address: str, data: RunData, store: LatentStore, shards: Sequence[int]) -> None:
     """As `make_shards`, on the cluster at ``address``; there each actor loads a teacher of its own."""
+    config = data.config
     limit, sizes = config.bad_file_limit, store.facts.sizes
     clips = Clips(data.train, training_settings(config), training=True, sizes=sizes, bad_file_limit=limit)
     watch = BadFileWatch(limit=limit, written_to=data.bad_files)

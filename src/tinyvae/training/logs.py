@@ -27,11 +27,12 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.data.sizes import ClipSize
 from tinyvae.errors import UserError
 from tinyvae.files import atomic_write, why_not_written
+from tinyvae.models.hub import first_line
 from tinyvae.terminal import in_utf8
 from tinyvae.training.engine import Engine, StepResult
 from tinyvae.training.optim import learning_rates
 from tinyvae.training.pictures import DrawingError, draw_pictures
-from tinyvae.training.trackers import TITLES, Tracker, first_line, open_tracker, tracker_failures
+from tinyvae.training.trackers import TITLES, Tracker, open_tracker, tracker_failures
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class RunLog:
         self._folder = folder
         self._config = config
         self._is_main = is_main
+        self._shows = is_main and config.report_to != "none"
         self._metrics_file = folder / "metrics.jsonl"
         self._unwritten: list[str] = []  # lines of metrics.jsonl that a full disk did not take yet
         self._tracker: Tracker | None = None
@@ -164,10 +166,6 @@ class RunLog:
         level, self._package_log.propagate = self._before
         self._package_log.setLevel(level)
         self._wait_for_pictures()  # raises what went wrong there, after everything is closed
-
-    @property
-    def _shows(self) -> bool:
-        return self._is_main and self._config.report_to != "none"
 
     def _show(self, step: int, add: Callable[[Tracker], object]) -> None:
         """Add something to the tracker; if that fails it is left out, and the next call opens the tracker again."""

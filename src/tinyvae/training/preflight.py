@@ -29,7 +29,7 @@ from packaging.utils import canonicalize_name
 from torch import Tensor
 
 from tinyvae.cache_folder import GIB
-from tinyvae.config.rules import DATA_KEYS, Complaint, GivenPath, path_complaints, value_complaints
+from tinyvae.config.rules import DATA_KEYS, Complaint, GivenPath, path_complaints
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.annotations import default_data_root, iterate_entries
 from tinyvae.data.index import VideoIndex, hash_of_path, is_index, open_index
@@ -38,11 +38,12 @@ from tinyvae.data.latent_store import DTYPES, LatentStore, StoredLatents
 from tinyvae.data.sizes import ClipSize
 from tinyvae.errors import UserError
 from tinyvae.files import existing_folder
+from tinyvae.losses.perceptual import find_lpips_weights
 from tinyvae.storage import Place, Url, file_cache, use_file_cache
 from tinyvae.teachers.network import is_network
 from tinyvae.terminal import bytes_in_words, count_of, duration_in_words
 from tinyvae.training.build import build_model, build_task, open_latents
-from tinyvae.training.checkpoint import checkpoint_bytes, state_bytes
+from tinyvae.training.checkpoint import checkpoint_bytes, list_checkpoints, state_bytes
 from tinyvae.training.clips import (
     lack_of_files,
     lack_of_validation,
@@ -52,7 +53,9 @@ from tinyvae.training.clips import (
     split_files,
 )
 from tinyvae.training.deepspeed import LaunchConfig
+from tinyvae.training.engine import Engine
 from tinyvae.training.guards import is_out_of_memory
+from tinyvae.training.optim import make_optimizers
 
 OLDEST_DRIVER = (525, 60, 13)
 SHOWN_PACKAGES = ("torch", "accelerate", "deepspeed", "diffusers", "av")
@@ -96,11 +99,12 @@ def preflight(
     launch: LaunchConfig | None = None,
     with_step: bool = True,
 ) -> list[Check]:
-    """All checks. ``processes``: on this machine; ``port``: where several processes meet (None: only one)."""
+    """All checks of settings that `load_config` accepts. ``processes``: on this machine; ``port``: where several
+    processes meet (None: only one)."""
     use_file_cache(config.file_cache_dir, config.file_cache_gb)
     missing = path_complaints(config, given_paths)
     missing_keys = {key for complaint in missing for key in complaint.keys}
-    checks = [*_settings(config), *_stages(config), *_launch(config, launch)]
+    checks = [*(_frames(config, size) for size in config.sizes.sizes), *_stages(config), *_launch(config, launch)]
     checks += [*_gpus(config, processes), _packages(config, launch)]
     checks += [Check(name="files", found="not as the settings say", fix=complaint.text) for complaint in missing]
     if not missing:
@@ -111,7 +115,7 @@ def preflight(
         checks.append(stored)
         missing_keys |= set() if stored.passes else {"latent_store"}
     checks += [_disk(config, processes), *_port(port)]
-    if with_step and all(check.passes for check in checks if check.name == "settings"):
+    if with_step:
         checks += _trial_step(_without(config, missing_keys))
     return checks
 
@@ -132,14 +136,6 @@ def print_table(checks: Iterable[Check], stream: TextIO | None = None) -> None:
         print(f" {mark:<2} {check.name:<{width}}  {check.found}", file=stream)
         if check.fix:
             print(f"    {'':<{width}}  fix: {check.fix}", file=stream)
-
-
-def _settings(config: TrainConfig) -> Iterator[Check]:
-    complaints = value_complaints(config)
-    for complaint in complaints:
-        yield Check(name="settings", found="a rule is broken", fix=complaint.text)
-    if not complaints:
-        yield from (_frames(config, size) for size in config.sizes.sizes)
 
 
 def _stages(config: TrainConfig) -> Iterator[Check]:
@@ -236,17 +232,26 @@ def _packages(config: TrainConfig, launch: LaunchConfig | None) -> Check:
 
 
 def _disk(config: TrainConfig, processes: int) -> Check:
-    """Room for the checkpoints to come, from the number of parameters."""
+    """Room for the checkpoints to come, from the number of parameters; they replace those of a run that goes on."""
     place = existing_folder(config.output_dir)
     free, one = shutil.disk_usage(place).free, checkpoint_bytes(config, processes)
     kept = config.checkpoints_total_limit
     if kept is None:
         kept = math.ceil(config.max_train_steps / (config.checkpointing_steps or config.max_train_steps))
-    lack = one * (kept + SPARE_SAVES) - free
+    old = [] if config.resume_from_checkpoint is None else list_checkpoints(config.output_dir)
+    lack = one * (kept + SPARE_SAVES) - free - _bytes_of(file for saved in old for file in saved.folder.glob("*"))
     found = f"{bytes_in_words(free)} free at {place}; {kept} + {SPARE_SAVES} checkpoints of {bytes_in_words(one)}"
     others = "keep fewer (--checkpoints_total_limit), or choose another --output_dir"
     fix = f"make room for {bytes_in_words(lack)} more, {others}" if lack > 0 else ""
     return Check(name="disk", found=found, fix=fix)
+
+
+def _bytes_of(files: Iterable[Path]) -> int:
+    total = 0
+    for file in files:
+        with suppress(FileNotFoundError):  # another process has just deleted it
+            total += file.stat().st_size
+    return total
 
 
 def _port(port: int | None) -> Iterator[Check]:
@@ -264,8 +269,6 @@ def _port(port: int | None) -> Iterator[Check]:
 
 def _weights(config: TrainConfig) -> Iterator[Check]:
     """What the run starts from and learns from; `path_complaints` has looked into these files."""
-    from tinyvae.losses.perceptual import find_lpips_weights
-
     start = config.pretrained_model_path
     yield Check(name="weights", found=f"start from {start}" if start else f"fresh ({config.init})")
     if config.teacher_path is not None:
@@ -296,11 +299,7 @@ def _file_cache(config: TrainConfig) -> Iterator[Check]:
     cache = file_cache()
     free = shutil.disk_usage(existing_folder(cache.folder)).free
     found = f"{cache.folder} for files of URLs, at most {cache.max_gb:g} GiB; {bytes_in_words(free)} free"
-    kept = 0
-    for file in cache.folder.iterdir() if cache.folder.is_dir() else ():
-        with suppress(FileNotFoundError):  # another run has just deleted it
-            kept += file.stat().st_size
-    too_small = kept + free < cache.max_gb * GIB
+    too_small = _bytes_of(cache.folder.glob("*")) + free < cache.max_gb * GIB
     fix = "lower --file_cache_gb, or name a --file_cache_dir on a larger disk" if too_small else ""
     yield Check(name="file cache", found=found, fix=fix, only_warns=True)
 
@@ -452,9 +451,6 @@ def _some_latents(config: TrainConfig, store: LatentStore) -> StoredLatents:
 def measure_step(config: TrainConfig, device: torch.device) -> tuple[float, float, int, int]:
     """Seconds of a micro-batch (forward and backward) and of the optimizer, bytes that autograd keeps of a micro-batch,
     bytes that torch reserved on a GPU. The first of two steps warms up and counts bytes, the second takes the time."""
-    from tinyvae.training.engine import Engine
-    from tinyvae.training.optim import make_optimizers
-
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)

@@ -62,10 +62,9 @@ class TrainingTask:
         self._decodes_teacher = config.decodes_teacher
         self._tells_more = config.debug  # the first call of `losses` logs what it works with
         # With several clip sizes each has a graph of its own: a graph for any size would be slower.
-        compiled = (
-            torch.compile(self._student, mode=config.compile_mode, dynamic=False) if config.compile_model else None
-        )
-        self._forward = compiled or self._student
+        self._forward = self._student
+        if config.compile_model:
+            self._forward = torch.compile(self._student, mode=config.compile_mode, dynamic=False)
 
     def begin_step(self, step: int) -> None:
         """The computation of an optimizer step starts, or starts again; what it draws depends on the step alone."""

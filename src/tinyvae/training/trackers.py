@@ -22,6 +22,7 @@ from PIL import Image
 from tinyvae.config.schema import FIELDS, TrainConfig, shown_value, to_json
 from tinyvae.errors import UserError, require_package
 from tinyvae.files import atomic_write
+from tinyvae.models.hub import first_line
 from tinyvae.terminal import in_utf8
 from tinyvae.training.pictures import Pictures
 
@@ -105,12 +106,11 @@ class Wandb(Tracker):
         wandb = self._wandb = _require("wandb")
         place = folder / config.logging_dir
         place.mkdir(parents=True, exist_ok=True)
-        known = read_record(folder, "wandb")
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or PROJECT,
                 name=config.tracker_name,
-                id=known or uuid.uuid4().hex[:8],
+                id=read_records(folder).get("wandb") or uuid.uuid4().hex[:8],
                 resume="allow",
                 dir=place,
                 config=settings_of(config),
@@ -151,7 +151,7 @@ class MLflow(Tracker):
         self._artifacts = None if server else (place / "mlflow").as_uri()
         try:
             self._client = mlflow.MlflowClient(tracking_uri=address)
-            self._run_id = read_record(folder, "mlflow") or self._begin_record(folder, config)
+            self._run_id = read_records(folder).get("mlflow") or self._begin_record(folder, config)
             self._client.update_run(self._run_id, status="RUNNING")
         except tracker_failures("mlflow") as failure:
             advice = "check MLFLOW_TRACKING_URI, or set report_to to tensorboard"
@@ -190,23 +190,16 @@ class MLflow(Tracker):
 # what trackers share
 
 
-def first_line(failure: Exception) -> str:
-    """What a tracker's error says first; its class where it says nothing."""
-    return next(iter(str(failure).splitlines()), type(failure).__name__)
-
-
 def settings_of(config: TrainConfig) -> dict[str, str]:
     return {key: in_utf8(shown_value(getattr(config, key))) for key in FIELDS}
 
 
-def read_record(folder: Path, tracker: str) -> str | None:
-    """The id of this run's record, if it has one."""
+def read_records(folder: Path) -> dict[str, str]:
+    """The ids of this run's records, by tracker."""
     file = folder / RECORD_FILE
-    return json.loads(file.read_text()).get(tracker) if file.is_file() else None
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def write_record(folder: Path, tracker: str, record: str) -> None:
-    file = folder / RECORD_FILE
-    known = json.loads(file.read_text()) if file.is_file() else {}
-    with atomic_write(file, "w") as stream:
-        stream.write(json.dumps({**known, tracker: record}) + "\n")
+    with atomic_write(folder / RECORD_FILE, "w") as stream:
+        stream.write(json.dumps({**read_records(folder), tracker: record}) + "\n")

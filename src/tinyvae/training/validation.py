@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from tinyvae.data.clip_reading import ClipBatch
 from tinyvae.data.loader import ValidationLoader
 from tinyvae.errors import UserError
 from tinyvae.evaluation.metrics import ClipMetrics, clip_metrics
-from tinyvae.evaluation.statistics import summarize
+from tinyvae.evaluation.statistics import estimate
 from tinyvae.files import atomic_write, why_not_written
 from tinyvae.losses.perceptual import LPIPS
 from tinyvae.models.taehv import TAEHV
@@ -48,6 +48,8 @@ RECORDED_METRICS = ("psnr", "ssim", "lpips", "mse", "mae", "flicker_error", "fli
 DECODER_METRICS = ("psnr", "ssim", "lpips", "mse")  # of the decoder alone: those that can decide
 
 Shown = list[tuple[str, Tensor, Tensor]]  # name, input, output; TCHW in [0, 1] on the CPU
+Scores = dict[str, float]  # of a clip, by metric; ``decoder_NAME``: of the decoder on teacher latents
+ScoresOfClip = tuple[Scores, Scores | None]  # with the weights that decide, and, of an average, with those without it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,13 +183,13 @@ class Validator:
             why = why_not_written(fault, self.folder, needed_bytes=two_files)
             every, last = self.config.checkpointing_steps, self.config.max_train_steps
             has_checkpoint = step == last or (every > 0 and step % every == 0)
-            is_there = (self.folder / "best_model").is_dir()
-            holds = "it still holds the earlier best" if is_there else "there is none yet"
-            no_best = progress.best_step is None
-            then = "the next validation counts as first" if no_best else "later models are compared with that one"
-            further = f"No checkpoint is due at this step, so {then}."
+            holds = "it still holds the earlier best" if (self.folder / "best_model").is_dir() else "there is none yet"
             if has_checkpoint:
                 further = "This step's own checkpoint, once written, is kept beside the newest ones."
+            elif progress.best_step is None:
+                further = "No checkpoint is due at this step, so the next validation counts as first."
+            else:
+                further = "No checkpoint is due at this step, so later models are compared with that one."
             log.error(f"COULD NOT WRITE best_model/ of step {step} ({why}): {holds}. {further}")
             return has_checkpoint
 
@@ -265,7 +267,7 @@ def validate(
     whether to go on. Whatever stops one of them raises `ValidationCut` on all; what is wrong with the clips of all
     ranks together raises the same ``UserError`` on all.
     """
-    own: dict[str, Scores] = {}
+    own: dict[str, ScoresOfClip] = {}
     batches, batch = iter(loader), None
     status, trouble = Status.WELL, None
     anybody_has_more = 1
@@ -296,33 +298,18 @@ def validate(
     return _result([scores for scores, _ in everybody], scorer.shown)
 
 
-def _result(everybody: Sequence[Mapping[str, Scores]], shown: Shown) -> ValidationResult:
+def _result(everybody: Sequence[Mapping[str, ScoresOfClip]], shown: Shown) -> ValidationResult:
     """The means over the clips of all ranks, each given by name."""
     clips = {name: scores for of_rank in everybody for name, scores in of_rank.items()}
     assert clips, "a validation without a clip that passed the loader's check"
     ordered = [clips[name] for name in sorted(clips)]  # so that the sums do not depend on how the clips were shared out
-    raw = [scores.raw for scores in ordered if scores.raw is not None]
+    raw = [without_average for _, without_average in ordered if without_average is not None]
     return ValidationResult(
-        metrics=_means([scores.averaged for scores in ordered]),
+        metrics=_means([scores for scores, _ in ordered]),
         raw_metrics=_means(raw) if raw else None,
         num_clips=len(clips),
         shown=shown,
     )
-
-
-class ClipScores(NamedTuple):
-    """One clip with one set of weights; the last two where there is a teacher."""
-
-    own: ClipMetrics
-    decoder: ClipMetrics | None = None
-    latent_snr: float | None = None
-
-
-class Scores(NamedTuple):
-    """One clip, with the weights that decide, and with those without averaging where there are both."""
-
-    averaged: ClipScores
-    raw: ClipScores | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,50 +331,47 @@ class Scorer:
     shown: Shown = field(default_factory=list)
 
     @torch.no_grad()
-    def measure(self, batch: ClipBatch) -> dict[str, Scores]:
+    def measure(self, batch: ClipBatch) -> dict[str, ScoresOfClip]:
         """Scores of each clip of a batch, by name."""
         frames = batch.model_input(self.device)
-        raw: list[ClipScores] | list[None] = [None] * len(batch)
+        raw: list[Scores] | list[None] = [None] * len(batch)
         if self.average is not None:
             raw, _ = self._score(batch.names, frames)
         with averaged_weights(self.model, self.average):
-            averaged, (target, decoded) = self._score(batch.names, frames)
+            scores, (target, decoded) = self._score(batch.names, frames)
         for i in range(min(len(batch), self.num_shown - len(self.shown))):
             self.shown.append((batch.names[i], target[i].cpu(), decoded[i].cpu()))
-        return dict(zip(batch.names, map(Scores, averaged, raw), strict=True))
+        return dict(zip(batch.names, zip(scores, raw, strict=True), strict=True))
 
-    def _score(self, names: Sequence[str], frames: Tensor) -> tuple[list[ClipScores], tuple[Tensor, Tensor]]:
+    def _score(self, names: Sequence[str], frames: Tensor) -> tuple[list[Scores], tuple[Tensor, Tensor]]:
         """Scores of clips with the weights that the model has now, and what can be shown: input and output NTCHW."""
         model = self.model
         target, decoded = model.target(frames), model.reconstruct(frames).float()
-        own = clip_metrics(decoded, target, lpips=self.lpips)
+        scores = [_scores(clip, RECORDED_METRICS) for clip in clip_metrics(decoded, target, lpips=self.lpips)]
         if self.teacher is None:
-            return [ClipScores(metrics) for metrics in own], (target, decoded)
+            return scores, (target, decoded)
         frames = self.teacher.frames(frames)
         latents, of_teacher = self.teacher.latents(names, frames), model.target(frames)
         taught = model.decode_video(latents)[:, : of_teacher.shape[1]].float()
         decoder = clip_metrics(taught, of_teacher, lpips=self.lpips)
         near = latent_snr(model.encode_video(frames), latents)
-        shown = (of_teacher, taught) if self.shows_decoder else (target, decoded)
-        return list(map(ClipScores, own, decoder, near)), shown
+        for clip, of_decoder, snr in zip(scores, decoder, near, strict=True):
+            clip.update(_scores(of_decoder, DECODER_METRICS, prefix=DECODER))
+            clip[LATENT_SNR] = snr
+        return scores, (of_teacher, taught) if self.shows_decoder else (target, decoded)
 
 
-def _means(clips: list[ClipScores]) -> dict[str, float]:
-    """Mean over clips of each recorded metric, and its spread as NAME_std; ``decoder_NAME`` of the decoder alone."""
-    metrics = _named_means([clip.own for clip in clips], RECORDED_METRICS)
-    if decoder := [clip.decoder for clip in clips if clip.decoder is not None]:
-        metrics |= _named_means(decoder, DECODER_METRICS, prefix=DECODER)
-    if near := [clip.latent_snr for clip in clips if clip.latent_snr is not None]:
-        metrics[LATENT_SNR] = math.fsum(near) / len(near)
-    return metrics
+def _scores(clip: ClipMetrics, names: Sequence[str], *, prefix: str = "") -> Scores:
+    """Those of these metrics that could be measured."""
+    return {f"{prefix}{name}": value for name in names if (value := clip.value(name)) is not None}
 
 
-def _named_means(clips: list[ClipMetrics], names: Sequence[str], *, prefix: str = "") -> dict[str, float]:
-    summary = summarize(clips)
-    found = {f"{prefix}{name}": estimate for name in names if (estimate := summary.value(name)) is not None}
+def _means(clips: Sequence[Scores]) -> dict[str, float]:
+    """Mean of each score over the clips that have it (LPIPS may be on some machines alone), its spread as NAME_std."""
     metrics: dict[str, float] = {}
-    for name, estimate in found.items():
-        metrics |= {name: estimate.mean, f"{name}_std": 0.0 if estimate.std is None else estimate.std}
+    for name in dict.fromkeys(name for clip in clips for name in clip):
+        found = estimate([clip[name] for clip in clips if name in clip])
+        metrics |= {name: found.mean, f"{name}_std": found.std or 0.0}
     return metrics
 
 

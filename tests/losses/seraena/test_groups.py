@@ -54,15 +54,3 @@ def test_contexts_are_means_over_time_one_for_each_group() -> None:
     assert contexts.shape == (6, 16, 3, 4)
     for row in range(6):
         torch.testing.assert_close(contexts[row], latents[row // 3].mean(dim=0))
-
-
-@pytest.mark.parametrize(
-    ("n_frames", "group_frames", "works"),
-    # FACTS 13, with 4x trimming variants: pairs that circulate.
-    [
-        *[(16, 13, False), (20, 17, False), (24, 7, False), (28, 5, False)],
-        *[(16, 4, True), (20, 4, True), (20, 5, True), (28, 7, True)],
-    ],
-)
-def test_the_rule_is_on_the_padded_length(n_frames: int, group_frames: int, works: bool) -> None:
-    assert (group_frames in get_spec("taehv").seraena_divisors(n_frames)) == works

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.processes import HANGS_S
+from tests.training.tiny_runs import differences
 from tinyvae.errors import UserError
 from tinyvae.losses.seraena import HalfStepError, Seraena, SeraenaResult, discriminator, saved_ranks_for, seraena_loss
 from tinyvae.models.variants import get_spec
@@ -53,17 +54,6 @@ def load_all(seraena: Seraena, state: dict[str, Any]) -> None:
     seraena.load_rank_state_dicts([state["rank"]], num_ranks_saved=1, num_ranks=1)
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two nested states are equal bit by bit."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    return a == b
-
-
 @pytest.mark.parametrize("batch", [1, 2, 3])
 @pytest.mark.parametrize("group_frames", [1, 8])
 def test_any_batch_size(batch: int, group_frames: int) -> None:
@@ -97,7 +87,7 @@ def test_the_same_under_autocast_no_grad_and_another_global_seed() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         second = other.step(real, fake, latents)
     assert torch.equal(first.target_NTCHW, second.target_NTCHW)
-    assert same(all_state(plain), all_state(other))
+    assert differences(all_state(plain), all_state(other)) == []
     assert torch.equal(torch.random.get_rng_state(), stream), "Seraena drew from torch's own stream"
 
 
@@ -111,7 +101,7 @@ def test_a_resumed_run_goes_on_bit_by_bit() -> None:
     for step in range(4, 6):
         expected, found = (seraena.step(*clips(3, seed=step)) for seraena in (whole, resumed))
         assert torch.equal(expected.target_NTCHW, found.target_NTCHW)
-    assert same(all_state(whole), all_state(resumed))
+    assert differences(all_state(whole), all_state(resumed)) == []
     assert len(whole.buffer) == whole.buffer.capacity(torch.Size((12, 16, 16)), torch.Size((16, 2, 2))), "not yet full"
 
 
@@ -126,7 +116,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(where: str, value: float) -> 
     inputs[where][:] = value  # 1e30 is finite itself; its square in the batch norm is not
     result = seraena.step(*inputs.values())
     assert not result.finite
-    assert same(all_state(seraena), before)
+    assert differences(all_state(seraena), before) == []
     assert seraena.step(*clips(2, seed=2)).finite
 
 
@@ -159,7 +149,7 @@ def test_half_of_the_fakes_are_past_ones_each_with_its_own_context() -> None:
     assert 90 < counts["now"] < 180 and 90 < counts["past"] < 180
 
 
-def test_the_discriminator_learns_and_its_correction_mends_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_discriminator_learns_and_its_correction_fixes_the_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discriminator, "WIDTHS", RELEASED_WIDTHS)
     seraena = make_seraena(group_frames=1, buffer_mb=1, learning_rate=3e-3)
     for step in range(12):
@@ -218,11 +208,21 @@ def test_out_of_memory_in_any_operation_and_the_step_computed_again(steps_before
         again.begin_step(10)
         result = again.step(*inputs)
         assert torch.equal(result.target_NTCHW, wanted.target_NTCHW), at
-        assert same(result.scalars, wanted.scalars) and same(all_state(again), after), at
+        assert differences([result.scalars, all_state(again)], [wanted.scalars, after]) == [], at
     assert operations.count > 200
     # Only the update itself cannot be repeated, and it says so: one stretch, after the exchange.
     assert half_steps == list(range(half_steps[0], half_steps[-1] + 1, every))
     assert half_steps[0] > 100 and half_steps[-1] < operations.count - 100
+
+
+def test_another_fault_of_the_update_keeps_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    seraena = make_seraena()
+    monkeypatch.setattr(seraena.optimizer, "step", fail)
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        seraena.step(*clips(2, seed=0))
 
 
 def test_a_training_step_computed_again_teaches_no_clip_twice() -> None:
@@ -238,7 +238,7 @@ def test_a_training_step_computed_again_teaches_no_clip_twice() -> None:
     for attempt in (seraena, resumed):
         attempt.begin_step(5)
         found = [attempt.step(*clips(2, seed=seed)) for seed in range(3)]
-        assert attempt.steps == 3 and same(all_state(attempt), all_state(undisturbed))
+        assert attempt.steps == 3 and differences(all_state(attempt), all_state(undisturbed)) == []
         for made, expected in zip(found, wanted, strict=True):
             assert made.scalars["discriminator_loss"] == expected.scalars["discriminator_loss"]
         assert torch.equal(found[2].target_NTCHW, wanted[2].target_NTCHW)
@@ -291,8 +291,8 @@ def run_ranks(
 def test_all_ranks_have_one_discriminator() -> None:
     ranks, _ = run_ranks(2, lambda rank: make_seraena(rank=rank), lambda rank, step: clips(2, seed=10 * step + rank), 3)
     first, second = (rank.shared_state_dict() for rank in ranks)
-    assert first["steps"] == 3 and same(first, second)
-    assert not same(ranks[0].rank_state_dict(), ranks[1].rank_state_dict()), "each rank has its own fakes and coins"
+    assert first["steps"] == 3 and differences(first, second) == []
+    assert differences(ranks[0].rank_state_dict(), ranks[1].rank_state_dict()), "each rank has its own fakes and coins"
 
 
 def test_a_bad_value_on_one_rank_stops_the_step_on_all() -> None:
@@ -307,7 +307,7 @@ def test_a_bad_value_on_one_rank_stops_the_step_on_all() -> None:
     assert [result.finite for result in results] == [False, False]
     healthy, _ = run_ranks(2, make, inputs, 2)
     for rank, before in zip(ranks, healthy, strict=True):
-        assert same(all_state(rank), all_state(before))
+        assert differences(all_state(rank), all_state(before)) == []
 
 
 @pytest.mark.parametrize(("saved", "now"), [(1, 3), (4, 2), (3, 2), (2, 5), (2, 2)])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tinyvae.errors import UserError
-from tinyvae.losses.distances import mean_distance
+from tinyvae.losses.distances import reconstruction_loss
 from tinyvae.losses.seraena.discriminator import PATCH_PIXELS, Normalization, SeraenaDiscriminator, make_correction
 from tinyvae.losses.seraena.replay_buffer import ReplayBuffer, WritePlan
 from tinyvae.models.variants import VariantSpec
@@ -39,7 +39,7 @@ class SeraenaResult:
 
 def seraena_loss(fake_NTCHW: Tensor, target_NTCHW: Tensor) -> Tensor:
     """MSE of the decoded frames toward their correction targets; a scalar in fp32."""
-    return mean_distance(fake_NTCHW, target_NTCHW.detach(), "mse")
+    return reconstruction_loss(fake_NTCHW, target_NTCHW.detach())
 
 
 class Seraena:
@@ -166,7 +166,8 @@ class Seraena:
             self.optimizer.zero_grad(set_to_none=True)
             self.buffer.commit(plan, fake, contexts)
         except (RuntimeError, MemoryError) as fault:  # nearly impossible: the gradients' own memory is free again
-            if isinstance(fault, RuntimeError) and "memory" not in str(fault):
+            words = ("out of memory", "allocate memory")  # an illegal memory access is something else
+            if isinstance(fault, RuntimeError) and not any(word in str(fault) for word in words):
                 raise
             raise HalfStepError(
                 "out of memory while Seraena's discriminator was updated; use a smaller --train_batch_size, then "
