@@ -58,6 +58,7 @@ def test_a_checkpoint_that_is_not_there_is_a_line(
         (["--port", "99999", "quickstart"], "--port: '99999' is not a whole number from 0 to 65535"),
         ([], "say what to check: a preset's name"),
         (["quickstart", "h100"], "'quickstart' and 'h100' were given: name one preset"),
+        (["quickstart", "--learning_rat", "1"], "there is no setting 'learning_rat'"),
     ],
 )
 def test_mistakes_are_one_sentence(words: list[str], says: str) -> None:
@@ -100,9 +101,3 @@ def test_quick_says_only_what_the_run_would_refuse(
     launch.write_text("distributed_type: MULTI_GPU\nmixed_precision: fp16\n")
     with pytest.raises(UserError, match="mixed_precision: fp16"):
         run(["check", "quickstart", "--quick", "--launch", str(launch)])
-
-
-def test_settings_are_those_of_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="learning_rat"):
-        run(["check", "quickstart", "--learning_rat", "1"])

@@ -139,13 +139,6 @@ def test_names_never_collide() -> None:
     assert distinct_names(["a", "a_2", "a", "b", "a"]) == ["a", "a_2", "a_3", "b", "a_4"]
 
 
-def test_an_output_folder_that_cannot_be_is_refused_before_the_work(setting: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    model, video = str(setting / "model.safetensors"), str(videos_of(setting)[0])
-    with pytest.raises(UserError, match="cannot be written"):
-        run(["reconstruct", model, video, "--output", str(tmp_path / "file" / "below")])
-
-
 @pytest.mark.filterwarnings("ignore:.*holds values that are not finite")
 def test_nan_gives_exit_code_1_and_is_named(setting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = load_model(setting / "model.safetensors")

@@ -82,6 +82,7 @@ def open_models(
     split, note = choose_split(arguments.data, data_root=arguments.data_root, wanted=arguments.split)
     if note:
         print(f"note: {note}", file=sys.stderr)
+        split = split or "all"  # so that nobody chooses again, and says it again
     devices = choose_devices(arguments.device)
     settings = {
         "split": split,
