@@ -316,11 +316,6 @@ def test_a_name_is_suggested_only_where_it_is_near(words: list[str], says: str, 
     assert says in text and (not not_says or not_says not in text)
 
 
-def test_the_best_model_needs_no_switch(tmp_path: Path) -> None:
-    loaded = load_config(write(tmp_path, "args.save_best = True\n"))
-    assert any("best model is always kept" in notice for notice in loaded.notices)
-
-
 def test_weights_named_after_another_variant_are_asked_about(tmp_path: Path) -> None:
     """Several variants share one network: shapes cannot tell, and the name of a released file says another one."""
     weights = TAEHV("taecvx", width=0.125).state_dict()
@@ -339,6 +334,8 @@ def test_what_is_neither_preset_nor_file(tmp_path: Path) -> None:
     assert "there is no preset or file 'h10'" in text and "Did you mean 'h100'?" in text and "quickstart" in text
     with pytest.raises(MissingFileError):
         load_config(tmp_path / "none.py")
+    yaml = write(tmp_path, "data_root: clips\n", "mine.yaml")
+    assert "mine.yaml is YAML, and settings are written in Python" in refusal(yaml)
     (tmp_path / "picture.py").write_bytes(b"\xff\xfe\x00")
     assert "is not UTF-8 text" in refusal(tmp_path / "picture.py")
 

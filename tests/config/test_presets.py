@@ -214,11 +214,6 @@ def test_presets_that_need_files_say_all_of_them_at_once(tmp_path: Path, monkeyp
         assert words in str(caught.value)
 
 
-def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"there is no preset 'quikstart'\. Did you mean 'quickstart'\?"):
-        load_preset("quikstart")
-
-
 def test_the_document_says_which_averages_the_presets_have() -> None:
     (row,) = [
         line for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| `ema_decay` | none")
