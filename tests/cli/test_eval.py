@@ -82,7 +82,7 @@ def test_of_data_with_splits_val_is_taken_and_said(
             words = ["eval", str(run_folder), "--data", str(data), "--lpips", "off", "--output", str(tmp_path)]
             assert run([*words, "--films", "0", *(["--split", split] if split else [])]) == 0
             shown = capsys.readouterr()
-            assert f"clips / frames        {count} / " in shown.out
+            assert f"clips / frames        {count} / " in shown.out and "films for the report" not in shown.err
             assert shown.err.count(f"note: the videos that {data} annotates as val are taken") == (split is None)
             (evaluation,) = json.loads((tmp_path / "results.json").read_text())["evaluations"]
             assert evaluation["settings"]["split"] == (split or "val")

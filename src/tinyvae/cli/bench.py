@@ -44,7 +44,7 @@ floor      share of the floor: the least time of its layers (arithmetic at the m
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help=f"{MODEL}, or the name of a variant")
+    parser.add_argument("model", metavar="MODEL", help=f"{MODEL}, or the name of a variant")
     parser.add_argument(
         "--against", nargs="+", default=[], metavar="MODEL", help="further models, files or variants, in one table"
     )

@@ -22,7 +22,7 @@ from tinyvae.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help=MODEL)
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=MODEL)
     parser.add_argument("--to", required=True, metavar="PROGRAM", help=f"{', '.join(PROGRAMS)}; or list")
     add_options(
         parser, "--output", metavar="PATH", help="a folder (the file gets the name that the program wants), or a file"

@@ -32,7 +32,7 @@ NETWORK = attrgetter("patch_size", "latent_channels", "encoder_strides", "decode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help=f"{MODEL}, or the name of a variant")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL}, or the name of a variant")
     add_options(parser, "--variant")
     add_options(parser, "--frames", default=17, help="clip length for the frame example (default: 17)")
 

@@ -104,8 +104,12 @@ def local_path(text: str) -> Path:
 
 
 SHARED: dict[str, dict[str, Any]] = {
-    "--data_root": {"type": place, "help": "folder or URL that relative paths start from (default: beside the file)"},
-    "--device": {"help": "cpu, cuda or cuda:1; default: the first GPU, else the CPU"},
+    "--data_root": {
+        "type": place,
+        "metavar": "FOLDER",
+        "help": "folder or URL that relative paths start from (default: beside the file)",
+    },
+    "--device": {"metavar": "NAME", "help": "cpu, cuda or cuda:1; default: the first GPU, else the CPU"},
     "--dtype": {
         "type": dtype,
         "metavar": "NAME",

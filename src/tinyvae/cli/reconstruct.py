@@ -33,7 +33,7 @@ Target = TypeVar("Target")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help=f"{MODEL}, or a diffusers VAE folder")
+    parser.add_argument("model", metavar="MODEL", help=f"{MODEL}, or a diffusers VAE folder")
     add_videos(parser)
     side_by_side = "also NAME_side_by_side.mp4: input | output | error"
     parser.add_argument("--side_by_side", action="store_true", help=side_by_side)

@@ -71,6 +71,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def result_text(result: Result) -> str:
+    """The means of all models; beside a teacher also the figures of each student."""
+    table = evaluation_table(result.evaluations)
+    return f"{table}\n\n{figures_text(result)}" if isinstance(result, Comparison) and result.figures else table
+
+
 def evaluation_table(results: Sequence[EvaluationResult], width: int | None = None) -> str:
     """The means of one or several evaluations, one column for each; more than fit stand in tables below each other.
 
