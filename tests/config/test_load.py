@@ -316,17 +316,6 @@ def test_a_name_is_suggested_only_where_it_is_near(words: list[str], says: str, 
     assert says in text and (not not_says or not_says not in text)
 
 
-def test_weights_named_after_another_variant_are_asked_about(tmp_path: Path) -> None:
-    """Several variants share one network: shapes cannot tell, and the name of a released file says another one."""
-    weights = TAEHV("taecvx", width=0.125).state_dict()
-    file = write(tmp_path, "args.pretrained_model_path = 'taecvx.pth'\nargs.model_width = 0.125\n")
-    torch.save(weights, tmp_path / "taecvx.pth")
-    assert "--variant taecvx" in refusal(file)
-    assert load_config(file, ["--variant", "taecvx"]).config.variant == "taecvx"
-    torch.save(TAEHV("taew2_2", width=0.125).state_dict(), tmp_path / "taecvx.pth")
-    assert load_config(file).config.variant == "taew2_2", "a name is believed where the weights allow it"
-
-
 def test_what_is_neither_preset_nor_file(tmp_path: Path) -> None:
     assert "nopreset" in refusal("nopreset") and "Did you mean" not in refusal("nopreset")
     assert f"{tmp_path} is a folder without config.json" in refusal(tmp_path)
@@ -583,8 +572,11 @@ def test_published_weights_are_not_trained_as_another_variant(
     assert end.value.code == 2 and "its name speaks of taecvx; say which it is with --variant taecvx" in said
     assert load_config(file, ["--variant", "taecvx"]).config.variant == "taecvx"
     assert load_config(file, ["--variant", "taehv"]).config.variant == "taehv", "what the user says is obeyed"
-    both = write(tmp_path, text + "args.variant = 'taehv'\nargs.pretrained_model_path = 'checkpoints/taecvx.pth'\n")
+    text += "args.variant = 'taehv'\nargs.pretrained_model_path = 'checkpoints/taecvx.pth'\n"
+    both = write(tmp_path, text, "both.py")
     assert load_config(both).config.variant == "taehv", "said in one file, of these weights"
+    bare_weights(tmp_path / "checkpoints/taecvx.pth", "taew2_2")
+    assert load_config(file).config.variant == "taew2_2", "a name is believed where the weights allow it"
 
 
 def test_a_presets_variant_is_not_said_of_other_weights(tmp_path: Path) -> None:
