@@ -58,7 +58,7 @@ def test_one_bad_video_among_many_gives_exit_code_1(
 ) -> None:
     (tmp_path / "good.mp4").write_bytes(next(clips.rglob("*.mp4")).read_bytes())
     (tmp_path / "broken.mp4").write_bytes(b"nothing like a video")
-    assert run(["eval", str(run_folder), "--data", str(tmp_path), "--lpips", "off"]) == 1
+    assert run(["eval", str(run_folder), "--data", str(tmp_path), "--lpips", "none"]) == 1  # as settings say it
     errors = capsys.readouterr().err
     assert errors.count("broken.mp4") == 1 and "1 of 2 videos could not be measured" in errors
 

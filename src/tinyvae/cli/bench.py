@@ -115,7 +115,9 @@ def bench_one(model: TAEHV, case: BenchmarkCase, machine: dict[str, str]) -> dic
     dtype_name = str(model.dtype).removeprefix("torch.")
     where = f"{dtype_name}, on {machine['device']}"
     print(f"{model.spec.name}, {case.height}x{case.width}, {case.num_frames} frames, {where}")
-    print(f"torch {machine['torch']}; encoder {fused.engines['encoder']}; decoder {fused.engines['decoder']}")
+    encoder, decoder = fused.engines["encoder"], fused.engines["decoder"]
+    engines = f"encoder and decoder {encoder}" if encoder == decoder else f"encoder {encoder}; decoder {decoder}"
+    print(f"torch {machine['torch']}; {engines}")
     print(table(ceilings, timings))
     print("\n" + LEGEND.format(wider="float64" if dtype_name == "float32" else "float32"))
     described = {"variant": model.spec.name, "height": case.height, "width": case.width, "frames": case.num_frames}

@@ -87,7 +87,7 @@ def open_models(
     settings = {
         "split": split,
         "device": devices,
-        "lpips": None if arguments.lpips == "off" else arguments.lpips or "auto",
+        "lpips": None if arguments.lpips in ("off", "none") else arguments.lpips or "auto",
         "max_frames": arguments.frames,
         "max_clips": arguments.max_clips,
         "size": arguments.size,

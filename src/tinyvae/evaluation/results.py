@@ -155,14 +155,9 @@ def figures_text(comparison: Comparison) -> str:
     for figures in comparison.figures:
         rows: list[Row] = []
         for words, figure in figures.rows().items():
-            cells = [f"{info.shown(figure.psnr.mean if figure.psnr else None)} dB", "", ""]
-            if figure.gap is not None:
-                difference = figure.gap.difference
-                cells[1:] = (
-                    info.shown_difference(difference.mean),
-                    f"({info.interval(difference.low, difference.high)})",
-                )
-            rows.append([f"  {words}", *cells])
+            gap = figure.gap.difference if figure.gap is not None else None
+            shown = [info.shown_difference(gap.mean), f"({info.interval(gap.low, gap.high)})"] if gap else ["", ""]
+            rows.append([f"  {words}", f"{figure.shown_psnr} dB", *shown])
         lines = [f"{figures.student.label} beside its teacher {figures.teacher.label}:", *in_columns(rows)]
         for verb, speed in (("encodes", figures.encode), ("decodes", figures.decode)):
             if speed is None:
