@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tinyvae.cli.main import run
+from tinyvae.config.schema import TrainConfig, to_json
 from tinyvae.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,3 +102,18 @@ def test_quick_says_only_what_the_run_would_refuse(
     launch.write_text("distributed_type: MULTI_GPU\nmixed_precision: fp16\n")
     with pytest.raises(UserError, match="mixed_precision: fp16"):
         run(["check", "quickstart", "--quick", "--launch", str(launch)])
+
+
+def test_a_folder_that_holds_a_run_is_refused_as_by_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    words = ["check", "quickstart", "--output_dir", "mine", "--no_step"]
+    assert run(words) == 0
+    (tmp_path / "mine" / "config.json").write_text(to_json(TrainConfig(output_dir=tmp_path / "mine")))
+    assert run(words) == 1 and run(["check", "mine", "--no_step"]) == 1
+    assert "mine already holds a run; choose another --output_dir" in capsys.readouterr().out
+    with pytest.raises(UserError, match="mine already holds a run; choose another --output_dir"):
+        run([*words, "--quick"])
+    assert run(["check", "quickstart", "--output_dir", "mine/%Y", "--quick"]) == 0
