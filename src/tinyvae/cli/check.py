@@ -115,5 +115,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"note: {notice}")
     print_table(checks)
     failed = [check for check in checks if not check.passes]
-    print(f"\n{len(failed)} of {len(checks)} lines need a fix" if failed else "\nready to train")
+    need = "needs" if len(failed) == 1 else "need"
+    print(f"\n{len(failed)} of {len(checks)} lines {need} a fix" if failed else "\nready to train")
     return 1 if failed else 0

@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("latents", nargs="+", type=Path, metavar="LATENTS", help="safetensors files or folders of them")
     fps = "frames per second; default: as the file states, else 24"
     audio = "a video whose sound and uneven frame times are carried over (one LATENTS file only)"
-    parser.add_argument("--fps", type=number(float, 0.001, 1000), help=fps)
-    parser.add_argument("--audio_from", type=Path, help=audio)
+    parser.add_argument("--fps", type=number(float, 0.001, 1000), metavar="N", help=fps)
+    parser.add_argument("--audio_from", type=Path, metavar="VIDEO", help=audio)
     add_quality(parser)
     add_stream_arguments(parser)
 

@@ -27,7 +27,7 @@ SPACE_WORDS = {
     "diffusion": "diffusion: as the diffusion model sees latents",
     "vae": "vae: as the diffusion model's VAE makes latents, before scaling",
 }
-LAST_LENGTH = 52  # three chunks of taeh3; a line's worth for the others
+LAST_LENGTH = 52  # three chunks of taeh3
 NETWORK = attrgetter("patch_size", "latent_channels", "encoder_strides", "decoder_strides", "decoder")
 
 
@@ -100,5 +100,5 @@ def facts(model: TAEHV, *, source: str, step: object, num_frames: int) -> list[t
         ("latent space", SPACE_WORDS[spec.latent_space]),
         ("frame sizes", f"multiples of {spec.space_factor}"),
         ("frame example", f"{example}, of which the first {num_aligned} are the input's"),
-        ("trains at", f"{', '.join(map(str, lengths))}, ... frames"),
+        ("trains at", f"{', '.join(map(str, lengths[:12]))}, ... frames"),
     ]

@@ -49,7 +49,7 @@ def add_videos(parser: argparse.ArgumentParser) -> None:
 
 def add_quality(parser: argparse.ArgumentParser) -> None:
     help = "H.264 quality of what is written, 0 (largest file) to 51; default 18"
-    parser.add_argument("--crf", type=number(float, 0, 51), default=18.0, help=help)
+    parser.add_argument("--crf", type=number(float, 0, 51), default=18.0, metavar="N", help=help)
 
 
 def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
