@@ -44,14 +44,8 @@ def test_samples_totals_and_files(
     script: ModuleType, setting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clips = setting / "clips"
-    options = [
-        "--model_path",
-        str(setting / "student.safetensors"),
-        "--num_samples",
-        "2",
-        "--output_dir",
-        str(tmp_path),
-    ]
+    options = ["--model_path", str(setting / "student.safetensors"), "--num_samples", "2"]
+    options += ["--output_dir", str(tmp_path)]
     options += ["--data_root", str(clips), "--annotation_file", str(clips / "annotations.json")]
     assert script.main([*options, "--split", "all", "--save_latents", "--benchmark"]) == 0
     printed = capsys.readouterr().out

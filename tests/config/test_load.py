@@ -333,18 +333,9 @@ def test_what_is_neither_preset_nor_file(tmp_path: Path) -> None:
 
 
 def test_forms_of_an_override() -> None:
-    words = [
-        "--height",
-        "64",
-        "--width=96",
-        "--no-random_flip",
-        "--compile_model",
-        "--max-train-steps",
-        "5",
-        "--resume",
-        "latest",
-    ]
-    config = load_config("quickstart", [*words, "--gaussian_blur_sigma", "0.5", "1.5", "--lr_warmup_steps", "1"]).config
+    words = "--height 64 --width=96 --no-random_flip --compile_model --max-train-steps 5 --resume latest"
+    words += " --gaussian_blur_sigma 0.5 1.5 --lr_warmup_steps 1"
+    config = load_config("quickstart", words.split()).config
     assert (config.height, config.width, config.max_train_steps) == (64, 96, 5)
     assert config.random_flip is False and config.compile_model is True
     assert config.gaussian_blur_sigma == (0.5, 1.5)
