@@ -58,9 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "--frames", default=49, help="frames of the video (default: 49)")
     add_options(parser, "--dtype", help="float32, float16 or bfloat16; default: float16 on a GPU, float32 on a CPU")
     add_options(parser, "--output", metavar="FILE", help="also write everything to this JSON file")
-    parser.add_argument(
-        "--repeats", type=int, metavar="N", help="timed calls of each kind (default: 20 on a GPU, 5 on a CPU)"
-    )
+    repeats = "timed calls of each kind (default: 20 on a GPU, 5 on a CPU)"
+    parser.add_argument("--repeats", type=int, metavar="N", help=repeats)
 
 
 def run(arguments: argparse.Namespace) -> int:
