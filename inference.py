@@ -81,13 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
         # Before the samples, so that the next run knows them even if this one is killed.
         write_results(result, folder / "results.json", command=command_line())
     for number, name in enumerate(names, start=1):
-        print(f"sample {number} of {len(names) + len(skipped)}  {name}: {sample_scores(result, name)}", flush=True)
+        print(f"sample {number} of {len(names) + len(skipped)}  {name}: {scores(result, name)}", flush=True)
         source = next(Path(clip.path) for clip in result.evaluations[0].clips if clip.name == name)
         with writing_to(folder), fitting_in_memory(source):
             write_sample(models, source, folder / sample_stem(number, source), arguments)
     for reason in skipped.values():
         print(f"skipped: {reason}")
-    print(f"total over {count_of(len(names), 'sample')}: {total_scores(result)}")
+    print(f"total over {count_of(len(names), 'sample')}: {scores(result)}")
     if arguments.benchmark:
         for evaluation, model in zip(result.evaluations, models, strict=True):
             print(speed_line(evaluation, model))
@@ -171,21 +171,13 @@ def write_sample(models: Sequence[RoundTrip], source: Path, stem: Path, argument
         reconstruct_video(teacher, source, Outputs(latents=latents, overwrite=True), **limits)
 
 
-def sample_scores(result: Result, name: str) -> str:
-    """MSE and PSNR of one sample, of each model."""
-    found = [(e.model.label, e.by_name()[name]) for e in result.evaluations]
-    return score_words([(label, metrics.mse, metrics.psnr) for label, metrics in found])
-
-
-def total_scores(result: Result) -> str:
-    """The means over all samples, of each model."""
-    found = [(e.model.label, e.summary.means()) for e in result.evaluations]
-    return score_words([(label, means["mse"], means["psnr"]) for label, means in found])
-
-
-def score_words(scores: Sequence[tuple[str, float, float]]) -> str:
-    words = [f"MSE {mse:.6f}, PSNR {psnr:.2f} dB" for _, mse, psnr in scores]
-    return words[0] if len(scores) == 1 else "; ".join(f"{s[0]} {w}" for s, w in zip(scores, words, strict=True))
+def scores(result: Result, name: str | None = None) -> str:
+    """MSE and PSNR of one sample, or the means over all, of each model."""
+    words: dict[str, str] = {}
+    for evaluation in result.evaluations:
+        found = vars(evaluation.by_name()[name]) if name is not None else evaluation.summary.means()
+        words[evaluation.model.label] = f"MSE {found['mse']:.6f}, PSNR {found['psnr']:.2f} dB"
+    return "; ".join(f"{label} {said}" for label, said in words.items()) if len(words) > 1 else "".join(words.values())
 
 
 def speed_line(evaluation: EvaluationResult, model: RoundTrip) -> str:

@@ -213,16 +213,6 @@ def test_the_table_of_presets_is_right() -> None:
             assert int(clips) == int(batch) * int(accumulation) * int(gpus)
 
 
-def test_what_the_pages_say_of_all_presets() -> None:
-    """configuration.md, guide-h100-a800.md and troubleshooting.md (memory) say this, in both languages."""
-    from tinyvae.config import load_preset
-
-    presets = {name: load_preset(name) for name in preset_names()}
-    assert {name for name, preset in presets.items() if not preset.compile_model} == {"quickstart"}
-    assert not any(preset.gradient_checkpointing for preset in presets.values())
-    assert {preset.seraena_buffer_device for preset in presets.values()} == {"device"}
-
-
 def test_the_sixteen_failures_are_all_there() -> None:
     for path in (ROOT / "docs" / "troubleshooting.md", ROOT / "docs" / "troubleshooting.zh-CN.md"):
         table = re.findall(r"^\| ([\d, 、]+) \| .*\(#", path.read_text(), re.MULTILINE)

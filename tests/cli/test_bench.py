@@ -148,12 +148,6 @@ def test_a_second_gpu_is_timed_by_its_own_stream(monkeypatch: pytest.MonkeyPatch
     assert seen == ["stream of cuda:1", "call", "stream of cuda:1"]
 
 
-def test_output_is_looked_at_before_the_work(tmp_path: Path) -> None:
-    (tmp_path / "folder.json").mkdir()
-    with pytest.raises(UserError, match="is a folder"):
-        run(["bench", "taehv", "--device", "cpu", "--output", str(tmp_path / "folder.json")])
-
-
 def test_black_pictures_have_an_error_too(tmp_path: Path) -> None:
     """Fresh weights may decode to values below 0 alone, which a clamp would make equal, and 0 / 0 an error."""
     model = TAEHV("taehv", width=0.125)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tinyvae.cli.main import run
+from tinyvae.config.schema import TrainConfig, to_json
 from tinyvae.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +59,7 @@ def test_a_checkpoint_that_is_not_there_is_a_line(
         (["--port", "99999", "quickstart"], "--port: '99999' is not a whole number from 0 to 65535"),
         ([], "say what to check: a preset's name"),
         (["quickstart", "h100"], "'quickstart' and 'h100' were given: name one preset"),
+        (["quickstart", "--learning_rat", "1"], "there is no setting 'learning_rat'"),
     ],
 )
 def test_mistakes_are_one_sentence(words: list[str], says: str) -> None:
@@ -102,7 +104,16 @@ def test_quick_says_only_what_the_run_would_refuse(
         run(["check", "quickstart", "--quick", "--launch", str(launch)])
 
 
-def test_settings_are_those_of_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_holds_a_run_is_refused_as_by_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="learning_rat"):
-        run(["check", "quickstart", "--learning_rat", "1"])
+    (tmp_path / "mine").mkdir()
+    words = ["check", "quickstart", "--output_dir", "mine", "--no_step"]
+    assert run(words) == 0
+    (tmp_path / "mine" / "config.json").write_text(to_json(TrainConfig(output_dir=tmp_path / "mine")))
+    assert run(words) == 1 and run(["check", "mine", "--no_step"]) == 1
+    assert "mine already holds a run; choose another --output_dir" in capsys.readouterr().out
+    with pytest.raises(UserError, match="mine already holds a run; choose another --output_dir"):
+        run([*words, "--quick"])
+    assert run(["check", "quickstart", "--output_dir", "mine/%Y", "--quick"]) == 0

@@ -195,16 +195,6 @@ def test_old_names_of_options_work_and_say_the_new_ones(tmp_path: Path, capsys: 
     ]
 
 
-def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run("--help")
-    assert ended.value.code == 0 and "tinyvae data index videos/ --output" in capsys.readouterr().out
-    code = (
-        "import sys; from tinyvae.cli import data, main; main.build_parser('data'); assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_a_clip_length_is_held_against_the_frame_rule(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

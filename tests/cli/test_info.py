@@ -1,13 +1,13 @@
-"""``tinyvae info``: the list of variants, and help that does not wait for torch."""
+"""``tinyvae info``: the list of variants, and what it says of one."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
-from tinyvae.cli.main import VERBS, run
+from tinyvae import TAEHV, save_model
+from tinyvae.cli.main import run
 from tinyvae.errors import UserError
 from tinyvae.models.variants import VARIANTS
 
@@ -26,14 +26,13 @@ def test_a_variant_is_an_argument_not_an_option() -> None:
         run(["info", "--variant", "taehv"])
 
 
-@pytest.mark.parametrize("words", [["info"], ["export", "--to", "list"], *([verb, "--help"] for verb in VERBS)])
-def test_lists_and_help_do_not_load_torch(words: list[str]) -> None:
-    """torch takes seconds to load; nobody should wait for it to read a help text."""
-    program = (
-        "import sys\nfrom tinyvae.cli.main import run\n"
-        f"try:\n    run({words!r})\nexcept SystemExit:\n    pass\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "tinyvae" in done.stdout or "taehv" in done.stdout
+def test_a_variant_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["info", "taeh3"])
+    of_variant = capsys.readouterr().out
+    assert "4 frames of 16x16 pixels" in of_variant and "17, 34, 51, ... frames\n" in of_variant
+    assert "training step" not in of_variant
+    save_model(TAEHV("taecvx", width=0.25), tmp_path / "m", training_step=1200)
+    run(["info", str(tmp_path / "m"), "--frames", "5"])
+    shown = capsys.readouterr().out
+    assert "taecvx, stands in for the VAE of CogVideoX" in shown and "training step    1200\n" in shown
+    assert "5 frames -> 2 latents -> 8 frames, of which the first 5 are the input's" in shown

@@ -29,10 +29,3 @@ def test_mistakes_are_one_sentence(words: list[str], says: str) -> None:
 
 def test_parts_count_from_one() -> None:
     assert part_of("1/8") == (1, 8) and part_of("8/8") == (8, 8)
-
-
-def test_help_says_how_to_use_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run(["latents", "--help"])
-    told = capsys.readouterr().out
-    assert "--latent_store FOLDER" in told and "counted from 1" in told and "SLURM_ARRAY_TASK_ID" in told

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from tinyvae import TAEHV, save_model
 from tinyvae.cli.main import run
 from tinyvae.data.sample_clips import write_sample_clips
 from tinyvae.errors import UserError
@@ -18,8 +16,6 @@ from tinyvae.losses import perceptual
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unwritable")
     write_sample_clips(folder / "clips", count=2, height=32, width=32, frames=5)
-    torch.manual_seed(0)
-    save_model(TAEHV("taehv", width=0.125), folder / "model.safetensors")
     (folder / "file.txt").touch()
     return folder
 
@@ -30,11 +26,11 @@ COMMANDS = {
     "data sample": ["data", "sample", "PLACE/clips"],
     "lpips-weights --output": ["lpips-weights", "--output", "PLACE/x.safetensors"],
     "bench --output": ["bench", "taehv", "--device", "cpu", "--output", "PLACE/x.json"],
-    "eval --output": ["eval", "MODEL", "--data", "CLIPS", "--output", "PLACE/x"],
-    "compare --output": ["compare", "MODEL", "MODEL", "--data", "CLIPS", "--output", "PLACE/x"],
-    "reconstruct --output": ["reconstruct", "MODEL", "CLIPS", "--output", "PLACE/x"],
-    "encode --output": ["encode", "MODEL", "CLIPS", "--output", "PLACE/x"],
-    "decode --output": ["decode", "MODEL", "x.safetensors", "--output", "PLACE/x"],
+    "eval --output": ["eval", "no_model", "--data", "CLIPS", "--output", "PLACE/x"],
+    "compare --output": ["compare", "no_model", "no_model", "--data", "CLIPS", "--output", "PLACE/x"],
+    "reconstruct --output": ["reconstruct", "no_model", "CLIPS", "--output", "PLACE/x"],
+    "encode --output": ["encode", "no_model", "CLIPS", "--output", "PLACE/x"],
+    "decode --output": ["decode", "no_model", "x.safetensors", "--output", "PLACE/x"],
 }
 
 
@@ -45,12 +41,8 @@ def test_an_unwritable_place_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(perceptual, "download_package", lambda _: pytest.fail("downloaded before the place was tried"))
-    words = {
-        "CLIPS": str(setting / "clips"),
-        "MODEL": str(setting / "model.safetensors"),
-    }
-    where = str(setting / "file.txt") if place == "FILE" else place
-    arguments = [words.get(word, word).replace("PLACE", where) for word in COMMANDS[command]]
+    clips, where = str(setting / "clips"), str(setting / "file.txt") if place == "FILE" else place
+    arguments = [word.replace("CLIPS", clips).replace("PLACE", where) for word in COMMANDS[command]]
     with pytest.raises(UserError, match="cannot be written") as refused:
         run(arguments)
     assert "\n" not in str(refused.value)
@@ -63,6 +55,7 @@ def test_a_contact_sheet_is_a_png(setting: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_in_the_place_of_a_file(setting: Path, tmp_path: Path) -> None:
-    for words in (["data", "index", str(setting / "clips"), "--output"], ["lpips-weights", "--output"]):
+    (tmp_path / "folder.json").mkdir()
+    for words in (["data", "index", str(setting / "clips")], ["lpips-weights"], ["bench", "taehv", "--device", "cpu"]):
         with pytest.raises(UserError, match="is a folder; name a file in it"):
-            run([*words, str(tmp_path)])
+            run([*words, "--output", str(tmp_path / "folder.json")])

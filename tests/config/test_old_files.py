@@ -57,7 +57,6 @@ def test_a_file_of_sixteen_frames_works_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("name", "complaints", "remedy"),
     [
-        ("taehv_config_a800_fixed.py", ["n_frames=12"], ["--n_frames", "16"]),
         ("taehv_config_64gpu_h100.py", ["n_frames=12"], ["--n_frames", "16"]),
         ("taehv_config.py", ["n_frames=12"], ["--n_frames", "16", "--n_seraena_frames", "4"]),
     ],
@@ -97,7 +96,7 @@ def test_a_file_of_the_old_trainer_trains(tmp_path: Path, monkeypatch: pytest.Mo
     from diffusers import AutoencoderKLCogVideoX
 
     (tmp_path / "setup.py").touch()
-    shutil.copy(OLD / "taehv_config_a800_fixed.py", tmp_path / "mine.py")
+    shutil.copy(OLD / "taehv_config_64gpu_h100.py", tmp_path / "mine.py")
     videos = tmp_path / "data" / "videos"
     write_sample_clips(videos, count=8, height=64, width=64, frames=33)
     entries = [{"path": str(clip.relative_to(videos))} for clip in sorted(videos.rglob("*.mp4"))]
@@ -111,9 +110,10 @@ def test_a_file_of_the_old_trainer_trains(tmp_path: Path, monkeypatch: pytest.Mo
     words = "--n_frames 16 --height 32 --width 32 --train_batch_size 1 --gradient_accumulation_steps 1"
     words += " --mixed_precision no --max_train_steps 2 --validation_steps 2 --num_validation_samples 1"
     words += " --checkpointing_steps 2 --dataloader_num_workers 0 --perceptual_loss_weight 0 --report false"
+    words += " --compile_model false"
     monkeypatch.chdir(tmp_path)
     assert run(["train", str(tmp_path / "mine.py"), *words.split()]) == 0
-    (folder,) = (tmp_path / "output").glob("a800_test_*")
+    (folder,) = (folder for folder in (tmp_path / "output").iterdir() if not folder.is_symlink())
     assert (folder / "final_model.pth").is_file() and (folder / "best_model" / "model_info.json").is_file()
     assert (folder / "checkpoint-2" / "model.safetensors").is_file()
 

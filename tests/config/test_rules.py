@@ -231,18 +231,6 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_a_missing_file_names_key_path_and_base(tmp_path: Path, data: Path) -> None:
-    config = TrainConfig(data_root=data, pretrained_model_path=tmp_path / "checkpoints" / "taecvx.pth")
-    given = {
-        "pretrained_model_path": GivenPath(key="pretrained_model_path", text="checkpoints/taecvx.pth", base=tmp_path)
-    }
-    with pytest.raises(MissingFileError) as caught:
-        check_paths(config, given)
-    text = str(caught.value)
-    assert "pretrained_model_path=checkpoints/taecvx.pth does not exist" in text
-    assert f"looked for {tmp_path}/checkpoints/taecvx.pth, from {tmp_path}" in text
-
-
 def test_no_data_is_a_mistake() -> None:
     with pytest.raises(UserError, match="no data is named"):
         check_paths(TrainConfig())

@@ -27,85 +27,23 @@ from tinyvae.config.schema import (
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "tinyvae"
 
-ISSUE_KEYS = [
-    "pretrained_model_path",
-    "variant",
-    "data_root",
-    "annotation_file",
-    "train_split",
-    "height",
-    "width",
-    "n_frames",
-    "min_frame_delta",
-    "max_frame_delta",
-    "random_crop",
-    "random_flip",
-    "color_jitter",
-    "color_jitter_params",
-    "gaussian_blur",
-    "gaussian_blur_sigma",
-    "train_batch_size",
-    "gradient_accumulation_steps",
-    "gradient_checkpointing",
-    "mixed_precision",
-    "max_train_steps",
-    "learning_rate",
-    "lr_scheduler",
-    "lr_warmup_steps",
-    "lr_num_cycles",
-    "beta1",
-    "beta2",
-    "weight_decay",
-    "epsilon",
-    "max_grad_norm",
-    "reconstruction_loss_weight",
-    "encoder_loss_weight",
-    "decoder_loss_weight",
-    "perceptual_loss_weight",
-    "seraena_loss_weight",
-    "temporal_loss_weight",
-    "use_seraena",
-    "n_seraena_frames",
-    "use_ref_vae",
-    "cogvideox_model_path",
-    "ref_vae_type",
-    "ref_vae_path",
-    "ref_vae_dtype",
-    "validation_steps",
-    "num_validation_samples",
-    "validation_batch_size",
-    "save_validation_videos",
-    "metric_for_best_model",
-    "early_stopping_patience",
-    "checkpointing_steps",
-    "checkpoints_total_limit",
-    "resume_from_checkpoint",
-    "output_dir",
-    "log_every",
-    "report_to",
-    "tracker_name",
-    "dataloader_num_workers",
-    "prefetch_factor",
-    "pin_memory",
-    "allow_tf32",
-    "compile_model",
-    "compile_mode",
-    "enable_fused_adam",
-    "ema_decay",
-    "optimizer",
-    "init",
-    "lr_power",
-    "logging_dir",
-    "enable_profiler",
-    "log_system_stats",
-    "save_model_card",
-    "seed",
-    "nccl_timeout",
-]
+ISSUE_KEYS = """
+    pretrained_model_path variant data_root annotation_file train_split height width n_frames min_frame_delta
+    max_frame_delta random_crop random_flip color_jitter color_jitter_params gaussian_blur gaussian_blur_sigma
+    train_batch_size gradient_accumulation_steps gradient_checkpointing mixed_precision max_train_steps
+    learning_rate lr_scheduler lr_warmup_steps lr_num_cycles beta1 beta2 weight_decay epsilon max_grad_norm
+    reconstruction_loss_weight encoder_loss_weight decoder_loss_weight perceptual_loss_weight seraena_loss_weight
+    temporal_loss_weight use_seraena n_seraena_frames use_ref_vae cogvideox_model_path ref_vae_type ref_vae_path
+    ref_vae_dtype validation_steps num_validation_samples validation_batch_size save_validation_videos
+    metric_for_best_model early_stopping_patience checkpointing_steps checkpoints_total_limit resume_from_checkpoint
+    output_dir log_every report_to tracker_name dataloader_num_workers prefetch_factor pin_memory allow_tf32
+    compile_model compile_mode enable_fused_adam ema_decay optimizer init lr_power logging_dir enable_profiler
+    log_system_stats save_model_card seed nccl_timeout
+"""
 
 
 def test_every_key_users_know_is_there() -> None:
-    assert not set(ISSUE_KEYS) - {*FIELDS, *ALIASES}
+    assert not set(ISSUE_KEYS.split()) - {*FIELDS, *ALIASES}
 
 
 def test_every_key_has_a_meaning_and_a_type_in_words() -> None:
@@ -147,9 +85,6 @@ def test_the_list_of_settings_needs_no_torch_and_no_pydantic() -> None:
 def test_text_is_held_as_a_path() -> None:
     assert all(isinstance(getattr(replace(TrainConfig(), **{key: "a/b"}), key), Path) for key in path_keys())
     assert {"logging_dir", "output_dir", "data_root"} <= set(path_keys())
-    config = TrainConfig(data_root="clips", output_dir="out")  # type: ignore[arg-type]
-    assert config.data_root == Path("clips")
-    assert config.output_dir == Path("out")
 
 
 def test_the_help_text_names_every_key_and_its_default() -> None:

@@ -44,7 +44,7 @@ floor      share of the floor: the least time of its layers (arithmetic at the m
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help=f"{MODEL}, or the name of a variant")
+    parser.add_argument("model", metavar="MODEL", help=f"{MODEL}, or the name of a variant")
     parser.add_argument(
         "--against", nargs="+", default=[], metavar="MODEL", help="further models, files or variants, in one table"
     )
@@ -58,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "--frames", default=49, help="frames of the video (default: 49)")
     add_options(parser, "--dtype", help="float32, float16 or bfloat16; default: float16 on a GPU, float32 on a CPU")
     add_options(parser, "--output", metavar="FILE", help="also write everything to this JSON file")
-    parser.add_argument("--repeats", type=int, help="timed calls of each kind (default: 20 on a GPU, 5 on a CPU)")
+    repeats = "timed calls of each kind (default: 20 on a GPU, 5 on a CPU)"
+    parser.add_argument("--repeats", type=int, metavar="N", help=repeats)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -115,7 +116,9 @@ def bench_one(model: TAEHV, case: BenchmarkCase, machine: dict[str, str]) -> dic
     dtype_name = str(model.dtype).removeprefix("torch.")
     where = f"{dtype_name}, on {machine['device']}"
     print(f"{model.spec.name}, {case.height}x{case.width}, {case.num_frames} frames, {where}")
-    print(f"torch {machine['torch']}; encoder {fused.engines['encoder']}; decoder {fused.engines['decoder']}")
+    encoder, decoder = fused.engines["encoder"], fused.engines["decoder"]
+    engines = f"encoder and decoder {encoder}" if encoder == decoder else f"encoder {encoder}; decoder {decoder}"
+    print(f"torch {machine['torch']}; {engines}")
     print(table(ceilings, timings))
     print("\n" + LEGEND.format(wider="float64" if dtype_name == "float32" else "float32"))
     described = {"variant": model.spec.name, "height": case.height, "width": case.width, "frames": case.num_frames}

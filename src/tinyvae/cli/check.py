@@ -51,13 +51,15 @@ def meeting_port(named: int | None, processes: int) -> int | None:
 
 
 def extra_checks(num_gpus: int | None, config: TrainConfig) -> Iterator[Check]:
-    """Lines that `preflight` does not have: GPUs that were asked for, and the checkpoint of ``--resume``."""
+    """Lines that `preflight` does not have: GPUs that were asked for, the checkpoint of ``--resume``, the folder."""
     import torch
 
     from tinyvae.training.preflight import Check
     from tinyvae.training.resume import asked_checkpoint
 
     asked = config.resume_from_checkpoint
+    if fix := folder_refusal(config):
+        yield Check(name="folder", found=str(config.output_dir), fix=fix)
     if num_gpus not in (None, 1) and not torch.cuda.is_available() and not os.environ.get("USE_CPU"):
         fix = f"{num_gpus} wanted: try it on the machine that has them, or set USE_CPU=1 to train on the CPU"
         yield Check(name="GPUs", found="none is visible here", fix=fix)
@@ -69,6 +71,16 @@ def extra_checks(num_gpus: int | None, config: TrainConfig) -> Iterator[Check]:
         else:
             damaged = f"; damaged and passed over: {'; '.join(faults)}" if faults else ""
             yield Check(name="resume", found=f"{folder} is whole{damaged}")
+
+
+def folder_refusal(config: TrainConfig) -> str:
+    """Why a fresh run may not begin in its folder; empty where it may."""
+    from tinyvae.training.run_folder import has_time, is_run_folder
+
+    folder = config.output_dir
+    if config.resume_from_checkpoint is not None or has_time(folder) or not is_run_folder(folder):
+        return ""
+    return f"{folder} already holds a run; choose another --output_dir, or go on with it by --resume latest"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,6 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_before_start(loaded)
         if loaded.config.resume_from_checkpoint is not None:
             asked_checkpoint(loaded.config.resume_from_checkpoint, loaded.config)
+        if refusal := folder_refusal(loaded.config):
+            raise UserError(f"{refusal}.")
         if launch is not None:
             launch.check(loaded.config)
         return 0
@@ -101,5 +115,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"note: {notice}")
     print_table(checks)
     failed = [check for check in checks if not check.passes]
-    print(f"\n{len(failed)} of {len(checks)} lines need a fix" if failed else "\nready to train")
+    need = "needs" if len(failed) == 1 else "need"
+    print(f"\n{len(failed)} of {len(checks)} lines {need} a fix" if failed else "\nready to train")
     return 1 if failed else 0

@@ -21,7 +21,6 @@ import argparse
 
 from tinyvae.cli.eval import add_data_arguments, finish, open_models
 from tinyvae.cli.options import variant_of_each
-from tinyvae.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,18 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.evaluation.compare import compare
-    from tinyvae.evaluation.results import comparison_text, evaluation_table, figures_text
-    from tinyvae.evaluation.round_trip import with_own_labels
+    from tinyvae.evaluation.results import comparison_text, result_text
 
-    models: list[str] = arguments.models
-    if len(models) < 2 and arguments.teacher is None:
-        raise UserError("compare needs at least two models; for one, use: tinyvae eval MODEL --data DATA")
-    variants = variant_of_each(models, arguments.variant)
-    opened, settings = open_models(arguments, list(zip(models, variants, strict=True)))
-    round_trips = with_own_labels(opened)
-    comparison = compare(round_trips, arguments.data, **settings, show_progress_bar=True)
-    print(evaluation_table(comparison.evaluations))
-    if comparison.figures:
-        print("\n" + figures_text(comparison))
-    print("\n" + comparison_text(comparison))
+    variants = variant_of_each(arguments.models, arguments.variant)
+    round_trips, settings = open_models(arguments, list(zip(arguments.models, variants, strict=True)))
+    comparison = compare(round_trips, arguments.data, **settings)
+    print(f"{result_text(comparison)}\n\n{comparison_text(comparison)}")
     return finish(comparison, round_trips, arguments)

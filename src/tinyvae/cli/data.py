@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="index|check|sample")
-    index = actions.add_parser("index", help="probe the videos of a data set and write an index")
+
+    def add_action(name: str, does: str) -> argparse.ArgumentParser:
+        return actions.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.")
+
+    index = add_action("index", "probe the videos of a data set and write an index")
     index.add_argument("source", type=place, help="a folder tree, a .jsonl file, or an annotation .json; or its URL")
     add_options(
         index, "--output", type=place, required=True, metavar="INDEX", help="the index file to write, or its URL"
@@ -38,14 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(index, "--ray")
     _add_probe_arguments(index)
 
-    check = actions.add_parser("check", help="say what is in a data set and draw a contact sheet")
+    check = add_action("check", "say what is in a data set and draw a contact sheet")
     check.add_argument(
         "source", type=place, help="an index, a folder tree, a .jsonl file, or an annotation .json; or its URL"
     )
     check.add_argument("--preset", metavar="NAME_OR_FILE", help="say what this preset or settings file would use")
     sheet = Path("contact_sheet.png")
     check.add_argument("--contact_sheet", type=Path, default=sheet, metavar="PNG", help=f"picture (default: {sheet})")
-    check.add_argument("--samples", type=number(int, 1), default=18, help="clips on the contact sheet (default: 18)")
+    clips = "clips on the contact sheet (default: 18)"
+    check.add_argument("--samples", type=number(int, 1), default=18, metavar="N", help=clips)
     add_options(check, "--variant", help="compare the clip length with this variant's frame rule")
     _add_clip_size(check, help="clip size, instead of the preset's")
     add_options(check, "--frames", help="frames of a clip, instead of the preset's")
@@ -54,12 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--train_split", type=float, metavar="SHARE", help="instead of the preset's value")
     _add_probe_arguments(check)
 
-    sample = actions.add_parser("sample", help="write a deterministic set of procedural clips")
+    sample = add_action("sample", "write a deterministic set of procedural clips")
     sample.add_argument("folder", type=local_path, help="where to write the clips and their annotations.json")
-    sample.add_argument("--count", type=int, default=40, help="number of clips (default: 40)")
+    sample.add_argument("--count", type=int, default=40, metavar="N", help="number of clips (default: 40)")
     _add_clip_size(sample, help="size of each clip (default: 128x192)")
     add_options(sample, "--frames", default=33, help="frames of each clip (default: 33)")
-    sample.add_argument("--seed", type=int, default=0, help="another seed, other clips (default: 0)")
+    sample.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, other clips (default: 0)")
     add_options(sample, "--overwrite")
 
 
@@ -78,8 +83,8 @@ def _clip_size(arguments: argparse.Namespace) -> dict[str, int]:
 
 def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "--data_root", "--workers")
-    seconds = number(float, 0.001)
-    parser.add_argument("--timeout_s", type=seconds, default=30.0, help="deadline for each file (default: 30)")
+    deadline = "deadline for each file (default: 30)"
+    parser.add_argument("--timeout_s", type=number(float, 0.001), default=30.0, metavar="SECONDS", help=deadline)
     parser.add_argument("--thorough", action="store_true", help="decode every frame, to find damage anywhere in a file")
 
 

@@ -1,5 +1,5 @@
-"""Latents to videos: each LATENTS file of `tinyvae encode` (or any safetensors file with one tensor N T C H W in
-diffusion space) becomes NAME_decoded.mp4. Any length in constant memory.
+"""Latents to videos: each LATENTS (a file of `tinyvae encode`, any safetensors file with one tensor N T C H W in
+diffusion space, or a folder of them) becomes NAME_decoded.mp4. Any length in constant memory.
 
 Size, length and frame rate are those the file states; a file that states none gives all frames at 24 per second.
 
@@ -13,6 +13,7 @@ exit code: 0 all files decoded; 2 a mistake in the command or a file that holds 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help=MODEL)
-    parser.add_argument("latents", nargs="+", type=Path, metavar="LATENTS", help="safetensors files")
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument("latents", nargs="+", type=Path, metavar="LATENTS", help="safetensors files or folders of them")
     fps = "frames per second; default: as the file states, else 24"
     audio = "a video whose sound and uneven frame times are carried over (one LATENTS file only)"
-    parser.add_argument("--fps", type=number(float, 0.001, 1000), help=fps)
-    parser.add_argument("--audio_from", type=Path, help=audio)
+    parser.add_argument("--fps", type=number(float, 0.001, 1000), metavar="N", help=fps)
+    parser.add_argument("--audio_from", type=Path, metavar="VIDEO", help=audio)
     add_quality(parser)
     add_stream_arguments(parser)
 
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.convert.reconstruct import decode_to_video
 
-    files = arguments.latents
+    files = find_latents(arguments.latents)
     if arguments.audio_from is not None and len(files) > 1:
         raise UserError("--audio_from goes with one LATENTS file; decode them one by one.")
     if arguments.audio_from is not None and not arguments.audio_from.is_file():
@@ -56,3 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
         return Done(line=f"{file}: {num_frames} frames -> {target}")
 
     return for_each(files, targets, decode, arguments.output)
+
+
+def find_latents(given: Sequence[Path]) -> list[Path]:
+    """The files that were named, and those in named folders."""
+    files: list[Path] = []
+    for path in given:
+        files += sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise MissingFileError(f"there is no safetensors file in {given[0]}; give latents of `tinyvae encode`.")
+    return files

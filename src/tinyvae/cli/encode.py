@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help=MODEL)
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
     add_videos(parser)
     add_stream_arguments(parser)
 

@@ -29,7 +29,7 @@ from tinyvae.cli.options import MODEL, add_options, number, place
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help=f"{MODEL}, or a diffusers VAE folder")
+    parser.add_argument("model", metavar="MODEL", help=f"{MODEL}, or a diffusers VAE folder")
     add_options(parser, "--variant")
     add_data_arguments(parser)
 
@@ -43,25 +43,25 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     teacher = "diffusers VAE folder or hub name of its teacher: show decoder and encoder beside it, each alone"
     parser.add_argument("--teacher", metavar="FOLDER", help=teacher)
     add_options(parser, "--data_root", "--split", "--frames", "--size", "--dtype", "--fused")
-    parser.add_argument("--max_clips", type=number(int, 1), help="at most this many videos, evenly spread")
+    clips = "at most this many videos, evenly spread"
+    parser.add_argument("--max_clips", type=number(int, 1), metavar="N", help=clips)
     parser.add_argument("--lpips", metavar="FILE", help="LPIPS weights; 'off' leaves the metric out; default: as found")
-    parser.add_argument("--films", type=number(int, 0), default=6, help="clips shown as films (default 6)")
+    films = "clips shown as films (default 6)"
+    parser.add_argument("--films", type=number(int, 0), default=6, metavar="N", help=films)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.evaluation.compare import compare
     from tinyvae.evaluation.evaluating import evaluate
-    from tinyvae.evaluation.results import evaluation_table, figures_text
+    from tinyvae.evaluation.results import result_text
 
     round_trips, settings = open_models(arguments, [(arguments.model, arguments.variant)])
     if arguments.teacher is None:
-        result = evaluate(round_trips[0], arguments.data, **settings, show_progress_bar=True)
-        print(evaluation_table([result]))
-        return finish(result, round_trips, arguments)
-    comparison = compare(round_trips, arguments.data, **settings, show_progress_bar=True)
-    print(evaluation_table(comparison.evaluations))
-    print("\n" + figures_text(comparison))
-    return finish(comparison, round_trips, arguments)
+        result: Any = evaluate(round_trips[0], arguments.data, **settings)
+    else:
+        result = compare(round_trips, arguments.data, **settings)
+    print(result_text(result))
+    return finish(result, round_trips, arguments)
 
 
 def open_models(
@@ -82,15 +82,17 @@ def open_models(
     split, note = choose_split(arguments.data, data_root=arguments.data_root, wanted=arguments.split)
     if note:
         print(f"note: {note}", file=sys.stderr)
+        split = split or "all"  # so that nobody chooses again, and says it again
     devices = choose_devices(arguments.device)
     settings = {
         "split": split,
         "device": devices,
-        "lpips": None if arguments.lpips == "off" else arguments.lpips or "auto",
+        "lpips": None if arguments.lpips in ("off", "none") else arguments.lpips or "auto",
         "max_frames": arguments.frames,
         "max_clips": arguments.max_clips,
         "size": arguments.size,
         "data_root": arguments.data_root,
+        "show_progress_bar": True,
     }
     opened = []
     for path, variant in models:

@@ -22,12 +22,12 @@ from tinyvae.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help=MODEL)
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=MODEL)
     parser.add_argument("--to", required=True, metavar="PROGRAM", help=f"{', '.join(PROGRAMS)}; or list")
     add_options(
         parser, "--output", metavar="PATH", help="a folder (the file gets the name that the program wants), or a file"
     )
-    parser.add_argument("--slot", help="vae (default), or preview: ComfyUI's live preview alone")
+    parser.add_argument("--slot", metavar="NAME", help="vae (default), or preview: ComfyUI's live preview alone")
     dtypes = f"{', '.join(DTYPES)}, or int8 for onnx and web (the decoder); default: what the program wants"
     parser.add_argument("--dtype", type=full_dtype_name, metavar="NAME", help=dtypes)
     videos = "for int8: videos to calibrate on, like those that will be decoded; folder, video, annotations or index"

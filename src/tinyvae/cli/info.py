@@ -27,12 +27,12 @@ SPACE_WORDS = {
     "diffusion": "diffusion: as the diffusion model sees latents",
     "vae": "vae: as the diffusion model's VAE makes latents, before scaling",
 }
-LAST_LENGTH = 52  # three chunks of taeh3; a line's worth for the others
+LAST_LENGTH = 52  # three chunks of taeh3
 NETWORK = attrgetter("patch_size", "latent_channels", "encoder_strides", "decoder_strides", "decoder")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help=f"{MODEL}, or the name of a variant")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL}, or the name of a variant")
     add_options(parser, "--variant")
     add_options(parser, "--frames", default=17, help="clip length for the frame example (default: 17)")
 
@@ -100,5 +100,5 @@ def facts(model: TAEHV, *, source: str, step: object, num_frames: int) -> list[t
         ("latent space", SPACE_WORDS[spec.latent_space]),
         ("frame sizes", f"multiples of {spec.space_factor}"),
         ("frame example", f"{example}, of which the first {num_aligned} are the input's"),
-        ("trains at", f"{', '.join(map(str, lengths))}, ... frames"),
+        ("trains at", f"{', '.join(map(str, lengths[:12]))}, ... frames"),
     ]

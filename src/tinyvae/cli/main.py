@@ -84,9 +84,13 @@ def run(argv: Sequence[str]) -> int:
     if verb not in VERBS:
         raise UserError(f"there is no verb {verb!r}.{nearest_name(verb, VERBS)} `tinyvae --help` lists them.")
     parser = build_parser(verb)
-    arguments, words = parser.parse_known_args(argv[1:])
+    # Files may stand before, between and behind options. (argparse cannot do that for the actions of data.)
+    has_plain_words = verb not in (*TAKE_SETTINGS, "data")
+    parse = parser.parse_known_intermixed_args if has_plain_words else parser.parse_known_args
+    arguments, words = parse(argv[1:])
     if words and verb not in TAKE_SETTINGS:
-        parser.error(f"unknown words: {' '.join(words)}")
+        near = nearest_name(words[0], [word for action in parser._actions for word in action.option_strings])
+        raise UserError(f"unknown words: {' '.join(words)}.{near} `{parser.prog} --help` says what it takes.")
     arguments.words = words
     return int(arguments.run_verb(arguments))
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from tinyvae.errors import UserError, nearest_name
 from tinyvae.storage import Place, place_of
+from tinyvae.terminal import count_of
 
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}  # with the short forms
 MODEL = "weights file, model, checkpoint or run folder"
@@ -81,7 +82,7 @@ def dtype(text: str) -> Any:
 def variant_of_each(models: Sequence[str], variants: Sequence[str]) -> list[str | None]:
     """One ``--variant`` for each model: ``-`` and none at all leave it to the file."""
     if variants and len(variants) != len(models):
-        what = f"--variant was given {len(variants)} times for {len(models)} models"
+        what = f"--variant was given {count_of(len(variants), 'time')} for {count_of(len(models), 'model')}"
         raise UserError(f"{what}; give it once for each, with - where the file tells.")
     return [None if variant == "-" else variant for variant in variants or ["-"] * len(models)]
 
@@ -103,8 +104,12 @@ def local_path(text: str) -> Path:
 
 
 SHARED: dict[str, dict[str, Any]] = {
-    "--data_root": {"type": place, "help": "folder or URL that relative paths start from (default: beside the file)"},
-    "--device": {"help": "cpu, cuda or cuda:1; default: the first GPU, else the CPU"},
+    "--data_root": {
+        "type": place,
+        "metavar": "FOLDER",
+        "help": "folder or URL that relative paths start from (default: beside the file)",
+    },
+    "--device": {"metavar": "NAME", "help": "cpu, cuda or cuda:1; default: the first GPU, else the CPU"},
     "--dtype": {
         "type": dtype,
         "metavar": "NAME",

@@ -20,7 +20,7 @@ from tinyvae.models.variants import VARIANTS, VariantSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help=MODEL)
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
     keep = "part of the channels to keep, such as 0.5; the width must stay a multiple of 0.125"
     parser.add_argument("--keep", type=float, required=True, metavar="PART", help=keep)
     add_options(parser, "--output", required=True, metavar="FILE", help="weights file to write (.safetensors or .pth)")

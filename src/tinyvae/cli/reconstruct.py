@@ -33,7 +33,7 @@ Target = TypeVar("Target")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help=f"{MODEL}, or a diffusers VAE folder")
+    parser.add_argument("model", metavar="MODEL", help=f"{MODEL}, or a diffusers VAE folder")
     add_videos(parser)
     side_by_side = "also NAME_side_by_side.mp4: input | output | error"
     parser.add_argument("--side_by_side", action="store_true", help=side_by_side)
@@ -49,7 +49,7 @@ def add_videos(parser: argparse.ArgumentParser) -> None:
 
 def add_quality(parser: argparse.ArgumentParser) -> None:
     help = "H.264 quality of what is written, 0 (largest file) to 51; default 18"
-    parser.add_argument("--crf", type=number(float, 0, 51), default=18.0, help=help)
+    parser.add_argument("--crf", type=number(float, 0, 51), default=18.0, metavar="N", help=help)
 
 
 def add_stream_arguments(parser: argparse.ArgumentParser) -> None:

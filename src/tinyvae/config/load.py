@@ -145,6 +145,9 @@ def _source_layers(preset_or_file: str | Path) -> list[Layer]:
         path = path / "config.json" if is_folder else path
         if not path.is_file():
             raise MissingFileError(_nothing_there(name, is_folder=is_folder))
+        if path.suffix in (".yaml", ".yml"):
+            what = "YAML, and settings are written in Python, as in examples/my_settings.py"
+            raise UserError(f"{path} is {what}; a launch file goes to: accelerate launch --config_file.")
         if path.stat().st_size > LARGEST_FILE:
             raise UserError(f"{path} is too large for settings ({path.stat().st_size:,} bytes); name another file.")
         text = path.read_text(encoding="utf-8-sig")

@@ -361,21 +361,19 @@ def path_complaints(config: TrainConfig, given: Mapping[str, GivenPath]) -> list
     if not wrong & set(DATA_KEYS):
         complaints += [Complaint(keys=DATA_KEYS, text=text) for text in _data_mistakes(config)]
     for keys, check in (
-        (
-            ("pretrained_model_path", "variant", "model_width", "latent_space", "activation"),
-            lambda: _check_start_weights(config),
-        ),
-        (("ref_vae_path", "variant", "ref_vae_type", "model_width"), lambda: _check_teacher(config, seen_from)),
-        (("lpips_weights", "perceptual_loss_weight", "metric_for_best_model"), lambda: _check_lpips(config)),
-        (("report_to",), lambda: _check_tracker(config)),
+        ("pretrained_model_path variant model_width latent_space activation", _check_start_weights),
+        ("ref_vae_path variant ref_vae_type model_width", functools.partial(_check_teacher, seen_from=seen_from)),
+        ("lpips_weights perceptual_loss_weight metric_for_best_model", _check_lpips),
+        ("report_to", _check_tracker),
     ):
+        key = keys.split()[0]
         try:
-            if keys[0] not in wrong:
-                check()
+            if key not in wrong:
+                check(config)
         except UserError as mistake:
-            missing = isinstance(mistake, MissingFileError) and keys[0] == "ref_vae_path"
-            written = given[keys[0]].key if keys[0] in given else keys[0]
-            complaints.append(Complaint(keys=keys, text=f"{written}: {mistake}", missing=missing))
+            missing = isinstance(mistake, MissingFileError) and key == "ref_vae_path"
+            written = given[key].key if key in given else key
+            complaints.append(Complaint(keys=tuple(keys.split()), text=f"{written}: {mistake}", missing=missing))
     if obstacle := _obstacle_to_writing(config.output_dir):
         text = f"output_dir={config.output_dir} cannot be written: {obstacle}; choose another."
         complaints.append(Complaint(keys=("output_dir",), text=text))

@@ -203,8 +203,9 @@ def gather_evidence(
     is_beside_teacher = any(trip.facts.kind == MIXED_KIND for trip in round_trips)
     stills = {name: hardest_frame(evaluations, name) for name, _ in chosen} if is_beside_teacher else {}
     drawn: list[Future[ClipEvidence]] = []
+    is_silent = not (show_progress_bar and chosen)
     with ThreadPoolExecutor(max_workers=DRAWING_THREADS) as pool:
-        for name, why in progress_bar(chosen, desc="films for the report", unit="clip", disable=not show_progress_bar):
+        for name, why in progress_bar(chosen, desc="films for the report", unit="clip", disable=is_silent):
             results = [next(clip for clip in e.clips if clip.name == name) for e in evaluations]
             source = known.get(name) or ClipSource(name=name, path=place_of(results[0].path))
             part = measure_clip(source, max_frames=settings.max_frames, size=settings.size, middle=settings.middle)

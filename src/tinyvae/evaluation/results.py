@@ -18,6 +18,7 @@ from tinyvae.evaluation.compare import Candidate, Comparison
 from tinyvae.evaluation.evaluating import EvaluationResult
 from tinyvae.evaluation.metrics import METRICS
 from tinyvae.files import atomic_write
+from tinyvae.terminal import in_columns
 
 RESULTS_FORMAT, RESULTS_VERSION = "tinyvae-results", 1
 NAMED_CLIPS = 3  # best clips and as many worst ones
@@ -70,6 +71,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def result_text(result: Result) -> str:
+    """The means of all models; beside a teacher also the figures of each student."""
+    table = evaluation_table(result.evaluations)
+    return f"{table}\n\n{figures_text(result)}" if isinstance(result, Comparison) and result.figures else table
+
+
 def evaluation_table(results: Sequence[EvaluationResult], width: int | None = None) -> str:
     """The means of one or several evaluations, one column for each; more than fit stand in tables below each other.
 
@@ -78,13 +85,13 @@ def evaluation_table(results: Sequence[EvaluationResult], width: int | None = No
     width = width or shutil.get_terminal_size().columns
     names = short_names([result.model.label for result in results], width)
     rows = _evaluation_rows(results, names)
-    widths = _column_widths(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     tables: list[list[int]] = [[]]
     for column in range(1, len(widths)):
         if tables[-1] and widths[0] + sum(2 + widths[c] for c in [*tables[-1], column]) > width:
             tables.append([])
         tables[-1].append(column)
-    texts = [_aligned([[row[c] for c in (0, *columns)] for row in rows]) for columns in tables]
+    texts = ["\n".join(in_columns([[row[c] for c in (0, *columns)] for row in rows])) for columns in tables]
     legend = [f"{short.split(' ')[0]} {label}" for label, short in names.items() if short != label]
     return "\n\n".join([*texts, *(["\n".join(legend)] if legend else [])])
 
@@ -135,11 +142,11 @@ def comparison_text(comparison: Comparison, width: int | None = None) -> str:
         if candidate.baseline in teachers:
             continue
         heading = f"{names[candidate.label]} against {names[candidate.baseline]}:"
-        parts.append("\n".join([heading, _difference_table(candidate), *_clip_lines(comparison, candidate)]))
+        parts.append("\n".join([heading, *_difference_lines(candidate), *_clip_lines(comparison, candidate)]))
     winners = [
         [f"  {METRICS[metric].label}", names[label] if label else "tie"] for metric, label in comparison.winners.items()
     ]
-    return "\n\n".join([*parts, f"best mean:\n{_aligned(winners)}"])
+    return "\n\n".join([*parts, "\n".join(["best mean:", *in_columns(winners)])])
 
 
 def figures_text(comparison: Comparison) -> str:
@@ -148,15 +155,10 @@ def figures_text(comparison: Comparison) -> str:
     for figures in comparison.figures:
         rows: list[Row] = []
         for words, figure in figures.rows().items():
-            cells = [f"{info.shown(figure.psnr.mean if figure.psnr else None)} dB", "", ""]
-            if figure.gap is not None:
-                difference = figure.gap.difference
-                cells[1:] = (
-                    info.shown_difference(difference.mean),
-                    f"({info.interval(difference.low, difference.high)})",
-                )
-            rows.append([f"  {words}", *cells])
-        lines = [f"{figures.student.label} beside its teacher {figures.teacher.label}:", _aligned(rows)]
+            gap = figure.gap.difference if figure.gap is not None else None
+            shown = [info.shown_difference(gap.mean), f"({info.interval(gap.low, gap.high)})"] if gap else ["", ""]
+            rows.append([f"  {words}", f"{figure.shown_psnr} dB", *shown])
+        lines = [f"{figures.student.label} beside its teacher {figures.teacher.label}:", *in_columns(rows)]
         for verb, speed in (("encodes", figures.encode), ("decodes", figures.decode)):
             if speed is None:
                 lines.append(f"  {verb}: speed not measured (the only clip is the warm-up)")
@@ -172,8 +174,8 @@ def in_ms(number: float) -> str:
     return f"{number:,.0f} ms" if number >= 100 else f"{number:.3g} ms"
 
 
-def _difference_table(candidate: Candidate) -> str:
-    """Paired differences as text: metric, difference, interval, verdict, clips won; under 80 columns."""
+def _difference_lines(candidate: Candidate) -> list[str]:
+    """Paired differences as lines: metric, difference, interval, verdict, clips won; under 80 columns."""
     rows: list[Row] = []
     for paired in candidate.differences:
         info, difference = METRICS[paired.metric], paired.difference
@@ -181,7 +183,7 @@ def _difference_table(candidate: Candidate) -> str:
         interval = f"({info.interval(difference.low, difference.high)})"
         mean = info.shown_difference(difference.mean).rjust(9)
         rows.append([name, mean, interval, paired.verdict, f"wins {paired.wins}/{difference.count}"])
-    return _aligned(rows)
+    return in_columns(rows)
 
 
 def _clip_lines(comparison: Comparison, candidate: Candidate) -> Iterator[str]:
@@ -198,13 +200,3 @@ def _clip_lines(comparison: Comparison, candidate: Candidate) -> Iterator[str]:
     else:
         yield from ("  best clips, by difference of PSNR:", *lines[:NAMED_CLIPS])
         yield from ("  worst clips:", *lines[-NAMED_CLIPS:])
-
-
-def _aligned(rows: Sequence[Row]) -> str:
-    """Rows of cells as text, each column as wide as its widest cell."""
-    widths = _column_widths(rows)
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
-
-
-def _column_widths(rows: Sequence[Row]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]

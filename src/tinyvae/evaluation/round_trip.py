@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from tinyvae.data.annotations import VIDEO_SUFFIXES
 from tinyvae.engines.replay import stop_recording
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.evaluation.clip_sources import ClipPart, frame_chunks
@@ -370,6 +371,8 @@ def open_model(
     if isinstance(model, RoundTrip):
         return model
     path, device = Path(model), device or torch.device("cpu")
+    if path.suffix.lower() in VIDEO_SUFFIXES:
+        raise UserError(f"{path} is a video and no model; name the model first.")
     if is_teacher(path):
         if variant is not None or fused:
             option = "variant" if variant is not None else "fused"

@@ -45,6 +45,10 @@ class Figure:
     psnr: Estimate | None
     gap: PairedDifference | None
 
+    @property
+    def shown_psnr(self) -> str:
+        return METRICS["psnr"].shown(self.psnr.mean if self.psnr else None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
@@ -72,17 +76,13 @@ class TeacherFigures:
 
     def sentence(self) -> str:
         """``teacher 31.20 dB; student's decoder on teacher latents 30.61 dB (-0.59); ...; decodes 12x as fast``."""
-        parts = [f"teacher {_db(self.teacher.psnr)}"]
+        parts = [f"teacher {self.teacher.shown_psnr} dB"]
         for words, figure in list(self.rows().items())[1:]:
             gap = f" ({METRICS['psnr'].shown_difference(figure.gap.difference.mean)})" if figure.gap else ""
-            parts.append(f"{words} {_db(figure.psnr)}{gap}")
+            parts.append(f"{words} {figure.shown_psnr} dB{gap}")
         speeds = {"encodes": self.encode, "decodes": self.decode}
         fast = [f"{verb} {speed.times_as_fast:.3g}x as fast" for verb, speed in speeds.items() if speed is not None]
         return "; ".join([*parts, *([", ".join(fast)] if fast else [])])
-
-
-def _db(psnr: Estimate | None) -> str:
-    return f"{METRICS['psnr'].shown(psnr.mean if psnr else None)} dB"
 
 
 def open_teacher(

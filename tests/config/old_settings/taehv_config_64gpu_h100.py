@@ -1,7 +1,7 @@
 # ruff: noqa
 # fmt: off
 # A settings file in the style of the old trainer, with the keys and values in circulation (sixty-four H100, 12 frames).
-# Our own text. tests/test_migration.py reads it as it stands; nothing imports it.
+# Our own text. tests/config/test_old_files.py reads it as it stands; nothing imports it.
 from easydict import EasyDict
 import datetime
 import pytz
