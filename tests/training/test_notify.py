@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import HANGS_S, wait_until
-from tests.training.faults import Both, NanLoss, SignalInStep, SlowSteps, _around_losses
+from tests.training.faults import Both, HeldStep, NanLoss, SignalInStep, _around_losses
 from tests.training.tiny_runs import arguments_for, launch, train_here
 from tinyvae.errors import UserError
 from tinyvae.training import notify
@@ -148,9 +148,10 @@ def test_a_command_that_hangs_is_ended(clips: Path, tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 def test_the_main_process_alone_tells(clips: Path, tmp_path: Path, listener: Listener) -> None:
     """Also of a process that was lost."""
-    changes = {"train_batch_size": 1, "max_train_steps": 500, "notify_command": listener.command}
-    running = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path, ranks=2, prepare=SlowSteps(0.2))
-    running.wait_for("call 3")
+    changes = {"train_batch_size": 1, "notify_command": listener.command}
+    held = HeldStep(tmp_path / "never", call=3, rank=1)
+    running = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path, ranks=2, prepare=held)
+    running.wait_for("call 3", rank=1)
     running.signal(signal.SIGKILL, 1)
     assert running.wait() == [1, -9], running.both_logs()
     ((event, *_, reason),) = listener.calls()

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from tests.processes import HANGS_S, still_alive, wait_until
-from tests.training.faults import Both, HeldStep, SignalInStep, SlowSteps
-from tests.training.tiny_runs import SERAENA, Launch, arguments_for, launch, run_differences, train_here
+from tests.training.faults import Both, HeldStep, SignalInStep
+from tests.training.tiny_runs import SERAENA, arguments_for, launch, run_differences, train_here
 from tinyvae.data.index_build import build_index
 from tinyvae.training import clips as clips_module
 from tinyvae.training import guards, validation
@@ -58,13 +58,14 @@ def test_one_process(
 
 
 def test_a_second_signal_ends_at_once(clips: Path, tmp_path: Path) -> None:
-    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, prepare=SlowSteps(2 * HANGS_S))
+    step = HeldStep(tmp_path / "never", call=1)
+    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, prepare=step)
     running.wait_for("call 1")
     running.signal(signal.SIGTERM)
     running.wait_for("SIGTERM received")
     assert running.processes[0].is_alive()
     running.signal(signal.SIGINT)
-    assert running.wait() == [128 + signal.SIGINT], "the step takes longer than that: it was not waited for"
+    assert running.wait() == [128 + signal.SIGINT], "the step has no end: it was not waited for"
     assert not list((tmp_path / "run").glob("*checkpoint*"))
 
 
@@ -97,8 +98,7 @@ class SignalInValidation:
             calls.append(1)
             if rank == 0 and len(calls) == 3:  # each validation measures two batches of a clip
                 os.kill(os.getpid(), signal.SIGTERM)
-                while not guards._open_watches[0].received:
-                    time.sleep(0.01)
+                wait_until(lambda: guards._open_watches[0].received)
             print(f"measured {len(calls)}", flush=True)
             return measure(scorer, batch)
 
@@ -206,17 +206,18 @@ def test_the_watch_closes_although_a_worker_lives_on() -> None:
 # two ranks
 
 
-def two_ranks(clips: Path, run: Path, logs: Path, prepare: object, **changes: object) -> Launch:
+def two_ranks(clips: Path, run: Path, *faults: SignalInStep, **changes: object) -> None:
+    """Run them to their end: with faults they are stopped, else they finish."""
     arguments = arguments_for(clips, run, train_batch_size=1, gradient_accumulation_steps=2, **SERAENA, **changes)
-    return launch(arguments, logs, ranks=2, prepare=prepare)  # type: ignore[arg-type]
+    running = launch(arguments, run.parent, ranks=2, prepare=Both(*faults))
+    assert running.wait() == ([143, 143] if faults else [0, 0]), running.both_logs()
 
 
 @pytest.fixture(scope="module")
 def undisturbed_pair(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pair")
-    running = two_ranks(clips, folder / "run", folder, Both())
-    assert running.wait() == [0, 0], running.both_logs()
-    return folder / "run"
+    run = tmp_path_factory.mktemp("pair") / "run"
+    two_ranks(clips, run)
+    return run
 
 
 @pytest.mark.slow
@@ -226,22 +227,18 @@ def test_a_signal_to_some_ranks_stops_all_together(
 ) -> None:
     """In the middle of an accumulation cycle, with Seraena: one agreed save, and the resumed run is bit-equal."""
     run = tmp_path / "run"
-    faults = [SignalInStep(rank=rank, call=7) for rank in ranks]
-    running = two_ranks(clips, run, tmp_path, Both(*faults))
-    assert running.wait() == [143, 143], running.both_logs()
+    two_ranks(clips, run, *(SignalInStep(rank=rank, call=7) for rank in ranks))
     assert (run / "emergency_checkpoint-4/rank_00001.pt").is_file()
-    resumed = two_ranks(clips, run, tmp_path, Both(), resume_from_checkpoint="latest")
-    assert resumed.wait() == [0, 0], resumed.both_logs()
+    two_ranks(clips, run, resume_from_checkpoint="latest")
     assert run_differences(undisturbed_pair, run, 6) == []
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_a_rank_that_waits_for_another(clips: Path, tmp_path: Path) -> None:
     """Rank 0 waits inside a collective, where no handler of Python's runs: it can be ended all the same."""
-    changes = {"train_batch_size": 1, "validation_steps": 0}
-    running = launch(
-        arguments_for(clips, tmp_path / "run", **changes), tmp_path, ranks=2, prepare=SlowRank(1, 2 * HANGS_S)
-    )
+    arguments = arguments_for(clips, tmp_path / "run", train_batch_size=1, validation_steps=0)
+    held = HeldStep(tmp_path / "never", call=2, rank=1)
+    running = launch(arguments, tmp_path, ranks=2, prepare=held)
     running.wait_for("call 2", rank=1)
     time.sleep(1.0)
     running.signal(signal.SIGTERM, 0)
@@ -251,24 +248,6 @@ def test_a_second_signal_ends_a_rank_that_waits_for_another(clips: Path, tmp_pat
     running.processes[0].join(HANGS_S)
     assert running.processes[0].exitcode == 143
     running.kill()
-
-
-class SlowRank:
-    """One rank takes long over its second step."""
-
-    def __init__(self, rank: int, seconds: float) -> None:
-        self.rank, self.seconds = rank, seconds
-
-    def __call__(self, rank: int) -> None:
-        from tests.training.faults import _around_losses
-
-        def change(number: int, compute: object, num_clips: int) -> object:
-            print(f"call {number}", flush=True)
-            if rank == self.rank and number == 2:
-                time.sleep(self.seconds)
-            return compute()  # type: ignore[operator]
-
-        _around_losses(change)
 
 
 # the launcher

@@ -35,6 +35,8 @@ TIMINGS = {
 
 SERAENA = {"use_seraena": True, "seraena_loss_weight": 0.1, "n_seraena_frames": 4, "seraena_buffer_mb": 1}
 
+TWO_SIZES = {"resolutions": "8x32x32,4x24x40", "n_frames": 8}
+
 DECODER_ALONE = {
     "variant": "taecvx",
     "n_frames": 8,

@@ -210,19 +210,19 @@ class RunState:
 
     config: TrainConfig
     engine: Engine
-    folder: Path
+    writer: CheckpointWriter
     data: RunData
     model: TAEHV
     average: WeightAverage | None
     seraena: Seraena | None
     decided_by: str  # the validation score that decides on the best model
 
-    def save(self, writer: CheckpointWriter, loop: LoopState, *, emergency: bool) -> bool:
+    def save(self, loop: LoopState, is_emergency: bool) -> bool:
         """Write a checkpoint, all ranks together; tell whether it is on disk."""
         progress = loop.progress
-        written = writer.save(
+        written = self.writer.save(
             step=progress.step,
-            emergency=emergency,
+            emergency=is_emergency,
             shared_state=lambda: self._shared(loop),
             rank_state=self._of_rank(loop),
             write_model=lambda target: self._write_model(target, progress.step),
@@ -267,7 +267,7 @@ class RunState:
         """What identifies ``best_model/``: its ``model_info.json``, or step and score if a full disk prevented it."""
         if progress.best_step is None:
             return None
-        info = _read_info(self.folder / "best_model")
+        info = _read_info(self.writer.run_folder / "best_model")
         if info is not None and info["step"] == progress.best_step:
             return info
         return {"step": progress.best_step, self.decided_by: progress.best_score}
