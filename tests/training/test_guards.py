@@ -15,7 +15,7 @@ from tinyvae.config.load import load_config
 from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
 from tinyvae.training.build import build_task
-from tinyvae.training.engine import Engine, as_number
+from tinyvae.training.engine import Engine
 from tinyvae.training.guards import AnotherRankInTrouble, Status, is_out_of_memory, skipped_steps_error
 from tinyvae.training.optim import make_optimizers
 from tinyvae.training.task import StepLosses, TrainingTask
@@ -112,10 +112,8 @@ def test_out_of_memory_at_one_size_leaves_the_others_whole(
     large, small = [(32, 1)] * 2, [(16, 2)]
     assert seen == [*small, (32, 2), *large, *large, *small, *large]
     text = (tmp_path / "run/train.log").read_text()
-    assert (
-        "going on with micro-batches in 2 parts for clips of 4x32x32" in text
-        and "from step 3 on the clips are 4x16x16" in text
-    )
+    assert "going on with micro-batches in 2 parts for clips of 4x32x32" in text
+    assert "from step 3 on the clips are 4x16x16" in text
 
 
 def test_gradients_in_parts_equal_those_of_the_whole(clips: Path) -> None:
@@ -194,5 +192,3 @@ def test_codes_and_kinds() -> None:
     assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
     assert "use bf16" in str(skipped_steps_error(10, mixed_precision="fp16"))
     assert "the learning rate is too high" in str(skipped_steps_error(10, mixed_precision="bf16"))
-    assert as_number(torch.tensor(2.0)) == as_number(2.0) == 2.0
-    assert as_number(None) != as_number(None)
