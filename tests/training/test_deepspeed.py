@@ -456,18 +456,16 @@ def losses_of(run: Path) -> list[float]:
 @with_deepspeed
 def test_whole_runs_are_the_same_under_every_engine(clips: Path, tmp_path: Path) -> None:
     settings = {"max_train_steps": 10, "log_every": 1, "validation_steps": 5, "checkpointing_steps": 5}
-    alone = launch(arguments_for(clips, tmp_path / "one", **settings, train_batch_size=4), tmp_path / "logs")
-    assert alone.wait() == [0], alone.both_logs()
+    launch(arguments_for(clips, tmp_path / "one", **settings, train_batch_size=4), tmp_path / "logs").ends_with(0)
     wanted = losses_of(tmp_path / "one")
     assert len(wanted) == 10
-    ddp = launch(arguments_for(clips, tmp_path / "ddp", **settings), tmp_path / "logs", ranks=2)
-    assert ddp.wait() == [0, 0], ddp.both_logs()
+    launch(arguments_for(clips, tmp_path / "ddp", **settings), tmp_path / "logs", ranks=2).ends_with(0, 0)
     assert losses_of(tmp_path / "ddp") == pytest.approx(wanted, abs=1e-5)
     for stage in (1, 2, 3):
         name = f"zero{stage}"
         arguments = arguments_for(clips, tmp_path / name, **settings)
         run = launch(arguments, tmp_path / "logs", ranks=2, prepare=UnderDeepSpeed(json_file(tmp_path, stage)))
-        assert run.wait() == [0, 0], run.both_logs()
+        run.ends_with(0, 0)
         assert losses_of(tmp_path / name) == pytest.approx(wanted, abs=1e-5)
         assert json.loads((tmp_path / name / "checkpoint-10" / "manifest.json").read_text())["engine"] == "deepspeed"
         final = [torch.load(tmp_path / run / "final_model.pth", weights_only=True) for run in ("ddp", name)]
@@ -484,7 +482,7 @@ def test_a_run_with_seraena_resumes_exactly_under_deepspeed_and_moves_to_ddp(cli
     def train(name: str, prepare: Any, **more: object) -> Path:
         arguments = arguments_for(clips, tmp_path / name, **settings, **more)
         run = launch(arguments, tmp_path / "logs", ranks=2, **({} if prepare is None else {"prepare": prepare}))
-        assert run.wait() == [0, 0], run.both_logs()
+        run.ends_with(0, 0)
         return tmp_path / name
 
     whole, ddp = train("whole", under), train("ddp", None)
@@ -503,8 +501,7 @@ def test_a_run_with_seraena_resumes_exactly_under_deepspeed_and_moves_to_ddp(cli
 @with_deepspeed
 def test_a_nan_in_a_whole_run_is_skipped_by_both_ranks_and_named(clips: Path, tmp_path: Path) -> None:
     under = UnderDeepSpeed(json_file(tmp_path, 3), NanLoss(rank=1, calls=(2,)))
-    run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=2, prepare=under)
-    assert run.wait() == [0, 0], run.both_logs()
+    run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=2, prepare=under).ends_with(0, 0)
     assert "skipped" in run.log(0) and "process 1:" in run.log(0) and "process 0:" not in run.log(0)
     progress = state_of(tmp_path / "run" / "checkpoint-6")["training_state.pt"]["progress"]
     assert progress["skipped_steps"] == 1
@@ -513,8 +510,7 @@ def test_a_nan_in_a_whole_run_is_skipped_by_both_ranks_and_named(clips: Path, tm
 @with_deepspeed
 def test_mistakes_in_a_deepspeed_json_end_in_one_sentence(clips: Path, tmp_path: Path) -> None:
     under = UnderDeepSpeed(json_file(tmp_path, 2, reduce_bucket=1))
-    run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=1, prepare=under)
-    assert run.wait() == [2]
+    run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=1, prepare=under).ends_with(2)
     assert "zero_optimization.reduce_bucket: it has no effect here" in run.log() and "Traceback" not in run.log()
 
 
@@ -529,7 +525,7 @@ def test_a_frozen_teacher_beside_deepspeed(clips: Path, tmp_path: Path) -> None:
     changes |= {"max_train_steps": 2, "checkpointing_steps": 2, "validation_steps": 0}
     under = UnderDeepSpeed(json_file(tmp_path, 2))
     run = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path / "logs", ranks=2, prepare=under)
-    assert run.wait() == [0, 0], run.both_logs()
+    run.ends_with(0, 0)
     assert '"train/encoder_loss"' in (tmp_path / "run" / "metrics.jsonl").read_text()
     state = state_of(tmp_path / "run" / "checkpoint-2")["training_state.pt"]
     (moments,) = state["engine"]["optimizers"]["optimizers"]
@@ -543,8 +539,7 @@ def test_a_decoder_alone_under_deepspeed(clips: Path, tmp_path: Path) -> None:
     settings = {**DECODER_ALONE, "teacher": write_teacher(tmp_path / "teacher"), "log_every": 1}
     train_here(arguments_for(clips, tmp_path / "plain", **settings, train_batch_size=2))
     under, arguments = UnderDeepSpeed(json_file(tmp_path, 3)), arguments_for(clips, tmp_path / "zero", **settings)
-    run = launch([*arguments, "--train_batch_size", "1"], tmp_path / "logs", ranks=2, prepare=under)
-    assert run.wait() == [0, 0], run.both_logs()
+    launch([*arguments, "--train_batch_size", "1"], tmp_path / "logs", ranks=2, prepare=under).ends_with(0, 0)
     assert losses_of(tmp_path / "zero") == pytest.approx(losses_of(tmp_path / "plain"), abs=1e-5)
     state = state_of(tmp_path / "zero" / "checkpoint-3")["training_state.pt"]
     (moments,) = state["engine"]["optimizers"]["optimizers"]
@@ -558,6 +553,5 @@ def test_a_decoder_alone_under_deepspeed(clips: Path, tmp_path: Path) -> None:
 def test_out_of_memory_in_deepspeeds_step_is_told_as_that(clips: Path, tmp_path: Path) -> None:
     """As a lost process it would be started again ten times; it is a mistake in the settings (exit code 2)."""
     under = UnderDeepSpeed(json_file(tmp_path, 2), OutOfMemoryInZero(call=2))
-    run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=2, prepare=under)
-    assert run.wait() == [2, 2], run.both_logs()
+    run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=2, prepare=under).ends_with(2, 2)
     assert "out of memory while the gradients were applied" in run.log() and "Traceback" not in run.log()

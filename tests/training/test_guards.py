@@ -34,8 +34,7 @@ def with_losses(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
 def test_a_nan_skips_the_step_and_names_its_clips(clips: Path, tmp_path: Path) -> None:
     """Three steps, the second with a NaN: the weights are those of two steps, the clips of three are used up."""
     arguments = arguments_for(clips, tmp_path / "run", max_train_steps=3, validation_steps=0, log_every=1)
-    running = launch(arguments, tmp_path, prepare=NanLoss(rank=0, calls=(2,)))
-    assert running.wait() == [0], running.both_logs()
+    launch(arguments, tmp_path, prepare=NanLoss(rank=0, calls=(2,))).ends_with(0)
     text = (tmp_path / "run/train.log").read_text()
     (line,) = [line for line in text.splitlines() if "step 2 skipped" in line]
     assert line.count(".mp4") == 2 and "process 0" in line
@@ -146,8 +145,7 @@ def test_a_single_clip_that_does_not_fit_stops_with_a_checkpoint(clips: Path, tm
     changes |= {"validation_steps": 0, "checkpointing_steps": 1}
     arguments = arguments_for(clips, tmp_path / "run", **changes)
     fault = OutOfMemory(rank=0, calls=range(4, 100))  # the second micro-batch of the second step, and ever after
-    running = launch(arguments, tmp_path, prepare=fault)
-    assert running.wait() == [2], running.both_logs()
+    running = launch(arguments, tmp_path, prepare=fault).ends_with(2)
     assert "out of memory with a single clip of 4 frames of 32x32; the run is saved" in running.log()
     assert "Traceback" not in running.log()
     run = tmp_path / "run"

@@ -107,7 +107,7 @@ def test_with_seraena_and_its_buffer(clips: Path, tmp_path: Path) -> None:
     halves = launch(
         arguments_for(clips, tmp_path / "halves", **changes), tmp_path, prepare=SignalInStep(rank=0, call=2)
     )
-    assert halves.wait() == [143], halves.both_logs()
+    halves.ends_with(143)
     assert not (tmp_path / "halves/checkpoint-2").exists()
     train_here(arguments_for(clips, tmp_path / "halves", resume_from_checkpoint="latest", **changes))
     assert run_differences(tmp_path / "whole", tmp_path / "halves", 4) == []

@@ -48,7 +48,7 @@ def test_one_process(
     run = tmp_path / "run"
     arguments = arguments_for(clips, run, gradient_accumulation_steps=2)
     running = launch(arguments, tmp_path, prepare=SignalInStep(rank=0, call=call, number=number))
-    assert running.wait() == [128 + number], running.both_logs()
+    running.ends_with(128 + number)
     assert (run / f"emergency_checkpoint-{step}").is_dir()
     assert f"{number.name} received: finishing the step" in running.log()
     assert f"stopped by {number.name}; go on with --resume latest" in running.log()
@@ -84,7 +84,7 @@ def test_one_order_that_arrives_twice_is_not_a_second_one(clips: Path, tmp_path:
     running.signal(signal.SIGTERM)
     time.sleep(0.5)  # time for a wrong end
     step.release()
-    assert running.wait() == [143], running.both_logs()
+    running.ends_with(143)
     assert (tmp_path / "run/emergency_checkpoint-1").is_dir()
 
 
@@ -109,7 +109,7 @@ def test_in_a_validation(clips: Path, tmp_path: Path, undisturbed: Path) -> None
     """It is left at once, and made up for when the run is resumed."""
     run = tmp_path / "run"
     running = launch(arguments_for(clips, run, gradient_accumulation_steps=2), tmp_path, prepare=SignalInValidation())
-    assert running.wait() == [143], running.both_logs()
+    running.ends_with(143)
     assert "measured 3" in running.log() and "measured 4" not in running.log()
     assert (run / "emergency_checkpoint-4").is_dir()
     resume_and_compare(clips, run, undisturbed)
@@ -140,7 +140,7 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(
     everybody += everybody[0].children(recursive=True)
     assert len(everybody) >= 2
     running.signal(number)
-    assert running.wait() == [code]
+    running.ends_with(code)
     if number == signal.SIGTERM:
         assert "SIGTERM received before the first step: there is nothing to save" in running.log()
     assert still_alive(everybody) == [], "no orphan waits for ever"
@@ -148,8 +148,7 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(
 
 def test_ctrl_c_while_python_still_imports_leaves_no_traceback(clips: Path, tmp_path: Path) -> None:
     """Before there is a run there is no watch: the command line itself has to answer."""
-    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, entry=interrupted)
-    assert running.wait() == [130], running.both_logs()
+    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, entry=interrupted).ends_with(130)
     assert "tinyvae: stopped" in running.log() and "Traceback" not in running.log()
 
 
@@ -183,7 +182,7 @@ def test_data_workers_outlive_a_signal_to_the_whole_group(clips: Path, tmp_path:
     time.sleep(0.5)  # time for a wrong end
     assert all(process.status() != psutil.STATUS_ZOMBIE for process in everybody), "the workers live on"
     step.release()
-    assert running.wait() == [128 + number], running.both_logs()
+    running.ends_with(128 + number)
     assert list(run.glob("emergency_checkpoint-*"))
     assert "DataLoader worker" not in running.log()
     assert still_alive(everybody) == [], "they end with the run"

@@ -156,6 +156,11 @@ class Launch:
             raise AssertionError(f"ranks {hanging} did not end within {timeout_s} s\n{self.both_logs()}")
         return [process.exitcode for process in self.processes if process.exitcode is not None]
 
+    def ends_with(self, *codes: int) -> Launch:
+        """Wait for the exit codes of all ranks and compare them; the same launch, for a look at its logs."""
+        assert self.wait() == list(codes), self.both_logs()
+        return self
+
     def wait_for(self, text: str, *, rank: int = 0, timeout_s: float = HANGS_S) -> None:
         """Wait until a rank's log holds a text."""
         deadline = time.monotonic() + timeout_s
