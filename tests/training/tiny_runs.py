@@ -137,7 +137,10 @@ def _rank_main(
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Ranks under a watchdog: they are killed when ``wait`` runs out of time, and their logs are shown."""
+    """Ranks under a watchdog: they are killed when ``wait`` runs out of time, and their logs are shown.
+
+    As a context it kills those that are left at its end.
+    """
 
     processes: list[BaseProcess]
     logs: list[Path]
@@ -181,6 +184,12 @@ class Launch:
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, signal.SIGKILL)
             process.join()
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def both_logs(self) -> str:
         return "\n".join(f"--- rank {rank}:\n{self.log(rank)}" for rank in range(len(self.logs)))

@@ -300,14 +300,19 @@ def newest_intact(run_folders: Iterable[Path]) -> tuple[Path | None, list[str]]:
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """A checkpoint's manifest; None if it is missing or damaged."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return None
+    manifest = read_json(folder / MANIFEST)
     if not isinstance(manifest, dict):
         return None
     own_hash = manifest.pop("own_sha256", None)
     return manifest if own_hash == _hash_of_json(manifest) else None
+
+
+def read_json(file: Path) -> Any:
+    """What a JSON file holds; None if it is missing or damaged."""
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def read_state(file: Path) -> dict[str, Any]:
