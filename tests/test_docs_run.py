@@ -37,7 +37,7 @@ CANNOT: dict[str, str] = {
     r"^python3 -m venv |^pip install ": "installs packages: .ci/run does it in fresh environments",
     r"^pytest|^ruff |^pre-commit |^\.ci/run|^mkdocs ": "is what CI runs",
     r"(?:train_taehv|train_taehv_h100|auto_recovery_train)\.sh\b": "needs the GPUs that it names: "
-    "tests/test_launchers.py runs the launchers on a CPU",
+    "tests/test_launchers_real.py runs the launchers on a CPU",
     r"--gpus 8": "needs eight GPUs",
     r"^accelerate launch ": "needs two machines with eight GPUs each",
     r"^sbatch |^srun |^#SBATCH": "needs a Slurm cluster",

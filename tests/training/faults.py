@@ -5,9 +5,12 @@ Nothing of this is in the product: there is no flag that makes tinyvae fail.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
+from collections.abc import Callable, Container
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,45 +18,35 @@ import torch
 
 from tests.processes import wait_until
 from tinyvae.losses.seraena import Seraena
-from tinyvae.training import checkpoint, guards, start
+from tinyvae.training import guards, start
 from tinyvae.training.engine import Engine
 from tinyvae.training.task import StepLosses, TrainingTask
 
 
-class _Calls:
-    """Counts the calls of a function over the process's life."""
+def _around_losses(change: Callable[[int, Callable[[], StepLosses], int], StepLosses]) -> None:
+    """Have ``change(number, compute, num_clips)`` decide on what each call of `TrainingTask.losses` returns.
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def next(self) -> int:
-        self.count += 1
-        return self.count
-
-
-def _around_losses(change: Any) -> None:
-    """Have ``change(number, losses, clips)`` decide on what each call of `TrainingTask.losses` returns."""
-    original, calls = TrainingTask.losses, _Calls()
+    Calls are counted from 1 over the process's life, here and below.
+    """
+    original, numbers = TrainingTask.losses, itertools.count(1)
 
     def losses(self: TrainingTask, frames: torch.Tensor, **options: Any) -> StepLosses:
-        return change(calls.next(), lambda: original(self, frames, **options), len(frames))
+        return change(next(numbers), lambda: original(self, frames, **options), len(frames))
 
     TrainingTask.losses = losses  # type: ignore[method-assign]
 
 
+@dataclass
 class NanLoss:
-    """The total of the given calls (counted from 1) of one rank's losses is NaN."""
+    """The total of the given calls of one rank's losses is NaN."""
 
-    def __init__(self, *, rank: int, calls: range | tuple[int, ...]) -> None:
-        self.rank, self.calls = rank, calls
+    rank: int
+    calls: Container[int]
 
     def __call__(self, rank: int) -> None:
-        if rank != self.rank:
-            return
-
-        def change(number: int, compute: Any, num_clips: int) -> StepLosses:
+        def change(number: int, compute: Callable[[], StepLosses], num_clips: int) -> StepLosses:
             losses = compute()
-            if number not in self.calls:
+            if rank != self.rank or number not in self.calls:
                 return losses
             nan = losses.total * float("nan")
             return StepLosses(total=nan, logged={**losses.logged, "loss": nan.detach()})
@@ -61,40 +54,37 @@ class NanLoss:
         _around_losses(change)
 
 
+@dataclass
 class OutOfMemory:
-    """One rank runs out of memory: where more than ``fits`` clips come at once, or in the given calls."""
+    """One rank runs out of memory in the given calls."""
 
-    def __init__(self, *, rank: int, fits: int | None = None, calls: range | tuple[int, ...] = ()) -> None:
-        self.rank, self.fits, self.calls = rank, fits, calls
+    rank: int
+    calls: Container[int]
 
     def __call__(self, rank: int) -> None:
-        if rank != self.rank:
-            return
-
-        def change(number: int, compute: Any, num_clips: int) -> StepLosses:
-            if number in self.calls or (self.fits is not None and num_clips > self.fits):
+        def change(number: int, compute: Callable[[], StepLosses], num_clips: int) -> StepLosses:
+            if rank == self.rank and number in self.calls:
                 raise torch.OutOfMemoryError("CUDA out of memory (injected)")
             return compute()
 
         _around_losses(change)
 
 
+@dataclass
 class OutOfMemoryInSeraena:
     """One rank runs out of memory in Seraena: before its exchange with the others, or after it."""
 
-    def __init__(self, *, rank: int, calls: tuple[int, ...], after_exchange: bool) -> None:
-        self.rank, self.calls, self.after_exchange = rank, calls, after_exchange
+    rank: int
+    calls: Container[int]
+    after_exchange: bool
 
     def __call__(self, rank: int) -> None:
-        if rank != self.rank:
-            return
-        original, calls = Seraena.step, _Calls()
+        original, numbers = Seraena.step, itertools.count(1)
 
-        def step(this: Seraena, *arguments: Any, average: Any) -> Any:
-            is_due = calls.next() in self.calls
-            if is_due and not self.after_exchange:
-                raise torch.OutOfMemoryError("CUDA out of memory (injected)")
-            result = original(this, *arguments, average=average)
+        def step(this: Seraena, *arguments: Any, **options: Any) -> Any:
+            is_due = next(numbers) in self.calls and rank == self.rank
+            if not is_due or self.after_exchange:
+                result = original(this, *arguments, **options)
             if is_due:
                 raise torch.OutOfMemoryError("CUDA out of memory (injected)")
             return result
@@ -102,18 +92,17 @@ class OutOfMemoryInSeraena:
         Seraena.step = step  # type: ignore[method-assign]
 
 
+@dataclass
 class SignalInStep:
     """A rank signals itself in the middle of one of its losses' calls."""
 
-    def __init__(self, *, rank: int, call: int, number: int = signal.SIGTERM) -> None:
-        self.rank, self.call, self.number = rank, call, number
+    rank: int
+    call: int
+    number: int = signal.SIGTERM
 
     def __call__(self, rank: int) -> None:
-        if rank != self.rank:
-            return
-
-        def change(number: int, compute: Any, num_clips: int) -> StepLosses:
-            if number == self.call:
+        def change(number: int, compute: Callable[[], StepLosses], num_clips: int) -> StepLosses:
+            if (rank, number) == (self.rank, self.call):
                 os.kill(os.getpid(), self.number)
                 wait_until(lambda: guards._open_watches[0].received)  # by a thread, which may be late
             return compute()
@@ -121,31 +110,19 @@ class SignalInStep:
         _around_losses(change)
 
 
-class SlowSteps:
-    """Every step takes at least so long, so that a test can act in the middle of a run."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def __call__(self, rank: int) -> None:
-        def change(number: int, compute: Any, num_clips: int) -> StepLosses:
-            print(f"call {number}", flush=True)
-            time.sleep(self.seconds)
-            return compute()
-
-        _around_losses(change)
-
-
+@dataclass
 class HeldStep:
-    """One call does not go on before `release`, so that a test can act in the middle of it on any machine."""
+    """One call (of one rank, or of all) does not go on before `release`, so that a test can act in the middle of it on
+    any machine."""
 
-    def __init__(self, gate: Path, *, call: int) -> None:
-        self.gate, self.call = gate, call
+    gate: Path
+    call: int
+    rank: int | None = None
 
     def __call__(self, rank: int) -> None:
-        def change(number: int, compute: Any, num_clips: int) -> StepLosses:
+        def change(number: int, compute: Callable[[], StepLosses], num_clips: int) -> StepLosses:
             print(f"call {number}", flush=True)
-            while number == self.call and not self.gate.exists():
+            while number == self.call and self.rank in (None, rank) and not self.gate.exists():
                 time.sleep(0.01)
             return compute()
 
@@ -156,9 +133,9 @@ class HeldStep:
 
 
 class Both:
-    """Two faults at once."""
+    """Several faults at once."""
 
-    def __init__(self, *faults: Any) -> None:
+    def __init__(self, *faults: Callable[[int], None]) -> None:
         self.faults = faults
 
     def __call__(self, rank: int) -> None:
@@ -166,30 +143,11 @@ class Both:
             fault(rank)
 
 
-class FullDisk:
-    """Saves number ``first`` to ``last`` (counted from 1) meet a full disk after half of the shared state."""
-
-    def __init__(self, *, first: int, last: int) -> None:
-        self.first, self.last = first, last
-
-    def __call__(self, rank: int) -> None:
-        original, calls = checkpoint._write_state, _Calls()
-
-        def write_state(file: Any, state: Any) -> Any:
-            facts = original(file, state)
-            if file.name == checkpoint.SHARED_STATE and self.first <= calls.next() <= self.last:
-                os.truncate(file, facts["bytes"] // 2)
-                raise OSError(28, "No space left on device (injected)")
-            return facts
-
-        checkpoint._write_state = write_state
-
-
+@dataclass
 class KeepWeights:
     """Each rank writes the weights (and Seraena's) that it ends with, to compare them over ranks."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
 
     def __call__(self, rank: int) -> None:
         finish = Engine.close
@@ -213,19 +171,19 @@ class KeepWeights:
         start.build_task = build_and_see  # type: ignore[assignment]
 
 
+@dataclass
 class OutOfMemoryInZero:
-    """DeepSpeed's own step of the given call (counted from 1) runs out of memory."""
+    """DeepSpeed's own step of the given call runs out of memory."""
 
-    def __init__(self, *, call: int) -> None:
-        self.call = call
+    call: int
 
     def __call__(self, rank: int) -> None:
         from tinyvae.training.deepspeed import DeepSpeedEngine
 
-        original, calls = DeepSpeedEngine._step_zero, _Calls()
+        original, numbers = DeepSpeedEngine._step_zero, itertools.count(1)
 
         def step_zero(engine: DeepSpeedEngine, gradients: list[torch.Tensor]) -> None:
-            if calls.next() == self.call:
+            if next(numbers) == self.call:
                 raise torch.OutOfMemoryError("CUDA out of memory (injected)")
             original(engine, gradients)
 

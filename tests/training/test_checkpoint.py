@@ -246,7 +246,7 @@ def test_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
         running.wait_for("begins")
         time.sleep(moments.uniform(0.0, 0.08))
         running.signal(signal.SIGKILL)
-        assert running.wait() == [-9]
+        running.ends_with(-9)
         saved = [int(line.split()[1]) for line in running.log().splitlines() if line.startswith("saved")]
         unfinished += any(name.startswith(".unfinished") or name.endswith(".replaced") for name in names(run))
         found, faults = newest_intact([run])
@@ -281,8 +281,7 @@ def save_where_nothing_may_be_written(words: list[str]) -> None:
 
 
 def test_a_real_write_error_in_the_middle_of_a_file(tmp_path: Path) -> None:
-    running = launch([str(tmp_path)], tmp_path / "logs", entry=save_with_little_room)
-    assert running.wait() == [0], running.both_logs()
+    running = launch([str(tmp_path)], tmp_path / "logs", entry=save_with_little_room).ends_with(0)
     assert running.log().count("COULD NOT SAVE") == 2 and "result None None" in running.log()
     assert "result " + str(tmp_path / "checkpoint-4") in running.log()
     found, faults = newest_intact([tmp_path])
@@ -294,8 +293,7 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     run = tmp_path / "run"
     run.mkdir()
-    running = launch([str(run)], tmp_path / "logs", entry=save_where_nothing_may_be_written)
-    assert running.wait() == [1], running.both_logs()
+    running = launch([str(run)], tmp_path / "logs", entry=save_where_nothing_may_be_written).ends_with(1)
     assert "UserError: 3 saves in a row failed" in running.log() and "Permission denied" in running.log()
     found, _ = newest_intact([run])
     assert step_of(found) == 1

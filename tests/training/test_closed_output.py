@@ -7,6 +7,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -37,12 +40,12 @@ def open_streams_again() -> None:
     sys.stdout, sys.stderr = (os.fdopen(stream, "w", 1, closefd=False) for stream in (1, 2))
 
 
+@dataclass
 class WritesToPipe:
     """A rank whose stdout and stderr are a named pipe."""
 
-    def __init__(self, pipe: Path, *, seconds_per_line: float = 0.5) -> None:
-        self.pipe, self.seconds_per_line = pipe, seconds_per_line
-        os.mkfifo(pipe)
+    pipe: Path
+    seconds_per_line: float = 0.5
 
     def __call__(self, rank: int) -> None:
         writer = os.open(self.pipe, os.O_WRONLY)
@@ -53,11 +56,11 @@ class WritesToPipe:
         terminal.SECONDS_PER_LINE = self.seconds_per_line
 
 
+@dataclass
 class AtTerminal:
     """A rank that leads a session of its own at a terminal."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def __call__(self, rank: int) -> None:
         os.setsid()
@@ -68,6 +71,19 @@ class AtTerminal:
         open_streams_again()
 
 
+@contextmanager
+def run_into(pipe: WritesToPipe, clips: Path, run: Path) -> Iterator[tuple[Launch, int]]:
+    """An endless run after its first step, and the reader's end of its pipe. Then SIGTERM ends it, and it is saved."""
+    os.mkfifo(pipe.pipe)
+    with launch(arguments_for(clips, run, **ENDLESS), run.parent, prepare=pipe) as started:
+        reader = os.open(pipe.pipe, os.O_RDONLY)
+        wait_for_step(started, run, 1)
+        yield started, reader
+        started.signal(signal.SIGTERM)
+        started.ends_with(143)
+    assert_nothing_was_lost(run)
+
+
 def assert_nothing_was_lost(run: Path) -> None:
     (saved,) = run.glob("emergency_checkpoint-*")
     assert saved.name == f"emergency_checkpoint-{last_step(run)}"
@@ -75,52 +91,33 @@ def assert_nothing_was_lost(run: Path) -> None:
 
 def test_a_pipe_whose_reader_ends_ends_nothing(clips: Path, tmp_path: Path) -> None:
     """As in ``tinyvae train ... 2>&1 | head -1``. The run goes on, and SIGTERM still saves it."""
-    run, pipe = tmp_path / "run", WritesToPipe(tmp_path / "pipe")
-    started = launch(arguments_for(clips, run, **ENDLESS), tmp_path, prepare=pipe)
-    reader = os.open(pipe.pipe, os.O_RDONLY)
-    try:
-        wait_for_step(started, run, 1)
+    run, log = tmp_path / "run", tmp_path / "run/train.log"
+    with run_into(WritesToPipe(tmp_path / "pipe"), clips, run) as (started, reader):
         assert os.read(reader, 10)
         os.close(reader)
         told = "can no longer be written (Broken pipe); the run goes on"
-        wait_until(lambda: told in (run / "train.log").read_text(), shows=(run / "train.log").read_text)
+        wait_until(lambda: told in log.read_text(), shows=log.read_text)
         wait_for_step(started, run, last_step(run) + 10)
-        started.signal(signal.SIGTERM)
-        assert started.wait() == [143]
-    finally:
-        started.kill()
-    assert_nothing_was_lost(run)
-    text = (run / "train.log").read_text()
+    text = log.read_text()
     assert text.count("can no longer be written") == 1, "once, however much is written there"
     assert f"step {last_step(run)} of 100000" in text and "the run ends: SIGTERM" in text
 
 
 def test_the_signal_thread_outlives_a_closed_pipe(clips: Path, tmp_path: Path) -> None:
     """Its own message is the first thing that finds the pipe closed: the run is saved all the same."""
-    run, pipe = tmp_path / "run", WritesToPipe(tmp_path / "pipe", seconds_per_line=600)
-    started = launch(arguments_for(clips, run, **ENDLESS), tmp_path, prepare=pipe)
-    reader = os.open(pipe.pipe, os.O_RDONLY)
-    try:
-        wait_for_step(started, run, 1)
+    pipe = WritesToPipe(tmp_path / "pipe", seconds_per_line=600)
+    with run_into(pipe, clips, tmp_path / "run") as (_, reader):
         os.close(reader)
-        started.signal(signal.SIGTERM)
-        assert started.wait() == [143]
-    finally:
-        started.kill()
-    assert_nothing_was_lost(run)
 
 
 def test_a_terminal_that_closes_saves_and_ends(clips: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     terminal_of_run, inside = os.openpty()
-    started = launch(arguments_for(clips, run, **ENDLESS), tmp_path, prepare=AtTerminal(os.ttyname(inside)))
-    try:
+    with launch(arguments_for(clips, run, **ENDLESS), tmp_path, prepare=AtTerminal(os.ttyname(inside))) as started:
         wait_for_step(started, run, 3)
         os.close(inside)
         os.close(terminal_of_run)
-        assert started.wait() == [129]
-    finally:
-        started.kill()
+        started.ends_with(129)
     assert_nothing_was_lost(run)
     assert "the run ends: SIGHUP" in (run / "train.log").read_text()
 

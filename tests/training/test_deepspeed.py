@@ -34,9 +34,6 @@ from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.training.deepspeed import LaunchConfig, Zero, read_environment, read_launch_file
 
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="DeepSpeed is not installed (pip install 'tinyvae[deepspeed]')"
-)
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "accelerate_configs"
 NAMES = ("deepspeed", "deepspeed_1gpu", "deepspeed_8gpu", "deepspeed_16gpu", "ddp_8gpu")
@@ -63,6 +60,12 @@ QUESTIONNAIRE = {
     "zero_stage": 3,
 }
 """What ``accelerate config`` writes."""
+
+
+def with_deepspeed(test: Any) -> Any:
+    """A slow test that needs DeepSpeed."""
+    why = "DeepSpeed is not installed (pip install 'tinyvae[deepspeed]')"
+    return pytest.mark.slow(pytest.mark.skipif(find_spec("deepspeed") is None, reason=why)(test))
 
 
 def write(folder: Path, block: dict[str, Any] | None = None, **top: Any) -> Path:
@@ -265,8 +268,7 @@ def test_every_key_is_in_the_documentation() -> None:
     assert all(f"`{key}`" in text for key in Zero.model_fields)
 
 
-@needs_deepspeed
-@pytest.mark.slow
+@with_deepspeed
 @pytest.mark.parametrize("name", ["ours", "default"])
 def test_accelerate_launch_by_hand_with_our_file_and_with_its_default_file(
     name: str, clips: Path, tmp_path: Path
@@ -341,8 +343,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@needs_deepspeed
-@pytest.mark.slow
+@with_deepspeed
 @pytest.mark.parametrize("name", ZERO)
 def test_the_same_losses_and_weights_as_the_plain_engine(folder: Path, name: str) -> None:
     plain, ranks = results(folder, "plain", processes=2), results(folder, name, processes=2)
@@ -355,8 +356,7 @@ def test_the_same_losses_and_weights_as_the_plain_engine(folder: Path, name: str
     assert parts["losses"] == pytest.approx(plain[0]["losses"][:3], abs=1e-5)
 
 
-@needs_deepspeed
-@pytest.mark.slow
+@with_deepspeed
 @pytest.mark.parametrize("name", ZERO)
 def test_resume_is_exact_and_checkpoints_move_between_engines(folder: Path, name: str) -> None:
     run, plain = results(folder, name, processes=2)[0], results(folder, "plain", processes=2)[0]
@@ -367,8 +367,7 @@ def test_resume_is_exact_and_checkpoints_move_between_engines(folder: Path, name
         assert largest_difference(plain, results(folder, "moved", processes=1)[0]) < 1e-6
 
 
-@needs_deepspeed
-@pytest.mark.slow
+@with_deepspeed
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
 def test_a_weight_decay_that_changes_at_a_resume_takes_effect(folder: Path, name: str) -> None:
     changed = results(folder, "plain_decay", processes=2)[0]
@@ -376,8 +375,7 @@ def test_a_weight_decay_that_changes_at_a_resume_takes_effect(folder: Path, name
     assert largest_difference(changed, results(folder, f"{name}_decay", processes=2)[0]) < 1e-6
 
 
-@needs_deepspeed
-@pytest.mark.slow
+@with_deepspeed
 @pytest.mark.parametrize("name", ZERO)
 def test_a_nan_on_one_rank_makes_both_skip_with_weights_bit_equal(folder: Path, name: str) -> None:
     ranks = results(folder, f"{name}_nan", processes=2)
@@ -386,8 +384,7 @@ def test_a_nan_on_one_rank_makes_both_skip_with_weights_bit_equal(folder: Path, 
     assert same_weights(*ranks) and not math.isfinite(ranks[0]["norms"][2])
 
 
-@needs_deepspeed
-@pytest.mark.slow
+@with_deepspeed
 @pytest.mark.parametrize("name", ZERO)
 def test_finite_gradients_that_overflow_on_the_way_are_skipped_too(folder: Path, name: str) -> None:
     ranks = results(folder, f"{name}_overflow", processes=2)
@@ -396,8 +393,7 @@ def test_finite_gradients_that_overflow_on_the_way_are_skipped_too(folder: Path,
     assert same_weights(*ranks) and all(torch.isfinite(v).all() for v in ranks[0]["model"].values())
 
 
-@needs_deepspeed
-@pytest.mark.slow
+@with_deepspeed
 @pytest.mark.parametrize("name", ZERO)
 def test_every_precision(folder: Path, name: str) -> None:
     """Weights are fp32 in every mode, so there is no bf16 bias for a float input to meet."""
@@ -410,8 +406,7 @@ def test_every_precision(folder: Path, name: str) -> None:
     assert brain[0]["losses"] == pytest.approx(plain["losses"], abs=1e-5)
 
 
-@needs_deepspeed
-@pytest.mark.slow
+@with_deepspeed
 @pytest.mark.parametrize("stage", [2, 3])
 def test_every_value_is_in_effect(folder: Path, stage: int) -> None:
     given = odd_values(stage)
@@ -427,10 +422,8 @@ def test_every_value_is_in_effect(folder: Path, stage: int) -> None:
     by_default = results(folder, f"zero{stage}_offload", processes=2)[0]
     assert by_default["in_effect"]["offload_optimizer"]
     weights = sum(value.numel() for value in by_default["model"].values())
-    assert by_default["in_effect"]["reduce_bucket_size"] - weights in (
-        0,
-        1,
-    )  # a bucket is a buffer, and it must be even
+    spare = by_default["in_effect"]["reduce_bucket_size"] - weights
+    assert spare in (0, 1), "a bucket is a buffer, and it must be even"
 
 
 # whole runs, chosen by launch configuration alone
@@ -458,22 +451,19 @@ def losses_of(run: Path) -> list[float]:
     return [line["train/loss"] for line in read_lines(run / "metrics.jsonl") if "train/loss" in line]
 
 
-@needs_deepspeed
-@pytest.mark.slow
+@with_deepspeed
 def test_whole_runs_are_the_same_under_every_engine(clips: Path, tmp_path: Path) -> None:
     settings = {"max_train_steps": 10, "log_every": 1, "validation_steps": 5, "checkpointing_steps": 5}
-    alone = launch(arguments_for(clips, tmp_path / "one", **settings, train_batch_size=4), tmp_path / "logs")
-    assert alone.wait() == [0], alone.both_logs()
+    launch(arguments_for(clips, tmp_path / "one", **settings, train_batch_size=4), tmp_path / "logs").ends_with(0)
     wanted = losses_of(tmp_path / "one")
     assert len(wanted) == 10
-    ddp = launch(arguments_for(clips, tmp_path / "ddp", **settings), tmp_path / "logs", ranks=2)
-    assert ddp.wait() == [0, 0], ddp.both_logs()
+    launch(arguments_for(clips, tmp_path / "ddp", **settings), tmp_path / "logs", ranks=2).ends_with(0, 0)
     assert losses_of(tmp_path / "ddp") == pytest.approx(wanted, abs=1e-5)
     for stage in (1, 2, 3):
         name = f"zero{stage}"
         arguments = arguments_for(clips, tmp_path / name, **settings)
         run = launch(arguments, tmp_path / "logs", ranks=2, prepare=UnderDeepSpeed(json_file(tmp_path, stage)))
-        assert run.wait() == [0, 0], run.both_logs()
+        run.ends_with(0, 0)
         assert losses_of(tmp_path / name) == pytest.approx(wanted, abs=1e-5)
         assert json.loads((tmp_path / name / "checkpoint-10" / "manifest.json").read_text())["engine"] == "deepspeed"
         final = [torch.load(tmp_path / run / "final_model.pth", weights_only=True) for run in ("ddp", name)]
@@ -481,8 +471,7 @@ def test_whole_runs_are_the_same_under_every_engine(clips: Path, tmp_path: Path)
         assert gap < 1e-6  # the averaged weights too
 
 
-@needs_deepspeed
-@pytest.mark.slow
+@with_deepspeed
 def test_a_run_with_seraena_resumes_exactly_under_deepspeed_and_moves_to_ddp(clips: Path, tmp_path: Path) -> None:
     """Seraena trains beside DeepSpeed, equal on all ranks and to what it is without; all of its state is saved."""
     under = UnderDeepSpeed(json_file(tmp_path, 2))
@@ -491,7 +480,7 @@ def test_a_run_with_seraena_resumes_exactly_under_deepspeed_and_moves_to_ddp(cli
     def train(name: str, prepare: Any, **more: object) -> Path:
         arguments = arguments_for(clips, tmp_path / name, **settings, **more)
         run = launch(arguments, tmp_path / "logs", ranks=2, **({} if prepare is None else {"prepare": prepare}))
-        assert run.wait() == [0, 0], run.both_logs()
+        run.ends_with(0, 0)
         return tmp_path / name
 
     whole, ddp = train("whole", under), train("ddp", None)
@@ -507,28 +496,23 @@ def test_a_run_with_seraena_resumes_exactly_under_deepspeed_and_moves_to_ddp(cli
     assert losses_of(moved)[-3:] == pytest.approx(losses_of(whole)[-3:], abs=1e-5)
 
 
-@needs_deepspeed
-@pytest.mark.slow
+@with_deepspeed
 def test_a_nan_in_a_whole_run_is_skipped_by_both_ranks_and_named(clips: Path, tmp_path: Path) -> None:
     under = UnderDeepSpeed(json_file(tmp_path, 3), NanLoss(rank=1, calls=(2,)))
-    run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=2, prepare=under)
-    assert run.wait() == [0, 0], run.both_logs()
+    run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=2, prepare=under).ends_with(0, 0)
     assert "skipped" in run.log(0) and "process 1:" in run.log(0) and "process 0:" not in run.log(0)
     progress = state_of(tmp_path / "run" / "checkpoint-6")["training_state.pt"]["progress"]
     assert progress["skipped_steps"] == 1
 
 
-@needs_deepspeed
-@pytest.mark.slow
+@with_deepspeed
 def test_mistakes_in_a_deepspeed_json_end_in_one_sentence(clips: Path, tmp_path: Path) -> None:
     under = UnderDeepSpeed(json_file(tmp_path, 2, reduce_bucket=1))
-    run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=1, prepare=under)
-    assert run.wait() == [2]
+    run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=1, prepare=under).ends_with(2)
     assert "zero_optimization.reduce_bucket: it has no effect here" in run.log() and "Traceback" not in run.log()
 
 
-@needs_deepspeed
-@pytest.mark.slow
+@with_deepspeed
 def test_a_frozen_teacher_beside_deepspeed(clips: Path, tmp_path: Path) -> None:
     """The old "zero stage 2 requires an optimizer": here only the student reaches DeepSpeed, in bf16 too."""
     diffusers = pytest.importorskip("diffusers")
@@ -539,7 +523,7 @@ def test_a_frozen_teacher_beside_deepspeed(clips: Path, tmp_path: Path) -> None:
     changes |= {"max_train_steps": 2, "checkpointing_steps": 2, "validation_steps": 0}
     under = UnderDeepSpeed(json_file(tmp_path, 2))
     run = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path / "logs", ranks=2, prepare=under)
-    assert run.wait() == [0, 0], run.both_logs()
+    run.ends_with(0, 0)
     assert '"train/encoder_loss"' in (tmp_path / "run" / "metrics.jsonl").read_text()
     state = state_of(tmp_path / "run" / "checkpoint-2")["training_state.pt"]
     (moments,) = state["engine"]["optimizers"]["optimizers"]
@@ -547,15 +531,13 @@ def test_a_frozen_teacher_beside_deepspeed(clips: Path, tmp_path: Path) -> None:
     assert not any("teacher" in key for key in state["model"])
 
 
-@needs_deepspeed
-@pytest.mark.slow
+@with_deepspeed
 def test_a_decoder_alone_under_deepspeed(clips: Path, tmp_path: Path) -> None:
     """DeepSpeed holds the trained part only; the run is the plain engine's, and goes on there from its checkpoint."""
     settings = {**DECODER_ALONE, "teacher": write_teacher(tmp_path / "teacher"), "log_every": 1}
     train_here(arguments_for(clips, tmp_path / "plain", **settings, train_batch_size=2))
     under, arguments = UnderDeepSpeed(json_file(tmp_path, 3)), arguments_for(clips, tmp_path / "zero", **settings)
-    run = launch([*arguments, "--train_batch_size", "1"], tmp_path / "logs", ranks=2, prepare=under)
-    assert run.wait() == [0, 0], run.both_logs()
+    launch([*arguments, "--train_batch_size", "1"], tmp_path / "logs", ranks=2, prepare=under).ends_with(0, 0)
     assert losses_of(tmp_path / "zero") == pytest.approx(losses_of(tmp_path / "plain"), abs=1e-5)
     state = state_of(tmp_path / "zero" / "checkpoint-3")["training_state.pt"]
     (moments,) = state["engine"]["optimizers"]["optimizers"]
@@ -565,11 +547,9 @@ def test_a_decoder_alone_under_deepspeed(clips: Path, tmp_path: Path) -> None:
     assert losses_of(tmp_path / "moved")[-3:] == pytest.approx(losses_of(tmp_path / "plain")[-3:], abs=1e-5)
 
 
-@needs_deepspeed
-@pytest.mark.slow
+@with_deepspeed
 def test_out_of_memory_in_deepspeeds_step_is_told_as_that(clips: Path, tmp_path: Path) -> None:
     """As a lost process it would be started again ten times; it is a mistake in the settings (exit code 2)."""
     under = UnderDeepSpeed(json_file(tmp_path, 2), OutOfMemoryInZero(call=2))
-    run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=2, prepare=under)
-    assert run.wait() == [2, 2], run.both_logs()
+    run = launch(arguments_for(clips, tmp_path / "run"), tmp_path / "logs", ranks=2, prepare=under).ends_with(2, 2)
     assert "out of memory while the gradients were applied" in run.log() and "Traceback" not in run.log()

@@ -32,9 +32,14 @@ def write_history(folder: Path) -> None:
     (folder / "validation_history.json").write_text(json.dumps(entries))
 
 
+def card_of(folder: Path, **changes: Any) -> str:
+    config = replace(CONFIG, **changes)
+    return model_card(config, folder, TAEHV("taehv", width=0.125), PROGRESS, command="tinyvae train x --seed 1")
+
+
 def test_the_card(tmp_path: Path) -> None:
     write_history(tmp_path)
-    card = model_card(CONFIG, tmp_path, TAEHV("taehv", width=0.125), PROGRESS, command="tinyvae train x --seed 1")
+    card = card_of(tmp_path)
     assert card.startswith("---\nlibrary_name: tinyvae\n")
     for words in (
         "# taehv, 0.2 M parameters",
@@ -53,8 +58,7 @@ def test_the_card(tmp_path: Path) -> None:
 
 
 def test_the_card_of_a_run_with_several_sizes_names_them(tmp_path: Path) -> None:
-    config = replace(CONFIG, resolutions=("8x64x48:0.25", "4x32x32:0.75"))
-    card = model_card(config, tmp_path, TAEHV("taehv", width=0.125), PROGRESS, command="x")
+    card = card_of(tmp_path, resolutions=("8x64x48:0.25", "4x32x32:0.75"))
     assert "160 clips of several sizes (8x64x48 (0.25), 4x32x32 (0.75)), 0:30:00 (h:mm:ss)" in card
 
 
@@ -67,14 +71,13 @@ def test_scores_that_only_some_validations_have(tmp_path: Path) -> None:
         entries = [{"step": 20, "num_clips": 3, "psnr": 21.5, "is_best": True, **first}]
         entries += [{"step": 40, "num_clips": 3, "psnr": 21.25, "is_best": False, **last}]
         (tmp_path / "validation_history.json").write_text(json.dumps(entries))
-        card = model_card(CONFIG, tmp_path, TAEHV("taehv", width=0.125), PROGRESS, command="x")
+        card = card_of(tmp_path)
         assert all(row in card for row in ("| step | psnr | lpips |", *rows)), card
 
 
 def test_a_card_without_validation_with_a_teacher_and_a_start(tmp_path: Path) -> None:
     changes = {"pretrained_model_path": Path("start.pth"), "use_ref_vae": True, "ref_vae_path": "owner/vae"}
-    config = replace(CONFIG, ema_decay=0.0, **changes)
-    card = model_card(config, tmp_path, TAEHV("taehv", width=0.125), PROGRESS, command="x")
+    card = card_of(tmp_path, ema_decay=0.0, **changes)
     for words in ("from start.pth, with the teacher owner/vae", "of the last step", "The run had no validation."):
         assert words in card, words
 
@@ -82,9 +85,7 @@ def test_a_card_without_validation_with_a_teacher_and_a_start(tmp_path: Path) ->
 def test_the_card_of_a_decoder_from_stored_latents(tmp_path: Path) -> None:
     changes = {"use_ref_vae": True, "ref_vae_path": "owner/vae", "latent_store": Path("latents")}
     losses = {"reconstruction_loss_weight": 0.0, "decoder_loss_weight": 10.0, "temporal_loss_weight": 0.0}
-    card = model_card(
-        replace(CONFIG, **changes, **losses), tmp_path, TAEHV("taehv", width=0.125), PROGRESS, command="x"
-    )
+    card = card_of(tmp_path, **changes, **losses)
     for words in (
         "from fresh weights, with stored latents of the teacher owner/vae\n",
         "decoder (10)\n- only the decoder was trained; the other part has fresh (random) weights\n- weights:",

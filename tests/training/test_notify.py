@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import HANGS_S, wait_until
-from tests.training.faults import Both, NanLoss, SignalInStep, SlowSteps, _around_losses
+from tests.training.faults import Both, HeldStep, NanLoss, SignalInStep, _around_losses
 from tests.training.tiny_runs import arguments_for, launch, train_here
 from tinyvae.errors import UserError
 from tinyvae.training import notify
@@ -73,8 +73,7 @@ def test_a_failure(clips: Path, tmp_path: Path, listener: Listener, monkeypatch:
 
 def test_a_signal(clips: Path, tmp_path: Path, listener: Listener) -> None:
     arguments = arguments_for(clips, tmp_path / "run", notify_command=listener.command)
-    running = launch(arguments, tmp_path, prepare=SignalInStep(rank=0, call=3))
-    assert running.wait() == [143], running.both_logs()
+    launch(arguments, tmp_path, prepare=SignalInStep(rank=0, call=3)).ends_with(143)
     ((event, step, *_, reason),) = listener.calls()
     assert (event, step, reason) == ("stopped", "3", "stopped by SIGTERM at step 3; the run is saved")
 
@@ -88,8 +87,7 @@ class NoSave:
 
 def test_a_signal_whose_save_fails(clips: Path, tmp_path: Path, listener: Listener) -> None:
     arguments = arguments_for(clips, tmp_path / "run", notify_command=listener.command, checkpointing_steps=0)
-    running = launch(arguments, tmp_path, prepare=Both(NoSave(), SignalInStep(rank=0, call=2)))
-    assert running.wait() == [143], running.both_logs()
+    launch(arguments, tmp_path, prepare=Both(NoSave(), SignalInStep(rank=0, call=2))).ends_with(143)
     assert listener.calls()[0][-1] == "stopped by SIGTERM at step 2; its state could not be saved, see train.log"
 
 
@@ -111,8 +109,7 @@ class OneLongStep:
 
 def test_a_stall_is_told_once_and_the_run_goes_on(clips: Path, tmp_path: Path, listener: Listener) -> None:
     changes = {"validation_steps": 0, "notify_command": listener.command, "notify_stall_s": 1}
-    running = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path, prepare=OneLongStep(listener))
-    assert running.wait() == [0], running.both_logs()
+    launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path, prepare=OneLongStep(listener)).ends_with(0)
     (stalled,) = [call for call in listener.calls() if call[:2] == ["stalled", "2"]]
     assert stalled[-1] == "no step has finished for 1 s after step 2"
     assert listener.calls()[-1][0] == "finished"
@@ -148,11 +145,12 @@ def test_a_command_that_hangs_is_ended(clips: Path, tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 def test_the_main_process_alone_tells(clips: Path, tmp_path: Path, listener: Listener) -> None:
     """Also of a process that was lost."""
-    changes = {"train_batch_size": 1, "max_train_steps": 500, "notify_command": listener.command}
-    running = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path, ranks=2, prepare=SlowSteps(0.2))
-    running.wait_for("call 3")
+    changes = {"train_batch_size": 1, "notify_command": listener.command}
+    held = HeldStep(tmp_path / "never", call=3, rank=1)
+    running = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path, ranks=2, prepare=held)
+    running.wait_for("call 3", rank=1)
     running.signal(signal.SIGKILL, 1)
-    assert running.wait() == [1, -9], running.both_logs()
+    running.ends_with(1, -9)
     ((event, *_, reason),) = listener.calls()
     assert event == "failed" and "another process of this run has stopped" in reason and "within" not in reason
 
@@ -161,7 +159,6 @@ def test_the_main_process_alone_tells(clips: Path, tmp_path: Path, listener: Lis
 def test_both_processes_fail_and_one_tells(clips: Path, tmp_path: Path, listener: Listener) -> None:
     changes = {"max_skipped_steps": 2, "validation_steps": 0, "notify_command": listener.command}
     faults = Both(NanLoss(rank=0, calls=range(2, 99)), NanLoss(rank=1, calls=range(2, 99)))
-    running = launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path, ranks=2, prepare=faults)
-    assert running.wait() == [2, 2], running.both_logs()
+    launch(arguments_for(clips, tmp_path / "run", **changes), tmp_path, ranks=2, prepare=faults).ends_with(2, 2)
     ((event, step, *_, reason),) = listener.calls()
     assert (event, step) == ("failed", "3") and reason.startswith("2 steps in a row")

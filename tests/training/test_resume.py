@@ -16,6 +16,7 @@ from tests.training.test_golden_losses import write_teacher
 from tests.training.tiny_runs import (
     DECODER_ALONE,
     SERAENA,
+    TWO_SIZES,
     arguments_for,
     differences,
     launch,
@@ -36,7 +37,6 @@ from tinyvae.training.resume import Progress, SavedRun, _changed_settings
 from tinyvae.training.start import run_training
 
 KEEP_ALL = {"checkpoints_total_limit": 99}
-TWO_SIZES = {"resolutions": "8x32x32,4x24x40", "n_frames": 8}
 
 
 def stop_at_3(clips: Path, run: Path, **changes: object) -> None:
@@ -44,12 +44,7 @@ def stop_at_3(clips: Path, run: Path, **changes: object) -> None:
     train_here(arguments_for(clips, run, **changes))
     for later in ("checkpoint-6", "final_model.pth", "final_model.safetensors"):
         path = run / later
-        if path.is_dir():
-            for file in path.iterdir():
-                file.unlink()
-            path.rmdir()
-        else:
-            path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @pytest.mark.parametrize(
@@ -112,7 +107,7 @@ def test_with_seraena_and_its_buffer(clips: Path, tmp_path: Path) -> None:
     halves = launch(
         arguments_for(clips, tmp_path / "halves", **changes), tmp_path, prepare=SignalInStep(rank=0, call=2)
     )
-    assert halves.wait() == [143], halves.both_logs()
+    halves.ends_with(143)
     assert not (tmp_path / "halves/checkpoint-2").exists()
     train_here(arguments_for(clips, tmp_path / "halves", resume_from_checkpoint="latest", **changes))
     assert run_differences(tmp_path / "whole", tmp_path / "halves", 4) == []

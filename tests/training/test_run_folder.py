@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 from datetime import datetime
 from pathlib import Path
 
@@ -31,9 +30,9 @@ def test_a_second_start_into_a_folder_in_use_is_refused_at_once(clips: Path, tmp
     """A new run and a resume, while the first one trains; after kill -9 of it the resume goes on."""
     run = tmp_path / "run"
     words = {"max_train_steps": 40, "checkpointing_steps": 1, "validation_steps": 0}
-    first = launch(arguments_for(clips, run, **words), tmp_path / "logs", prepare=HeldStep(tmp_path / "never", call=3))
-    first.wait_for("call 3")
-    try:
+    step = HeldStep(tmp_path / "never", call=3)
+    with launch(arguments_for(clips, run, **words), tmp_path / "logs", prepare=step) as first:
+        first.wait_for("call 3")
         assert (run / MARKER).exists()
         before = {name for name in names(run) if "checkpoint" not in name}
         for more in ({}, {"resume_from_checkpoint": "latest"}):
@@ -41,9 +40,6 @@ def test_a_second_start_into_a_folder_in_use_is_refused_at_once(clips: Path, tmp
                 train_here(arguments_for(clips, run, **words, **more))
         assert {name for name in names(run) if "checkpoint" not in name} == before
         assert first.processes[0].is_alive()
-    finally:
-        first.signal(signal.SIGKILL)
-        first.wait()
     assert (run / MARKER).exists(), "nobody was left to remove it"
     done = len([name for name in names(run) if name.startswith("checkpoint-")])
     again = {**words, "max_train_steps": done + 3, "resume_from_checkpoint": "latest"}

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from tests.processes import HANGS_S, still_alive, wait_until
-from tests.training.faults import Both, HeldStep, SignalInStep, SlowSteps
-from tests.training.tiny_runs import SERAENA, Launch, arguments_for, launch, run_differences, train_here
+from tests.training.faults import Both, HeldStep, SignalInStep
+from tests.training.tiny_runs import SERAENA, arguments_for, launch, run_differences, train_here
 from tinyvae.data.index_build import build_index
 from tinyvae.training import clips as clips_module
 from tinyvae.training import guards, validation
@@ -48,7 +48,7 @@ def test_one_process(
     run = tmp_path / "run"
     arguments = arguments_for(clips, run, gradient_accumulation_steps=2)
     running = launch(arguments, tmp_path, prepare=SignalInStep(rank=0, call=call, number=number))
-    assert running.wait() == [128 + number], running.both_logs()
+    running.ends_with(128 + number)
     assert (run / f"emergency_checkpoint-{step}").is_dir()
     assert f"{number.name} received: finishing the step" in running.log()
     assert f"stopped by {number.name}; go on with --resume latest" in running.log()
@@ -58,13 +58,14 @@ def test_one_process(
 
 
 def test_a_second_signal_ends_at_once(clips: Path, tmp_path: Path) -> None:
-    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, prepare=SlowSteps(2 * HANGS_S))
+    step = HeldStep(tmp_path / "never", call=1)
+    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, prepare=step)
     running.wait_for("call 1")
     running.signal(signal.SIGTERM)
     running.wait_for("SIGTERM received")
     assert running.processes[0].is_alive()
     running.signal(signal.SIGINT)
-    assert running.wait() == [128 + signal.SIGINT], "the step takes longer than that: it was not waited for"
+    assert running.wait() == [128 + signal.SIGINT], "the step has no end: it was not waited for"
     assert not list((tmp_path / "run").glob("*checkpoint*"))
 
 
@@ -83,7 +84,7 @@ def test_one_order_that_arrives_twice_is_not_a_second_one(clips: Path, tmp_path:
     running.signal(signal.SIGTERM)
     time.sleep(0.5)  # time for a wrong end
     step.release()
-    assert running.wait() == [143], running.both_logs()
+    running.ends_with(143)
     assert (tmp_path / "run/emergency_checkpoint-1").is_dir()
 
 
@@ -97,8 +98,7 @@ class SignalInValidation:
             calls.append(1)
             if rank == 0 and len(calls) == 3:  # each validation measures two batches of a clip
                 os.kill(os.getpid(), signal.SIGTERM)
-                while not guards._open_watches[0].received:
-                    time.sleep(0.01)
+                wait_until(lambda: guards._open_watches[0].received)
             print(f"measured {len(calls)}", flush=True)
             return measure(scorer, batch)
 
@@ -109,7 +109,7 @@ def test_in_a_validation(clips: Path, tmp_path: Path, undisturbed: Path) -> None
     """It is left at once, and made up for when the run is resumed."""
     run = tmp_path / "run"
     running = launch(arguments_for(clips, run, gradient_accumulation_steps=2), tmp_path, prepare=SignalInValidation())
-    assert running.wait() == [143], running.both_logs()
+    running.ends_with(143)
     assert "measured 3" in running.log() and "measured 4" not in running.log()
     assert (run / "emergency_checkpoint-4").is_dir()
     resume_and_compare(clips, run, undisturbed)
@@ -140,7 +140,7 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(
     everybody += everybody[0].children(recursive=True)
     assert len(everybody) >= 2
     running.signal(number)
-    assert running.wait() == [code]
+    running.ends_with(code)
     if number == signal.SIGTERM:
         assert "SIGTERM received before the first step: there is nothing to save" in running.log()
     assert still_alive(everybody) == [], "no orphan waits for ever"
@@ -148,8 +148,7 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(
 
 def test_ctrl_c_while_python_still_imports_leaves_no_traceback(clips: Path, tmp_path: Path) -> None:
     """Before there is a run there is no watch: the command line itself has to answer."""
-    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, entry=interrupted)
-    assert running.wait() == [130], running.both_logs()
+    running = launch(arguments_for(clips, tmp_path / "run"), tmp_path, entry=interrupted).ends_with(130)
     assert "tinyvae: stopped" in running.log() and "Traceback" not in running.log()
 
 
@@ -183,7 +182,7 @@ def test_data_workers_outlive_a_signal_to_the_whole_group(clips: Path, tmp_path:
     time.sleep(0.5)  # time for a wrong end
     assert all(process.status() != psutil.STATUS_ZOMBIE for process in everybody), "the workers live on"
     step.release()
-    assert running.wait() == [128 + number], running.both_logs()
+    running.ends_with(128 + number)
     assert list(run.glob("emergency_checkpoint-*"))
     assert "DataLoader worker" not in running.log()
     assert still_alive(everybody) == [], "they end with the run"
@@ -206,17 +205,18 @@ def test_the_watch_closes_although_a_worker_lives_on() -> None:
 # two ranks
 
 
-def two_ranks(clips: Path, run: Path, logs: Path, prepare: object, **changes: object) -> Launch:
+def two_ranks(clips: Path, run: Path, *faults: SignalInStep, **changes: object) -> None:
+    """Run them to their end: with faults they are stopped, else they finish."""
     arguments = arguments_for(clips, run, train_batch_size=1, gradient_accumulation_steps=2, **SERAENA, **changes)
-    return launch(arguments, logs, ranks=2, prepare=prepare)  # type: ignore[arg-type]
+    running = launch(arguments, run.parent, ranks=2, prepare=Both(*faults))
+    assert running.wait() == ([143, 143] if faults else [0, 0]), running.both_logs()
 
 
 @pytest.fixture(scope="module")
 def undisturbed_pair(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pair")
-    running = two_ranks(clips, folder / "run", folder, Both())
-    assert running.wait() == [0, 0], running.both_logs()
-    return folder / "run"
+    run = tmp_path_factory.mktemp("pair") / "run"
+    two_ranks(clips, run)
+    return run
 
 
 @pytest.mark.slow
@@ -226,22 +226,18 @@ def test_a_signal_to_some_ranks_stops_all_together(
 ) -> None:
     """In the middle of an accumulation cycle, with Seraena: one agreed save, and the resumed run is bit-equal."""
     run = tmp_path / "run"
-    faults = [SignalInStep(rank=rank, call=7) for rank in ranks]
-    running = two_ranks(clips, run, tmp_path, Both(*faults))
-    assert running.wait() == [143, 143], running.both_logs()
+    two_ranks(clips, run, *(SignalInStep(rank=rank, call=7) for rank in ranks))
     assert (run / "emergency_checkpoint-4/rank_00001.pt").is_file()
-    resumed = two_ranks(clips, run, tmp_path, Both(), resume_from_checkpoint="latest")
-    assert resumed.wait() == [0, 0], resumed.both_logs()
+    two_ranks(clips, run, resume_from_checkpoint="latest")
     assert run_differences(undisturbed_pair, run, 6) == []
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_a_rank_that_waits_for_another(clips: Path, tmp_path: Path) -> None:
     """Rank 0 waits inside a collective, where no handler of Python's runs: it can be ended all the same."""
-    changes = {"train_batch_size": 1, "validation_steps": 0}
-    running = launch(
-        arguments_for(clips, tmp_path / "run", **changes), tmp_path, ranks=2, prepare=SlowRank(1, 2 * HANGS_S)
-    )
+    arguments = arguments_for(clips, tmp_path / "run", train_batch_size=1, validation_steps=0)
+    held = HeldStep(tmp_path / "never", call=2, rank=1)
+    running = launch(arguments, tmp_path, ranks=2, prepare=held)
     running.wait_for("call 2", rank=1)
     time.sleep(1.0)
     running.signal(signal.SIGTERM, 0)
@@ -251,24 +247,6 @@ def test_a_second_signal_ends_a_rank_that_waits_for_another(clips: Path, tmp_pat
     running.processes[0].join(HANGS_S)
     assert running.processes[0].exitcode == 143
     running.kill()
-
-
-class SlowRank:
-    """One rank takes long over its second step."""
-
-    def __init__(self, rank: int, seconds: float) -> None:
-        self.rank, self.seconds = rank, seconds
-
-    def __call__(self, rank: int) -> None:
-        from tests.training.faults import _around_losses
-
-        def change(number: int, compute: object, num_clips: int) -> object:
-            print(f"call {number}", flush=True)
-            if rank == self.rank and number == 2:
-                time.sleep(self.seconds)
-            return compute()  # type: ignore[operator]
-
-        _around_losses(change)
 
 
 # the launcher

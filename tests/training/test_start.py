@@ -14,6 +14,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.processes import still_alive
+from tests.training.test_golden_losses import write_teacher
 from tests.training.tiny_runs import SERAENA, arguments_for, train_here
 from tinyvae import TAEHV, load_model, save_model
 from tinyvae.config.load import load_config
@@ -36,12 +37,8 @@ def test_a_run_folder_holds_all_that_is_promised(clips: Path, tmp_path: Path) ->
     promised = "config.json train.log metrics.jsonl logs best_model validation_history.json final_model.pth"
     assert {*promised.split(), "final_model.safetensors", "model_card.md", "report.html", "checkpoint-6"} <= names
     best = run.folder / "best_model"
-    assert {file.name for file in best.iterdir()} == {
-        "model.safetensors",
-        "model.pth",
-        "config.json",
-        "model_info.json",
-    }
+    parts = {"model.safetensors", "model.pth", "config.json", "model_info.json"}
+    assert {file.name for file in best.iterdir()} == parts
     info = json.loads((best / "model_info.json").read_text())
     assert {"step", "psnr", "ssim", "lpips", "train_loss", "timestamp"} <= set(info)
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
@@ -112,24 +109,10 @@ def test_early_stopping_ends_the_run_and_says_why(clips: Path, tmp_path: Path) -
     info = json.loads((run.folder / "early_stop_info.json").read_text())
     assert (info["best_step"], info["patience"], info["validations_without_improvement"]) == (2, 2, 2)
     assert (run.folder / "final_model.safetensors").exists()
-    frozen |= {"early_stopping_patience": 5, "max_train_steps": 8}
-    later = train_here(
-        arguments_for(clips, tmp_path / "run", validation_steps=2, resume_from_checkpoint="latest", **frozen)
-    )
+    frozen |= {"early_stopping_patience": 5, "max_train_steps": 8, "resume_from_checkpoint": "latest"}
+    later = train_here(arguments_for(clips, tmp_path / "run", validation_steps=2, **frozen))
     assert later.progress.step == 8 and later.progress.best_step == 2
     assert not (run.folder / "early_stop_info.json").exists(), "the run went on, yet the file says that it stopped"
-
-
-def write_tiny_teacher(folder: Path) -> Path:
-    """A CogVideoX VAE of a few thousand parameters, as diffusers saves it."""
-    from diffusers import AutoencoderKLCogVideoX
-
-    torch.manual_seed(0)
-    channels = (4, 4, 4, 4)
-    AutoencoderKLCogVideoX(
-        block_out_channels=channels, layers_per_block=1, norm_num_groups=2, latent_channels=16
-    ).save_pretrained(folder)
-    return folder
 
 
 def test_teacher_seraena_and_lpips_in_one_run(clips: Path, tmp_path: Path, shared: Path) -> None:
@@ -138,7 +121,7 @@ def test_teacher_seraena_and_lpips_in_one_run(clips: Path, tmp_path: Path, share
         "variant": "taecvx",
         "n_frames": 8,
         "use_ref_vae": True,
-        "cogvideox_model_path": write_tiny_teacher(tmp_path / "vae"),
+        "cogvideox_model_path": write_teacher(tmp_path / "vae"),
         "ref_vae_dtype": "float32",
         "encoder_loss_weight": 0.1,
         "decoder_loss_weight": 0.1,
@@ -171,24 +154,16 @@ def test_teacher_seraena_and_lpips_in_one_run(clips: Path, tmp_path: Path, share
 
 
 def test_drawn_teacher_latents_are_drawn_alike_after_a_resume(clips: Path, tmp_path: Path) -> None:
-    pytest.importorskip("diffusers")
     changes = {"variant": "taecvx", "n_frames": 8, "use_ref_vae": True, "encoder_loss_weight": 1.0, "log_every": 1}
-    changes |= {"cogvideox_model_path": write_tiny_teacher(tmp_path / "vae"), "ref_vae_dtype": "float32"}
+    changes |= {"cogvideox_model_path": write_teacher(tmp_path / "vae"), "ref_vae_dtype": "float32"}
     changes |= {"validation_steps": 0, "checkpointing_steps": 1, "max_train_steps": 2}
     runs = {}
     for sample in (True, False):
         whole = tmp_path / f"whole_{sample}"
         train_here(arguments_for(clips, whole, ref_vae_sample=sample, **changes))
         runs[sample] = final_weights(whole)
-    resumed = train_here(
-        arguments_for(
-            clips,
-            tmp_path / "resumed",
-            ref_vae_sample=True,
-            resume_from_checkpoint=tmp_path / "whole_True" / "checkpoint-1",
-            **changes,
-        )
-    )
+    changes |= {"ref_vae_sample": True, "resume_from_checkpoint": tmp_path / "whole_True" / "checkpoint-1"}
+    resumed = train_here(arguments_for(clips, tmp_path / "resumed", **changes))
     assert all(torch.equal(runs[True][key], value) for key, value in final_weights(resumed.folder).items())
     assert any(not torch.equal(runs[True][key], value) for key, value in runs[False].items()), "nothing was drawn"
 

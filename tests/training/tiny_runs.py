@@ -35,6 +35,8 @@ TIMINGS = {
 
 SERAENA = {"use_seraena": True, "seraena_loss_weight": 0.1, "n_seraena_frames": 4, "seraena_buffer_mb": 1}
 
+TWO_SIZES = {"resolutions": "8x32x32,4x24x40", "n_frames": 8}
+
 DECODER_ALONE = {
     "variant": "taecvx",
     "n_frames": 8,
@@ -135,7 +137,10 @@ def _rank_main(
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Ranks under a watchdog: they are killed when ``wait`` runs out of time, and their logs are shown."""
+    """Ranks under a watchdog: they are killed when ``wait`` runs out of time, and their logs are shown.
+
+    As a context it kills those that are left at its end.
+    """
 
     processes: list[BaseProcess]
     logs: list[Path]
@@ -153,6 +158,11 @@ class Launch:
             self.kill()
             raise AssertionError(f"ranks {hanging} did not end within {timeout_s} s\n{self.both_logs()}")
         return [process.exitcode for process in self.processes if process.exitcode is not None]
+
+    def ends_with(self, *codes: int) -> Launch:
+        """Wait for the exit codes of all ranks and compare them; the same launch, for a look at its logs."""
+        assert self.wait() == list(codes), self.both_logs()
+        return self
 
     def wait_for(self, text: str, *, rank: int = 0, timeout_s: float = HANGS_S) -> None:
         """Wait until a rank's log holds a text."""
@@ -174,6 +184,12 @@ class Launch:
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, signal.SIGKILL)
             process.join()
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def both_logs(self) -> str:
         return "\n".join(f"--- rank {rank}:\n{self.log(rank)}" for rank in range(len(self.logs)))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError
@@ -33,7 +33,6 @@ from tinyvae.files import atomic_write, sha256_of, why_not_written
 from tinyvae.training.engine import Engine
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 SHARED_STATE = "training_state.pt"
@@ -79,6 +78,10 @@ def checkpoint_bytes(config: TrainConfig, processes: int) -> int:
     return total
 
 
+class _SaveFailed(Exception):  # noqa: N818 (all ranks raise it together)
+    """Why a checkpoint could not be written."""
+
+
 class CheckpointWriter:
     """Writes the checkpoints of one run. The run survives failed saves, except three in a row.
 
@@ -115,22 +118,20 @@ class CheckpointWriter:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
 
-        fault, _ = self._attempt(lambda: begin() if engine.is_main else None)
-        if fault is None:
-            fault, of_ranks = self._attempt(lambda: _write_state(unfinished / rank_file(engine.rank), rank_state))
-        if fault is None:
+        def finish() -> None:
+            hashed = {rank_file(rank): entry for rank, entry in enumerate(of_ranks)}
+            hashed[SHARED_STATE] = _write_state(unfinished / SHARED_STATE, shared_state())
+            write_model(unfinished)
+            _write_manifest(unfinished, facts(), hashed)
+            _publish(unfinished, folder)
+
+        try:
+            self._attempt(lambda: begin() if engine.is_main else None)
+            of_ranks = self._attempt(lambda: _write_state(unfinished / rank_file(engine.rank), rank_state))
             engine.save_collective()
-
-            def finish() -> None:
-                hashed = {rank_file(rank): entry for rank, entry in enumerate(of_ranks) if entry is not None}
-                hashed[SHARED_STATE] = _write_state(unfinished / SHARED_STATE, shared_state())
-                write_model(unfinished)
-                _write_manifest(unfinished, facts(), hashed)
-                _publish(unfinished, folder)
-
-            fault, _ = self._attempt(lambda: finish() if engine.is_main else None)
-        if fault is not None:
-            self._failed(name, unfinished, fault)
+            self._attempt(lambda: finish() if engine.is_main else None)
+        except _SaveFailed as fault:
+            self._count_failure(name, unfinished, fault)
             return None
         self._failed_in_a_row = 0
         if engine.is_main:
@@ -141,8 +142,8 @@ class CheckpointWriter:
                 log.warning("could not remove an old checkpoint: %s", reason)
         return folder
 
-    def _attempt(self, write: Callable[[], T]) -> tuple[str | None, list[T | None]]:
-        """Run a local write on every rank; return the first reason for a failure and what each write returned."""
+    def _attempt(self, write: Callable[[], Any]) -> list[Any]:
+        """Run a local write on every rank; return what each write returned. One that fails makes all ranks raise."""
         fault, result = None, None
         try:
             result = write()
@@ -150,9 +151,12 @@ class CheckpointWriter:
             told = why_not_written(reason, self.run_folder, needed_bytes=self._needed_bytes)
             fault = f"process {self._engine.rank}: {told}" if self._engine.many else told
         everybody = self._engine.gather((fault, result))
-        return next((reason for reason, _ in everybody if reason), None), [result for _, result in everybody]
+        for why, _ in everybody:
+            if why is not None:
+                raise _SaveFailed(why)
+        return [result for _, result in everybody]
 
-    def _failed(self, name: str, unfinished: Path, fault: str) -> None:
+    def _count_failure(self, name: str, unfinished: Path, fault: _SaveFailed) -> None:
         self._failed_in_a_row += 1
         is_last = self._failed_in_a_row >= MAX_FAILED_SAVES
         if self._engine.is_main:
@@ -296,14 +300,19 @@ def newest_intact(run_folders: Iterable[Path]) -> tuple[Path | None, list[str]]:
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """A checkpoint's manifest; None if it is missing or damaged."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return None
+    manifest = read_json(folder / MANIFEST)
     if not isinstance(manifest, dict):
         return None
     own_hash = manifest.pop("own_sha256", None)
     return manifest if own_hash == _hash_of_json(manifest) else None
+
+
+def read_json(file: Path) -> Any:
+    """What a JSON file holds; None if it is missing or damaged."""
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def read_state(file: Path) -> dict[str, Any]:

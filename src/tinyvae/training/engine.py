@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -211,24 +211,22 @@ class Engine:
             dist.destroy_process_group()
 
 
-class Seat(NamedTuple):
-    """Which process of how many this one is, and the device that it computes on."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-
-def join_processes(config: TrainConfig) -> Seat:
-    """Join the process group that a launcher describes. accelerate only numbers processes and names devices."""
+def join_processes(config: TrainConfig) -> tuple[int, int, torch.device]:
+    """Join the process group that a launcher describes: this process's rank, how many there are, and its device."""
     if config.deterministic:  # read by cuBLAS and torch.compile when they start
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     on_cpu = not torch.cuda.is_available()
     if any(name in LAUNCH_VARIABLES or name.startswith("ACCELERATE_") for name in os.environ):
-        seat = _launched_seat(config, on_cpu)
+        from accelerate import PartialState  # it only numbers processes and names devices
+
+        group: dict[str, Any] = {}
+        if int(os.environ.get("LOCAL_RANK", "-1")) >= 0:  # it takes a named backend for a sign of a launched job
+            group = {"backend": "gloo" if on_cpu else "nccl", "timeout": timedelta(seconds=config.nccl_timeout)}
+        processes = PartialState(cpu=on_cpu, **group)
+        seat = processes.process_index, processes.num_processes, processes.device
     else:  # accelerate would say the same, after it has asked nvidia-smi for the names of all GPUs
-        seat = Seat(rank=0, world_size=1, device=torch.device("cpu" if on_cpu else "cuda"))
+        seat = 0, 1, torch.device("cpu" if on_cpu else "cuda")
     if not on_cpu:
         torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
         torch.backends.cudnn.allow_tf32 = config.allow_tf32
@@ -238,16 +236,6 @@ def join_processes(config: TrainConfig) -> Seat:
         torch.use_deterministic_algorithms(config.deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # all is written first
     return seat
-
-
-def _launched_seat(config: TrainConfig, on_cpu: bool) -> Seat:
-    from accelerate import PartialState
-
-    group: dict[str, Any] = {}
-    if int(os.environ.get("LOCAL_RANK", "-1")) >= 0:  # accelerate takes a named backend for a sign of a launched job
-        group = {"backend": "gloo" if on_cpu else "nccl", "timeout": timedelta(seconds=config.nccl_timeout)}
-    processes = PartialState(cpu=on_cpu, **group)
-    return Seat(rank=processes.process_index, world_size=processes.num_processes, device=processes.device)
 
 
 def as_number(norm: Tensor | float | None) -> float:

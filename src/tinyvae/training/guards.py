@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from tinyvae.training.engine import Engine
 
 SIGHUP = getattr(signal, "SIGHUP", None)  # Windows has none
-STOP_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
-STOP_SIGNALS = tuple(signal.Signals[name] for name in STOP_NAMES if hasattr(signal, name))
+STOP_SIGNALS = [number for number in signal.Signals if number.name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")]
 LAUNCHER_CHECK_S = 1.0
 SAME_ORDER_S, SAME_ORDER_BY_TORCHRUN_S = 0.3, 1.0
 """Seconds in which a signal that comes again is the same order to stop: schedulers signal every process, and launchers

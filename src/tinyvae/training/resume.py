@@ -29,6 +29,7 @@ from tinyvae.training.checkpoint import (
     list_checkpoints,
     newest_intact,
     rank_file,
+    read_json,
     read_manifest,
     read_state,
 )
@@ -147,17 +148,17 @@ def _find(asked: str, config: TrainConfig) -> tuple[Path, list[str]]:
             f"resume_from_checkpoint is {asked!r}, but there is no intact checkpoint in "
             f"{places if asked == 'latest' else path}{damaged}; start without --resume, or name a checkpoint."
         )
-    by_name = [run / asked for run in runs if len(path.parts) == 1 and (run / asked).is_dir()]
-    for folder in [path] if path.is_dir() else by_name[:1]:
-        fault = broken_reason(folder)
-        if fault is not None:
-            raise UserError(f"cannot resume from {folder}: {fault}; use --resume latest for the newest intact one.")
-        return folder, []
-    known = _first_few([str(info.folder) for info in reversed(list_checkpoints(*runs))]) or "none"
-    raise MissingFileError(
-        f"resume_from_checkpoint is {asked!r}, but there is no such folder (looked at {path.absolute()} and in "
-        f"{places}); the newest checkpoints there: {known}."
-    )
+    by_name = [run / asked for run in runs if len(path.parts) == 1]
+    folder = next((place for place in (path, *by_name) if place.is_dir()), None)
+    if folder is None:
+        known = _first_few([str(info.folder) for info in reversed(list_checkpoints(*runs))]) or "none"
+        raise MissingFileError(
+            f"resume_from_checkpoint is {asked!r}, but there is no such folder (looked at {path.absolute()} and in "
+            f"{places}); the newest checkpoints there: {known}."
+        )
+    if (fault := broken_reason(folder)) is not None:
+        raise UserError(f"cannot resume from {folder}: {fault}; use --resume latest for the newest intact one.")
+    return folder, []
 
 
 def _first_few(names: list[str]) -> str:
@@ -210,19 +211,19 @@ class RunState:
 
     config: TrainConfig
     engine: Engine
-    folder: Path
+    writer: CheckpointWriter
     data: RunData
     model: TAEHV
     average: WeightAverage | None
     seraena: Seraena | None
     decided_by: str  # the validation score that decides on the best model
 
-    def save(self, writer: CheckpointWriter, loop: LoopState, *, emergency: bool) -> bool:
+    def save(self, loop: LoopState, is_emergency: bool) -> bool:
         """Write a checkpoint, all ranks together; tell whether it is on disk."""
         progress = loop.progress
-        written = writer.save(
+        written = self.writer.save(
             step=progress.step,
-            emergency=emergency,
+            emergency=is_emergency,
             shared_state=lambda: self._shared(loop),
             rank_state=self._of_rank(loop),
             write_model=lambda target: self._write_model(target, progress.step),
@@ -267,7 +268,7 @@ class RunState:
         """What identifies ``best_model/``: its ``model_info.json``, or step and score if a full disk prevented it."""
         if progress.best_step is None:
             return None
-        info = _read_info(self.folder / "best_model")
+        info = _best_info(self.writer.run_folder)
         if info is not None and info["step"] == progress.best_step:
             return info
         return {"step": progress.best_step, self.decided_by: progress.best_score}
@@ -367,9 +368,9 @@ def restore_best_model(progress: Progress, saved: SavedRun, folder: Path) -> Pro
     """
     if progress.best_step is None:
         return progress
-    best = saved.manifest.get("best_model") or _read_info(saved.folder.parent / "best_model") or {}
+    best = saved.manifest.get("best_model") or _best_info(saved.folder.parent) or {}
     is_known = best.get("step") == progress.best_step
-    if is_known and best == _read_info(folder / "best_model"):
+    if is_known and best == _best_info(folder):
         return progress
     try:
         source = _find_best(best, saved) if is_known else None
@@ -389,7 +390,7 @@ def restore_best_model(progress: Progress, saved: SavedRun, folder: Path) -> Pro
 def _find_best(best: Mapping[str, Any], saved: SavedRun) -> Path | None:
     """The folder whose ``model.safetensors`` is the best model, as its validation scored it; None if there is none."""
     run = saved.folder.parent
-    if best == _read_info(run / "best_model"):
+    if best == _best_info(run):
         return run / "best_model"
     for folder in (saved.folder, run / f"checkpoint-{best['step']}"):
         manifest = read_manifest(folder)
@@ -398,9 +399,6 @@ def _find_best(best: Mapping[str, Any], saved: SavedRun) -> Path | None:
     return None
 
 
-def _read_info(folder: Path) -> dict[str, Any] | None:
-    """``model_info.json`` of a folder; None if it is missing or damaged."""
-    try:
-        return json.loads((folder / "model_info.json").read_text())
-    except (OSError, ValueError):
-        return None
+def _best_info(run_folder: Path) -> dict[str, Any] | None:
+    """``best_model/model_info.json``; None if it is missing or damaged."""
+    return read_json(run_folder / "best_model" / "model_info.json")

@@ -27,7 +27,7 @@ from tinyvae.data.index_build import CACHED_INDEX
 from tinyvae.errors import UserError
 from tinyvae.files import atomic_write, home_folder, writing_to
 from tinyvae.terminal import duration_in_words
-from tinyvae.training.checkpoint import UNFINISHED, remove_unfinished
+from tinyvae.training.checkpoint import UNFINISHED, read_json, remove_unfinished
 from tinyvae.training.validation import put_best_model_back
 
 log = logging.getLogger(__name__)
@@ -298,10 +298,7 @@ class RunPlace:
 
 def is_run_folder(folder: Path) -> bool:
     """Whether a folder holds a run, by its ``config.json``."""
-    try:
-        content = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return False
+    content = read_json(folder / "config.json")
     return isinstance(content, dict) and content.get("format") == RUN_FORMAT
 
 

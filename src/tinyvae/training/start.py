@@ -11,12 +11,10 @@ import torch
 
 from tinyvae.config.load import LoadedConfig
 from tinyvae.config.rules import check_config
-from tinyvae.config.schema import TrainConfig
 from tinyvae.data.loader import TrainLoader
 from tinyvae.errors import UserError
 from tinyvae.files import writing_to
 from tinyvae.heap import no_collections
-from tinyvae.models.taehv import TAEHV
 from tinyvae.storage import use_file_cache
 from tinyvae.terminal import count_of
 from tinyvae.training.build import build_model, build_task, latent_complaints, make_seraena_start, open_latents
@@ -24,7 +22,6 @@ from tinyvae.training.checkpoint import CheckpointWriter, checkpoint_bytes
 from tinyvae.training.clips import RunData, loading_processes, open_data
 from tinyvae.training.deepspeed import start_engine
 from tinyvae.training.diagnostics import StepProfiler
-from tinyvae.training.engine import Engine
 from tinyvae.training.finish import write_final_model, write_run_report
 from tinyvae.training.guards import SignalWatch, StopRequested
 from tinyvae.training.logs import RunLog
@@ -98,10 +95,8 @@ class _Run:
         self.signals = SignalWatch()
         at_end.callback(self.signals.close)
         # The main process decides: only it checks every file, and the clocks of the others would give other folders.
-        checkpoint: Path | None = None
-        faults: list[str] = []
-        if (asked := config.resume_from_checkpoint) is not None:
-            checkpoint, faults = engine.from_main(lambda: asked_checkpoint(asked, config))
+        asked = config.resume_from_checkpoint
+        checkpoint, faults = engine.from_main(lambda: (None, []) if asked is None else asked_checkpoint(asked, config))
         self.place: RunPlace | None = None  # on the main process
 
         def take_place() -> tuple[Path, Path]:
@@ -141,22 +136,22 @@ class _Run:
         task = build_task(config, engine, model, latents=data.latents)
         average = WeightAverage(model, decay=config.ema_decay) if config.ema_decay > 0 else None
         teacher = find_validation_teacher(config, engine, task.teacher)
+        needed_bytes = checkpoint_bytes(config, engine.world_size)
         state = RunState(
             config=config,
             engine=engine,
-            folder=folder,
+            writer=CheckpointWriter(folder, engine, keep=config.checkpoints_total_limit, needed_bytes=needed_bytes),
             data=data,
             model=model,
             average=average,
             seraena=task.seraena,
             decided_by=deciding_score(config, with_teacher=teacher is not None),
         )
-        loop, data = self._settle(state, data)
-        clips = clips or self._start_clips(data, loop.progress)
-        validator = self._validator(task, average, teacher, data, from_step=loop.progress.step)
-        needed_bytes = checkpoint_bytes(config, engine.world_size)
-        writer = CheckpointWriter(folder, engine, keep=config.checkpoints_total_limit, needed_bytes=needed_bytes)
-        profiler = self._profiler(loop)
+        loop, state = self._settle(state)
+        clips = clips or self._start_clips(state.data, loop.progress)
+        validator = self._validator(state, task, teacher, from_step=loop.progress.step)
+        profile = folder / "profile.json" if config.enable_profiler and engine.is_main else None
+        profiler = StepProfiler(profile, device=engine.device, steps_left=config.max_train_steps - loop.progress.step)
         parts = LoopParts(
             config=config,
             engine=engine,
@@ -169,36 +164,30 @@ class _Run:
             signals=self.signals,
             notifier=self.notifier,
             validate=validator.validate,
-            save=lambda loop, emergency: state.save(writer, loop, emergency=emergency),
+            save=state.save,
         )
-        _log_size(config, engine, data, model)
+        _log_size(state)
         trainer = Trainer(parts, loop)
         with closing(profiler), closing(parts.batches), validator.reading_ahead():  # else workers cost 5 s at the exit
             progress = trainer.train()
         if engine.is_main:
             write_final_model(config, folder, model, average, progress, command=command)
             if config.report:
-                write_run_report(validator, data, command=command)
+                write_run_report(validator, state.data, command=command)
         engine.barrier()
         trainer.check_saved(folder)
         return progress
 
     def _validator(
-        self,
-        task: TrainingTask,
-        average: WeightAverage | None,
-        teacher: ValidationTeacher | None,
-        data: RunData,
-        *,
-        from_step: int,
+        self, state: RunState, task: TrainingTask, teacher: ValidationTeacher | None, *, from_step: int
     ) -> Validator:
         return Validator(
             self.config,
             self.engine,
             self.folder,
-            model=task.model,
-            average=average,
-            loader=data.validation_loader(self.engine) if self.config.validation_steps > 0 else None,
+            model=state.model,
+            average=state.average,
+            loader=state.data.validation_loader(self.engine) if self.config.validation_steps > 0 else None,
             lpips=task.lpips,
             teacher=teacher,
             run_log=self.run_log,
@@ -206,15 +195,10 @@ class _Run:
             from_step=from_step,
         )
 
-    def _profiler(self, loop: LoopState) -> StepProfiler:
-        steps_left = self.config.max_train_steps - loop.progress.step
-        profile = self.folder / "profile.json" if self.config.enable_profiler and self.engine.is_main else None
-        return StepProfiler(profile, device=self.engine.device, steps_left=steps_left)
-
     def _open_data(self) -> RunData:
         """The run's files, with its latent store if it has one; refused if a checkpoint was made with others."""
         config, engine = self.config, self.engine
-        resumes = config.resume_from_checkpoint is not None
+        resumes = self.saved is not None
         data = open_data(config, engine, self.folder, index_folder=self.index_folder, keeps_verdicts=resumes)
         latents = engine.from_main(lambda: open_latents(config, data.train, processes=engine.world_size))
         data = replace(data, latents=latents)
@@ -228,8 +212,9 @@ class _Run:
         loader.start()
         return loader
 
-    def _settle(self, state: RunState, data: RunData) -> tuple[LoopState, RunData]:
+    def _settle(self, state: RunState) -> tuple[LoopState, RunState]:
         """Restore the checkpoint, if any. Nothing can refuse the run after that: write its first files."""
+        data = state.data
         loop = LoopState(progress=Progress(), seraena_start=make_seraena_start(self.config))
         if self.saved is not None:
             loop = state.restore(self.saved, loop)
@@ -238,7 +223,8 @@ class _Run:
         progress = self.engine.from_main(lambda: self._write_first_files(loop.progress, data))
         if self.saved is not None:
             self.saved.shared.clear()  # hundreds of MB, which the run would hold to its end
-        return replace(loop, progress=progress), data.settled(self.index_folder, self.folder)
+        data = data.settled(self.index_folder, self.folder)
+        return replace(loop, progress=progress), replace(state, data=data)
 
     def _write_first_files(self, progress: Progress, data: RunData) -> Progress:
         assert self.place is not None, "only the main process writes"
@@ -252,10 +238,11 @@ class _Run:
         return progress if self.saved is None else restore_best_model(progress, self.saved, self.folder)
 
 
-def _log_size(config: TrainConfig, engine: Engine, data: RunData, model: TAEHV) -> None:
+def _log_size(state: RunState) -> None:
+    config, engine, data = state.config, state.engine, state.data
     if (workers := loading_processes(config)) < config.dataloader_num_workers:
         log.info("clips are loaded by %d processes, not %d: as many as cores", workers, config.dataloader_num_workers)
-    parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    parameters = sum(p.numel() for p in state.model.parameters()) / 1e6
     network = f"{config.variant} ({parameters:.2f} M parameters) on {engine.world_size} x {engine.device.type}"
     clips = count_of(config.train_batch_size * config.gradient_accumulation_steps * engine.world_size, "clip")
     one_size = f" of {config.n_frames} x {config.height} x {config.width} a step"
