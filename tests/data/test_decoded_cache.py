@@ -20,15 +20,14 @@ import av
 import pytest
 import torch
 
+from tests.data.small_indexes import training_clips
 from tests.processes import HANGS_S
 from tests.video import small_videos
 from tinyvae.cache_folder import ABANDONED_S
 from tinyvae.data import decoded_cache
 from tinyvae.data.clip import ClipSettings, CropWindow
 from tinyvae.data.decoded_cache import DecodedCache
-from tinyvae.data.index_build import open_or_build_index
 from tinyvae.data.loader import make_train_loader
-from tinyvae.data.splits import split
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.storage import Url, version_of
 from tinyvae.video.decode import VideoInfo, probe_video, read_frames
@@ -144,10 +143,8 @@ def test_a_full_disk_is_a_full_cache_and_no_bad_video(tmp_path: Path, monkeypatc
 def test_a_cache_that_cannot_be_used_is_told_and_no_video_is_blamed(tmp_path: Path, place: str) -> None:
     write_video(tmp_path / "videos" / "a.mp4")
     (tmp_path / "taken").write_text("a file")
-    index = open_or_build_index(tmp_path / "videos", cache_dir=tmp_path, show_progress_bar=False, num_workers=0)
     settings = ClipSettings(height=32, width=40, n_frames=4, decoded_cache_gb=1.0, decoded_cache_dir=tmp_path / place)
-    train, _ = split(index, settings, train_split=1.0)
-    loader = make_train_loader(train, settings, batch_size=1)
+    loader = make_train_loader(training_clips(tmp_path / "videos", settings), settings, batch_size=1)
     with pytest.raises(
         UserError, match=r"the decoded cache .*cache.* cannot be used .*; name another decoded_cache_dir"
     ):
@@ -220,14 +217,12 @@ def test_processes_that_evict_each_others_copies_read_whole_ones(tmp_path: Path)
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_cache_that_is_full_is_told_once(tmp_path: Path, num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "videos").mkdir()
     for n in range(4):
         write_video(tmp_path / "videos" / f"{n}.mp4", seed=n)
-    index = open_or_build_index(tmp_path / "videos", cache_dir=tmp_path, show_progress_bar=False)
     settings = ClipSettings(
         height=32, width=40, n_frames=4, decoded_cache_gb=1.5 * COPY_GB, decoded_cache_dir=tmp_path / "cache"
     )
-    train, _ = split(index, settings, train_split=1.0)
+    train = training_clips(tmp_path / "videos", settings)
     caplog.set_level("INFO")
     batches = iter(make_train_loader(train, settings, batch_size=2, num_workers=num_workers))
     for _ in range(8):
@@ -263,7 +258,6 @@ def test_a_file_that_breaks_its_index_entry_is_refused_and_leaves_nothing(tmp_pa
 
 def test_a_damaged_file_gives_the_same_clips_with_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clips before the damage are read. The whole file is tried once."""
-    (tmp_path / "videos").mkdir()
     for n in range(3):
         write_video(tmp_path / "videos" / f"{n}.mp4", seed=n, frames=48)
     damaged = tmp_path / "videos" / "1.mp4"
@@ -273,14 +267,13 @@ def test_a_damaged_file_gives_the_same_clips_with_and_without(tmp_path: Path, mo
     content = bytearray(damaged.read_bytes())
     content[place : place + size] = b"\xff" * size
     damaged.write_bytes(content)
-    index = open_or_build_index(tmp_path / "videos", cache_dir=tmp_path, show_progress_bar=False)
-    assert index.num_bad == 0, "a quick look does not find it"
     plain = ClipSettings(height=32, width=40, n_frames=4)
+    train = training_clips(tmp_path / "videos", plain)
+    assert train.index.num_bad == 0, "a quick look does not find it"
     cached = replace(plain, decoded_cache_gb=1.0, decoded_cache_dir=tmp_path / "cache")
     tried = []
     decode = decoded_cache._decode_into
     monkeypatch.setattr(decoded_cache, "_decode_into", lambda *a, **k: (tried.append(a[1].name), decode(*a, **k)))
-    train, _ = split(index, plain, train_split=1.0)
     options: Any = {"batch_size": 3, "bad_file_limit": 0.9, "num_workers": 0}
     loaders = [make_train_loader(train, settings, **options) for settings in (plain, cached)]
     both = [list(islice(iter(loader), 30)) for loader in loaders]
@@ -294,15 +287,13 @@ def test_a_damaged_file_gives_the_same_clips_with_and_without(tmp_path: Path, mo
 @pytest.mark.parametrize("candidates", [1, 4])
 @pytest.mark.parametrize("resize", [False, True])
 def test_batches_are_the_same_with_and_without(tmp_path: Path, resize: bool, candidates: int) -> None:
-    (tmp_path / "videos").mkdir()
     for n in range(4):
         write_video(tmp_path / "videos" / f"{n}.mp4", seed=n)
-    index = open_or_build_index(tmp_path / "videos", cache_dir=tmp_path, show_progress_bar=False)
     plain = ClipSettings(
         height=32, width=40, n_frames=4, max_frame_delta=2, random_resize=resize, crop_candidates=candidates
     )
     cached = replace(plain, decoded_cache_gb=1.0, decoded_cache_dir=tmp_path / "cache")
-    train, _ = split(index, plain, train_split=1.0)
+    train = training_clips(tmp_path / "videos", plain)
     loaders = [iter(make_train_loader(train, settings, batch_size=3)) for settings in (plain, cached)]
     for _ in range(4):
         first, second = (next(loader) for loader in loaders)

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.data.small_indexes import build
 from tests.processes import still_alive, wait_until
 from tests.video.small_videos import write_video
 from tinyvae.data import index_build
@@ -28,17 +29,13 @@ from tinyvae.errors import UserError
 from tinyvae.video.decode import VideoInfo, probe_video
 
 
-def build(source: Path, output: Path, **options: object) -> object:
-    return build_index(source, output, num_workers=0, show_progress_bar=False, **options)  # type: ignore[arg-type]
-
-
 def paths_of(index: VideoIndex) -> set[str]:
     return {index.row(number).path for number in range(len(index))}
 
 
 def test_two_processes_give_the_same_index_as_none(video_folder: Path, tmp_path: Path) -> None:
     alone = build(video_folder, tmp_path / "a.tvi").index
-    parallel = build_index(video_folder, tmp_path / "b.tvi", num_workers=2, show_progress_bar=False).index
+    parallel = build(video_folder, tmp_path / "b.tvi", num_workers=2).index
     assert alone.fingerprint == parallel.fingerprint
     assert [alone.row(n).path for n in range(12)] == [parallel.row(n).path for n in range(12)]
 
@@ -147,9 +144,7 @@ def test_a_file_that_kills_or_hangs_its_process_is_a_bad_file(
     data.mkdir()
     for name in (*bad, *(f"{number}.mp4" for number in range(12))):
         (data / name).write_bytes(b"x")
-    index = build_index(
-        data, tmp_path / "i.tvi", num_workers=2, timeout_s=0.1, show_progress_bar=False, probe=crashing_probe
-    ).index
+    index = build(data, tmp_path / "i.tvi", num_workers=2, timeout_s=0.1, probe=crashing_probe).index
     assert len(index) == 11 + len(bad)
     assert {row.path: row.reason for row in index.bad_rows()} == {name: BAD[name] for name in bad}
 
@@ -176,9 +171,7 @@ def test_a_process_that_dies_while_the_next_batch_is_made_ends_nothing(
         return pool
 
     monkeypatch.setattr(index_build, "_new_pool", new_pool_that_breaks_once)
-    report = build_index(
-        tmp_path, tmp_path / "i.tvi", num_workers=1, show_progress_bar=False, probe=crashing_probe, timeout_s=1.0
-    )
+    report = build(tmp_path, tmp_path / "i.tvi", num_workers=1, probe=crashing_probe, timeout_s=1.0)
     assert len(refused) == 1 and len(report.index) == 40
     assert {row.path: row.reason for row in report.index.bad_rows()} == {"3.mp4": BAD["3.mp4"]}
 

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 
+from tests.data.small_indexes import build, training_clips
 from tests.processes import HANGS_S, still_alive
 from tests.video.small_videos import write_video
 from tinyvae.data import (
@@ -27,7 +28,6 @@ from tinyvae.data import (
     ClipBatch,
     ClipSet,
     ClipSettings,
-    build_index,
     latent_store,
     make_train_loader,
     make_validation_loader,
@@ -51,9 +51,7 @@ SETTINGS = ClipSettings(
 
 @pytest.fixture(scope="module")
 def sides(video_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[ClipSet, ClipSet]:
-    file = tmp_path_factory.mktemp("index") / "i.tvi"
-    index = build_index(video_folder, file, num_workers=0, show_progress_bar=False).index
-    return split(index, SETTINGS, train_split=0.7)
+    return split(build(video_folder, tmp_path_factory.mktemp("index") / "i.tvi").index, SETTINGS, train_split=0.7)
 
 
 def take(clips: ClipSet, count: int, **options: int) -> list[ClipBatch]:
@@ -250,8 +248,7 @@ def damaged(tmp_path: Path) -> Iterator[ClipSet]:
     data = tmp_path / "data"
     for number in range(20):
         write_video(data / f"{number}.mp4", frames=10, seed=number)
-    index = build_index(data, tmp_path / "i.tvi", num_workers=0, show_progress_bar=False).index
-    train, _ = split(index, SETTINGS, train_split=1.0)
+    train = training_clips(data, SETTINGS)
     (data / "3.mp4").unlink()
     shutil.copy(data / "5.mp4", data / "4.mp4")
     yield train

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.small_indexes import index_of
 from tinyvae.data.clip import ClipSettings
-from tinyvae.data.index import IndexJournal, IndexRow, VideoIndex, open_index
+from tinyvae.data.index import IndexRow
 from tinyvae.data.splits import ClipSet, split
 from tinyvae.errors import UserError
 
@@ -18,14 +19,6 @@ SETTINGS = ClipSettings(height=64, width=96, n_frames=9, min_frame_delta=2, max_
 def record(path: str, **fields: object) -> IndexRow:
     values = {"frames": 100, "width": 320, "height": 240, "fps": 25.0, "codec": "h264", **fields}
     return IndexRow(path=path, **values)  # type: ignore[arg-type]
-
-
-def index_of(folder: Path, *records: IndexRow) -> VideoIndex:
-    journal = IndexJournal(folder / "i.tvi")
-    for one in records:
-        journal.append(one)
-    journal.finish({"data_root": str(folder), "source": ""})
-    return open_index(folder / "i.tvi")
 
 
 def paths_of(clips: ClipSet) -> set[str]:

@@ -20,9 +20,10 @@ import av.filter
 import pytest
 import torch
 
+from tests.data.small_indexes import training_clips
 from tests.processes import HANGS_S
 from tests.video.numbered_video import numbered_frames, write_video
-from tinyvae.data import ClipSettings, build_index, make_train_loader, split, workers
+from tinyvae.data import ClipSettings, make_train_loader, workers
 from tinyvae.data.loader import TrainLoader
 
 SETTINGS = ClipSettings(height=96, width=160, n_frames=8)
@@ -38,9 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loader(folder: Path, num_workers: int) -> TrainLoader:
-    index = build_index(folder, folder / "i.tvi", num_workers=0, show_progress_bar=False).index
-    train, _ = split(index, SETTINGS, train_split=1.0)
-    return make_train_loader(train, SETTINGS, batch_size=2, num_workers=num_workers)
+    return make_train_loader(training_clips(folder, SETTINGS), SETTINGS, batch_size=2, num_workers=num_workers)
 
 
 @pytest.fixture(scope="module")
