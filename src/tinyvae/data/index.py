@@ -313,7 +313,12 @@ def _write_index(
     ``first_text``: where the text of these rows starts; ``final``: refuse a file that is listed with two splits.
     """
     order = np.argsort(np.array(rows["path_hash"]), kind="stable")
-    order = _without_repeats(rows, order, text_file, final)
+    hashes, splits = rows["path_hash"][order], rows["split"][order]
+    repeats = np.flatnonzero(hashes[:-1] == hashes[1:])  # of a path that is listed twice the last row stays
+    conflicts = repeats[splits[repeats] != splits[repeats + 1]]
+    if final and len(conflicts):
+        _refuse_two_splits(rows[order[conflicts[0]]], text_file)
+    order = np.delete(order, repeats)
     digest = hashlib.blake2b(digest_size=16)
     num_bad, has_splits = 0, False
     with atomic_write(output) as out, open(text_file, "rb") as text:
@@ -340,29 +345,14 @@ def _write_index(
     return len(rows) - len(order)
 
 
-def _without_repeats(
-    rows: npt.NDArray[Any], order: npt.NDArray[np.int64], text_file: Path, refuse_split_conflicts: bool
-) -> npt.NDArray[np.int64]:
-    """``order`` without repeated paths; of these the last one stays."""
-    hashes = rows["path_hash"][order]
-    keep = np.ones(len(order), dtype=bool)
+def _refuse_two_splits(row: Any, text_file: Path) -> None:
     with open(text_file, "rb") as text:
-
-        def path_at(place: int) -> str:
-            raw = rows[order[place]]
-            text.seek(int(raw["text_start"]))
-            return os.fsdecode(text.read(int(raw["path_bytes"])))
-
-        for place in map(int, np.flatnonzero(hashes[:-1] == hashes[1:])):
-            if path_at(place) != path_at(place + 1):
-                continue  # two paths with one 64-bit hash: nobody will see this, but both stay
-            keep[place] = False
-            if refuse_split_conflicts and rows[order[place]]["split"] != rows[order[place + 1]]["split"]:
-                raise UserError(
-                    f"the file {path_at(place)!r} is listed twice with different splits; "
-                    "training and validation must not share a file: remove one of the two entries"
-                )
-    return order[keep]
+        text.seek(int(row["text_start"]))
+        path = os.fsdecode(text.read(int(row["path_bytes"])))
+    raise UserError(
+        f"the file {path!r} is listed twice with different splits; "
+        "training and validation must not share a file: remove one of the two entries"
+    )
 
 
 def _beside(output: Path, name: str) -> Path:
