@@ -286,22 +286,17 @@ def test_storage_that_goes_away_ends_the_run_in_one_sentence(damaged: ClipSet) -
         list(make_validation_loader(damaged, SETTINGS, batch_size=4))
 
 
-def test_validation_leaves_bad_files_out(damaged: ClipSet) -> None:
-    loader = make_validation_loader(damaged, SETTINGS, batch_size=6)
-    names = [name for batch in loader for name in batch.names]
-    assert len(names) == 18 and not {"3.mp4", "4.mp4"} & set(names)
-    assert set(loader.bad_files.named) == {"3.mp4", "4.mp4"}
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_validation_files_are_read_once(damaged: ClipSet, num_workers: int) -> None:
+def test_validation_leaves_bad_files_out_and_reads_once(damaged: ClipSet, num_workers: int) -> None:
     loader = make_validation_loader(damaged, SETTINGS, batch_size=4, num_workers=num_workers)
     assert loader.kept_clips == {}
     loader.start()
     first = list(loader)
+    assert {name for batch in first for name in batch.names} == {f"{n}.mp4" for n in range(20) if n not in (3, 4)}
+    assert set(loader.bad_files.named) == {"3.mp4", "4.mp4"}
     shutil.rmtree(damaged.index.data_root)
     assert_equal(list(loader), first)
-    assert loader.reads.num_clips == 18 and loader.reads.num_tries == 40 and loader.reads.num_bad_tries == 4
+    assert (loader.reads.num_clips, loader.reads.num_tries, loader.reads.num_bad_tries) == (18, 40, 4)
     assert len(loader.kept_clips) == 18 and loader.kept_clips[first[1].names[0]].equal(first[1].frames[0])
     assert not any(batch.frames.is_shared() for batch in first), "the workers' shared memory is free again"
 
