@@ -187,9 +187,8 @@ def _is_current(source: Place, output: Path, root: Place, keeps_verdicts: bool) 
     index = _open_usable(output)
     if index is None or not source.exists():
         return False
-    if not _header_place(source, root).items() <= index.header.items():
-        return False
-    if source.is_dir() and not _survey(source, root, iterate_entries(source, root)).items() <= index.header.items():
+    facts = _survey(source, root, iterate_entries(source, root)) if source.is_dir() else _header_place(source, root)
+    if not facts.items() <= index.header.items():
         return False
     return keeps_verdicts or isinstance(root, Url) or not any(_was_replaced(index, row) for row in index.bad_rows())
 
