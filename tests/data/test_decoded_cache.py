@@ -35,6 +35,16 @@ from tinyvae.video.decode import VideoInfo, probe_video, read_frames
 write_video = partial(small_videos.write_video, frames=12)
 
 
+@pytest.fixture
+def video(tmp_path: Path) -> Path:
+    return write_video(tmp_path / "a.mp4")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> DecodedCache:
+    return DecodedCache(tmp_path / "cache", max_gb=1)
+
+
 def whole(cache: DecodedCache, video: Path, info: VideoInfo | None = None) -> torch.Tensor | None:
     """Every frame, uncut."""
     info = info or probe_video(video)
@@ -42,9 +52,7 @@ def whole(cache: DecodedCache, video: Path, info: VideoInfo | None = None) -> to
     return cache.clip(video, info, range(info.frames), window, timeout_s=30, version=version_of(video))
 
 
-def test_frames_are_those_of_the_file_and_survive_a_second_look(tmp_path: Path) -> None:
-    video = write_video(tmp_path / "a.mp4")
-    cache = DecodedCache(tmp_path / "cache", max_gb=1)
+def test_frames_are_those_of_the_file_and_survive_a_second_look(video: Path, cache: DecodedCache) -> None:
     expected = read_frames(video, range(12))
     for _ in range(2):
         cached = whole(cache, video)
@@ -55,9 +63,10 @@ def test_frames_are_those_of_the_file_and_survive_a_second_look(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("frame_indices", [(0,), (11,), (2, 5, 8), (3, 4, 5, 6)])
-def test_a_window_is_cut_where_the_file_would_be(tmp_path: Path, frame_indices: tuple[int, ...]) -> None:
-    video = write_video(tmp_path / "a.mp4")
-    cache, info = DecodedCache(tmp_path / "cache", max_gb=1), probe_video(video)
+def test_a_window_is_cut_where_the_file_would_be(
+    video: Path, cache: DecodedCache, frame_indices: tuple[int, ...]
+) -> None:
+    info = probe_video(video)
     for top, left, height, width in ((0, 0, 64, 96), (63, 95, 1, 1), (7, 13, 40, 50), (0, 46, 64, 50)):
         cut = CropWindow(top=top, left=left, height=height, width=width)
         cached = cache.clip(video, info, frame_indices, cut, timeout_s=30, version=version_of(video))
@@ -99,8 +108,7 @@ def test_a_run_gives_up_what_others_left_and_not_its_own(tmp_path: Path) -> None
     assert copies(cache) == {name_of(cache, video) for video in own[:2]}
 
 
-def test_what_a_killed_process_left_goes_and_what_another_writes_stays(tmp_path: Path) -> None:
-    video = write_video(tmp_path / "a.mp4")
+def test_what_a_killed_process_left_goes_and_what_another_writes_stays(tmp_path: Path, video: Path) -> None:
     cache = DecodedCache(tmp_path / "cache", max_gb=2.5 * COPY_GB)
     cache.folder.mkdir()
     for name, seconds in (("abandoned.1.part", ABANDONED_S + 60), ("written.2.part", 1)):
@@ -110,10 +118,10 @@ def test_what_a_killed_process_left_goes_and_what_another_writes_stays(tmp_path:
     assert copies(cache) == {name_of(cache, video), "written.2.part"}
 
 
-def test_a_full_disk_is_a_full_cache_and_no_bad_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_full_cache_and_no_bad_video(
+    video: Path, cache: DecodedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=0))
-    video = write_video(tmp_path / "a.mp4")
-    cache = DecodedCache(tmp_path / "cache", max_gb=1)
     cache.folder.mkdir()
     unfinished = cache.folder / f".{name_of(cache, video)}.{'0' * 12}.part"
     unfinished.symlink_to("/dev/full")
@@ -134,18 +142,17 @@ def test_a_cache_that_cannot_be_used_is_told_and_no_video_is_blamed(tmp_path: Pa
     assert loader.bad_files.named == {}
 
 
-def test_a_video_that_is_gone_is_not_the_caches_fault(tmp_path: Path) -> None:
-    video = write_video(tmp_path / "a.mp4")
-    cache, window = DecodedCache(tmp_path / "cache", max_gb=1), CropWindow(top=0, left=0, height=1, width=1)
+def test_a_video_that_is_gone_is_not_the_caches_fault(video: Path, cache: DecodedCache) -> None:
+    window = CropWindow(top=0, left=0, height=1, width=1)
     with pytest.raises(FileNotFoundError, match=r"gone\.mp4"):
         url = Url("memory://gone.mp4")
         cache.clip(url, probe_video(video), [0], window, timeout_s=30, version=version_of(video))
     assert copies(cache) == set()
 
 
-def test_a_copy_that_goes_while_it_is_read_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    video = write_video(tmp_path / "a.mp4")
-    cache = DecodedCache(tmp_path / "cache", max_gb=1)
+def test_a_copy_that_goes_while_it_is_read_is_read_to_its_end(
+    video: Path, cache: DecodedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = whole(cache, video)
     read = decoded_cache._read_window
 
@@ -215,26 +222,24 @@ def test_a_cache_that_is_full_is_told_once(tmp_path: Path, num_workers: int, cap
     assert len(told) == 1 and str(tmp_path / "cache") in told[0] and "raise decoded_cache_gb" in told[0]
 
 
-def test_a_replaced_file_is_decoded_again(tmp_path: Path) -> None:
-    cache = DecodedCache(tmp_path / "cache", max_gb=1)
+def test_a_replaced_file_is_decoded_again(tmp_path: Path, cache: DecodedCache) -> None:
     old, new = (whole(cache, write_video(tmp_path / "a.mp4", seed=seed)) for seed in (1, 2))
     assert old is not None and new is not None and not torch.equal(old, new)
 
 
-def test_a_file_of_the_same_size_that_is_not_the_indexed_one_is_refused_as_without_the_cache(tmp_path: Path) -> None:
-    video = write_video(tmp_path / "a.mp4")
+def test_a_file_of_the_same_size_that_is_not_the_indexed_one_is_refused_as_without_the_cache(
+    video: Path, cache: DecodedCache
+) -> None:
     info, content = probe_video(video), video.read_bytes()
     assert content.count(b"x264 - core") == 1
     video.write_bytes(content.replace(b"x264 - core", b"y264 - core"))
     with pytest.raises(UnreadableVideoError, match="it has changed since it was indexed"):
         read_frames(video, [0], info=info)
-    assert whole(DecodedCache(tmp_path / "cache", max_gb=1), video, info) is None  # so it is read without the cache
+    assert whole(cache, video, info) is None  # so it is read without the cache
 
 
-def test_a_file_that_breaks_its_index_entry_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    video = write_video(tmp_path / "a.mp4")
+def test_a_file_that_breaks_its_index_entry_is_refused_and_leaves_nothing(video: Path, cache: DecodedCache) -> None:
     wrong = replace(probe_video(video), frames=13)
-    cache = DecodedCache(tmp_path / "cache", max_gb=1)
     assert whole(cache, video, wrong) is None and cache.event == "" and copies(cache) == set()
 
 
@@ -283,11 +288,11 @@ def test_batches_are_the_same_with_and_without(tmp_path: Path, resize: bool, can
     assert list((tmp_path / "cache").glob("*.rgb"))
 
 
-def test_a_copy_that_is_cut_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    video = write_video(tmp_path / "a.mp4")
-    cache = DecodedCache(tmp_path / "cache", max_gb=1)
+def test_a_copy_that_is_cut_while_it_is_read_is_named(
+    video: Path, cache: DecodedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole(cache, video)
-    (copy,) = (tmp_path / "cache").iterdir()
+    (copy,) = cache.folder.iterdir()
     copy.write_bytes(copy.read_bytes()[:-1])
     monkeypatch.setattr(decoded_cache, "open_copy", lambda file, size: file.open("rb", buffering=0))
     with pytest.raises(UnreadableVideoError, match=r"\.rgb: this decoded copy became shorter .*delete it"):
