@@ -171,13 +171,13 @@ class ReadBatch:
         if self.batch is None:
             return self
         # Each tensor in shared memory holds a file open.
-        own = {key: getattr(self.batch, key) for key in ("frames", "color_and_blur")}
-        own = {key: value.clone() if value.is_shared() else value for key, value in own.items()}
+        tensors = {"frames": self.batch.frames, "color_and_blur": self.batch.color_and_blur}
+        own = {key: value.clone() if value.is_shared() else value for key, value in tensors.items()}
         return replace(self, batch=replace(self.batch, **own), loan=None)
 
 
 def attempts_for(bad_file_limit: float) -> int:
-    """How many files are tried for one clip: so many that bad ones within the limit do not end a run by chance."""
+    """How many files are tried for one clip: enough that bad ones within the limit do not end a run by chance."""
     by_chance = math.log(1e-12) / math.log(bad_file_limit) if 0 < bad_file_limit < 1 else 0.0
     return MAX_ATTEMPTS if bad_file_limit == 1 else max(MIN_ATTEMPTS, min(MAX_ATTEMPTS, math.ceil(by_chance)))
 
@@ -329,14 +329,8 @@ def read_clip(
     area = choice.area
     if frames is None:
         is_native = (area.height, area.width) == (settings.height, settings.width) and not choice.more_windows
-        frames = read_frames(
-            local_file(video, version),
-            indices,
-            info=info,
-            timeout_s=timeout_s,
-            window=area,
-            out=out if is_native else None,
-        )
+        path, place = local_file(video, version), out if is_native else None
+        frames = read_frames(path, indices, info=info, timeout_s=timeout_s, window=area, out=place)
     if choice.more_windows:  # the cache has not shown the middle frame before
         choice = settle_window(choice, frames[middle], settings, area)
         frames = cut(frames, choice.window, area)

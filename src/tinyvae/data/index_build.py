@@ -268,7 +268,7 @@ def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) 
 def _probe_all(
     tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float
 ) -> Generator[Found, None, None]:
-    """What ``look`` finds for every task, in whatever order. A process that is far behind its deadline is killed."""
+    """What ``look`` finds for every task, in any order. A process that is far behind its deadline is killed."""
     num_workers = usable_cores() if num_workers is None else num_workers
     if num_workers == 0:
         yield from map(look, tasks)
