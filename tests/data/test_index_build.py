@@ -124,10 +124,11 @@ def test_repeated_paths_become_one_row_and_conflicting_splits_are_refused(video_
         file.write_text(json.dumps({"total": len(records), "list": records}))
         return file
 
-    report = build(source("train", "train"), tmp_path / "i.tvi", data_root=video_folder)
-    assert len(report.index) == 2 and report.num_duplicates == 1
-    with pytest.raises(UserError, match=r"clip_00\.mp4.*different splits"):
-        build(source("train", "val"), tmp_path / "i.tvi", data_root=video_folder)
+    report = build(source("train", "train", "train"), tmp_path / "i.tvi", data_root=video_folder)
+    assert (len(report.index), report.num_probed, report.num_duplicates) == (2, 2, 2)
+    with pytest.raises(UserError, match=r"clip_00\.mp4.*different splits"):  # before a file is probed
+        build(source("train", "train", "val"), tmp_path / "j.tvi", data_root=video_folder)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["i.tvi", "list.json"]
 
 
 def crashing_probe(path: Path, **options: object) -> VideoInfo:

@@ -171,8 +171,8 @@ class ReadBatch:
         if self.batch is None:
             return self
         # Each tensor in shared memory holds a file open.
-        tensors = {"frames": self.batch.frames, "color_and_blur": self.batch.color_and_blur}
-        own = {key: value.clone() if value.is_shared() else value for key, value in tensors.items()}
+        own = {key: getattr(self.batch, key) for key in ("frames", "color_and_blur")}
+        own = {key: value.clone() if value.is_shared() else value for key, value in own.items()}
         return replace(self, batch=replace(self.batch, **own), loan=None)
 
 

@@ -254,7 +254,7 @@ class IndexJournal:
         if self._first_row:
             resume = _beside(output, "resume")
             header = {"data_root": "", "source": ""}
-            _write_index(resume, self._journal_rows(0), self._text_file, 0, header, final=False)
+            _write_index(resume, self._journal_rows(0), self._text_file, 0, header)
             self.resumed = open_index(resume)
 
     def append(self, row: IndexRow) -> None:
@@ -267,11 +267,10 @@ class IndexJournal:
         self._text_bytes += len(path) + len(reason)
         self._rows.write(np.array((*texts, *values.values()), dtype=ROW).tobytes())
 
-    def finish(self, header: dict[str, Any]) -> int:
-        """Write the index in place of the old one and remove the journal. Returns how many rows were repeats."""
+    def finish(self, header: dict[str, Any]) -> None:
+        """Write the index in place of the old one and remove the journal."""
         self._rows.flush()
-        rows = self._journal_rows(self._first_row)
-        num_repeats = _write_index(self.output, rows, self._text_file, self._first_text, header, final=True)
+        _write_index(self.output, self._journal_rows(self._first_row), self._text_file, self._first_text, header)
         self._rows.close()
         self._text.close()
         # All under the lock: the files of a build that starts now have the same names.
@@ -280,7 +279,6 @@ class IndexJournal:
         with suppress(PermissionError):  # Windows keeps a file that is open
             _beside(self.output, "lock").unlink(missing_ok=True)
         self.close()
-        return num_repeats
 
     def close(self) -> None:
         """Close the files; they stay for the next build."""
@@ -306,19 +304,15 @@ class IndexJournal:
 
 
 def _write_index(
-    output: Path, rows: npt.NDArray[Any], text_file: Path, first_text: int, header: dict[str, Any], *, final: bool
-) -> int:
-    """Sort the journal's rows by path hash and write them without repeats. Returns how many repeats there were.
+    output: Path, rows: npt.NDArray[Any], text_file: Path, first_text: int, header: dict[str, Any]
+) -> None:
+    """Sort the journal's rows by path hash and write them; of several rows with one path the last one.
 
-    ``first_text``: where the text of these rows starts; ``final``: refuse a file that is listed with two splits.
+    ``first_text``: where the text of these rows starts.
     """
     order = np.argsort(np.array(rows["path_hash"]), kind="stable")
-    hashes, splits = rows["path_hash"][order], rows["split"][order]
-    repeats = np.flatnonzero(hashes[:-1] == hashes[1:])  # of a path that is listed twice the last row stays
-    conflicts = repeats[splits[repeats] != splits[repeats + 1]]
-    if final and len(conflicts):
-        _refuse_two_splits(rows[order[conflicts[0]]], text_file)
-    order = np.delete(order, repeats)
+    hashes = rows["path_hash"][order]
+    order = np.delete(order, np.flatnonzero(hashes[:-1] == hashes[1:]))
     digest = hashlib.blake2b(digest_size=16)
     num_bad, has_splits = 0, False
     with atomic_write(output) as out, open(text_file, "rb") as text:
@@ -342,17 +336,6 @@ def _write_index(
         assert len(packed) <= HEADER_BYTES, "two paths of 4096 bytes fit"
         out.seek(0)
         out.write(packed.ljust(HEADER_BYTES))
-    return len(rows) - len(order)
-
-
-def _refuse_two_splits(row: Any, text_file: Path) -> None:
-    with open(text_file, "rb") as text:
-        text.seek(int(row["text_start"]))
-        path = os.fsdecode(text.read(int(row["path_bytes"])))
-    raise UserError(
-        f"the file {path!r} is listed twice with different splits; "
-        "training and validation must not share a file: remove one of the two entries"
-    )
 
 
 def _beside(output: Path, name: str) -> Path:
