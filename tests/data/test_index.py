@@ -14,6 +14,7 @@ import pytest
 from tests.data.small_indexes import build, index_of
 from tinyvae.data.index import SPLITS, IndexJournal, IndexRow, is_index, open_index
 from tinyvae.errors import MissingFileError, UserError
+from tinyvae.storage import Url
 from tinyvae.video.decode import probe_video
 
 
@@ -83,8 +84,9 @@ def test_an_index_travels_by_pickle_and_to_another_root(video_folder: Path, tmp_
 def test_what_is_no_index_is_refused(video_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "i.tvi"
     build(video_folder, output)
-    with pytest.raises(MissingFileError, match="tinyvae data index"):
-        open_index(tmp_path / "none.tvi")
+    for nothing in (tmp_path / "none.tvi", tmp_path, Url("memory://none.tvi")):
+        with pytest.raises(MissingFileError, match=f"there is no index at {nothing}; .* DATA --output {nothing}"):
+            open_index(nothing)
     with open(output, "r+b") as stream:
         stream.truncate(output.stat().st_size - 1)
     with pytest.raises(UserError, match="cut off"):

@@ -91,8 +91,12 @@ class VideoIndex:
     """
 
     def __init__(self, file: Place, data_root: Place | None = None) -> None:
-        self.file = Path(os.path.abspath(_local_index(file)))
-        self.header = _read_header(self.file)
+        try:
+            self.file = Path(os.path.abspath(local_file(file)))
+            self.header = _read_header(self.file)
+        except (FileNotFoundError, IsADirectoryError):
+            make = f"make it with: tinyvae data index DATA --output {file}"
+            raise MissingFileError(f"there is no index at {file}; {make}") from None
         self.data_root = place_of(data_root if data_root is not None else self.header["data_root"])
         self.source = str(self.header["source"] or self.file)
         """What the index was made from: the name to use in messages."""
@@ -188,16 +192,6 @@ def open_index(file: Place, data_root: Place | None = None) -> VideoIndex:
     return VideoIndex(place_of(file), data_root)
 
 
-def _local_index(file: Place) -> Path:
-    """The file itself, or the copy of one behind a URL."""
-    try:
-        return local_file(file)
-    except FileNotFoundError:
-        raise MissingFileError(
-            f"there is no index at {file}; make it with `tinyvae data index` and copy it there"
-        ) from None
-
-
 def is_index(file: Place) -> bool:
     """Whether a file is an index of any version (by its first bytes, not by its name)."""
     if not file.is_file():
@@ -210,8 +204,6 @@ def is_index(file: Place) -> bool:
 
 
 def _read_header(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise MissingFileError(f"there is no index at {file}; make it with: tinyvae data index DATA --output {file}")
     with open(file, "rb") as stream:
         start = stream.read(HEADER_BYTES)
     if not start.startswith(ANY_MAGIC):
