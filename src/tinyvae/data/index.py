@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyvae.errors import MissingFileError, UserError
-from tinyvae.files import atomic_write, lock_file
+from tinyvae.files import atomic_write, check_readable, lock_file
 from tinyvae.storage import FileVersion, Place, Url, local_file, place_of
 
 if TYPE_CHECKING:
@@ -194,13 +194,7 @@ def open_index(file: Place, data_root: Place | None = None) -> VideoIndex:
 
 def is_index(file: Place) -> bool:
     """Whether a file is an index of any version (by its first bytes, not by its name)."""
-    if not file.is_file():
-        return False
-    try:
-        with open(local_file(file), "rb") as stream:
-            return stream.read(len(ANY_MAGIC)) == ANY_MAGIC
-    except PermissionError as refused:
-        raise UserError(f"{file} cannot be read ({refused.strerror}); check its permissions") from None
+    return file.is_file() and check_readable(local_file(file)).startswith(ANY_MAGIC)
 
 
 def _read_header(file: Path) -> dict[str, Any]:
