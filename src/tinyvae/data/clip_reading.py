@@ -243,7 +243,9 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
             shape = (len(positions), settings.n_frames, 3, settings.height, settings.width)
             frames, loan = self._buffers.take(shape)
             for position in positions:
-                self._read_one(position, settings, frames[len(taken)], taken, bad)
+                clip = self._read_one(position, settings, frames[len(taken)], bad)
+                if clip is not None:
+                    taken.append(clip)
             if taken:
                 batch = ClipBatch(
                     frames=frames[: len(taken)],
@@ -264,26 +266,24 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
             cache_notes=(*file_cache().notes(), *(self.cache.notes() if self.cache is not None else ())),
         )
 
-    def _read_one(
-        self, position: int, settings: ClipSettings, out: Tensor, taken: list[TakenClip], bad: list[BadFile]
-    ) -> None:
-        """Read the clip of a position into ``out``, and add to ``taken`` and ``bad`` what happened."""
+    def _read_one(self, position: int, settings: ClipSettings, out: Tensor, bad: list[BadFile]) -> TakenClip | None:
+        """Read the clip of a position into ``out``; add to ``bad`` the files that could not be read before it."""
         for row, choice in self._candidates(position, settings):
             try:
                 read_clip(self.clips.index, row, choice, settings, self.cache, out=out)
             except (UnreadableVideoError, OSError) as fault:
                 bad.append(BadFile(path=row.path, reason=why_unreadable(fault)))
                 continue
-            taken.append((position, row, choice))
             self._num_read += 1
             free_clip_memory(self._num_read)
-            return
+            return position, row, choice
         if self.training:
             raise UserError(
                 f"{self._attempts} files in a row could not be read at position {position}; the last was "
                 f"{bad[-1].path!r}: {bad[-1].reason}; look whether the storage is still mounted, or run "
                 "`tinyvae data check`"
             )
+        return None
 
     def _latents_of(self, taken: list[TakenClip]) -> StoredLatents | None:
         """The stored latents of the clips that were read; ``UserError`` where they are those of another file."""
