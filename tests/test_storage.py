@@ -21,6 +21,7 @@ import fsspec
 import pytest
 import torch
 
+from tests.data.small_indexes import build
 from tests.remote_storage import SECRET_KEY, ShelfFileSystem, s3_server
 from tests.training.test_golden_losses import write_teacher
 from tests.training.test_latents import live
@@ -28,7 +29,7 @@ from tests.training.tiny_runs import arguments_for, run_differences, train_here,
 from tinyvae import storage
 from tinyvae.cache_folder import GIB
 from tinyvae.cli.main import main, run
-from tinyvae.data import ClipSettings, build_index, make_train_loader, open_index, split
+from tinyvae.data import ClipSettings, make_train_loader, open_index, split
 from tinyvae.data.latent_store import LatentStore
 from tinyvae.errors import UserError
 from tinyvae.evaluation.clip_sources import find_clips, frame_chunks, measure_clip
@@ -238,11 +239,6 @@ def remote_videos(videos: Path) -> Iterator[Url]:
     system.rm("/videos", recursive=True)
 
 
-def indexed(source: storage.Place, output: Path, *, num_workers: int = 0) -> Path:
-    build_index(source, output, num_workers=num_workers, show_progress_bar=False)
-    return output
-
-
 @pytest.mark.parametrize("decoded_cache_gb", [0.0, 1.0])
 def test_batches_are_those_of_the_local_files(
     videos: Path, remote_videos: Url, tmp_path: Path, decoded_cache_gb: float
@@ -251,8 +247,8 @@ def test_batches_are_those_of_the_local_files(
         height=32, width=40, n_frames=5, max_frame_delta=2,
         decoded_cache_gb=decoded_cache_gb, decoded_cache_dir=tmp_path / "decoded",
     )  # fmt: skip
-    upload(indexed(remote_videos, tmp_path / "remote.tvi", num_workers=2), remote_videos / "i.tvi")
-    remote, local = open_index(remote_videos / "i.tvi"), open_index(indexed(videos, tmp_path / "local.tvi"))
+    upload(build(remote_videos, tmp_path / "remote.tvi", num_workers=2).index.file, remote_videos / "i.tvi")
+    remote, local = open_index(remote_videos / "i.tvi"), build(videos, tmp_path / "local.tvi").index
     assert remote.fingerprint == local.fingerprint and remote.num_bad == 0 and len(remote) == 5
     assert pickle.loads(pickle.dumps(remote)).data_root == remote_videos
     sides = [split(index, settings, train_split=1.0)[0] for index in (remote, local)]
@@ -266,23 +262,23 @@ def test_batches_are_those_of_the_local_files(
 
 def test_an_index_is_kept_and_only_what_is_new_is_probed(remote_videos: Url, tmp_path: Path) -> None:
     system = fsspec.filesystem("memory")
-    output = indexed(remote_videos, tmp_path / "i.tvi")
+    output = build(remote_videos, tmp_path / "i.tvi").index.file
     system.pipe_file("/videos/new.mp4", system.cat_file("/videos/clip_1.mp4"))
-    report = build_index(remote_videos, output, num_workers=0, show_progress_bar=False)
+    report = build(remote_videos, output)
     assert (report.num_probed, report.num_reused) == (1, 5)
     lines = [{"path": "clip_0.mp4"}, {"path": "memory://videos/clip_1.mp4"}, {"path": "gone.mp4"}]
     system.pipe_file("/videos/list.jsonl", "\n".join(map(json.dumps, lines)).encode())
-    listed = build_index(remote_videos / "list.jsonl", tmp_path / "j.tvi", num_workers=0, show_progress_bar=False).index
+    listed = build(remote_videos / "list.jsonl", tmp_path / "j.tvi").index
     assert len(listed) == 3 and [row.reason for row in listed.bad_rows()] == ["the file is not there"]
     system.pipe_file("/videos/bad.jsonl", b'{"path": "../clip_1.mp4"}')
     with pytest.raises(UserError, match=r"bad.jsonl, line 1: .* leaves the data root memory://videos"):
-        build_index(remote_videos / "bad.jsonl", tmp_path / "k.tvi", show_progress_bar=False)
+        build(remote_videos / "bad.jsonl", tmp_path / "k.tvi")
 
 
 def test_a_file_that_is_gone_is_a_bad_file_and_a_storage_that_is_gone_ends_the_run(
     remote_videos: Url, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train, _ = split(open_index(indexed(remote_videos, tmp_path / "i.tvi")), SETTINGS, train_split=1.0)
+    train, _ = split(build(remote_videos, tmp_path / "i.tvi").index, SETTINGS, train_split=1.0)
     shutil.rmtree(tmp_path / "fetched")
     fsspec.filesystem("memory").rm("/videos/clip_2.mp4")
     loader = make_train_loader(train, SETTINGS, batch_size=2)
@@ -350,14 +346,14 @@ def test_a_file_that_changed_on_s3_is_a_bad_file_until_it_is_indexed_again(
 ) -> None:
     upload(videos / "clip_0.mp4", s3.parent / "changing/a.mp4")
     upload(videos / "clip_1.mp4", s3.parent / "changing/b.mp4")
-    index = open_index(indexed(s3.parent / "changing", tmp_path / "i.tvi"))
+    index = build(s3.parent / "changing", tmp_path / "i.tvi").index
     shutil.rmtree(tmp_path / "fetched")
     upload(videos / "clip_2.mp4", s3.parent / "changing/a.mp4")
     train, _ = split(index, SETTINGS, train_split=1.0)
     loader = make_train_loader(train, SETTINGS, batch_size=1)
     assert {name for batch in islice(iter(loader), 6) for name in batch.names} == {"b.mp4"}
     assert "when it was listed or indexed; run `tinyvae data index`" in loader.bad_files.named["a.mp4"]
-    report = build_index(s3.parent / "changing", tmp_path / "i.tvi", num_workers=0, show_progress_bar=False)
+    report = build(s3.parent / "changing", tmp_path / "i.tvi")
     assert (report.num_probed, report.num_reused) == (1, 1)
 
 
@@ -409,7 +405,7 @@ def test_a_server_that_dies_ends_the_run_with_one_sentence(
         system = fsspec.filesystem("s3", skip_instance_cache=True)
         system.mkdir("bucket")
         system.put(f"{videos}/", "bucket/videos/", recursive=True)
-        index = indexed(Url("s3://bucket/videos"), tmp_path / "i.tvi")
+        index = build(Url("s3://bucket/videos"), tmp_path / "i.tvi").index.file
         shutil.rmtree(tmp_path / "fetched")
     words = arguments_for(videos, tmp_path / "run", index_path=index, data_root="none", dataloader_num_workers=2)
     with pytest.raises(SystemExit) as ended:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.data.small_indexes import index_of
 from tinyvae.data.clip import ClipChoice, ClipSettings, CropWindow
 from tinyvae.data.clip_reading import (
     BadFile,
@@ -21,7 +22,7 @@ from tinyvae.data.clip_reading import (
     finish_clip,
     settle_window,
 )
-from tinyvae.data.index import IndexJournal, IndexRow, open_index
+from tinyvae.data.index import IndexRow
 from tinyvae.errors import UserError
 
 BROKEN = BadFile(path="a ü.mp4", reason='cut "off"')
@@ -62,12 +63,9 @@ def test_lines_of_a_user_do_not_end_a_run(tmp_path: Path) -> None:
 
 
 def test_the_bad_files_of_an_index_are_written(tmp_path: Path) -> None:
-    journal = IndexJournal(tmp_path / "i.tvi")
-    for number in range(5):
-        journal.append(IndexRow(path=f"{number}.mp4", reason="empty" * (number < 2)))
-    journal.finish({"data_root": str(tmp_path), "source": ""})
+    index = index_of(tmp_path, *(IndexRow(path=f"{n}.mp4", reason="empty" * (n < 2)) for n in range(5)))
     file = tmp_path / "bad_files.jsonl"
-    assert BadFileLog(file).add_index(open_index(tmp_path / "i.tvi")) == 2
+    assert BadFileLog(file).add_index(index) == 2
     assert sorted(line["path"] for line in lines(file)) == ["0.mp4", "1.mp4"]
 
 

@@ -20,20 +20,29 @@ import av
 import pytest
 import torch
 
+from tests.data.small_indexes import training_clips
 from tests.processes import HANGS_S
 from tests.video import small_videos
 from tinyvae.cache_folder import ABANDONED_S
 from tinyvae.data import decoded_cache
 from tinyvae.data.clip import ClipSettings, CropWindow
 from tinyvae.data.decoded_cache import DecodedCache
-from tinyvae.data.index_build import open_or_build_index
 from tinyvae.data.loader import make_train_loader
-from tinyvae.data.splits import split
 from tinyvae.errors import UnreadableVideoError, UserError
 from tinyvae.storage import Url, version_of
 from tinyvae.video.decode import VideoInfo, probe_video, read_frames
 
 write_video = partial(small_videos.write_video, frames=12)
+
+
+@pytest.fixture
+def video(tmp_path: Path) -> Path:
+    return write_video(tmp_path / "a.mp4")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> DecodedCache:
+    return DecodedCache(tmp_path / "cache", max_gb=1)
 
 
 def whole(cache: DecodedCache, video: Path, info: VideoInfo | None = None) -> torch.Tensor | None:
@@ -43,20 +52,21 @@ def whole(cache: DecodedCache, video: Path, info: VideoInfo | None = None) -> to
     return cache.clip(video, info, range(info.frames), window, timeout_s=30, version=version_of(video))
 
 
-def test_frames_are_those_of_the_file_and_survive_a_second_look(tmp_path: Path) -> None:
-    video = write_video(tmp_path / "a.mp4")
-    cache = DecodedCache(tmp_path / "cache", max_gb=1)
+def test_frames_are_those_of_the_file_and_survive_a_second_look(video: Path, cache: DecodedCache) -> None:
     expected = read_frames(video, range(12))
     for _ in range(2):
         cached = whole(cache, video)
         assert cached is not None and torch.equal(cached, expected)
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+        (copy,) = cache.folder.iterdir()
+        assert copy.stat().st_atime > 0, "each look is a use"
+        os.utime(copy, (0, copy.stat().st_mtime))
 
 
 @pytest.mark.parametrize("frame_indices", [(0,), (11,), (2, 5, 8), (3, 4, 5, 6)])
-def test_a_window_is_cut_where_the_file_would_be(tmp_path: Path, frame_indices: tuple[int, ...]) -> None:
-    video = write_video(tmp_path / "a.mp4")
-    cache, info = DecodedCache(tmp_path / "cache", max_gb=1), probe_video(video)
+def test_a_window_is_cut_where_the_file_would_be(
+    video: Path, cache: DecodedCache, frame_indices: tuple[int, ...]
+) -> None:
+    info = probe_video(video)
     for top, left, height, width in ((0, 0, 64, 96), (63, 95, 1, 1), (7, 13, 40, 50), (0, 46, 64, 50)):
         cut = CropWindow(top=top, left=left, height=height, width=width)
         cached = cache.clip(video, info, frame_indices, cut, timeout_s=30, version=version_of(video))
@@ -77,13 +87,6 @@ def copies(cache: DecodedCache) -> set[str]:
     return {file.name for file in cache.folder.iterdir()}
 
 
-def age(cache: DecodedCache, *videos: Path, seconds: float = 100) -> None:
-    """Let the last use of some copies lie this long ago, the first one's longest."""
-    for rank, video in enumerate(videos):
-        past = time.time() - seconds + rank
-        os.utime(cache.folder / name_of(cache, video), (past, past))
-
-
 def test_a_video_larger_than_the_cache_means_none_and_nothing_gone_or_left_behind(tmp_path: Path) -> None:
     small, large = write_video(tmp_path / "s.mp4", frames=4), write_video(tmp_path / "l.mp4", frames=24)
     cache = DecodedCache(tmp_path / "cache", max_gb=1.5 * COPY_GB)
@@ -92,25 +95,12 @@ def test_a_video_larger_than_the_cache_means_none_and_nothing_gone_or_left_behin
     assert copies(cache) == {name_of(cache, small)}
 
 
-def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
-    videos = [write_video(tmp_path / f"{n}.mp4", seed=n) for n in range(4)]
-    cache = DecodedCache(tmp_path / "cache", max_gb=3.5 * COPY_GB)
-    for video in videos[:3]:
-        whole(cache, video)
-    assert cache.event == ""
-    age(cache, *videos[:3])
-    whole(cache, videos[0])  # the oldest copy is the one used last now
-    cached = whole(cache, videos[3])
-    assert cached is not None and torch.equal(cached, read_frames(videos[3], range(12)))
-    assert copies(cache) == {name_of(cache, videos[n]) for n in (0, 2, 3)} and cache.event == "evicts"
-
-
 def test_a_run_gives_up_what_others_left_and_not_its_own(tmp_path: Path) -> None:
     """Coming back to each file equally often, it would decode a whole file each time for nothing."""
     theirs, *own = (write_video(tmp_path / f"{n}.mp4", seed=n) for n in range(4))
     whole(DecodedCache(tmp_path / "cache", max_gb=1), theirs)
     cache = DecodedCache(tmp_path / "cache", max_gb=2.5 * COPY_GB, run_start=time.time() - 10)
-    age(cache, theirs)
+    os.utime(cache.folder / name_of(cache, theirs), (time.time() - 100,) * 2)
     for video in own[:2]:
         assert whole(cache, video) is not None
     assert copies(cache) == {name_of(cache, video) for video in own[:2]} and cache.event == "evicts"
@@ -118,8 +108,7 @@ def test_a_run_gives_up_what_others_left_and_not_its_own(tmp_path: Path) -> None
     assert copies(cache) == {name_of(cache, video) for video in own[:2]}
 
 
-def test_what_a_killed_process_left_goes_and_what_another_writes_stays(tmp_path: Path) -> None:
-    video = write_video(tmp_path / "a.mp4")
+def test_what_a_killed_process_left_goes_and_what_another_writes_stays(tmp_path: Path, video: Path) -> None:
     cache = DecodedCache(tmp_path / "cache", max_gb=2.5 * COPY_GB)
     cache.folder.mkdir()
     for name, seconds in (("abandoned.1.part", ABANDONED_S + 60), ("written.2.part", 1)):
@@ -129,10 +118,10 @@ def test_what_a_killed_process_left_goes_and_what_another_writes_stays(tmp_path:
     assert copies(cache) == {name_of(cache, video), "written.2.part"}
 
 
-def test_a_full_disk_is_a_full_cache_and_no_bad_video(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_full_cache_and_no_bad_video(
+    video: Path, cache: DecodedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=0))
-    video = write_video(tmp_path / "a.mp4")
-    cache = DecodedCache(tmp_path / "cache", max_gb=1)
     cache.folder.mkdir()
     unfinished = cache.folder / f".{name_of(cache, video)}.{'0' * 12}.part"
     unfinished.symlink_to("/dev/full")
@@ -144,10 +133,8 @@ def test_a_full_disk_is_a_full_cache_and_no_bad_video(tmp_path: Path, monkeypatc
 def test_a_cache_that_cannot_be_used_is_told_and_no_video_is_blamed(tmp_path: Path, place: str) -> None:
     write_video(tmp_path / "videos" / "a.mp4")
     (tmp_path / "taken").write_text("a file")
-    index = open_or_build_index(tmp_path / "videos", cache_dir=tmp_path, show_progress_bar=False, num_workers=0)
     settings = ClipSettings(height=32, width=40, n_frames=4, decoded_cache_gb=1.0, decoded_cache_dir=tmp_path / place)
-    train, _ = split(index, settings, train_split=1.0)
-    loader = make_train_loader(train, settings, batch_size=1)
+    loader = make_train_loader(training_clips(tmp_path / "videos", settings), settings, batch_size=1)
     with pytest.raises(
         UserError, match=r"the decoded cache .*cache.* cannot be used .*; name another decoded_cache_dir"
     ):
@@ -155,18 +142,17 @@ def test_a_cache_that_cannot_be_used_is_told_and_no_video_is_blamed(tmp_path: Pa
     assert loader.bad_files.named == {}
 
 
-def test_a_video_that_is_gone_is_not_the_caches_fault(tmp_path: Path) -> None:
-    video = write_video(tmp_path / "a.mp4")
-    cache, window = DecodedCache(tmp_path / "cache", max_gb=1), CropWindow(top=0, left=0, height=1, width=1)
+def test_a_video_that_is_gone_is_not_the_caches_fault(video: Path, cache: DecodedCache) -> None:
+    window = CropWindow(top=0, left=0, height=1, width=1)
     with pytest.raises(FileNotFoundError, match=r"gone\.mp4"):
         url = Url("memory://gone.mp4")
         cache.clip(url, probe_video(video), [0], window, timeout_s=30, version=version_of(video))
     assert copies(cache) == set()
 
 
-def test_a_copy_that_goes_while_it_is_read_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    video = write_video(tmp_path / "a.mp4")
-    cache = DecodedCache(tmp_path / "cache", max_gb=1)
+def test_a_copy_that_goes_while_it_is_read_is_read_to_its_end(
+    video: Path, cache: DecodedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = whole(cache, video)
     read = decoded_cache._read_window
 
@@ -220,14 +206,12 @@ def test_processes_that_evict_each_others_copies_read_whole_ones(tmp_path: Path)
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_cache_that_is_full_is_told_once(tmp_path: Path, num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "videos").mkdir()
     for n in range(4):
         write_video(tmp_path / "videos" / f"{n}.mp4", seed=n)
-    index = open_or_build_index(tmp_path / "videos", cache_dir=tmp_path, show_progress_bar=False)
     settings = ClipSettings(
         height=32, width=40, n_frames=4, decoded_cache_gb=1.5 * COPY_GB, decoded_cache_dir=tmp_path / "cache"
     )
-    train, _ = split(index, settings, train_split=1.0)
+    train = training_clips(tmp_path / "videos", settings)
     caplog.set_level("INFO")
     batches = iter(make_train_loader(train, settings, batch_size=2, num_workers=num_workers))
     for _ in range(8):
@@ -238,32 +222,29 @@ def test_a_cache_that_is_full_is_told_once(tmp_path: Path, num_workers: int, cap
     assert len(told) == 1 and str(tmp_path / "cache") in told[0] and "raise decoded_cache_gb" in told[0]
 
 
-def test_a_replaced_file_is_decoded_again(tmp_path: Path) -> None:
-    cache = DecodedCache(tmp_path / "cache", max_gb=1)
+def test_a_replaced_file_is_decoded_again(tmp_path: Path, cache: DecodedCache) -> None:
     old, new = (whole(cache, write_video(tmp_path / "a.mp4", seed=seed)) for seed in (1, 2))
     assert old is not None and new is not None and not torch.equal(old, new)
 
 
-def test_a_file_of_the_same_size_that_is_not_the_indexed_one_is_refused_as_without_the_cache(tmp_path: Path) -> None:
-    video = write_video(tmp_path / "a.mp4")
+def test_a_file_of_the_same_size_that_is_not_the_indexed_one_is_refused_as_without_the_cache(
+    video: Path, cache: DecodedCache
+) -> None:
     info, content = probe_video(video), video.read_bytes()
     assert content.count(b"x264 - core") == 1
     video.write_bytes(content.replace(b"x264 - core", b"y264 - core"))
     with pytest.raises(UnreadableVideoError, match="it has changed since it was indexed"):
         read_frames(video, [0], info=info)
-    assert whole(DecodedCache(tmp_path / "cache", max_gb=1), video, info) is None  # so it is read without the cache
+    assert whole(cache, video, info) is None  # so it is read without the cache
 
 
-def test_a_file_that_breaks_its_index_entry_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    video = write_video(tmp_path / "a.mp4")
+def test_a_file_that_breaks_its_index_entry_is_refused_and_leaves_nothing(video: Path, cache: DecodedCache) -> None:
     wrong = replace(probe_video(video), frames=13)
-    cache = DecodedCache(tmp_path / "cache", max_gb=1)
     assert whole(cache, video, wrong) is None and cache.event == "" and copies(cache) == set()
 
 
 def test_a_damaged_file_gives_the_same_clips_with_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clips before the damage are read. The whole file is tried once."""
-    (tmp_path / "videos").mkdir()
     for n in range(3):
         write_video(tmp_path / "videos" / f"{n}.mp4", seed=n, frames=48)
     damaged = tmp_path / "videos" / "1.mp4"
@@ -273,14 +254,13 @@ def test_a_damaged_file_gives_the_same_clips_with_and_without(tmp_path: Path, mo
     content = bytearray(damaged.read_bytes())
     content[place : place + size] = b"\xff" * size
     damaged.write_bytes(content)
-    index = open_or_build_index(tmp_path / "videos", cache_dir=tmp_path, show_progress_bar=False)
-    assert index.num_bad == 0, "a quick look does not find it"
     plain = ClipSettings(height=32, width=40, n_frames=4)
+    train = training_clips(tmp_path / "videos", plain)
+    assert train.index.num_bad == 0, "a quick look does not find it"
     cached = replace(plain, decoded_cache_gb=1.0, decoded_cache_dir=tmp_path / "cache")
     tried = []
     decode = decoded_cache._decode_into
     monkeypatch.setattr(decoded_cache, "_decode_into", lambda *a, **k: (tried.append(a[1].name), decode(*a, **k)))
-    train, _ = split(index, plain, train_split=1.0)
     options: Any = {"batch_size": 3, "bad_file_limit": 0.9, "num_workers": 0}
     loaders = [make_train_loader(train, settings, **options) for settings in (plain, cached)]
     both = [list(islice(iter(loader), 30)) for loader in loaders]
@@ -294,15 +274,13 @@ def test_a_damaged_file_gives_the_same_clips_with_and_without(tmp_path: Path, mo
 @pytest.mark.parametrize("candidates", [1, 4])
 @pytest.mark.parametrize("resize", [False, True])
 def test_batches_are_the_same_with_and_without(tmp_path: Path, resize: bool, candidates: int) -> None:
-    (tmp_path / "videos").mkdir()
     for n in range(4):
         write_video(tmp_path / "videos" / f"{n}.mp4", seed=n)
-    index = open_or_build_index(tmp_path / "videos", cache_dir=tmp_path, show_progress_bar=False)
     plain = ClipSettings(
         height=32, width=40, n_frames=4, max_frame_delta=2, random_resize=resize, crop_candidates=candidates
     )
     cached = replace(plain, decoded_cache_gb=1.0, decoded_cache_dir=tmp_path / "cache")
-    train, _ = split(index, plain, train_split=1.0)
+    train = training_clips(tmp_path / "videos", plain)
     loaders = [iter(make_train_loader(train, settings, batch_size=3)) for settings in (plain, cached)]
     for _ in range(4):
         first, second = (next(loader) for loader in loaders)
@@ -310,11 +288,11 @@ def test_batches_are_the_same_with_and_without(tmp_path: Path, resize: bool, can
     assert list((tmp_path / "cache").glob("*.rgb"))
 
 
-def test_a_copy_that_is_cut_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    video = write_video(tmp_path / "a.mp4")
-    cache = DecodedCache(tmp_path / "cache", max_gb=1)
+def test_a_copy_that_is_cut_while_it_is_read_is_named(
+    video: Path, cache: DecodedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole(cache, video)
-    (copy,) = (tmp_path / "cache").iterdir()
+    (copy,) = cache.folder.iterdir()
     copy.write_bytes(copy.read_bytes()[:-1])
     monkeypatch.setattr(decoded_cache, "open_copy", lambda file, size: file.open("rb", buffering=0))
     with pytest.raises(UnreadableVideoError, match=r"\.rgb: this decoded copy became shorter .*delete it"):

@@ -11,14 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinyvae.data.index import IndexJournal, IndexRow, is_index, open_index
-from tinyvae.data.index_build import build_index
+from tests.data.small_indexes import build, index_of
+from tinyvae.data.index import SPLITS, IndexJournal, IndexRow, is_index, open_index
 from tinyvae.errors import MissingFileError, UserError
+from tinyvae.storage import Url
 from tinyvae.video.decode import probe_video
-
-
-def build(source: Path, output: Path, **options: object) -> object:
-    return build_index(source, output, num_workers=0, show_progress_bar=False, **options)  # type: ignore[arg-type]
 
 
 def test_rows_hold_what_the_probe_found(video_folder: Path, tmp_path: Path) -> None:
@@ -87,8 +84,9 @@ def test_an_index_travels_by_pickle_and_to_another_root(video_folder: Path, tmp_
 def test_what_is_no_index_is_refused(video_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "i.tvi"
     build(video_folder, output)
-    with pytest.raises(MissingFileError, match="tinyvae data index"):
-        open_index(tmp_path / "none.tvi")
+    for nothing in (tmp_path / "none.tvi", tmp_path, Url("memory://none.tvi")):
+        with pytest.raises(MissingFileError, match=f"there is no index at {nothing}; .* DATA --output {nothing}"):
+            open_index(nothing)
     with open(output, "r+b") as stream:
         stream.truncate(output.stat().st_size - 1)
     with pytest.raises(UserError, match="cut off"):
@@ -110,11 +108,8 @@ def test_what_is_no_index_is_refused(video_folder: Path, tmp_path: Path) -> None
 
 def test_columns_are_read_in_chunks_and_row_numbers_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinyvae.data.index.CHUNK_ROWS", 64)
-    journal = IndexJournal(tmp_path / "i.tvi")
-    for number in range(500):
-        journal.append(IndexRow(path=f"d/{number}.mp4", reason="r" * (number % 7 == 0), frames=number))
-    journal.finish({"data_root": str(tmp_path), "source": ""})
-    index = open_index(tmp_path / "i.tvi")
+    rows = (IndexRow(path=f"d/{n}.mp4", reason="r" * (n % 7 == 0), frames=n) for n in range(500))
+    index = index_of(tmp_path, *rows)
     frames = np.concatenate([rows["frames"] for _, rows in index.chunks()])
     assert [index.row(number).frames for number in range(500)] == frames.tolist()
     assert {row.frames for row in index.bad_rows()} == set(range(0, 500, 7)) and index.num_bad == 72
@@ -123,11 +118,9 @@ def test_columns_are_read_in_chunks_and_row_numbers_agree(tmp_path: Path, monkey
 
 def test_the_fingerprint_is_that_of_older_versions(tmp_path: Path) -> None:
     """Checkpoints hold it: another one would say that the data of a resumed run has changed."""
-    journal = IndexJournal(tmp_path / "i.tvi")
+    rows = []
     for number in range(40):
-        split, reason = ("", "train", "val", "test")[number % 4], "cut off" * (number % 9 == 0)
-        journal.append(
-            IndexRow(path=f"d/{number}.mp4", split=split, reason=reason, frames=number, file_bytes=number**2, width=64)
-        )
-    journal.finish({"data_root": str(tmp_path), "source": ""})
-    assert open_index(tmp_path / "i.tvi").fingerprint == "f4e76379e795cf029a4af419d8e0c5fd"
+        split, reason = SPLITS[number % 4], "cut off" * (number % 9 == 0)
+        texts = {"path": f"d/{number}.mp4", "split": split, "reason": reason}
+        rows.append(IndexRow(**texts, frames=number, file_bytes=number**2, width=64))
+    assert index_of(tmp_path, *rows).fingerprint == "f4e76379e795cf029a4af419d8e0c5fd"

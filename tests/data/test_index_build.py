@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.data.small_indexes import build
 from tests.processes import still_alive, wait_until
 from tests.video.small_videos import write_video
 from tinyvae.data import index_build
@@ -28,17 +29,13 @@ from tinyvae.errors import UserError
 from tinyvae.video.decode import VideoInfo, probe_video
 
 
-def build(source: Path, output: Path, **options: object) -> object:
-    return build_index(source, output, num_workers=0, show_progress_bar=False, **options)  # type: ignore[arg-type]
-
-
 def paths_of(index: VideoIndex) -> set[str]:
     return {index.row(number).path for number in range(len(index))}
 
 
 def test_two_processes_give_the_same_index_as_none(video_folder: Path, tmp_path: Path) -> None:
     alone = build(video_folder, tmp_path / "a.tvi").index
-    parallel = build_index(video_folder, tmp_path / "b.tvi", num_workers=2, show_progress_bar=False).index
+    parallel = build(video_folder, tmp_path / "b.tvi", num_workers=2).index
     assert alone.fingerprint == parallel.fingerprint
     assert [alone.row(n).path for n in range(12)] == [parallel.row(n).path for n in range(12)]
 
@@ -80,28 +77,36 @@ def test_bad_files_keep_their_reason(tmp_path: Path) -> None:
     assert reasons["data/pipe.mp4"] == "not a regular file"
 
 
-def interrupted_probe(path: Path, *, timeout_s: float, thorough: bool) -> VideoInfo:
+def info_of(path: Path, codec: str = "h264") -> VideoInfo:
+    return VideoInfo(path=path, frames=7, fps=24.0, width=64, height=64, codec=codec)
+
+
+def write_files(folder: Path, names: Iterable[object]) -> Path:
+    """Files that no real probe could read."""
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / f"{name}.mp4").write_bytes(b"x")
+    return folder
+
+
+def interrupted_probe(path: Path, **options: object) -> VideoInfo:
     if path.name == "5.mp4":
         raise KeyboardInterrupt
-    return VideoInfo(path=path, frames=7, fps=24.0, width=64, height=64, codec="h264")
+    return info_of(path)
 
 
 def test_an_interrupted_build_goes_on_where_it_was(tmp_path: Path) -> None:
-    data, output = tmp_path / "data", tmp_path / "i.tvi"
-    data.mkdir()
-    for number in range(9):
-        (data / f"{number}.mp4").write_bytes(b"x" * (number + 1))
+    data, output = write_files(tmp_path / "data", range(9)), tmp_path / "i.tvi"
     with pytest.raises(KeyboardInterrupt):
         build(data, output, probe=interrupted_probe)
     assert not output.exists(), "no half index is ever seen"
     probed: list[str] = []
 
-    def later_probe(path: Path, *, timeout_s: float, thorough: bool) -> VideoInfo:
+    def later_probe(path: Path, **options: object) -> VideoInfo:
         probed.append(path.name)
-        if len(probed) == 2 and not output.with_name("twice").exists():
-            output.with_name("twice").touch()
+        if len(probed) == 2:
             raise KeyboardInterrupt
-        return VideoInfo(path=path, frames=7, fps=24.0, width=64, height=64, codec="vp9")
+        return info_of(path, "vp9")
 
     with pytest.raises(KeyboardInterrupt):
         build(data, output, probe=later_probe)  # interrupted a second time: both parts are kept
@@ -109,7 +114,7 @@ def test_an_interrupted_build_goes_on_where_it_was(tmp_path: Path) -> None:
     assert probed == ["5.mp4", "6.mp4", "6.mp4", "7.mp4", "8.mp4"]
     assert report.num_reused == 6 and len(report.index) == 9
     assert [report.index.row(report.index.find(f"{n}.mp4")).codec for n in (0, 5, 8)] == ["h264", "vp9", "vp9"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "i.tvi", "twice"], "nothing is left behind"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "i.tvi"], "nothing is left behind"
 
 
 def test_repeated_paths_become_one_row_and_conflicting_splits_are_refused(video_folder: Path, tmp_path: Path) -> None:
@@ -119,18 +124,19 @@ def test_repeated_paths_become_one_row_and_conflicting_splits_are_refused(video_
         file.write_text(json.dumps({"total": len(records), "list": records}))
         return file
 
-    report = build(source("train", "train"), tmp_path / "i.tvi", data_root=video_folder)
-    assert len(report.index) == 2 and report.num_duplicates == 1
-    with pytest.raises(UserError, match=r"clip_00\.mp4.*different splits"):
-        build(source("train", "val"), tmp_path / "i.tvi", data_root=video_folder)
+    report = build(source("train", "train", "train"), tmp_path / "i.tvi", data_root=video_folder)
+    assert (len(report.index), report.num_probed, report.num_duplicates) == (2, 2, 2)
+    with pytest.raises(UserError, match=r"clip_00\.mp4.*different splits"):  # before a file is probed
+        build(source("train", "train", "val"), tmp_path / "j.tvi", data_root=video_folder)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["i.tvi", "list.json"]
 
 
-def crashing_probe(path: Path, *, timeout_s: float, thorough: bool) -> VideoInfo:
+def crashing_probe(path: Path, **options: object) -> VideoInfo:
     if path.name == "3.mp4":
         os.kill(os.getpid(), signal.SIGKILL)
     if path.name == "hangs.mp4":
         time.sleep(600)
-    return VideoInfo(path=path, frames=7, fps=24.0, width=64, height=64, codec="h264")
+    return info_of(path)
 
 
 BAD = {"3.mp4": "the decoder crashed on this file", "hangs.mp4": "probing did not end within 10 s"}
@@ -143,13 +149,8 @@ def test_a_file_that_kills_or_hangs_its_process_is_a_bad_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: list[str]
 ) -> None:
     monkeypatch.setattr(index_build, "GRACE_S", 10.0)  # more than a good file's process needs on a busy machine
-    data = tmp_path / "data"
-    data.mkdir()
-    for name in (*bad, *(f"{number}.mp4" for number in range(12))):
-        (data / name).write_bytes(b"x")
-    index = build_index(
-        data, tmp_path / "i.tvi", num_workers=2, timeout_s=0.1, show_progress_bar=False, probe=crashing_probe
-    ).index
+    data = write_files(tmp_path / "data", [*range(12), *(Path(name).stem for name in bad)])
+    index = build(data, tmp_path / "i.tvi", num_workers=2, timeout_s=0.1, probe=crashing_probe).index
     assert len(index) == 11 + len(bad)
     assert {row.path: row.reason for row in index.bad_rows()} == {name: BAD[name] for name in bad}
 
@@ -158,8 +159,7 @@ def test_a_process_that_dies_while_the_next_batch_is_made_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool then refuses the batch itself, and not only its result."""
-    for number in range(40):
-        (tmp_path / f"{number}.mp4").write_bytes(b"x")
+    write_files(tmp_path, range(40))
     new_pool, refused = index_build._new_pool, []
 
     def new_pool_that_breaks_once(num_workers: int, **options: bool) -> ProcessPoolExecutor:
@@ -176,9 +176,7 @@ def test_a_process_that_dies_while_the_next_batch_is_made_ends_nothing(
         return pool
 
     monkeypatch.setattr(index_build, "_new_pool", new_pool_that_breaks_once)
-    report = build_index(
-        tmp_path, tmp_path / "i.tvi", num_workers=1, show_progress_bar=False, probe=crashing_probe, timeout_s=1.0
-    )
+    report = build(tmp_path, tmp_path / "i.tvi", num_workers=1, probe=crashing_probe, timeout_s=1.0)
     assert len(refused) == 1 and len(report.index) == 40
     assert {row.path: row.reason for row in report.index.bad_rows()} == {"3.mp4": BAD["3.mp4"]}
 
@@ -186,13 +184,12 @@ def test_a_process_that_dies_while_the_next_batch_is_made_ends_nothing(
 def probe_of_one_batch(path: Path, **options: object) -> VideoInfo:
     if path.name >= "08.mp4":
         time.sleep(600)
-    return VideoInfo(path=path, frames=7, fps=24.0, width=64, height=64, codec="h264")
+    return info_of(path)
 
 
 def test_a_build_that_fails_ends_its_processes_at_once(tmp_path: Path) -> None:
     """Else the command would tell of the full disk, and then wait for all files that it had handed out."""
-    for number in range(40):
-        (tmp_path / f"{number:02}.mp4").write_bytes(b"x")
+    write_files(tmp_path, (f"{number:02}" for number in range(40)))
     (tmp_path / "i.tvi.new-text").symlink_to("/dev/full")
     others = set(psutil.Process().children())
     with pytest.raises(OSError, match="No space left") as failed:
@@ -207,8 +204,7 @@ def slow_probe(path: Path, **options: object) -> VideoInfo:
 
 
 def test_a_killed_build_leaves_no_process(tmp_path: Path) -> None:
-    for number in range(16):
-        (tmp_path / f"{number}.mp4").write_bytes(b"x")
+    write_files(tmp_path, range(16))
     script = (
         "import sys\n"
         "from pathlib import Path\n"
@@ -241,24 +237,18 @@ def test_the_start_of_a_fresh_process_is_not_the_files_time(tmp_path: Path, monk
 
 
 def test_the_cached_index_is_used_until_the_source_lists_other_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", logger="tinyvae")
     data = tmp_path / "data"
     write_video(data / "a.mp4", frames=4)
-    builds: list[Path] = []
-
-    def counted(source: Path, output: Path, **options: object) -> object:
-        builds.append(source)
-        return build_index(source, output, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("tinyvae.data.index_build.build_index", counted)
 
     def opened() -> VideoIndex:
         return open_or_build_index(data, cache_dir=tmp_path / "cache", num_workers=0, show_progress_bar=False)
 
-    assert len(opened()) == len(opened()) == 1 and len(builds) == 1
+    assert len(opened()) == len(opened()) == 1 and caplog.text.count("indexed") == 1
     write_video(data / "b.mp4", frames=4)
-    assert len(opened()) == 2 and len(builds) == 2
+    assert len(opened()) == 2 and caplog.text.count("indexed") == 2
     index_file = tmp_path / "cache" / "data_index.tvi"
     assert len(open_or_build_index(index_file, cache_dir=tmp_path)) == 2, "an index is its own source"
 

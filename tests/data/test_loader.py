@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from itertools import islice
@@ -20,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from tests.data.small_indexes import build, training_clips
 from tests.processes import HANGS_S, still_alive
 from tests.video.small_videos import write_video
 from tinyvae.data import (
@@ -27,7 +27,6 @@ from tinyvae.data import (
     ClipBatch,
     ClipSet,
     ClipSettings,
-    build_index,
     latent_store,
     make_train_loader,
     make_validation_loader,
@@ -51,9 +50,17 @@ SETTINGS = ClipSettings(
 
 @pytest.fixture(scope="module")
 def sides(video_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[ClipSet, ClipSet]:
-    file = tmp_path_factory.mktemp("index") / "i.tvi"
-    index = build_index(video_folder, file, num_workers=0, show_progress_bar=False).index
-    return split(index, SETTINGS, train_split=0.7)
+    return split(build(video_folder, tmp_path_factory.mktemp("index") / "i.tvi").index, SETTINGS, train_split=0.7)
+
+
+@pytest.fixture(scope="module")
+def train(sides: tuple[ClipSet, ClipSet]) -> ClipSet:
+    return sides[0]
+
+
+@pytest.fixture(scope="module")
+def val(sides: tuple[ClipSet, ClipSet]) -> ClipSet:
+    return sides[1]
 
 
 def take(clips: ClipSet, count: int, **options: int) -> list[ClipBatch]:
@@ -82,32 +89,29 @@ def store_of(clips: ClipSet, folder: Path, num_clips: int) -> LatentStore:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_stored_latents_come_with_their_clips_and_go_round(
-    sides: tuple[ClipSet, ClipSet], tmp_path: Path, num_workers: int
-) -> None:
+def test_stored_latents_come_with_their_clips_and_go_round(train: ClipSet, tmp_path: Path, num_workers: int) -> None:
     """Position p has the pixels, colors and latents of clip p mod N; its position stays p."""
-    store = store_of(sides[0], tmp_path, 5)
-    alone = [batch.frames[0] for batch in take(sides[0], 5, batch_size=1)]
-    loader = make_train_loader(sides[0], SETTINGS, batch_size=2, num_workers=num_workers, latents=store)
+    store = store_of(train, tmp_path, 5)
+    alone = [batch.frames[0] for batch in take(train, 5, batch_size=1)]
+    loader = make_train_loader(train, SETTINGS, batch_size=2, num_workers=num_workers, latents=store)
     for number, batch in enumerate(islice(iter(loader), 6)):
         assert batch.positions == [2 * number, 2 * number + 1] and batch.latents is not None
         clips = [position % 5 for position in batch.positions]
         assert batch.latents.mean[:, 1, 2, 3, 4].tolist() == clips
         assert all(torch.equal(frames, alone[clip]) for frames, clip in zip(batch.frames, clips, strict=True))
-    assert take(sides[0], 1, batch_size=2)[0].latents is None
+    assert take(train, 1, batch_size=2)[0].latents is None
 
 
-def test_a_damaged_store_ends_the_run_with_its_shard(sides: tuple[ClipSet, ClipSet], tmp_path: Path) -> None:
-    store = store_of(sides[0], tmp_path, 5)
+def test_a_damaged_store_ends_the_run_with_its_shard(train: ClipSet, tmp_path: Path) -> None:
+    store = store_of(train, tmp_path, 5)
     (shard,) = tmp_path.glob("latents-*")
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     latent_store._open_shard.cache_clear()  # a run has not written it itself
     with pytest.raises(UserError, match=r"latents-00000\.safetensors is damaged \(the mean of clip 4 has changed\)"):
-        list(islice(iter(make_train_loader(sides[0], SETTINGS, batch_size=5, latents=store)), 1))
+        list(islice(iter(make_train_loader(train, SETTINGS, batch_size=5, latents=store)), 1))
 
 
-def test_a_batch_holds_what_the_pure_function_says(sides: tuple[ClipSet, ClipSet]) -> None:
-    train = sides[0]
+def test_a_batch_holds_what_the_pure_function_says(train: ClipSet) -> None:
     batch = take(train, 2, batch_size=3)[1]
     assert batch.frames.shape == (3, 5, 3, 32, 48) and batch.frames.dtype == torch.uint8
     assert batch.positions == [3, 4, 5] and len(batch) == 3
@@ -124,8 +128,8 @@ def test_a_batch_holds_what_the_pure_function_says(sides: tuple[ClipSet, ClipSet
 
 
 @pytest.mark.parametrize("resize", [False, True])
-def test_a_clip_is_the_most_detailed_of_its_drawn_windows(sides: tuple[ClipSet, ClipSet], resize: bool) -> None:
-    settings, train = replace(SETTINGS, crop_candidates=4, random_resize=resize), sides[0]
+def test_a_clip_is_the_most_detailed_of_its_drawn_windows(train: ClipSet, resize: bool) -> None:
+    settings = replace(SETTINGS, crop_candidates=4, random_resize=resize)
     batches = list(islice(iter(make_train_loader(train, settings, batch_size=4, num_workers=2)), 3))
     places = []
     for position, clip in enumerate(joined(batches)):
@@ -148,17 +152,15 @@ def test_a_clip_is_the_most_detailed_of_its_drawn_windows(sides: tuple[ClipSet, 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 8 worker")
 @pytest.mark.parametrize("num_workers", [2, 8])
-def test_the_same_batches_with_any_number_of_workers(sides: tuple[ClipSet, ClipSet], num_workers: int) -> None:
-    alone = take(sides[0], 9, batch_size=2)
-    assert_equal(take(sides[0], 9, batch_size=2, num_workers=num_workers), alone)
+def test_the_same_batches_with_any_number_of_workers(train: ClipSet, num_workers: int) -> None:
+    alone = take(train, 9, batch_size=2)
+    assert_equal(take(train, 9, batch_size=2, num_workers=num_workers), alone)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_together_see_what_one_rank_with_the_whole_batch_sees(
-    sides: tuple[ClipSet, ClipSet], world_size: int
-) -> None:
-    alone = take(sides[0], 5, batch_size=2 * world_size)
-    ranks = [take(sides[0], 5, batch_size=2, rank=rank, world_size=world_size) for rank in range(world_size)]
+def test_ranks_together_see_what_one_rank_with_the_whole_batch_sees(train: ClipSet, world_size: int) -> None:
+    alone = take(train, 5, batch_size=2 * world_size)
+    ranks = [take(train, 5, batch_size=2, rank=rank, world_size=world_size) for rank in range(world_size)]
     for step, whole in enumerate(alone):
         parts = [ranks[rank][step] for rank in range(world_size)]
         assert [name for part in parts for name in part.names] == whole.names
@@ -166,7 +168,7 @@ def test_ranks_together_see_what_one_rank_with_the_whole_batch_sees(
         assert torch.equal(torch.cat([part.color_and_blur for part in parts]), whole.color_and_blur)
 
 
-def test_clips_of_several_sizes_are_those_that_a_run_of_each_size_would_read(sides: tuple[ClipSet, ClipSet]) -> None:
+def test_clips_of_several_sizes_are_those_that_a_run_of_each_size_would_read(train: ClipSet) -> None:
     """Two micro-batches a step, on two ranks: files, frames and crops follow from the position, the size from the
     step."""
     schedule = SizeSchedule.parse(["5x32x48", "3x24x16", "1x16x24@2"])
@@ -174,17 +176,16 @@ def test_clips_of_several_sizes_are_those_that_a_run_of_each_size_would_read(sid
     options = {"batch_size": 1, "world_size": 2, "start_sample": 20}
     seen = set()
     for rank in (0, 1):
-        loader = make_train_loader(sides[0], SETTINGS, rank=rank, num_workers=2 * rank, sizes=sizes, **options)
+        loader = make_train_loader(train, SETTINGS, rank=rank, num_workers=2 * rank, sizes=sizes, **options)
         for number, batch in enumerate(islice(iter(loader), 6)):
             size = schedule.size_at(step=1 + number // 2, seed=SETTINGS.seed)
             alone = {**options, "start_sample": 20 + 2 * number, "rank": rank}
-            assert_equal([batch], [next(iter(make_train_loader(sides[0], with_size(SETTINGS, size), **alone)))])
+            assert_equal([batch], [next(iter(make_train_loader(train, with_size(SETTINGS, size), **alone)))])
             seen.add(tuple(batch.frames.shape[1:]))
     assert len(seen) > 1
 
 
-def test_each_file_once_per_epoch_and_nothing_dropped_between_epochs(sides: tuple[ClipSet, ClipSet]) -> None:
-    train = sides[0]
+def test_each_file_once_per_epoch_and_nothing_dropped_between_epochs(train: ClipSet) -> None:
     size = len(train)
     batches = take(train, size, batch_size=4)  # four epochs, whose borders lie inside batches
     names = [name for batch in batches for name in batch.names]
@@ -198,9 +199,9 @@ def test_each_file_once_per_epoch_and_nothing_dropped_between_epochs(sides: tupl
 
 
 def test_starting_at_step_k_is_the_rest_of_the_run_without_reading_the_start(
-    sides: tuple[ClipSet, ClipSet], monkeypatch: pytest.MonkeyPatch
+    train: ClipSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = take(sides[0], 8, batch_size=3)
+    whole = take(train, 8, batch_size=3)
     reads: list[Path] = []
 
     def counted(path: Path, *args: object, **options: object) -> torch.Tensor:
@@ -208,23 +209,22 @@ def test_starting_at_step_k_is_the_rest_of_the_run_without_reading_the_start(
         return read_frames(path, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr("tinyvae.data.clip_reading.read_frames", counted)
-    assert_equal(take(sides[0], 3, batch_size=3, start_sample=15), whole[5:])
+    assert_equal(take(train, 3, batch_size=3, start_sample=15), whole[5:])
     assert len(reads) == 9, "no replay of what was consumed before"
-    far = take(sides[0], 1, batch_size=3, start_sample=10**12)[0]
+    far = take(train, 1, batch_size=3, start_sample=10**12)[0]
     assert far.positions[0] == 10**12
     # A resume with another batch size and more ranks goes on at the same sample.
-    ranks = [take(sides[0], 2, batch_size=1, rank=rank, world_size=3, start_sample=15) for rank in range(3)]
+    ranks = [take(train, 2, batch_size=1, rank=rank, world_size=3, start_sample=15) for rank in range(3)]
     assert torch.equal(torch.cat([ranks[rank][0].frames for rank in range(3)]), whole[5].frames)
 
 
-def test_the_loader_leaves_torchs_random_state_alone(sides: tuple[ClipSet, ClipSet]) -> None:
+def test_the_loader_leaves_torchs_random_state_alone(train: ClipSet) -> None:
     before = torch.get_rng_state()
-    take(sides[0], 1, batch_size=2, num_workers=1)
+    take(train, 1, batch_size=2, num_workers=1)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_validation_is_the_same_every_time_and_ranks_share_it_without_repeats(sides: tuple[ClipSet, ClipSet]) -> None:
-    val = sides[1]
+def test_validation_is_the_same_every_time_and_ranks_share_it_without_repeats(val: ClipSet) -> None:
     loader = make_validation_loader(val, SETTINGS, batch_size=2)
     first, second = list(loader), list(loader)
     assert_equal(first, second)
@@ -245,16 +245,15 @@ def test_validation_is_the_same_every_time_and_ranks_share_it_without_repeats(si
 
 
 @pytest.fixture
-def damaged(tmp_path: Path) -> Iterator[ClipSet]:
+def damaged(tmp_path: Path) -> ClipSet:
     """Twenty files, two of which went bad after they were indexed: one is gone, one has changed."""
     data = tmp_path / "data"
     for number in range(20):
         write_video(data / f"{number}.mp4", frames=10, seed=number)
-    index = build_index(data, tmp_path / "i.tvi", num_workers=0, show_progress_bar=False).index
-    train, _ = split(index, SETTINGS, train_split=1.0)
+    train = training_clips(data, SETTINGS)
     (data / "3.mp4").unlink()
     shutil.copy(data / "5.mp4", data / "4.mp4")
-    yield train
+    return train
 
 
 def test_bad_files_are_replaced_named_and_written_down(damaged: ClipSet, tmp_path: Path) -> None:
@@ -289,22 +288,17 @@ def test_storage_that_goes_away_ends_the_run_in_one_sentence(damaged: ClipSet) -
         list(make_validation_loader(damaged, SETTINGS, batch_size=4))
 
 
-def test_validation_leaves_bad_files_out(damaged: ClipSet) -> None:
-    loader = make_validation_loader(damaged, SETTINGS, batch_size=6)
-    names = [name for batch in loader for name in batch.names]
-    assert len(names) == 18 and not {"3.mp4", "4.mp4"} & set(names)
-    assert set(loader.bad_files.named) == {"3.mp4", "4.mp4"}
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_validation_files_are_read_once(damaged: ClipSet, num_workers: int) -> None:
+def test_validation_leaves_bad_files_out_and_reads_once(damaged: ClipSet, num_workers: int) -> None:
     loader = make_validation_loader(damaged, SETTINGS, batch_size=4, num_workers=num_workers)
     assert loader.kept_clips == {}
     loader.start()
     first = list(loader)
+    assert {name for batch in first for name in batch.names} == {f"{n}.mp4" for n in range(20) if n not in (3, 4)}
+    assert set(loader.bad_files.named) == {"3.mp4", "4.mp4"}
     shutil.rmtree(damaged.index.data_root)
     assert_equal(list(loader), first)
-    assert loader.reads.num_clips == 18 and loader.reads.num_tries == 40 and loader.reads.num_bad_tries == 4
+    assert (loader.reads.num_clips, loader.reads.num_tries, loader.reads.num_bad_tries) == (18, 40, 4)
     assert len(loader.kept_clips) == 18 and loader.kept_clips[first[1].names[0]].equal(first[1].frames[0])
     assert not any(batch.frames.is_shared() for batch in first), "the workers' shared memory is free again"
 
@@ -329,23 +323,23 @@ def test_validation_clips_that_do_not_fit_are_read_again_each_time(
         list(loader)
 
 
-def test_training_workers_that_started_early_give_the_same_clips(sides: tuple[ClipSet, ClipSet]) -> None:
-    early = make_train_loader(sides[0], SETTINGS, batch_size=2, num_workers=2)
+def test_training_workers_that_started_early_give_the_same_clips(train: ClipSet) -> None:
+    early = make_train_loader(train, SETTINGS, batch_size=2, num_workers=2)
     early.start()
     with closing(iter(early)) as batches:
-        assert_equal(list(islice(batches, 5)), take(sides[0], 5, batch_size=2))
-    assert_equal(list(islice(iter(early), 1)), take(sides[0], 1, batch_size=2))  # from the start again
+        assert_equal(list(islice(batches, 5)), take(train, 5, batch_size=2))
+    assert_equal(list(islice(iter(early), 1)), take(train, 1, batch_size=2))  # from the start again
 
 
-def test_workers_that_nobody_used_end_with_their_loader(sides: tuple[ClipSet, ClipSet]) -> None:
+def test_workers_that_nobody_used_end_with_their_loader(val: ClipSet) -> None:
     others = set(psutil.Process().children())
-    loader = make_validation_loader(sides[1], SETTINGS, batch_size=1, num_workers=2)
+    loader = make_validation_loader(val, SETTINGS, batch_size=1, num_workers=2)
     loader.start()
     workers = [child for child in psutil.Process().children() if child not in others]
     assert len(workers) >= 2
     loader.close()
     assert still_alive(workers) == []
-    assert sum(map(len, loader)) == len(sides[1]), "it can still be used"
+    assert sum(map(len, loader)) == len(val), "it can still be used"
 
 
 def test_ranks_judge_bad_validation_files_together(damaged: ClipSet) -> None:
@@ -377,9 +371,9 @@ def test_the_share_of_bad_validation_files_is_judged_for_a_single_process_too(da
         list(loader)
 
 
-def test_workers_survive_the_schedulers_signal(sides: tuple[ClipSet, ClipSet]) -> None:
-    alone, others = take(sides[0], 12, batch_size=2), set(psutil.Process().children())
-    batches = iter(make_train_loader(sides[0], SETTINGS, batch_size=2, num_workers=2))
+def test_workers_survive_the_schedulers_signal(train: ClipSet) -> None:
+    alone, others = take(train, 12, batch_size=2), set(psutil.Process().children())
+    batches = iter(make_train_loader(train, SETTINGS, batch_size=2, num_workers=2))
     got = [next(batches), next(batches)]  # one of each worker: both have begun
     workers = [child for child in psutil.Process().children() if child not in others]
     assert len(workers) >= 2
@@ -395,7 +389,7 @@ def test_workers_survive_the_schedulers_signal(sides: tuple[ClipSet, ClipSet]) -
 
 @pytest.mark.slow
 def test_fresh_workers_take_over_from_a_killed_one(
-    sides: tuple[ClipSet, ClipSet], monkeypatch: pytest.MonkeyPatch
+    train: ClipSet, val: ClipSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For training and validation; the main process hears of it where it asks for a batch, and nowhere else."""
     handler, others = signal.getsignal(signal.SIGCHLD), set(psutil.Process().children())
@@ -409,16 +403,16 @@ def test_fresh_workers_take_over_from_a_killed_one(
         return start(num_workers)
 
     monkeypatch.setattr(loader_module, "starting_workers", starting_workers)
-    trained = iter(make_train_loader(sides[0], SETTINGS, batch_size=2, **workers))
+    trained = iter(make_train_loader(train, SETTINGS, batch_size=2, **workers))
     got = [next(trained)]
     kill_a_worker(others)
-    assert_equal([*got, *islice(trained, 5)], take(sides[0], 6, batch_size=2))
+    assert_equal([*got, *islice(trained, 5)], take(train, 6, batch_size=2))
     del trained
-    validation = make_validation_loader(sides[1], SETTINGS, batch_size=1, **workers)
+    validation = make_validation_loader(val, SETTINGS, batch_size=1, **workers)
     validated = iter(validation)
     got = [next(validated)]
     kill_a_worker(others)
-    whole = list(make_validation_loader(sides[1], SETTINGS, batch_size=1))
+    whole = list(make_validation_loader(val, SETTINGS, batch_size=1))
     assert len(whole) > 3
     assert_equal([*got, *validated], whole)
     assert_equal(list(validation), whole)
@@ -441,14 +435,12 @@ def signal_while_starting(worker: int) -> None:
     workers.start_worker(worker)
 
 
-def test_a_signal_that_comes_while_workers_start(
-    sides: tuple[ClipSet, ClipSet], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_that_comes_while_workers_start(train: ClipSet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_module, "start_worker", signal_while_starting)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    got = take(sides[0], 4, batch_size=2, num_workers=2)
+    got = take(train, 4, batch_size=2, num_workers=2)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask, "the main process hears signals as before"
-    assert_equal(got, take(sides[0], 4, batch_size=2))
+    assert_equal(got, take(train, 4, batch_size=2))
 
 
 def test_a_program_that_ends_in_mid_iteration_leaves_no_worker_behind(video_folder: Path, tmp_path: Path) -> None:
@@ -468,12 +460,12 @@ def test_a_program_that_ends_in_mid_iteration_leaves_no_worker_behind(video_fold
     assert len(workers) == 2 and still_alive(workers) == []
 
 
-def test_counts_that_cannot_be_meant_are_refused(sides: tuple[ClipSet, ClipSet]) -> None:
+def test_counts_that_cannot_be_meant_are_refused(train: ClipSet, val: ClipSet) -> None:
     with pytest.raises(UserError, match="batch size is 0"):
-        make_train_loader(sides[0], SETTINGS, batch_size=0)
+        make_train_loader(train, SETTINGS, batch_size=0)
     with pytest.raises(UserError, match="num_workers is -1"):
-        make_train_loader(sides[0], SETTINGS, batch_size=1, num_workers=-1)
+        make_train_loader(train, SETTINGS, batch_size=1, num_workers=-1)
     with pytest.raises(UserError, match="start_sample is -1"):
-        make_train_loader(sides[0], SETTINGS, batch_size=1, start_sample=-1)
+        make_train_loader(train, SETTINGS, batch_size=1, start_sample=-1)
     with pytest.raises(UserError, match="num_samples is 0"):
-        make_validation_loader(sides[1], SETTINGS, batch_size=1, num_samples=0)
+        make_validation_loader(val, SETTINGS, batch_size=1, num_samples=0)

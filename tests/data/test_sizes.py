@@ -30,13 +30,6 @@ def test_shares_need_not_add_up_to_one_and_may_be_left_out() -> None:
     assert SizeSchedule.parse(["8x32x32", "8x64x64"]).stages[0].shares == (0.5, 0.5)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 2**32 - 1), step=st.integers(0, 10**9))
-def test_a_draw_depends_on_seed_and_step_alone(seed: int, step: int) -> None:
-    again = SizeSchedule.parse(["16x480x720:0.3", "16x256x256:0.6", "49x128x128:.1"])
-    assert again.size_at(step=step, seed=seed) == SHARES.size_at(step=step, seed=seed)
-
-
 def test_seeds_and_neighboring_steps_differ() -> None:
     drawn = {seed: [SHARES.size_at(step=step, seed=seed) for step in range(60)] for seed in (1, 2)}
     assert drawn[1] != drawn[2] and len(set(drawn[1][:30])) == 3

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.small_indexes import index_of
 from tinyvae.data.clip import ClipSettings
-from tinyvae.data.index import IndexJournal, IndexRow, VideoIndex, open_index
+from tinyvae.data.index import IndexRow
 from tinyvae.data.splits import ClipSet, split
 from tinyvae.errors import UserError
 
@@ -18,14 +19,6 @@ SETTINGS = ClipSettings(height=64, width=96, n_frames=9, min_frame_delta=2, max_
 def record(path: str, **fields: object) -> IndexRow:
     values = {"frames": 100, "width": 320, "height": 240, "fps": 25.0, "codec": "h264", **fields}
     return IndexRow(path=path, **values)  # type: ignore[arg-type]
-
-
-def index_of(folder: Path, *records: IndexRow) -> VideoIndex:
-    journal = IndexJournal(folder / "i.tvi")
-    for one in records:
-        journal.append(one)
-    journal.finish({"data_root": str(folder), "source": ""})
-    return open_index(folder / "i.tvi")
 
 
 def paths_of(clips: ClipSet) -> set[str]:
@@ -111,7 +104,8 @@ def test_small_sets_share_no_file_where_validation_clips_have_another_size(tmp_p
 def test_too_many_bad_files_stop_the_run_at_its_start(tmp_path: Path) -> None:
     bad = [record(f"bad{n}.mp4", reason="cut off") for n in range(6)]
     index = index_of(tmp_path, *bad, *(record(f"{n}.mp4") for n in range(94)))
-    with pytest.raises(UserError, match=r"6 of 100 files \(6\.0%\).*limit of 5\.0%.*cut off.*bad_file_limit"):
+    told = r"6 of 100 files \(6\.0%\).*limit of 5\.0%.*cut off; .*`tinyvae data index` writes a list.*bad_file_limit"
+    with pytest.raises(UserError, match=told):
         split(index, SETTINGS)
     split(index, SETTINGS, bad_file_limit=0.06)
     with pytest.raises(UserError, match=r"all 6 files .* are bad.*cut off"):

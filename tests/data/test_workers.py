@@ -20,9 +20,10 @@ import av.filter
 import pytest
 import torch
 
+from tests.data.small_indexes import training_clips
 from tests.processes import HANGS_S
 from tests.video.numbered_video import numbered_frames, write_video
-from tinyvae.data import ClipSettings, build_index, make_train_loader, split, workers
+from tinyvae.data import ClipSettings, make_train_loader, workers
 from tinyvae.data.loader import TrainLoader
 
 SETTINGS = ClipSettings(height=96, width=160, n_frames=8)
@@ -38,9 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loader(folder: Path, num_workers: int) -> TrainLoader:
-    index = build_index(folder, folder / "i.tvi", num_workers=0, show_progress_bar=False).index
-    train, _ = split(index, SETTINGS, train_split=1.0)
-    return make_train_loader(train, SETTINGS, batch_size=2, num_workers=num_workers)
+    return make_train_loader(training_clips(folder, SETTINGS), SETTINGS, batch_size=2, num_workers=num_workers)
 
 
 @pytest.fixture(scope="module")
@@ -161,20 +160,14 @@ SCRIPT = textwrap.dedent(
     """
     import sys
     from pathlib import Path
-    from tinyvae.data import ClipSettings, build_index, make_train_loader, make_validation_loader, split
+    from tests.data.small_indexes import training_clips
+    from tinyvae.data import ClipSettings, make_train_loader
     from tinyvae.errors import UserError
 
-    folder, kind = Path(sys.argv[1]), sys.argv[2]
     settings = ClipSettings(height=96, width=160, n_frames=8)
-    index = build_index(folder, folder / "i.tvi", num_workers=0, show_progress_bar=False).index
-    train, val = split(index, settings, train_split=1.0 if kind == "train" else 0.2)
-    loader = (
-        make_train_loader(train, settings, batch_size=8, num_workers=1)
-        if kind == "train"
-        else make_validation_loader(val, settings, batch_size=8, num_workers=1)
-    )
+    clips = training_clips(Path(sys.argv[1]), settings)
     try:
-        for _ in loader:
+        for _ in make_train_loader(clips, settings, batch_size=8, num_workers=1):
             pass
     except UserError as error:
         print("SENTENCE", error)
@@ -182,10 +175,7 @@ SCRIPT = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("kind", ["train", "validation"])
-def test_shared_memory_that_is_too_small(tmp_path: Path, kind: str) -> None:
-    for number in range(8):
-        write_video(tmp_path / f"{number}.mp4", numbered_frames(10, scene=number))
+def test_shared_memory_that_is_too_small(folder: Path) -> None:
     in_small_memory = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     setup = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
     try:
@@ -194,8 +184,8 @@ def test_shared_memory_that_is_too_small(tmp_path: Path, kind: str) -> None:
         possible = False
     if not possible:
         pytest.skip("this machine lets nobody mount a small /dev/shm")
-    command = f'{setup} && exec "$0" -c "$1" "$2" "$3"'
-    run = [*in_small_memory, command, sys.executable, SCRIPT, str(tmp_path), kind]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=HANGS_S)
+    command = f'{setup} && exec "$0" -c "$1" "$2"'
+    run = [*in_small_memory, command, sys.executable, SCRIPT, str(folder)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=HANGS_S, cwd=Path(__file__).parents[2])
     assert "SENTENCE a loader's worker found no 3 MB for a batch in shared memory" in done.stdout, done.stderr[-2000:]
     assert "--shm-size" in done.stdout and "Traceback" not in done.stderr

@@ -314,9 +314,13 @@ def draw_text(
     fill: tuple[int, ...],
     keep_end: bool = False,
 ) -> None:
-    """One line of text, cut where it is longer than ``room`` pixels."""
+    """One line of text, cut with an ellipsis where it is longer than ``room`` pixels."""
     text, font = drawable(text, size)
-    pen.text(place, fitting_text(text, font, room, keep_end), fill=fill, font=font)
+    shown = text
+    while text and font.getlength(shown) > room:
+        text = text[1:] if keep_end else text[:-1]
+        shown = f"...{text}" if keep_end else f"{text}..."
+    pen.text(place, shown, fill=fill, font=font)
 
 
 def drawable(text: str, size: int) -> tuple[str, Font]:
@@ -351,12 +355,3 @@ def _lacking(font: Font, text: str) -> set[str]:
 
     box = drawn("\U0010ffff")
     return {letter for letter in set(text) - {" "} if not letter.isprintable() or drawn(letter) == box}
-
-
-def fitting_text(text: str, font: Font, room: float, keep_end: bool = False) -> str:
-    """The text, cut with an ellipsis where it is longer than ``room`` pixels."""
-    if font.getlength(text) <= room:
-        return text
-    while text and font.getlength(text + "...") > room:
-        text = text[1:] if keep_end else text[:-1]
-    return f"...{text}" if keep_end else f"{text}..."

@@ -177,7 +177,7 @@ class ReadBatch:
 
 
 def attempts_for(bad_file_limit: float) -> int:
-    """How many files are tried for one clip: so many that bad ones within the limit do not end a run by chance."""
+    """How many files are tried for one clip: enough that bad ones within the limit do not end a run by chance."""
     by_chance = math.log(1e-12) / math.log(bad_file_limit) if 0 < bad_file_limit < 1 else 0.0
     return MAX_ATTEMPTS if bad_file_limit == 1 else max(MIN_ATTEMPTS, min(MAX_ATTEMPTS, math.ceil(by_chance)))
 
@@ -243,7 +243,9 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
             shape = (len(positions), settings.n_frames, 3, settings.height, settings.width)
             frames, loan = self._buffers.take(shape)
             for position in positions:
-                self._read_one(position, settings, frames[len(taken)], taken, bad)
+                clip = self._read_one(position, settings, frames[len(taken)], bad)
+                if clip is not None:
+                    taken.append(clip)
             if taken:
                 batch = ClipBatch(
                     frames=frames[: len(taken)],
@@ -264,26 +266,24 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
             cache_notes=(*file_cache().notes(), *(self.cache.notes() if self.cache is not None else ())),
         )
 
-    def _read_one(
-        self, position: int, settings: ClipSettings, out: Tensor, taken: list[TakenClip], bad: list[BadFile]
-    ) -> None:
-        """Read the clip of a position into ``out``, and add to ``taken`` and ``bad`` what happened."""
+    def _read_one(self, position: int, settings: ClipSettings, out: Tensor, bad: list[BadFile]) -> TakenClip | None:
+        """Read the clip of a position into ``out``; add to ``bad`` the files that could not be read before it."""
         for row, choice in self._candidates(position, settings):
             try:
                 read_clip(self.clips.index, row, choice, settings, self.cache, out=out)
             except (UnreadableVideoError, OSError) as fault:
                 bad.append(BadFile(path=row.path, reason=why_unreadable(fault)))
                 continue
-            taken.append((position, row, choice))
             self._num_read += 1
             free_clip_memory(self._num_read)
-            return
+            return position, row, choice
         if self.training:
             raise UserError(
                 f"{self._attempts} files in a row could not be read at position {position}; the last was "
                 f"{bad[-1].path!r}: {bad[-1].reason}; look whether the storage is still mounted, or run "
                 "`tinyvae data check`"
             )
+        return None
 
     def _latents_of(self, taken: list[TakenClip]) -> StoredLatents | None:
         """The stored latents of the clips that were read; ``UserError`` where they are those of another file."""
@@ -329,14 +329,8 @@ def read_clip(
     area = choice.area
     if frames is None:
         is_native = (area.height, area.width) == (settings.height, settings.width) and not choice.more_windows
-        frames = read_frames(
-            local_file(video, version),
-            indices,
-            info=info,
-            timeout_s=timeout_s,
-            window=area,
-            out=out if is_native else None,
-        )
+        path, place = local_file(video, version), out if is_native else None
+        frames = read_frames(path, indices, info=info, timeout_s=timeout_s, window=area, out=place)
     if choice.more_windows:  # the cache has not shown the middle frame before
         choice = settle_window(choice, frames[middle], settings, area)
         frames = cut(frames, choice.window, area)

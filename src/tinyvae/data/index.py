@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyvae.errors import MissingFileError, UserError
-from tinyvae.files import atomic_write, lock_file
+from tinyvae.files import atomic_write, check_readable, lock_file
 from tinyvae.storage import FileVersion, Place, Url, local_file, place_of
 
 if TYPE_CHECKING:
@@ -91,8 +91,12 @@ class VideoIndex:
     """
 
     def __init__(self, file: Place, data_root: Place | None = None) -> None:
-        self.file = Path(os.path.abspath(_local_index(file)))
-        self.header = _read_header(self.file)
+        try:
+            self.file = Path(os.path.abspath(local_file(file)))
+            self.header = _read_header(self.file)
+        except (FileNotFoundError, IsADirectoryError):
+            make = f"make it with: tinyvae data index DATA --output {file}"
+            raise MissingFileError(f"there is no index at {file}; {make}") from None
         self.data_root = place_of(data_root if data_root is not None else self.header["data_root"])
         self.source = str(self.header["source"] or self.file)
         """What the index was made from: the name to use in messages."""
@@ -188,30 +192,12 @@ def open_index(file: Place, data_root: Place | None = None) -> VideoIndex:
     return VideoIndex(place_of(file), data_root)
 
 
-def _local_index(file: Place) -> Path:
-    """The file itself, or the copy of one behind a URL."""
-    try:
-        return local_file(file)
-    except FileNotFoundError:
-        raise MissingFileError(
-            f"there is no index at {file}; make it with `tinyvae data index` and copy it there"
-        ) from None
-
-
 def is_index(file: Place) -> bool:
     """Whether a file is an index of any version (by its first bytes, not by its name)."""
-    if not file.is_file():
-        return False
-    try:
-        with open(local_file(file), "rb") as stream:
-            return stream.read(len(ANY_MAGIC)) == ANY_MAGIC
-    except PermissionError as refused:
-        raise UserError(f"{file} cannot be read ({refused.strerror}); check its permissions") from None
+    return file.is_file() and check_readable(local_file(file)).startswith(ANY_MAGIC)
 
 
 def _read_header(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise MissingFileError(f"there is no index at {file}; make it with: tinyvae data index DATA --output {file}")
     with open(file, "rb") as stream:
         start = stream.read(HEADER_BYTES)
     if not start.startswith(ANY_MAGIC):
@@ -254,7 +240,7 @@ class IndexJournal:
         if self._first_row:
             resume = _beside(output, "resume")
             header = {"data_root": "", "source": ""}
-            _write_index(resume, self._journal_rows(0), self._text_file, 0, header, final=False)
+            _write_index(resume, self._journal_rows(0), self._text_file, 0, header)
             self.resumed = open_index(resume)
 
     def append(self, row: IndexRow) -> None:
@@ -267,11 +253,10 @@ class IndexJournal:
         self._text_bytes += len(path) + len(reason)
         self._rows.write(np.array((*texts, *values.values()), dtype=ROW).tobytes())
 
-    def finish(self, header: dict[str, Any]) -> int:
-        """Write the index in place of the old one and remove the journal. Returns how many rows were repeats."""
+    def finish(self, header: dict[str, Any]) -> None:
+        """Write the index in place of the old one and remove the journal."""
         self._rows.flush()
-        rows = self._journal_rows(self._first_row)
-        num_repeats = _write_index(self.output, rows, self._text_file, self._first_text, header, final=True)
+        _write_index(self.output, self._journal_rows(self._first_row), self._text_file, self._first_text, header)
         self._rows.close()
         self._text.close()
         # All under the lock: the files of a build that starts now have the same names.
@@ -280,7 +265,6 @@ class IndexJournal:
         with suppress(PermissionError):  # Windows keeps a file that is open
             _beside(self.output, "lock").unlink(missing_ok=True)
         self.close()
-        return num_repeats
 
     def close(self) -> None:
         """Close the files; they stay for the next build."""
@@ -306,14 +290,15 @@ class IndexJournal:
 
 
 def _write_index(
-    output: Path, rows: npt.NDArray[Any], text_file: Path, first_text: int, header: dict[str, Any], *, final: bool
-) -> int:
-    """Sort the journal's rows by path hash and write them without repeats. Returns how many repeats there were.
+    output: Path, rows: npt.NDArray[Any], text_file: Path, first_text: int, header: dict[str, Any]
+) -> None:
+    """Sort the journal's rows by path hash and write them; of several rows with one path the last one.
 
-    ``first_text``: where the text of these rows starts; ``final``: refuse a file that is listed with two splits.
+    ``first_text``: where the text of these rows starts.
     """
     order = np.argsort(np.array(rows["path_hash"]), kind="stable")
-    order = _without_repeats(rows, order, text_file, final)
+    hashes = rows["path_hash"][order]
+    order = np.delete(order, np.flatnonzero(hashes[:-1] == hashes[1:]))
     digest = hashlib.blake2b(digest_size=16)
     num_bad, has_splits = 0, False
     with atomic_write(output) as out, open(text_file, "rb") as text:
@@ -337,32 +322,6 @@ def _write_index(
         assert len(packed) <= HEADER_BYTES, "two paths of 4096 bytes fit"
         out.seek(0)
         out.write(packed.ljust(HEADER_BYTES))
-    return len(rows) - len(order)
-
-
-def _without_repeats(
-    rows: npt.NDArray[Any], order: npt.NDArray[np.int64], text_file: Path, refuse_split_conflicts: bool
-) -> npt.NDArray[np.int64]:
-    """``order`` without repeated paths; of these the last one stays."""
-    hashes = rows["path_hash"][order]
-    keep = np.ones(len(order), dtype=bool)
-    with open(text_file, "rb") as text:
-
-        def path_at(place: int) -> str:
-            raw = rows[order[place]]
-            text.seek(int(raw["text_start"]))
-            return os.fsdecode(text.read(int(raw["path_bytes"])))
-
-        for place in map(int, np.flatnonzero(hashes[:-1] == hashes[1:])):
-            if path_at(place) != path_at(place + 1):
-                continue  # two paths with one 64-bit hash: nobody will see this, but both stay
-            keep[place] = False
-            if refuse_split_conflicts and rows[order[place]]["split"] != rows[order[place + 1]]["split"]:
-                raise UserError(
-                    f"the file {path_at(place)!r} is listed twice with different splits; "
-                    "training and validation must not share a file: remove one of the two entries"
-                )
-    return order[keep]
 
 
 def _beside(output: Path, name: str) -> Path:

@@ -1,7 +1,8 @@
 """Building or updating an index: list the source, probe what is new, and keep what is known.
 
-The source is read twice: once to check and count its entries (a wrong path ends the build in seconds), once to probe.
-A second build probes only files that are new, changed or were bad. A killed build continues where it was.
+The source is read twice: once to check its entries (a wrong path or split ends the build in seconds), once to probe,
+each file once, however often it is listed. A second build probes only files that are new, changed or were bad. A killed
+build continues where it was.
 
 Files are probed in parallel processes, here or on the machines of a Ray cluster. When a process dies or never answers,
 each file of its batch is probed again in a process of its own, and the one at fault becomes a bad file.
@@ -28,8 +29,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from tinyvae.data.annotations import VideoEntry, default_data_root, iterate_entries
-from tinyvae.data.index import IndexJournal, IndexRow, VideoIndex, hash_of_path, is_index, open_index
+from tinyvae.data.index import SPLITS, IndexJournal, IndexRow, VideoIndex, hash_of_path, is_index, open_index
 from tinyvae.data.ray_cluster import ray_cluster
 from tinyvae.errors import UnreadableVideoError, UserError, why_unreadable
 from tinyvae.storage import Place, Url, absolute_text, local_file, place_of, version_of
@@ -98,30 +102,31 @@ def build_index(
     _check_output(source, output)
     root = place_of(data_root) if data_root is not None else default_data_root(source)
     entries = _entries_of(source, root)
-    facts = _survey(source, root, entries())
-    num_entries = facts["num_entries"]
-    if num_entries == 0:
+    listed = _read_list(entries())
+    if len(listed) == 0:
         raise UserError(f"{source} lists no video file; give a folder or an annotation file with at least one")
+    facts, repeats = _survey(source, root, listed), _find_repeats(listed, entries)
     limit_s = timeout_s + FETCH_S if isinstance(root, Url) else timeout_s
     look = functools.partial(_row_of, probe=probe, timeout_s=timeout_s, thorough=thorough)
     probe_all = _probe_all if ray is None else functools.partial(_probe_on_cluster, ray)
     counts: Counter[bool] = Counter()
     with closing(IndexJournal(output)) as journal:
         known = [index for index in (journal.resumed, _open_usable(output)) if index is not None]
-        tasks = (ProbeTask(entry, root / entry.path, _known_row(entry.path, known, thorough)) for entry in entries())
+        files, num_files = _each_once(entries(), repeats), len(listed) - repeats.total()
+        tasks = (ProbeTask(entry, root / entry.path, _known_row(entry.path, known, thorough)) for entry in files)
         with (  # both end here whatever happens: else a failed command waits for all files that it has handed out
             closing(probe_all(tasks, look, num_workers, limit_s)) as rows,
-            progress_bar(rows, total=num_entries, unit="file", desc="indexing", disable=not show_progress_bar) as bar,
+            progress_bar(rows, total=num_files, unit="file", desc="indexing", disable=not show_progress_bar) as bar,
         ):
             for row, is_new in bar:
                 journal.append(row)
                 counts[is_new] += 1
-        num_duplicates = journal.finish(facts)
+        journal.finish(facts)
     return BuildReport(
         index=open_index(output),
         num_probed=counts[True],
         num_reused=counts[False],
-        num_duplicates=num_duplicates,
+        num_duplicates=repeats.total(),
         seconds=time.monotonic() - started,
     )
 
@@ -172,13 +177,40 @@ def _header_place(source: Place, root: Place) -> dict[str, Any]:
     return {"data_root": absolute_text(root), "source": absolute_text(source), "source_state": state}
 
 
-def _survey(source: Place, root: Place, entries: Iterator[VideoEntry]) -> dict[str, Any]:
-    """All that the header says of its source: equal where it lists the same files. Constant memory."""
-    num_entries = paths_sum = 0
+def _read_list(entries: Iterator[VideoEntry]) -> npt.NDArray[Any]:
+    """The hash of the path and the split of each entry, in 9 bytes."""
+    columns = ((hash_of_path(entry.path), SPLITS.index(entry.split)) for entry in entries)
+    return np.fromiter(columns, dtype=[("path_hash", "<u8"), ("split", "u1")])
+
+
+def _survey(source: Place, root: Place, listed: npt.NDArray[Any]) -> dict[str, Any]:
+    """All that the header says of its source: equal where it lists the same files."""
+    paths_sum = int(listed["path_hash"].sum())  # of 64 bits
+    return _header_place(source, root) | {"num_entries": len(listed), "paths_sum": paths_sum}
+
+
+def _find_repeats(listed: npt.NDArray[Any], entries: Callable[[], Iterator[VideoEntry]]) -> Counter[int]:
+    """Hash of the path of each file that is listed several times -> how many entries it has too many."""
+    order = np.argsort(listed["path_hash"], kind="stable")
+    hashes, splits = listed["path_hash"][order], listed["split"][order]
+    is_repeat = hashes[1:] == hashes[:-1]
+    for conflict in hashes[1:][is_repeat & (splits[1:] != splits[:-1])]:
+        path = next(entry.path for entry in entries() if hash_of_path(entry.path) == conflict)
+        raise UserError(
+            f"the file {path!r} is listed twice with different splits; "
+            "training and validation must not share a file: remove one of the two entries"
+        )
+    return Counter(hashes[1:][is_repeat].tolist())
+
+
+def _each_once(entries: Iterator[VideoEntry], repeats: Counter[int]) -> Iterator[VideoEntry]:
+    taken: set[int] = set()
     for entry in entries:
-        num_entries += 1
-        paths_sum = (paths_sum + hash_of_path(entry.path)) % (1 << 64)
-    return _header_place(source, root) | {"num_entries": num_entries, "paths_sum": paths_sum}
+        key = hash_of_path(entry.path)
+        if key not in taken:
+            yield entry
+        if key in repeats:
+            taken.add(key)
 
 
 def _is_current(source: Place, output: Path, root: Place, keeps_verdicts: bool) -> bool:
@@ -187,9 +219,10 @@ def _is_current(source: Place, output: Path, root: Place, keeps_verdicts: bool) 
     index = _open_usable(output)
     if index is None or not source.exists():
         return False
-    if not _header_place(source, root).items() <= index.header.items():
-        return False
-    if source.is_dir() and not _survey(source, root, iterate_entries(source, root)).items() <= index.header.items():
+    facts = _header_place(source, root)
+    if source.is_dir():
+        facts = _survey(source, root, _read_list(iterate_entries(source, root)))
+    if not facts.items() <= index.header.items():
         return False
     return keeps_verdicts or isinstance(root, Url) or not any(_was_replaced(index, row) for row in index.bad_rows())
 
@@ -269,7 +302,7 @@ def _row_of(task: ProbeTask, *, probe: Probe, timeout_s: float, thorough: bool) 
 def _probe_all(
     tasks: Iterable[ProbeTask], look: Look, num_workers: int | None, timeout_s: float
 ) -> Generator[Found, None, None]:
-    """What ``look`` finds for every task, in whatever order. A process that is far behind its deadline is killed."""
+    """What ``look`` finds for every task, in any order. A process that is far behind its deadline is killed."""
     num_workers = usable_cores() if num_workers is None else num_workers
     if num_workers == 0:
         yield from map(look, tasks)

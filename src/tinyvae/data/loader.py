@@ -42,23 +42,39 @@ class _Loader:
     """What training and validation share: workers that signals do not reach and that are replaced when one is killed,
     bad files that are counted, and buffers that go back to their worker."""
 
+    training = True
+
     def __init__(
         self,
-        clips: Clips,
+        clips: ClipSet,
+        settings: ClipSettings,
         positions_of: Callable[[int], range],
-        num_batches: int | None,
-        watch: BadFileWatch,
+        num_batches: int | None = None,
         *,
         num_workers: int,
         prefetch_factor: int,
         pin_memory: bool,
+        bad_file_limit: float,
+        bad_file_log: BadFileLog | None,
+        sizes: SizesOfPositions | None = None,
+        latents: LatentStore | None = None,
     ) -> None:
-        self._clips, self.bad_files = clips, watch
+        """``positions_of``: the positions of a batch of this rank; ``num_batches``: None for batches without end."""
+        self._clips = Clips(
+            clips,
+            settings,
+            training=self.training,
+            board=make_board(num_workers),
+            latents=latents,
+            sizes=sizes,
+            bad_file_limit=bad_file_limit,
+        )
+        self.bad_files = BadFileWatch(limit=bad_file_limit, written_to=bad_file_log)
         self._positions_of, self._num_batches, self._num_workers = positions_of, num_batches, num_workers
         self._started: Iterator[ReadBatch] | None = None
         self._make_loader = partial(
             DataLoader,
-            clips,
+            self._clips,
             num_workers=num_workers,
             collate_fn=_as_it_is,
             prefetch_factor=prefetch_factor if num_workers else None,
@@ -122,7 +138,7 @@ class _Loader:
         borrowed = BorrowedBatches(self._clips.board)
         for read in reads:
             self.bad_files.see(read.bad_files, read.num_tries)
-            if self._clips.training:
+            if self.training:
                 self.bad_files.judge()
             if read.failure:
                 raise UserError(read.failure)
@@ -166,6 +182,8 @@ class ValidationLoader(_Loader):
     their ``reads`` after an iteration instead, and each gives all of them to `check`.
     """
 
+    training = False
+
     def __init__(self, *parts: Any, is_alone: bool, num_bytes: int, **options: Any) -> None:
         super().__init__(*parts, **options)
         self.reads = ValidationReads()
@@ -201,11 +219,14 @@ class ValidationLoader(_Loader):
                 self.bad_files.see(read.bad_files, read.num_tries)
                 yield read
             return
-        fits = self._num_bytes <= MAX_KEPT_BYTES
-        if not fits and not self.bad_files.num_tries:  # said at the first iteration
-            sizes = f"{bytes_in_words(self._num_bytes)}, more than the {bytes_in_words(MAX_KEPT_BYTES)} that are kept"
-            log.info("the validation clips take %s in memory: they are decoded again for each validation", sizes)
-        if not fits:
+        if self._num_bytes > MAX_KEPT_BYTES:
+            if not self.bad_files.num_tries:  # said at the first iteration
+                log.info(
+                    "the validation clips take %s, more than the %s that are kept in memory: they are decoded again "
+                    "for each validation",
+                    bytes_in_words(self._num_bytes),
+                    bytes_in_words(MAX_KEPT_BYTES),
+                )
             yield from self._reads()
             return
         kept = []
@@ -268,54 +289,24 @@ def make_train_loader(
         return range(first, first + batch_size)
 
     return TrainLoader(
-        Clips(
-            clips,
-            settings,
-            training=True,
-            board=make_board(num_workers),
-            latents=latents,
-            sizes=sizes,
-            bad_file_limit=bad_file_limit,
-        ),
+        clips,
+        settings,
         positions_of,
-        None,  # without end
-        BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
+        bad_file_limit=bad_file_limit,
+        bad_file_log=bad_file_log,
+        sizes=sizes,
+        latents=latents,
     )
 
 
 def make_position_loader(
-    clips: ClipSet,
-    settings: ClipSettings,
-    batches: Sequence[range],
-    *,
-    sizes: SizesOfPositions | None = None,
-    num_workers: int = 0,
-    prefetch_factor: int = 2,
-    pin_memory: bool = False,
-    bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
-    bad_file_log: BadFileLog | None = None,
+    clips: ClipSet, settings: ClipSettings, batches: Sequence[range], **options: Any
 ) -> TrainLoader:
-    """The training clips at chosen positions, one batch for each range; options as for `make_train_loader`."""
-    _check_counts(1, 0, 1, num_workers)
-    return TrainLoader(
-        Clips(
-            clips,
-            settings,
-            training=True,
-            board=make_board(num_workers),
-            sizes=sizes,
-            bad_file_limit=bad_file_limit,
-        ),
-        batches.__getitem__,
-        len(batches),
-        BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor,
-        pin_memory=pin_memory,
-    )
+    """The training clips at chosen positions, one batch for each range; ``options``: all those of a loader."""
+    return TrainLoader(clips, settings, batches.__getitem__, len(batches), **options)
 
 
 def make_validation_loader(
@@ -347,13 +338,15 @@ def make_validation_loader(
     num_batches = math.ceil(len(own) / batch_size)
     num_workers = min(num_workers, num_batches)
     return ValidationLoader(
-        Clips(clips, settings, training=False, board=make_board(num_workers)),
+        clips,
+        settings,
         lambda batch: own[batch * batch_size : (batch + 1) * batch_size],
         num_batches,
-        BadFileWatch(limit=bad_file_limit, written_to=bad_file_log),
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
+        bad_file_limit=bad_file_limit,
+        bad_file_log=bad_file_log,
         is_alone=world_size == 1,
         num_bytes=len(own) * settings.clip_bytes,
     )

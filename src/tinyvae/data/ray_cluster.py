@@ -112,7 +112,7 @@ class Cluster:
     def map(
         self, function: Callable[[Item], Any], items: Iterable[Item], *, again: Callable[[Item], Any] | None = None
     ) -> Iterator[tuple[Item, Any]]:
-        """Each item and what ``function`` makes of it, in whatever order; items are taken as work is finished.
+        """Each item and what ``function`` makes of it, in any order; items are taken as work is finished.
 
         An item whose process was lost goes to ``again``; without it, to ``function`` again. A `UserError` of a task is
         raised here.
@@ -127,7 +127,7 @@ class Cluster:
         make_worker: Callable[[], Callable[..., Any]],
         items: Iterable[tuple[Item, Sequence[Part]]],
     ) -> Iterator[tuple[Item, Any]]:
-        """Each item and its result, in whatever order: ``worker(item, prepare(part), prepare(part), ...)``.
+        """Each item and its result, in any order: ``worker(item, prepare(part), prepare(part), ...)``.
 
         Tasks on all cores prepare the parts. Actors, one per GPU, or one for two cores where there is none, each make
         a worker once and give it the prepared parts, which lie in Ray's object store until then. A killed actor starts

@@ -183,8 +183,8 @@ def refuse_bad_index(index: VideoIndex, bad_file_limit: float) -> None:
     if share > bad_file_limit:
         raise UserError(
             f"{index.num_bad} of {len(index)} files ({share:.1%}) of {index.source} are bad, above the limit of "
-            f"{bad_file_limit:.1%}; {example}; fix or remove them (`tinyvae data check` lists all), or raise "
-            "bad_file_limit"
+            f"{bad_file_limit:.1%}; {example}; fix or remove them (`tinyvae data index` writes a list of all), "
+            "or raise bad_file_limit"
         )
 
 
