@@ -454,6 +454,20 @@ def test_mistakes_are_told(options: dict[str, Any], says: str) -> None:
         AutoencoderTinyVideo(width=WIDTH, **options)
 
 
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_the_layout_of_diffusers_is_told(with_gradients: bool) -> None:
+    """tinyvae's own layout is N T C H W, and images have four dimensions."""
+    vae = small_vae()
+    with torch.set_grad_enabled(with_gradients):
+        for video in (torch.rand(1, 9, 3, 16, 16), torch.rand(1, 3, 16, 16)):
+            with pytest.raises(UserError, match=r"N C T H W with 3 channels, got shape .*video with T = 1"):
+                vae.encode(video)
+        with pytest.raises(UserError, match=r"with 16 channels, got shape \(1, 3, 16, 2, 2\)"):
+            vae.decode(torch.rand(1, 3, 16, 2, 2))
+        with pytest.raises(UserError, match="16x16 or 24x16"):
+            vae.encode(torch.rand(1, 3, 9, 20, 16))
+
+
 def test_a_preview_is_refused() -> None:
     with pytest.raises(UserError, match="without preview="):
         AutoencoderTinyVideo.from_tinyvae(TAEHV("taehv", width=WIDTH, preview="time"))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.evaluation.copy_codec import CopyCodec
 from tinyvae import TAEHV
@@ -118,6 +118,9 @@ def test_latents_of_another_variant_are_refused(write_video: WriteVideo, tmp_pat
     encode_to_file(opened(TAEHV("taehv", width=0.125)), source, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match="holds taehv latents and the model is taew2_1"):
         decode_to_video(opened(TAEHV("taew2_1", width=0.125)), tmp_path / "x.safetensors", tmp_path / "x.mp4")
+    save_file({"z": torch.randn(1, 16, 3, 4, 6)}, tmp_path / "diffusers.safetensors")
+    with pytest.raises(UserError, match=r"holds latents of 3 channels and taehv has 16; .*diffusers has N C T H W"):
+        decode_to_video(opened(TAEHV("taehv", width=0.125)), tmp_path / "diffusers.safetensors", tmp_path / "x.mp4")
     assert not (tmp_path / "x.mp4").exists()
 
 

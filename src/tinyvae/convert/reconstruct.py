@@ -276,7 +276,11 @@ def decode_to_video(
     if facts.latent_space != spec.latent_space:
         what = f"{source} holds latents of {facts.latent_space} space and the model is for {spec.latent_space} space"
         raise UserError(f"{what}; use a model of the same latent space.")
-    full_height, full_width = (side * spec.space_factor for side in reader.frame_shape[1:])
+    channels, *sides = reader.frame_shape
+    if channels != spec.latent_channels:
+        what = f"{source} holds latents of {channels} channels and {spec.name} has {spec.latent_channels}"
+        raise UserError(f"{what}; name another model, or write them as N T C H W (diffusers has N C T H W).")
+    full_height, full_width = (side * spec.space_factor for side in sides)
     height, width = facts.height or full_height, facts.width or full_width
     if height > full_height or width > full_width:
         what = f"{source} states {height}x{width} pixels, and its latents make only {full_height}x{full_width}"
