@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinyvae import TAEHV, VARIANTS, FusedTAEHV, get_spec, save_model
+from tinyvae import TAEHV, VARIANTS, FusedTAEHV, get_spec, load_model, save_model
 from tinyvae.errors import UserError
 
 diffusers = pytest.importorskip("diffusers")
@@ -368,11 +368,22 @@ def test_a_folder_gives_the_same_vae_back(variant: str, tmp_path: Path, caplog: 
     assert not loaded.training
 
 
-def test_half_precision_can_be_loaded(tmp_path: Path) -> None:
-    small_vae().save_pretrained(tmp_path)
-    loaded = AutoencoderTinyVideo.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+def test_a_config_gives_the_same_vae() -> None:
+    vae = AutoencoderTinyVideo("taew2_1", WIDTH, [0.5] * 16, latent_space="vae")  # by place and by name
+    again = AutoencoderTinyVideo.from_config(vae.config)
+    assert again.spec == vae.spec == get_spec("taew2_1", width=WIDTH, latent_space="vae")
+    assert torch.equal(again.latents_mean, vae.latents_mean)
+
+
+@pytest.mark.parametrize("form", [None, "fp16"])
+def test_half_precision_can_be_loaded(tmp_path: Path, form: str | None) -> None:
+    """``form`` is the word in the file's name; diffusers calls it variant."""
+    vae = small_vae(latent_space="vae")
+    vae.half().save_pretrained(tmp_path, variant=form)
+    loaded = AutoencoderTinyVideo.from_pretrained(tmp_path, variant=form, torch_dtype=torch.bfloat16)
     assert loaded.dtype == torch.bfloat16 and loaded.network.dtype == torch.bfloat16
     assert loaded.decode(some_latents(loaded)).sample.dtype == torch.bfloat16
+    assert load_model(tmp_path).spec == loaded.spec == vae.spec
 
 
 def test_a_device_map_can_be_named(tmp_path: Path) -> None:

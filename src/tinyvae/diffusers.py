@@ -345,8 +345,9 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
     @classmethod
     def extract_init_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
         """diffusers' way from a config to the constructor. What follows from the variant is computed again."""
-        derived = derived_config(VARIANTS["taeh3"])  # it has every key that any variant has
-        given = {key: value for key, value in config_dict.items() if key not in derived}
+        # taeh3's has every key that any variant has. diffusers lists positional arguments among the default values.
+        left_out = {*derived_config(VARIANTS["taeh3"]), "_use_default_values"}
+        given = {key: value for key, value in config_dict.items() if key not in left_out}
         return super().extract_init_dict(given, **options)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:

@@ -53,7 +53,7 @@ WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 METADATA_KEY = "tinyvae"  # of a safetensors file's metadata, and of that of a .pth file's state dict
 DIFFUSERS_CLASS = "AutoencoderTinyVideo"  # what `tinyvae export --to diffusers` writes; its config.json states as much
 DESCRIBED_NAMES = tuple(f"{stem}{suffix}" for stem in ("model", "final_model") for suffix in FORMATS)
-DESCRIBED_NAMES += ("diffusion_pytorch_model.safetensors",)
+DESCRIBED_NAMES += tuple(f"diffusion_pytorch_model{form}.safetensors" for form in ("", ".fp16", ".bf16"))
 """What we write into a folder with a ``config.json``. That file says nothing about any other name beside it."""
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
