@@ -110,11 +110,6 @@ def test_output_files(tmp_path: Path) -> None:
             programs.output_file(program, choose_slot(program, get_spec("taecvx")), tmp_path / name)
 
 
-def test_a_wrong_name_hears_the_right_one() -> None:
-    with pytest.raises(UserError, match=r"no program 'comfy' to export to\. Did you mean 'comfyui'\? The programs are"):
-        programs.get_program("comfy")
-
-
 def test_the_table_names_every_program_and_variant() -> None:
     lines = programs.program_table().splitlines()
     assert lines[0].split() == ["variant", *PROGRAMS]
