@@ -155,7 +155,7 @@ def test_sound_is_carried_over(write_video: WriteVideo, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("codec", "suffix"), [("aac", ".mp4"), ("flac", ".mkv")])
 def test_sound_that_sets_in_late_stays_late(write_video: WriteVideo, tmp_path: Path, codec: str, suffix: str) -> None:
-    """Copied (AAC) or encoded anew (FLAC): lips and voice stay together."""
+    """Copied (AAC) or encoded again (FLAC): lips and voice stay together."""
     source = tmp_path / f"in{suffix}"
     add_tone(write_video("silent.mp4", frames=24, fps=24), source, seconds=0.5, codec=codec, delay_s=0.4)
     reconstruct_video(opened(CopyCodec()), source, Outputs(video=tmp_path / "out.mp4"))

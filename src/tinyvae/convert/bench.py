@@ -254,7 +254,7 @@ def stream_through(
     pushed_latents: int | None = None,
 ) -> None:
     """Push a video piece by piece and discard each result, as a consumer of a live stream does. A piece is a chunk
-    (default: the codec's choice), or with ``pushed_latents`` so many latents, which wait for whole chunks."""
+    (default: the codec's choice), or with ``pushed_latents`` this many latents, which wait for whole chunks."""
     is_decoder, (num_videos, length) = operation == "decode", video_NTCHW.shape[:2]
     pixels, frames = (1, 1) if is_decoder else (codec.spec.space_factor, codec.spec.time_factor)  # of one latent
     size = (side // pixels for side in video_NTCHW.shape[-2:])

@@ -354,7 +354,7 @@ def check_state(state: Mapping[str, Tensor], *, origin: Path) -> None:
         raise UserError(f"{origin} is in {names}, in which nothing here computes; convert it to float16 or float32.")
     broken = [key for key, value in state.items() if not torch.isfinite(value).all()]
     if broken:
-        text = f"{origin.name} holds values that are not finite, first in {broken[0]}: its output will be no picture."
+        text = f"{origin.name} holds values that are not finite, first in {broken[0]}: it cannot make pictures."
         warnings.warn(text, stacklevel=3)
 
 
