@@ -124,6 +124,16 @@ def test_latents_of_another_variant_are_refused(write_video: WriteVideo, tmp_pat
     assert not (tmp_path / "x.mp4").exists()
 
 
+def test_latents_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    """As a diffusion model in float16 makes them; the frames would be black, without a word."""
+    latents = torch.randn(1, 12, 16, 4, 6)
+    latents[0, 11, 3, 2, 1] = torch.nan
+    save_file({"latents": latents}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=r"x\.safetensors holds values that are NaN or infinite; look at what made"):
+        decode_to_video(opened(TAEHV("taehv", width=0.125)), tmp_path / "x.safetensors", tmp_path / "x.mp4")
+    assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
+
+
 def add_tone(source: Path, target: Path, seconds: float, *, codec: str = "aac", delay_s: float = 0) -> None:
     """``source`` with a 440 Hz tone that begins after ``delay_s``."""
     with av.open(str(source)) as video, av.open(str(target), "w") as out:
