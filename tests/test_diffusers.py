@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinyvae import TAEHV, VARIANTS, FusedTAEHV, get_spec, save_model
+from tinyvae import TAEHV, VARIANTS, FusedTAEHV, get_spec, load_model, save_model
 from tinyvae.errors import UserError
 
 diffusers = pytest.importorskip("diffusers")
@@ -368,11 +368,22 @@ def test_a_folder_gives_the_same_vae_back(variant: str, tmp_path: Path, caplog: 
     assert not loaded.training
 
 
-def test_half_precision_can_be_loaded(tmp_path: Path) -> None:
-    small_vae().save_pretrained(tmp_path)
-    loaded = AutoencoderTinyVideo.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+def test_a_config_gives_the_same_vae() -> None:
+    vae = AutoencoderTinyVideo("taew2_1", WIDTH, [0.5] * 16, latent_space="vae")  # by place and by name
+    again = AutoencoderTinyVideo.from_config(vae.config)
+    assert again.spec == vae.spec == get_spec("taew2_1", width=WIDTH, latent_space="vae")
+    assert torch.equal(again.latents_mean, vae.latents_mean)
+
+
+@pytest.mark.parametrize("form", [None, "fp16"])
+def test_half_precision_can_be_loaded(tmp_path: Path, form: str | None) -> None:
+    """``form`` is the word in the file's name; diffusers calls it variant."""
+    vae = small_vae(latent_space="vae")
+    vae.half().save_pretrained(tmp_path, variant=form)
+    loaded = AutoencoderTinyVideo.from_pretrained(tmp_path, variant=form, torch_dtype=torch.bfloat16)
     assert loaded.dtype == torch.bfloat16 and loaded.network.dtype == torch.bfloat16
     assert loaded.decode(some_latents(loaded)).sample.dtype == torch.bfloat16
+    assert load_model(tmp_path).spec == loaded.spec == vae.spec
 
 
 def test_a_device_map_can_be_named(tmp_path: Path) -> None:
@@ -452,6 +463,20 @@ def test_a_teacher_of_another_latent_space_is_refused() -> None:
 def test_mistakes_are_told(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         AutoencoderTinyVideo(width=WIDTH, **options)
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_the_layout_of_diffusers_is_told(with_gradients: bool) -> None:
+    """tinyvae's own layout is N T C H W, and images have four dimensions."""
+    vae = small_vae()
+    with torch.set_grad_enabled(with_gradients):
+        for video in (torch.rand(1, 9, 3, 16, 16), torch.rand(1, 3, 16, 16)):
+            with pytest.raises(UserError, match=r"N C T H W with 3 channels, got shape .*video with T = 1"):
+                vae.encode(video)
+        with pytest.raises(UserError, match=r"with 16 channels, got shape \(1, 3, 16, 2, 2\)"):
+            vae.decode(torch.rand(1, 3, 16, 2, 2))
+        with pytest.raises(UserError, match="16x16 or 24x16"):
+            vae.encode(torch.rand(1, 3, 9, 20, 16))
 
 
 def test_a_preview_is_refused() -> None:

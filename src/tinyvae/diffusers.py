@@ -196,7 +196,9 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         The encoder has no variance: ``latent_dist.sample(generator)`` draws as many numbers as the teacher's does and
         returns the mode.
         """
-        z = torch.cat([self._encode(part) for part in self._slices(x)])
+        parts = self._slices(x, channels=3)
+        self.spec.check_size(*x.shape[-2:])
+        z = torch.cat([self._encode(part) for part in parts])
         distribution = DiagonalGaussianDistribution(torch.cat([z, torch.zeros_like(z)], dim=1), deterministic=True)
         return AutoencoderKLOutput(latent_dist=distribution) if return_dict else (distribution,)
 
@@ -209,7 +211,7 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         T latents make as many frames as the teacher makes of them (`VariantSpec.frames_from_latents`). ``timestep`` and
         the keywords of other decoders have no effect: this decoder has no noise to remove.
         """
-        parts = [self._decode(part) for part in self._slices(z)]
+        parts = [self._decode(part) for part in self._slices(z, channels=self.spec.latent_channels)]
         video = parts[0] if len(parts) == 1 else torch.cat(parts)  # a single one is not copied
         return DecoderOutput(sample=video) if return_dict else (video,)
 
@@ -225,7 +227,10 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
         z = distribution.sample(generator) if sample_posterior else distribution.mode()
         return self.decode(z, return_dict=return_dict)
 
-    def _slices(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _slices(self, x: Tensor, *, channels: int) -> tuple[Tensor, ...]:
+        if x.ndim != 5 or x.shape[1] != channels:
+            what = f"expected diffusers' layout N C T H W with {channels} channels, got shape {tuple(x.shape)}"
+            raise UserError(f"{what}; an image is a video with T = 1.")
         return x.split(1) if self.use_slicing else (x,)
 
     def _encode(self, video_NCTHW: Tensor) -> Tensor:
@@ -340,8 +345,9 @@ class AutoencoderTinyVideo(ModelMixin, ConfigMixin):
     @classmethod
     def extract_init_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
         """diffusers' way from a config to the constructor. What follows from the variant is computed again."""
-        derived = derived_config(VARIANTS["taeh3"])  # it has every key that any variant has
-        given = {key: value for key, value in config_dict.items() if key not in derived}
+        # taeh3's has every key that any variant has. diffusers lists positional arguments among the default values.
+        left_out = {*derived_config(VARIANTS["taeh3"]), "_use_default_values"}
+        given = {key: value for key, value in config_dict.items() if key not in left_out}
         return super().extract_init_dict(given, **options)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *arguments: Any, **options: Any) -> None:

@@ -17,7 +17,7 @@ from tinyvae import TAEHV, get_spec, load_model, save_model
 from tinyvae.convert import programs, readers
 from tinyvae.convert.export import ExportMismatchError, check_folder, check_path, check_weights, export, round_model
 from tinyvae.convert.pixel_range import to_unit_pixels
-from tinyvae.convert.programs import COMFYUI, LIGHTX2V, OURS, PROGRAMS, SDCPP, UPSTREAM, choose_slot
+from tinyvae.convert.programs import COMFYUI, LIGHTX2V, PROGRAMS, SDCPP, UPSTREAM, choose_slot
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError
 from tinyvae.evaluation.round_trip import is_teacher
 
@@ -27,7 +27,7 @@ EXPORTS = [
     (program.name, slot.variant, slot.name)
     for program in WEIGHTS
     for slot in program.slots
-    if slot.needs == OURS and slot.variant in GOLDEN
+    if slot.variant in GOLDEN and slot.takes(get_spec(slot.variant))
 ]
 ROUNDING = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 """How far the weights' rounding may move a frame."""

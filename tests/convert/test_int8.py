@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -116,6 +118,18 @@ def test_other_videos_are_checked_with_than_calibrated_on(tmp_path: Path, video_
     for video in videos.check:
         assert all(not torch.equal(video, other) for other in videos.calibration)
         assert 0 <= video.min() < video.max() <= 1
+
+
+def test_videos_that_cannot_be_read_are_left_out(write_video: WriteVideo, tmp_path: Path, shared: Path) -> None:
+    """One broken file of a folder does not stop an export, whether it is no video or is damaged in the middle."""
+    for name in ("b.mp4", "d.mp4"):
+        write_video(f"videos/{name}", frames=20)
+    (tmp_path / "videos" / "a.mp4").write_text("no video")
+    shutil.copy(shared / "data" / "hostile" / "corrupt_middle.mp4", tmp_path / "videos" / "c.mp4")
+    with pytest.warns(UserWarning) as said:
+        videos = read_videos(tmp_path / "videos", get_spec("taehv"))
+    assert [re.search(r"left out: .*/(.)\.mp4", str(each.message))[1] for each in said] == ["a", "c"]
+    assert (len(videos.calibration), len(videos.check)) == (1, 1)
 
 
 def test_other_frames_of_a_single_video(write_video: WriteVideo) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.evaluation.copy_codec import CopyCodec
 from tinyvae import TAEHV
@@ -118,7 +118,20 @@ def test_latents_of_another_variant_are_refused(write_video: WriteVideo, tmp_pat
     encode_to_file(opened(TAEHV("taehv", width=0.125)), source, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match="holds taehv latents and the model is taew2_1"):
         decode_to_video(opened(TAEHV("taew2_1", width=0.125)), tmp_path / "x.safetensors", tmp_path / "x.mp4")
+    save_file({"z": torch.randn(1, 16, 3, 4, 6)}, tmp_path / "diffusers.safetensors")
+    with pytest.raises(UserError, match=r"holds latents of 3 channels and taehv has 16; .*diffusers has N C T H W"):
+        decode_to_video(opened(TAEHV("taehv", width=0.125)), tmp_path / "diffusers.safetensors", tmp_path / "x.mp4")
     assert not (tmp_path / "x.mp4").exists()
+
+
+def test_latents_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    """As a diffusion model in float16 makes them; the frames would be black, without a word."""
+    latents = torch.randn(1, 12, 16, 4, 6)
+    latents[0, 11, 3, 2, 1] = torch.nan
+    save_file({"latents": latents}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=r"x\.safetensors holds values that are NaN or infinite; look at what made"):
+        decode_to_video(opened(TAEHV("taehv", width=0.125)), tmp_path / "x.safetensors", tmp_path / "x.mp4")
+    assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
 
 
 def add_tone(source: Path, target: Path, seconds: float, *, codec: str = "aac", delay_s: float = 0) -> None:
@@ -152,7 +165,7 @@ def test_sound_is_carried_over(write_video: WriteVideo, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("codec", "suffix"), [("aac", ".mp4"), ("flac", ".mkv")])
 def test_sound_that_sets_in_late_stays_late(write_video: WriteVideo, tmp_path: Path, codec: str, suffix: str) -> None:
-    """Copied (AAC) or encoded anew (FLAC): lips and voice stay together."""
+    """Copied (AAC) or encoded again (FLAC): lips and voice stay together."""
     source = tmp_path / f"in{suffix}"
     add_tone(write_video("silent.mp4", frames=24, fps=24), source, seconds=0.5, codec=codec, delay_s=0.4)
     reconstruct_video(opened(CopyCodec()), source, Outputs(video=tmp_path / "out.mp4"))

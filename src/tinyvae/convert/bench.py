@@ -224,20 +224,22 @@ def layer_work(model: TAEHV, operation: str, num_frames: int, height: int, width
     for layer in fold.fold_layers(getattr(model, SIDES[operation])):
         after = layer.output(size)
         grid = after if isinstance(layer, fold.PoolLayer) else size  # where the outputs of the convolution lie
+        kernels: tuple[Tensor, ...]
         if isinstance(layer, fold.ClampLayer):
-            weights = values = 0  # done where the next layer reads
+            kernels, values = (), 0  # done where the next layer reads
         elif isinstance(layer, fold.MemLayer):
-            weights = layer.first.numel() + layer.second.numel() + layer.third.numel()
+            kernels = (layer.first, layer.second, layer.third)
             values = 7 * size.values  # three convolutions, each in and out, and the residual
         elif isinstance(layer, fold.WideMemLayer):
-            weights = sum(weight.numel() for weight in (layer.first, layer.second, layer.third, layer.fourth))
+            kernels = (layer.first, layer.second, layer.third, layer.fourth)
             values = 9 * size.values  # four convolutions, each in and out, and the residual
         elif isinstance(layer, fold.SuperMemLayer):
-            weights = layer.depth.numel() + layer.past_depth.numel() + layer.widen.numel() + layer.narrow.numel()
+            kernels = (layer.depth, layer.past_depth, layer.widen, layer.narrow)
             values = (1 + 2 + 2 + 4 + 4 + 1 + 1) * size.values
         else:
             assert isinstance(layer, fold.ConvLayer | fold.PoolLayer | fold.GrowLayer), layer
-            weights, values = layer.weight.numel(), size.values + after.values
+            kernels, values = (layer.weight,), size.values + after.values
+        weights = sum(kernel.numel() for kernel in kernels)
         macs = grid.frames * grid.height * grid.width * weights
         yield 2.0 * macs, float((values + weights) * model.dtype.itemsize)
         size = after
@@ -252,7 +254,7 @@ def stream_through(
     pushed_latents: int | None = None,
 ) -> None:
     """Push a video piece by piece and discard each result, as a consumer of a live stream does. A piece is a chunk
-    (default: the codec's choice), or with ``pushed_latents`` so many latents, which wait for whole chunks."""
+    (default: the codec's choice), or with ``pushed_latents`` this many latents, which wait for whole chunks."""
     is_decoder, (num_videos, length) = operation == "decode", video_NTCHW.shape[:2]
     pixels, frames = (1, 1) if is_decoder else (codec.spec.space_factor, codec.spec.time_factor)  # of one latent
     size = (side // pixels for side in video_NTCHW.shape[-2:])

@@ -1,7 +1,7 @@
 """Which channels of a network belong together, and how much each of them matters.
 
 Channels fall into groups that are kept or removed together: the stream of a stage (all blocks add to it), the channels
-inside one block, and those between two convolutions. A group is called as the layer that makes it first.
+inside one block, and those between two convolutions. A group has the name of the layer that makes it first.
 """
 
 from __future__ import annotations

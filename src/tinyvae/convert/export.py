@@ -191,7 +191,7 @@ def check_path(program: Program, slot: Slot, file: Path) -> None:
     """Refuse a path that the program would take for something else."""
     path = str(file.absolute())
     if program is programs.LIGHTX2V:
-        is_vae_space = slot.needs is not None and slot.needs.latent_space == "vae"
+        is_vae_space = slot.latent_space == "vae"
         if ("lighttae" in path) != is_vae_space:
             word = "needs" if is_vae_space else "must not have"
             where = "" if is_vae_space else ", in a folder without that word"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -66,27 +67,34 @@ class Videos:
 
 
 def read_videos(data: Place, spec: VariantSpec) -> Videos:
-    """A few short parts of the videos of a file, folder, annotation file or index, scaled to `PART_SIZE`.
+    """A few short parts of the videos of a file, folder, annotation file or index, scaled to `PART_SIZE`. Files that
+    cannot be read are left out with a warning.
 
     Example: ``read_videos(Path("my_clips"), model.spec).check``.
     """
     num_frames = next(spec.padded_frames(n) for n in count(1) if spec.latents(n) >= PART_LATENTS)
     clips = find_clips(data, max_clips=MAX_PARTS)
-    try:
-        wholes = [measure_clip(clip, max_frames=None, size=PART_SIZE) for clip in clips]
-        groups = [list(cut(whole, num_frames, MAX_PARTS // len(clips))) for whole in wholes]
-        if len(groups) == 1:
-            groups = [[part] for part in groups[0]]
-        if len(groups) == 1:
-            raise UserError(
-                f"{data} has {count_of(wholes[0].num_frames, 'frame')}, and int8 needs {2 * num_frames} or more, to "
-                "calibrate on some and to check with others; name a longer video, or a folder of several, with --data."
-            )
-        calibration = [part for number, group in enumerate(groups) if number % 3 != 1 for part in group]
-        check = [part for group in groups[1::3] for part in group]
-        return Videos(calibration=[read_part(part) for part in calibration], check=[read_part(part) for part in check])
-    except UnreadableVideoError as bad:
-        raise UserError(f"{bad}; int8 cannot be calibrated with it: name other videos with --data.") from None
+    groups: list[list[Tensor]] = []
+    unreadable: list[UnreadableVideoError] = []
+    for clip in clips:
+        try:
+            whole = measure_clip(clip, max_frames=None, size=PART_SIZE)
+            groups.append([read_part(part) for part in cut(whole, num_frames, MAX_PARTS // len(clips))])
+        except UnreadableVideoError as bad:
+            unreadable.append(bad)
+    if not groups:
+        raise UserError(f"{unreadable[0]}; int8 cannot be calibrated with it: name other videos with --data.")
+    for fault in unreadable:
+        warnings.warn(f"left out: {fault}", stacklevel=2)
+    if len(groups) == 1:
+        groups = [[part] for part in groups[0]]
+    if len(groups) == 1:
+        raise UserError(
+            f"{data} has {count_of(whole.num_frames, 'frame')}, and int8 needs {2 * num_frames} or more, to calibrate "
+            "on some and to check with others; name a longer video, or a folder of several, with --data."
+        )
+    calibration = [part for number, group in enumerate(groups) if number % 3 != 1 for part in group]
+    return Videos(calibration=calibration, check=[part for group in groups[1::3] for part in group])
 
 
 def read_part(part: ClipPart) -> Tensor:

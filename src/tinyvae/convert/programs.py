@@ -25,23 +25,10 @@ ANY_DTYPE = ("float16", "bfloat16", "float32")
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".gguf")  # of weight files; no folder is called so
 FORM_WORDS = {"diffusion": "diffusion-space latents", "vae": "VAE-space latents"}
 FORM_WORDS |= {"relu": "ReLU", "leaky_relu": "LeakyReLU(0.2)"}
+ANY_FORM: dict[str, Any] = {"latent_space": None, "activation": None}
+"""Of a slot that takes every network of its variant."""
 SUPER = tuple(name for name in VARIANTS if name.endswith("_super"))
 SUPER_WAY_OUT = "train the base variant, or use --to upstream, --to onnx or --to web, which run the super decoder"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Form:
-    """What a network is beside its variant; see `VariantSpec`. The family's own networks have the defaults."""
-
-    latent_space: LatentSpaceName = "diffusion"
-    activation: Activation = "relu"
-
-    @classmethod
-    def of(cls, spec: VariantSpec) -> Form:
-        return cls(latent_space=spec.latent_space, activation=spec.activation)
-
-
-OURS = Form()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +38,9 @@ class Slot:
     ``dtypes``: those that the program reads as it should; the first is written unless the user asks for another.
     ``other_dtypes``: what goes wrong with the others.
     ``place``: where the file goes, and what it does there; ``{file}`` stands for its name, ``{teacher}`` for the model
-    whose VAE it replaces. ``handed_scale``: the program hands over the latents of ``needs`` divided by this, and scales
-    them itself. ``needs``: None for a network of any form. ``signed_pixels``: it takes and gives pixels in [-1, 1]; the
-    export converts the first and the last convolution.
+    whose VAE it replaces. ``latent_space`` and ``activation``: of the networks that it takes; None: all.
+    ``handed_scale``: the program hands over the latents of this space divided by this, and scales them itself.
+    ``signed_pixels``: it takes and gives pixels in [-1, 1]; the export converts the first and the last convolution.
     """
 
     variant: str
@@ -62,13 +49,18 @@ class Slot:
     name: str = "vae"
     dtypes: tuple[str, ...] = ANY_DTYPE
     other_dtypes: str = ""
-    needs: Form | None = OURS
+    latent_space: LatentSpaceName | None = "diffusion"
+    activation: Activation | None = "relu"
     handed_scale: float = 1.0
     signed_pixels: bool = False
 
     def takes(self, spec: VariantSpec) -> bool:
         """Whether a network is what the program expects here."""
-        return self.variant == spec.name and self.needs in (None, Form.of(spec))
+        return self.variant == spec.name and not self.differences(spec)
+
+    def differences(self, spec: VariantSpec) -> list[str]:
+        """In what a network of this variant is not what the program expects: "latent_space", "activation"."""
+        return [key for key in ANY_FORM if getattr(self, key) not in (None, getattr(spec, key))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +95,6 @@ def _same_slots(file_suffix: str, place: str, *, without: Container[str] = (), *
 # ComfyUI
 
 APPROX = "put {file} into ComfyUI/models/vae_approx"
-_VAE_SPACE = Form(latent_space="vae")
 _COMFY_NO_MODEL = "ComfyUI has no model with these latents (%s) and would scale them as another model's"
 HUNYUAN_SCALE, HUNYUAN_15_SCALE = 0.476986, 1.03682
 """The diffusion latents of Hunyuan Video, and of 1.5, are those of their VAE times this."""
@@ -137,14 +128,14 @@ COMFYUI = Program(
     title="ComfyUI",
     slots=(
         _comfy_vae("taehv", "taehv", handed_scale=HUNYUAN_SCALE, **_HALF),
-        _comfy_vae("taew2_1", "lighttaew2_1", needs=_VAE_SPACE, **_NOT_HALF),
+        _comfy_vae("taew2_1", "lighttaew2_1", latent_space="vae", **_NOT_HALF),
         _comfy_preview("taew2_1", "lighttaew2_1", **_NOT_HALF),
-        _comfy_vae("taew2_2", "lighttaew2_2", needs=_VAE_SPACE),
+        _comfy_vae("taew2_2", "lighttaew2_2", latent_space="vae"),
         _comfy_preview("taew2_2", "lighttaew2_2"),
         _comfy_vae(
             "taehv1_5",
             "lighttaehy1_5",
-            needs=Form(activation="leaky_relu"),
+            activation="leaky_relu",
             handed_scale=HUNYUAN_15_SCALE,
             signed_pixels=True,
         ),
@@ -186,14 +177,15 @@ LIGHTX2V = Program(
     suffixes=(".safetensors", ".pth"),
     slots=(
         _light("taew2_1", "taew2_1", "Wan 2.1"),
-        _light("taew2_1", "lighttaew2_1", "Wan 2.1", needs=_VAE_SPACE),
+        _light("taew2_1", "lighttaew2_1", "Wan 2.1", latent_space="vae"),
         _light("taew2_2", "taew2_2", "Wan 2.2-5B"),
-        _light("taew2_2", "lighttaew2_2", "Wan 2.2-5B", needs=_VAE_SPACE),
+        _light("taew2_2", "lighttaew2_2", "Wan 2.2-5B", latent_space="vae"),
         _light(
             "taehv1_5",
             "lighttaehy1_5",
             "Hunyuan Video 1.5",
-            needs=Form(latent_space="vae", activation="leaky_relu"),
+            latent_space="vae",
+            activation="leaky_relu",
             handed_scale=1 / HUNYUAN_15_SCALE,
             signed_pixels=True,
         ),
@@ -257,7 +249,7 @@ DIFFUSERS = Program(
         "",
         "`tinyvae.diffusers.AutoencoderTinyVideo.from_pretrained('{file}')` is a VAE for the pipelines of {teacher}",
         without=_DIFFUSERS_NO,
-        needs=None,
+        **ANY_FORM,
     ),
     refused=_DIFFUSERS_NO,
 )
@@ -290,7 +282,7 @@ ONNX = Program(
         "{file}/encoder.onnx takes the frames of one latent a call, {file}/decoder.onnx one latent a call; "
         "examples/stream_onnx.py shows the loop",
         dtypes=_GRAPH_DTYPES,
-        needs=None,
+        **ANY_FORM,
     ),
 )
 
@@ -302,7 +294,7 @@ WEB = Program(
         "",
         "start `python -m http.server -d {file}` and open http://localhost:8000 to try the model",
         dtypes=_GRAPH_DTYPES,
-        needs=None,
+        **ANY_FORM,
     ),
 )
 
@@ -354,14 +346,14 @@ def _why_no_slot(program: Program, spec: VariantSpec, wanted: str) -> str:
     others = [other for other in PROGRAMS.values() if other is not program]
     elsewhere = [other.name for other in others if any(slot.takes(spec) for slot in other.slots)]
     ways.append(f"or use --to {_or(elsewhere)}")
-    needs = next((slot.needs for slot in program.slots if (slot.variant, slot.name) == (spec.name, wanted)), None)
-    if needs is not None:
-        form = Form.of(spec)
-        keys = [key for key, value in vars(form).items() if value != getattr(needs, key)]
-        needed, given = (", ".join(FORM_WORDS[getattr(each, key)] for key in keys) for each in (needs, form))
+    slot = next((slot for slot in program.slots if (slot.variant, slot.name) == (spec.name, wanted)), None)
+    if slot is not None:
+        keys = slot.differences(spec)
+        needed, given = (", ".join(FORM_WORDS[getattr(each, key)] for key in keys) for each in (slot, spec))
         reason = f"{SLOT_WORDS[wanted]} needs a network for {needed}, and this one has {given}"
         reason += ", so it would decode wrongly without a word"
-        settings = [f"--{key} {value}" for key, value in vars(needs).items() if value != getattr(OURS, key)]
+        ours = VARIANTS[spec.name]
+        settings = [f"--{key} {getattr(slot, key)}" for key in ANY_FORM if getattr(slot, key) != getattr(ours, key)]
         ways += [f"or train one for it (tinyvae train ... {' '.join(settings)})"] if settings else []
     else:
         reason = f"it has no {wanted} slot for {spec.name}"

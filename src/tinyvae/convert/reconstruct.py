@@ -33,7 +33,7 @@ from tinyvae.files import atomic_write
 from tinyvae.heap import trim_heap
 from tinyvae.models.codec import pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
-from tinyvae.models.variants import LatentSpaceName
+from tinyvae.models.variants import LatentSpaceName, VariantSpec
 from tinyvae.storage import local_file
 from tinyvae.video.write import VideoWriter
 
@@ -270,17 +270,7 @@ def decode_to_video(
     """
     reader, codec = LatentReader(source), round_trip.codec
     facts, spec = reader.facts, codec.spec
-    if facts.variant not in (None, spec.name):  # noise to this model, even where the shapes agree
-        advice = f"use a {facts.variant} model (or --variant {facts.variant}, if the weights are)"
-        raise UserError(f"{source} holds {facts.variant} latents and the model is {spec.name}; {advice}.")
-    if facts.latent_space != spec.latent_space:
-        what = f"{source} holds latents of {facts.latent_space} space and the model is for {spec.latent_space} space"
-        raise UserError(f"{what}; use a model of the same latent space.")
-    full_height, full_width = (side * spec.space_factor for side in reader.frame_shape[1:])
-    height, width = facts.height or full_height, facts.width or full_width
-    if height > full_height or width > full_width:
-        what = f"{source} states {height}x{width} pixels, and its latents make only {full_height}x{full_width}"
-        raise UserError(f"{what}; encode the video again.")
+    height, width = _frame_size(reader, spec)
     limit = facts.num_frames or spec.frames_from_latents(reader.num_latents)
     decoder = StreamingDecoder(codec, num_latents=reader.num_latents)
     written = 0
@@ -298,6 +288,8 @@ def decode_to_video(
     with writer:
         chunks = reader.chunks(max(1, round_trip.chunk_frames(height, width) // spec.time_factor))
         for latents_NTCHW in with_steady_heap(chunks, codec.device):
+            if not latents_NTCHW.isfinite().all():
+                raise UserError(f"{source} holds values that are NaN or infinite; look at what made these latents.")
             decoded_NTCHW = decoder.push(latents_NTCHW.to(codec.device, codec.dtype))
             frames_TCHW = decoded_NTCHW[0, : limit - written, :, :height, :width].float()
             if frames_TCHW.shape[0]:
@@ -306,6 +298,26 @@ def decode_to_video(
             on_frames(frames_TCHW.shape[0], limit)
         decoder.flush()
     return written
+
+
+def _frame_size(reader: LatentReader, spec: VariantSpec) -> tuple[int, int]:
+    """Height and width of the video of a latents file; latents of other networks are refused."""
+    source, facts, (channels, *sides) = reader.path, reader.facts, reader.frame_shape
+    if facts.variant not in (None, spec.name):  # noise to this model, even where the shapes agree
+        advice = f"use a {facts.variant} model (or --variant {facts.variant}, if the weights are)"
+        raise UserError(f"{source} holds {facts.variant} latents and the model is {spec.name}; {advice}.")
+    if facts.latent_space != spec.latent_space:
+        what = f"{source} holds latents of {facts.latent_space} space and the model is for {spec.latent_space} space"
+        raise UserError(f"{what}; use a model of the same latent space.")
+    if channels != spec.latent_channels:
+        what = f"{source} holds latents of {channels} channels and {spec.name} has {spec.latent_channels}"
+        raise UserError(f"{what}; name another model, or write them as N T C H W (diffusers has N C T H W).")
+    full_height, full_width = (side * spec.space_factor for side in sides)
+    height, width = facts.height or full_height, facts.width or full_width
+    if height > full_height or width > full_width:
+        what = f"{source} states {height}x{width} pixels, and its latents make only {full_height}x{full_width}"
+        raise UserError(f"{what}; encode the video again.")
+    return height, width
 
 
 def covering_chunks(round_trip: RoundTrip, part: ClipPart) -> tuple[int, Iterator[Tensor]]:

@@ -135,7 +135,7 @@ def answered(failure: Exception) -> bool:
 
 
 def refuse(repo: str, failure: Exception) -> NoReturn:
-    """Tell an answer of the hub that is a refusal."""
+    """Raise the error for an answer of the hub that is a refusal."""
     status = failure.response.status_code  # type: ignore[attr-defined]
     if status in (401, 404):
         raise MissingFileError(

@@ -243,7 +243,7 @@ def get_spec(
     latent_space: LatentSpaceName = "diffusion",
     activation: Activation = "relu",
 ) -> VariantSpec:
-    """The spec of a variant with its options (see `VariantSpec`). A mistake is told with the nearest right value.
+    """The spec of a variant with its options (see `VariantSpec`). An error names the nearest right value.
 
     Example: ``get_spec("taew2_2", width=0.5).latent_channels`` is 48.
     """

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from tinyvae import __version__
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError, nearest_name
-from tinyvae.files import atomic_write, check_readable
+from tinyvae.files import atomic_write, check_readable, refuse_existing
 from tinyvae.models.hub import FIRST_CHOICES, FORMATS, fetch_weights, list_weights, names_hub_model
 from tinyvae.models.taehv import TAEHV, build_decoder, build_encoder
 from tinyvae.models.variants import (
@@ -53,7 +53,7 @@ WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 METADATA_KEY = "tinyvae"  # of a safetensors file's metadata, and of that of a .pth file's state dict
 DIFFUSERS_CLASS = "AutoencoderTinyVideo"  # what `tinyvae export --to diffusers` writes; its config.json states as much
 DESCRIBED_NAMES = tuple(f"{stem}{suffix}" for stem in ("model", "final_model") for suffix in FORMATS)
-DESCRIBED_NAMES += ("diffusion_pytorch_model.safetensors",)
+DESCRIBED_NAMES += tuple(f"diffusion_pytorch_model{form}.safetensors" for form in ("", ".fp16", ".bf16"))
 """What we write into a folder with a ``config.json``. That file says nothing about any other name beside it."""
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -151,7 +151,8 @@ def save_model(
     state = plain_state(model, dtype=dtype)
     config = describe(model.spec, training_step=training_step)
     if not overwrite:
-        _refuse_existing(weights_files, config_file, config)
+        refuse_existing(weights_files)
+        _refuse_other_model(config_file, config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -353,24 +354,23 @@ def check_state(state: Mapping[str, Tensor], *, origin: Path) -> None:
         raise UserError(f"{origin} is in {names}, in which nothing here computes; convert it to float16 or float32.")
     broken = [key for key, value in state.items() if not torch.isfinite(value).all()]
     if broken:
-        text = f"{origin.name} holds values that are not finite, first in {broken[0]}: its output will be no picture."
+        text = f"{origin.name} holds values that are not finite, first in {broken[0]}: it cannot make pictures."
         warnings.warn(text, stacklevel=3)
 
 
 # writing
 
 
-def _refuse_existing(weights_files: list[Path], config_file: Path | None, config: Mapping[str, Any]) -> None:
-    for file in weights_files:
-        if file.exists():
-            raise FileExistsAlreadyError(f"{file} exists already; pass overwrite=True to replace it.")
-    if config_file is not None and config_file.exists():
-        there = _read_config(config_file)
-        stated = {key: there[key] for key in ("latent_space", "activation") if there.get(key) is not None}
-        stated |= {key: there.get(key) for key in ("variant", "width")}
-        if not stated.items() <= config.items():
-            text = f"{config_file} describes another model; save to another folder or pass overwrite=True."
-            raise FileExistsAlreadyError(text)
+def _refuse_other_model(config_file: Path | None, config: Mapping[str, Any]) -> None:
+    """Weights may have been moved away; their folder's config.json still says what it was made for."""
+    if config_file is None or not config_file.exists():
+        return
+    there = _read_config(config_file)
+    stated = {key: there[key] for key in ("latent_space", "activation") if there.get(key) is not None}
+    stated |= {key: there.get(key) for key in ("variant", "width")}
+    if not stated.items() <= config.items():
+        text = f"{config_file} describes another model; save to another folder or pass overwrite=True."
+        raise FileExistsAlreadyError(text)
 
 
 def _holds_run_config(config_file: Path) -> bool:
