@@ -185,6 +185,8 @@ def test_09_resume_looks_where_the_checkpoint_is(clips: Path, tmp_path: Path) ->
         assert again.folder == first and again.progress.step == steps
     with pytest.raises(UserError, match="no such folder"):
         train_here(arguments_for(clips, pattern, **short, resume_from_checkpoint="checkpoint-5500"))
+    with pytest.raises(UserError, match=r"--pretrained_model_path .*final_model\.pth"):
+        train_here(arguments_for(clips, pattern, **short, resume_from_checkpoint="final_model.pth"))
     assert {path.resolve() for path in tmp_path.iterdir()} == {first}, "one folder, and the link to it"
 
 

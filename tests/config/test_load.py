@@ -680,6 +680,13 @@ def test_a_broken_json_ends_in_a_sentence(tmp_path: Path, text: str, words: str)
     assert words in refusal(write(tmp_path, text, "config.json"))
 
 
+def test_a_checkpoint_in_place_of_settings_is_told_how_it_goes_on(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    save_model(TAEHV("taehv", width=0.125), checkpoint)
+    with pytest.raises(UserError, match=f"tinyvae train {checkpoint.parent} --resume {checkpoint}"):
+        load_config(checkpoint)
+
+
 def test_the_help_of_a_preset_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train", "1gpu_h100", "--log_every", "7", "--help"]) == 0
     text = capsys.readouterr().out

@@ -128,5 +128,5 @@ def test_what_cannot_be_split_is_named(tmp_path: Path) -> None:
     told = index_of(tmp_path, record("a.mp4", split="val"))
     with pytest.raises(UserError, match="in the training split; annotate some or use split_by=hash"):
         split(told, SETTINGS)
-    with pytest.raises(UserError, match="in the training split; add files, or set train_split=1"):
+    with pytest.raises(UserError, match="in the training split; add files, or raise train_split"):
         split(told, SETTINGS, split_by="hash", train_split=1e-6)  # one file, which the hash lets validate

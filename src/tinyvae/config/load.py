@@ -180,7 +180,10 @@ def _settings_in_json(text: str, file: Path) -> dict[str, Any]:
     except json.JSONDecodeError as fault:
         raise UserError(f"{file} is not valid JSON ({fault}); fix it, or start from a preset.") from None
     if not isinstance(content, dict) or content.get("format") != RUN_FORMAT:
-        raise UserError(f"{file} is not the config.json of a run (no format {RUN_FORMAT!r}); name one of a run folder.")
+        way_out = "name one of a run folder"
+        if "checkpoint-" in file.parent.name:
+            way_out = f"to go on from this checkpoint: tinyvae train {file.parent.parent} --resume {file.parent}"
+        raise UserError(f"{file} is not the config.json of a run (no format {RUN_FORMAT!r}); {way_out}.")
     left_out = ("format", "tinyvae_version", "resume_from_checkpoint", "allow_changed_settings")
     return {key: value for key, value in content.items() if key not in left_out}
 

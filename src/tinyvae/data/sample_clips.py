@@ -44,7 +44,8 @@ def write_sample_clips(
     names = [clip_name(number) for number in range(count)]
     present = [name for name in (*names, "annotations.json") if (folder / name).exists()]
     if present and not overwrite:
-        raise FileExistsAlreadyError(f"{folder / present[0]} exists already; name an empty folder or ask to overwrite")
+        way_out = "name an empty folder, or add --overwrite (in Python: overwrite=True)"
+        raise FileExistsAlreadyError(f"{folder / present[0]} exists already; {way_out}")
     for split in ("train", "val"):
         (folder / split).mkdir(parents=True, exist_ok=True)
     quality: Any = {"crf": 16, "preset": "veryfast", "key_interval": 12}

@@ -208,10 +208,9 @@ def _refuse_empty_side(
     index: VideoIndex, train: npt.NDArray[Any], val: npt.NDArray[Any], train_split: float, use_annotation: bool
 ) -> None:
     if len(train) == 0:
-        remedy = "annotate some or use split_by=hash" if use_annotation else "add files, or set train_split=1"
+        remedy = "annotate some or use split_by=hash" if use_annotation else "add files, or raise train_split"
         raise UserError(f"no usable file of {index.source} is in the training split; {remedy}")
     if len(val) == 0 and train_split < 1.0:
         remedy = "annotate some as val, use split_by=hash" if use_annotation else "add files"
-        raise UserError(
-            f"no usable file of {index.source} is left for validation; {remedy}, or set train_split=1 to train without"
-        )
+        without = "set train_split=1 and validation_steps=0 to train without"
+        raise UserError(f"no usable file of {index.source} is left for validation; {remedy}, or {without}")

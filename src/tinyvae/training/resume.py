@@ -152,9 +152,11 @@ def _find(asked: str, config: TrainConfig) -> tuple[Path, list[str]]:
     folder = next((place for place in (path, *by_name) if place.is_dir()), None)
     if folder is None:
         known = _first_few([str(info.folder) for info in reversed(list_checkpoints(*runs))]) or "none"
+        weights = next((place for place in (path, *by_name) if place.is_file()), None)
+        hint = f" To begin a run with the weights of a file: --pretrained_model_path {weights}." if weights else ""
         raise MissingFileError(
             f"resume_from_checkpoint is {asked!r}, but there is no such folder (looked at {path.absolute()} and in "
-            f"{places}); the newest checkpoints there: {known}."
+            f"{places}); the newest checkpoints there: {known}.{hint}"
         )
     if (fault := broken_reason(folder)) is not None:
         raise UserError(f"cannot resume from {folder}: {fault}; use --resume latest for the newest intact one.")
