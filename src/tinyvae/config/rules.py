@@ -243,7 +243,10 @@ def _data_rules(config: TrainConfig) -> Findings:
         yield "crop_candidates random_crop", text + "crop_candidates to 1."
     if config.annotation_file is None and config.index_path is None:
         if config.train_split == 1 and config.validation_steps:
-            yield "train_split validation_steps", "train_split=1 leaves no file to validate on; set it below 1, or validation_steps to 0."
+            yield (
+                "train_split validation_steps",
+                "train_split=1 leaves no file to validate on; set it below 1, or validation_steps to 0.",
+            )
         if config.split_by == "annotation":
             yield "split_by annotation_file", "split_by=annotation needs an annotation_file that names the splits."
 
