@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from turns import gpu_turn, side_by_side
 from whole_clips import decode_whole, encode_whole, whole_clips
 
+from tinyvae.files import make_output_folder
 from tinyvae.teachers import Teacher, load_teacher
 from tinyvae.training.optim import Muon, OptimizerSet, WeightAverage
 
@@ -139,7 +140,7 @@ def random_crops(
         if candidates > 1:
             assert details is not None
             table = details[usable[number]]
-            _, top, left = max(draws, key=lambda draw: detail_of(table, *draw[1:], size))
+            _, top, left = max(draws, key=lambda draw: detail_of(table, draw[1], draw[2], size))
         clip = video[first : first + num_frames, :, top : top + size, left : left + size]
         clips.append(clip.flip(-1) if torch.rand((), generator=generator) < 0.5 else clip)
     return torch.stack(clips).transpose(1, 2)
@@ -246,6 +247,7 @@ def score(teacher: Teacher, videos: list[Tensor]) -> float:
 
 def make_teacher(family: str, arguments: argparse.Namespace) -> None:
     """Train one teacher, save it, and measure what was saved."""
+    make_output_folder(arguments.output)
     diffusers.logging.set_verbosity_error()  # it warns of every change of precision
     device, began = torch.device(arguments.device), time.perf_counter()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True

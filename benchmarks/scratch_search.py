@@ -35,6 +35,7 @@ from turns import gpu_turn
 
 from tinyvae.config import TrainConfig, load_preset
 from tinyvae.config.schema import FIELDS
+from tinyvae.files import check_output_file, make_output_folder
 from tinyvae.losses.distances import LossKind, reconstruction_loss
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec
@@ -261,7 +262,7 @@ def run(
     with average.swapped_into(model):
         print(f"{name}: {score_elsewhere(model, val)}", flush=True)
         if weights is not None:
-            save_model(model, weights)
+            save_model(model, weights, overwrite=True)
     return {"name": name, "curve": curve, "steps": step, "seconds": trained, "psnr": curve[-1][2]}
 
 
@@ -310,6 +311,10 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.save:
+        make_output_folder(arguments.save, option="--save")
+    if arguments.output:
+        check_output_file(arguments.output, option="--output")
     began = time.perf_counter()
     # Beyond its limit torch runs a new graph uncompiled. Each spec and clip shape has one here.
     torch._dynamo.config.cache_size_limit = 64

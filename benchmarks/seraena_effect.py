@@ -6,8 +6,8 @@
 CLIPS is a folder with an annotations.json that has splits. Every run is `tinyvae train scratch` with the same seed and
 the same clips. With ``--weights`` it goes on from a trained network at a third of the preset's rates, which is what
 people do with Seraena; without, it starts from fresh weights. ``--at_once`` trains that many at the same time on one
-GPU. A model that is there already is not made again. Own settings instead of the six below, each NAME:key=value,...
-with keys of the configuration; the first is what the others are compared with:
+GPU. A model that is there already is not made again. LPIPS needs its weights (docs/losses.md). Own settings instead of
+the six below, each NAME:key=value,... with keys of the configuration; the first is what the others are compared with:
 
     ... "without:" "Seraena 1:use_seraena=true,seraena_loss_weight=1,n_seraena_frames=4"
 
@@ -35,6 +35,7 @@ from tinyvae.evaluation.evaluating import EvaluationResult
 from tinyvae.evaluation.metrics import METRICS
 from tinyvae.evaluation.pictures import to_bytes_range
 from tinyvae.evaluation.statistics import paired_difference
+from tinyvae.losses.perceptual import find_lpips_weights
 from tinyvae.models.weights import load_model
 
 SERAENA = "use_seraena=true,n_seraena_frames=4,seraena_loss_weight={}"
@@ -162,11 +163,13 @@ def main() -> None:
         parser.error(f"{nameless[0]!r} has no name; write NAME:key=value,... ('without:' changes nothing).")
     arguments.work.mkdir(parents=True, exist_ok=True)
     settings = arguments.settings or default_settings(arguments.steps)
+    if not arguments.settings:
+        find_lpips_weights(None)  # two of the six need them; else it is told when the others are done
+    judge = Judge(arguments.clips, with_lpips=True)
     with ThreadPoolExecutor(arguments.at_once) as pool:
         kept = {"steps": arguments.steps, "at_once": arguments.at_once, "settings": as_words(arguments.set)}
         runs = Runs(arguments.clips, arguments.work, pool, **kept)
         models = train_all(settings, runs, arguments.weights)
-    judge = Judge(arguments.clips, with_lpips=True)
     results = {name: judge.score(file, name) for name, file in models.items()}
     first = settings[0].partition(":")[0]
     text = f"{arguments.steps} steps each.\n\n" + tables(results, first)

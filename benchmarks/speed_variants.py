@@ -30,6 +30,7 @@ from tinyvae.convert.bench import (
     run_benchmark,
 )
 from tinyvae.evaluation.cost import choose_devices, describe_device
+from tinyvae.files import check_output_file
 
 
 def one_of_each_network(names: list[str]) -> dict[str, list[str]]:
@@ -86,6 +87,8 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--output", type=Path, help="Markdown file to write; it grows size by size")
     arguments = parser.parse_args()
+    if arguments.output:
+        check_output_file(arguments.output, option="--output")
     device = choose_devices(arguments.device)[0]
     models, networks = {}, one_of_each_network(arguments.variants)
     for name in networks:

@@ -140,7 +140,7 @@ def time_parts(work: Path) -> None:
     assert isinstance(config, TrainConfig)
     config = replace(config, ref_vae_path=str(config.ref_vae_path), use_ref_vae=True, output_dir=work / "parts")
     engine = Engine(config)
-    data = open_data(config, engine, work, index_folder=work)
+    data = open_data(config, engine, work, index_folder=work, keeps_verdicts=False)
     batches = iter(data.training_loader(engine, start_sample=0, start_step=0))
     batch = next(batches)
     began = time.perf_counter()

@@ -1,6 +1,5 @@
-"""Benchmarks that keep results in the repository do so only when told to; those that train teachers and students run
-from end to end, and train the function that the teacher has in use. The simulation of 8 bits is the network itself
-where nothing is rounded."""
+"""Benchmarks call src/ as it is now, write where they are told to, and keep results in the repository only when asked
+to. Those that train teachers and students run from end to end, and train the function that the teacher has in use."""
 
 from __future__ import annotations
 
@@ -18,14 +17,15 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import mypy.api
 import pytest
 import torch
 from PIL import Image
 
 from tinyvae import TAEHV, load_model, save_model
 from tinyvae.cli.main import run
-from tinyvae.convert.bench import BenchmarkCase, Ceilings, floor_ms
 from tinyvae.data.sample_clips import write_sample_clips
+from tinyvae.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_RUN = ("--height", "32", "--width", "32", "--train_batch_size", "1", "--mixed_precision", "no")
@@ -42,6 +42,48 @@ def test_what_scripts_import_is_there(script: str, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("diffusers")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     assert importlib.import_module(script).__doc__
+
+
+@pytest.mark.slow
+def test_scripts_call_what_src_has_now() -> None:
+    """Also where only a GPU comes: mypy finds arguments and names that have changed."""
+    said, *_ = mypy.api.run([str(file) for file in sorted((ROOT / "benchmarks").glob("*.py"))])
+    codes = ("[call-arg]", "[attr-defined]", "[name-defined]")
+    assert [line for line in said.splitlines() if line.endswith(codes)] == [] and "checked " in said
+
+
+@pytest.mark.slow
+def test_speeds_are_written_into_new_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import speed_codec  # type: ignore[import-not-found]
+    import speed_variants  # type: ignore[import-not-found]
+
+    page, folder = tmp_path / "new" / "page.md", tmp_path / "other" / "new"
+    shared = ("--repeats", "3", "--output")
+    words = ["--sizes", "32x32", "--frames", "9", "--variants", "taehv", "taecvx", "taew2_2", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["speed_variants.py", *words, "--dtype", "float32", *shared, str(page)])
+    speed_variants.main()
+    rows = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")]
+    assert [row[1] for row in rows] == ["variant", *("taehv", "taew2_2") * 2], "taecvx is taehv's network"
+    monkeypatch.setattr("sys.argv", ["speed_codec.py", "--sizes", "32x32x9", "--dtype", "fp32", *shared, str(folder)])
+    speed_codec.main()
+    found = json.loads((folder / "codec.json").read_text())["32x32x9"]
+    assert {"decode", "encode", "decode whole", "encode by 3 latents, which wait for 8"} <= found.keys()
+    assert "decode whole" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ["seraena_effect", "prune_students"])
+def test_clips_that_are_not_there_are_told_before_the_training(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    words = ["--clips", str(tmp_path / "missing"), "--work", str(tmp_path / "work")]
+    monkeypatch.setattr("sys.argv", [f"{script}.py", *(["without:"] if script == "seraena_effect" else []), *words])
+    monkeypatch.setattr("student_runs.tinyvae", lambda *_, **__: pytest.fail("a training was begun"), raising=False)
+    with pytest.raises(UserError, match="missing"):
+        importlib.import_module(script).main()
 
 
 @pytest.fixture
@@ -98,46 +140,6 @@ def test_whole_clips_are_what_diffusers_makes_of_them(
     torch.testing.assert_close(log_variance, known.logvar, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(made.clamp(-1, 1), decoded.clamp(-1, 1), atol=1e-5, rtol=1e-4)
     assert decoded.std() > 0.01 and torch.equal(again, known.mode()), "behind the block diffusers is itself again"
-
-
-def test_float8_says_what_8_bits_cost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import float8  # type: ignore[import-not-found]
-    from speed_codec import spread_weights  # type: ignore[import-not-found]
-
-    model, video = TAEHV("taehv", width=0.125), torch.rand(1, 9, 3, 16, 24)
-    spread_weights(model)
-    codec = float8.RoundedTAEHV(model, float8.Arithmetic())
-    latents = model.encode_video(video)
-    torch.testing.assert_close(codec.encode_video(video), latents, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(codec.decode_video(latents), model.decode_video(latents), atol=1e-5, rtol=1e-4)
-
-    values = torch.rand(1000) * 2 - 1
-    short, integer = (float8.FORMATS[place].round(values, torch.ones(1), signed=True) for place in (0, 2))
-    assert ((short - values).abs() <= values.abs() / 16 + 1e-4).all() and len(short.unique()) < 256
-    assert ((integer - values).abs() <= 1 / 254 + 1e-6).all() and len(integer.unique()) < 256
-
-    whole, case = TAEHV("taehv").half(), BenchmarkCase(height=480, width=720, num_frames=49)
-    ceilings = Ceilings(bytes_per_s=float8.BANDWIDTH, flops_per_s=float8.FLOPS)
-    for found, operation in zip(float8.count_floors(float8.FP16), ("decode", "encode"), strict=True):
-        assert found == pytest.approx(floor_ms(whole, operation, case, ceilings), rel=0.01)
-
-    clips, file = tmp_path / "clips", tmp_path / "model.safetensors"
-    write_sample_clips(clips, count=5, height=32, width=48, frames=9)
-    save_model(model, file)
-    everything, inside = float8.SETTINGS[0], float8.SETTINGS[4]
-    monkeypatch.setattr(float8, "SETTINGS", (everything, inside))  # the others take seconds
-    monkeypatch.setattr("sys.argv", ["float8.py", str(file), "--clips", str(clips), "--size", "16x16", "--frames", "9"])
-    float8.main()
-    tables = [part.splitlines()[2:] for part in capsys.readouterr().out.split("\n\n")[1:4]]
-    assert [len(rows) for rows in tables] == [2, 2, 2]
-    for rows in tables:
-        decibels = {row.split(" | ")[0][2:]: [float(cell.split()[0]) for cell in row.split(" | ")[1:4]] for row in rows}
-        for e4m3, _, int8 in decibels.values():
-            assert 10 < e4m3 < int8, "three bits of mantissa say less than eight bits of an integer"
-        assert decibels[inside.name][0] > decibels[everything.name][0]
 
 
 def test_processes_take_turns(
@@ -251,7 +253,7 @@ def test_a_teacher_is_made_and_students_learn_from_it(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("diffusers")
-    clips, teacher, rows = tmp_path / "clips", tmp_path / "teacher", tmp_path / "rows.json"
+    clips, teacher, rows = tmp_path / "clips", tmp_path / "teacher", tmp_path / "new" / "rows.json"
     write_sample_clips(clips, count=5, height=32, width=48, frames=20)
     said = run_benchmark(
         *("make_teacher.py", family, "--clips", clips, "--output", teacher, "--device", "cpu", "--steps", 3),
@@ -358,12 +360,13 @@ def test_what_seraena_does_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ideas_for_scratch_are_tried(tmp_path: Path) -> None:
-    clips, rows = tmp_path / "clips", tmp_path / "rows.json"
+    clips, rows, saved = tmp_path / "clips", tmp_path / "new" / "rows.json", tmp_path / "saved"
+    save_model(TAEHV("taehv", width=0.25), saved / "0.safetensors")  # of an earlier call
     write_sample_clips(clips, count=5, height=48, width=64, frames=20)
     candidates = ["", "detail=2,crop_candidates=2,turns=1", "shapes=0.5:4x4x16+0.5:1x8x32,per_tap=1", "init=he"]
     candidates += ["fixed_rows=1,reconstruction_loss_type=l1", "model_width=0.25"]
     said = run_benchmark(
-        *("scratch_search.py", *candidates, "--clips", clips, "--steps", 4, "--output", rows, "--save", tmp_path),
+        *("scratch_search.py", *candidates, "--clips", clips, "--steps", 4, "--output", rows, "--save", saved),
         *("--set", "height=16,width=16,n_frames=4,train_batch_size=4"),
         TINYVAE_TURN_FILE=str(tmp_path / "turn"),
     )
@@ -372,7 +375,8 @@ def test_ideas_for_scratch_are_tried(tmp_path: Path) -> None:
     assert said.count("has its turn on the GPU") == len({row["psnr"] for row in found}) == 6, said
     assert all(row["psnr"] > 5 for row in found), said
     assert found[0]["psnr"] > found[3]["psnr"] + 3, "the colors pass from the first step on"
-    assert load_model(tmp_path / "5.safetensors", variant="taehv").spec.width == 0.25
+    assert load_model(saved / "5.safetensors", variant="taehv").spec.width == 0.25
+    assert load_model(saved / "0.safetensors", variant="taehv").spec.width == 1.0
 
 
 def command_of(*words: Any, **variables: str) -> dict[str, Any]:
