@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speed_codec import DTYPES, spread_weights
+from speed_codec import DTYPES, spread_model
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -228,9 +228,7 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     found: dict[str, object] = {}
     for variant in arguments.variants:
-        model = TAEHV(variant)
-        spread_weights(model)
-        model = model.to(device, DTYPES[arguments.dtype]).eval()
+        model = spread_model(variant).to(device, DTYPES[arguments.dtype])
         for size in arguments.sizes:
             height, width, frames = map(int, size.split("x"))
             found[f"{variant} {size}"] = tables = profile_variant(model, height, width, frames)

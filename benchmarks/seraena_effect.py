@@ -42,6 +42,7 @@ SERAENA = "use_seraena=true,n_seraena_frames=4,seraena_loss_weight={}"
 LPIPS = "perceptual_loss_weight=0.1,perceptual_frames=4"
 SHOWN = ("psnr", "ssim", "lpips", "flicker_error", "flicker_energy")
 FINE_TUNING_RATE = 1 / 3  # of the preset's learning rates, for a network that is trained already
+ROWS, CROP = 8, 64  # clips of the contact sheet, pixels along a crop
 ENLARGED, MARGIN, LINE = 3, 4, 14  # times, pixels between crops, pixels of a line of text
 
 
@@ -103,18 +104,18 @@ def detailed_square(frame_CHW: Tensor, side: int) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def crop_rows(models: dict[str, Path], judge: Judge, *, rows: int, side: int) -> dict[str, list[Tensor]]:
+def crop_rows(models: dict[str, Path], judge: Judge) -> dict[str, list[Tensor]]:
     """Clip -> its crops uint8 CHW: of the source, then of each model."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    places = torch.linspace(0, len(judge.clips) - 1, min(rows, len(judge.clips))).round().long().tolist()
+    places = torch.linspace(0, len(judge.clips) - 1, min(ROWS, len(judge.clips))).round().long().tolist()
     chosen = {judge.clips[place].name: judge.clips[place].frames for place in places}
     crops: dict[str, list[Tensor]] = {}
     windows: dict[str, tuple[int, slice, slice]] = {}
     for name, frames in chosen.items():
         assert frames is not None
         middle = len(frames) // 2
-        top, left = detailed_square(frames[middle], side)
-        windows[name] = (middle, slice(top, top + side), slice(left, left + side))
+        top, left = detailed_square(frames[middle], CROP)
+        windows[name] = (middle, slice(top, top + CROP), slice(left, left + CROP))
         crops[name] = [frames[middle][:, windows[name][1], windows[name][2]]]
     for file in models.values():
         codec = load_model(file, device=device, dtype=torch.float32)
@@ -153,8 +154,6 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help="a trained network to go on from")
     parser.add_argument("--steps", type=int, default=1000, help="of each training")
     parser.add_argument("--at_once", type=int, default=1, help="trainings that share the GPU")
-    parser.add_argument("--rows", type=int, default=8, help="clips of the contact sheet")
-    parser.add_argument("--side", type=int, default=64, help="pixels of a crop")
     parser.add_argument("--set", default="", help="key=value,... for every run")
     arguments = parser.parse_args()
     if arguments.weights is not None and not arguments.weights.is_file():
@@ -176,7 +175,7 @@ def main() -> None:
     (arguments.work / "table.md").write_text(text)
     figures = {name: result.summary.means() for name, result in results.items()}
     (arguments.work / "results.json").write_text(json.dumps({"settings": settings, "figures": figures}, indent=1))
-    crops = crop_rows(models, judge, rows=arguments.rows, side=arguments.side)
+    crops = crop_rows(models, judge)
     contact_sheet(crops, ["source", *models]).save(arguments.work / "crops.png", optimize=True)
     print(f"\n{text}\n{arguments.work / 'crops.png'}")
 

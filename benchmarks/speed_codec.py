@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,14 +34,15 @@ from tinyvae.files import make_output_folder
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def spread_weights(model: TAEHV) -> None:
-    """Fresh weights fade out over the depth; scale them so that every layer matters to the output."""
-    generator = torch.Generator().manual_seed(0)
+def spread_model(variant: str, **options: Any) -> TAEHV:
+    """A network with random weights of which every layer matters to the output; fresh ones fade out over the depth."""
+    model, generator = TAEHV(variant, **options), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             values = torch.randn(parameter.shape, generator=generator)
             scale = 0.05 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
             parameter.copy_(values * scale)
+    return model.eval()
 
 
 def streaming_calls(model: TAEHV, latents: torch.Tensor, frames: torch.Tensor) -> list[dict[str, Callable[[], object]]]:
@@ -177,9 +179,7 @@ def main() -> None:
     if arguments.output:
         make_output_folder(arguments.output)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0 if torch.cuda.is_available() else None)
-    model = TAEHV(arguments.variant)
-    spread_weights(model)
-    model = model.to(device, DTYPES[arguments.dtype]).eval()
+    model = spread_model(arguments.variant).to(device, DTYPES[arguments.dtype])
     results: dict[str, object] = {"torch": torch.__version__, "command": sys.argv}
     for size in arguments.sizes:
         height, width, frames = map(int, size.split("x"))

@@ -28,7 +28,7 @@ from typing import cast, get_args
 from unittest import mock
 
 import torch
-from speed_codec import DTYPES, spread_weights
+from speed_codec import DTYPES, spread_model
 from torch import Tensor
 
 from tinyvae import TAEHV, StreamingDecoder
@@ -144,10 +144,9 @@ def main() -> None:
     torch.backends.cudnn.benchmark = not arguments.no_trials
     torch.backends.cudnn.allow_tf32 = False  # for what the errors are measured against
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    model = TAEHV(arguments.variant, width=arguments.width, activation=arguments.activation)
-    spread_weights(model)
-    exact = copy.deepcopy(model).to(device, torch.float64 if arguments.dtype == "fp32" else torch.float32).eval()
-    model = model.to(device, DTYPES[arguments.dtype]).eval()
+    model = spread_model(arguments.variant, width=arguments.width, activation=arguments.activation)
+    exact = copy.deepcopy(model).to(device, torch.float64 if arguments.dtype == "fp32" else torch.float32)
+    model = model.to(device, DTYPES[arguments.dtype])
     codecs = engines_of(model, arguments.engines)
     results: dict[str, object] = {}
     for size in arguments.sizes:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from speed_codec import spread_weights
+from speed_codec import spread_model
 
 from tinyvae import TAEHV, VARIANTS, list_variants
 from tinyvae.cli.options import dtype as dtype_of
@@ -92,9 +92,7 @@ def main() -> None:
     device = choose_devices(arguments.device)[0]
     models, networks = {}, one_of_each_network(arguments.variants)
     for name in networks:
-        model = TAEHV(name)
-        spread_weights(model)
-        models[name] = model.to(device, arguments.dtype).eval()
+        models[name] = spread_model(name).to(device, arguments.dtype)
     ceilings = measure_ceilings(device, arguments.dtype)
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     lines = [

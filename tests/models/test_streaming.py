@@ -489,37 +489,26 @@ def test_encoder_whose_push_failed_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("options", [{}, {"whole_chunks": True, "chunk_latents": 2}])
-@pytest.mark.parametrize("variant", ["taehv", "taeh3"])
+@pytest.mark.parametrize(
+    ("variant", "kind"),
+    [("taehv", StreamingEncoder), ("taeh3", StreamingEncoder), ("taehv", StreamingDecoder)],
+)
 @torch.no_grad()
-def test_caller_may_use_the_buffer_of_a_push_again(variant: str, options: dict[str, object]) -> None:
+def test_caller_may_use_the_buffer_of_a_push_again(
+    variant: str, kind: type[StreamingDecoder | StreamingEncoder], options: dict[str, object]
+) -> None:
     codec = TAEHV(variant, width=0.125).fused()
     size = codec.spec.space_factor
-    frames = torch.rand(1, 25, 3, size, size)
-    stream = StreamingEncoder(codec, **options)  # type: ignore[arg-type]
-    buffer, latents = torch.empty(1, 3, 3, size, size), []
-    for part in frames.split([3, 1, 2, 3, 3, 1, 3, 3, 3, 3], dim=1):
+    video, whole_video = torch.rand(1, 25, 3, size, size), codec.encode_video
+    if kind is StreamingDecoder:
+        video, whole_video = torch.randn(1, 25, 16, 2, 3), codec.decode_video
+    stream, buffer, made = kind(codec, **options), torch.empty_like(video[:, :3]), []  # type: ignore[arg-type]
+    for part in video.split([3, 1, 2, 3, 3, 1, 3, 3, 3, 3], dim=1):
         here = buffer[:, : part.shape[1]].copy_(part)
-        latents.append(stream.push(here))
+        made.append(stream.push(here))
         buffer.fill_(0.5)
-    latents.append(stream.flush())
-    torch.testing.assert_close(torch.cat(latents, dim=1), codec.encode_video(frames), atol=1e-5, rtol=1e-5)
-
-
-@torch.no_grad()
-def test_caller_may_use_the_buffer_of_waiting_latents_again() -> None:
-    codec = TAEHV("taehv", width=0.125).fused()
-    latents = torch.randn(1, 11, 16, 2, 3)
-    stream, buffer, frames = (
-        StreamingDecoder(codec, chunk_latents=4, whole_chunks=True),
-        torch.empty(1, 3, 16, 2, 3),
-        [],
-    )
-    for part in latents.split([3, 1, 2, 3, 2], dim=1):
-        here = buffer[:, : part.shape[1]].copy_(part)
-        frames.append(stream.push(here))
-        buffer.fill_(0.5)
-    frames.append(stream.flush())
-    torch.testing.assert_close(torch.cat(frames, dim=1), codec.decode_video(latents), atol=1e-5, rtol=1e-5)
+    made.append(stream.flush())
+    torch.testing.assert_close(torch.cat(made, dim=1), whole_video(video), atol=1e-5, rtol=1e-5)
 
 
 def test_the_recording_of_a_graph_leaves_other_threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
