@@ -172,6 +172,7 @@ def score_elsewhere(model: TAEHV, videos: list[Tensor], latents: int = 5) -> str
     and larger pictures, because a network that was trained on small crops relies on the zeros around them.
     """
     each = model.spec.time_factor
+    latents = min(latents, max(map(len, videos)) // each)
     clips = [center(video, each * latents) for video in videos if len(video) >= each * latents]
     large = [video for video in videos if min(video.shape[-2:]) >= 256] or videos
     by_latent = [

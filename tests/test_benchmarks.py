@@ -377,6 +377,8 @@ def test_ideas_for_scratch_are_tried(tmp_path: Path) -> None:
     assert found[0]["psnr"] > found[3]["psnr"] + 3, "the colors pass from the first step on"
     assert load_model(saved / "5.safetensors", variant="taehv").spec.width == 0.25
     assert load_model(saved / "0.safetensors", variant="taehv").spec.width == 1.0
+    said = run_benchmark("scratch_search.py", "--clips", clips, "--score", saved / "5.safetensors")
+    assert "on training clips" in said and "same frames as latent 2, 3, ...:" in said, "also of clips of five latents"
 
 
 def command_of(*words: Any, **variables: str) -> dict[str, Any]:
