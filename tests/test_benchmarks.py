@@ -45,9 +45,10 @@ def test_what_scripts_import_is_there(script: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_scripts_call_what_src_has_now() -> None:
+@pytest.mark.parametrize("folder", ["benchmarks", "tests/gpu"])
+def test_scripts_call_what_src_has_now(folder: str) -> None:
     """Also where only a GPU comes: mypy finds arguments and names that have changed."""
-    said, *_ = mypy.api.run([str(file) for file in sorted((ROOT / "benchmarks").glob("*.py"))])
+    said, *_ = mypy.api.run([str(file) for file in sorted((ROOT / folder).glob("*.py"))])
     codes = ("[call-arg]", "[attr-defined]", "[name-defined]")
     assert [line for line in said.splitlines() if line.endswith(codes)] == [] and "checked " in said
 
