@@ -190,12 +190,12 @@ def compare_runs(disturbed: Path, undisturbed: Path, *, with_log: bool = True) -
     found = []
     for file in sorted(newest(undisturbed).glob("*.pt")):
         both = [torch.load(newest(run) / file.name, weights_only=True) for run in (disturbed, undisturbed)]
-        found += differences(*both, file.name)
+        found += differences(both[0], both[1], file.name)
     if with_log:
         for name in ("metrics.jsonl", "validation_history.json"):
             texts = [(run / name).read_text() for run in (disturbed, undisturbed)]
             lists = [json.loads(t) if name.endswith("json") else [json.loads(x) for x in t.splitlines()] for t in texts]
-            found += differences(*lists, name)
+            found += differences(lists[0], lists[1], name)
     return found
 
 

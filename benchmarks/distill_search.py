@@ -55,6 +55,7 @@ from turns import gpu_turn, side_by_side
 
 from tinyvae.config import TrainConfig, load_preset
 from tinyvae.engines.eager import run_folded
+from tinyvae.files import check_output_file
 from tinyvae.losses.distances import latent_loss, reconstruction_loss
 from tinyvae.models.streaming import keep_frames
 from tinyvae.models.taehv import TAEHV
@@ -349,7 +350,7 @@ def run_at_once(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     made: list[bool] = []  # one entry when the crops are in the file
     with tempfile.TemporaryDirectory() as folder:
         environment = side_by_side(arguments.at_once, Path(folder))
-        pool_file = arguments.pool_file or Path(folder) / "pool.pt"
+        arguments.pool_file = arguments.pool_file or Path(folder) / "pool.pt"
 
         def start(number: int) -> dict[str, Any] | None:
             words = arguments.candidates[number]
@@ -357,8 +358,8 @@ def run_at_once(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 print(f"no time left for {words!r}", flush=True)
                 return None
             row_file = Path(folder) / f"{number}.json"
-            shared = {key: getattr(arguments, key) for key in ("clips", "teacher", "steps", "set", "max_clips")}
-            shared |= {"pool_file": pool_file, "output": row_file}
+            same = ("clips", "teacher", "steps", "set", "max_clips", "pool_file")
+            shared = {key: getattr(arguments, key) for key in same} | {"output": row_file}
             shared |= {} if arguments.seconds is None else {"seconds": arguments.seconds}
             options = [f"--{key}={value}" for key, value in shared.items()]
             command = [sys.executable, __file__, words, *options, "--wait_for_crops"]
@@ -374,17 +375,12 @@ def run_at_once(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         with ThreadPoolExecutor(arguments.at_once) as pool:
             started = [pool.submit(start, number) for number in range(len(arguments.candidates))]
             try:
-                work = Work(replace_namespace(arguments, pool_file=pool_file))
-                work.lesson()
+                Work(arguments).lesson()
                 made.append(True)
                 print(f"crops are ready after {time.perf_counter() - began:.0f} s", flush=True)
             finally:  # without crops every process ends by itself
                 ready.set()
             yield from (row for future in as_completed(started) if (row := future.result()) is not None)
-
-
-def replace_namespace(arguments: argparse.Namespace, **changes: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{**vars(arguments), **changes})
 
 
 def main() -> None:
@@ -405,6 +401,9 @@ def main() -> None:
     parser.add_argument("--budget_s", type=float, default=540, help="stop starting candidates after this")
     parser.add_argument("--output", type=Path, help="file for the rows, JSON")
     arguments = parser.parse_args()
+    for option in ("pool_file", "output"):
+        if (file := getattr(arguments, option)) is not None:
+            check_output_file(file, option=f"--{option}")
     rows: list[dict[str, Any]] = []
     for row in run_at_once(arguments) if arguments.at_once > 1 else Work(arguments).run_here():
         rows.append(row)

@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 import torch
-from speed_codec import spread_weights
+from speed_codec import spread_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -375,8 +375,7 @@ def print_tables(found: Found) -> None:
 def random_model(variant: str, video: Tensor) -> TAEHV:
     """Random weights that make of ``video`` latents with a deviation of 1 and frames with one of 0.25 around 0.5: dB
     say nothing where frames are flat, as those of fresh weights are."""
-    model = TAEHV(variant)
-    spread_weights(model)
+    model = spread_model(variant)
     for network, run, deviation, middle in (
         (model.encoder, lambda: model.encode(video), 1.0, 0.0),
         (model.decoder, lambda: model.decode(model.encode(video)), 0.25, 0.5),

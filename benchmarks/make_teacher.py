@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from turns import gpu_turn, side_by_side
 from whole_clips import decode_whole, encode_whole, whole_clips
 
+from tinyvae.files import make_output_folder
 from tinyvae.teachers import Teacher, load_teacher
 from tinyvae.training.optim import Muon, OptimizerSet, WeightAverage
 
@@ -63,11 +64,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 NUM_FRAMES, BATCH_SIZE = 17, 8  # trained on 9 frames, both families lose about 4 dB in the frames after those
 CANDIDATES = 4  # places of a crop: half a dB for `scratch` after 1,000 steps (docs/results.md)
 FIRST_LOG_VARIANCE = -7.0  # a deviation of 0.03: with diffusers' first weights the noise is as large as the latents
+QUIET_BRANCH = 0.03  # first size of the last conv of a residual branch; 1: as loud as any other conv
 KL_WEIGHT, L1_WEIGHT = 1e-5, 0.02
+LEARNING_RATE, MUON_LEARNING_RATE, WARMUP_STEPS, EMA_DECAY = 1e-3, 0.004, 50, 0.95
 
 
-def make_vae(family: str, settings: dict[str, Any], *, seed: int, quiet: float) -> Any:
-    """A VAE whose residual branches begin ``quiet`` (1: as loud as any other conv) and whose norms begin plain."""
+def make_vae(family: str, settings: dict[str, Any], *, seed: int) -> Any:
+    """A VAE whose residual branches begin quiet and whose norms begin plain."""
     torch.manual_seed(seed)
     vae = getattr(diffusers, CLASSES[family])(**SETTINGS[family] | settings)
     for name, module in vae.named_modules():
@@ -78,7 +81,7 @@ def make_vae(family: str, settings: dict[str, Any], *, seed: int, quiet: float) 
             nn.init.zeros_(module.conv.weight)
             nn.init.constant_(module.conv.bias, 1.0 if name.endswith("y") else 0.0)
     for conv in branch_ends(vae):
-        conv.weight.data.mul_(quiet)
+        conv.weight.data.mul_(QUIET_BRANCH)
     # The rows that make the variance begin as a constant; Wan has one more 1x1 conv on the way.
     moments = vae.encoder.conv_out.conv if vae.quant_conv is None else vae.quant_conv
     half = moments.out_channels // 2
@@ -100,19 +103,19 @@ def branch_ends(vae: Any) -> Iterator[nn.Conv2d | nn.Conv3d]:
             yield module
 
 
-def make_optimizers(vae: Any, *, rate: float, muon_rate: float) -> OptimizerSet:
-    """Muon for the convs inside (0: for none), AdamW for the first, the last, norms, biases and what norms hold."""
+def make_optimizers(vae: Any) -> OptimizerSet:
+    """Muon for the convs inside, AdamW for the first, the last, norms, biases and what norms hold."""
     outside = ("encoder.conv_in.", "decoder.conv_out.")
     inner = [
         parameter
         for name, parameter in vae.named_parameters()
-        if muon_rate and parameter.ndim >= 4 and "norm" not in name and not name.startswith(outside)
+        if parameter.ndim >= 4 and "norm" not in name and not name.startswith(outside)
     ]
     chosen = {id(parameter) for parameter in inner}
     plain = [parameter for parameter in vae.parameters() if id(parameter) not in chosen]
     # Not fused: the fused step refuses gradients whose strides differ from the weight's, as 1x1 convs' can.
-    adamw = torch.optim.AdamW(plain, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-    return OptimizerSet([adamw] + ([Muon(inner, lr=muon_rate, momentum=0.95)] if inner else []))
+    adamw = torch.optim.AdamW(plain, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    return OptimizerSet([adamw, Muon(inner, lr=MUON_LEARNING_RATE, momentum=0.95)])
 
 
 def random_crops(
@@ -139,7 +142,7 @@ def random_crops(
         if candidates > 1:
             assert details is not None
             table = details[usable[number]]
-            _, top, left = max(draws, key=lambda draw: detail_of(table, *draw[1:], size))
+            _, top, left = max(draws, key=lambda draw: detail_of(table, draw[1], draw[2], size))
         clip = video[first : first + num_frames, :, top : top + size, left : left + size]
         clips.append(clip.flip(-1) if torch.rand((), generator=generator) < 0.5 else clip)
     return torch.stack(clips).transpose(1, 2)
@@ -178,12 +181,12 @@ def compile_or_not(losses: Any, crops: Tensor, noise: Tensor) -> Any:
 
 
 def train(vae: Any, videos: list[Tensor], family: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train by the clock or by steps; rates rise for ``warmup`` steps and fall in a line to zero. Leaves the averaged
+    """Train by the clock or by steps; rates rise for WARMUP_STEPS and fall in a line to zero. Leaves the averaged
     weights in ``vae``. The clock runs while this process has its turn on the GPU; compilation needs none."""
     asked = time.perf_counter()
     device = next(vae.parameters()).device
-    optimizers = make_optimizers(vae, rate=arguments.learning_rate, muon_rate=arguments.muon_learning_rate)
-    average = WeightAverage(vae, decay=arguments.ema_decay)
+    optimizers = make_optimizers(vae)
+    average = WeightAverage(vae, decay=EMA_DECAY)
     generator = torch.Generator().manual_seed(arguments.seed)
     shape = batch_size, num_frames, size = arguments.batch_size, arguments.frames, arguments.size
     latents = torch.empty(batch_size, 16, 1 + num_frames // 4, size // 8, size // 8, device=device)
@@ -196,7 +199,7 @@ def train(vae: Any, videos: list[Tensor], family: str, arguments: argparse.Names
     with gpu_turn(family) as waited_s:
         began = time.perf_counter()
         while share < 1:
-            optimizers.set_rates(min(1.0, (step + 1) / arguments.warmup) * (1 - share))
+            optimizers.set_rates(min(1.0, (step + 1) / WARMUP_STEPS) * (1 - share))
             loss, error = losses(draw(), torch.randn_like(latents))
             loss.backward()
             nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
@@ -209,7 +212,7 @@ def train(vae: Any, videos: list[Tensor], family: str, arguments: argparse.Names
                 curve.append((step, time.perf_counter() - began, float(-10 * error.log10())))
                 print("  step {}, {:.0f} s, {:.2f} dB on the batch".format(*curve[-1]), flush=True)
                 if curve[-1][2] != curve[-1][2]:
-                    raise SystemExit("the loss is not a number; take smaller rates.")
+                    raise SystemExit("the loss is not a number; take smaller rates (at the top of this file).")
             elapsed = time.perf_counter() - began
             share = step / arguments.steps if arguments.steps else min(1.0, elapsed / arguments.seconds)
         torch._foreach_copy_([parameter.data for parameter in vae.parameters()], list(average.values.values()))
@@ -246,12 +249,13 @@ def score(teacher: Teacher, videos: list[Tensor]) -> float:
 
 def make_teacher(family: str, arguments: argparse.Namespace) -> None:
     """Train one teacher, save it, and measure what was saved."""
+    make_output_folder(arguments.output)
     diffusers.logging.set_verbosity_error()  # it warns of every change of precision
     device, began = torch.device(arguments.device), time.perf_counter()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 5  # of cuDNN's best guesses
     training, validation = ([v.to(device) for v in load_split(arguments.clips, name)] for name in ("train", "val"))
-    vae = make_vae(family, arguments.settings, seed=arguments.seed, quiet=arguments.quiet).to(device)
+    vae = make_vae(family, arguments.settings, seed=arguments.seed).to(device)
     parameters = sum(parameter.numel() for parameter in vae.parameters())
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{family}: {parameters / 1e6:.1f} M parameters, torch {torch.__version__}, {name}")
@@ -304,11 +308,6 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--frames", type=int, choices=(9, 17), default=NUM_FRAMES, help="of a training clip")
     parser.add_argument("--batch_size", type=int, default=BATCH_SIZE)
     parser.add_argument("--size", type=int, default=128, help="height and width of the training crops")
-    parser.add_argument("--learning_rate", type=float, default=1e-3, help="of AdamW")
-    parser.add_argument("--muon_learning_rate", type=float, default=0.004, help="0: AdamW for all")
-    parser.add_argument("--quiet", type=float, default=0.03, help="first size of the last conv of a residual branch")
-    parser.add_argument("--warmup", type=int, default=50, help="steps")
-    parser.add_argument("--ema_decay", type=float, default=0.95)
     parser.add_argument("--seed", type=int, default=0)
     settings = "JSON: what differs in the VAE's config; of several families by family: {'wan': {...}}"
     parser.add_argument("--settings", type=json.loads, default={}, help=settings)

@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speed_codec import DTYPES, spread_weights
+from speed_codec import DTYPES, spread_model
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tinyvae import TAEHV, StreamingDecoder
 from tinyvae.engines.fused import FusedTAEHV
 from tinyvae.engines.stack import Stack
+from tinyvae.files import make_output_folder
 
 CALLS, WARMUPS = 9, 4  # the second call of a shape records a graph, the third is the first replayed one
 PUSHED = 3  # latents
@@ -221,13 +222,13 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["480x736x49"])
     parser.add_argument("--output", type=Path, help="folder for profile.json")
     arguments = parser.parse_args()
+    if arguments.output:
+        make_output_folder(arguments.output)
     torch.backends.cudnn.benchmark = True  # as in `run_benchmark`
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     found: dict[str, object] = {}
     for variant in arguments.variants:
-        model = TAEHV(variant)
-        spread_weights(model)
-        model = model.to(device, DTYPES[arguments.dtype]).eval()
+        model = spread_model(variant).to(device, DTYPES[arguments.dtype])
         for size in arguments.sizes:
             height, width, frames = map(int, size.split("x"))
             found[f"{variant} {size}"] = tables = profile_variant(model, height, width, frames)

@@ -98,10 +98,10 @@ def main() -> None:
     if arguments.whole is not None and not arguments.whole.is_file():
         parser.error(f"--whole {arguments.whole}: there is no such file.")
     arguments.work.mkdir(parents=True, exist_ok=True)
+    judge = Judge(arguments.clips, with_lpips=False)
     with ThreadPoolExecutor(arguments.at_once) as pool:
         shared = {"steps": arguments.steps, "at_once": arguments.at_once, "settings": arguments.settings}
         models = Workshop(arguments, Runs(arguments.clips, arguments.work, pool, **shared)).make_models()
-    judge = Judge(arguments.clips, with_lpips=False)
     scores = {name: judge.score(file, name).summary.means()["psnr"] for name, file in models.items()}
     speeds = measure_speeds(models, arguments)
     print(f"\nStudents learned for {arguments.steps} steps; the whole network is {models['whole']}.\n")

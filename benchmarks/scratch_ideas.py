@@ -1,5 +1,5 @@
 """What `scratch_search.py` can try beside the keys of the configuration: crops and optimizers that are not shipped,
-because no GPU has measured them yet. docs/results.md has the figures of CPU pilots, and of ideas that lost on a GPU."""
+because no long run on a GPU has shown yet that they pay. docs/results.md has what is known, and ideas that lost."""
 
 from __future__ import annotations
 

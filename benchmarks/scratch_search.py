@@ -35,6 +35,7 @@ from turns import gpu_turn
 
 from tinyvae.config import TrainConfig, load_preset
 from tinyvae.config.schema import FIELDS
+from tinyvae.files import check_output_file, make_output_folder
 from tinyvae.losses.distances import LossKind, reconstruction_loss
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec
@@ -171,6 +172,7 @@ def score_elsewhere(model: TAEHV, videos: list[Tensor], latents: int = 5) -> str
     and larger pictures, because a network that was trained on small crops relies on the zeros around them.
     """
     each = model.spec.time_factor
+    latents = min(latents, max(map(len, videos)) // each)
     clips = [center(video, each * latents) for video in videos if len(video) >= each * latents]
     large = [video for video in videos if min(video.shape[-2:]) >= 256] or videos
     by_latent = [
@@ -261,7 +263,7 @@ def run(
     with average.swapped_into(model):
         print(f"{name}: {score_elsewhere(model, val)}", flush=True)
         if weights is not None:
-            save_model(model, weights)
+            save_model(model, weights, overwrite=True)
     return {"name": name, "curve": curve, "steps": step, "seconds": trained, "psnr": curve[-1][2]}
 
 
@@ -310,6 +312,10 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.save:
+        make_output_folder(arguments.save, option="--save")
+    if arguments.output:
+        check_output_file(arguments.output, option="--output")
     began = time.perf_counter()
     # Beyond its limit torch runs a new graph uncompiled. Each spec and clip shape has one here.
     torch._dynamo.config.cache_size_limit = 64

@@ -6,8 +6,8 @@
 CLIPS is a folder with an annotations.json that has splits. Every run is `tinyvae train scratch` with the same seed and
 the same clips. With ``--weights`` it goes on from a trained network at a third of the preset's rates, which is what
 people do with Seraena; without, it starts from fresh weights. ``--at_once`` trains that many at the same time on one
-GPU. A model that is there already is not made again. Own settings instead of the six below, each NAME:key=value,...
-with keys of the configuration; the first is what the others are compared with:
+GPU. A model that is there already is not made again. LPIPS needs its weights (docs/losses.md). Own settings instead of
+the six below, each NAME:key=value,... with keys of the configuration; the first is what the others are compared with:
 
     ... "without:" "Seraena 1:use_seraena=true,seraena_loss_weight=1,n_seraena_frames=4"
 
@@ -35,12 +35,14 @@ from tinyvae.evaluation.evaluating import EvaluationResult
 from tinyvae.evaluation.metrics import METRICS
 from tinyvae.evaluation.pictures import to_bytes_range
 from tinyvae.evaluation.statistics import paired_difference
+from tinyvae.losses.perceptual import find_lpips_weights
 from tinyvae.models.weights import load_model
 
 SERAENA = "use_seraena=true,n_seraena_frames=4,seraena_loss_weight={}"
 LPIPS = "perceptual_loss_weight=0.1,perceptual_frames=4"
 SHOWN = ("psnr", "ssim", "lpips", "flicker_error", "flicker_energy")
 FINE_TUNING_RATE = 1 / 3  # of the preset's learning rates, for a network that is trained already
+ROWS, CROP = 8, 64  # clips of the contact sheet, pixels along a crop
 ENLARGED, MARGIN, LINE = 3, 4, 14  # times, pixels between crops, pixels of a line of text
 
 
@@ -102,18 +104,18 @@ def detailed_square(frame_CHW: Tensor, side: int) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def crop_rows(models: dict[str, Path], judge: Judge, *, rows: int, side: int) -> dict[str, list[Tensor]]:
+def crop_rows(models: dict[str, Path], judge: Judge) -> dict[str, list[Tensor]]:
     """Clip -> its crops uint8 CHW: of the source, then of each model."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    places = torch.linspace(0, len(judge.clips) - 1, min(rows, len(judge.clips))).round().long().tolist()
+    places = torch.linspace(0, len(judge.clips) - 1, min(ROWS, len(judge.clips))).round().long().tolist()
     chosen = {judge.clips[place].name: judge.clips[place].frames for place in places}
     crops: dict[str, list[Tensor]] = {}
     windows: dict[str, tuple[int, slice, slice]] = {}
     for name, frames in chosen.items():
         assert frames is not None
         middle = len(frames) // 2
-        top, left = detailed_square(frames[middle], side)
-        windows[name] = (middle, slice(top, top + side), slice(left, left + side))
+        top, left = detailed_square(frames[middle], CROP)
+        windows[name] = (middle, slice(top, top + CROP), slice(left, left + CROP))
         crops[name] = [frames[middle][:, windows[name][1], windows[name][2]]]
     for file in models.values():
         codec = load_model(file, device=device, dtype=torch.float32)
@@ -152,8 +154,6 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help="a trained network to go on from")
     parser.add_argument("--steps", type=int, default=1000, help="of each training")
     parser.add_argument("--at_once", type=int, default=1, help="trainings that share the GPU")
-    parser.add_argument("--rows", type=int, default=8, help="clips of the contact sheet")
-    parser.add_argument("--side", type=int, default=64, help="pixels of a crop")
     parser.add_argument("--set", default="", help="key=value,... for every run")
     arguments = parser.parse_args()
     if arguments.weights is not None and not arguments.weights.is_file():
@@ -162,18 +162,20 @@ def main() -> None:
         parser.error(f"{nameless[0]!r} has no name; write NAME:key=value,... ('without:' changes nothing).")
     arguments.work.mkdir(parents=True, exist_ok=True)
     settings = arguments.settings or default_settings(arguments.steps)
+    if not arguments.settings:
+        find_lpips_weights(None)  # two of the six need them; else it is told when the others are done
+    judge = Judge(arguments.clips, with_lpips=True)
     with ThreadPoolExecutor(arguments.at_once) as pool:
         kept = {"steps": arguments.steps, "at_once": arguments.at_once, "settings": as_words(arguments.set)}
         runs = Runs(arguments.clips, arguments.work, pool, **kept)
         models = train_all(settings, runs, arguments.weights)
-    judge = Judge(arguments.clips, with_lpips=True)
     results = {name: judge.score(file, name) for name, file in models.items()}
     first = settings[0].partition(":")[0]
     text = f"{arguments.steps} steps each.\n\n" + tables(results, first)
     (arguments.work / "table.md").write_text(text)
     figures = {name: result.summary.means() for name, result in results.items()}
     (arguments.work / "results.json").write_text(json.dumps({"settings": settings, "figures": figures}, indent=1))
-    crops = crop_rows(models, judge, rows=arguments.rows, side=arguments.side)
+    crops = crop_rows(models, judge)
     contact_sheet(crops, ["source", *models]).save(arguments.work / "crops.png", optimize=True)
     print(f"\n{text}\n{arguments.work / 'crops.png'}")
 

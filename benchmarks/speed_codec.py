@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import statistics
 import sys
@@ -16,35 +15,34 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tinyvae import TAEHV, VARIANTS, StreamingDecoder
+from tinyvae import TAEHV, StreamingDecoder
 from tinyvae.convert.bench import (
     BenchmarkCase,
     Timing,
     peak_bytes,
-    relative_error,
     run_benchmark,
     stream_through,
     time_alternating_ms,
 )
-from tinyvae.engines.fused import Engine, FusedTAEHV
-from tinyvae.errors import UserError
 from tinyvae.evaluation.cost import without_cudnn_trials
-from tinyvae.models.codec import VideoCodec
+from tinyvae.files import make_output_folder
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def spread_weights(model: TAEHV) -> None:
-    """Fresh weights fade out over the depth; scale them so that every layer matters to the output."""
-    generator = torch.Generator().manual_seed(0)
+def spread_model(variant: str, **options: Any) -> TAEHV:
+    """A network with random weights of which every layer matters to the output; fresh ones fade out over the depth."""
+    model, generator = TAEHV(variant, **options), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             values = torch.randn(parameter.shape, generator=generator)
             scale = 0.05 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
             parameter.copy_(values * scale)
+    return model.eval()
 
 
 def streaming_calls(model: TAEHV, latents: torch.Tensor, frames: torch.Tensor) -> list[dict[str, Callable[[], object]]]:
@@ -100,49 +98,6 @@ def latency_ms(model: TAEHV, latents: torch.Tensor) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def check_variants(
-    dtype: torch.dtype, device: torch.device, engine: Engine | None = None
-) -> dict[str, dict[str, float]]:
-    """Every variant and preview at an odd size: error of plain and fused against float32, whole and by chunks.
-
-    ``engine``: the one to check; None: the one that users get.
-    """
-    torch.backends.cudnn.allow_tf32 = False
-    found: dict[str, dict[str, float]] = {}
-    cases = [(variant, None) for variant in VARIANTS] + [("taehv", kind) for kind in ("time", "space", "both")]
-    for variant, preview in cases:
-        exact = TAEHV(variant, preview=preview)
-        spread_weights(exact)
-        exact = exact.to(device).eval()
-        plain = copy.deepcopy(exact).to(dtype)
-        try:
-            fused = FusedTAEHV(plain, engine=engine)
-        except UserError as error:
-            print(f"  {variant}: {error}")
-            continue
-        factor = exact.spec.space_factor
-        frames = torch.rand(2, 2 * exact.spec.time_factor + 1, 3, 3 * factor, 5 * factor, device=device)
-        exact_in = exact.encode_video(frames)
-        latents = exact_in.to(dtype)
-        exact_out = exact.decode_video(latents.float())
-        short = frames.to(dtype)
-        found[f"{variant} {preview or ''}"] = row = {
-            "plain encode": relative_error(plain.encode_video(short), exact_in),
-            "fused encode": relative_error(fused.encode_video(short), exact_in),
-            "fused encode stream": relative_error(fused.encode_video(short, parallel=False), exact_in),
-            "plain decode": relative_error(plain.decode_video(latents), exact_out),
-            "fused decode": relative_error(fused.decode_video(latents), exact_out),
-            "fused decode stream": relative_error(torch.cat(stream_parts(fused, latents), 1), exact_out),
-        }
-        print(f"  {variant} {preview or ''}: " + ", ".join(f"{k} {v:.2e}" for k, v in row.items()), flush=True)
-    return found
-
-
-def stream_parts(codec: VideoCodec, latents: torch.Tensor) -> list[torch.Tensor]:
-    stream = StreamingDecoder(codec, num_latents=latents.shape[1])
-    return [stream.push(part) for part in latents.split(1, dim=1)]
-
-
 def comparison_row(plain: Timing, fast: Timing) -> dict[str, float]:
     return {
         "plain_ms": plain.milliseconds,
@@ -181,7 +136,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", default=["480x720x49", "720x1280x61"])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only_whole", action="store_true", help="whole videos and default streams alone")
-    parser.add_argument("--check_variants", action="store_true", help="also compare every variant with float32")
     parser.add_argument("--output", type=Path, help="folder for codec.json")
     return parser.parse_args()
 
@@ -222,17 +176,15 @@ def measure(model: TAEHV, case: BenchmarkCase, *, only_whole: bool) -> dict[str,
 @torch.no_grad()
 def main() -> None:
     arguments = parse()
+    if arguments.output:
+        make_output_folder(arguments.output)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0 if torch.cuda.is_available() else None)
-    model = TAEHV(arguments.variant)
-    spread_weights(model)
-    model = model.to(device, DTYPES[arguments.dtype]).eval()
+    model = spread_model(arguments.variant).to(device, DTYPES[arguments.dtype])
     results: dict[str, object] = {"torch": torch.__version__, "command": sys.argv}
     for size in arguments.sizes:
         height, width, frames = map(int, size.split("x"))
         case = BenchmarkCase(height=height, width=width, num_frames=frames, repeats=arguments.repeats)
         results[size] = measure(model, case, only_whole=arguments.only_whole)
-    if arguments.check_variants:
-        results["variants"] = check_variants(model.dtype, device)
     if arguments.output:
         (arguments.output / "codec.json").write_text(json.dumps(results, indent=1))
 

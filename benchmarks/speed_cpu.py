@@ -16,7 +16,7 @@ import statistics
 import time
 
 import torch
-from speed_codec import spread_weights
+from speed_codec import spread_model
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,12 +29,7 @@ from tinyvae.models.codec import VideoCodec
 
 def open_codecs(name: str) -> tuple[TAEHV, dict[str, VideoCodec]]:
     """(the float32 network, every codec that runs on this CPU)."""
-    if name in VARIANTS:
-        model = TAEHV(name)
-        spread_weights(model)
-    else:
-        model = load_model(name, dtype=torch.float32)
-    model.eval()
+    model = spread_model(name) if name in VARIANTS else load_model(name, dtype=torch.float32)
     short = copy.deepcopy(model).bfloat16()
     codecs: dict[str, VideoCodec] = {"plain float32": model, "plain bfloat16": short}
     for network in (model, short):

@@ -28,14 +28,15 @@ from typing import cast, get_args
 from unittest import mock
 
 import torch
-from speed_codec import DTYPES, check_variants, spread_weights, stream_parts
+from speed_codec import DTYPES, spread_model
 from torch import Tensor
 
-from tinyvae import TAEHV
+from tinyvae import TAEHV, StreamingDecoder
 from tinyvae.convert.bench import peak_bytes, relative_error, stream_through, time_alternating_ms
 from tinyvae.engines import hopper
 from tinyvae.engines.fused import Engine, FusedTAEHV
 from tinyvae.errors import UserError
+from tinyvae.files import make_output_folder
 from tinyvae.models.codec import VideoCodec
 from tinyvae.models.variants import Activation
 
@@ -136,16 +137,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no_trials", action="store_true", help="leave cuDNN's benchmark mode off")
     parser.add_argument("--tf32", action="store_true", help="float32 with TF32 convolutions, as torch does by default")
-    parser.add_argument("--check_variants", action="store_true", help="also compare every variant with float32")
     parser.add_argument("--output", type=Path, help="folder for engines.json")
     arguments = parser.parse_args()
+    if arguments.output:
+        make_output_folder(arguments.output)
     torch.backends.cudnn.benchmark = not arguments.no_trials
     torch.backends.cudnn.allow_tf32 = False  # for what the errors are measured against
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    model = TAEHV(arguments.variant, width=arguments.width, activation=arguments.activation)
-    spread_weights(model)
-    exact = copy.deepcopy(model).to(device, torch.float64 if arguments.dtype == "fp32" else torch.float32).eval()
-    model = model.to(device, DTYPES[arguments.dtype]).eval()
+    model = spread_model(arguments.variant, width=arguments.width, activation=arguments.activation)
+    exact = copy.deepcopy(model).to(device, torch.float64 if arguments.dtype == "fp32" else torch.float32)
+    model = model.to(device, DTYPES[arguments.dtype])
     codecs = engines_of(model, arguments.engines)
     results: dict[str, object] = {}
     for size in arguments.sizes:
@@ -158,16 +159,12 @@ def main() -> None:
             "encode": measure(codecs, exact, "encode", frames, repeats=arguments.repeats, tf32=arguments.tf32),
         }
         for name, codec in codecs.items():
-            streamed = torch.cat(stream_parts(codec, latents), 1)
+            stream = StreamingDecoder(codec, num_latents=latents.shape[1])
+            streamed = torch.cat([stream.push(part) for part in latents.split(1, dim=1)], 1)
             rows["decode"][name]["stream difference"] = apart = relative_error(streamed, codec.decode_video(latents))
             print(f"  decode {name}: by single latents differs from the whole by {apart:.2e}", flush=True)
             assert apart < 1e-2, f"{name}: a stream differs from the whole call"
         results[size] = rows
-    if arguments.check_variants:
-        for engine in get_args(Engine):
-            if engine in codecs:
-                print(engine)
-                results[f"variants, {engine}"] = check_variants(model.dtype, device, engine)
     if arguments.output:
         (arguments.output / "engines.json").write_text(json.dumps(results, indent=1))
 

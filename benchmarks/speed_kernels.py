@@ -36,6 +36,7 @@ from tinyvae.engines import (
     hopper,
     hopper_kernels,
 )
+from tinyvae.files import make_output_folder
 from tinyvae.models.variants import LEAKY_SLOPE
 
 Row = dict[str, object]
@@ -492,6 +493,8 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help="folder for kernels.json")
     arguments = parser.parse_args()
+    if arguments.output:
+        make_output_folder(arguments.output)
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = False  # the float32 references must be float32
     rows = [row for name in arguments.only for row in KERNELS[name]()]

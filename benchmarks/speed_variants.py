@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from speed_codec import spread_weights
+from speed_codec import spread_model
 
 from tinyvae import TAEHV, VARIANTS, list_variants
 from tinyvae.cli.options import dtype as dtype_of
@@ -30,6 +30,7 @@ from tinyvae.convert.bench import (
     run_benchmark,
 )
 from tinyvae.evaluation.cost import choose_devices, describe_device
+from tinyvae.files import check_output_file
 
 
 def one_of_each_network(names: list[str]) -> dict[str, list[str]]:
@@ -86,12 +87,12 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--output", type=Path, help="Markdown file to write; it grows size by size")
     arguments = parser.parse_args()
+    if arguments.output:
+        check_output_file(arguments.output, option="--output")
     device = choose_devices(arguments.device)[0]
     models, networks = {}, one_of_each_network(arguments.variants)
     for name in networks:
-        model = TAEHV(name)
-        spread_weights(model)
-        models[name] = model.to(device, arguments.dtype).eval()
+        models[name] = spread_model(name).to(device, arguments.dtype)
     ceilings = measure_ceilings(device, arguments.dtype)
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     lines = [

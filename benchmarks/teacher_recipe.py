@@ -1,11 +1,11 @@
 """The recipe of ``h100`` on one GPU: whole runs in frames per second, and a step's time by parts.
 
-    python benchmarks/teacher_recipe.py [runs] [parts] [--old SRC] [--steps 40] [--work FOLDER]
+    python benchmarks/teacher_recipe.py [runs] [parts] [--steps 40] [--work FOLDER]
 
 It makes films of 480x720, a CogVideoX teacher of real size with random weights, a student, and (`tinyvae latents`) a
 latent store. ``runs``: `tinyvae train h100` on 2 clips of 16 x 480x720 a step with Seraena from the first step, live
-teacher and store in turn; ``--old``: the ``src`` folder of another commit, run first, for the comparison. ``parts``:
-teacher, student, LPIPS, Seraena, optimizer and data one by one, medians. Needs diffusers and LPIPS weights.
+teacher and store in turn. ``parts``: teacher, student, LPIPS, Seraena, optimizer and data one by one, medians. Needs
+diffusers and LPIPS weights.
 """
 
 from __future__ import annotations
@@ -79,12 +79,10 @@ def settings(work: Path, **changes: object) -> dict[str, object]:
     }
 
 
-def start(verb: str, work: Path, *options: str, src: Path | None = None, **changes: object) -> float:
+def start(verb: str, work: Path, *options: str, **changes: object) -> float:
     """Run `tinyvae VERB h100`; the seconds that it took."""
     words = [str(word) for key, value in settings(work, **changes).items() for word in (f"--{key}", value)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    if src is not None:
-        environment["PYTHONPATH"] = os.pathsep.join([str(src), os.environ.get("PYTHONPATH", "")])
     began = time.perf_counter()
     command = [sys.executable, "-m", "tinyvae", verb, "h100", *words, *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -93,7 +91,7 @@ def start(verb: str, work: Path, *options: str, src: Path | None = None, **chang
     return time.perf_counter() - began
 
 
-def time_run(name: str, work: Path, steps: int, *, src: Path | None = None, **changes: object) -> None:
+def time_run(name: str, work: Path, steps: int, **changes: object) -> None:
     """Frames per second of the log lines, without the first half, and the memory of a run."""
     folder = Path(tempfile.mkdtemp(dir=work)) / "run"
     quick = {
@@ -104,9 +102,7 @@ def time_run(name: str, work: Path, steps: int, *, src: Path | None = None, **ch
         "report": "false",
         "early_stopping_patience": 0,
     }
-    seconds = start(
-        "train", work, src=src, output_dir=folder, checkpointing_steps=0, report_to="none", **quick, **changes
-    )
+    seconds = start("train", work, output_dir=folder, checkpointing_steps=0, report_to="none", **quick, **changes)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     speeds = [line["train/frames_per_second"] for line in lines if "train/frames_per_second" in line]
     late = speeds[len(speeds) // 2 :]
@@ -140,7 +136,7 @@ def time_parts(work: Path) -> None:
     assert isinstance(config, TrainConfig)
     config = replace(config, ref_vae_path=str(config.ref_vae_path), use_ref_vae=True, output_dir=work / "parts")
     engine = Engine(config)
-    data = open_data(config, engine, work, index_folder=work)
+    data = open_data(config, engine, work, index_folder=work, keeps_verdicts=False)
     batches = iter(data.training_loader(engine, start_sample=0, start_step=0))
     batch = next(batches)
     began = time.perf_counter()
@@ -196,7 +192,6 @@ def time_parts(work: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["runs", "parts"], help="runs, parts")
-    parser.add_argument("--old", type=Path, help="src folder of another commit")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "tinyvae-teacher-recipe")
     arguments = parser.parse_args()
@@ -206,8 +201,6 @@ def main() -> None:
     prepare(work)
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {os.cpu_count()} cores", flush=True)
     if "runs" in arguments.what:
-        if arguments.old:
-            time_run("another commit, h100 as shipped", work, arguments.steps, src=arguments.old)
         time_run("h100 as shipped, live teacher", work, arguments.steps)
         seconds = start("latents", work, "--clips", "48", "--output", str(work / "latents"))
         print(f"{'tinyvae latents, 48 clips':44s} {seconds:7.1f} s", flush=True)

@@ -1,6 +1,6 @@
-"""Benchmarks that keep results in the repository do so only when told to; those that train teachers and students run
-from end to end, and train the function that the teacher has in use. The simulation of 8 bits is the network itself
-where nothing is rounded."""
+"""Benchmarks call src/ as it is now, write where they are told to, and keep results in the repository only when asked
+to. Those that train teachers and students run from end to end, and train the function that the teacher has in use. The
+simulation of 8 bits is the network itself where nothing is rounded."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import mypy.api
 import pytest
 import torch
 from PIL import Image
@@ -26,6 +27,7 @@ from tinyvae import TAEHV, load_model, save_model
 from tinyvae.cli.main import run
 from tinyvae.convert.bench import BenchmarkCase, Ceilings, floor_ms
 from tinyvae.data.sample_clips import write_sample_clips
+from tinyvae.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_RUN = ("--height", "32", "--width", "32", "--train_batch_size", "1", "--mixed_precision", "no")
@@ -42,6 +44,49 @@ def test_what_scripts_import_is_there(script: str, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("diffusers")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     assert importlib.import_module(script).__doc__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["benchmarks", "tests/gpu"])
+def test_scripts_call_what_src_has_now(folder: str) -> None:
+    """Also where only a GPU comes: mypy finds arguments and names that have changed."""
+    said, *_ = mypy.api.run([str(file) for file in sorted((ROOT / folder).glob("*.py"))])
+    codes = ("[call-arg]", "[attr-defined]", "[name-defined]")
+    assert [line for line in said.splitlines() if line.endswith(codes)] == [] and "checked " in said
+
+
+@pytest.mark.slow
+def test_speeds_are_written_into_new_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import speed_codec  # type: ignore[import-not-found]
+    import speed_variants  # type: ignore[import-not-found]
+
+    page, folder = tmp_path / "new" / "page.md", tmp_path / "other" / "new"
+    shared = ("--repeats", "3", "--output")
+    words = ["--sizes", "32x32", "--frames", "9", "--variants", "taehv", "taecvx", "taew2_2", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["speed_variants.py", *words, "--dtype", "float32", *shared, str(page)])
+    speed_variants.main()
+    rows = [line.split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")]
+    assert [row[1] for row in rows] == ["variant", *("taehv", "taew2_2") * 2], "taecvx is taehv's network"
+    monkeypatch.setattr("sys.argv", ["speed_codec.py", "--sizes", "32x32x9", "--dtype", "fp32", *shared, str(folder)])
+    speed_codec.main()
+    found = json.loads((folder / "codec.json").read_text())["32x32x9"]
+    assert {"decode", "encode", "decode whole", "encode by 3 latents, which wait for 8"} <= found.keys()
+    assert "decode whole" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", ["seraena_effect", "prune_students"])
+def test_clips_that_are_not_there_are_told_before_the_training(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    words = ["--clips", str(tmp_path / "missing"), "--work", str(tmp_path / "work")]
+    monkeypatch.setattr("sys.argv", [f"{script}.py", *(["without:"] if script == "seraena_effect" else []), *words])
+    monkeypatch.setattr("student_runs.tinyvae", lambda *_, **__: pytest.fail("a training was begun"), raising=False)
+    with pytest.raises(UserError, match="missing"):
+        importlib.import_module(script).main()
 
 
 @pytest.fixture
@@ -105,10 +150,9 @@ def test_float8_says_what_8_bits_cost(
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import float8  # type: ignore[import-not-found]
-    from speed_codec import spread_weights  # type: ignore[import-not-found]
+    from speed_codec import spread_model  # type: ignore[import-not-found]
 
-    model, video = TAEHV("taehv", width=0.125), torch.rand(1, 9, 3, 16, 24)
-    spread_weights(model)
+    model, video = spread_model("taehv", width=0.125), torch.rand(1, 9, 3, 16, 24)
     codec = float8.RoundedTAEHV(model, float8.Arithmetic())
     latents = model.encode_video(video)
     torch.testing.assert_close(codec.encode_video(video), latents, atol=1e-5, rtol=1e-4)
@@ -191,7 +235,7 @@ def test_the_clock_of_a_teacher_counts_its_steps_alone(monkeypatch: pytest.Monke
     words = ["make_teacher.py", "wan", "--clips", "none", "--output", "none", "--seconds", "3", "--batch_size", "1"]
     monkeypatch.setattr("sys.argv", [*words, "--size", "16", "--frames", "9"])
     videos = [torch.randint(0, 256, (9, 3, 16, 16), dtype=torch.uint8)]
-    vae = make_teacher.make_vae("wan", NARROW["wan"], seed=0, quiet=0.03)
+    vae = make_teacher.make_vae("wan", NARROW["wan"], seed=0)
     with make_teacher.whole_clips():
         figures = make_teacher.train(vae, videos, "wan", make_teacher.read_arguments())
     assert (figures["steps"], figures["seconds"]) == (3, 4.0), "a look at the clock takes a second"
@@ -251,7 +295,7 @@ def test_a_teacher_is_made_and_students_learn_from_it(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("diffusers")
-    clips, teacher, rows = tmp_path / "clips", tmp_path / "teacher", tmp_path / "rows.json"
+    clips, teacher, rows = tmp_path / "clips", tmp_path / "teacher", tmp_path / "new" / "rows.json"
     write_sample_clips(clips, count=5, height=32, width=48, frames=20)
     said = run_benchmark(
         *("make_teacher.py", family, "--clips", clips, "--output", teacher, "--device", "cpu", "--steps", 3),
@@ -358,12 +402,13 @@ def test_what_seraena_does_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ideas_for_scratch_are_tried(tmp_path: Path) -> None:
-    clips, rows = tmp_path / "clips", tmp_path / "rows.json"
+    clips, rows, saved = tmp_path / "clips", tmp_path / "new" / "rows.json", tmp_path / "saved"
+    save_model(TAEHV("taehv", width=0.25), saved / "0.safetensors")  # of an earlier call
     write_sample_clips(clips, count=5, height=48, width=64, frames=20)
     candidates = ["", "detail=2,crop_candidates=2,turns=1", "shapes=0.5:4x4x16+0.5:1x8x32,per_tap=1", "init=he"]
     candidates += ["fixed_rows=1,reconstruction_loss_type=l1", "model_width=0.25"]
     said = run_benchmark(
-        *("scratch_search.py", *candidates, "--clips", clips, "--steps", 4, "--output", rows, "--save", tmp_path),
+        *("scratch_search.py", *candidates, "--clips", clips, "--steps", 4, "--output", rows, "--save", saved),
         *("--set", "height=16,width=16,n_frames=4,train_batch_size=4"),
         TINYVAE_TURN_FILE=str(tmp_path / "turn"),
     )
@@ -372,7 +417,10 @@ def test_ideas_for_scratch_are_tried(tmp_path: Path) -> None:
     assert said.count("has its turn on the GPU") == len({row["psnr"] for row in found}) == 6, said
     assert all(row["psnr"] > 5 for row in found), said
     assert found[0]["psnr"] > found[3]["psnr"] + 3, "the colors pass from the first step on"
-    assert load_model(tmp_path / "5.safetensors", variant="taehv").spec.width == 0.25
+    assert load_model(saved / "5.safetensors", variant="taehv").spec.width == 0.25
+    assert load_model(saved / "0.safetensors", variant="taehv").spec.width == 1.0
+    said = run_benchmark("scratch_search.py", "--clips", clips, "--score", saved / "5.safetensors")
+    assert "on training clips" in said and "same frames as latent 2, 3, ...:" in said, "also of clips of five latents"
 
 
 def command_of(*words: Any, **variables: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The cuDNN engine with cuDNN's two calls replaced by plain torch: every variant, whole, in pieces, in small slices.
 
-cuDNN itself is compared with the plain network by benchmarks/speed_engines.py on a GPU.
+tests/gpu/test_gpu_engines.py compares cuDNN itself with float64.
 """
 
 from __future__ import annotations

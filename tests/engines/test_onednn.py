@@ -124,17 +124,6 @@ def test_one_latent_pixel_and_thin_frames(size: tuple[int, int]) -> None:
 
 
 @torch.no_grad()
-def test_one_state_may_be_continued_twice() -> None:
-    fused = small("taehv").fused()
-    latents = torch.randn(2, 3, 16, 2, 3)
-    _, state = fused.decode_chunk(latents[:, :1], None)
-    assert isinstance(state, list)
-    other = list(state)
-    first, second = (fused.decode_chunk(latents[:, 1:], one)[0] for one in (state, other))
-    assert torch.equal(first, second)
-
-
-@torch.no_grad()
 def test_threads_and_copies_share_nothing() -> None:
     fused = small("taew2_2").fused()
     latents = [torch.randn(1, 2, 48, 3, 4) for _ in range(4)]
