@@ -141,6 +141,11 @@ def test_an_existing_file_stays(tmp_path: Path) -> None:
     assert load_model(tmp_path / "taew2_2.safetensors").spec.name == "taew2_2"
 
 
+def test_a_fused_codec_is_not_exported(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="export the model that it was made of"):
+        export(released("taew2_2").fused(), to="upstream", output=tmp_path / "taew2_2.pth")  # type: ignore[arg-type]
+
+
 def test_values_that_the_dtype_cannot_hold() -> None:
     model = golden_model("taehv")
     with torch.no_grad():

@@ -26,6 +26,7 @@ from torch import Tensor
 from tinyvae.convert import programs, readers
 from tinyvae.convert.pixel_range import to_signed_pixels, to_unit_pixels
 from tinyvae.convert.programs import Program, Slot
+from tinyvae.engines.fused import FusedTAEHV
 from tinyvae.errors import UserError
 from tinyvae.files import check_output_file, make_output_folder, refuse_existing, writing_to
 from tinyvae.models.taehv import TAEHV
@@ -110,6 +111,8 @@ def export(
     Example: ``export(model, to="sdcpp", output="taew2_2.safetensors").files``.
     """
     program = programs.get_program(to)
+    if isinstance(model, FusedTAEHV):  # its weights are folded
+        raise UserError("a fused codec cannot be exported; export the model that it was made of.")
     if not isinstance(model, TAEHV):
         model = load_model(model, variant=variant)
     chosen = programs.choose_slot(program, model.spec, name=slot)
