@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -146,10 +147,12 @@ def test_an_encoder_starts_in_front_of_the_graph_where_that_is_smaller(monkeypat
 def test_a_thread_records_only_what_it_has_run(stack: Stack) -> None:
     runner, latents = Replay(stack), random_latents(1)
     runner.run(latents, None)
-    thread = threading.Thread(target=runner.run, args=(latents, None))
-    thread.start()
-    thread.join()
-    assert recorded(runner) == [False]
+    for _ in range(5):
+        thread = threading.Thread(target=runner.run, args=(latents, None))
+        thread.start()
+        thread.join()
+        assert recorded(runner) == [False]
+        time.sleep(0.02)  # so that the system most often gives the next one its number again
     runner.run(latents, None)
     assert recorded(runner) == [False], "the other thread was the last to run it"
     runner.run(latents, None)

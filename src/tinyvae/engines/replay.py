@@ -14,6 +14,7 @@ records no more (`stop_recording`).
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import OrderedDict
@@ -30,8 +31,21 @@ MOST_BYTES = 512 * 2**20
 MOST_BYTES_OF_ONE = MOST_BYTES // 3
 """A stream has three recordings (its first chunk, those between, its rest), which must not push each other out. A
 larger chunk is launched each time: it keeps the GPU busy for milliseconds, so launches cost it little."""
-TOO_LARGE = 0  # in place of a thread
+TOO_LARGE = 0  # in place of a thread's number
 MOST_SHAPES = 64
+
+
+class _Thread(threading.local):
+    """The number of the thread that asks. The system gives the number of a thread that has ended to a new one, which
+    has not run the chunk: a server that starts a thread for each request would record there."""
+
+    numbers: ClassVar[itertools.count[int]] = itertools.count(TOO_LARGE + 1)
+
+    def __init__(self) -> None:  # runs once in each thread
+        self.number = next(self.numbers)
+
+
+_thread = _Thread()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +97,7 @@ class Replay:
         filled = None if state is None else tuple(part is not None for part in state)
         key = (with_head, filled, *((part.shape, part.dtype) for part in parts))
         with self._lock, torch.cuda.device(chunk_NTCHW.device):
-            thread = threading.get_ident()
+            thread = _thread.number
             recording = self._recordings.get(key)
             if recording == thread and Replay.records:
                 try:
