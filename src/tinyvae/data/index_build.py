@@ -37,7 +37,7 @@ from tinyvae.data.index import SPLITS, IndexJournal, IndexRow, VideoIndex, hash_
 from tinyvae.data.ray_cluster import ray_cluster
 from tinyvae.errors import UnreadableVideoError, UserError, why_unreadable
 from tinyvae.storage import Place, Url, absolute_text, local_file, place_of, version_of
-from tinyvae.terminal import progress_bar
+from tinyvae.terminal import count_of, progress_bar
 from tinyvae.video.decode import VideoInfo, probe_video
 
 log = logging.getLogger(__name__)
@@ -64,10 +64,11 @@ class BuildReport:
     seconds: float
 
     def sentence(self) -> str:
+        files, num_bad = count_of(len(self.index), "file"), self.index.num_bad
+        repeats = f", {self.num_duplicates} listed again" if self.num_duplicates else ""
         return (
-            f"{len(self.index)} files in {self.index.file}: {len(self.index) - self.index.num_bad} good, "
-            f"{self.index.num_bad} bad; {self.num_probed} probed, {self.num_reused} known from before, "
-            f"{self.num_duplicates} listed more than once; {self.seconds:.1f} s"
+            f"{files} in {self.index.file}: {len(self.index) - num_bad} good, {num_bad} bad; {self.num_probed} probed, "
+            f"{self.num_reused} known from before{repeats}; {self.seconds:.1f} s"
         )
 
 
