@@ -328,7 +328,7 @@ def _sampled_data(config: TrainConfig, source: Place) -> Check:
     entries = list(islice(iterate_entries(source, config.data_root), LISTED_FILES))
     chosen = sorted(entries, key=lambda entry: hash_of_path(entry.path))[:SAMPLED_FILES]
     whole = len(chosen) == len(entries)
-    count = f"{len(entries)} files" if len(entries) < LISTED_FILES else f"{LISTED_FILES} files or more"
+    count = count_of(len(entries), "file") if len(entries) < LISTED_FILES else f"{LISTED_FILES} files or more"
     note = f"{count} in {source}" + ("" if whole else f", {len(chosen)} of them looked at")
     with tempfile.TemporaryDirectory() as folder:
         listing, output = Path(folder, "sample.jsonl"), Path(folder, "sample.tvi")
