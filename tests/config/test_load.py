@@ -372,6 +372,11 @@ def test_a_wrong_override_is_named(words: list[str], expected: str) -> None:
     assert expected in refusal("quickstart", words)
 
 
+def test_a_mistyped_switch_does_not_take_the_preset_for_its_value() -> None:
+    with pytest.raises(UserError, match="no setting 'compile_modell'.*Did you mean 'compile_model'"):
+        cli.run(["train", "--compile_modell", "quickstart"])
+
+
 def test_a_key_that_went_is_known_in_files_and_runs_of_before(tmp_path: Path) -> None:
     says = "persistent_workers is not a setting any more: training is one endless pass over the data"
     (tmp_path / "config.json").write_text(json.dumps(json.loads(to_json(TrainConfig())) | {"persistent_workers": True}))

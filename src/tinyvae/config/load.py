@@ -220,6 +220,8 @@ def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         while not equals and rest and len(values) < most and not rest[0].startswith("--"):
             if bool in kinds and rest[0].lower() not in SWITCH_WORDS:
                 break
+            if not kinds and key not in old_files.OLD_NAMES and rest[0] in preset_names():
+                break  # a mistyped switch in front of the preset
             values.append(rest.pop(0))
         if not values and bool not in kinds and (kinds or key in old_files.OLD_NAMES):
             raise UserError(f"--{key} needs a value.")
