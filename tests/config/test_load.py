@@ -373,7 +373,7 @@ def test_a_wrong_override_is_named(words: list[str], expected: str) -> None:
 
 
 def test_a_mistyped_switch_does_not_take_the_preset_for_its_value() -> None:
-    with pytest.raises(UserError, match="no setting 'compile_modell'.*Did you mean 'compile_model'"):
+    with pytest.raises(UserError, match=r"no setting 'compile_modell'.*Did you mean 'compile_model'"):
         cli.run(["train", "--compile_modell", "quickstart"])
 
 
