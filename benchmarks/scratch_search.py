@@ -292,7 +292,7 @@ def read_candidate(words: str, ideas: Collection[str]) -> tuple[dict[str, Any], 
     return settings, tried
 
 
-def main() -> None:
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ideas = "; ".join(f"{name}: {meaning}" for name, meaning in IDEAS.items())
     parser.add_argument(
@@ -316,7 +316,11 @@ def main() -> None:
         make_output_folder(arguments.save, option="--save")
     if arguments.output:
         check_output_file(arguments.output, option="--output")
-    began = time.perf_counter()
+    return arguments
+
+
+def main() -> None:
+    arguments, began = read_arguments(), time.perf_counter()
     # Beyond its limit torch runs a new graph uncompiled. Each spec and clip shape has one here.
     torch._dynamo.config.cache_size_limit = 64
     candidates = [read_candidate(f"{arguments.set},{words}", IDEAS) for words in arguments.candidates]

@@ -47,6 +47,12 @@ def why_unreadable(fault: UnreadableVideoError | OSError) -> str:
     return fault.reason if isinstance(fault, UnreadableVideoError) else f"cannot be read: {fault.strerror or fault}"
 
 
+def first_line(failure: Exception) -> str:
+    """What an error says first; its class where it says nothing."""
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    return lines[0] if lines else type(failure).__name__
+
+
 def nearest_name(wrong: str, known: Iterable[str]) -> str:
     """``" Did you mean 'x'?"`` for the known name closest to ``wrong``, or an empty string."""
     close = difflib.get_close_matches(wrong, list(known), n=1, cutoff=NEAR)

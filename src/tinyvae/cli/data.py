@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="index|check|sample")
 
     def add_action(name: str, does: str) -> argparse.ArgumentParser:
-        return actions.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.")
+        action = actions.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.")
+        action.set_defaults(parser=action)
+        return action
 
     index = add_action("index", "probe the videos of a data set and write an index")
     index.add_argument("source", type=place, help="a folder tree, a .jsonl file, or an annotation .json; or its URL")

@@ -89,8 +89,7 @@ def run(argv: Sequence[str]) -> int:
     parse = parser.parse_known_intermixed_args if has_plain_words else parser.parse_known_args
     arguments, words = parse(argv[1:])
     if words and verb not in TAKE_SETTINGS:
-        choices = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-        taker = choices[0][arguments.action] if choices else parser  # `data` has a parser for each action
+        taker = getattr(arguments, "parser", parser)  # `data` has a parser for each action
         near = nearest_name(words[0], [word for action in taker._actions for word in action.option_strings])
         raise UserError(f"unknown words: {' '.join(words)}.{near} `{taker.prog} --help` says what it takes.")
     arguments.words = words

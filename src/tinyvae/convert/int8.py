@@ -74,12 +74,14 @@ def read_videos(data: Place, spec: VariantSpec) -> Videos:
     """
     num_frames = next(spec.padded_frames(n) for n in count(1) if spec.latents(n) >= PART_LATENTS)
     clips = find_clips(data, max_clips=MAX_PARTS)
+    wholes: list[ClipPart] = []
     groups: list[list[Tensor]] = []
     unreadable: list[UnreadableVideoError] = []
     for clip in clips:
         try:
             whole = measure_clip(clip, max_frames=None, size=PART_SIZE)
             groups.append([read_part(part) for part in cut(whole, num_frames, MAX_PARTS // len(clips))])
+            wholes.append(whole)
         except UnreadableVideoError as bad:
             unreadable.append(bad)
     if not groups:
@@ -90,8 +92,8 @@ def read_videos(data: Place, spec: VariantSpec) -> Videos:
         groups = [[part] for part in groups[0]]
     if len(groups) == 1:
         raise UserError(
-            f"{data} has {count_of(whole.num_frames, 'frame')}, and int8 needs {2 * num_frames} or more, to calibrate "
-            "on some and to check with others; name a longer video, or a folder of several, with --data."
+            f"{data} has {count_of(wholes[0].num_frames, 'frame')}, and int8 needs {2 * num_frames} or more, to "
+            "calibrate on some and to check with others; name a longer video, or a folder of several, with --data."
         )
     calibration = [part for number, group in enumerate(groups) if number % 3 != 1 for part in group]
     return Videos(calibration=calibration, check=[part for group in groups[1::3] for part in group])

@@ -8,8 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinyvae.errors import UserError
-from tinyvae.models.hub import LOGIN, TIMEOUT_S, answered, first_line, hub_failures, load_hub, names_repository
+from tinyvae.errors import UserError, first_line
+from tinyvae.models.hub import LOGIN, TIMEOUT_S, answered, hub_failures, load_hub, names_repository
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.weights import find_weights, load_model, read_weights, save_model
 from tinyvae.terminal import count_of

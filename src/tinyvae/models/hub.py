@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
-from tinyvae.errors import MissingFileError, UserError, require_package
+from tinyvae.errors import MissingFileError, UserError, first_line, require_package
 from tinyvae.files import FULL_DISK_ERRORS
 from tinyvae.terminal import count_of
 
@@ -145,8 +145,3 @@ def refuse(repo: str, failure: Exception) -> NoReturn:
         text = f"the hub refuses {repo} with your token ({first_line(failure)}); ask for access on its page, or {LOGIN}"
         raise UserError(f"{text} with another one.") from None
     raise UserError(f"the hub answers with an error for {repo} ({first_line(failure)}); try again later.") from None
-
-
-def first_line(failure: Exception) -> str:
-    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-    return lines[0] if lines else type(failure).__name__

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyvae.errors import MissingFileError, UserError, nearest_name, require_package
+from tinyvae.errors import MissingFileError, UserError, first_line, nearest_name, require_package
 from tinyvae.files import check_readable, sha256_of
-from tinyvae.models.hub import first_line, hub_failures, names_repository
+from tinyvae.models.hub import hub_failures, names_repository
 from tinyvae.models.variants import LatentSpaceName, VariantSpec
 from tinyvae.models.weights import load_model
 from tinyvae.teachers.families import (

@@ -25,9 +25,8 @@ from tqdm import tqdm
 from tinyvae.cache_folder import GIB
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.sizes import ClipSize
-from tinyvae.errors import UserError
+from tinyvae.errors import UserError, first_line
 from tinyvae.files import atomic_write, why_not_written
-from tinyvae.models.hub import first_line
 from tinyvae.terminal import in_utf8
 from tinyvae.training.engine import Engine, StepResult
 from tinyvae.training.optim import learning_rates

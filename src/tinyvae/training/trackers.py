@@ -20,9 +20,8 @@ from typing import Any
 from PIL import Image
 
 from tinyvae.config.schema import FIELDS, TrainConfig, shown_value, to_json
-from tinyvae.errors import UserError, require_package
+from tinyvae.errors import UserError, first_line, require_package
 from tinyvae.files import atomic_write
-from tinyvae.models.hub import first_line
 from tinyvae.terminal import in_utf8
 from tinyvae.training.pictures import Pictures
 
