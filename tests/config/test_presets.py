@@ -179,6 +179,11 @@ def test_presets_that_need_files_say_all_of_them_at_once(tmp_path: Path, monkeyp
         assert words in str(caught.value)
 
 
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"there is no preset 'quikstart'\. Did you mean 'quickstart'\?"):
+        load_preset("quikstart")
+
+
 def choice_of(key: str) -> str:
     """The cell "ours" of the document's table of choices."""
     lines = DOCUMENT.read_text(encoding="utf-8").split("## Where the sources disagree")[1].splitlines()

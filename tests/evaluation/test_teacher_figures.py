@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from markupsafe import escape
 from torch import Tensor
 
 from tests.evaluation.browser import open_browser
@@ -208,10 +210,19 @@ def test_the_verbs_print_and_write_the_figures(
     words += ["--teacher", str(teachers["taecvx"])]
     assert run(["eval", *words, "--films", "1", "--output", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
-    for line in ("tiny beside its teacher big:", "teacher's own round trip", "student's decoder on teacher latents"):
-        assert line in printed
-    assert "encodes " in printed and "x as fast: " in printed and max(map(len, printed.splitlines()[:30])) <= 80
     page = (tmp_path / "out" / "report.html").read_text()
+    (figures,) = json.loads((tmp_path / "out" / "results.json").read_text())["comparison"]["teacher_figures"]
+    assert "tiny beside its teacher big:" in printed
+    for row, words in (
+        ("teacher", "teacher's own round trip"),
+        ("decoder", "student's decoder on teacher latents"),
+        ("encoder", "student's encoder, teacher decodes"),
+        ("student", "student's own round trip"),
+    ):
+        psnr = re.escape(f"{figures[row]['psnr']['mean']:.2f}")
+        assert re.search(rf"  {words} +{psnr} dB", printed), printed
+        assert re.search(rf'{escape(words[1:])}</th><td class="num">{psnr}</td>', page)
+    assert "encodes " in printed and "x as fast: " in printed and max(map(len, printed.splitlines()[:30])) <= 80
     assert 'id="teacher"' in page and "Student&#39;s encoder, teacher decodes" in page
     assert page.count('class="pixels" alt="tiny decoder, a square of it"') == 1
 
