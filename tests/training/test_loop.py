@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.training.faults import OutOfMemory, _around_losses
+from tests.training.faults import _around_losses
 from tests.training.tiny_runs import SERAENA, arguments_for, launch, read_lines, train_here
 from tinyvae.errors import UserError
 from tinyvae.teachers import TeacherError
@@ -48,20 +48,6 @@ def test_a_teacher_that_fails_stops_the_run_and_loses_nothing(
         train_here(arguments_for(clips, tmp_path / "run", validation_steps=0))
     assert (tmp_path / "run/emergency_checkpoint-1").is_dir()
     assert "the run ends: the teacher made latents" in (tmp_path / "run/train.log").read_text()
-
-
-def test_a_step_in_parts_is_the_step_as_a_whole(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of two clips and of one: the loss and the gradient's norm are those of the three together."""
-    monkeypatch.setattr(TrainingTask, "losses", TrainingTask.losses)  # put back after the test
-    settings: dict[str, object] = {"train_batch_size": 3, "max_train_steps": 3, "validation_steps": 0, "log_every": 1}
-    runs = []
-    for name in ("whole", "parts"):
-        runs.append(train_here(arguments_for(clips, tmp_path / name, **settings)).folder)
-        OutOfMemory(rank=0, calls=(1,))(0)  # of the second run
-    assert "micro-batches in 2 parts" in (runs[1] / "train.log").read_text()
-    for whole, parts in zip(*(read_lines(run / "metrics.jsonl") for run in runs), strict=True):
-        for name in ("train/loss", "train/reconstruction_loss", "train/gradient_norm"):
-            assert parts[name] == pytest.approx(whole[name], rel=1e-4), (name, whole["step"])
 
 
 @pytest.mark.slow
