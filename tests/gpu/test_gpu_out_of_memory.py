@@ -40,7 +40,7 @@ def test_in_training_the_step_is_cut(
     small_gpu(1.4)
     assert run_verb(words_for(clips, tmp_path / "run", *size, "--validation_steps", "0")) == 0
     said = capfd.readouterr().err
-    assert "ran out of memory" in said and "the same maths in less memory" in said
+    assert "ran out of memory" in said and "the same math in less memory" in said
     assert (tmp_path / "run" / "final_model.safetensors").is_file()
 
 

@@ -222,7 +222,7 @@ class Trainer:
         self.slices[size] = min(most, 2 * slices)
         of_size = "" if len(self.config.sizes.sizes) == 1 else f" for clips of {size[0]}x{size[2]}x{size[3]}"
         what = f"{self.slices[size]} parts{of_size}"
-        log.warning("going on with micro-batches in %s: the same maths in less memory", what)
+        log.warning("going on with micro-batches in %s: the same math in less memory", what)
 
     def _apply_gradients(self) -> StepResult:
         try:
