@@ -313,7 +313,7 @@ def test_damaged_checkpoints_are_passed_over(finished: Path, clips: Path) -> Non
 
 def test_an_early_stop_stays_one(clips: Path, tmp_path: Path) -> None:
     """A run that was killed after its early stop, before its last files: it ends, instead of training on."""
-    changes = {"validation_steps": 1, "early_stopping_patience": 1, "learning_rate": 1e-9, "ema_decay": 0.0}
+    changes = {"validation_steps": 1, "early_stopping_patience": 1, "learning_rate": 1e-30, "ema_decay": 0.0}
     changes |= {"metric_for_best_model": "psnr", "lr_warmup_steps": 0, "weight_decay": 0.9}
     first = train_here(arguments_for(clips, tmp_path / "run", **changes))
     assert first.progress.step < 6, "the run was meant to stop early"
