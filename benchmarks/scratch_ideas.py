@@ -25,7 +25,6 @@ IDEAS = {
     "fixed_rows": "rows of Muon's weights keep the length that they begin with",
     "detail": "of this many drawn crops, any file and place, the one with the most detail trains; crop_candidates adds "
     "to them more crops of the first one's file",
-    "turns": "crops are also turned upside down, on their side and back in time",
     "shapes": "clips x frames x side by share of the run: 0.8:16x12x128+0.2:4x12x256 ends with large crops",
 }
 

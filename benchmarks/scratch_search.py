@@ -101,9 +101,10 @@ class Crops:
             number, first, top, left = drawn[0]
         video = self.videos[number]
         clip = video[first : first + shape[0], :, top : top + shape[1], left : left + shape[2]]
-        for dims in ((3,), (2,), (0,)) if self.options.get("turns") else ((3,),):
-            clip = clip.flip(dims) if self._chance() else clip
-        return clip.mT if self.options.get("turns") and self._chance() else clip
+        config = self.config
+        for dim, is_on in ((3, config.random_flip), (2, config.random_turn), (0, config.random_reverse)):
+            clip = clip.flip(dim) if is_on and self._chance() else clip
+        return clip.mT if config.random_turn and self._chance() else clip
 
     def _draw(self, usable: list[int], shape: tuple[int, int, int]) -> tuple[int, int, int, int]:
         number = usable[int(torch.randint(len(usable), (1,), generator=self.generator))]
@@ -279,7 +280,7 @@ def read_shapes(words: str | None, config: TrainConfig) -> list[tuple[float, tup
 
 
 def read_candidate(words: str, ideas: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``lr_scheduler=cosine,turns=1`` -> ({"lr_scheduler": "cosine"}, {"turns": 1}): settings, and ideas."""
+    """``lr_scheduler=cosine,detail=2`` -> ({"lr_scheduler": "cosine"}, {"detail": 2}): settings, and ideas."""
     settings: dict[str, Any] = {}
     for key, value in (pair.split("=", 1) for pair in words.split(",") if pair):
         try:

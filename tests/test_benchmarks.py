@@ -405,7 +405,12 @@ def test_ideas_for_scratch_are_tried(tmp_path: Path) -> None:
     clips, rows, saved = tmp_path / "clips", tmp_path / "new" / "rows.json", tmp_path / "saved"
     save_model(TAEHV("taehv", width=0.25), saved / "0.safetensors")  # of an earlier call
     write_sample_clips(clips, count=5, height=48, width=64, frames=20)
-    candidates = ["", "detail=2,crop_candidates=2,turns=1", "shapes=0.5:4x4x16+0.5:1x8x32,per_tap=1", "init=he"]
+    candidates = [
+        "",
+        "detail=2,crop_candidates=2,random_turn=true,random_reverse=true",
+        "shapes=0.5:4x4x16+0.5:1x8x32,per_tap=1",
+        "init=he",
+    ]
     candidates += ["fixed_rows=1,reconstruction_loss_type=l1", "model_width=0.25"]
     said = run_benchmark(
         *("scratch_search.py", *candidates, "--clips", clips, "--steps", 4, "--output", rows, "--save", saved),

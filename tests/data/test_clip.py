@@ -16,8 +16,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from tinyvae.data.clip import (
+    AS_IT_IS,
     ClipSettings,
     CropWindow,
+    Turn,
     below,
     center_window,
     choose_clip,
@@ -109,10 +111,25 @@ def test_all_starts_steps_flips_and_corners_occur() -> None:
     choices = [choose_clip(row(frames=20, width=100, height=66), SETTINGS, position, 5000) for position in range(5000)]
     assert {choice.frame_indices[0] for choice in choices} == set(range(16))
     assert {choice.frame_indices[1] - choice.frame_indices[0] for choice in choices} == {1, 2, 3}
-    assert abs(sum(choice.flip for choice in choices) / 5000 - 0.5) < 0.04
+    assert abs(sum(choice.turn.mirrored for choice in choices) / 5000 - 0.5) < 0.04
+    assert not any(choice.turn._replace(mirrored=False) != AS_IT_IS for choice in choices)
     assert {(c.window.top, c.window.left) for c in choices} >= {(0, 0), (2, 4), (0, 4), (2, 0)}
     blurred = [choice.color_and_blur.blur_sigma for choice in choices if choice.color_and_blur.blur_sigma > 0]
     assert abs(len(blurred) / 5000 - 0.5) < 0.04 and min(blurred) < 0.15 and 1.95 < max(blurred) <= 2.0
+
+
+def test_every_way_to_turn_occurs_as_often_and_changes_nothing_else() -> None:
+    square = replace(SETTINGS, height=64, width=64, random_turn=True, random_reverse=True)
+    choices = [choose_clip(row(), square, position, 8000) for position in range(8000)]
+    counts = Counter(choice.turn for choice in choices)
+    assert len(counts) == 16 and all(abs(count - 500) < 100 for count in counts.values())
+    for position in range(50):
+        as_before = choose_clip(row(), replace(square, random_turn=False, random_reverse=False), position, 8000)
+        turn = Turn(mirrored=as_before.turn.mirrored)
+        assert as_before == replace(choices[position], turn=turn)
+    wide = [choose_clip(row(), replace(square, width=96), position, 8000).turn for position in range(50)]
+    assert not any(turn.on_side for turn in wide) and any(turn.upside_down for turn in wide)
+    assert choose_validation_clip(row(), square).turn == AS_IT_IS
 
 
 def test_substitutes_are_drawn_from_all_files() -> None:
@@ -124,7 +141,7 @@ def test_augmentation_that_is_off_changes_nothing() -> None:
     plain = choose_validation_clip(row(), off)
     for position in range(50):
         choice = choose_clip(row(), off, position, 50)
-        assert (choice.window, choice.flip, choice.color_and_blur) == (plain.window, False, plain.color_and_blur)
+        assert replace(choice, frame_indices=()) == replace(plain, frame_indices=())
 
 
 @pytest.mark.parametrize(

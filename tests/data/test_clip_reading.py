@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.data.small_indexes import index_of
-from tinyvae.data.clip import ClipChoice, ClipSettings, CropWindow
+from tinyvae.data.clip import AS_IT_IS, ClipChoice, ClipSettings, CropWindow, Turn
 from tinyvae.data.clip_reading import (
     BadFile,
     BadFileLog,
@@ -129,10 +129,10 @@ def cut_clip(
     width: int,
     *,
     size: tuple[int, int] = (64, 96),
-    flip: bool = False,
+    turn: Turn = AS_IT_IS,
 ) -> torch.Tensor:
     window = frames_TCHW[..., top : top + height, left : left + width]
-    return finish_clip(window, torch.empty((*window.shape[:2], *size), dtype=torch.uint8), flip)
+    return finish_clip(window, torch.empty((*window.shape[:2], *size), dtype=torch.uint8), turn)
 
 
 def test_a_native_crop_is_exactly_the_pixels_of_its_window() -> None:
@@ -140,7 +140,26 @@ def test_a_native_crop_is_exactly_the_pixels_of_its_window() -> None:
     part = frames[..., 20:84, 30:126]
     clip = cut_clip(frames, 20, 30, 64, 96)
     assert torch.equal(clip, part)
-    assert torch.equal(cut_clip(frames, 20, 30, 64, 96, flip=True), part.flip(-1))
+    assert torch.equal(cut_clip(frames, 20, 30, 64, 96, turn=Turn(mirrored=True)), part.flip(-1))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_turns_apply_to_whole_clips_and_also_in_place(scaled: bool) -> None:
+    frames = torch.randint(0, 256, (4, 3, 48, 48), dtype=torch.uint8)
+    side = 24 if scaled else 48
+    upright = cut_clip(frames, 0, 0, 48, 48, size=(side, side))
+    ways = {
+        Turn(upside_down=True): upright.flip(-2),
+        Turn(on_side=True): upright.mT,
+        Turn(backwards=True): upright.flip(0),
+        Turn(on_side=True, mirrored=True): upright.mT.flip(-1),
+        Turn(True, True, True, True): upright.mT.flip(-1).flip(-2).flip(0),
+    }
+    for turn, expected in ways.items():
+        assert torch.equal(cut_clip(frames, 0, 0, 48, 48, size=(side, side), turn=turn), expected), turn
+        if not scaled and not turn.backwards:
+            own = frames.clone()
+            assert torch.equal(finish_clip(own, own, turn), expected), turn
 
 
 def test_scaling_down_averages_and_keeps_position() -> None:
@@ -162,7 +181,7 @@ def test_scaling_is_antialiased() -> None:
 
 def test_all_frames_of_a_clip_are_cut_alike() -> None:
     frame = torch.randint(0, 256, (1, 3, 150, 200), dtype=torch.uint8)
-    clip = cut_clip(frame.expand(4, -1, -1, -1), 3, 5, 100, 150, flip=True)
+    clip = cut_clip(frame.expand(4, -1, -1, -1), 3, 5, 100, 150, turn=Turn(mirrored=True))
     assert all(torch.equal(clip[0], other) for other in clip)
 
 
@@ -182,10 +201,12 @@ def test_the_window_with_the_most_detail_at_clip_size_is_taken_and_the_first_of_
     slope, edge, flat = (CropWindow(top=t, left=x, height=16, width=16) for t, x in ((5, 7), (16, 23), (29, 23)))
     large = CropWindow(top=5, left=39, height=32, width=32)
 
+    turn = Turn(mirrored=True, backwards=True)
+
     def taken(*windows: CropWindow) -> CropWindow:
-        choice = ClipChoice(frame_indices=(3,), window=windows[0], more_windows=windows[1:], flip=True)
+        choice = ClipChoice(frame_indices=(3,), window=windows[0], more_windows=windows[1:], turn=turn)
         settled = settle_window(choice, grain, settings, area)
-        assert settled.more_windows == () and settled.flip
+        assert settled.more_windows == () and settled.turn == turn
         return settled.window
 
     assert taken(flat, edge, slope) == edge and taken(slope, flat) == taken(flat, slope) == slope

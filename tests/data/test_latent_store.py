@@ -139,10 +139,10 @@ def test_a_store_of_something_else_is_refused_by_the_difference(
     store.check_fits({"clips": {"height": 32}})
 
 
-def test_a_store_from_before_there_were_crop_candidates_has_one(tmp_path: Path) -> None:
+def test_a_store_from_before_there_were_crop_candidates_and_turns_has_none(tmp_path: Path) -> None:
     store = fill(new_store(tmp_path))
     assert "crop_candidates" not in store.facts.clips
-    store.check_fits({"clips": {"crop_candidates": 1}})
+    store.check_fits({"clips": {"crop_candidates": 1, "random_turn": False, "random_reverse": False}})
     one, four = (replace(FACTS, clips={**FACTS.clips, "crop_candidates": number}) for number in (1, 4))
     LatentStore.create(tmp_path, one, num_clips=150).check_complete()
     with pytest.raises(UserError, match="crop_candidates is 4 here and 1 in the store"):

@@ -128,6 +128,27 @@ def test_a_batch_holds_what_the_pure_function_says(train: ClipSet) -> None:
 
 
 @pytest.mark.parametrize("resize", [False, True])
+def test_clips_come_turned_as_their_choice_says(train: ClipSet, resize: bool, tmp_path: Path) -> None:
+    upright = replace(SETTINGS, width=32, random_flip=False, random_resize=resize)
+    turned = replace(upright, random_flip=True, random_turn=True, random_reverse=True)
+    cached = replace(turned, decoded_cache_gb=1.0, decoded_cache_dir=tmp_path)
+    before, after, from_cache = (
+        joined(list(islice(iter(make_train_loader(train, settings, batch_size=4)), 3)))
+        for settings in (upright, turned, cached)
+    )
+    turns = set()
+    for position, (clip, same_turned) in enumerate(zip(before, after, strict=True)):
+        row = train.row(file_of(position, len(train), 7))
+        turn = choose_clip(row, turned, position, len(train)).turn
+        expected = clip.mT if turn.on_side else clip
+        for dim, is_so in ((-1, turn.mirrored), (-2, turn.upside_down), (0, turn.backwards)):
+            expected = expected.flip(dim) if is_so else expected
+        assert torch.equal(same_turned, expected), turn
+        turns.add(turn)
+    assert len(turns) > 6 and torch.equal(after, from_cache)
+
+
+@pytest.mark.parametrize("resize", [False, True])
 def test_a_clip_is_the_most_detailed_of_its_drawn_windows(train: ClipSet, resize: bool) -> None:
     settings = replace(SETTINGS, crop_candidates=4, random_resize=resize)
     batches = list(islice(iter(make_train_loader(train, settings, batch_size=4, num_workers=2)), 3))
@@ -139,7 +160,7 @@ def test_a_clip_is_the_most_detailed_of_its_drawn_windows(train: ClipSet, resize
         drawn = []
         for top, left, height, width in (choice.window, *choice.more_windows):
             cut = frames[..., top : top + height, left : left + width]
-            drawn.append(finish_clip(cut, torch.empty_like(clip), choice.flip))
+            drawn.append(finish_clip(cut, torch.empty_like(clip), choice.turn))
         details = [detail_of(candidate[len(clip) // 2]) for candidate in drawn]
         places.append(details.index(max(details)))
         assert torch.equal(clip, drawn[places[-1]])

@@ -36,6 +36,7 @@ from tinyvae.training.checkpoint import _write_manifest, _write_state, read_mani
 from tinyvae.training.resume import Progress, SavedRun, _changed_settings
 from tinyvae.training.start import run_training
 
+TURNS = {"random_turn": True, "random_reverse": True}
 KEEP_ALL = {"checkpoints_total_limit": 99}
 
 
@@ -49,7 +50,11 @@ def stop_at_3(clips: Path, run: Path, **changes: object) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"optimizer": "muon", "gradient_accumulation_steps": 2, "crop_candidates": 3}, {**SERAENA, **TWO_SIZES}],
+    [
+        {},
+        {"optimizer": "muon", "gradient_accumulation_steps": 2, "crop_candidates": 3, **TURNS},
+        {**SERAENA, **TWO_SIZES},
+    ],
     ids=["adamw", "muon", "two sizes"],
 )
 def test_six_steps_are_three_and_three(clips: Path, tmp_path: Path, changes: dict[str, object]) -> None:

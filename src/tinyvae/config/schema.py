@@ -96,6 +96,10 @@ class TrainConfig:
         1, "Draw this many crops of each clip, train on the one with the most detail; 1: no choice.", ge=1, le=64
     )
     random_flip: bool = option(True, "Mirror half of the clips left to right.")
+    random_turn: bool = option(
+        False, "Mirror half of the clips top to bottom; turn half of the square ones on their side."
+    )
+    random_reverse: bool = option(False, "Play half of the clips backwards.")
     color_jitter: bool = option(False, "Change the colors of each clip by color_jitter_params.")
     color_jitter_params: tuple[float, float, float, float] = option(
         (0.15, 0.15, 0.15, 0.08),

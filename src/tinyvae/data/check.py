@@ -240,7 +240,8 @@ def stage_training_samples(clips: ClipSet, settings: ClipSettings, count: int) -
         model_input = to_model_input(clip[None], torch.tensor([choice.color_and_blur]))[0]
         for stage, values in (("file (RGB)", frames), ("batch", clip), ("model input", model_input)):
             stages.add_values(stage, values)
-        file_frame, model_frame = frames[len(frames) // 2], model_input[len(frames) // 2]
+        middle = len(frames) // 2
+        file_frame, model_frame = frames[-1 - middle if choice.turn.backwards else middle], model_input[middle]
         sample = StagedSample(row=row, choice=choice, file_frame=file_frame, model_frame=model_frame)
         stages.samples.append(sample)
     return stages
@@ -287,8 +288,8 @@ def _draw_card(sheet: Image.Image, pen: ImageDraw.ImageDraw, sample: StagedSampl
     _paste(sheet, seen, left + THUMB_WIDTH + GAP, top, MODEL_WIDTH)
     row, below = sample.row, top + THUMB_HEIGHT
     rate = f"{row.fps:.4g} fps" if row.fps > 0 else "unknown rate"
-    flipped = "   mirrored" if sample.choice.flip else ""
-    facts = f"{row.width}x{row.height}   {rate}   {row.frames} frames   {row.codec}{flipped}"
+    turned = f"   {turn}" if (turn := sample.choice.turn.in_words()) else ""
+    facts = f"{row.width}x{row.height}   {rate}   {row.frames} frames   {row.codec}{turned}"
     draw_text(pen, (left, below + 6), row.path, size=FONT_SIZE, room=CARD_ROOM, fill=INK, keep_end=True)
     draw_text(pen, (left, below + 23), facts, size=FONT_SIZE, room=CARD_ROOM, fill=QUIET)
 

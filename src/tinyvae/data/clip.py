@@ -25,7 +25,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 FEISTEL_ROUNDS = 6
 
 # What a draw is for: the last part of its key, so that two draws of one position are independent.
-SHUFFLE, SUBSTITUTE, STEP, START, CROP, FLIP, COLOR, SIZE, CANDIDATE = range(9)
+SHUFFLE, SUBSTITUTE, STEP, START, CROP, FLIP, COLOR, SIZE, CANDIDATE, UPSIDE_DOWN, ON_SIDE, BACKWARDS = range(12)
 SCALE, TOP, LEFT = range(3)
 BRIGHTNESS, CONTRAST, SATURATION, HUE, BLUR_OR_NOT, BLUR_SIGMA = range(6)
 
@@ -100,6 +100,10 @@ class ClipSettings:
     """Of this many drawn windows, the one with the most detail is taken (`clip_reading.settle_window`)."""
     random_flip: bool = True
     """Mirror left to right, half of the samples."""
+    random_turn: bool = False
+    """Mirror top to bottom, half of the samples, and turn half of the square ones on their side."""
+    random_reverse: bool = False
+    """Play backwards, half of the samples."""
     color_jitter: bool = False
     color_jitter_params: tuple[float, float, float, float] = (0.15, 0.15, 0.15, 0.08)
     """Brightness, contrast, saturation: factors 1 - p .. 1 + p; hue: -p .. p of a full turn."""
@@ -166,6 +170,26 @@ class CropWindow(NamedTuple):
     width: int
 
 
+class Turn(NamedTuple):
+    """How a clip is turned; the default values change nothing."""
+
+    mirrored: bool = False
+    """Left to right."""
+    upside_down: bool = False
+    """Mirrored top to bottom."""
+    on_side: bool = False
+    """Rows and columns change places, before the clip is mirrored; square clips only."""
+    backwards: bool = False
+    """The last frame comes first."""
+
+    def in_words(self) -> str:
+        """``mirrored, backwards``; empty where nothing is turned."""
+        return ", ".join(name.replace("_", " ") for name, is_so in self._asdict().items() if is_so)
+
+
+AS_IT_IS = Turn()
+
+
 class ColorAndBlur(NamedTuple):
     """The default values change nothing. ``hue`` is a share of a full turn, ``blur_sigma`` is in pixels."""
 
@@ -187,7 +211,7 @@ class ClipChoice:
     window: CropWindow
     more_windows: tuple[CropWindow, ...] = ()
     """Drawn after ``window``; of all of them the reader, which has the frames, takes the one with the most detail."""
-    flip: bool = False
+    turn: Turn = AS_IT_IS
     color_and_blur: ColorAndBlur = UNCHANGED
 
     @property
@@ -214,7 +238,7 @@ def file_of(position: int, num_files: int, seed: int, attempt: int = 0) -> int:
 
 
 def choose_clip(row: IndexRow, settings: ClipSettings, position: int, num_files: int, attempt: int = 0) -> ClipChoice:
-    """Frames, crop, flip and color of a training sample."""
+    """Frames, crop, turn and color of a training sample."""
     n_frames, min_delta, longest = settings.n_frames, settings.min_frame_delta, settings.max_frame_delta
     assert row.frames >= frames_needed(n_frames, min_delta), "split() leaves out shorter files"
     epoch, place = divmod(position, num_files)
@@ -232,7 +256,7 @@ def choose_clip(row: IndexRow, settings: ClipSettings, position: int, num_files:
         frame_indices=tuple(start + delta * frame for frame in range(n_frames)),
         window=windows[0],
         more_windows=tuple(windows[1:]),
-        flip=settings.random_flip and uniform(*key, FLIP) < 0.5,
+        turn=choose_turn(settings, key),
         color_and_blur=choose_color_and_blur(settings, (*key, COLOR)),
     )
 
@@ -275,6 +299,17 @@ def _window_size(frame_height: int, frame_width: int, settings: ClipSettings, sc
     """Height and width of the window at ``scale``, in whole pixels of the picture."""
     height, width = (max(1, round(side * scale)) for side in (settings.height, settings.width))
     return min(frame_height, height), min(frame_width, width)
+
+
+def choose_turn(settings: ClipSettings, key: tuple[int, ...]) -> Turn:
+    """Which way a training sample is turned; each way by a draw of its own."""
+    is_square = settings.height == settings.width
+    return Turn(
+        mirrored=settings.random_flip and uniform(*key, FLIP) < 0.5,
+        upside_down=settings.random_turn and uniform(*key, UPSIDE_DOWN) < 0.5,
+        on_side=settings.random_turn and is_square and uniform(*key, ON_SIDE) < 0.5,
+        backwards=settings.random_reverse and uniform(*key, BACKWARDS) < 0.5,
+    )
 
 
 def choose_color_and_blur(settings: ClipSettings, key: tuple[int, ...]) -> ColorAndBlur:

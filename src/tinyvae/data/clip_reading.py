@@ -22,7 +22,16 @@ from torch.nn import functional as F
 
 from tinyvae.cache_folder import CacheNote, default_cache_folder
 from tinyvae.data.augment import to_model_input
-from tinyvae.data.clip import ClipChoice, ClipSettings, CropWindow, choose_clip, choose_validation_clip, file_of
+from tinyvae.data.clip import (
+    AS_IT_IS,
+    ClipChoice,
+    ClipSettings,
+    CropWindow,
+    Turn,
+    choose_clip,
+    choose_validation_clip,
+    file_of,
+)
 from tinyvae.data.decoded_cache import DecodedCache
 from tinyvae.data.index import IndexRow, VideoIndex
 from tinyvae.data.latent_store import LatentStore, StoredLatents
@@ -328,13 +337,14 @@ def read_clip(
         frames = cached(indices, choice.area)
     area = choice.area
     if frames is None:
-        is_native = (area.height, area.width) == (settings.height, settings.width) and not choice.more_windows
+        is_native = (area.height, area.width) == (settings.height, settings.width)
+        is_native = is_native and not choice.more_windows and not choice.turn.backwards
         path, place = local_file(video, version), out if is_native else None
         frames = read_frames(path, indices, info=info, timeout_s=timeout_s, window=area, out=place)
     if choice.more_windows:  # the cache has not shown the middle frame before
         choice = settle_window(choice, frames[middle], settings, area)
         frames = cut(frames, choice.window, area)
-    return finish_clip(frames, out, choice.flip)
+    return finish_clip(frames, out, choice.turn)
 
 
 def settle_window(choice: ClipChoice, middle_CHW: Tensor, settings: ClipSettings, area: CropWindow) -> ClipChoice:
@@ -346,7 +356,7 @@ def settle_window(choice: ClipChoice, middle_CHW: Tensor, settings: ClipSettings
     pixels = torch.empty((1, 3, settings.height, settings.width), dtype=torch.uint8)
 
     def detail(window: CropWindow) -> float:
-        return detail_of(finish_clip(cut(middle_CHW[None], window, area), pixels, flip=False)[0])
+        return detail_of(finish_clip(cut(middle_CHW[None], window, area), pixels)[0])
 
     return replace(choice, window=max((choice.window, *choice.more_windows), key=detail), more_windows=())
 
@@ -364,16 +374,23 @@ def cut(frames_TCHW: Tensor, window: CropWindow, area: CropWindow) -> Tensor:
     return frames_TCHW[..., top : top + window.height, left : left + window.width]
 
 
-def finish_clip(window_TCHW: Tensor, out_TCHW: Tensor, flip: bool) -> Tensor:
-    """Scale the pixels of a window to the size of ``out_TCHW`` and mirror them; both uint8, may be the same tensor."""
+def finish_clip(window_TCHW: Tensor, out_TCHW: Tensor, turn: Turn = AS_IT_IS) -> Tensor:
+    """Scale the pixels of a window to the size of ``out_TCHW`` and turn them; both uint8.
+
+    Both may be the same tensor, if the clip is not played backwards.
+    """
     assert window_TCHW.dtype == out_TCHW.dtype == torch.uint8, "frames stay bytes until they are on the device"
     size = out_TCHW.shape[-2:]
+    mirrored_dims = [dim for dim, is_so in ((-1, turn.mirrored), (-2, turn.upside_down)) if is_so]
     # Frame by frame: what is made in between then fits into the processor's cache.
-    for frame, out in zip(window_TCHW, out_TCHW, strict=True):
+    outs = out_TCHW.unbind()
+    for frame, out in zip(window_TCHW, outs[::-1] if turn.backwards else outs, strict=True):
         if frame.shape[-2:] != size:
             frame = F.interpolate(frame[None].contiguous(), size=size, mode="bilinear", antialias=True)[0]
-        if flip:
-            frame = frame.flip(-1)
+        if turn.on_side:
+            frame = frame.mT
+        if mirrored_dims or turn.on_side:
+            frame = frame.flip(mirrored_dims)  # a copy, also without a dimension
         if frame.data_ptr() != out.data_ptr():
             out.copy_(frame)
     return out_TCHW

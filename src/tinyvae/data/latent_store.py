@@ -59,7 +59,7 @@ LABELS = {
     "data.hash": "the hash of the list of training files",
 }
 """Fact -> what a message calls it; those of the clips have the names of their settings."""
-OF_OLDER_STORES = {"clips.crop_candidates": 1}
+OF_OLDER_STORES = {"clips.crop_candidates": 1, "clips.random_turn": False, "clips.random_reverse": False}
 """Fact -> what it was while stores did not state it."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -43,6 +43,8 @@ def validation_settings(config: TrainConfig) -> ClipSettings:
         random_crop=False,
         crop_candidates=1,
         random_flip=False,
+        random_turn=False,
+        random_reverse=False,
         color_jitter=False,
         gaussian_blur=False,
     )

@@ -48,7 +48,8 @@ SHOWN_NAMES = 3
 FIXED_SETTINGS = {
     "variant", "model_width", "latent_space", "activation", "n_frames", "height", "width", "resolutions",
     "train_split", "split_by", "seed", "optimizer", "min_frame_delta", "max_frame_delta",
-    "random_crop", "random_resize", "crop_candidates", "random_flip", "color_jitter", "color_jitter_params",
+    "random_crop", "random_resize", "crop_candidates", "random_flip", "random_turn", "random_reverse", "color_jitter",
+    "color_jitter_params",
     "gaussian_blur", "gaussian_blur_sigma", "gaussian_blur_probability",
     "use_seraena", "n_seraena_frames", "use_ref_vae",
 }  # fmt: skip
