@@ -326,14 +326,15 @@ def choose_slot(program: Program, spec: VariantSpec, *, name: str | None = None)
         raise UserError(f"{program.title} has no slot {name!r}; leave --slot out, or use {_or(names)}.")
     if spec.preview is not None:
         raise UserError("a model loaded with preview= cannot be exported; load it without preview=.")
-    if spec.name in program.refused:
-        raise UserError(f"{spec.name} cannot be exported to {program.title}: {program.refused[spec.name]}.")
     if spec.width != 1 and not program.any_width:
         others = [f"--to {one.name}" for one in PROGRAMS.values() if one.any_width and spec.name not in one.refused]
+        whole = "" if spec.name in program.refused else ", or train one with model_width = 1"
         raise UserError(
             f"{program.title} knows the released widths alone, and this model has width {spec.width:g}; "
-            f"use {_or(others)}, or train one with model_width = 1."
+            f"use {_or(others)}{whole}."
         )
+    if spec.name in program.refused:
+        raise UserError(f"{spec.name} cannot be exported to {program.title}: {program.refused[spec.name]}.")
     wanted = name or "vae"
     for slot in program.slots:
         if slot.name == wanted and slot.takes(spec):
