@@ -33,7 +33,7 @@ from tinyvae.files import atomic_write
 from tinyvae.heap import trim_heap
 from tinyvae.models.codec import pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
-from tinyvae.models.variants import LatentSpaceName, VariantSpec
+from tinyvae.models.variants import VARIANTS, LatentSpaceName, VariantSpec
 from tinyvae.storage import local_file
 from tinyvae.video.write import VideoWriter
 
@@ -303,7 +303,8 @@ def decode_to_video(
 def _frame_size(reader: LatentReader, spec: VariantSpec) -> tuple[int, int]:
     """Height and width of the video of a latents file; latents of other networks are refused."""
     source, facts, (channels, *sides) = reader.path, reader.facts, reader.frame_shape
-    if facts.variant not in (None, spec.name):  # noise to this model, even where the shapes agree
+    same_latents = [name for name, other in VARIANTS.items() if other.teacher == spec.teacher]
+    if facts.variant not in (None, *same_latents):  # noise to this model, even where the shapes agree
         advice = f"use a {facts.variant} model (or --variant {facts.variant}, if the weights are)"
         raise UserError(f"{source} holds {facts.variant} latents and the model is {spec.name}; {advice}.")
     if facts.latent_space != spec.latent_space:
