@@ -130,7 +130,8 @@ class _OpenFiles:
             width = side_by_side_width(part.width, len(models))
             self._film = stack.enter_context(_video_writer(part, outputs.side_by_side, outputs, height, width))
         if outputs.latents is not None:
-            facts = latent_facts(part, models[0].latent_variant or models[0].variant, models[0].latent_space)
+            variant = models[0].latent_variant if models[0].kind == TEACHER_KIND else models[0].variant
+            facts = latent_facts(part, variant, models[0].latent_space)
             self.latents = stack.enter_context(write_latents(outputs.latents, facts, overwrite=outputs.overwrite))
 
     def add_frames(self, target_TCHW: Tensor, decoded: Sequence[Tensor]) -> None:
@@ -351,7 +352,7 @@ def repeat_last(chunks: Iterable[Tensor], total: int) -> Iterator[Tensor]:
         yield last.expand(total - seen, -1, -1, -1)
 
 
-def latent_facts(part: ClipPart, variant: str, latent_space: LatentSpaceName) -> LatentFacts:
+def latent_facts(part: ClipPart, variant: str | None, latent_space: LatentSpaceName) -> LatentFacts:
     """What a latents file states of the video that it comes from."""
     return LatentFacts(
         variant=variant,
