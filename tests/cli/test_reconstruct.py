@@ -116,7 +116,7 @@ def test_mistakes(setting: Path, tmp_path: Path) -> None:
         (["decode", model, video, "--audio_from", "none.mp4"], "no video at --audio_from none.mp4"),
         (["reconstruct", model, video, "--device", "tpu9"], "there is no device 'tpu9'"),
         (["decode", model, str(tmp_path / "none.safetensors")], "there is no latents file at"),
-        (["decode", model, str(setting / "clips")], "there is no safetensors file in .*clips"),
+        (["decode", model, str(setting), str(setting / "clips")], "there is no safetensors file in .*clips"),
         (["decode", model, str(tmp_path / "wrong.safetensors")], "latents of 32 channels and taehv has 16"),
         (["decode", model, str(tmp_path / "cropped.safetensors")], "states 36x48 pixels, and .* make only 32x48"),
         (["decode", model, video], "is a video, and decode takes latents"),

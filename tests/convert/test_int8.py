@@ -138,6 +138,16 @@ def test_other_frames_of_a_single_video(write_video: WriteVideo) -> None:
     assert not torch.equal(videos.calibration[0], videos.check[0])
 
 
+@pytest.mark.filterwarnings("ignore:left out")
+def test_a_single_video_among_files_that_cannot_be_read(write_video: WriteVideo, tmp_path: Path) -> None:
+    alone = read_videos(write_video("videos/a.mp4", frames=60), get_spec("taehv"))
+    for name in "bcde":
+        (tmp_path / "videos" / f"{name}.mp4").write_text("no video")
+    videos = read_videos(tmp_path / "videos", get_spec("taehv"))
+    assert torch.equal(torch.cat(videos.check), torch.cat(alone.check))
+    assert torch.equal(torch.cat(videos.calibration), torch.cat(alone.calibration))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_every_kind_of_network(tmp_path: Path, write_video: WriteVideo, variant: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tinyvae import VARIANTS, get_spec
 from tinyvae.convert import programs
 from tinyvae.convert.programs import COMFYUI, DIFFUSERS, LIGHTX2V, ONNX, PROGRAMS, SDCPP, UPSTREAM, choose_slot
 from tinyvae.errors import UserError
+from tinyvae.models.variants import Activation, LatentSpaceName
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=lambda program: program.name)
@@ -30,16 +33,16 @@ def test_every_variant_has_a_slot_or_a_reason(program: programs.Program) -> None
             "taehv1_5",
             r"LeakyReLU\(0.2\), and this one has ReLU.*or train one for it .*--activation leaky_relu",
         ),
-        (COMFYUI, "taew2_2_super", "KeyError.*train the base variant"),
+        (COMFYUI, "taew2_2_super", "KeyError.*train the base variant, or use --to diffusers, --to upstream"),
         (COMFYUI, "taecvx", "no model with these latents"),
         (DIFFUSERS, "taeltx_2", r"among the weights of the VAE; use AutoencoderTinyVideo\.from_tinyvae"),
-        (DIFFUSERS, "taeos1_3", "no pipeline of Open-Sora; use --to upstream"),
+        (DIFFUSERS, "taeos1_3", "no pipeline of Open-Sora; use --to upstream, --to onnx or --to web"),
         (LIGHTX2V, "taehv1_5", r"LeakyReLU"),
         (LIGHTX2V, "taeltx_2", "Wan and Hunyuan Video 1.5 models alone"),
         (LIGHTX2V, "taew2_2_super", "knows no super decoder"),
         (COMFYUI, "taeltx2_3_wide", "no wide decoder"),
         (UPSTREAM, "taeltx2_3_wide", "a branch of upstream's class alone; use --to sdcpp"),
-        (SDCPP, "taecvx", "does not run CogVideoX; use --to upstream"),
+        (SDCPP, "taecvx", "does not run CogVideoX; use --to diffusers, --to upstream"),
         (SDCPP, "taehv1_5_super", "no super decoder"),
     ],
 )
@@ -55,6 +58,24 @@ def test_other_widths_go_to_graphs_alone() -> None:
         others = "use --to diffusers, --to onnx or --to web"
         with pytest.raises(UserError, match=rf"released widths alone, and this model has width 0\.5; {others}"):
             choose_slot(program, narrow)
+
+
+@pytest.mark.parametrize("width", [0.5, 1.0])
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu"])
+@pytest.mark.parametrize("latent_space", ["diffusion", "vae"])
+def test_a_refusal_names_programs_that_take_the_network(
+    width: float, activation: Activation, latent_space: LatentSpaceName
+) -> None:
+    named = 0
+    for program, variant in product(PROGRAMS.values(), VARIANTS):
+        spec = get_spec(variant, width=width, activation=activation, latent_space=latent_space)
+        try:
+            choose_slot(program, spec)
+        except UserError as refusal:
+            for name in re.findall(r"--to (\w+)", str(refusal)):
+                choose_slot(PROGRAMS[name], spec)
+                named += 1
+    assert named > 50
 
 
 def test_a_preview_model_is_refused() -> None:

@@ -124,6 +124,13 @@ def test_latents_of_another_variant_are_refused(write_video: WriteVideo, tmp_pat
     assert not (tmp_path / "x.mp4").exists()
 
 
+def test_latents_of_one_teacher_are_for_all_its_students(write_video: WriteVideo, tmp_path: Path) -> None:
+    """Latents of a teacher with two students state the first; those of one student are near those of the other."""
+    encode_to_file(opened(TAEHV("taew2_2", width=0.125)), write_video("in.mp4", frames=9), tmp_path / "x.safetensors")
+    student = opened(TAEHV("taew2_2_super", width=0.125))
+    assert decode_to_video(student, tmp_path / "x.safetensors", tmp_path / "x.mp4") == 9
+
+
 def test_latents_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     """As a diffusion model in float16 makes them; the frames would be black, without a word."""
     latents = torch.randn(1, 12, 16, 4, 6)

@@ -170,3 +170,18 @@ def test_a_student_decodes_the_latents_of_its_teacher(
     student = open_model(TAEHV("taecvx", width=0.125))
     assert isinstance(student, StreamedCodec)
     assert decode_to_video(student, latents, tmp_path / "out.mp4") == 9
+
+
+@pytest.mark.parametrize("variant", ["taeltx_2", "taeltx2_3"])
+def test_students_of_either_ltx_decode_the_latents_of_their_teacher(
+    variant: str, write_video: WriteVideo, tmp_path: Path
+) -> None:
+    """The VAEs of LTX-2 and LTX-2.3 have one class: its latents are not taken for those of the first."""
+    from tests.test_diffusers import small_teacher  # which is skipped where there is no diffusers
+
+    small_teacher("taeltx_2").save_pretrained(tmp_path / "vae")
+    video, latents = write_video("clip.mp4", frames=9, height=64, width=64), tmp_path / "latents.safetensors"
+    reconstruct_video(open_model(tmp_path / "vae"), video, Outputs(latents=latents))
+    student = open_model(TAEHV(variant, width=0.125))
+    assert isinstance(student, StreamedCodec)
+    assert decode_to_video(student, latents, tmp_path / "out.mp4") == 9

@@ -63,7 +63,8 @@ def find_latents(given: Sequence[Path]) -> list[Path]:
     """The files that were named, and those in named folders."""
     files: list[Path] = []
     for path in given:
-        files += sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files:
-        raise MissingFileError(f"there is no safetensors file in {given[0]}; give latents of `tinyvae encode`.")
+        inside = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not inside:
+            raise MissingFileError(f"there is no safetensors file in {path}; give latents of `tinyvae encode`.")
+        files += inside
     return files

@@ -88,8 +88,8 @@ def read_videos(data: Place, spec: VariantSpec) -> Videos:
         raise UserError(f"{unreadable[0]}; int8 cannot be calibrated with it: name other videos with --data.")
     for fault in unreadable:
         warnings.warn(f"left out: {fault}", stacklevel=2)
-    if len(groups) == 1:
-        groups = [[part] for part in groups[0]]
+    if len(groups) == 1:  # beside files that could not be read it was cut as one of several
+        groups = [[read_part(part)] for part in cut(wholes[0], num_frames, MAX_PARTS)]
     if len(groups) == 1:
         raise UserError(
             f"{data} has {count_of(wholes[0].num_frames, 'frame')}, and int8 needs {2 * num_frames} or more, to "

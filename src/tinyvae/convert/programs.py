@@ -28,7 +28,6 @@ FORM_WORDS |= {"relu": "ReLU", "leaky_relu": "LeakyReLU(0.2)"}
 ANY_FORM: dict[str, Any] = {"latent_space": None, "activation": None}
 """Of a slot that takes every network of its variant."""
 SUPER = tuple(name for name in VARIANTS if name.endswith("_super"))
-SUPER_WAY_OUT = "train the base variant, or use --to upstream, --to onnx or --to web, which run the super decoder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,7 @@ class Slot:
 class Program:
     """One program: its slots, and why it has none for other variants.
 
-    ``refused``: variant -> reason and way out.
+    ``refused``: variant -> reason, with ``; what to do`` where more helps than the programs that take it.
     """
 
     name: str
@@ -148,16 +147,16 @@ COMFYUI = Program(
         _comfy_vae("taeh3", "taeh3"),
     ),
     refused={
-        "taecvx": f"{_COMFY_NO_MODEL % 'CogVideoX'}; use --to upstream or --to onnx",
-        "taeos1_3": f"{_COMFY_NO_MODEL % 'Open-Sora'}; use --to upstream or --to onnx",
-        "taeltx2_3_wide": "ComfyUI knows no wide decoder; train taeltx2_3, or use --to sdcpp or --to onnx",
-        **dict.fromkeys(SUPER, f"ComfyUI stops with a KeyError on super decoders; {SUPER_WAY_OUT}"),
+        "taecvx": _COMFY_NO_MODEL % "CogVideoX",
+        "taeos1_3": _COMFY_NO_MODEL % "Open-Sora",
+        "taeltx2_3_wide": "ComfyUI knows no wide decoder; train taeltx2_3",
+        **dict.fromkeys(SUPER, "ComfyUI stops with a KeyError on super decoders; train the base variant"),
     },
 )
 
 # LightX2V
 
-_LIGHT_ONLY = "LightX2V has a tiny VAE for its Wan and Hunyuan Video 1.5 models alone; use --to upstream or --to onnx"
+_LIGHT_ONLY = "LightX2V has a tiny VAE for its Wan and Hunyuan Video 1.5 models alone"
 
 
 def _light(variant: str, stem: str, host: str, **options: Any) -> Slot:
@@ -194,7 +193,7 @@ LIGHTX2V = Program(
         **dict.fromkeys(
             ("taehv", "taecvx", "taeos1_3", "taeltx_2", "taeltx2_3", "taeltx2_3_wide", "taeh3"), _LIGHT_ONLY
         ),
-        **dict.fromkeys(SUPER, f"LightX2V loads strictly and knows no super decoder; {SUPER_WAY_OUT}"),
+        **dict.fromkeys(SUPER, "LightX2V loads strictly and knows no super decoder; train the base variant"),
     },
 )
 
@@ -222,10 +221,10 @@ SDCPP = Program(
         for variant, host in _SDCPP_HOSTS.items()
     ),
     refused={
-        "taehv": "stable-diffusion.cpp has no tiny VAE for Hunyuan Video 1.0; use --to comfyui or --to upstream",
-        "taecvx": "stable-diffusion.cpp does not run CogVideoX; use --to upstream or --to onnx",
-        "taeos1_3": "stable-diffusion.cpp does not run Open-Sora; use --to upstream or --to onnx",
-        **dict.fromkeys(SUPER, f"stable-diffusion.cpp knows no super decoder; {SUPER_WAY_OUT}"),
+        "taehv": "stable-diffusion.cpp has no tiny VAE for Hunyuan Video 1.0",
+        "taecvx": "stable-diffusion.cpp does not run CogVideoX",
+        "taeos1_3": "stable-diffusion.cpp does not run Open-Sora",
+        **dict.fromkeys(SUPER, "stable-diffusion.cpp knows no super decoder; train the base variant"),
     },
 )
 
@@ -238,7 +237,7 @@ _DIFFUSERS_LTX = (
 
 _DIFFUSERS_NO = {
     **{variant: _DIFFUSERS_LTX for variant in VARIANTS if variant.startswith("taeltx")},
-    "taeos1_3": "diffusers has no pipeline of Open-Sora; use --to upstream or --to onnx",
+    "taeos1_3": "diffusers has no pipeline of Open-Sora",
 }
 
 DIFFUSERS = Program(
@@ -256,9 +255,7 @@ DIFFUSERS = Program(
 
 # upstream's class, ONNX, the browser
 
-_UPSTREAM_NO = {
-    "taeltx2_3_wide": "the wide decoder is in a branch of upstream's class alone; use --to sdcpp or --to onnx"
-}
+_UPSTREAM_NO = {"taeltx2_3_wide": "the wide decoder is in a branch of upstream's class alone"}
 
 UPSTREAM = Program(
     name="upstream",
@@ -327,12 +324,13 @@ def choose_slot(program: Program, spec: VariantSpec, *, name: str | None = None)
     if spec.preview is not None:
         raise UserError("a model loaded with preview= cannot be exported; load it without preview=.")
     if spec.name in program.refused:
-        raise UserError(f"{spec.name} cannot be exported to {program.title}: {program.refused[spec.name]}.")
+        why = program.refused[spec.name]
+        why += (", or " if ";" in why else "; ") + _elsewhere(program, spec)
+        raise UserError(f"{spec.name} cannot be exported to {program.title}: {why}.")
     if spec.width != 1 and not program.any_width:
-        others = [f"--to {one.name}" for one in PROGRAMS.values() if one.any_width and spec.name not in one.refused]
         raise UserError(
             f"{program.title} knows the released widths alone, and this model has width {spec.width:g}; "
-            f"use {_or(others)}, or train one with model_width = 1."
+            f"{_elsewhere(program, spec)}, or train one with model_width = 1."
         )
     wanted = name or "vae"
     for slot in program.slots:
@@ -343,9 +341,7 @@ def choose_slot(program: Program, spec: VariantSpec, *, name: str | None = None)
 
 def _why_no_slot(program: Program, spec: VariantSpec, wanted: str) -> str:
     ways = [f"{SLOT_WORDS[slot.name]} works (--slot {slot.name})" for slot in program.slots if slot.takes(spec)]
-    others = [other for other in PROGRAMS.values() if other is not program]
-    elsewhere = [other.name for other in others if any(slot.takes(spec) for slot in other.slots)]
-    ways.append(f"or use --to {_or(elsewhere)}")
+    ways.append(f"or {_elsewhere(program, spec)}")
     slot = next((slot for slot in program.slots if (slot.variant, slot.name) == (spec.name, wanted)), None)
     if slot is not None:
         keys = slot.differences(spec)
@@ -358,6 +354,12 @@ def _why_no_slot(program: Program, spec: VariantSpec, wanted: str) -> str:
     else:
         reason = f"it has no {wanted} slot for {spec.name}"
     return f"{spec.name} cannot be exported to {program.title}: {reason}; {', '.join(ways).removeprefix('or ')}."
+
+
+def _elsewhere(program: Program, spec: VariantSpec) -> str:
+    """``use --to onnx or --to web``: the other programs, which take this network."""
+    others = [other for other in PROGRAMS.values() if other is not program and (spec.width == 1 or other.any_width)]
+    return f"use {_or([f'--to {other.name}' for other in others if any(slot.takes(spec) for slot in other.slots)])}"
 
 
 def _or(words: list[str]) -> str:

@@ -33,7 +33,7 @@ from tinyvae.files import atomic_write
 from tinyvae.heap import trim_heap
 from tinyvae.models.codec import pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
-from tinyvae.models.variants import LatentSpaceName, VariantSpec
+from tinyvae.models.variants import VARIANTS, LatentSpaceName, VariantSpec
 from tinyvae.storage import local_file
 from tinyvae.video.write import VideoWriter
 
@@ -130,7 +130,8 @@ class _OpenFiles:
             width = side_by_side_width(part.width, len(models))
             self._film = stack.enter_context(_video_writer(part, outputs.side_by_side, outputs, height, width))
         if outputs.latents is not None:
-            facts = latent_facts(part, models[0].latent_variant or models[0].variant, models[0].latent_space)
+            variant = models[0].latent_variant if models[0].kind == TEACHER_KIND else models[0].variant
+            facts = latent_facts(part, variant, models[0].latent_space)
             self.latents = stack.enter_context(write_latents(outputs.latents, facts, overwrite=outputs.overwrite))
 
     def add_frames(self, target_TCHW: Tensor, decoded: Sequence[Tensor]) -> None:
@@ -303,7 +304,8 @@ def decode_to_video(
 def _frame_size(reader: LatentReader, spec: VariantSpec) -> tuple[int, int]:
     """Height and width of the video of a latents file; latents of other networks are refused."""
     source, facts, (channels, *sides) = reader.path, reader.facts, reader.frame_shape
-    if facts.variant not in (None, spec.name):  # noise to this model, even where the shapes agree
+    same_latents = [name for name, other in VARIANTS.items() if other.teacher == spec.teacher]
+    if facts.variant not in (None, *same_latents):  # noise to this model, even where the shapes agree
         advice = f"use a {facts.variant} model (or --variant {facts.variant}, if the weights are)"
         raise UserError(f"{source} holds {facts.variant} latents and the model is {spec.name}; {advice}.")
     if facts.latent_space != spec.latent_space:
@@ -350,7 +352,7 @@ def repeat_last(chunks: Iterable[Tensor], total: int) -> Iterator[Tensor]:
         yield last.expand(total - seen, -1, -1, -1)
 
 
-def latent_facts(part: ClipPart, variant: str, latent_space: LatentSpaceName) -> LatentFacts:
+def latent_facts(part: ClipPart, variant: str | None, latent_space: LatentSpaceName) -> LatentFacts:
     """What a latents file states of the video that it comes from."""
     return LatentFacts(
         variant=variant,

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyvae.engines.fold import ClampLayer, ConvLayer, GrowLayer, Layer, MemLayer, PoolLayer
+from tinyvae.engines.fold import ClampLayer, ConvLayer, GrowLayer, Layer, MemLayer, PoolLayer, channels_last
 
 
 def fill_channels(layers: Sequence[Layer], multiple: int) -> list[Layer] | None:
@@ -58,11 +58,11 @@ def _up(channels: int, multiple: int) -> int:
 
 def _fill(weight: Tensor, together: int, outputs: int | None, *, inputs: int | None = None, stacked: int = 1) -> Tensor:
     """A bias, or a weight OIHW, whose outputs are ``together`` groups and whose inputs are ``stacked`` ones: each group
-    filled up with zeros behind its own channels. None: it stays as it is."""
+    filled up with zeros behind its own channels, in channels_last memory. None: it stays as it is."""
     groups = weight.unflatten(0, (together, -1))
     more = 0 if outputs is None else outputs - groups.shape[1]
     if weight.ndim == 1:
         return F.pad(groups, (0, more)).flatten()
     groups = groups.unflatten(2, (stacked, -1))
     wider = 0 if inputs is None else inputs - groups.shape[3]
-    return F.pad(groups, (0, 0, 0, 0, 0, wider, 0, 0, 0, more)).flatten(2, 3).flatten(0, 1)
+    return channels_last(F.pad(groups, (0, 0, 0, 0, 0, wider, 0, 0, 0, more)).flatten(2, 3).flatten(0, 1))

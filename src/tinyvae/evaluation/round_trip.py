@@ -29,7 +29,7 @@ from tinyvae.files import sha256_of
 from tinyvae.models.codec import VideoCodec, pad_to_multiple
 from tinyvae.models.streaming import StreamingDecoder, StreamingEncoder
 from tinyvae.models.taehv import TAEHV
-from tinyvae.models.variants import LatentSpaceName, VariantSpec, get_spec
+from tinyvae.models.variants import VARIANTS, LatentSpaceName, VariantSpec, get_spec
 from tinyvae.models.weights import find_weights, load_model, states_network
 from tinyvae.teachers import Teacher, load_teacher
 
@@ -57,7 +57,7 @@ class ModelFacts:
     dtype: str
     sha256: str | None  # of the weights file
     latent_space: LatentSpaceName = "diffusion"
-    latent_variant: str | None = None  # where it is not ``variant``: a teacher makes the latents of its students
+    latent_variant: str | None = None  # of a teacher: whose latents it makes; None: LTX-2's or LTX-2.3's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +228,7 @@ class TeacherRoundTrip(RoundTrip):
             dtype=str(teacher.dtype).removeprefix("torch."),
             sha256=None,
             latent_space=spec.latent_space,
-            latent_variant=spec.name,
+            latent_variant=spec.name if len({VARIANTS[name].teacher for name in candidates}) == 1 else None,
         )
         super().__init__(facts, spec)
 
