@@ -467,6 +467,11 @@ def test_own_data_are_never_mixed_with_sample_clips(tmp_path: Path) -> None:
     assert loaded.config.use_sample_clips is False
     with pytest.raises(UserError, match=r"data_root=.*typo does not exist"):
         check_config(loaded.config, loaded.given_paths)
+    listed = load_config("quickstart", ["--annotation_file", str(tmp_path / "list.json")])
+    assert (listed.config.use_sample_clips, listed.config.data_root) == (False, None)
+    assert "data_root is set to none, because the command line names annotation_file." in listed.notices
+    both = load_config("quickstart", ["--index_path", "a.tvi", "--data_root", str(tmp_path)])
+    assert both.config.data_root == tmp_path
 
 
 # where paths start from

@@ -420,6 +420,8 @@ class _Merging:
         for key in ("data_root", "annotation_file", "index_path"):
             if values.get("use_sample_clips") and values.get(key) and self._is_later(key, "use_sample_clips"):
                 self._decide("use_sample_clips", False, f"{self._layer_of(key)} names {key}")
+                if not self._is_later("data_root", "use_sample_clips"):  # a list's paths do not start from these clips
+                    self._decide("data_root", None, f"{self._layer_of(key)} names {key}")
 
     def _settle_lengths(self) -> None:
         """A layer that shortens the run (to try it out) cuts its beginning to a tenth too, where it does not fit."""
