@@ -422,6 +422,9 @@ class _Merging:
                 self._decide("use_sample_clips", False, f"{self._layer_of(key)} names {key}")
                 if not self._is_later("data_root", "use_sample_clips"):  # a list's paths do not start from these clips
                     self._decide("data_root", None, f"{self._layer_of(key)} names {key}")
+        listed = "annotation_file"  # of an index and a list, the index is read
+        if values.get("index_path") and values.get(listed) and self._is_later(listed, "index_path"):
+            self._decide("index_path", None, f"{self._layer_of(listed)} names {listed}")
 
     def _settle_lengths(self) -> None:
         """A layer that shortens the run (to try it out) cuts its beginning to a tenth too, where it does not fit."""
