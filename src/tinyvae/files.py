@@ -137,8 +137,8 @@ def _try_writing(folder: Path) -> None:
 
 
 def existing_folder(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    return next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
+    """The folder, or the nearest one above it that exists and is not inside a folder that is closed to us."""
+    return next(place for place in (folder, *folder.absolute().parents) if os.path.isdir(place))
 
 
 def why_not_written(fault: BaseException, folder: Path, *, needed_bytes: int | None = None) -> str:

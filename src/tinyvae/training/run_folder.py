@@ -298,7 +298,7 @@ def why_taken(folder: Path, checkpoint: Path | None) -> str:
     A folder that holds a run belongs to it: only a checkpoint in it may go on there.
     """
     homes = () if checkpoint is None else (checkpoint.parent.resolve(), checkpoint.resolve().parent)  # may link
-    if folder.resolve() in homes or not (folder / "config.json").exists():
+    if folder.resolve() in homes or not os.path.exists(folder / "config.json"):
         return ""
     if not is_run_folder(folder):
         return f"{folder} holds a config.json that is not of a run; choose another --output_dir"
