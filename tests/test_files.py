@@ -13,7 +13,6 @@ import pytest
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.files import (
     atomic_write,
-    check_reachable,
     check_readable,
     existing_folder,
     lock_file,
@@ -86,9 +85,6 @@ def test_what_may_not_be_read_is_told_as_that(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as patch, pytest.raises(UserError, match=r"file cannot be read \(Permission denied\)"):
         patch.setattr(Path, "open", refuse)
         check_readable(tmp_path / "file")
-    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"cannot be reached \(Permission denied\)"):
-        patch.setattr(os, "stat", refuse)
-        check_reachable(Path("/forbidden/file"))
 
 
 def test_two_writes_of_one_file_at_once_both_succeed(tmp_path: Path) -> None:
