@@ -474,6 +474,13 @@ def test_own_data_are_never_mixed_with_sample_clips(tmp_path: Path) -> None:
     assert both.config.data_root == tmp_path
 
 
+def test_to_turn_random_crop_off_ends_the_choice_of_crops() -> None:
+    loaded = load_config("scratch", ["--no-random_crop"])
+    assert loaded.config.crop_candidates == 1
+    assert "crop_candidates is set to 1, because the command line turns random_crop off." in loaded.notices
+    assert "crop_candidates=4 needs random_crop" in refusal("scratch", ["--no-random_crop", "--crop_candidates", "4"])
+
+
 def test_a_later_list_of_videos_takes_the_place_of_an_earlier_index(tmp_path: Path) -> None:
     file, words = write(tmp_path, "args.index_path = 'a.tvi'\n"), ["--annotation_file", "b.json"]
     loaded = load_config(file, words)
