@@ -6,19 +6,21 @@ import errno
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.files import (
     atomic_write,
-    check_reachable,
     check_readable,
+    existing_folder,
     lock_file,
     make_output_folder,
     sha256_of,
     writing_to,
 )
+from tinyvae.training.run_folder import why_taken
 
 
 def test_folders_are_made_and_left_empty(tmp_path: Path) -> None:
@@ -83,9 +85,6 @@ def test_what_may_not_be_read_is_told_as_that(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as patch, pytest.raises(UserError, match=r"file cannot be read \(Permission denied\)"):
         patch.setattr(Path, "open", refuse)
         check_readable(tmp_path / "file")
-    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"cannot be reached \(Permission denied\)"):
-        patch.setattr(os, "stat", refuse)
-        check_reachable(Path("/forbidden/file"))
 
 
 def test_two_writes_of_one_file_at_once_both_succeed(tmp_path: Path) -> None:
@@ -99,3 +98,18 @@ def test_two_writes_of_one_file_at_once_both_succeed(tmp_path: Path) -> None:
 def test_sha256_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "abc").write_bytes(b"abc")  # the example of FIPS 180-4
     assert sha256_of(tmp_path / "abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_a_place_inside_a_folder_that_is_closed_to_us_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, ask = tmp_path / "closed", os.stat
+    closed.mkdir()
+
+    def stat(place: Any, **options: Any) -> os.stat_result:
+        if str(place).startswith(f"{closed}/"):  # root may look into any folder
+            raise PermissionError(errno.EACCES, "Permission denied", str(place))
+        return ask(place, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert existing_folder(closed / "run") == closed and why_taken(closed / "run", None) == ""

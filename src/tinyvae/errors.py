@@ -1,7 +1,8 @@
 """The errors a user can cause.
 
 Each is a ``ValueError`` whose text is one sentence: what is wrong, where, and what to do. The command line prints that
-sentence and exits with 2. Any other error is our own bug and keeps its traceback.
+sentence and exits with 2, as for a path that the system refuses (``PermissionError``). Any other error is our own bug
+and keeps its traceback.
 """
 
 from __future__ import annotations

@@ -109,16 +109,6 @@ def check_readable(file: Path) -> bytes:
         raise UserError(f"{file} cannot be read ({fault.strerror}); check its permissions.") from None
 
 
-def check_reachable(place: Path) -> None:
-    """Refuse a path for which this user may not even ask whether it is there."""
-    try:
-        os.stat(place)
-    except PermissionError as refused:
-        raise UserError(f"{place} cannot be reached ({refused.strerror}); check the permissions above it.") from None
-    except OSError:
-        pass  # it is not there: told where it is needed
-
-
 def refuse_existing(files: Iterable[Path]) -> None:
     """Refuse to write over files; call it where the user did not ask for that."""
     for file in files:
@@ -137,8 +127,8 @@ def _try_writing(folder: Path) -> None:
 
 
 def existing_folder(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    return next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
+    """The folder, or the nearest one above it that exists and is not inside a folder that is closed to us."""
+    return next(place for place in (folder, *folder.absolute().parents) if os.path.isdir(place))
 
 
 def why_not_written(fault: BaseException, folder: Path, *, needed_bytes: int | None = None) -> str:

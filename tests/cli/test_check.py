@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,10 @@ def test_a_folder_that_holds_a_run_is_refused_as_by_the_run(
     with pytest.raises(UserError, match="mine already holds a run; choose another --output_dir"):
         run([*words, "--quick"])
     assert run(["check", "quickstart", "--output_dir", "mine/%Y", "--quick"]) == 0
+    (tmp_path / "mine").rename(tmp_path / f"of_{datetime.now():%Y}")
+    with pytest.raises(UserError, match=r"of_\d+ already holds a run"):
+        run(["check", "quickstart", "--output_dir", "of_%Y", "--quick"])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"other holds a config\.json that is not of a run"):
+        run(["check", "quickstart", "--output_dir", "other", "--quick"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from tinyvae import TAEHV, save_model
-from tinyvae.cli.main import VERBS, build_parser, main
+from tinyvae.cli import info
+from tinyvae.cli.main import VERBS, build_parser, main, run
+from tinyvae.errors import UserError
 from tinyvae.training.engine import LAUNCH_VARIABLES
 
 
@@ -58,6 +61,18 @@ def test_mistakes_end_in_one_sentence_and_exit_code_2(tmp_path: Path, words: lis
     done = tinyvae(*words, folder=tmp_path)
     assert done.returncode == 2 and says in done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_path_that_is_closed_to_the_user_is_told_by_each_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*path: str) -> None:  # as pathlib does, whatever is asked of a path in a closed folder
+        raise PermissionError(errno.EACCES, "Permission denied", *path)
+
+    monkeypatch.setattr(info, "run", lambda arguments: refuse("/home/other/vae"))
+    with pytest.raises(UserError, match=r"^/home/other/vae is closed to you \(Permission denied\); check its perm"):
+        run(["info"])
+    monkeypatch.setattr(info, "run", lambda arguments: refuse())
+    with pytest.raises(PermissionError):
+        run(["info"])
 
 
 def test_no_verb_shows_usage_and_fails() -> None:

@@ -467,6 +467,26 @@ def test_own_data_are_never_mixed_with_sample_clips(tmp_path: Path) -> None:
     assert loaded.config.use_sample_clips is False
     with pytest.raises(UserError, match=r"data_root=.*typo does not exist"):
         check_config(loaded.config, loaded.given_paths)
+    listed = load_config("quickstart", ["--annotation_file", str(tmp_path / "list.json")])
+    assert (listed.config.use_sample_clips, listed.config.data_root) == (False, None)
+    assert "data_root is set to none, because the command line names annotation_file." in listed.notices
+    both = load_config("quickstart", ["--index_path", "a.tvi", "--data_root", str(tmp_path)])
+    assert both.config.data_root == tmp_path
+
+
+def test_to_turn_random_crop_off_ends_the_choice_of_crops() -> None:
+    loaded = load_config("scratch", ["--no-random_crop"])
+    assert loaded.config.crop_candidates == 1
+    assert "crop_candidates is set to 1, because the command line turns random_crop off." in loaded.notices
+    assert "crop_candidates=4 needs random_crop" in refusal("scratch", ["--no-random_crop", "--crop_candidates", "4"])
+
+
+def test_a_later_list_of_videos_takes_the_place_of_an_earlier_index(tmp_path: Path) -> None:
+    file, words = write(tmp_path, "args.index_path = 'a.tvi'\n"), ["--annotation_file", "b.json"]
+    loaded = load_config(file, words)
+    assert loaded.config.index_path is None and loaded.config.data_source == Path.cwd() / "b.json"
+    assert "index_path is set to none, because the command line names annotation_file." in loaded.notices
+    assert load_config(file, [*words, "--index_path", "c.tvi"]).config.data_source == Path.cwd() / "c.tvi"
 
 
 # where paths start from
@@ -714,8 +734,8 @@ def test_the_page_of_the_losses_says_which_ones_have_a_choice_of_distance() -> N
 
 
 def test_a_url_is_kept_as_it_is_written_and_comes_back_from_a_run(tmp_path: Path) -> None:
-    file = write(tmp_path, "args.data_root = 's3://bucket/videos/'\nargs.index_path = 'file:///data/i.tvi'\n")
-    config = load_config(file, ["--annotation_file", "hf://datasets/me/it/list.json"]).config
+    words = ["--index_path", "file:///data/i.tvi", "--annotation_file", "hf://datasets/me/it/list.json"]
+    config = load_config(write(tmp_path, "args.data_root = 's3://bucket/videos/'\n"), words).config
     assert config.data_root == Url("s3://bucket/videos") and config.index_path == Path("/data/i.tvi")
     (tmp_path / "config.json").write_text(to_json(config))
     again = load_config(tmp_path / "config.json").config

@@ -101,6 +101,14 @@ def test_a_preset_says_command_hardware_and_result(name: str) -> None:
     assert name.removeprefix("16gpu_") in summary
 
 
+@pytest.mark.parametrize("name", ["scratch", "distill"])
+def test_a_preset_says_which_videos_it_takes(name: str) -> None:
+    preset = load_preset(name)
+    frames, height, width = preset.validation_size
+    trains = f"at least {preset.height}x{preset.width} pixels and {preset.n_frames} frames"
+    assert f"{trains} (to validate: {height}x{width} and {frames} frames)" in preset_summary(name)
+
+
 @pytest.mark.parametrize("name", list(PROMISED))
 def test_promised_values(name: str) -> None:
     preset = load_preset(name)

@@ -303,7 +303,7 @@ def test_what_may_not_be_read_is_one_sentence(
 def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
     file = tmp_path / "clips.json"
     file.write_text("{}")
-    with pytest.raises(UserError, match="is a file; name it as annotation_file"):
+    with pytest.raises(UserError, match="is a file; name the folder of the videos, or a list as annotation_file"):
         check_paths(TrainConfig(data_root=file))
     with pytest.raises(UserError, match=r"cannot be written: .*clips.json is a file"):
         check_paths(TrainConfig(data_root=tmp_path, output_dir=file / "run"))

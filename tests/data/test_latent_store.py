@@ -145,6 +145,8 @@ def test_a_store_from_before_there_were_crop_candidates_and_turns_has_none(tmp_p
     store.check_fits({"clips": {"crop_candidates": 1, "random_turn": False, "random_reverse": False}})
     one, four = (replace(FACTS, clips={**FACTS.clips, "crop_candidates": number}) for number in (1, 4))
     LatentStore.create(tmp_path, one, num_clips=150).check_complete()
+    fill(LatentStore.create(tmp_path, one, num_clips=200))
+    LatentStore.open(tmp_path).check_complete()  # its old shards are still its own
     with pytest.raises(UserError, match="crop_candidates is 4 here and 1 in the store"):
         store.check_fits(asdict(four))
 

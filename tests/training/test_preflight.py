@@ -192,6 +192,9 @@ def test_disk_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         state.truncate(8 * checkpoint_bytes(config, 1))
     assert not preflight._disk(config, 1).passes
     assert preflight._disk(replace(config, resume_from_checkpoint="latest"), 1).passes, "it makes room itself"
+    config.output_dir.rename(tmp_path / "run_2026")
+    timed = replace(config, resume_from_checkpoint="latest", output_dir=tmp_path / "run_%Y")
+    assert preflight._disk(timed, 1).passes, "also in a folder with the time in its name"
 
 
 def test_a_port_in_use_is_found() -> None:

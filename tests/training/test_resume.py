@@ -352,6 +352,9 @@ def test_a_folder_that_holds_another_run_is_not_written_into(clips: Path, tmp_pa
     changes |= {"max_train_steps": 2, "resume_from_checkpoint": tmp_path / "one/checkpoint-1"}
     with pytest.raises(UserError, match=r"two already holds another run than that of .*one/checkpoint-1; choose ano"):
         train_here(arguments_for(clips, tmp_path / "two", **changes))
+    words = arguments_for(clips, tmp_path / "two", **changes)
+    with pytest.raises(UserError, match="two already holds another run than that of"):
+        run(["check", words[0], "--quick", *words[1:]])
     assert {file.name: file.read_bytes() for file in (tmp_path / "two").iterdir() if file.is_file()} == left
     (tmp_path / "link").symlink_to(tmp_path / "one")
     assert train_here(arguments_for(clips, tmp_path / "link", **changes)).progress.step == 2, "its own, by a link"

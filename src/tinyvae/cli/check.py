@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,30 +58,29 @@ def extra_checks(num_gpus: int | None, config: TrainConfig) -> Iterator[Check]:
     from tinyvae.training.preflight import Check
     from tinyvae.training.resume import asked_checkpoint
 
-    asked = config.resume_from_checkpoint
-    if fix := folder_refusal(config):
-        yield Check(name="folder", found=str(config.output_dir), fix=fix)
     if num_gpus not in (None, 1) and not torch.cuda.is_available() and not os.environ.get("USE_CPU"):
         fix = f"{num_gpus} wanted: try it on the machine that has them, or set USE_CPU=1 to train on the CPU"
         yield Check(name="GPUs", found="none is visible here", fix=fix)
+    asked, checkpoint = config.resume_from_checkpoint, None
     if asked is not None:
         try:
-            folder, faults = asked_checkpoint(asked, config)
+            checkpoint, faults = asked_checkpoint(asked, config)
         except UserError as mistake:
             yield Check(name="resume", found=asked, fix=str(mistake))
-        else:
-            damaged = f"; damaged and passed over: {'; '.join(faults)}" if faults else ""
-            yield Check(name="resume", found=f"{folder} is whole{damaged}")
+            return
+        damaged = f"; damaged and passed over: {'; '.join(faults)}" if faults else ""
+        yield Check(name="resume", found=f"{checkpoint} is whole{damaged}")
+    if fix := folder_refusal(config, checkpoint):
+        yield Check(name="folder", found=str(config.output_dir), fix=fix)
 
 
-def folder_refusal(config: TrainConfig) -> str:
-    """Why a fresh run may not begin in its folder; empty where it may."""
-    from tinyvae.training.run_folder import has_time, is_run_folder
+def folder_refusal(config: TrainConfig, checkpoint: Path | None) -> str:
+    """Why the run may not write into its folder, by the rule of the run itself; empty where it may."""
+    from tinyvae.training.run_folder import has_time, new_run_folder, why_taken
 
-    folder = config.output_dir
-    if config.resume_from_checkpoint is not None or has_time(folder) or not is_run_folder(folder):
+    if checkpoint is not None and has_time(config.output_dir):  # it goes on in its own folder, or in a new one
         return ""
-    return f"{folder} already holds a run; choose another --output_dir, or go on with it by --resume latest"
+    return why_taken(new_run_folder(config.output_dir, datetime.now()), checkpoint)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,9 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
         from tinyvae.training.start import check_before_start
 
         check_before_start(loaded)
-        if loaded.config.resume_from_checkpoint is not None:
-            asked_checkpoint(loaded.config.resume_from_checkpoint, loaded.config)
-        if refusal := folder_refusal(loaded.config):
+        asked = loaded.config.resume_from_checkpoint
+        checkpoint = None if asked is None else asked_checkpoint(asked, loaded.config)[0]
+        if refusal := folder_refusal(loaded.config, checkpoint):
             raise UserError(f"{refusal}.")
         if launch is not None:
             launch.check(loaded.config)

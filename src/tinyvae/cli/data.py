@@ -93,11 +93,6 @@ def _add_probe_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "sample":
         return run_sample(arguments)
-    from tinyvae.files import check_reachable
-
-    for named in (arguments.source, arguments.data_root):
-        if isinstance(named, Path):
-            check_reachable(named)
     if arguments.data_root is not None and not arguments.data_root.is_dir():
         raise MissingFileError(f"--data_root {arguments.data_root} is not a folder")
     return run_index(arguments) if arguments.action == "index" else run_check(arguments)

@@ -93,7 +93,13 @@ def run(argv: Sequence[str]) -> int:
         near = nearest_name(words[0], [word for action in taker._actions for word in action.option_strings])
         raise UserError(f"unknown words: {' '.join(words)}.{near} `{taker.prog} --help` says what it takes.")
     arguments.words = words
-    return int(arguments.run_verb(arguments))
+    try:
+        return int(arguments.run_verb(arguments))
+    except PermissionError as refused:
+        if refused.filename is None:
+            raise
+        way_out = "check its permissions, and those of the folders above it"
+        raise UserError(f"{refused.filename} is closed to you ({refused.strerror}); {way_out}.") from None
 
 
 def main(argv: Sequence[str] | None = None) -> None:

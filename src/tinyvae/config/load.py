@@ -420,6 +420,14 @@ class _Merging:
         for key in ("data_root", "annotation_file", "index_path"):
             if values.get("use_sample_clips") and values.get(key) and self._is_later(key, "use_sample_clips"):
                 self._decide("use_sample_clips", False, f"{self._layer_of(key)} names {key}")
+                if not self._is_later("data_root", "use_sample_clips"):  # a list's paths do not start from these clips
+                    self._decide("data_root", None, f"{self._layer_of(key)} names {key}")
+        is_off = not values.get("random_crop", True) and self._is_later("random_crop", "crop_candidates")
+        if is_off and values["crop_candidates"] > 1:
+            self._decide("crop_candidates", 1, f"{self._layer_of('random_crop')} turns random_crop off")
+        listed = "annotation_file"  # of an index and a list, the index is read
+        if values.get("index_path") and values.get(listed) and self._is_later(listed, "index_path"):
+            self._decide("index_path", None, f"{self._layer_of(listed)} names {listed}")
 
     def _settle_lengths(self) -> None:
         """A layer that shortens the run (to try it out) cuts its beginning to a tenth too, where it does not fit."""

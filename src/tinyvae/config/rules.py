@@ -425,7 +425,8 @@ def _data_mistakes(config: TrainConfig) -> Iterator[str]:
         elif not (root.is_dir() and any(root.iterdir())) and (obstacle := _obstacle_to_writing(root)):
             yield f"data_root={root} cannot be written: {obstacle}."
     elif root is not None and not root.is_dir():
-        yield f"data_root={root} is a file; name it as annotation_file or index_path."
+        others = "or a list as annotation_file, or an index as index_path"
+        yield f"data_root={root} is a file; name the folder of the videos, {others}."
     elif isinstance(root, Path) and not any(root.iterdir()):
         yield f"data_root={root} is an empty folder; name the folder of the videos (or is its disk not mounted?)."
     elif index is not None:

@@ -250,7 +250,7 @@ def _open_usable(file: Path) -> VideoIndex | None:
 
 def _check_output(source: Place, output: Path) -> None:
     if output.exists() and not is_index(output):
-        raise UserError(f"{output} exists and is not an index; it is not overwritten: give another name with -o")
+        raise UserError(f"{output} exists and is not an index; it is not overwritten: name another --output")
     if isinstance(source, Path) and source.exists() and output.exists() and source.samefile(output):
         raise UserError(f"{source} is itself an index; give the folder or annotation file it was made from")
     if output.exists() and _open_usable(output) is None:

@@ -205,7 +205,7 @@ class LatentStore:
                     raise UserError(f"{folder} holds {begun.num_clips} clips and cannot grow behind a URL; {fix}.")
             values = {"version": VERSION, "num_clips": store.num_clips, "clips_per_shard": store.clips_per_shard}
             with writing(folder / MANIFEST, "w") as stream:
-                json.dump(values | {"facts": asdict(facts)}, stream, indent=1)
+                json.dump(values | {"facts": asdict(store.facts)}, stream, indent=1)
         return store
 
     @functools.cached_property

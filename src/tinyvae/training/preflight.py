@@ -56,6 +56,7 @@ from tinyvae.training.deepspeed import LaunchConfig
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import is_out_of_memory
 from tinyvae.training.optim import make_optimizers
+from tinyvae.training.run_folder import earlier_run_folders
 
 OLDEST_DRIVER = (525, 60, 13)
 SHOWN_PACKAGES = ("torch", "accelerate", "deepspeed", "diffusers", "av")
@@ -238,7 +239,8 @@ def _disk(config: TrainConfig, processes: int) -> Check:
     kept = config.checkpoints_total_limit
     if kept is None:
         kept = math.ceil(config.max_train_steps / (config.checkpointing_steps or config.max_train_steps))
-    old = [] if config.resume_from_checkpoint is None else list_checkpoints(config.output_dir)
+    runs = [] if config.resume_from_checkpoint is None else earlier_run_folders(config.output_dir)[:1]
+    old = list_checkpoints(*runs)
     lack = one * (kept + SPARE_SAVES) - free - _bytes_of(file for saved in old for file in saved.folder.glob("*"))
     found = f"{bytes_in_words(free)} free at {place}; {kept} + {SPARE_SAVES} checkpoints of {bytes_in_words(one)}"
     others = "keep fewer (--checkpoints_total_limit), or choose another --output_dir"

@@ -223,11 +223,9 @@ class RunPlace:
         self.folder = self._choose(config, checkpoint)
         with writing_to(self.folder):
             self._claim = RunClaim(self.folder)
-        try:
-            self._refuse_other_run(checkpoint)
-        except UserError:
+        if refusal := why_taken(self.folder, checkpoint):
             self.leave()
-            raise
+            raise UserError(f"{refusal}.")
 
     def _choose(self, config: TrainConfig, checkpoint: Path | None) -> Path:
         """A fixed ``output_dir``; else the folder of the checkpoint's run; else a new one with the time in its name."""
@@ -251,14 +249,6 @@ class RunPlace:
                         return folder
             time.sleep(1.0 - time.time() % 1.0)  # another run started in this second and has the folder
         raise UserError(f"{folder} and those of the minute before are taken; choose another --output_dir.")
-
-    def _refuse_other_run(self, checkpoint: Path | None) -> None:
-        """A folder that holds a run belongs to it: only a checkpoint in it may go on there."""
-        homes = () if checkpoint is None else (checkpoint.parent.resolve(), checkpoint.resolve().parent)  # may link
-        if self.folder.resolve() not in homes and (self.folder / "config.json").exists():
-            other = "a run" if checkpoint is None else f"another run than that of {checkpoint}"
-            way_out = "choose another --output_dir, or go on with it by --resume latest"
-            raise UserError(f"{self.folder} already holds {other}; {way_out}.")
 
     def index_folder(self) -> Path:
         """Where to make the list of videos. A resumed run may still be refused, so it changes a copy of the list."""
@@ -300,6 +290,20 @@ def is_run_folder(folder: Path) -> bool:
     """Whether a folder holds a run, by its ``config.json``."""
     content = read_json(folder / "config.json")
     return isinstance(content, dict) and content.get("format") == RUN_FORMAT
+
+
+def why_taken(folder: Path, checkpoint: Path | None) -> str:
+    """Why a run may not begin in a folder, or go on there from a checkpoint; empty where it may.
+
+    A folder that holds a run belongs to it: only a checkpoint in it may go on there.
+    """
+    homes = () if checkpoint is None else (checkpoint.parent.resolve(), checkpoint.resolve().parent)  # may link
+    if folder.resolve() in homes or not os.path.exists(folder / "config.json"):
+        return ""
+    if not is_run_folder(folder):
+        return f"{folder} holds a config.json that is not of a run; choose another --output_dir"
+    other = "a run" if checkpoint is None else f"another run than that of {checkpoint}"
+    return f"{folder} already holds {other}; choose another --output_dir, or go on with it by --resume latest"
 
 
 def copy_past(old_run: Path, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 Command:   tinyvae train scratch --data_root FOLDER
 Hardware:  one GPU with 8 GB (3.2 GiB seen; made for an H100 or H200), 8 CPU cores.
-Data:      any folder of videos of at least 128x128 pixels and 12 frames.
+Data:      any folder of videos of at least 128x128 pixels and 12 frames (to validate: 256x256 and 20 frames).
 Expect:    29.2 dB after 1,000 steps (benchmarks/scratch_search.py). The whole preset, about five minutes on an H200,
            gave 31.6 dB before init=colors and crop_candidates=4 came in (28.1 after 1,000 steps), and is not measured
            with them yet. If nothing was compiled there before, the first step comes after 46 s. Clips had 128x128 to
