@@ -51,8 +51,9 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What the candidates need: crops, the teacher's decoding of some, the metric."""
+    """What the candidates need: crops, the teacher's decoding of some, the metric. ``teacher``: which (its hashes)."""
 
+    teacher: dict[str, str]
     cuts: dict[Cut, int]  # -> frames
     decoded: set[Cut]
     metric: bool
@@ -65,6 +66,7 @@ class Lesson:
     each validation clip. ``psnr``: of the teacher's own round trip, of each frame, mean over clips, dB. ``metric``: CC,
     how much the teacher's picture changes with the latents (`latent_metric`); None where nobody asked."""
 
+    teacher: dict[str, str]
     pools: dict[Cut, Pool]
     targets: list[Tensor]
     latents: list[Tensor]
@@ -72,11 +74,12 @@ class Lesson:
     metric: Tensor | None
 
     def fits(self, wanted: Wanted) -> bool:
-        """Whether it holds what candidates need, of the same clips' lengths."""
+        """Whether it holds what candidates need, of the same teacher and the same clips' lengths."""
         lengths = {cut: pool.frames.shape[1] for cut, pool in self.pools.items()}
         decoded = {cut for cut, pool in self.pools.items() if pool.decoded is not None}
         has_metric = self.metric is not None or not wanted.metric
-        return wanted.cuts.items() <= lengths.items() and wanted.decoded <= decoded and has_metric
+        enough = self.teacher == wanted.teacher and all(len(p.frames) >= wanted.pool for p in self.pools.values())
+        return enough and wanted.cuts.items() <= lengths.items() and wanted.decoded <= decoded and has_metric
 
     def save(self, file: Path) -> None:
         torch.save({**vars(self), "pools": {tuple(cut): vars(pool) for cut, pool in self.pools.items()}}, file)
@@ -88,7 +91,7 @@ class Lesson:
         pools = {Cut(*cut): Pool(**parts) for cut, parts in read.pop("pools").items()}
         metric = None if read["metric"] is None else read["metric"].to(device)
         moved = {name: [clip.to(device) for clip in read[name]] for name in ("targets", "latents")}
-        return cls(pools=pools, psnr=read["psnr"], metric=metric, **moved)
+        return cls(teacher=read["teacher"], pools=pools, psnr=read["psnr"], metric=metric, **moved)
 
     @torch.no_grad()
     def examine(self, model: TAEHV, teacher: Teacher) -> dict[str, Tensor]:
@@ -116,7 +119,7 @@ def make_lesson(
         metric = latent_metric(teacher, pools[max(pools)].latents[:METRIC_CLIPS])
         values = ", ".join(f"{value:.2f}" for value in torch.linalg.eigvalsh(metric).flip(0).tolist())
         print(f"  what a latent error does to the teacher's picture, by direction: {values}", flush=True)
-    return Lesson(pools=pools, targets=targets, latents=latents, psnr=psnr, metric=metric)
+    return Lesson(teacher=wanted.teacher, pools=pools, targets=targets, latents=latents, psnr=psnr, metric=metric)
 
 
 def make_pool(teacher: Teacher, videos: list[Tensor], cut: Cut, shape: tuple[int, int]) -> Pool:

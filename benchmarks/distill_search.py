@@ -61,7 +61,7 @@ from tinyvae.models.streaming import keep_frames
 from tinyvae.models.taehv import TAEHV
 from tinyvae.models.variants import VariantSpec
 from tinyvae.models.weights import load_model
-from tinyvae.teachers import Teacher, find_teacher, load_teacher
+from tinyvae.teachers import Teacher, find_teacher, identify_teacher, load_teacher
 from tinyvae.training.engine import Engine
 from tinyvae.training.first_weights import draw_weights
 from tinyvae.training.optim import OptimizerSet, WeightAverage, learning_rate_factor, make_optimizers
@@ -93,6 +93,10 @@ class Ideas:
     picture_clips: int = idea(2, "clips of a batch that picture_loss sees")
     freeze_encoder: float = idea(0.0, "share of the run, at its end, in which the encoder rests")
     small_first: int = idea(0, "size of the crops in the first half of the run, with more clips in a batch")
+
+    def __post_init__(self) -> None:
+        if unknown := {self.train, self.round_trip_to} - {"both", "decoder", "encoder"}:
+            raise SystemExit(f"train and round_trip_to take both, decoder or encoder, not {', '.join(unknown)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +308,10 @@ class Work:
         """From ``--pool_file``, if it is there; else made, and kept there if it is named."""
         file: Path | None = self.arguments.pool_file
         asked = self.candidates
+        identity = identify_teacher(self.arguments.teacher)
+        assert identity is not None, "it is loaded from this folder"
         wanted = Wanted(
+            teacher=identity,
             cuts={cut: each.config.n_frames for each in asked for cut in each.cuts},
             decoded={cut for each in asked if each.ideas.teacher_frames for cut in each.cuts},
             metric=any(each.ideas.latent_metric for each in asked),
@@ -313,7 +320,8 @@ class Work:
         if file is not None and file.is_file():
             known = Lesson.load(file, self.engine.device)
             if not known.fits(wanted):
-                raise SystemExit(f"{file} lacks crops, decodings or the metric of a candidate; name another file.")
+                what = "is of another teacher, or lacks crops, decodings or the metric of a candidate"
+                raise SystemExit(f"{file} {what}; name another file.")
             return known
         clips, device = self.arguments.clips, self.engine.device
         train, val = ([video.to(device) for video in load_split(clips, split)] for split in ("train", "val"))
@@ -358,7 +366,7 @@ def run_at_once(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 print(f"no time left for {words!r}", flush=True)
                 return None
             row_file = Path(folder) / f"{number}.json"
-            same = ("clips", "teacher", "steps", "set", "max_clips", "pool_file")
+            same = ("clips", "teacher", "steps", "set", "max_clips", "pool", "pool_file")
             shared = {key: getattr(arguments, key) for key in same} | {"output": row_file}
             shared |= {} if arguments.seconds is None else {"seconds": arguments.seconds}
             options = [f"--{key}={value}" for key, value in shared.items()]

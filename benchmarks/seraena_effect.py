@@ -31,6 +31,7 @@ from student_runs import Judge, Runs, as_words, slower_rates
 from torch import Tensor
 from torch.nn import functional as F
 
+from tinyvae.config.load import load_config
 from tinyvae.evaluation.evaluating import EvaluationResult
 from tinyvae.evaluation.metrics import METRICS
 from tinyvae.evaluation.pictures import to_bytes_range
@@ -164,6 +165,8 @@ def main() -> None:
     settings = arguments.settings or default_settings(arguments.steps)
     if not arguments.settings:
         find_lpips_weights(None)  # two of the six need them; else it is told when the others are done
+    for each in settings:  # for the same reason
+        load_config("scratch", as_words(f"{arguments.set},{each.partition(':')[2]}"))
     judge = Judge(arguments.clips, with_lpips=True)
     with ThreadPoolExecutor(arguments.at_once) as pool:
         kept = {"steps": arguments.steps, "at_once": arguments.at_once, "settings": as_words(arguments.set)}

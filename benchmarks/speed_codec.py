@@ -136,7 +136,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", default=["480x720x49", "720x1280x61"])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only_whole", action="store_true", help="whole videos and default streams alone")
-    parser.add_argument("--output", type=Path, help="folder for codec.json")
+    parser.add_argument("--output", type=Path, help="folder for codec.json; it grows size by size")
     return parser.parse_args()
 
 
@@ -185,8 +185,8 @@ def main() -> None:
         height, width, frames = map(int, size.split("x"))
         case = BenchmarkCase(height=height, width=width, num_frames=frames, repeats=arguments.repeats)
         results[size] = measure(model, case, only_whole=arguments.only_whole)
-    if arguments.output:
-        (arguments.output / "codec.json").write_text(json.dumps(results, indent=1))
+        if arguments.output:
+            (arguments.output / "codec.json").write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def test_too_many_bad_files_stop_the_run_at_its_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=told):
         split(index, SETTINGS)
     split(index, SETTINGS, bad_file_limit=0.06)
-    with pytest.raises(UserError, match=r"all 6 files .* are bad.*cut off"):
+    with pytest.raises(UserError, match=r"all 6 files .* are bad.*cut off.*; copy the files again"):
         split(index_of(tmp_path, *bad), SETTINGS, bad_file_limit=1.0)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinyvae.errors import MissingFileError, UserError
@@ -387,6 +388,10 @@ def test_weights_that_are_missing_broken_or_of_another_shape(folders: dict[str, 
     with pytest.raises(UserError, match="cannot be loaded"):
         load_teacher(None, folder, dtype=torch.float32, device="cpu")
     edit_config(folder, base_dim=8)
+    whole = load_file(weights)
+    save_file({name: values for name, values in whole.items() if not name.startswith("decoder.conv_out.")}, weights)
+    with pytest.raises(UserError, match=r"cannot be loaded: its weights lack decoder.conv_out.bias and 1 more; take"):
+        load_teacher(None, folder, dtype=torch.float32, device="cpu")
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(UserError, match="is not a whole file"):
         load_teacher(None, folder, dtype=torch.float32, device="cpu")

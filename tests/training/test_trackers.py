@@ -148,6 +148,10 @@ def test_a_tracker_that_is_not_installed_is_said_before_the_run(
     check_paths(config)
     with pytest.raises(UserError, match=r"report_to=wandb needs the package 'wandb'.*pip install 'tinyvae\[wandb\]'"):
         check_paths(replace(config, report_to="wandb"))
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(UserError, match=r"pip install tensorboard, or set report_to to none"):
+        check_paths(config)
+    check_paths(replace(config, report_to="none"))
 
 
 class FailingTracker(trackers.Tracker):

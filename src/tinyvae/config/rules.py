@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -475,6 +476,9 @@ def _check_teacher(config: TrainConfig, seen_from: Path | None) -> None:
 
 
 def _check_tracker(config: TrainConfig) -> None:
+    if config.report_to == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+        what = "the package 'tensorboard' is not installed"
+        raise UserError(f"{what}; install it with: pip install tensorboard, or set report_to to none.")
     if config.report_to in ("wandb", "mlflow"):
         require_package(config.report_to, extra=config.report_to, needed_for=f"report_to={config.report_to}")
 

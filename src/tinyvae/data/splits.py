@@ -178,7 +178,8 @@ def refuse_bad_index(index: VideoIndex, bad_file_limit: float) -> None:
         return
     example = f"the first is {first.path!r}: {first.reason}"
     if index.num_bad == len(index):
-        raise UserError(f"all {len(index)} files of {index.source} are bad; {example}")
+        fix = "copy the files again, or name another folder"
+        raise UserError(f"all {len(index)} files of {index.source} are bad; {example}; {fix}")
     share = index.num_bad / len(index)
     if share > bad_file_limit:
         raise UserError(

@@ -185,11 +185,17 @@ def load_teacher(
         return Teacher(NetworkVAE(network), found, spec)
     options = {} if found.subfolder is None else {"subfolder": found.subfolder}
     try:
-        vae = _vae_class(found.family.class_name).from_pretrained(found.place, torch_dtype=dtype, **options)
+        vae, loaded = _vae_class(found.family.class_name).from_pretrained(
+            found.place, torch_dtype=dtype, output_loading_info=True, **options
+        )
     except (OSError, RuntimeError, ValueError) as failure:
         # diffusers reports a missing, truncated or mismatched weights file as one of these.
         why = first_line(failure)
         raise UserError(f"the teacher {path} cannot be loaded: {why} (download its weights again).") from failure
+    # diffusers only warns of them, and their values are then random or none at all.
+    if absent := sorted(dict(vae.named_parameters()).keys() & loaded["missing_keys"]):
+        why = f"its weights lack {absent[0]}" + (f" and {len(absent) - 1} more" if absent[1:] else "")
+        raise UserError(f"the teacher {path} cannot be loaded: {why}; take weights and config.json of one VAE.")
     return Teacher(vae.to(device), found, spec, compiled=compiled)
 
 

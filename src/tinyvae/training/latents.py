@@ -39,8 +39,8 @@ from tinyvae.training.clips import RunData, open_data, training_settings
 from tinyvae.training.engine import Engine
 from tinyvae.training.guards import is_out_of_memory
 
-NOT_NEEDED = {"pretrained_model_path", "lpips_weights", "output_dir"}
-"""Settings that name files of a run that its latents do not need."""
+NOT_NEEDED = {"pretrained_model_path", "lpips_weights", "output_dir", "report_to"}
+"""Settings that name files and packages of a run that its latents do not need."""
 
 ReadPart = tuple[ReadBatch, npt.NDArray[np.uint8]]
 """A micro-batch without its frames, and the frames (NTCHW): Ray shares arrays between processes without a copy."""
