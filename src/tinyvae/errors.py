@@ -1,15 +1,15 @@
 """The errors a user can cause.
 
 Each is a ``ValueError`` whose text is one sentence: what is wrong, where, and what to do. The command line prints that
-sentence and exits with 2, as for a path that the system refuses (``PermissionError``). Any other error is our own bug
-and keeps its traceback.
+sentence and exits with 2. Any other error is our own bug and keeps its traceback.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 NEAR = 0.65
@@ -41,6 +41,19 @@ class UnreadableVideoError(UserError):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
+
+
+@contextmanager
+def closed_paths_told() -> Iterator[None]:
+    """A path that the system does not let us look at (``PermissionError``) becomes a `UserError`: where paths are
+    checked, or around a short command. A long run keeps the traceback, and exit code 1: a restart may help it."""
+    try:
+        yield
+    except PermissionError as refused:
+        if refused.filename is None:
+            raise
+        way_out = "check its permissions, and those of the folders above it"
+        raise UserError(f"{refused.filename} is closed to you ({refused.strerror}); {way_out}.") from None
 
 
 def why_unreadable(fault: UnreadableVideoError | OSError) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import WriteVideo
 from tinyvae import TAEHV, save_model
-from tinyvae.cli import info
+from tinyvae.cli import info, train
 from tinyvae.cli.main import VERBS, build_parser, main, run
 from tinyvae.errors import UserError
 from tinyvae.training.engine import LAUNCH_VARIABLES
@@ -63,12 +64,54 @@ def test_mistakes_end_in_one_sentence_and_exit_code_2(tmp_path: Path, words: lis
     assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_path_that_is_closed_to_the_user_is_told_by_each_verb(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*path: str) -> None:  # as pathlib does, whatever is asked of a path in a closed folder
+def test_a_path_that_is_closed_to_the_user_is_told_by_each_verb(tmp_path: Path, write_video: WriteVideo) -> None:
+    save_model(TAEHV("taehv", width=0.125), tmp_path / "m.safetensors")
+    video, closed = str(write_video("videos/a.mp4", frames=5)), tmp_path / "closed"
+    data, inside = ["--data_root", str(tmp_path / "videos")], str(closed / "it")
+    closed.mkdir(mode=0o000)
+    commands = [
+        ["info", inside],
+        ["eval", inside, "--data", video],
+        ["reconstruct", "m.safetensors", inside, "--output", "x.mp4"],
+        ["decode", "m.safetensors", inside],
+        ["data", "index", inside, "--output", "x.tvi"],
+        ["check", "quickstart", "--resume", inside, *data, "--quick"],
+        ["train", "quickstart", "--resume", inside, *data],
+        ["train", "distill", "--teacher", inside, *data],
+        ["train", "distill", "--latent_store", inside, *data],
+        ["latents", "distill", "--teacher", inside, *data, "--clips", "8", "--output", "store"],
+        ["latents", "distill", "--teacher", "m.safetensors", *data, "--clips", "8", "--output", inside],
+    ]
+    program = f"""if True:
+        from tinyvae.cli.main import run
+        from tinyvae.errors import UserError
+        for words in {commands!r}:
+            try:
+                run(words)
+            except UserError as mistake:
+                print(*words[:3], "->", mistake)
+    """
+    as_others = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    done = subprocess.run(
+        [*as_others, sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if " -> " in line]
+    assert len(told) == len(commands) and all("Permission denied" in line for line in told), done.stdout
+    assert not (tmp_path / "output").exists()
+
+
+def test_what_the_system_refuses_later_is_no_mistake_of_a_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """auto_recovery_train.sh starts it again after exit code 1, and not after 2."""
+
+    def refuse(*path: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", *path)
 
-    monkeypatch.setattr(info, "run", lambda arguments: refuse("/home/other/vae"))
-    with pytest.raises(UserError, match=r"^/home/other/vae is closed to you \(Permission denied\); check its perm"):
+    for module in (info, train):
+        monkeypatch.setattr(module, "run", lambda arguments: refuse("/storage/file"))
+    with pytest.raises(PermissionError):
+        run(["train"])
+    with pytest.raises(UserError, match=r"^/storage/file is closed to you \(Permission denied\); check its perm"):
         run(["info"])
     monkeypatch.setattr(info, "run", lambda arguments: refuse())
     with pytest.raises(PermissionError):

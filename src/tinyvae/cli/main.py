@@ -14,12 +14,13 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from tinyvae import __version__
 from tinyvae.cli.options import Parser
-from tinyvae.errors import UserError, nearest_name
+from tinyvae.errors import UserError, closed_paths_told, nearest_name
 
 VERBS: dict[str, str] = {
     "train": "train an autoencoder from a preset or a settings file",
@@ -42,6 +43,8 @@ VERBS: dict[str, str] = {
 
 TAKE_SETTINGS = ("train", "check", "latents")
 """Verbs that also take the settings of a run, in any order; ``arguments.words`` holds what is no option of the verb."""
+LONG_RUNS = ("train", "latents")
+"""Verbs that check the paths of a run before it begins. What the system refuses later is not the user's mistake."""
 
 FORMAT_OF_LIBRARIES = warnings.formatwarning
 
@@ -93,13 +96,8 @@ def run(argv: Sequence[str]) -> int:
         near = nearest_name(words[0], [word for action in taker._actions for word in action.option_strings])
         raise UserError(f"unknown words: {' '.join(words)}.{near} `{taker.prog} --help` says what it takes.")
     arguments.words = words
-    try:
+    with nullcontext() if verb in LONG_RUNS else closed_paths_told():
         return int(arguments.run_verb(arguments))
-    except PermissionError as refused:
-        if refused.filename is None:
-            raise
-        way_out = "check its permissions, and those of the folders above it"
-        raise UserError(f"{refused.filename} is closed to you ({refused.strerror}); {way_out}.") from None
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -27,7 +27,7 @@ from tinyvae.config.old_files import Settings
 from tinyvae.config.rules import Complaint, GivenPath
 from tinyvae.config.schema import FIELDS, RUN_FORMAT, TrainConfig, kinds_of, path_keys, shown_value
 from tinyvae.config.variant import TEACHER_KEYS, variant_of_teacher, variant_of_weights
-from tinyvae.errors import MissingFileError, UserError, nearest_name
+from tinyvae.errors import MissingFileError, UserError, closed_paths_told, nearest_name
 from tinyvae.files import home_folder
 from tinyvae.models.variants import VARIANTS
 from tinyvae.storage import Url
@@ -81,6 +81,7 @@ def load_preset(name: str) -> TrainConfig:
     return TrainConfig(**{key: rules.convert(key, value) for layer in layers for key, value in layer.values.items()})
 
 
+@closed_paths_told()
 def load_config(preset_or_file: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> LoadedConfig:
     """The configuration of a preset's name, a settings file, a run's ``config.json`` or a run folder (for a new run).
 

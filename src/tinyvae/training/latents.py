@@ -29,7 +29,7 @@ from tinyvae.data.latent_store import DTYPES, LOCK, MANIFEST, LatentStore, Store
 from tinyvae.data.loader import make_position_loader
 from tinyvae.data.ray_cluster import check_address, ray_cluster
 from tinyvae.data.splits import ClipSet
-from tinyvae.errors import UserError
+from tinyvae.errors import UserError, closed_paths_told
 from tinyvae.files import lock_file, make_output_folder, writing_to
 from tinyvae.storage import Place, Url, use_file_cache, work_folder
 from tinyvae.teachers import Teacher, identify_teacher
@@ -92,6 +92,7 @@ def make_latents(loaded: LoadedConfig, job: LatentJob) -> int:
     return len(list(store.missing_shards(skip_damaged=True)))
 
 
+@closed_paths_told()
 def check_job(loaded: LoadedConfig, job: LatentJob) -> None:
     """Refuse settings that no store can be made from, and a cluster that does not answer."""
     config = loaded.config

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tinyvae.config.schema import FIELDS, TrainConfig, to_json
-from tinyvae.errors import MissingFileError, UserError
+from tinyvae.errors import MissingFileError, UserError, closed_paths_told
 from tinyvae.losses.seraena import Seraena, saved_ranks_for
 from tinyvae.losses.seraena.start import SeraenaStart
 from tinyvae.models.taehv import TAEHV
@@ -108,6 +108,7 @@ class SavedRun:
         return read_state(self.folder / rank_file(rank))
 
 
+@closed_paths_told()
 def asked_checkpoint(asked: str, config: TrainConfig) -> tuple[Path, list[str]]:
     """The checkpoint that ``--resume`` asks for, if this configuration can go on from it, and what is wrong with newer
     ones. Nothing is written. It reads and hashes every file: let one process do it for all.

@@ -12,7 +12,7 @@ import torch
 from tinyvae.config.load import LoadedConfig
 from tinyvae.config.rules import check_config
 from tinyvae.data.loader import TrainLoader
-from tinyvae.errors import UserError
+from tinyvae.errors import UserError, closed_paths_told
 from tinyvae.files import writing_to
 from tinyvae.heap import no_collections
 from tinyvae.storage import use_file_cache
@@ -55,6 +55,7 @@ class FinishedRun:
     is_main: bool
 
 
+@closed_paths_told()
 def check_before_start(loaded: LoadedConfig) -> None:
     """Refuse what can be refused before any process group or GPU is touched; `tinyvae check --quick` does it too."""
     config = loaded.config
