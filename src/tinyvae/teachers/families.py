@@ -39,8 +39,9 @@ class TeacherFamily:
 
     ``variants``: the students whose latent space is this family's. A video in [0, 1] enters as
     ``(x - pixel_mean) / pixel_std``. ``one_at_a_time``: diffusers' class fails on a batch of more than one video.
-    ``compiles``: torch.compile makes its encoder faster (seen on a GPU). ``sees_all``: it encodes all frames of a clip,
-    as a student does, and not only those that come back.
+    ``compiles``: torch.compile makes its encoder faster (seen on a GPU). ``in_parts``: diffusers runs a clip latent by
+    latent, and `whole_clips` at once. ``sees_all``: it encodes all frames of a clip, as a student does, and not only
+    those that come back.
     """
 
     kind: TeacherKind
@@ -51,6 +52,7 @@ class TeacherFamily:
     pixel_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     one_at_a_time: bool = False
     compiles: bool = False
+    in_parts: bool = False
     sees_all: bool = False
 
     def variant_candidates(self, geometry: TeacherGeometry) -> tuple[str, ...]:
@@ -96,7 +98,7 @@ def _minimax_geometry(config: Config) -> TeacherGeometry:
 _LTX_STUDENTS = ("taeltx_2", "taeltx2_3", "taeltx2_3_wide")
 _FAMILIES = (
     TeacherFamily("cogvideox", "AutoencoderKLCogVideoX", ("taecvx",), _cogvideox_geometry, compiles=True),
-    TeacherFamily("wan", "AutoencoderKLWan", ("taew2_1", "taew2_2", "taew2_2_super"), _wan_geometry),
+    TeacherFamily("wan", "AutoencoderKLWan", ("taew2_1", "taew2_2", "taew2_2_super"), _wan_geometry, in_parts=True),
     TeacherFamily("hunyuan", "AutoencoderKLHunyuanVideo", ("taehv",), _hunyuan_geometry),
     TeacherFamily(
         "hunyuan",

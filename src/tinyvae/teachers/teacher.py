@@ -30,6 +30,7 @@ from tinyvae.teachers.families import (
     latent_space_of,
 )
 from tinyvae.teachers.network import NetworkVAE, identify_network, is_network, read_network
+from tinyvae.teachers.whole_clips import WHOLE_PIXELS, encode_whole, prepare_encoder, takes_whole
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,10 @@ class Teacher:
         self._vae = vae.eval().requires_grad_(False)
         if compiled and family.compiles:
             self._vae.encoder.compile(dynamic=False)
+        self._encode_whole: Callable[[Any, Tensor], Tensor] | None = None
+        if family.in_parts:
+            prepare_encoder(self._vae)
+            self._encode_whole = torch.compile(encode_whole, dynamic=False) if compiled else encode_whole
         self._pixels_per_call = PIXELS_PER_CALL
         self.found, self.spec = found, spec
         self.class_name = family.class_name
@@ -92,20 +97,29 @@ class Teacher:
         return frames_NTCHW[:, : self.spec.aligned_frames(frames_NTCHW.shape[1])]
 
     def encode(self, frames_NTCHW: Tensor) -> Tensor:
-        """Latents NTCHW, fp32: the means of `distribution`, which says what the frames are."""
-        return self._student_space.normalize(self.distribution(frames_NTCHW)[0])
+        """Latents NTCHW, fp32: the means of `distribution`, which says what the frames are. The VAE runs as diffusers
+        runs it, because evaluations time this."""
+        return self._student_space.normalize(self._distribution(frames_NTCHW, with_std=False, as_diffusers=True)[0])
 
-    @torch.no_grad()
     def distribution(self, frames_NTCHW: Tensor, *, with_std: bool = False) -> tuple[Tensor, Tensor | None]:
         """(mean, std) NTCHW of each clip's latents in the VAE's own space and dtype; ``with_std`` off: std is None.
 
         The frames are NTCHW in [0, 1] on any device: `clip_of` the clip. Latents of another number or
         size than the student's, or that are not finite, stop the run.
         """
-        num_frames = frames_NTCHW.shape[1]
+        return self._distribution(frames_NTCHW, with_std=with_std, as_diffusers=False)
+
+    @torch.no_grad()
+    def _distribution(
+        self, frames_NTCHW: Tensor, *, with_std: bool, as_diffusers: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        num_frames, _, height, width = frames_NTCHW.shape[1:]
         assert self.clip_of(frames_NTCHW).shape == frames_NTCHW.shape, f"give clip_of the {num_frames} frames"
+        run, most_pixels = self._encode_part, PIXELS_PER_CALL
+        if self._encode_whole is not None and not as_diffusers and takes_whole(num_frames, height, width):
+            run, most_pixels = self._encode_whole_part, WHOLE_PIXELS
         with torch.autocast(device_type=self.device.type, enabled=False):
-            parts = self._in_parts(self._encode_part, frames_NTCHW, frames_NTCHW[0].numel() // 3)
+            parts = self._in_parts(run, frames_NTCHW, num_frames * height * width, most_pixels=most_pixels)
             mean = torch.cat([part.mode() for part in parts]).transpose(1, 2)
             std = torch.cat([part.std for part in parts]).transpose(1, 2) if with_std else None
         for values in (mean, std):
@@ -120,10 +134,18 @@ class Teacher:
         with torch.autocast(device_type=self.device.type, enabled=False):
             return torch.cat(self._in_parts(self._decode_part, latents_NTCHW, pixels)).transpose(1, 2)
 
-    def _in_parts(self, run: Callable[[Tensor], Any], videos_NTCHW: Tensor, pixels_each: int) -> list[Any]:
+    def _in_parts(
+        self,
+        run: Callable[[Tensor], Any],
+        videos_NTCHW: Tensor,
+        pixels_each: int,
+        *,
+        most_pixels: int = PIXELS_PER_CALL,
+    ) -> list[Any]:
         """``run`` over as many videos at once as memory holds. Where it runs out, fewer, from then on."""
         while True:
-            size = 1 if self._one_at_a_time else max(1, self._pixels_per_call // pixels_each)
+            most = min(most_pixels, self._pixels_per_call)
+            size = 1 if self._one_at_a_time else max(1, most // pixels_each)
             try:
                 return [run(part) for part in videos_NTCHW.split(size)]
             except torch.OutOfMemoryError:
@@ -135,9 +157,19 @@ class Teacher:
 
     def _encode_part(self, frames_NTCHW: Tensor) -> Any:
         """diffusers' distribution of the latents NCTHW."""
+        return self._vae.encode(self._pixels_of(frames_NTCHW)).latent_dist
+
+    def _encode_whole_part(self, frames_NTCHW: Tensor) -> Any:
+        """The same, of whole clips at once."""
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+        assert self._encode_whole is not None
+        return DiagonalGaussianDistribution(self._encode_whole(self._vae, self._pixels_of(frames_NTCHW)))
+
+    def _pixels_of(self, frames_NTCHW: Tensor) -> Tensor:
+        """Frames in [0, 1] as the VAE takes them, NCTHW."""
         video_NCTHW = frames_NTCHW.to(self.device, torch.float32).transpose(1, 2)
-        video_NCTHW = (video_NCTHW - self._pixel_mean) / self._pixel_std
-        return self._vae.encode(video_NCTHW.to(self.dtype)).latent_dist
+        return ((video_NCTHW - self._pixel_mean) / self._pixel_std).to(self.dtype)
 
     def _decode_part(self, latents_NTCHW: Tensor) -> Tensor:
         z_NTCHW = self._student_space.denormalize(latents_NTCHW.to(self.device))
