@@ -1,8 +1,8 @@
 """Wan's encoder on whole clips: the same function as diffusers', in a sixth of its operations.
 
 diffusers runs a clip latent by latent (one frame, then four and four) and carries the last frames of every layer from
-part to part. That saves memory. But with small clips a GPU waits for the launches, and all parts together make 1,266 of
-them for 17 frames (a narrow Wan VAE) instead of 194.
+part to part. That saves memory. But with small clips a GPU waits for launches: 1,266 operations for 17 frames instead
+of 194 (a Wan VAE with one block a level). One CPU core takes 0.34 s instead of 0.82 for 64x64 pixels.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 PART_FRAMES = 4  # of diffusers' parts behind the first frame, whatever the network's factor is
-WHOLE_PIXELS = 4_000_000
-"""Of one pass (14 clips of 17 frames of 128x128): one tensor of Wan 2.1 then has 0.8 GB in bfloat16, and several are
+WHOLE_PIXELS = 2_500_000
+"""Of one pass (8 clips of 17 frames of 128x128): one tensor of Wan 2.1 then has 0.5 GB in bfloat16, and several are
 alive. Larger clips keep a GPU busy in parts too."""
 
 
