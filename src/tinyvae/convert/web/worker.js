@@ -39,11 +39,9 @@ class Stream {
 }
 
 class Video {
-  constructor({ height, width, numLatents }) {
-    const { space_factor: factor, frame_rule: rule, trim, time_factor: unit, chunk } = model.encoder;
-    Object.assign(this, { height, width, unit, chunk, waiting: [], held: [], numFrames: 0, numRaw: 0 });
-    const keepsAll = rule === "even_keeps_all" && numLatents % 2 === 0;
-    this.trim = keepsAll ? 0 : trim;
+  constructor({ height, width, trim }) { // trim: how many first frames are not shown, where there are no chunks
+    const { space_factor: factor, time_factor: unit, chunk } = model.encoder;
+    Object.assign(this, { height, width, trim, unit, chunk, waiting: [], held: [], numFrames: 0, numRaw: 0 });
     this.encoder = new Stream("encoder", height / factor, width / factor);
     this.decoder = new Stream("decoder", height / factor, width / factor);
   }

@@ -202,12 +202,10 @@
       if (index === player.index) { video.pause(); seek(inside - film.first_frame); } else show(index, { play: false, frame: inside });
     };
     // Films start when they are seen: a page that opens playing six films would only warm the room.
-    if ("IntersectionObserver" in window) {
-      const observer = new IntersectionObserver((entries) => {
-        if (entries.some((entry) => entry.isIntersecting) && player.index < 0) { observer.disconnect(); show(0); }
-      });
-      observer.observe(stage);
-    } else show(0);
+    const observer = new IntersectionObserver((entries) => {
+      if (entries.some((entry) => entry.isIntersecting) && player.index < 0) { observer.disconnect(); show(0); }
+    });
+    observer.observe(stage);
   }
 
   // ---- per-frame curves ----
@@ -216,7 +214,6 @@
 
   function drawCurves() {
     const box = $("#curve-chart");
-    if (!box) return;
     const clip = data.curves.find((c) => c.name === curves.name);
     const metric = data.metrics.find((m) => m.name === curves.metric);
     const series = data.models.map((label, i) => ({
@@ -248,9 +245,8 @@
 
   function setUpCurves() {
     const select = $("#curve-clip");
-    if (!select) return;
     select.replaceChildren(...data.curves.map((c) => new Option(c.name, c.name)));
-    curves.name = data.start_clip;
+    curves.name = data.curves[0].name;
     curves.metric = data.metrics.find((m) => data.curves[0].series[0][m.name]).name;
     select.addEventListener("change", () => selectClip(select.value));
     const buttons = $$("#curve-metric button");
@@ -285,7 +281,6 @@
 
   function setUpTable() {
     const table = $(".clips table");
-    if (!table) return;
     $$("thead th", table).forEach((th, column) => {
       const button = $("button.sort", th);
       if (button) button.addEventListener("click", () => sortTable(table, column, th.getAttribute("aria-sort") === "ascending" ? -1 : 1));
