@@ -198,9 +198,9 @@ def test_files_of_all_kinds(shared: Path, tmp_path: Path) -> None:
         info = probe_video(tmp_path / "out.mp4")
         assert (info.frames, (info.height, info.width)) == (frames, size)
     source, target = hostile / "frame_index_vfr.mp4", tmp_path / "vfr.mp4"
-    reconstruct_video(opened(CopyCodec()), source, Outputs(video=target))
+    reconstruct_video(opened(CopyCodec()), source, Outputs(video=target), max_frames=40)
     before, after = (uneven_times_s(path, probe_video(path)) for path in (source, target))
-    assert before is not None and after is not None and np.abs(before - after).max() < 1e-3 and len(after) == 200
+    assert before is not None and after is not None and np.abs(before[:40] - after).max() < 1e-3
 
 
 def test_uneven_times_are_kept(write_video: WriteVideo, tmp_path: Path) -> None:
@@ -276,6 +276,7 @@ def test_labels_beyond_ascii_are_told_apart() -> None:
     assert len(strips) == 4
 
 
+# Prints the peak resident memory after each video, MiB.
 PEAK_SCRIPT = """
 import sys
 from pathlib import Path
@@ -294,24 +295,12 @@ for video in sys.argv[2:]:
 """
 
 
-def peaks_mib(folder: Path, *videos: Path) -> list[float]:
-    """Peak resident memory of a fresh process after each of the videos that it reconstructs, MiB."""
-    command = [sys.executable, "-c", PEAK_SCRIPT, str(folder), *map(str, videos)]
-    return [float(line) for line in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()]
-
-
-def test_memory_does_not_grow_with_length(write_video: WriteVideo, tmp_path: Path) -> None:
-    """The heap settles over the first thousand frames: 18 to 25 MiB from 300 to 900, with the threads' timing."""
-    short = write_video("short.mp4", frames=300, height=64, width=96)
-    long = write_video("long.mp4", frames=900, height=64, width=96)  # 600 more: as floats they alone are 42 MiB
-    peak_of_short, peak_of_long = peaks_mib(tmp_path, short, long)
-    assert peak_of_long < peak_of_short + 50  # frames that stay would add their 42 to what settles
-
-
 @pytest.mark.slow
 def test_two_minutes_need_no_more_memory_than_two_seconds(write_video: WriteVideo, tmp_path: Path) -> None:
     """Seen: 308 MiB for 48 frames, 344 for 1200, 348 for 2880 and 5760."""
     short = write_video("short.mp4", frames=48, height=64, width=96)
     long = write_video("long.mp4", frames=2880, height=64, width=96)  # as floats these frames alone are 202 MiB
-    peak_of_short, peak_of_long = peaks_mib(tmp_path, short, long)
+    command = [sys.executable, "-c", PEAK_SCRIPT, *map(str, (tmp_path, short, long))]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    peak_of_short, peak_of_long = map(float, done.stdout.split())
     assert peak_of_long < peak_of_short + 120
