@@ -141,6 +141,11 @@ def test_latents_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
 
 
+def test_latents_of_eight_bits_are_decoded(tmp_path: Path) -> None:
+    save_file({"latents": torch.randn(1, 3, 16, 4, 6).to(torch.float8_e4m3fn)}, tmp_path / "x.safetensors")
+    assert decode_to_video(opened(TAEHV("taehv", width=0.125)), tmp_path / "x.safetensors", tmp_path / "x.mp4") == 9
+
+
 def add_tone(source: Path, target: Path, seconds: float, *, codec: str = "aac", delay_s: float = 0) -> None:
     """``source`` with a 440 Hz tone that begins after ``delay_s``."""
     with av.open(str(source)) as video, av.open(str(target), "w") as out:
@@ -193,10 +198,11 @@ def tone_start_s(path: Path) -> float:
 
 def test_files_of_all_kinds(shared: Path, tmp_path: Path) -> None:
     hostile = shared / "data" / "hostile"
-    for name, frames, size in (("odd_dims_vp9.webm", 40, (243, 321)), ("rotated_90.mp4", 48, (320, 240))):
-        reconstruct_video(opened(CopyCodec()), hostile / name, Outputs(video=tmp_path / "out.mp4", overwrite=True))
+    for name, size in (("odd_dims_vp9.webm", (243, 321)), ("rotated_90.mp4", (320, 240))):
+        outputs = Outputs(video=tmp_path / "out.mp4", overwrite=True)
+        reconstruct_video(opened(CopyCodec()), hostile / name, outputs, max_frames=9)
         info = probe_video(tmp_path / "out.mp4")
-        assert (info.frames, (info.height, info.width)) == (frames, size)
+        assert (info.frames, (info.height, info.width)) == (9, size)
     source, target = hostile / "frame_index_vfr.mp4", tmp_path / "vfr.mp4"
     reconstruct_video(opened(CopyCodec()), source, Outputs(video=target), max_frames=40)
     before, after = (uneven_times_s(path, probe_video(path)) for path in (source, target))
