@@ -15,7 +15,15 @@ from torch import Tensor
 from tests.models.test_golden import FILE_OF, GOLDEN, golden_cases, golden_model
 from tinyvae import TAEHV, get_spec, load_model, save_model
 from tinyvae.convert import programs, readers
-from tinyvae.convert.export import ExportMismatchError, check_folder, check_path, check_weights, export, round_model
+from tinyvae.convert.export import (
+    ExportMismatchError,
+    check_folder,
+    check_path,
+    check_weights,
+    export,
+    place_of_file,
+    round_model,
+)
 from tinyvae.convert.pixel_range import to_unit_pixels
 from tinyvae.convert.programs import COMFYUI, LIGHTX2V, PROGRAMS, SDCPP, UPSTREAM, choose_slot
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError
@@ -177,10 +185,9 @@ def test_paths_that_mean_something_else_there(
     check_path(program, chosen, Path("/somewhere") / chosen.file_name)
 
 
-@pytest.mark.slow
-def test_another_name_for_comfyui_goes_into_another_folder(tmp_path: Path) -> None:
-    done = export(released("taehv"), to="comfyui", output=tmp_path / "my_best.safetensors")
-    assert "put my_best.safetensors into ComfyUI/models/vae: " in done.message
+def test_another_name_for_comfyui_goes_into_another_folder() -> None:
+    place = place_of_file(COMFYUI, choose_slot(COMFYUI, get_spec("taehv")), Path("my_best.safetensors"))
+    assert place.startswith("put my_best.safetensors into ComfyUI/models/vae: ")
 
 
 # the check can fail
