@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from tests.conftest import WriteVideo
 from tests.evaluation.copy_codec import CopyCodec
 from tinyvae import TAEHV
 from tinyvae.convert.reconstruct import (
@@ -34,8 +34,6 @@ from tinyvae.evaluation.pictures import heat_map, to_bytes_range
 from tinyvae.evaluation.round_trip import FAMILY_KIND, TEACHER_KIND, ModelFacts, StreamedCodec, open_model
 from tinyvae.video.decode import probe_video, read_frames, uneven_times_s
 from tinyvae.video.write import VideoWriter
-
-WriteVideo = Callable[..., Path]
 
 
 def opened(codec: CopyCodec | TAEHV) -> StreamedCodec:

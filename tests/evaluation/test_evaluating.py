@@ -7,13 +7,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.conftest import WriteVideo
 from tests.evaluation.copy_codec import CopyCodec
 from tests.processes import HANGS_S
 from tinyvae import TAEHV, load_model
@@ -27,8 +27,6 @@ from tinyvae.evaluation.results import results_as_json
 from tinyvae.evaluation.round_trip import StreamedCodec, open_model
 from tinyvae.models.codec import CodecState
 from tinyvae.video.decode import read_frames
-
-WriteVideo = Callable[..., Path]
 
 
 def test_a_perfect_codec_is_perfect(write_video: WriteVideo, tmp_path: Path) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import WriteVideo
 from tests.evaluation.browser import Page, open_browser
 from tests.evaluation.copy_codec import CopyCodec
 from tests.video import small_videos
@@ -32,7 +33,6 @@ from tinyvae.evaluation.report import (
 )
 from tinyvae.evaluation.round_trip import open_model
 
-WriteVideo = Callable[..., Path]
 ODD_NAME = "a <b>&\"'</script> clip.mp4"
 
 
