@@ -213,7 +213,7 @@ def test_a_hunyuan_15_file_in_comfyui_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["decoder.7.conv.weight", "encoder.17.bias", "decoder.22.bias"])
+@pytest.mark.parametrize("key", ["decoder.7.conv.weight", "encoder.17.bias"])
 def test_one_changed_weight_is_noticed(tmp_path: Path, key: str) -> None:
     slot = choose_slot(SDCPP, get_spec("taew2_2"))
     file = written(tmp_path, released("taew2_2"))
