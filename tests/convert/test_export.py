@@ -15,7 +15,15 @@ from torch import Tensor
 from tests.models.test_golden import FILE_OF, GOLDEN, golden_cases, golden_model
 from tinyvae import TAEHV, get_spec, load_model, save_model
 from tinyvae.convert import programs, readers
-from tinyvae.convert.export import ExportMismatchError, check_folder, check_path, check_weights, export, round_model
+from tinyvae.convert.export import (
+    ExportMismatchError,
+    check_folder,
+    check_path,
+    check_weights,
+    export,
+    place_of_file,
+    round_model,
+)
 from tinyvae.convert.pixel_range import to_unit_pixels
 from tinyvae.convert.programs import COMFYUI, LIGHTX2V, PROGRAMS, SDCPP, UPSTREAM, choose_slot
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError
@@ -177,10 +185,9 @@ def test_paths_that_mean_something_else_there(
     check_path(program, chosen, Path("/somewhere") / chosen.file_name)
 
 
-@pytest.mark.slow
-def test_another_name_for_comfyui_goes_into_another_folder(tmp_path: Path) -> None:
-    done = export(released("taehv"), to="comfyui", output=tmp_path / "my_best.safetensors")
-    assert "put my_best.safetensors into ComfyUI/models/vae: " in done.message
+def test_another_name_for_comfyui_goes_into_another_folder() -> None:
+    place = place_of_file(COMFYUI, choose_slot(COMFYUI, get_spec("taehv")), Path("my_best.safetensors"))
+    assert place.startswith("put my_best.safetensors into ComfyUI/models/vae: ")
 
 
 # the check can fail
@@ -206,7 +213,7 @@ def test_a_hunyuan_15_file_in_comfyui_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["decoder.7.conv.weight", "encoder.17.bias", "decoder.22.bias"])
+@pytest.mark.parametrize("key", ["decoder.7.conv.weight", "encoder.17.bias"])
 def test_one_changed_weight_is_noticed(tmp_path: Path, key: str) -> None:
     slot = choose_slot(SDCPP, get_spec("taew2_2"))
     file = written(tmp_path, released("taew2_2"))

@@ -27,12 +27,19 @@ onnx = pytest.importorskip("onnx", reason="the extra 'onnx' is not installed")
 FAMILIES = ("taehv", "taew2_2_super", "taeltx2_3_wide", "taeh3")
 
 
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrate and check on a ninth of the pixels."""
+    monkeypatch.setattr("tinyvae.convert.int8.PART_SIZE", (64, 64))
+
+
 def write_float_decoder(folder: Path, model: TAEHV) -> Path:
     file = folder / "float.onnx"
     file.write_bytes(build_graph(model, "decoder", torch.float32).SerializeToString())
     return file
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_an_int8_decoder_from_the_command_line(
     small_model_file: Path, tmp_path: Path, write_video: WriteVideo, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +66,7 @@ def test_an_int8_decoder_from_the_command_line(
     torch.testing.assert_close(torch.from_numpy(made)[None], expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_a_network_far_from_its_float_form_is_refused(tmp_path: Path, write_video: WriteVideo) -> None:
     torch.manual_seed(1)
     model = small("taehv")

@@ -45,6 +45,8 @@ def test_a_model_of_the_other_space_is_a_start_for_training(tmp_path: Path) -> N
     torch.testing.assert_close(back.encode_video(frames), model.encode_video(frames), atol=1e-5, rtol=0)
     with pytest.raises(UserError, match="LTX-2 are among the weights of its VAE; pass statistics"):
         convert_encoder(TAEHV("taeltx_2", width=0.125), "vae")
+    with pytest.raises(UserError, match="taew2_1 was given 3 latents_mean for 16 latent channels"):
+        convert_encoder(model, "vae", LatentSpace.scaled(3))
 
 
 def test_there_and_back() -> None:

@@ -80,12 +80,6 @@ def test_comfyui_stops_at_a_super_decoder() -> None:
         readers.comfyui_reading(golden_state("taew2_2_super"), Path("any"), "taew2_2_super")
 
 
-def test_upstream_tells_by_the_whole_path() -> None:
-    assert readers.upstream_reading({}, Path("/models/taew2_2/mine.pth"), "taehv").channels == 48
-    assert readers.upstream_reading({}, Path("a/taecvx.pth"), "taecvx").frames == "cogvideox"
-    assert readers.upstream_reading({}, Path("taehv1_5_super.pth"), "taehv1_5_super").decoder == "super"
-
-
 def test_the_wide_decoder_is_that_of_a_second_writing() -> None:
     model = golden_model("taeltx2_3_wide")
     state = model.state_dict()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from tests.conftest import WriteVideo
 from tests.evaluation.copy_codec import CopyCodec
 from tinyvae import TAEHV
 from tinyvae.convert.reconstruct import (
@@ -34,8 +34,6 @@ from tinyvae.evaluation.pictures import heat_map, to_bytes_range
 from tinyvae.evaluation.round_trip import FAMILY_KIND, TEACHER_KIND, ModelFacts, StreamedCodec, open_model
 from tinyvae.video.decode import probe_video, read_frames, uneven_times_s
 from tinyvae.video.write import VideoWriter
-
-WriteVideo = Callable[..., Path]
 
 
 def opened(codec: CopyCodec | TAEHV) -> StreamedCodec:
@@ -141,6 +139,11 @@ def test_latents_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
 
 
+def test_latents_of_eight_bits_are_decoded(tmp_path: Path) -> None:
+    save_file({"latents": torch.randn(1, 3, 16, 4, 6).to(torch.float8_e4m3fn)}, tmp_path / "x.safetensors")
+    assert decode_to_video(opened(TAEHV("taehv", width=0.125)), tmp_path / "x.safetensors", tmp_path / "x.mp4") == 9
+
+
 def add_tone(source: Path, target: Path, seconds: float, *, codec: str = "aac", delay_s: float = 0) -> None:
     """``source`` with a 440 Hz tone that begins after ``delay_s``."""
     with av.open(str(source)) as video, av.open(str(target), "w") as out:
@@ -193,14 +196,15 @@ def tone_start_s(path: Path) -> float:
 
 def test_files_of_all_kinds(shared: Path, tmp_path: Path) -> None:
     hostile = shared / "data" / "hostile"
-    for name, frames, size in (("odd_dims_vp9.webm", 40, (243, 321)), ("rotated_90.mp4", 48, (320, 240))):
-        reconstruct_video(opened(CopyCodec()), hostile / name, Outputs(video=tmp_path / "out.mp4", overwrite=True))
+    for name, size in (("odd_dims_vp9.webm", (243, 321)), ("rotated_90.mp4", (320, 240))):
+        outputs = Outputs(video=tmp_path / "out.mp4", overwrite=True)
+        reconstruct_video(opened(CopyCodec()), hostile / name, outputs, max_frames=9)
         info = probe_video(tmp_path / "out.mp4")
-        assert (info.frames, (info.height, info.width)) == (frames, size)
+        assert (info.frames, (info.height, info.width)) == (9, size)
     source, target = hostile / "frame_index_vfr.mp4", tmp_path / "vfr.mp4"
-    reconstruct_video(opened(CopyCodec()), source, Outputs(video=target))
+    reconstruct_video(opened(CopyCodec()), source, Outputs(video=target), max_frames=40)
     before, after = (uneven_times_s(path, probe_video(path)) for path in (source, target))
-    assert before is not None and after is not None and np.abs(before - after).max() < 1e-3 and len(after) == 200
+    assert before is not None and after is not None and np.abs(before[:40] - after).max() < 1e-3
 
 
 def test_uneven_times_are_kept(write_video: WriteVideo, tmp_path: Path) -> None:
@@ -276,6 +280,7 @@ def test_labels_beyond_ascii_are_told_apart() -> None:
     assert len(strips) == 4
 
 
+# Prints the peak resident memory after each video, MiB.
 PEAK_SCRIPT = """
 import sys
 from pathlib import Path
@@ -294,24 +299,12 @@ for video in sys.argv[2:]:
 """
 
 
-def peaks_mib(folder: Path, *videos: Path) -> list[float]:
-    """Peak resident memory of a fresh process after each of the videos that it reconstructs, MiB."""
-    command = [sys.executable, "-c", PEAK_SCRIPT, str(folder), *map(str, videos)]
-    return [float(line) for line in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()]
-
-
-def test_memory_does_not_grow_with_length(write_video: WriteVideo, tmp_path: Path) -> None:
-    """The heap settles over the first thousand frames: 18 to 25 MiB from 300 to 900, with the threads' timing."""
-    short = write_video("short.mp4", frames=300, height=64, width=96)
-    long = write_video("long.mp4", frames=900, height=64, width=96)  # 600 more: as floats they alone are 42 MiB
-    peak_of_short, peak_of_long = peaks_mib(tmp_path, short, long)
-    assert peak_of_long < peak_of_short + 50  # frames that stay would add their 42 to what settles
-
-
 @pytest.mark.slow
 def test_two_minutes_need_no_more_memory_than_two_seconds(write_video: WriteVideo, tmp_path: Path) -> None:
     """Seen: 308 MiB for 48 frames, 344 for 1200, 348 for 2880 and 5760."""
     short = write_video("short.mp4", frames=48, height=64, width=96)
     long = write_video("long.mp4", frames=2880, height=64, width=96)  # as floats these frames alone are 202 MiB
-    peak_of_short, peak_of_long = peaks_mib(tmp_path, short, long)
+    command = [sys.executable, "-c", PEAK_SCRIPT, *map(str, (tmp_path, short, long))]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    peak_of_short, peak_of_long = map(float, done.stdout.split())
     assert peak_of_long < peak_of_short + 120

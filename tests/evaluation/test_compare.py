@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import WriteVideo
 from tests.evaluation.copy_codec import CopyCodec
 from tinyvae.evaluation.compare import compare
-
-WriteVideo = Callable[..., Path]
 
 
 def test_the_better_model_wins_and_is_sure_of_it(write_video: WriteVideo, tmp_path: Path) -> None:

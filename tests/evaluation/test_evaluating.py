@@ -7,13 +7,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.conftest import WriteVideo
 from tests.evaluation.copy_codec import CopyCodec
 from tests.processes import HANGS_S
 from tinyvae import TAEHV, load_model
@@ -28,28 +28,18 @@ from tinyvae.evaluation.round_trip import StreamedCodec, open_model
 from tinyvae.models.codec import CodecState
 from tinyvae.video.decode import read_frames
 
-WriteVideo = Callable[..., Path]
 
-
-@pytest.mark.parametrize("variant", ["taehv", "taehv1_5", "taeltx_2"])
-@pytest.mark.parametrize("num_frames", [9, 17, 18, 23, 24])
-def test_a_perfect_codec_is_perfect(write_video: WriteVideo, variant: str, num_frames: int) -> None:
+def test_a_perfect_codec_is_perfect(write_video: WriteVideo, tmp_path: Path) -> None:
     """Alignment by one frame wrong would score about 25 dB here; published tables have this fault."""
-    video = write_video("clip.mp4", frames=num_frames, height=38, width=50)  # no multiple of 8, 16 or 32
-    result = evaluate(CopyCodec(variant), video, lpips=None)
-    (clip,) = result.clips
-    assert clip.metrics.psnr == PSNR_CAP_DB and clip.metrics.flicker_error == 0
-    assert clip.metrics.num_frames == CopyCodec(variant).spec.aligned_frames(num_frames)
-    assert result.is_complete and result.summary.num_clips == 1
-
-
-def test_known_error_and_known_flicker(write_video: WriteVideo) -> None:
-    video = write_video("clip.mp4", frames=21)
-    offset = evaluate(CopyCodec(offset=0.1), video, lpips=None).clips[0].metrics
-    assert offset.psnr == pytest.approx(20, abs=0.1) and offset.flicker_error == pytest.approx(0, abs=2e-3)
-    flicker = evaluate(CopyCodec(flicker=0.02), video, lpips=None).clips[0].metrics
-    assert flicker.flicker_error == pytest.approx(0.04, rel=0.02)
-    assert flicker.mae == pytest.approx(0.02, rel=0.02)
+    lengths = (9, 17, 18, 23, 24)
+    for length in lengths:
+        write_video(f"clips/{length:02}.mp4", frames=length, height=38, width=50)  # no multiple of 8, 16 or 32
+    for codec in map(CopyCodec, ("taehv", "taehv1_5", "taeltx_2")):
+        result = evaluate(codec, tmp_path / "clips", lpips=None)
+        assert [clip.metrics.num_frames for clip in result.clips] == list(map(codec.spec.aligned_frames, lengths))
+        for clip in result.clips:
+            assert clip.metrics.psnr == PSNR_CAP_DB and clip.metrics.flicker_error == 0, (codec.spec.name, clip.name)
+        assert result.is_complete and result.summary.num_clips == 5
 
 
 @pytest.mark.parametrize(
@@ -121,20 +111,21 @@ def test_users_mistakes_are_one_sentence(write_video: WriteVideo, tmp_path: Path
         evaluate(CopyCodec(), tmp_path / "nowhere", lpips=None)
     with pytest.raises(UserError, match=r"no video of .* could be measured: .*it has 3 of the 4 frames"):
         evaluate(CopyCodec(), write_video("short.mp4", frames=3), lpips=None)
+    video = write_video("a.mp4", frames=5)
     with pytest.raises(UserError, match="max_frames must be at least 1"):
-        evaluate(CopyCodec(), write_video("a.mp4"), lpips=None, max_frames=0)
+        evaluate(CopyCodec(), video, lpips=None, max_frames=0)
     with pytest.raises(UserError, match=r"--frames 3 \(max_frames\) is less than the 4 frames of one latent"):
-        evaluate(CopyCodec(), write_video("few.mp4"), lpips=None, max_frames=3)
+        evaluate(CopyCodec(), video, lpips=None, max_frames=3)
     for device in ("meta", "cpu,vulkan"):
         with pytest.raises(UserError, match="torch cannot compute on"):
-            evaluate(CopyCodec(), write_video(f"{device}.mp4"), lpips=None, device=device)
+            evaluate(CopyCodec(), video, lpips=None, device=device)
     with pytest.raises(UserError, match="no device 'gpu'"):
-        evaluate(CopyCodec(), write_video("b.mp4"), lpips=None, device="gpu")
+        evaluate(CopyCodec(), video, lpips=None, device="gpu")
     with pytest.raises(UserError, match="there are no LPIPS weights at"):
-        evaluate(CopyCodec(), write_video("c.mp4"), lpips=tmp_path / "none.safetensors")
+        evaluate(CopyCodec(), video, lpips=tmp_path / "none.safetensors")
     for preview in ("time", "space"):
         with pytest.raises(UserError, match="load the model without preview="):
-            evaluate(TAEHV("taehv", width=0.125, preview=preview), write_video(f"{preview}.mp4"), lpips=None)
+            evaluate(TAEHV("taehv", width=0.125, preview=preview), video, lpips=None)
 
 
 def test_annotations_and_index(write_video: WriteVideo, tmp_path: Path) -> None:
@@ -307,14 +298,14 @@ def test_memory_is_that_of_the_stages_not_of_the_metrics(
     push = ClipMeter.push
 
     def hungry_push(self: ClipMeter, decoded_TCHW: torch.Tensor, target_TCHW: torch.Tensor) -> None:
-        torch.ones(600 * 2**20, dtype=torch.uint8)
+        torch.ones(200 * 2**20, dtype=torch.uint8)
         push(self, decoded_TCHW, target_TCHW)
 
     video = write_video("clip.mp4", frames=9)
     usual = evaluate(CopyCodec(), video, lpips=None).cost.peak_memory_bytes
     monkeypatch.setattr(ClipMeter, "push", hungry_push)
     hungry = evaluate(CopyCodec(), video, lpips=None).cost.peak_memory_bytes
-    assert usual is not None and hungry is not None and hungry < usual + 300 * 2**20
+    assert usual is not None and hungry is not None and hungry < usual + 100 * 2**20
 
 
 def test_memory_of_a_model_on_a_gpu_leaves_other_models_out() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
 from pathlib import Path
 
 import av
@@ -12,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.conftest import WriteVideo
 from tests.evaluation.copy_codec import CopyCodec
 from tinyvae.evaluation import evaluate
 from tinyvae.evaluation.clip_sources import ClipSource, Middle
@@ -34,18 +34,16 @@ from tinyvae.evaluation.pictures import (
 from tinyvae.evaluation.round_trip import open_model
 from tinyvae.video.decode import probe_video
 
-WriteVideo = Callable[..., Path]
 
-
-def test_heat_map_goes_from_the_first_colour_to_the_last() -> None:
+def test_heat_map_goes_from_the_first_color_to_the_last() -> None:
     target = torch.full((3, 3, 4, 4), 0.2)
     decoded = target.clone()
     decoded[1] += HEAT_FULL_SCALE / 4  # the square root of a quarter: the middle of the scale
     decoded[2] += 2 * HEAT_FULL_SCALE
-    colours = heat_map(decoded, target)[:, :, 0, 0].float()
-    assert torch.equal(colours[0], HEAT_STOPS[0]) and torch.equal(colours[2], HEAT_STOPS[-1])
-    assert torch.allclose(colours[1], HEAT_STOPS[len(HEAT_STOPS) // 2], atol=1)
-    assert colours.sum(dim=1).diff().min() > 0  # more error is brighter
+    colors = heat_map(decoded, target)[:, :, 0, 0].float()
+    assert torch.equal(colors[0], HEAT_STOPS[0]) and torch.equal(colors[2], HEAT_STOPS[-1])
+    assert torch.allclose(colors[1], HEAT_STOPS[len(HEAT_STOPS) // 2], atol=1)
+    assert colors.sum(dim=1).diff().min() > 0  # more error is brighter
 
 
 def test_worst_patch_is_found() -> None:
@@ -58,7 +56,7 @@ def test_worst_patch_is_found() -> None:
     assert worst_patch(decoded[:, :16, :20], target[:, :16, :20], side=32)[2:] == (16, 20)
 
 
-def test_latents_become_the_same_colours_whatever_their_sign_and_order() -> None:
+def test_latents_become_the_same_colors_whatever_their_sign_and_order() -> None:
     latents = torch.randn(3, 16, 6, 8)
     latents[:, 4] *= 10
     pictures = latents_as_color(latents)
@@ -117,7 +115,7 @@ def test_a_film_of_every_second_frame_takes_as_long_as_the_video(write_video: Wr
 
 
 def test_films_of_many_models_stay_within_what_browsers_decode(write_video: WriteVideo) -> None:
-    video = write_video("clip.mp4", frames=9, height=32, width=400)
+    video = write_video("clip.mp4", frames=5, height=32, width=400)
     trips = [open_model(CopyCodec(offset=0.01 * number), label=f"model {number}") for number in range(6)]
     evaluations = [evaluate(trip, video, lpips=None) for trip in trips]
     (shown,) = gather_evidence(trips, evaluations, limit=1)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import WriteVideo
 from tests.evaluation.browser import Page, open_browser
 from tests.evaluation.copy_codec import CopyCodec
+from tests.video import small_videos
 from tinyvae.evaluation import EvaluationResult, evaluate
-from tinyvae.evaluation.compare import compare
+from tinyvae.evaluation.compare import Comparison, compare
 from tinyvae.evaluation.evaluating import SkippedClip
 from tinyvae.evaluation.metrics import METRICS
 from tinyvae.evaluation.pictures import choose_clips, gather_evidence
@@ -31,7 +33,6 @@ from tinyvae.evaluation.report import (
 )
 from tinyvae.evaluation.round_trip import open_model
 
-WriteVideo = Callable[..., Path]
 ODD_NAME = "a <b>&\"'</script> clip.mp4"
 
 
@@ -61,16 +62,36 @@ def page_data(text: str) -> dict[str, object]:
     return json.loads(found.group(1))
 
 
-@pytest.fixture
-def eval_report(write_video: WriteVideo, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def eval_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("eval")
     for seed in range(3):
-        write_video(f"clips/{seed}.mp4", seed=seed, frames=25 + 4 * seed, height=64, width=96)
-    write_video(f"clips/{ODD_NAME.replace('/', '_')}", frames=17, height=64, width=96)
-    (tmp_path / "clips" / "broken.mp4").write_bytes(b"no video")
+        small_videos.write_video(folder / "clips" / f"{seed}.mp4", seed=seed, frames=25 + 4 * seed)
+    small_videos.write_video(folder / "clips" / ODD_NAME.replace("/", "_"), frames=17)
+    (folder / "clips" / "broken.mp4").write_bytes(b"no video")
     round_trip = open_model(CopyCodec(flicker=0.03), label="copy <codec>")
-    result = evaluate(round_trip, tmp_path / "clips", lpips=None)
-    publish(result, [round_trip], tmp_path / "report", command="tinyvae eval copy --data 'clips & more'", num_films=3)
-    return tmp_path / "report" / "report.html"
+    result = evaluate(round_trip, folder / "clips", lpips=None)
+    publish(result, [round_trip], folder / "report", command="tinyvae eval copy --data 'clips & more'", num_films=3)
+    return folder / "report" / "report.html"
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path]:
+    """A comparison of two models, and the folder of its report."""
+    folder = tmp_path_factory.mktemp("compare")
+    for seed in range(3):
+        small_videos.write_video(folder / "clips" / f"{seed}.mp4", seed=seed, frames=9)
+    trips = [open_model(CopyCodec(offset=0.1), label="base"), open_model(CopyCodec(flicker=0.05), label="new")]
+    comparison = compare(trips, folder / "clips", lpips=None)
+    publish(comparison, trips, folder, command="tinyvae compare base new", num_films=1)
+    return comparison, folder
+
+
+@pytest.fixture(scope="module")
+def one_clip(tmp_path_factory: pytest.TempPathFactory) -> EvaluationResult:
+    """An evaluation of one clip of nine frames."""
+    video = small_videos.write_video(tmp_path_factory.mktemp("one") / "clip.mp4", frames=9)
+    return evaluate(CopyCodec(), video, lpips=None)
 
 
 def test_the_page_is_whole_and_needs_no_network(eval_report: Path) -> None:
@@ -107,46 +128,41 @@ def test_the_page_holds_the_numbers(eval_report: Path) -> None:
     assert f"{mean:.2f}" in text and text.count("<tr data-clip=") == 4
 
 
-def test_comparison_page(write_video: WriteVideo, tmp_path: Path) -> None:
-    for seed in range(3):
-        write_video(f"clips/{seed}.mp4", seed=seed, frames=9)
-    trips = [open_model(CopyCodec(offset=0.1), label="base"), open_model(CopyCodec(flicker=0.05), label="new")]
-    comparison = compare(trips, tmp_path / "clips", lpips=None)
-    publish(comparison, trips, tmp_path, command="tinyvae compare base new", num_films=1)
-    text = (tmp_path / "report.html").read_text()
+def test_comparison_page(compared: tuple[Comparison, Path]) -> None:
+    comparison, folder = compared
+    text = (folder / "report.html").read_text()
     assert Parsed(text).open == [] and "new − base" in text
     first, second = (evaluation.by_name()["0.mp4"].psnr for evaluation in comparison.evaluations)
     assert f">{second - first:+.2f}</td>" in text  # the paired difference of each clip
     assert '<span class="verdict better">better</span>' in text and '<span class="verdict worse">worse</span>' in text
     (player,) = page_data(text)["players"]  # type: ignore[misc]
     assert player["panels"] == ["input", "base", "new", "error of base", "error of new"]
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = json.loads((folder / "results.json").read_text())
     assert results["comparison"]["winners"]["psnr"] == "new"
 
 
-def long_film(write_video: WriteVideo) -> EvaluationResult:
-    """An evaluation of one film of 100,000 frames, made up from that of a short one; frame 77,777 is the worst."""
-    result = evaluate(CopyCodec(), write_video("clip.mp4", frames=9), lpips=None)
-    psnr = tuple(11.0 if place == 77_777 else 30.0 + (place % 7) for place in range(100_000))
+@pytest.fixture(scope="module")
+def long_film(one_clip: EvaluationResult) -> EvaluationResult:
+    """An evaluation of one film of 20,000 frames, made up from that of a short one; frame 7,777 is the worst."""
+    psnr = tuple(11.0 if place == 7_777 else 30.0 + (place % 7) for place in range(20_000))
     metrics = replace(
-        result.clips[0].metrics,
+        one_clip.clips[0].metrics,
         psnr_by_frame=psnr,
         ssim_by_frame=psnr,
         mse_by_frame=psnr,
         mae_by_frame=psnr,
         flicker_error_by_frame=psnr[1:],
     )
-    return replace(result, clips=(replace(result.clips[0], metrics=metrics),))
+    return replace(one_clip, clips=(replace(one_clip.clips[0], metrics=metrics),))
 
 
-def test_curves_of_a_long_film_are_thinned_and_keep_its_worst_frames(write_video: WriteVideo) -> None:
+def test_curves_of_a_long_film_are_thinned_and_keep_its_worst_frames(long_film: EvaluationResult) -> None:
     """A page with every frame of two hours is hundreds of megabytes of numbers that no browser draws."""
-    film = long_film(write_video)
-    text = report_html(film, training={}, command="x")
+    text = report_html(long_film, training={}, command="x")
     (curve,) = page_data(text)["curves"]  # type: ignore[misc]
     assert len(curve["frames"]) == len(curve["series"][0]["psnr"]) == MAX_CURVE_FRAMES
     assert curve["frames"] == sorted(curve["frames"]) and min(curve["series"][0]["psnr"]) == 11
-    place = curve["frames"].index(77_777)
+    place = curve["frames"].index(7_777)
     assert curve["series"][0]["psnr"][place] == 11 and curve["series"][0]["flicker_error"][place] == 11
     assert len(text) < 200_000
 
@@ -187,14 +203,13 @@ def test_a_table_of_all_shared_clips_does_not_speak_of_more(write_video: WriteVi
     assert text.count("<tr data-clip=") == 1 and "are listed" not in text
 
 
-def test_hostile_names_stay_text(write_video: WriteVideo) -> None:
+def test_hostile_names_stay_text(one_clip: EvaluationResult) -> None:
     hostile = "</script><script>alert(1)</script> \" onload='alert(2)' {{ 7 * 6 }}"
-    result = evaluate(CopyCodec(), write_video("clip.mp4", frames=9), lpips=None)
     result = replace(
-        result,
-        model=replace(result.model, label=hostile, path=hostile),
-        settings=replace(result.settings, data=hostile, split=hostile),
-        clips=(replace(result.clips[0], name=hostile),),
+        one_clip,
+        model=replace(one_clip.model, label=hostile, path=hostile),
+        settings=replace(one_clip.settings, data=hostile, split=hostile),
+        clips=(replace(one_clip.clips[0], name=hostile),),
         skipped=(SkippedClip(name=hostile, reason=hostile),),
         notes=(hostile,),
     )
@@ -220,7 +235,7 @@ def test_training_curves_of_a_run(tmp_path: Path) -> None:
     assert len(curves["train/loss"]) == MAX_TRAINING_POINTS and curves["train/loss"][-1] == (999.0, 0.001)
 
 
-def test_training_shows_the_telling_curves_first(write_video: WriteVideo, tmp_path: Path) -> None:
+def test_training_shows_the_telling_curves_first(one_clip: EvaluationResult, tmp_path: Path) -> None:
     entry = {
         "step": 5,
         "val/psnr": 20,
@@ -230,8 +245,7 @@ def test_training_shows_the_telling_curves_first(write_video: WriteVideo, tmp_pa
         "train/loss": 1,
     }
     (tmp_path / "metrics.jsonl").write_text(json.dumps(entry))
-    result = evaluate(CopyCodec(), write_video("clip.mp4", frames=9), lpips=None)
-    text = report_html(result, training=read_training_curves(tmp_path), command="x")
+    text = report_html(one_clip, training=read_training_curves(tmp_path), command="x")
     opened, closed = text.split("<details>")
     assert re.findall('data-training="([^"]+)"', opened) == ["val/psnr", "train/loss"]
     assert re.findall('data-training="([^"]+)"', closed) == ["val/psnr_std", "train/gpu_memory_gb", "val_raw/psnr"]
@@ -254,8 +268,7 @@ def page() -> Iterator[Page]:
         yield opened
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [1400, 400])
+@pytest.mark.parametrize(("width", "dark"), [(1400, False), (400, True)])
 def test_in_a_browser_the_page_loads_sorts_and_plays(eval_report: Path, page: Page, width: int, dark: bool) -> None:
     page.open(eval_report, width=width, dark=dark)
     assert page.run("return document.documentElement.scrollWidth") <= width  # nothing sticks out
@@ -306,13 +319,8 @@ def test_in_a_browser_the_page_loads_sorts_and_plays(eval_report: Path, page: Pa
     assert page.complaints() == []
 
 
-def test_in_a_browser_the_comparison_switches_metrics(page: Page, write_video: WriteVideo, tmp_path: Path) -> None:
-    for seed in range(3):
-        write_video(f"clips/{seed}.mp4", seed=seed, frames=9)
-    trips = [open_model(CopyCodec(offset=0.1), label="base"), open_model(CopyCodec(flicker=0.05), label="new")]
-    comparison = compare(trips, tmp_path / "clips", lpips=None)
-    publish(comparison, trips, tmp_path, command="tinyvae compare base new", num_films=1)
-    page.open(tmp_path / "report.html", width=400)
+def test_in_a_browser_the_comparison_switches_metrics(page: Page, compared: tuple[Comparison, Path]) -> None:
+    page.open(compared[1] / "report.html", width=400)
     shown = "return [...document.querySelectorAll('.clips tbody tr')[0].cells].filter(c => !c.hidden).length"
     assert page.run(shown) == 7  # clip, frames, size, two values, their difference, curve
     value = "return [...document.querySelectorAll('.clips tbody tr')[0].cells].filter(c => !c.hidden)[3].textContent"
@@ -326,11 +334,11 @@ def test_in_a_browser_the_comparison_switches_metrics(page: Page, write_video: W
 
 
 def test_in_a_browser_a_long_film_and_the_curves_of_a_run_are_drawn(
-    page: Page, write_video: WriteVideo, tmp_path: Path
+    page: Page, long_film: EvaluationResult, tmp_path: Path
 ) -> None:
     steps = [(float(step), 20 + step / 10) for step in range(1, 61)]
     training = {"val/psnr": steps[-1:], "train/loss": steps, "val/psnr_std": steps}
-    page_text = report_html(long_film(write_video), training=training, command="x")
+    page_text = report_html(long_film, training=training, command="x")
     (tmp_path / "report.html").write_text(page_text)
     page.open(tmp_path / "report.html", width=400)
     drawn = "return [...document.querySelectorAll('[data-training]')].filter(box => box.querySelector('path')).length"

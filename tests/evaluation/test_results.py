@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.evaluation.copy_codec import CopyCodec
+from tests.video import small_videos
 from tinyvae.evaluation.compare import Comparison, compare, compare_results
 from tinyvae.evaluation.results import comparison_text, evaluation_table, short_names
 
 RUNS = [f"taehv_2026-11-{day:02d}_10-11-12_h100_perceptual/best_model" for day in range(10, 15)]
 
 
-@pytest.fixture
-def comparison(write_video: Callable[..., Path], tmp_path: Path) -> Comparison:
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    folder = tmp_path_factory.mktemp("clips")
     for seed in range(8):
-        write_video(f"clips/{seed}.mp4", seed=seed, frames=5)
+        small_videos.write_video(folder / f"{seed}.mp4", seed=seed, frames=5)
     models = [CopyCodec(offset=0.1 + 0.01 * number) for number in range(5)]
-    found = compare(models, tmp_path / "clips", lpips=None)
+    found = compare(models, folder, lpips=None)
     named = [replace(e, model=replace(e.model, label=run)) for e, run in zip(found.evaluations, RUNS, strict=True)]
     return compare_results(named)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.conftest import WriteVideo
 from tinyvae import TAEHV
 from tinyvae.convert.reconstruct import Outputs, decode_to_video, reconstruct_video
 from tinyvae.errors import UserError
@@ -27,8 +28,6 @@ from tinyvae.evaluation.round_trip import (
     open_model,
     with_own_labels,
 )
-
-WriteVideo = Callable[..., Path]
 
 
 class TooSmallGpu(StreamedCodec):
@@ -127,13 +126,10 @@ def test_a_config_that_is_no_text_is_no_teacher(tmp_path: Path) -> None:
 
 @pytest.fixture
 def cogvideox_folder(tmp_path: Path) -> Path:
-    diffusers = pytest.importorskip("diffusers")
-    torch.manual_seed(3)
-    vae = diffusers.AutoencoderKLCogVideoX(
-        block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4, latent_channels=16
-    )
+    from tests.test_diffusers import small_teacher  # which is skipped where there is no diffusers
+
     folder = tmp_path / "CogVideoX-tiny" / "vae"
-    vae.save_pretrained(folder)
+    small_teacher("taecvx").save_pretrained(folder)
     return folder
 
 
@@ -177,7 +173,7 @@ def test_students_of_either_ltx_decode_the_latents_of_their_teacher(
     variant: str, write_video: WriteVideo, tmp_path: Path
 ) -> None:
     """The VAEs of LTX-2 and LTX-2.3 have one class: its latents are not taken for those of the first."""
-    from tests.test_diffusers import small_teacher  # which is skipped where there is no diffusers
+    from tests.test_diffusers import small_teacher
 
     small_teacher("taeltx_2").save_pretrained(tmp_path / "vae")
     video, latents = write_video("clip.mp4", frames=9, height=64, width=64), tmp_path / "latents.safetensors"

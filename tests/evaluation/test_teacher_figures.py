@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from markupsafe import escape
 from torch import Tensor
 
+from tests.conftest import WriteVideo
 from tests.evaluation.browser import open_browser
 from tinyvae import TAEHV, get_spec, save_model
 from tinyvae.cli.main import run
@@ -32,22 +33,17 @@ from tinyvae.video.decode import read_frames
 
 diffusers = pytest.importorskip("diffusers")
 
-WriteVideo = Callable[..., Path]
-COGVIDEOX = {"block_out_channels": (4, 4, 4, 4), "layers_per_block": 1, "norm_num_groups": 2, "scaling_factor": 0.7}
-WAN = {"base_dim": 4, "num_res_blocks": 1}
+from tests.test_diffusers import small_teacher  # noqa: E402 (needs the package)
 
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Variant -> folder of a tiny teacher."""
     made = {}
-    for variant, class_name, options in (
-        ("taecvx", "AutoencoderKLCogVideoX", COGVIDEOX),
-        ("taew2_1", "AutoencoderKLWan", WAN),
-    ):
+    for variant in ("taecvx", "taew2_1"):
         torch.manual_seed(3)
         made[variant] = tmp_path_factory.mktemp(variant) / "big"
-        getattr(diffusers, class_name)(**options).save_pretrained(made[variant] / "vae")
+        small_teacher(variant).save_pretrained(made[variant] / "vae")
     return made
 
 

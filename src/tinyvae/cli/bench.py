@@ -127,10 +127,9 @@ def bench_one(model: TAEHV, case: BenchmarkCase, machine: dict[str, str]) -> dic
 
 def bench_several(models: dict[str, TAEHV], cases: list[BenchmarkCase], machine: dict[str, str]) -> dict[str, object]:
     """Time the fused models at each size, print one table, and give the numbers for the file."""
-    from tinyvae.convert.bench import as_json, check_repeats, compare_speed, measure_ceilings
+    from tinyvae.convert.bench import as_json, compare_speed, measure_ceilings
     from tinyvae.evaluation.cost import fitting_in_memory
 
-    check_repeats(cases[0])
     first = next(iter(models.values()))
     timings: list[ModelTiming] = []
     sizes = " and ".join(f"{case.height}x{case.width}" for case in cases)

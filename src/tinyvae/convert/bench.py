@@ -66,6 +66,10 @@ class BenchmarkCase:
     warmups: int = 3
     show_progress_bar: bool = False
 
+    def __post_init__(self) -> None:
+        if self.repeats < 3:
+            raise UserError(f"a median needs at least 3 repeats, got {self.repeats}; raise --repeats.")
+
 
 def time_once_ms(call: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
@@ -150,7 +154,6 @@ def relative_error(made: Tensor, reference: Tensor) -> float:
 def run_benchmark(model: TAEHV, case: BenchmarkCase) -> tuple[Ceilings, list[Timing], FusedTAEHV]:
     """Time encode and decode in one run: the plain network, its fused form, and that as a stream."""
     model.spec.check_size(case.height, case.width)
-    check_repeats(case)
     device, dtype = model.device, model.dtype
     # Sizes change rarely here: let cuDNN pick its fastest algorithm, as a user who cares for speed does.
     torch.backends.cudnn.benchmark = True
@@ -312,7 +315,6 @@ def compare_speed(models: Mapping[str, TAEHV], case: BenchmarkCase, ceilings: Ce
     Example: ``compare_speed({"whole": load_model("a"), "half": load_model("b")}, case, ceilings)[0].milliseconds``
     """
     check_sizes([model.spec for model in models.values()], [(case.height, case.width)])
-    check_repeats(case)
     first = next(iter(models.values()))
     torch.backends.cudnn.benchmark = True  # as in `run_benchmark`
     fused = {name: model.fused() for name, model in models.items()}
@@ -351,11 +353,6 @@ def check_sizes(specs: Sequence[VariantSpec], sizes: Sequence[tuple[int, int]]) 
     for height, width in sizes:
         # Space factors are 8, 16 and 32: what fits the largest fits all.
         max(specs, key=lambda spec: spec.space_factor).check_size(height, width)
-
-
-def check_repeats(case: BenchmarkCase) -> None:
-    if case.repeats < 3:
-        raise UserError(f"a median needs at least 3 repeats, got {case.repeats}; raise --repeats.")
 
 
 def as_json(ceilings: Ceilings, timings: Sequence[Timing | ModelTiming]) -> dict[str, object]:

@@ -74,25 +74,27 @@ def read_videos(data: Place, spec: VariantSpec) -> Videos:
     """
     num_frames = next(spec.padded_frames(n) for n in count(1) if spec.latents(n) >= PART_LATENTS)
     clips = find_clips(data, max_clips=MAX_PARTS)
-    wholes: list[ClipPart] = []
     groups: list[list[Tensor]] = []
+    readable: list[ClipPart] = []
     unreadable: list[UnreadableVideoError] = []
     for clip in clips:
         try:
             whole = measure_clip(clip, max_frames=None, size=PART_SIZE)
             groups.append([read_part(part) for part in cut(whole, num_frames, MAX_PARTS // len(clips))])
-            wholes.append(whole)
+            readable.append(whole)
         except UnreadableVideoError as bad:
             unreadable.append(bad)
     if not groups:
         raise UserError(f"{unreadable[0]}; int8 cannot be calibrated with it: name other videos with --data.")
     for fault in unreadable:
         warnings.warn(f"left out: {fault}", stacklevel=2)
-    if len(groups) == 1:  # beside files that could not be read it was cut as one of several
-        groups = [[read_part(part)] for part in cut(wholes[0], num_frames, MAX_PARTS)]
+    if len(groups) == 1:
+        if unreadable:  # beside them it was cut as one of several
+            return read_videos(readable[0].path, spec)
+        groups = [[part] for part in groups[0]]
     if len(groups) == 1:
         raise UserError(
-            f"{data} has {count_of(wholes[0].num_frames, 'frame')}, and int8 needs {2 * num_frames} or more, to "
+            f"{data} has {count_of(readable[0].num_frames, 'frame')}, and int8 needs {2 * num_frames} or more, to "
             "calibrate on some and to check with others; name a longer video, or a folder of several, with --data."
         )
     calibration = [part for number, group in enumerate(groups) if number % 3 != 1 for part in group]

@@ -36,6 +36,8 @@ def convert_encoder(model: TAEHV, latent_space: LatentSpaceName, statistics: Lat
             what = f"the latent statistics of {spec.teacher} are among the weights of its VAE"
             raise UserError(f"{what}; pass statistics=LatentSpace(...) (tinyvae.teachers).")
         known = statistics or KNOWN_STATISTICS[spec.name]
+        if wrong := known.mistake(spec.latent_channels):
+            raise UserError(f"{spec.name} was given {wrong}; take the numbers of its teacher.")
         # Computed in float64, stored in the dtype of the weights.
         mean, std = (torch.tensor(v, dtype=torch.float64, device=model.device) for v in (known.mean, known.std))
         scale, shift = std / known.factor, mean
@@ -43,7 +45,6 @@ def convert_encoder(model: TAEHV, latent_space: LatentSpaceName, statistics: Lat
             scale, shift = 1 / scale, -mean / scale
         last = converted.encoder[-1]
         assert isinstance(last, nn.Conv2d) and last.bias is not None
-        assert len(scale) == last.out_channels, "the statistics are of another number of latent channels"
         last.weight.copy_(last.weight.double() * scale.view(-1, 1, 1, 1))
         last.bias.copy_(last.bias.double() * scale + shift)
     return converted.train(model.training)

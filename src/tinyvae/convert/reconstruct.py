@@ -289,7 +289,7 @@ def decode_to_video(
     with writer:
         chunks = reader.chunks(max(1, round_trip.chunk_frames(height, width) // spec.time_factor))
         for latents_NTCHW in with_steady_heap(chunks, codec.device):
-            if not latents_NTCHW.isfinite().all():
+            if not latents_NTCHW.float().isfinite().all():  # torch cannot check float8
                 raise UserError(f"{source} holds values that are NaN or infinite; look at what made these latents.")
             decoded_NTCHW = decoder.push(latents_NTCHW.to(codec.device, codec.dtype))
             frames_TCHW = decoded_NTCHW[0, : limit - written, :, :height, :width].float()

@@ -10,7 +10,6 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -110,51 +109,44 @@ def beside_teacher(students: Sequence[RoundTrip], teacher: TeacherRoundTrip) -> 
     return with_own_labels(rows)
 
 
-class Rows(NamedTuple):
-    """The four evaluations of a student beside its teacher."""
-
-    teacher: EvaluationResult
-    decoder: EvaluationResult
-    encoder: EvaluationResult
-    student: EvaluationResult
-
-
-def rows_of(evaluations: Sequence[EvaluationResult]) -> list[Rows]:
-    """The evaluations of `beside_teacher` by student; none where they are of other models."""
+def rows_of(evaluations: Sequence[EvaluationResult]) -> list[list[EvaluationResult]]:
+    """The four evaluations of `beside_teacher` for each student: the teacher, its decoder, its encoder and itself. None
+    where they are of other models."""
     if not any(evaluation.model.kind == MIXED_KIND for evaluation in evaluations):
         return []
     teacher, *others = evaluations
-    return [Rows(teacher, *others[first : first + 3]) for first in range(0, len(others), 3)]
+    return [[teacher, *others[first : first + 3]] for first in range(0, len(others), 3)]
 
 
-def teacher_figures(rows: Rows) -> TeacherFigures:
-    """The figures of one student, from evaluations of the same clips."""
-    baseline = rows.teacher.by_name()
+def teacher_figures(rows: Sequence[EvaluationResult]) -> TeacherFigures:
+    """The figures of one student, from its four evaluations on the same clips."""
+    teacher, decoder, encoder, student = rows
+    baseline = teacher.by_name()
 
     def figure(result: EvaluationResult) -> Figure:
-        gap = paired_difference("psnr", baseline, result.by_name()) if result is not rows.teacher else None
+        gap = paired_difference("psnr", baseline, result.by_name()) if result is not teacher else None
         return Figure(label=result.model.label, psnr=result.summary.psnr, gap=gap)
 
     return TeacherFigures(
-        teacher=figure(rows.teacher),
-        decoder=figure(rows.decoder),
-        encoder=figure(rows.encoder),
-        student=figure(rows.student),
-        encode=_speed(rows, "encode_s"),
-        decode=_speed(rows, "decode_s"),
+        teacher=figure(teacher),
+        decoder=figure(decoder),
+        encoder=figure(encoder),
+        student=figure(student),
+        encode=_speed(teacher, student, "encode_s"),
+        decode=_speed(teacher, student, "decode_s"),
     )
 
 
-def _speed(rows: Rows, stage: str) -> Speed | None:
-    teacher, student = (
+def _speed(teacher: EvaluationResult, student: EvaluationResult, stage: str) -> Speed | None:
+    teacher_s, student_s = (
         {clip.name: getattr(clip, stage) for clip in result.clips if not clip.is_warm_up}
-        for result in (rows.teacher, rows.student)
+        for result in (teacher, student)
     )
-    names = teacher.keys() & student.keys()
+    names = teacher_s.keys() & student_s.keys()
     if not names:
         return None
     return Speed(
-        teacher_ms=1000 * statistics.median(teacher[name] for name in names),
-        student_ms=1000 * statistics.median(student[name] for name in names),
-        times_as_fast=statistics.median(teacher[name] / student[name] for name in names),
+        teacher_ms=1000 * statistics.median(teacher_s[name] for name in names),
+        student_ms=1000 * statistics.median(student_s[name] for name in names),
+        times_as_fast=statistics.median(teacher_s[name] / student_s[name] for name in names),
     )

@@ -31,7 +31,8 @@ PICTURES = os.environ.get("TINYVAE_PAGE_PICTURES")
 """A folder for screenshots, to look at them."""
 
 
-def require_runtime() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def runtime() -> None:
     try:
         find_runtime()
     except UserError as missing:
@@ -101,7 +102,6 @@ def number_of_colors(page: Page, canvas: str) -> int:
 
 @pytest.mark.parametrize(("variant", "width"), [("taehv", DESKTOP), ("taecvx", PHONE), ("taeh3", PHONE)])
 def test_the_drawn_example(tmp_path: Path, variant: str, width: int) -> None:
-    require_runtime()
     model = small(variant)
     export(model, to="web", output=tmp_path)
     with serve(tmp_path) as address, open_browser() as page:
@@ -121,7 +121,6 @@ def test_the_drawn_example(tmp_path: Path, variant: str, width: int) -> None:
 
 
 def test_a_video_file_in_half_precision(tmp_path: Path, write_video: WriteVideo) -> None:
-    require_runtime()
     model = small("taew2_2")
     export(model, to="web", output=tmp_path / "page", dtype="float16")
     video = write_video("a.mp4", frames=24, height=64, width=96, fps=12)
@@ -142,7 +141,6 @@ def test_a_video_file_in_half_precision(tmp_path: Path, write_video: WriteVideo)
 
 
 def test_an_int8_decoder(tmp_path: Path, write_video: WriteVideo) -> None:
-    require_runtime()
     model = small("taehv").requires_grad_(False)
     done = export(model, to="web", output=tmp_path / "page", dtype="int8", data=write_video("a.mp4", frames=40))
     with serve(tmp_path / "page") as address, open_browser() as page:
@@ -158,7 +156,6 @@ def test_an_int8_decoder(tmp_path: Path, write_video: WriteVideo) -> None:
 
 
 def test_what_is_no_video_is_said(tmp_path: Path) -> None:
-    require_runtime()
     export(small("taehv"), to="web", output=tmp_path / "page")
     (tmp_path / "notes.mp4").write_text("no video")
     with serve(tmp_path / "page") as address, open_browser() as page:
@@ -172,7 +169,6 @@ def test_what_is_no_video_is_said(tmp_path: Path) -> None:
 
 def test_a_fault_of_the_worker_ends_the_work(tmp_path: Path, write_video: WriteVideo) -> None:
     """The video is closed, and the next one goes through."""
-    require_runtime()
     model = small("taehv")
     export(model, to="web", output=tmp_path / "page")
     with serve(tmp_path / "page") as address, open_browser() as page:

@@ -157,7 +157,7 @@ async function work(open) {
     for (const id of ["original", "decoded"]) Object.assign(byId(id), { width, height });
     byId("pictures").hidden = byId("progress").hidden = false;
     byId("player").hidden = byId("numbers").hidden = true;
-    await ask({ kind: "start", height, width, numLatents: numLatents(count) });
+    await ask({ kind: "start", height, width, trim });
     const canvas = Object.assign(document.createElement("canvas"), { width, height });
     canvas.getContext("2d", { willReadFrequently: true }); // the first call decides
     for (let i = 0; i < count; i += 1) {

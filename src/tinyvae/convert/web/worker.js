@@ -39,11 +39,10 @@ class Stream {
 }
 
 class Video {
-  constructor({ height, width, numLatents }) {
-    const { space_factor: factor, frame_rule: rule, trim, time_factor: unit, chunk } = model.encoder;
-    Object.assign(this, { height, width, unit, chunk, waiting: [], held: [], numFrames: 0, numRaw: 0 });
-    const keepsAll = rule === "even_keeps_all" && numLatents % 2 === 0;
-    this.trim = keepsAll ? 0 : trim;
+  constructor({ height, width, trim }) { // trim: how many first frames are left out, where there are no chunks
+    const { space_factor: factor, time_factor: unit, chunk } = model.encoder;
+    const [period, leftOut] = chunk ? [chunk.latents * unit, chunk.zeros_before] : [Infinity, trim];
+    Object.assign(this, { height, width, unit, chunk, period, leftOut, waiting: [], held: [], numFrames: 0, numRaw: 0 });
     this.encoder = new Stream("encoder", height / factor, width / factor);
     this.decoder = new Stream("decoder", height / factor, width / factor);
   }
@@ -73,9 +72,7 @@ class Video {
     const length = made.data.length / made.size[0];
     const frames = [];
     for (let i = 0; i < made.size[0]; i += 1, this.numRaw += 1) {
-      const period = this.chunk ? this.chunk.latents * this.unit : Infinity;
-      const place = this.chunk ? this.numRaw % period : this.numRaw;
-      if (place >= (this.chunk ? this.chunk.zeros_before : this.trim)) frames.push(made.data.slice(i * length, (i + 1) * length));
+      if (this.numRaw % this.period >= this.leftOut) frames.push(made.data.slice(i * length, (i + 1) * length));
     }
     postMessage({ kind: "latent", latent, frames, encodeMs: this.encodeMs, decodeMs }, [latent.data.buffer, ...frames.map((f) => f.buffer)]);
   }

@@ -170,12 +170,10 @@ def _page_data(
 ) -> dict[str, Any]:
     """What the script of the page reads. The curves of the clips with a film come first."""
     with_film = {clip.name: listed[clip.name] for clip in evidence if clip.name in listed}
-    curves = _curves({**with_film, **listed})
     return {
         "models": [evaluation.model.label for evaluation in evaluations],
         "metrics": [info._asdict() for info in METRICS.values()],
-        "curves": curves,
-        "start_clip": curves[0]["name"] if curves else None,
+        "curves": _curves({**with_film, **listed}),
         "players": [{"name": clip.name, **asdict(clip.film)} for clip in evidence],
         "training": training,
     }

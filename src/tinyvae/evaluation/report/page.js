@@ -86,14 +86,14 @@
 
   // ---- players: one film holds all panels, so they cannot drift apart ----
 
-  const player = { index: -1, film: null, listeners: [] };
+  const player = { index: -1, film: null };
   const stage = $("#stage");
 
   function setUpPlayer() {
     if (!stage) return;
     const video = $("video", stage);
     const scrub = $("input[type=range]", stage);
-    const state = { wipe: 0.5 };
+    let wipeAt = 0.5;  // of the width
     const frameNow = () => Math.min(player.film.num_frames - 1, Math.max(0, Math.floor(video.currentTime * player.film.fps + 0.01)));
     const seek = (frame) => { video.currentTime = (Math.min(player.film.num_frames - 1, Math.max(0, frame)) + 0.5) / player.film.fps; };
 
@@ -105,7 +105,7 @@
         const context = canvas.getContext("2d");
         const panel = Number($("[name=wipe-panel]", stage).value);
         context.drawImage(video, panel * w, 0, w, h, 0, 0, w, h);
-        const cut = Math.round(state.wipe * w);
+        const cut = Math.round(wipeAt * w);
         if (cut > 0) context.drawImage(video, 0, 0, cut, h, 0, 0, cut, h);
         context.fillStyle = "#fff";
         context.fillRect(cut - 1, 0, 2, h);
@@ -116,7 +116,7 @@
       scrub.value = frame;
       stage.dataset.frame = String(firstFrame + frame);
       $("output", stage).textContent = `frame ${firstFrame + frame} · ${((firstFrame + frame) / fps).toFixed(2)} s`;
-      player.listeners.forEach((listen) => listen(data.players[player.index].name, firstFrame + frame));
+      if (data.players[player.index].name === curves.name) curves.chart?.showPlay(firstFrame + frame);
     }
 
     function layOut() {
@@ -182,7 +182,7 @@
     const wipe = (event) => {
       if (stage.dataset.view !== "wipe") return;
       const rectangle = $("canvas", stage).getBoundingClientRect();
-      state.wipe = Math.min(1, Math.max(0, (event.clientX - rectangle.left) / rectangle.width));
+      wipeAt = Math.min(1, Math.max(0, (event.clientX - rectangle.left) / rectangle.width));
       draw();
     };
     $(".panels", stage).addEventListener("pointermove", wipe);
@@ -202,12 +202,10 @@
       if (index === player.index) { video.pause(); seek(inside - film.first_frame); } else show(index, { play: false, frame: inside });
     };
     // Films start when they are seen: a page that opens playing six films would only warm the room.
-    if ("IntersectionObserver" in window) {
-      const observer = new IntersectionObserver((entries) => {
-        if (entries.some((entry) => entry.isIntersecting) && player.index < 0) { observer.disconnect(); show(0); }
-      });
-      observer.observe(stage);
-    } else show(0);
+    const observer = new IntersectionObserver((entries) => {
+      if (entries.some((entry) => entry.isIntersecting) && player.index < 0) { observer.disconnect(); show(0); }
+    });
+    observer.observe(stage);
   }
 
   // ---- per-frame curves ----
@@ -216,7 +214,6 @@
 
   function drawCurves() {
     const box = $("#curve-chart");
-    if (!box) return;
     const clip = data.curves.find((c) => c.name === curves.name);
     const metric = data.metrics.find((m) => m.name === curves.metric);
     const series = data.models.map((label, i) => ({
@@ -248,15 +245,13 @@
 
   function setUpCurves() {
     const select = $("#curve-clip");
-    if (!select) return;
     select.replaceChildren(...data.curves.map((c) => new Option(c.name, c.name)));
-    curves.name = data.start_clip;
+    curves.name = data.curves[0].name;
     curves.metric = data.metrics.find((m) => data.curves[0].series[0][m.name]).name;
     select.addEventListener("change", () => selectClip(select.value));
     const buttons = $$("#curve-metric button");
     buttons.forEach((button) => button.addEventListener("click", () => { curves.metric = button.value; press(buttons, button); drawCurves(); }));
     press(buttons, buttons.find((b) => b.value === curves.metric));
-    player.listeners.push((name, frame) => { if (name === curves.name && curves.chart) curves.chart.showPlay(frame); });
     drawCurves();
   }
 
@@ -285,7 +280,6 @@
 
   function setUpTable() {
     const table = $(".clips table");
-    if (!table) return;
     $$("thead th", table).forEach((th, column) => {
       const button = $("button.sort", th);
       if (button) button.addEventListener("click", () => sortTable(table, column, th.getAttribute("aria-sort") === "ascending" ? -1 : 1));
@@ -320,14 +314,14 @@
       const points = data.training[key];
       const last = box.parentElement.querySelector(".last");
       const end = points[points.length - 1];
-      const rest = `step ${end[0]}: ${Number(end[1]).toPrecision(4)}`;
+      const rest = `step ${end[0]}: ${end[1].toPrecision(4)}`;
       last.textContent = rest;
       const positive = points.every((p) => p[1] > 0);
       const values = points.map((p) => p[1]);
       const wide = positive && Math.max(...values) / Math.min(...values) > 50;
       drawChart(box, {
         series: [{ label: key, points }], xLabel: key, height: 150, log: wide,
-        readout: (x, v) => { last.textContent = x === null ? rest : `step ${x}: ${v[0].value === null ? "–" : Number(v[0].value).toPrecision(4)}`; },
+        readout: (x, v) => { last.textContent = x === null ? rest : `step ${x}: ${v[0].value.toPrecision(4)}`; },
       });
     });
   }
