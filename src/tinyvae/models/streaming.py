@@ -107,19 +107,19 @@ class _Stream:
         own; at the end it is a run, too."""
         dtype = self._codec.dtype
         for number, piece in enumerate(pieces, start=1):
-            while count := piece.shape[1]:
-                length = self._run_length() or count
-                if not self._waiting and (count >= length or (is_end and number == len(pieces))):
-                    yield piece[:, :length].to(dtype)
-                    piece = piece[:, length:]
+            while piece.shape[1]:
+                length, start = self._run_length() or piece.shape[1], self._num_filled
+                part, piece = piece[:, : length - start], piece[:, length - start :]
+                if not start and (part.shape[1] == length or (is_end and number == len(pieces))):
+                    yield part.to(dtype)
                     continue
-                if not self._waiting:
+                if not start:
                     with torch.inference_mode(False):  # so that a push outside of inference mode may write to it, too
-                        self._waiting.append(piece.new_empty(len(piece), length, *piece.shape[2:], dtype=dtype))
-                start, stop = self._num_filled, min(length, self._num_filled + count)
-                self._waiting[0][:, start:stop] = piece[:, : stop - start]
-                self._num_filled, piece = stop % length, piece[:, stop - start :]
-                if stop == length:
+                        self._waiting = [part.new_empty(len(part), length, *part.shape[2:], dtype=dtype)]
+                self._num_filled += part.shape[1]
+                self._waiting[0][:, start : self._num_filled] = part
+                if self._num_filled == length:
+                    self._num_filled = 0
                     yield self._waiting.pop()
         if is_end and self._waiting:
             yield self._waiting.pop()[:, : self._num_filled]
