@@ -30,12 +30,12 @@ def bare_state(model: TAEHV) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_round_trip_states_the_variant(tmp_path: Path, variant: str) -> None:
-    model = TAEHV(variant, width=0.25)
+    model = TAEHV(variant, width=0.125)
     files = save_model(model, tmp_path / "saved", training_step=7)
     assert [f.name for f in files] == ["model.safetensors", "model.pth", "config.json"]
     assert all(f.parent == tmp_path / "saved" and f.is_file() for f in files)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert (config["variant"], config["width"], config["training_step"]) == (variant, 0.25, 7)
+    assert (config["variant"], config["width"], config["training_step"]) == (variant, 0.125, 7)
     assert config["trim"] == model.spec.trim and config["latent_channels"] == model.spec.latent_channels
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a stated variant is never ambiguous
