@@ -107,7 +107,7 @@ def test_mistakes_are_one_sentence_and_exit_code_2(clips: Path, run_folder: Path
         ([model, "--data", str(tmp_path / "empty")], "there is no video in"),
         ([str(tmp_path / "no_model"), "--data", data], "there is no model at"),
         ([str(unknown), "--data", data], "model of this family"),
-        ([model, "--data", data, "--size", "big"], "is not a size"),
+        ([model, "--data", data, "--size", "big"], "is not a size: write HEIGHTxWIDTH"),
         ([model, "--data", data, "--dtype", "float61"], "Did you mean 'float16'"),
         ([model, "--data", data, "--split", "trian"], "the split 'trian' is unknown"),
         ([model, "--data", data, "--lpips", str(tmp_path / "x.safetensors")], "no LPIPS weights at"),

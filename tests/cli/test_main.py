@@ -54,10 +54,7 @@ def test_every_verb_has_help_with_an_example(verb: str) -> None:
     [
         (["inf"], "Did you mean 'info'"),
         (["info", "nothing.pth"], "there is no model at nothing.pth"),
-        (["info", "taehv", "--frames", "0"], "at least 1"),
-        (["info", "taehv15"], "Did you mean 'taehv1_5'"),
         (["info", "taehv", "--variant", "taecvx"], "leave one out"),
-        (["info", "/dev/null"], "neither a file nor a folder"),
         (["info", "taehv", "--frams", "5"], "unknown words: --frams 5. Did you mean '--frames'? `tinyvae info --help`"),
         (["info", "taehv", "more.pth"], "unknown words: more.pth. `tinyvae info --help` says what it takes"),
     ],

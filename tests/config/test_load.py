@@ -161,7 +161,10 @@ def test_what_a_file_may_write(tmp_path: Path, line: str, expected: tuple[str, A
         ("import no_such_neighbour", "ModuleNotFoundError: No module named 'no_such_neighbour'"),
         ("def f():\n    f()\nf()", "RecursionError"),
         ("import datetime\nargs.output_dir = datetime.datetime.now().strftime('%c')", "made of %Y %m %d %H %M %S"),
-        ("from tinyvae.config import load_preset\nconfig = load_preset('h10')", ", line 2: there is no preset 'h10'"),
+        (
+            "from tinyvae.config import load_preset\nconfig = load_preset('h10')",
+            ", line 2: there is no preset 'h10'. Did you mean 'h100'?",
+        ),
         ("args.seed = = 1", "line 1 is not valid Python"),
         ("args.seed = " + "(" * 5000, "is not valid Python"),
         ("settings = 3", "sets neither args nor config"),
