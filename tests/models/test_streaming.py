@@ -381,17 +381,17 @@ def test_chunk_of_a_taeh3_encoder_is_as_small_as_asked() -> None:
     model = TAEHV("taeh3", width=0.125)
     frames = torch.rand(1, 40, 3, 16, 32)
     expected = model.encode_video(frames)
-    for chunk, sizes in ((1, [16, 32, 40]), (2, [40]), (3, [7, 19, 40])):
-        fused, ran = model.fused(), []
-        run = fused.encode_chunk
-        fused.encode_chunk = lambda x, state, run=run, ran=ran: (ran.append(x.shape[1]), run(x, state))[1]
-        stream, before, parts = StreamingEncoder(fused, chunk_latents=chunk), 0, []
-        for size in sizes:
-            parts.append(stream.push(frames[:, before:size]))
-            before = size
-        latents = torch.cat([*parts, stream.flush()], dim=1)
+    for chunk, sizes in ((1, [16, 16, 8]), (2, [40]), (3, [7, 12, 21])):
+        fused = model.fused()
+        stream = StreamingEncoder(fused, chunk_latents=chunk)
+        with recorded_runs(fused) as runs:
+            latents = torch.cat([*(stream.push(part) for part in frames.split(sizes, dim=1)), stream.flush()], dim=1)
         torch.testing.assert_close(latents, expected, atol=1e-5, rtol=1e-4)
-        assert max(ran) == 4 * chunk
+        assert max(lengths_of(runs)) == 4 * chunk
+
+
+def run_out_of_memory(*arguments: object) -> None:
+    raise torch.OutOfMemoryError("no room")
 
 
 def refuses_to_go_on(stream: StreamingDecoder | StreamingEncoder, video: Tensor) -> None:
@@ -409,11 +409,8 @@ def test_decoder_whose_push_failed_is_refused(what_fails: str, monkeypatch: pyte
     latents = torch.randn(1, 1, 16, 2, 3)
     stream.push(latents)
 
-    def fail(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(*((codec, "decode_chunk") if what_fails == "the run" else (Tensor, "clamp")), fail)
+        patch.setattr(*((codec, "decode_chunk") if what_fails == "the run" else (Tensor, "clamp")), run_out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             stream.push(latents)
     refuses_to_go_on(stream, latents)
@@ -424,11 +421,8 @@ def test_stream_whose_flush_failed_is_refused(monkeypatch: pytest.MonkeyPatch) -
     stream = StreamingDecoder(codec, chunk_latents=3, whole_chunks=True)
     stream.push(latents)
 
-    def fail(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(codec, "decode_chunk", fail)
+        patch.setattr(codec, "decode_chunk", run_out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             stream.flush()
     refuses_to_go_on(stream, latents)
@@ -440,11 +434,8 @@ def test_encoder_whose_push_failed_is_refused(monkeypatch: pytest.MonkeyPatch) -
     frames = torch.rand(1, 21, 3, 8, 16)
     stream.push(frames[:, :3])
 
-    def fail(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(streaming, "cut_out", fail)
+        patch.setattr(streaming, "cut_out", run_out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             stream.push(frames[:, 3:])
     refuses_to_go_on(stream, frames[:, 3:])
@@ -508,11 +499,8 @@ def test_the_state_of_a_run_that_failed_is_used_too(monkeypatch: pytest.MonkeyPa
     latents = torch.randn(1, 1, 16, 2, 3)
     _, state = codec.decode_chunk(latents, None)
 
-    def fail(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(codec._stacks["decoder"], "compute", fail)
+        patch.setattr(codec._stacks["decoder"], "compute", run_out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             codec.decode_chunk(latents, state)
     with pytest.raises(AssertionError, match="this state has been used"):
