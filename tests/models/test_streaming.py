@@ -56,7 +56,7 @@ def whole(total: int, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     length=st.integers(1, 40),
     sizes=st.lists(st.integers(0, 19), max_size=6),
@@ -89,7 +89,7 @@ def test_encoder_chunking_changes_nothing(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     length=st.integers(1, 11),
     sizes=st.lists(st.integers(0, 5), max_size=6),
