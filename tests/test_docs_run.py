@@ -265,7 +265,8 @@ PYTHON_SUBSTITUTIONS = {
     "videos/val": "videos",
     'export("output/my_run"': 'export("output/full_run"',
     "output/my_student": "output/small_student",
-    "/models/Wan2.1/vae": "wan_teacher",
+    '"/models/Wan2.1/vae")': '"wan_teacher", size=(32, 32), max_frames=9)',
+    "max_frames=49": "size=(32, 32), max_frames=9",
 }
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -24,10 +26,14 @@ EXAMPLES = sorted(file for file in SETTINGS.parent.glob("*.py") if file != SETTI
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_the_example_runs(example: Path, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+def test_the_example_runs(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out.strip()
 
 
 def test_the_settings_file_is_right_as_it_stands() -> None:

@@ -116,7 +116,7 @@ def test_mistakes(setting: Path, tmp_path: Path) -> None:
         (["decode", model, video, "--audio_from", "none.mp4"], "no video at --audio_from none.mp4"),
         (["reconstruct", model, video, "--device", "tpu9"], "there is no device 'tpu9'"),
         (["decode", model, str(tmp_path / "none.safetensors")], "there is no latents file at"),
-        (["decode", model, str(setting), str(setting / "clips")], "there is no safetensors file in .*clips"),
+        (["decode", model, str(tmp_path), str(setting)], "there is no safetensors file in .*; give latents of"),
         (["decode", model, str(tmp_path / "wrong.safetensors")], "latents of 32 channels and taehv has 16"),
         (["decode", model, str(tmp_path / "cropped.safetensors")], "states 36x48 pixels, and .* make only 32x48"),
         (["decode", model, video], "is a video, and decode takes latents"),
@@ -135,6 +135,8 @@ def test_encode_and_decode_beside_the_film(setting: Path, tmp_path: Path, monkey
     assert run(["encode", str(setting / "model.safetensors"), "film.mp4"]) == 0
     assert run(["decode", str(setting / "model.safetensors"), "film_latents.safetensors"]) == 0
     assert film.read_bytes() == videos_of(setting)[0].read_bytes() and (tmp_path / "film_decoded.mp4").is_file()
+    (tmp_path / "model.safetensors").write_bytes((setting / "model.safetensors").read_bytes())
+    assert run(["decode", "model.safetensors", ".", "--overwrite"]) == 0, "of the folder: the model in it is no latents"
 
 
 def test_names_never_collide() -> None:

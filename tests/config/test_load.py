@@ -25,7 +25,6 @@ from tinyvae.config.old_files import OLD_KEYS
 from tinyvae.config.rules import check_config
 from tinyvae.config.schema import FIELDS, TrainConfig, kinds_of, to_json
 from tinyvae.errors import MissingFileError, UserError
-from tinyvae.models.weights import load_model
 from tinyvae.storage import Url
 from tinyvae.training.run_folder import earlier_run_folders, has_time, new_run_folder
 
@@ -162,7 +161,10 @@ def test_what_a_file_may_write(tmp_path: Path, line: str, expected: tuple[str, A
         ("import no_such_neighbour", "ModuleNotFoundError: No module named 'no_such_neighbour'"),
         ("def f():\n    f()\nf()", "RecursionError"),
         ("import datetime\nargs.output_dir = datetime.datetime.now().strftime('%c')", "made of %Y %m %d %H %M %S"),
-        ("from tinyvae.config import load_preset\nconfig = load_preset('h10')", ", line 2: there is no preset 'h10'"),
+        (
+            "from tinyvae.config import load_preset\nconfig = load_preset('h10')",
+            ", line 2: there is no preset 'h10'. Did you mean 'h100'?",
+        ),
         ("args.seed = = 1", "line 1 is not valid Python"),
         ("args.seed = " + "(" * 5000, "is not valid Python"),
         ("settings = 3", "sets neither args nor config"),
@@ -388,8 +390,8 @@ def test_old_keys_on_the_command_line_get_their_line() -> None:
     assert any("world_size" in notice for notice in load_config("quickstart", ["--world_size", "8"]).notices)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.text(max_size=12), max_size=5))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.text("-=_no1é\0", max_size=8) | st.sampled_from([f"--{key}" for key in FIELDS]), max_size=5))
 def test_any_words_parse_or_end_in_a_sentence(words: list[str]) -> None:
     try:
         parse_words(words)
@@ -683,13 +685,6 @@ def test_the_config_of_a_resumed_run_makes_a_new_run(tmp_path: Path) -> None:
         assert has_time(again.output_dir), "a folder of its own"
     asked = load_config(tmp_path, ["--resume", "checkpoint-2"]).config
     assert asked.resume_from_checkpoint == "checkpoint-2", "the command line still has its say"
-
-
-def test_weights_beside_a_runs_config_know_their_variant(tmp_path: Path) -> None:
-    config = TrainConfig(variant="taecvx", model_width=0.125)
-    (tmp_path / "config.json").write_text(to_json(config))
-    save_model(TAEHV("taecvx", width=0.125), tmp_path / "final_model.pth")
-    assert load_model(tmp_path).spec.name == "taecvx"
 
 
 @pytest.mark.parametrize(

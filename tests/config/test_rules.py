@@ -170,15 +170,10 @@ def test_seraena_weight_without_seraena_is_a_mistake() -> None:
 SERAENA = {"use_seraena": True, "seraena_loss_weight": 0.1}
 
 
-@pytest.mark.parametrize(("n_frames", "group"), [(16, 13), (20, 17), (24, 7), (28, 5), (20, 8)])
-def test_seraena_groups_that_do_not_divide_list_those_that_do(n_frames: int, group: int) -> None:
-    config = replace(TrainConfig(), **SERAENA, n_frames=n_frames, n_seraena_frames=group)
-    assert "use one of 1, 2" in complaint(config)
-
-
-@pytest.mark.parametrize(("n_frames", "group"), [(16, 4), (20, 4), (20, 5), (28, 7), (17, 5)])
-def test_seraena_groups_that_divide_the_padded_length_pass(n_frames: int, group: int) -> None:
-    check_values(replace(TrainConfig(), **SERAENA, n_frames=n_frames, n_seraena_frames=group))
+def test_seraena_groups_divide_the_padded_length() -> None:
+    config = replace(TrainConfig(), **SERAENA, n_frames=17, n_seraena_frames=5)
+    check_values(config)
+    assert "use one of 1, 2" in complaint(replace(config, n_seraena_frames=17))
 
 
 def test_seraena_frames_mean_nothing_while_seraena_is_off() -> None:
@@ -201,11 +196,6 @@ def test_something_is_trained_before_seraena_begins() -> None:
 
 
 TEACHER = {"use_ref_vae": True, "encoder_loss_weight": 0.1}
-
-
-def test_a_teacher_that_is_not_named_is_a_mistake() -> None:
-    with pytest.raises(UserError, match=r"no teacher is named; name its folder \(--teacher FOLDER\)"):
-        check_config(replace(TrainConfig(), **TEACHER, data_root=Path(__file__).parent))
 
 
 def test_a_teacher_of_another_family_is_a_mistake() -> None:

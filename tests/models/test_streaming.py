@@ -50,36 +50,9 @@ def lengths_of(runs: list[Tensor]) -> list[int]:
     return [run.shape[1] for run in runs]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(length=st.integers(1, 40), sizes=st.lists(st.integers(0, 19), max_size=6), seed=st.integers(0, 999))
-def test_encoder_chunking_changes_nothing(variant: str, length: int, sizes: list[int], seed: int) -> None:
-    model = MODELS[variant]
-    size = model.spec.space_factor
-    generator = torch.Generator().manual_seed(seed)
-    video = torch.rand(1, length, 3, size, size, dtype=torch.double, generator=generator)
-    with torch.no_grad():
-        whole = model.encode_video(video)
-    for options in ({}, {"num_frames": length}, {"chunk_latents": 2}, {"chunk_latents": 1, "num_frames": length}):
-        stream = StreamingEncoder(model, **options)
-        pieces = [stream.push(chunk) for chunk in cut(video, sizes)]
-        end = stream.flush()
-        torch.testing.assert_close(torch.cat([*pieces, end], 1), whole, atol=TOLERANCE, rtol=0)
-        assert end.shape[1] == 0 or "num_frames" not in options
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(length=st.integers(1, 11), sizes=st.lists(st.integers(0, 5), max_size=6), seed=st.integers(0, 999))
-def test_decoder_chunking_changes_nothing(variant: str, length: int, sizes: list[int], seed: int) -> None:
-    model = MODELS[variant]
-    generator = torch.Generator().manual_seed(seed)
-    latents = torch.randn(1, length, model.spec.latent_channels, 1, 1, dtype=torch.double, generator=generator)
-    stream = StreamingDecoder(model, num_latents=length)
-    pieces = [stream.push(chunk) for chunk in cut(latents, sizes)]
-    pieces.append(stream.flush())
-    with torch.no_grad():
-        torch.testing.assert_close(torch.cat(pieces, 1), model.decode_video(latents), atol=TOLERANCE, rtol=0)
+def whole(total: int, length: int) -> list[int]:
+    """Runs of one length, and the rest."""
+    return [length] * (total // length) + ([total % length] if total % length else [])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -91,31 +64,28 @@ def test_decoder_chunking_changes_nothing(variant: str, length: int, sizes: list
     is_stated=st.booleans(),
     seed=st.integers(0, 999),
 )
-def test_encoder_runs_whole_chunks(
+def test_encoder_chunking_changes_nothing(
     variant: str, length: int, sizes: list[int], chunk: int, is_stated: bool, seed: int
 ) -> None:
-    """However the video is cut, every run but the last has one length. taeh3 runs its 17 frames in chunks."""
+    """However the video is cut. Of whole chunks every run but the last has one length, for taeh3 inside its 17."""
     model = MODELS[variant]
     size, unit = model.spec.space_factor, model.spec.time_factor
     generator = torch.Generator().manual_seed(seed)
     video = torch.rand(2, length, 3, size, size, dtype=torch.double, generator=generator)
-    stream = StreamingEncoder(model, num_frames=length if is_stated else None, chunk_latents=chunk, whole_chunks=True)
-    with recorded_runs(model) as runs:
-        pieces = [stream.push(part) for part in cut(video, sizes)]
-        end = stream.flush()
     with torch.no_grad():
-        torch.testing.assert_close(torch.cat([*pieces, end], 1), model.encode_video(video), atol=TOLERANCE, rtol=0)
-    assert end.shape[1] == 0 or not is_stated
+        expected = model.encode_video(video)
+    for options in ({}, {"chunk_latents": chunk}, {"chunk_latents": chunk, "whole_chunks": True}):
+        stream = StreamingEncoder(model, num_frames=length if is_stated else None, **options)
+        with recorded_runs(model) as runs:
+            pieces = [stream.push(part) for part in cut(video, sizes)]
+            end = stream.flush()
+        torch.testing.assert_close(torch.cat([*pieces, end], 1), expected, atol=TOLERANCE, rtol=0)
+        assert end.shape[1] == 0 or not is_stated
     padded = model.spec.padded_frames(length)
     if model.spec.frame_rule == "chunked":
         assert lengths_of(runs) == whole(20, chunk * unit) * (padded // 17)
     else:
         assert lengths_of(runs) == whole(padded, chunk * unit)
-
-
-def whole(total: int, length: int) -> list[int]:
-    """Runs of one length, and the rest."""
-    return [length] * (total // length) + ([total % length] if total % length else [])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -127,20 +97,22 @@ def whole(total: int, length: int) -> list[int]:
     is_stated=st.booleans(),
     seed=st.integers(0, 999),
 )
-def test_decoder_runs_whole_chunks(
+def test_decoder_chunking_changes_nothing(
     variant: str, length: int, sizes: list[int], chunk: int, is_stated: bool, seed: int
 ) -> None:
     model = MODELS[variant]
     is_stated = is_stated or variant == "taecvx"
     generator = torch.Generator().manual_seed(seed)
     latents = torch.randn(2, length, model.spec.latent_channels, 1, 1, dtype=torch.double, generator=generator)
-    stream = StreamingDecoder(model, num_latents=length if is_stated else None, chunk_latents=chunk, whole_chunks=True)
-    with recorded_runs(model) as runs:
-        pieces = [stream.push(part) for part in cut(latents, sizes)]
-        end = stream.flush()
     with torch.no_grad():
-        torch.testing.assert_close(torch.cat([*pieces, end], 1), model.decode_video(latents), atol=TOLERANCE, rtol=0)
-    assert end.shape[1] == 0 or not is_stated
+        expected = model.decode_video(latents)
+    for options in ({}, {"chunk_latents": chunk, "whole_chunks": True}):
+        stream = StreamingDecoder(model, num_latents=length if is_stated else None, **options)
+        with recorded_runs(model) as runs:
+            pieces = [stream.push(part) for part in cut(latents, sizes)]
+            end = stream.flush()
+        torch.testing.assert_close(torch.cat([*pieces, end], 1), expected, atol=TOLERANCE, rtol=0)
+        assert end.shape[1] == 0 or not is_stated
     assert lengths_of(runs) == whole(length, chunk)
 
 
@@ -239,7 +211,7 @@ def test_memory_does_not_grow(variant: str) -> None:
     size = model.spec.space_factor
     encoder, decoder = StreamingEncoder(model), StreamingDecoder(model)
     held: set[int] = set()
-    for step in range(12):
+    for step in range(4):
         for _ in range(17):  # a whole number of latents and of taeh3 chunks, so the state repeats
             encoder.push(torch.rand(1, model.spec.time_factor, 3, size, size, dtype=torch.double))
         decoder.push(torch.randn(1, 3, model.spec.latent_channels, 1, 1, dtype=torch.double))
@@ -409,17 +381,17 @@ def test_chunk_of_a_taeh3_encoder_is_as_small_as_asked() -> None:
     model = TAEHV("taeh3", width=0.125)
     frames = torch.rand(1, 40, 3, 16, 32)
     expected = model.encode_video(frames)
-    for chunk, sizes in ((1, [16, 32, 40]), (2, [40]), (3, [7, 19, 40])):
-        fused, ran = model.fused(), []
-        run = fused.encode_chunk
-        fused.encode_chunk = lambda x, state, run=run, ran=ran: (ran.append(x.shape[1]), run(x, state))[1]
-        stream, before, parts = StreamingEncoder(fused, chunk_latents=chunk), 0, []
-        for size in sizes:
-            parts.append(stream.push(frames[:, before:size]))
-            before = size
-        latents = torch.cat([*parts, stream.flush()], dim=1)
+    for chunk, sizes in ((1, [16, 16, 8]), (2, [40]), (3, [7, 12, 21])):
+        fused = model.fused()
+        stream = StreamingEncoder(fused, chunk_latents=chunk)
+        with recorded_runs(fused) as runs:
+            latents = torch.cat([*(stream.push(part) for part in frames.split(sizes, dim=1)), stream.flush()], dim=1)
         torch.testing.assert_close(latents, expected, atol=1e-5, rtol=1e-4)
-        assert max(ran) == 4 * chunk
+        assert max(lengths_of(runs)) == 4 * chunk
+
+
+def run_out_of_memory(*arguments: object) -> None:
+    raise torch.OutOfMemoryError("no room")
 
 
 def refuses_to_go_on(stream: StreamingDecoder | StreamingEncoder, video: Tensor) -> None:
@@ -437,11 +409,8 @@ def test_decoder_whose_push_failed_is_refused(what_fails: str, monkeypatch: pyte
     latents = torch.randn(1, 1, 16, 2, 3)
     stream.push(latents)
 
-    def fail(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(*((codec, "decode_chunk") if what_fails == "the run" else (Tensor, "clamp")), fail)
+        patch.setattr(*((codec, "decode_chunk") if what_fails == "the run" else (Tensor, "clamp")), run_out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             stream.push(latents)
     refuses_to_go_on(stream, latents)
@@ -452,11 +421,8 @@ def test_stream_whose_flush_failed_is_refused(monkeypatch: pytest.MonkeyPatch) -
     stream = StreamingDecoder(codec, chunk_latents=3, whole_chunks=True)
     stream.push(latents)
 
-    def fail(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(codec, "decode_chunk", fail)
+        patch.setattr(codec, "decode_chunk", run_out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             stream.flush()
     refuses_to_go_on(stream, latents)
@@ -468,11 +434,8 @@ def test_encoder_whose_push_failed_is_refused(monkeypatch: pytest.MonkeyPatch) -
     frames = torch.rand(1, 21, 3, 8, 16)
     stream.push(frames[:, :3])
 
-    def fail(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(streaming, "cut_out", fail)
+        patch.setattr(streaming, "cut_out", run_out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             stream.push(frames[:, 3:])
     refuses_to_go_on(stream, frames[:, 3:])
@@ -536,11 +499,8 @@ def test_the_state_of_a_run_that_failed_is_used_too(monkeypatch: pytest.MonkeyPa
     latents = torch.randn(1, 1, 16, 2, 3)
     _, state = codec.decode_chunk(latents, None)
 
-    def fail(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(codec._stacks["decoder"], "compute", fail)
+        patch.setattr(codec._stacks["decoder"], "compute", run_out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             codec.decode_chunk(latents, state)
     with pytest.raises(AssertionError, match="this state has been used"):

@@ -141,11 +141,10 @@ def test_half_precision_follows_the_weights(variant: str) -> None:
         (torch.rand(1, 1, 3, 8, 8).numpy(), r"torch.as_tensor\(x\)"),
     ],
 )
-@pytest.mark.parametrize("parallel", [True, False])
-def test_bad_videos_are_refused(video: Tensor, says: str, parallel: bool) -> None:
+def test_bad_videos_are_refused(video: Tensor, says: str) -> None:
     model = TAEHV("taehv", width=0.125)
     with pytest.raises(UserError, match=says):
-        model.encode_video(video, parallel=parallel)
+        model.encode_video(video)
     if "16x8" not in says:  # that one is padded
         with pytest.raises(UserError, match=says):
             model.reconstruct(video)
@@ -182,15 +181,14 @@ def test_values_of_no_known_range_are_told_what_is_expected(video: Tensor, span:
 @pytest.mark.parametrize(
     ("value", "kind"), [(torch.nan, "NaN"), (torch.inf, "infinite"), (-torch.inf, "infinite"), (70000.0, "infinite")]
 )
-@pytest.mark.parametrize("parallel", [True, False])
-def test_values_that_are_no_numbers_are_refused(value: float, kind: str, parallel: bool) -> None:
+def test_values_that_are_no_numbers_are_refused(value: float, kind: str) -> None:
     model = TAEHV("taehv", width=0.125)
     with pytest.warns(UserWarning, match="divide by 255"):
         model.encode_video(torch.full((1, 1, 3, 8, 8), 255.0))  # what was said of the range stops no later look
     video = torch.rand(2, 6, 3, 8, 8).half()
     video[1, 4, 0, 2, 3] = value
     with pytest.raises(UserError, match=rf"frame 4 of video 1 in the batch has {kind} ones"):
-        model.encode_video(video, parallel=parallel)
+        model.encode_video(video)
     with pytest.raises(UserError, match=kind):
         model.reconstruct(video)
     with pytest.raises(UserError, match=kind):

@@ -68,7 +68,7 @@ def test_lengths_in_circulation_that_cogvideox_cannot_use() -> None:
             get_spec("taecvx").check_training_length(t)
 
 
-@pytest.mark.parametrize(("frames", "group"), [(16, 13), (20, 17), (24, 7), (28, 5)])
+@pytest.mark.parametrize(("frames", "group"), [(16, 13), (20, 17), (24, 7), (28, 5), (20, 8)])
 def test_seraena_groups_that_fail(frames: int, group: int) -> None:
     with pytest.raises(UserError, match="use one of 1, 2"):
         get_spec("taehv").check_seraena_frames(frames, group)

@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import random
-import shutil
 import warnings
 from pathlib import Path
 
@@ -31,12 +30,12 @@ def bare_state(model: TAEHV) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_round_trip_states_the_variant(tmp_path: Path, variant: str) -> None:
-    model = TAEHV(variant, width=0.25)
+    model = TAEHV(variant, width=0.125)
     files = save_model(model, tmp_path / "saved", training_step=7)
     assert [f.name for f in files] == ["model.safetensors", "model.pth", "config.json"]
     assert all(f.parent == tmp_path / "saved" and f.is_file() for f in files)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert (config["variant"], config["width"], config["training_step"]) == (variant, 0.25, 7)
+    assert (config["variant"], config["width"], config["training_step"]) == (variant, 0.125, 7)
     assert config["trim"] == model.spec.trim and config["latent_channels"] == model.spec.latent_channels
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a stated variant is never ambiguous
@@ -83,14 +82,6 @@ def test_files_are_as_readable_as_any_other(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     files = save_model(TAEHV("taew2_2", width=0.125), tmp_path / "m")
     assert {file.stat().st_mode for file in files} == {(tmp_path / "other").stat().st_mode}
-
-
-def test_renaming_a_file_changes_nothing(tmp_path: Path) -> None:
-    """Upstream takes the variant from the path; here a lone renamed file still says what it is."""
-    save_model(TAEHV("taecvx", width=0.25), tmp_path / "a" / "x.safetensors")
-    (tmp_path / "b").mkdir()
-    shutil.copy(tmp_path / "a" / "x.safetensors", tmp_path / "b" / "taehv_taew2_1.pth")
-    assert load_model(tmp_path / "b" / "taehv_taew2_1.pth").spec.name == "taecvx"
 
 
 def test_a_model_in_a_runs_folder_leaves_the_runs_config(tmp_path: Path) -> None:

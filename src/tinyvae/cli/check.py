@@ -84,10 +84,11 @@ def folder_refusal(config: TrainConfig, checkpoint: Path | None) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from tinyvae.training.deepspeed import read_launch_file
-
     names, settings = parse_words(arguments.words)
     loaded = load_config(only_preset(names, "check"), settings)
+
+    from tinyvae.training.deepspeed import read_launch_file
+
     launch = read_launch_file(arguments.launch) if arguments.launch else None
     if arguments.quick:
         from tinyvae.training.resume import asked_checkpoint

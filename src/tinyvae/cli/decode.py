@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from tinyvae.convert.reconstruct import decode_to_video
 
-    files = find_latents(arguments.latents)
+    files = find_latents(arguments.latents, model=Path(arguments.model))
     if arguments.audio_from is not None and len(files) > 1:
         raise UserError("--audio_from goes with one LATENTS file; decode them one by one.")
     if arguments.audio_from is not None and not arguments.audio_from.is_file():
@@ -59,11 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
     return for_each(files, targets, decode, arguments.output)
 
 
-def find_latents(given: Sequence[Path]) -> list[Path]:
-    """The files that were named, and those in named folders."""
+def find_latents(given: Sequence[Path], *, model: Path) -> list[Path]:
+    """The files that were named, and those in named folders, where the model may lie beside them."""
     files: list[Path] = []
     for path in given:
-        inside = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        inside = [path]
+        if path.is_dir():
+            inside = sorted(file for file in path.glob("*.safetensors") if file.resolve() != model.resolve())
         if not inside:
             raise MissingFileError(f"there is no safetensors file in {path}; give latents of `tinyvae encode`.")
         files += inside

@@ -214,6 +214,7 @@ def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             settings[key] = False
             continue
         kinds = kinds_of(key) if key in FIELDS else ()
+        is_known = bool(kinds) or key in old_files.OLD_NAMES
         # As many words as the key takes values. Of a list without end one word, or it would swallow a preset's name.
         lengths = (len(get_args(kind)) for kind in kinds if get_origin(kind) is tuple and ... not in get_args(kind))
         most = next(lengths, 1)
@@ -221,10 +222,10 @@ def parse_words(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         while not equals and rest and len(values) < most and not rest[0].startswith("--"):
             if bool in kinds and rest[0].lower() not in SWITCH_WORDS:
                 break
-            if not kinds and key not in old_files.OLD_NAMES and rest[0] in preset_names():
+            if not is_known and rest[0] in preset_names():
                 break  # a mistyped switch in front of the preset
             values.append(rest.pop(0))
-        if not values and bool not in kinds and (kinds or key in old_files.OLD_NAMES):
+        if is_known and not values and bool not in kinds:
             raise UserError(f"--{key} needs a value.")
         settings[key] = " ".join(values) if values else True  # an unknown key is complained of later
     return names, settings

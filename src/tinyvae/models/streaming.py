@@ -107,19 +107,19 @@ class _Stream:
         own; at the end it is a run, too."""
         dtype = self._codec.dtype
         for number, piece in enumerate(pieces, start=1):
-            while count := piece.shape[1]:
-                length = self._run_length() or count
-                if not self._waiting and (count >= length or (is_end and number == len(pieces))):
-                    yield piece[:, :length].to(dtype)
-                    piece = piece[:, length:]
+            while piece.shape[1]:
+                length, start = self._run_length() or piece.shape[1], self._num_filled
+                part, piece = piece[:, : length - start], piece[:, length - start :]
+                if not start and (part.shape[1] == length or (is_end and number == len(pieces))):
+                    yield part.to(dtype)
                     continue
-                if not self._waiting:
+                if not start:
                     with torch.inference_mode(False):  # so that a push outside of inference mode may write to it, too
-                        self._waiting.append(piece.new_empty(len(piece), length, *piece.shape[2:], dtype=dtype))
-                start, stop = self._num_filled, min(length, self._num_filled + count)
-                self._waiting[0][:, start:stop] = piece[:, : stop - start]
-                self._num_filled, piece = stop % length, piece[:, stop - start :]
-                if stop == length:
+                        self._waiting = [part.new_empty(len(part), length, *part.shape[2:], dtype=dtype)]
+                self._num_filled += part.shape[1]
+                self._waiting[0][:, start : self._num_filled] = part
+                if self._num_filled == length:
+                    self._num_filled = 0
                     yield self._waiting.pop()
         if is_end and self._waiting:
             yield self._waiting.pop()[:, : self._num_filled]
@@ -285,6 +285,7 @@ class StreamingEncoder(_Stream):
         whole_chunks: bool = False,
     ) -> None:
         super().__init__(codec, num_frames, track_gradients, chunk_latents, whole_chunks)
+        self._is_chunked = codec.spec.frame_rule == "chunked"  # taeh3: each 17 frames, behind zeros, are a video
         self._last_frame: Tensor | None = None  # fills the last latent at `flush`; None where the last push has done so
         self._held: list[Tensor] = []  # taeh3: latents that may turn out to be the last three
 
@@ -316,9 +317,9 @@ class StreamingEncoder(_Stream):
 
     def _encode(self, pieces: list[Tensor], *, is_end: bool) -> Tensor:
         """Run the frames that wait and these, as far as they are enough; the others wait again."""
-        is_chunked, ready = self._codec.spec.frame_rule == "chunked", []
+        ready: list[Tensor] = []
         for part in (self._whole_parts if self._whole_chunks else self._parts)(pieces, is_end=is_end):
-            if is_chunked:
+            if self._is_chunked:
                 ready += self._encode_in_h3_chunk(part)
             else:
                 latents, self._state = self._codec.encode_chunk(part, self._state)
@@ -331,8 +332,7 @@ class StreamingEncoder(_Stream):
         """The frames that wait and these, run by run. The frames of an incomplete latent wait again."""
         pieces = [*self._waiting, *pieces]
         dtype, total, start = self._codec.dtype, sum(piece.shape[1] for piece in pieces), 0
-        is_chunked = self._codec.spec.frame_rule == "chunked"
-        for length in self._h3_runs(total) if is_chunked else self._runs(total, is_end):
+        for length in self._h3_runs(total) if self._is_chunked else self._runs(total, is_end):
             yield cut_out(pieces, start, start + length, dtype)
             start += length
         self._waiting = [cut_out(pieces, start, total, dtype).to(dtype, copy=True)] if start < total else []
@@ -361,9 +361,8 @@ class StreamingEncoder(_Stream):
 
     def _run_length(self) -> int:
         unit, chunk = self._codec.spec.time_factor, self._chunk or H3_CHUNK_LATENTS
-        if self._codec.spec.frame_rule != "chunked":
+        if not self._is_chunked:
             return chunk * unit
-        # taeh3: each 17 frames, with zeros in front, are a video of their own.
         place = self._num_run % H3_CHUNK_FRAMES
         return min(H3_CHUNK_FRAMES - place, chunk * unit - (0 if place else H3_CHUNK_ZEROS))
 
@@ -376,7 +375,7 @@ class StreamingEncoder(_Stream):
             ready, self._held, self._state = self._held, [], None
             part_NTCHW = torch.nn.functional.pad(part_NTCHW, (0, 0, 0, 0, 0, 0, H3_CHUNK_ZEROS, 0))
         made, self._state = self._codec.encode_chunk(part_NTCHW, self._state)
-        first = (place + H3_CHUNK_ZEROS) // self._codec.spec.time_factor if place else 0
+        first = (place + H3_CHUNK_ZEROS) // self._codec.spec.time_factor
         safe = max(0, H3_CHUNK_LATENTS - H3_DROPPED_LATENTS - first)
         self._held.append(made[:, safe:].clone())
         return [*ready, made[:, :safe]]

@@ -116,3 +116,32 @@ args.enable_fused_adam = True
 args.enable_xformers = True
 args.gradient_as_bucket_view = True
 args.static_loss_scale = 65536.0
+
+# ============ Many machines ============
+args.frames_to_trim = 3
+args.use_zero3_save = True
+args.zero3_save_16bit_model = True
+args.communication_overlap = True
+args.bucket_size_mb = 1000
+args.find_unused_parameters = False
+args.broadcast_buffers = True
+args.ddp_bucket_cap_mb = 1000
+args.gradient_compression = False
+args.dataloader_drop_last = True
+args.dataloader_timeout = 600
+args.save_on_each_node = False
+args.sync_each_batch = False
+args.save_optimizer_states = True
+args.use_distributed_sampler = True
+args.shuffle_data = True
+args.dist_backend = "nccl"
+args.init_method = "env://"
+args.monitor_nccl = False
+args.profile_communication = False
+args.check_nan_inf = False
+args.auto_scale_batch_size = False
+args.auto_find_batch_size = False
+
+"""
+Notes of the author stand at the end, as text.
+"""
