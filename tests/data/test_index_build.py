@@ -6,12 +6,11 @@ import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -205,19 +204,14 @@ def slow_probe(path: Path, **options: object) -> VideoInfo:
 
 def test_a_killed_build_leaves_no_process(tmp_path: Path) -> None:
     write_files(tmp_path, range(16))
-    script = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from tests.data.test_index_build import build_index, slow_probe\n"
-        "folder = Path(sys.argv[1])\n"
-        "build_index(folder, folder / 'i.tvi', num_workers=2, probe=slow_probe)\n"
-    )
-    build = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=Path(__file__).parents[2])
+    options = {"num_workers": 2, "probe": slow_probe}
+    killed = get_context("fork").Process(target=build_index, args=(tmp_path, tmp_path / "i.tvi"), kwargs=options)
+    killed.start()
     try:
         wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
     finally:
-        build.kill()
-        build.wait()
+        killed.kill()
+        killed.join()
     assert still_alive([int(file.stem) for file in tmp_path.glob("*.pid")]) == []
 
 

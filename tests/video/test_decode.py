@@ -144,7 +144,7 @@ def test_hostile_pictures(shared: Path) -> None:
 
 def test_real_clips_are_as_annotated(shared: Path) -> None:
     folder = shared / "data" / "clips"
-    for clip in json.loads((folder / "annotations.json").read_text())["list"][::9]:
+    for clip in json.loads((folder / "annotations.json").read_text())["list"][::18]:
         info = probe_video(folder / clip["path"])
         assert (info.frames, info.width, info.height) == (clip["frames"], clip["width"], clip["height"])
         assert info.fps == pytest.approx(clip["fps"], abs=0.01)
@@ -237,11 +237,11 @@ def test_interlaced_is_refused(tmp_path: Path, source: torch.Tensor) -> None:
 def test_cut_anywhere(tmp_path: Path, source: torch.Tensor, suffix: str) -> None:
     """A file cut off at any byte gives true frames or an error, read on or by a seek; also where the cut parts a
     picture from those that are shown before it. (Of two or three pictures nobody can tell the pace.)"""
-    whole = write_video(tmp_path / f"a.{suffix}", source, options={"g": "12"}).read_bytes()
+    whole = write_video(tmp_path / f"a.{suffix}", source[:30], options={"g": "12"}).read_bytes()
     path = tmp_path / f"cut.{suffix}"
     reasons: list[str] = []
-    for cut in range(1, 120):
-        path.write_bytes(whole[: len(whole) * cut // 120])
+    for cut in range(1, 72):
+        path.write_bytes(whole[: len(whole) * cut // 72])
         numbers, reason = numbers_until_damage(path)
         if len(numbers) > 3:
             assert numbers == list(range(len(numbers)))

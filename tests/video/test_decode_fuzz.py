@@ -133,4 +133,5 @@ def test_flipped_bytes_in_real_footage(tmp_path: Path, shared: Path) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # as in `conftest`, which this process does not load
     print(json.dumps(fuzz(Path(sys.argv[1]), Path(sys.argv[2]))))
