@@ -25,7 +25,7 @@ from tinyvae.data.clip_reading import BadFile, BadFileLog, BadFileWatch, ClipBat
 from tinyvae.data.latent_store import LatentStore
 from tinyvae.data.sizes import SizesOfPositions
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
-from tinyvae.data.workers import BorrowedBatches, make_board, start_worker, starting_workers
+from tinyvae.data.workers import BorrowedBatches, start_worker, starting_workers
 from tinyvae.errors import UserError
 from tinyvae.terminal import bytes_in_words
 
@@ -64,7 +64,7 @@ class _Loader:
             clips,
             settings,
             training=self.training,
-            board=make_board(num_workers),
+            num_workers=num_workers,
             latents=latents,
             sizes=sizes,
             bad_file_limit=bad_file_limit,
