@@ -71,8 +71,7 @@ def test_buffers_come_back(folder: Path, expected: list[torch.Tensor]) -> None:
     """A handful of buffers is all that a run of batches sees, since none is held."""
     one = loader(folder, 1)
     places = set()
-    reads = one._make_loader(batch_sampler=one._positions(0))
-    for read, _ in zip(reads, range(BATCHES), strict=False):
+    for read, _ in zip(one._start_workers(0), range(BATCHES), strict=False):
         assert read.batch is not None and read.loan is not None
         workers.give_back(one._clips.board, read.loan)
         places.add(read.loan.buffer)

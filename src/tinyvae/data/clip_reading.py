@@ -331,10 +331,10 @@ def read_clip(
     middle, frames = len(indices) // 2, None
     if cache is not None:
         cached = partial(cache.clip, video, info, timeout_s=timeout_s, version=version)
-        looked_at = cached(indices[middle : middle + 1], choice.area) if choice.more_windows else None
-        if looked_at is not None:
+        if choice.more_windows and (looked_at := cached(indices[middle : middle + 1], choice.area)) is not None:
             choice = settle_window(choice, looked_at[0], settings, choice.area)
-        frames = cached(indices, choice.area)
+        if not choice.more_windows:
+            frames = cached(indices, choice.window)
     area = choice.area
     if frames is None:
         is_native = (area.height, area.width) == (settings.height, settings.width)
