@@ -168,19 +168,16 @@ def test_a_clip_is_the_most_detailed_of_its_drawn_windows(train: ClipSet, resize
         assert sample.choice.window == (choice.window, *choice.more_windows)[places[position]]
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 8 worker")
-@pytest.mark.parametrize("num_workers", [2, 8])
-def test_the_same_batches_with_any_number_of_workers(train: ClipSet, num_workers: int) -> None:
-    alone = take(train, 9, batch_size=2)
-    assert_equal(take(train, 9, batch_size=2, num_workers=num_workers), alone)
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 5 worker")
+def test_the_same_batches_with_any_number_of_workers(train: ClipSet) -> None:
+    assert_equal(take(train, 9, batch_size=2, num_workers=5), take(train, 9, batch_size=2))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_together_see_what_one_rank_with_the_whole_batch_sees(train: ClipSet, world_size: int) -> None:
-    alone = take(train, 5, batch_size=2 * world_size)
-    ranks = [take(train, 5, batch_size=2, rank=rank, world_size=world_size) for rank in range(world_size)]
+def test_ranks_together_see_what_one_rank_with_the_whole_batch_sees(train: ClipSet) -> None:
+    alone = take(train, 5, batch_size=6)
+    ranks = [take(train, 5, batch_size=2, rank=rank, world_size=3) for rank in range(3)]
     for step, whole in enumerate(alone):
-        parts = [ranks[rank][step] for rank in range(world_size)]
+        parts = [batches[step] for batches in ranks]
         assert [name for part in parts for name in part.names] == whole.names
         assert torch.equal(joined(parts), whole.frames)
         assert torch.equal(torch.cat([part.color_and_blur for part in parts]), whole.color_and_blur)
