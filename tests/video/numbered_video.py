@@ -33,9 +33,11 @@ def numbered_frames(count: int, *, scene: int = 0) -> torch.Tensor:
     return frames
 
 
-def frame_number(frame_CHW: torch.Tensor, *, block: int = BLOCK) -> int | None:
-    """The number in the picture; None if the code is damaged."""
-    if frame_CHW.shape[1] < 2 * block:
+def frame_number(frame_CHW: torch.Tensor) -> int | None:
+    """The number in the picture; None if the code is damaged, or the damage has changed the picture's size."""
+    _, height, width = frame_CHW.shape
+    block = width // BITS
+    if width % BITS or height < 2 * block:
         return None
     middle = slice(block * 3 // 8, block - block * 3 // 8)
     blocks = frame_CHW[:, : 2 * block].reshape(3, 2, block, BITS, block)[:, :, middle, :, middle]
