@@ -84,7 +84,7 @@ def test_an_index_travels_by_pickle_and_to_another_root(video_folder: Path, tmp_
 def test_what_is_no_index_is_refused(video_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "i.tvi"
     build(video_folder, output)
-    for nothing in (tmp_path / "none.tvi", tmp_path, Url("memory://none.tvi")):
+    for nothing in (tmp_path / "none.tvi", tmp_path, output / "deep.tvi", Url("memory://none.tvi")):
         with pytest.raises(MissingFileError, match=f"there is no index at {nothing}; .* DATA --output {nothing}"):
             open_index(nothing)
     with open(output, "r+b") as stream:

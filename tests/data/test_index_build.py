@@ -6,12 +6,11 @@ import functools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ from tinyvae.data.index import ANY_MAGIC, VideoIndex, is_index, open_index
 from tinyvae.data.index_build import build_index, open_or_build_index
 from tinyvae.errors import UserError
 from tinyvae.video.decode import VideoInfo, probe_video
+
+open_or_build = functools.partial(open_or_build_index, num_workers=0, show_progress_bar=False)
 
 
 def paths_of(index: VideoIndex) -> set[str]:
@@ -205,19 +206,14 @@ def slow_probe(path: Path, **options: object) -> VideoInfo:
 
 def test_a_killed_build_leaves_no_process(tmp_path: Path) -> None:
     write_files(tmp_path, range(16))
-    script = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from tests.data.test_index_build import build_index, slow_probe\n"
-        "folder = Path(sys.argv[1])\n"
-        "build_index(folder, folder / 'i.tvi', num_workers=2, probe=slow_probe)\n"
-    )
-    build = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=Path(__file__).parents[2])
+    options = {"num_workers": 2, "probe": slow_probe}
+    killed = get_context("fork").Process(target=build_index, args=(tmp_path, tmp_path / "i.tvi"), kwargs=options)
+    killed.start()
     try:
         wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
     finally:
-        build.kill()
-        build.wait()
+        killed.kill()
+        killed.join()
     assert still_alive([int(file.stem) for file in tmp_path.glob("*.pid")]) == []
 
 
@@ -243,14 +239,12 @@ def test_the_cached_index_is_used_until_the_source_lists_other_files(
     data = tmp_path / "data"
     write_video(data / "a.mp4", frames=4)
 
-    def opened() -> VideoIndex:
-        return open_or_build_index(data, cache_dir=tmp_path / "cache", num_workers=0, show_progress_bar=False)
-
-    assert len(opened()) == len(opened()) == 1 and caplog.text.count("indexed") == 1
+    cache = tmp_path / "cache"
+    for _ in range(2):
+        assert len(open_or_build(data, cache_dir=cache)) == 1 and caplog.text.count("indexed") == 1
     write_video(data / "b.mp4", frames=4)
-    assert len(opened()) == 2 and caplog.text.count("indexed") == 2
-    index_file = tmp_path / "cache" / "data_index.tvi"
-    assert len(open_or_build_index(index_file, cache_dir=tmp_path)) == 2, "an index is its own source"
+    assert len(open_or_build(data, cache_dir=cache)) == 2 and caplog.text.count("indexed") == 2
+    assert len(open_or_build(cache / "data_index.tvi", cache_dir=tmp_path)) == 2, "an index is its own source"
 
 
 def test_a_bad_file_that_was_fixed_counts_at_the_next_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -261,7 +255,7 @@ def test_a_bad_file_that_was_fixed_counts_at_the_next_start(tmp_path: Path, capl
     (tmp_path / "bad.mp4").write_bytes(b"not a video")
 
     def num_bad() -> int:
-        return open_or_build_index(source, cache_dir=tmp_path, num_workers=0, show_progress_bar=False).num_bad
+        return open_or_build(source, cache_dir=tmp_path).num_bad
 
     with caplog.at_level("INFO", logger="tinyvae"):
         assert num_bad() == num_bad() == 2 and caplog.text.count("indexed") == 1, "nothing is probed again for nothing"
@@ -273,7 +267,7 @@ def test_a_bad_file_that_was_fixed_counts_at_the_next_start(tmp_path: Path, capl
 
 def test_places_may_be_text(video_folder: Path, tmp_path: Path) -> None:
     places: Any = {"source": str(video_folder), "data_root": str(video_folder), "cache_dir": str(tmp_path)}
-    assert len(open_or_build_index(**places, num_workers=0, show_progress_bar=False)) == 12
+    assert len(open_or_build(**places)) == 12
 
 
 def test_an_index_of_the_older_form_is_refused_by_readers_and_made_again_by_builds(
@@ -285,6 +279,6 @@ def test_an_index_of_the_older_form_is_refused_by_readers_and_made_again_by_buil
     assert is_index(index.file)
     with pytest.raises(UserError, match="make it again with: tinyvae data index DATA --output"):
         open_index(index.file)
-    again = open_or_build_index(video_folder, cache_dir=tmp_path, num_workers=0, show_progress_bar=False)
+    again = open_or_build(video_folder, cache_dir=tmp_path)
     assert index.file.read_bytes()[:8] == content[:8] and again.fingerprint == index.fingerprint
     assert caplog.text.count("of another version of tinyvae; it is made again") == 1

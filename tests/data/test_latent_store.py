@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.processes import HANGS_S
+from tinyvae.data import latent_store
 from tinyvae.data.latent_store import CLIPS_PER_SHARD, LatentStore, StoredLatents, StoreFacts
 from tinyvae.errors import MissingFileError, UserError
 
@@ -229,22 +229,20 @@ def test_a_folder_without_a_store_is_one_sentence(tmp_path: Path) -> None:
 
 def test_kill_9_loses_at_most_the_shard_in_work(tmp_path: Path) -> None:
     """A process is killed in the middle of a write; what lies there is either whole or not there."""
-    program = f"""
-import os, signal
-from pathlib import Path
-from tests.data.test_latent_store import FACTS, fill
-from tinyvae.data import latent_store
-save, calls = latent_store.save, []
-def save_or_die(*what):
-    calls.append(what)
-    return save(*what) if len(calls) < 4 else os.kill(os.getpid(), signal.SIGKILL)
-latent_store.save = save_or_die
-fill(latent_store.LatentStore.create(Path({str(tmp_path)!r}), FACTS, num_clips={5 * CLIPS_PER_SHARD}))
-"""
-    killed = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=False, timeout=HANGS_S
-    )
-    assert killed.returncode == -signal.SIGKILL
+    save, calls = latent_store.save, []
+
+    def save_or_die(*what: Any) -> bytes | None:
+        calls.append(what)
+        return save(*what) if len(calls) < 4 else os.kill(os.getpid(), signal.SIGKILL)
+
+    def fill_a_store() -> None:
+        latent_store.save = save_or_die
+        fill(new_store(tmp_path, num_clips=5 * CLIPS_PER_SHARD))
+
+    killed = get_context("fork").Process(target=fill_a_store)
+    killed.start()
+    killed.join(HANGS_S)
+    assert killed.exitcode == -signal.SIGKILL
     store = LatentStore.open(tmp_path)
     assert list(store.missing_shards()) == [3, 4] and len(list(tmp_path.glob("latents-*"))) == 3
     assert torch.equal(store.read(range(3 * CLIPS_PER_SHARD)).mean, latents_of(range(3 * CLIPS_PER_SHARD)))

@@ -39,7 +39,7 @@ def test_hostile_files_give_true_frames_or_are_named(shared: Path, tmp_path: Pat
             continue
         indices = choose_clip(row, SETTINGS, position, len(train)).frame_indices
         first = FIRST_CODE.get(row.path, 0)
-        numbers = [frame_number(frame, block=32) for frame in batch.frames[0]]
+        numbers = [frame_number(frame) for frame in batch.frames[0]]
         assert numbers == [first + index for index in indices], row.path
         checked.add(row.path)
     assert len(checked) >= 15 and set(loader.bad_files.named) <= BAD_IN_THE_MIDDLE

@@ -22,7 +22,7 @@ import torch
 
 from tests.data.small_indexes import training_clips
 from tests.processes import HANGS_S
-from tests.video.numbered_video import numbered_frames, write_video
+from tests.video.small_videos import write_video
 from tinyvae.data import ClipSettings, make_train_loader, workers
 from tinyvae.data.loader import TrainLoader
 
@@ -34,7 +34,7 @@ BATCHES = 24
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("videos")
     for number in range(5):
-        write_video(folder / f"{number}.mp4", numbered_frames(30, scene=number))
+        write_video(folder / f"{number}.mp4", width=160, height=96, seed=number)
     return folder
 
 
@@ -71,8 +71,7 @@ def test_buffers_come_back(folder: Path, expected: list[torch.Tensor]) -> None:
     """A handful of buffers is all that a run of batches sees, since none is held."""
     one = loader(folder, 1)
     places = set()
-    reads = one._make_loader(batch_sampler=one._positions(0))
-    for read, _ in zip(reads, range(BATCHES), strict=False):
+    for read, _ in zip(one._start_workers(0), range(BATCHES), strict=False):
         assert read.batch is not None and read.loan is not None
         workers.give_back(one._clips.board, read.loan)
         places.add(read.loan.buffer)
@@ -96,7 +95,6 @@ def test_buffers_of_several_sizes_stay_within_their_bound(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: OfWorker)
     monkeypatch.setattr(workers, "MAX_KEPT_BYTES", 600)
     board = workers.make_board(1)
-    assert board is not None
     buffers = workers.WorkerBuffers(board)
     for number in range(300):
         frames, loan = buffers.take((1 + number * 7919 % 700,))

@@ -33,19 +33,18 @@ def numbered_frames(count: int, *, scene: int = 0) -> torch.Tensor:
     return frames
 
 
-def frame_number(frame_CHW: torch.Tensor, *, block: int = BLOCK) -> int | None:
-    """The number in the picture; None if the code is damaged."""
-    grey = frame_CHW.float().mean(0)
-    margin = block * 3 // 8
-    number = 0
-    for bit in range(BITS):
-        columns = slice(bit * block + margin, (bit + 1) * block - margin)
-        code = grey[margin : block - margin, columns].mean()
-        inverse = grey[block + margin : 2 * block - margin, columns].mean()
-        if abs(code - inverse) < 100:
-            return None
-        number = 2 * number + int(code > inverse)
-    return number
+def frame_number(frame_CHW: torch.Tensor) -> int | None:
+    """The number in the picture; None if the code is damaged, or the damage has changed the picture's size."""
+    _, height, width = frame_CHW.shape
+    block = width // BITS
+    if width % BITS or height < 2 * block:
+        return None
+    middle = slice(block * 3 // 8, block - block * 3 // 8)
+    blocks = frame_CHW[:, : 2 * block].reshape(3, 2, block, BITS, block)[:, :, middle, :, middle]
+    code, inverse = blocks.float().mean((0, 2, 4))
+    if ((code - inverse).abs() < 100).any():
+        return None
+    return int("".join("01"[is_white] for is_white in code > inverse), 2)
 
 
 def write_video(

@@ -91,7 +91,7 @@ def test_hostile_sound(shared: Path, name: str) -> None:
     whole = check_random_ranges(path, [None, info])
     assert whole.shape == (frames, 3, height, width) and whole.dtype == torch.uint8
     if first_number is not None:
-        assert [frame_number(f, block=32) for f in whole] == list(range(first_number, first_number + frames))
+        assert [frame_number(f) for f in whole] == list(range(first_number, first_number + frames))
     with pytest.raises(UnreadableVideoError, match=f"frame {frames} was asked for|ends before frame {frames}"):
         read_frames(path, [frames], info=info)
     with pytest.raises(UnreadableVideoError, match=f"ends before frame {frames}"):
@@ -115,7 +115,7 @@ def test_hostile_damage_spares_the_sound_part(shared: Path) -> None:
     info = probe_video(path, thorough=False)
     assert info.frames == 60
     for wanted in (range(12), range(50, 60)):
-        assert [frame_number(f, block=32) for f in read_frames(path, wanted, info=info)] == list(wanted)
+        assert [frame_number(f) for f in read_frames(path, wanted, info=info)] == list(wanted)
     for start in range(13, 44, 5):
         with pytest.raises(UnreadableVideoError, match="damaged at frame"):
             read_frames(path, range(start, start + 4), info=info)
@@ -131,7 +131,7 @@ def test_hostile_second_resolution_is_not_the_indexed_one(shared: Path) -> None:
 def test_hostile_pictures(shared: Path) -> None:
     folder = shared / "data" / "hostile"
     turned = read_frames(folder / "rotated_90.mp4", range(5))
-    assert [frame_number(torch.rot90(f, -1, (1, 2)), block=32) for f in turned] == list(range(5))
+    assert [frame_number(torch.rot90(f, -1, (1, 2))) for f in turned] == list(range(5))
     full, limited = (read_frames(folder / f"range_{kind}.mp4", range(48)).float() for kind in ("full", "limited"))
     assert (full - limited).abs().mean() < 1.7
     grey = read_frames(folder / "gray.mp4", range(4))
@@ -144,7 +144,7 @@ def test_hostile_pictures(shared: Path) -> None:
 
 def test_real_clips_are_as_annotated(shared: Path) -> None:
     folder = shared / "data" / "clips"
-    for clip in json.loads((folder / "annotations.json").read_text())["list"][::9]:
+    for clip in json.loads((folder / "annotations.json").read_text())["list"][::18]:
         info = probe_video(folder / clip["path"])
         assert (info.frames, info.width, info.height) == (clip["frames"], clip["width"], clip["height"])
         assert info.fps == pytest.approx(clip["fps"], abs=0.01)
@@ -237,11 +237,11 @@ def test_interlaced_is_refused(tmp_path: Path, source: torch.Tensor) -> None:
 def test_cut_anywhere(tmp_path: Path, source: torch.Tensor, suffix: str) -> None:
     """A file cut off at any byte gives true frames or an error, read on or by a seek; also where the cut parts a
     picture from those that are shown before it. (Of two or three pictures nobody can tell the pace.)"""
-    whole = write_video(tmp_path / f"a.{suffix}", source, options={"g": "12"}).read_bytes()
+    whole = write_video(tmp_path / f"a.{suffix}", source[:30], options={"g": "12"}).read_bytes()
     path = tmp_path / f"cut.{suffix}"
     reasons: list[str] = []
-    for cut in range(1, 120):
-        path.write_bytes(whole[: len(whole) * cut // 120])
+    for cut in range(1, 72):
+        path.write_bytes(whole[: len(whole) * cut // 72])
         numbers, reason = numbers_until_damage(path)
         if len(numbers) > 3:
             assert numbers == list(range(len(numbers)))

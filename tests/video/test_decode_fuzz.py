@@ -27,7 +27,7 @@ import av.error
 import torch
 
 from tests.processes import HANGS_S
-from tests.video.numbered_video import BITS, frame_number, numbered_frames, write_video
+from tests.video.numbered_video import frame_number, numbered_frames, write_video
 from tinyvae.errors import UnreadableVideoError
 from tinyvae.video.decode import VideoInfo, probe_video, read_frames
 from tinyvae.video.pixels import RgbConverter, frame_orientation
@@ -68,7 +68,7 @@ def plain_numbers(path: Path) -> list[int | None]:
                 width, height = orientation.size(frame.width, frame.height)
                 out = torch.empty((3, height, width), dtype=torch.uint8)
                 converter.write(frame, orientation, out.numpy())
-                numbers[frame.pts] = number_in(out)
+                numbers[frame.pts] = frame_number(out)
     return [numbers.get(time) for time in sorted(times)]
 
 
@@ -80,22 +80,17 @@ def read_damaged(path: Path, wanted: range, info: VideoInfo | None, sound_frames
         return "named error"
     if torch.equal(frames, sound_frames[list(wanted)]):
         return "true frames"
-    numbers = [number_in(frame) for frame in frames]
+    numbers = [frame_number(frame) for frame in frames]
     if any(found not in (None, number) for found, number in zip(numbers, wanted, strict=True)):
         assert info is None, (numbers, wanted)
         assert numbers == plain_numbers(path)[wanted.start : wanted.stop], (numbers, wanted)
     return "pixels changed unnoticed"
 
 
-def number_in(frame_CHW: torch.Tensor) -> int | None:
-    """The number in the picture, None where it is damaged or the damage has changed the picture's size."""
-    return frame_number(frame_CHW, block=frame_CHW.shape[2] // BITS) if frame_CHW.shape[2] % BITS == 0 else None
-
-
 def fuzz(source: Path, folder: Path) -> Counter[str]:
     sound, info = source.read_bytes(), probe_video(source)
     sound_frames = read_frames(source, range(info.frames))
-    assert [number_in(frame) for frame in sound_frames] == list(range(info.frames))
+    assert [frame_number(frame) for frame in sound_frames] == list(range(info.frames))
     pictures, without_checksum = coded_pictures(sound), replace(info, ends_crc=None)
     outcomes: Counter[str] = Counter()
     for copy in range(FLIPPED_COPIES):
@@ -133,4 +128,5 @@ def test_flipped_bytes_in_real_footage(tmp_path: Path, shared: Path) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # as in `conftest`, which this process does not load
     print(json.dumps(fuzz(Path(sys.argv[1]), Path(sys.argv[2]))))

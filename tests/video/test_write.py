@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
+import time
 from fractions import Fraction
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.processes import HANGS_S
+from tests.processes import HANGS_S, wait_until
 from tests.video.numbered_video import frame_number, numbered_frames
 from tinyvae.errors import FileExistsAlreadyError, MissingFileError, UserError
 from tinyvae.video.decode import iterate_frames, probe_video, read_frames
@@ -108,20 +107,20 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_killed_write_leaves_no_file_under_the_name(tmp_path: Path) -> None:
-    script = f"""
-import time, torch
-from pathlib import Path
-from tinyvae.video.write import VideoWriter
-with VideoWriter(Path({str(tmp_path / "a.mp4")!r}), fps=25, width=64, height=64) as writer:
-    writer.write(torch.zeros((60, 3, 64, 64), dtype=torch.uint8))
-    print("ready", flush=True)
-    time.sleep(600)
-"""
-    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None and child.stdout.readline().strip() == "ready"
-    child.send_signal(signal.SIGKILL)
-    child.wait(HANGS_S)
-    assert not (tmp_path / "a.mp4").exists()
+    written = tmp_path / "written"
+
+    def write_and_wait() -> None:
+        with VideoWriter(tmp_path / "a.mp4", fps=25, width=64, height=64) as writer:
+            writer.write(torch.zeros((60, 3, 64, 64), dtype=torch.uint8))
+            written.touch()
+            time.sleep(600)
+
+    child = get_context("fork").Process(target=write_and_wait)
+    child.start()
+    wait_until(lambda: written.exists() or not child.is_alive())
+    child.kill()
+    child.join(HANGS_S)
+    assert written.exists() and not (tmp_path / "a.mp4").exists()
 
 
 @pytest.mark.parametrize(

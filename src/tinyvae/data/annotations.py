@@ -75,8 +75,6 @@ def iterate_entries(source: Place, data_root: Place | None = None) -> Iterator[V
             with open(local_file(source), "rb") as stream:
                 for number, record in records(stream, source):
                     yield _entry_of_record(record, f"{source}, {word} {number}", root)
-        except UserError:
-            raise
         except OSError as fault:
             raise UserError(f"{source} cannot be read ({fault.strerror or fault}); fix its permissions") from None
     else:

@@ -235,12 +235,11 @@ def stage_training_samples(clips: ClipSet, settings: ClipSettings, count: int) -
         except (UnreadableVideoError, OSError) as fault:
             stages.bad_files.append(BadFile(path=row.path, reason=why_unreadable(fault)))
             continue
-        picture = CropWindow(top=0, left=0, height=row.height, width=row.width)
-        choice = settle_window(choice, frames[len(frames) // 2], settings, picture)
+        picture, middle = CropWindow(top=0, left=0, height=row.height, width=row.width), len(frames) // 2
+        choice = settle_window(choice, frames[middle], settings, picture)
         model_input = to_model_input(clip[None], torch.tensor([choice.color_and_blur]))[0]
         for stage, values in (("file (RGB)", frames), ("batch", clip), ("model input", model_input)):
             stages.add_values(stage, values)
-        middle = len(frames) // 2
         file_frame, model_frame = frames[-1 - middle if choice.turn.backwards else middle], model_input[middle]
         sample = StagedSample(row=row, choice=choice, file_frame=file_frame, model_frame=model_frame)
         stages.samples.append(sample)

@@ -37,7 +37,7 @@ from tinyvae.data.index import IndexRow, VideoIndex
 from tinyvae.data.latent_store import LatentStore, StoredLatents
 from tinyvae.data.sizes import SizesOfPositions
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
-from tinyvae.data.workers import Loan, WorkerBuffers, free_clip_memory
+from tinyvae.data.workers import Loan, WorkerBuffers, free_clip_memory, make_board
 from tinyvae.errors import UnreadableVideoError, UserError, why_unreadable
 from tinyvae.files import lock_file
 from tinyvae.storage import Url, file_cache, local_file, version_of
@@ -204,7 +204,7 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
         settings: ClipSettings,
         *,
         training: bool,
-        board: Tensor | None = None,
+        num_workers: int = 0,
         latents: LatentStore | None = None,
         sizes: SizesOfPositions | None = None,
         bad_file_limit: float = DEFAULT_BAD_FILE_LIMIT,
@@ -216,8 +216,8 @@ class Clips(torch.utils.data.Dataset[ReadBatch]):
         if settings.decoded_cache_gb > 0:  # what is used from now on stays there for this loader
             folder = settings.decoded_cache_dir or default_cache_folder("decoded")
             self.cache = DecodedCache(folder, max_gb=settings.decoded_cache_gb, run_start=time.time())
-        self.board = board
-        self._buffers = WorkerBuffers(board)
+        self.board = make_board(num_workers)
+        self._buffers = WorkerBuffers(self.board)
         self._num_read = 0
 
     def _candidates(self, position: int, settings: ClipSettings) -> Iterator[tuple[IndexRow, ClipChoice]]:
@@ -331,10 +331,10 @@ def read_clip(
     middle, frames = len(indices) // 2, None
     if cache is not None:
         cached = partial(cache.clip, video, info, timeout_s=timeout_s, version=version)
-        looked_at = cached(indices[middle : middle + 1], choice.area) if choice.more_windows else None
-        if looked_at is not None:
+        if choice.more_windows and (looked_at := cached(indices[middle : middle + 1], choice.area)) is not None:
             choice = settle_window(choice, looked_at[0], settings, choice.area)
-        frames = cached(indices, choice.area)
+        if not choice.more_windows:
+            frames = cached(indices, choice.window)
     area = choice.area
     if frames is None:
         is_native = (area.height, area.width) == (settings.height, settings.width)

@@ -94,7 +94,7 @@ class VideoIndex:
         try:
             self.file = Path(os.path.abspath(local_file(file)))
             self.header = _read_header(self.file)
-        except (FileNotFoundError, IsADirectoryError):
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             make = f"make it with: tinyvae data index DATA --output {file}"
             raise MissingFileError(f"there is no index at {file}; {make}") from None
         self.data_root = place_of(data_root if data_root is not None else self.header["data_root"])

