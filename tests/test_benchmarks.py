@@ -1,6 +1,5 @@
 """Benchmarks call src/ as it is now, write where they are told to, and keep results in the repository only when asked
-to. Those that train teachers and students run from end to end, and train the function that the teacher has in use. The
-simulation of 8 bits is the network itself where nothing is rounded."""
+to. Those that train teachers and students run from end to end, and train the function that the teacher has in use."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ from PIL import Image
 
 from tinyvae import TAEHV, load_model, save_model
 from tinyvae.cli.main import run
-from tinyvae.convert.bench import BenchmarkCase, Ceilings, floor_ms
 from tinyvae.data.sample_clips import write_sample_clips
 from tinyvae.errors import UserError
 
@@ -143,45 +141,6 @@ def test_whole_clips_are_what_diffusers_makes_of_them(
     torch.testing.assert_close(log_variance, known.logvar, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(made.clamp(-1, 1), decoded.clamp(-1, 1), atol=1e-5, rtol=1e-4)
     assert decoded.std() > 0.01 and torch.equal(again, known.mode()), "behind the block diffusers is itself again"
-
-
-def test_float8_says_what_8_bits_cost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import float8  # type: ignore[import-not-found]
-    from speed_codec import spread_model  # type: ignore[import-not-found]
-
-    model, video = spread_model("taehv", width=0.125), torch.rand(1, 9, 3, 16, 24)
-    codec = float8.RoundedTAEHV(model, float8.Arithmetic())
-    latents = model.encode_video(video)
-    torch.testing.assert_close(codec.encode_video(video), latents, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(codec.decode_video(latents), model.decode_video(latents), atol=1e-5, rtol=1e-4)
-
-    values = torch.rand(1000) * 2 - 1
-    short, integer = (float8.FORMATS[place].round(values, torch.ones(1), signed=True) for place in (0, 2))
-    assert ((short - values).abs() <= values.abs() / 16 + 1e-4).all() and len(short.unique()) < 256
-    assert ((integer - values).abs() <= 1 / 254 + 1e-6).all() and len(integer.unique()) < 256
-
-    whole, case = TAEHV("taehv").half(), BenchmarkCase(height=480, width=720, num_frames=49)
-    ceilings = Ceilings(bytes_per_s=float8.BANDWIDTH, flops_per_s=float8.FLOPS)
-    for found, operation in zip(float8.count_floors(float8.FP16), ("decode", "encode"), strict=True):
-        assert found == pytest.approx(floor_ms(whole, operation, case, ceilings), rel=0.01)
-
-    clips, file = tmp_path / "clips", tmp_path / "model.safetensors"
-    write_sample_clips(clips, count=5, height=32, width=48, frames=9)
-    save_model(model, file)
-    everything, inside = float8.SETTINGS[0], float8.SETTINGS[4]
-    monkeypatch.setattr(float8, "SETTINGS", (everything, inside))  # the others take seconds
-    monkeypatch.setattr("sys.argv", ["float8.py", str(file), "--clips", str(clips), "--size", "16x16", "--frames", "9"])
-    float8.main()
-    tables = [part.splitlines()[2:] for part in capsys.readouterr().out.split("\n\n")[1:4]]
-    assert [len(rows) for rows in tables] == [2, 2, 2]
-    for rows in tables:
-        decibels = {row.split(" | ")[0][2:]: [float(cell.split()[0]) for cell in row.split(" | ")[1:4]] for row in rows}
-        for e4m3, _, int8 in decibels.values():
-            assert 10 < e4m3 < int8, "three bits of mantissa say less than eight bits of an integer"
-        assert decibels[inside.name][0] > decibels[everything.name][0]
 
 
 def test_processes_take_turns(
