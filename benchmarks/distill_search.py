@@ -114,7 +114,7 @@ class Candidate:
 
     def cut(self, share: float) -> Cut:
         """How the crops of this share of the run are cut."""
-        return Cut(self.phase(share)[0], self.config.crop_candidates)
+        return Cut(self.phase(share)[0], self.config.crop_candidates, self.config.n_frames)
 
     @property
     def cuts(self) -> set[Cut]:
@@ -312,7 +312,7 @@ class Work:
         assert identity is not None, "it is loaded from this folder"
         wanted = Wanted(
             teacher=identity,
-            cuts={cut: each.config.n_frames for each in asked for cut in each.cuts},
+            cuts={cut for each in asked for cut in each.cuts},
             decoded={cut for each in asked if each.ideas.teacher_frames for cut in each.cuts},
             metric=any(each.ideas.latent_metric for each in asked),
             pool=self.arguments.pool,

@@ -270,7 +270,7 @@ def test_a_teacher_is_made_and_students_learn_from_it(
     assert run(["eval", str(teacher), *map(str, words), "--output", str(evaluated)]) == 0
     assert "PSNR" in capsys.readouterr().out and (evaluated / "results.json").is_file()
 
-    candidates = ["", "train=decoder,teacher_frames=5,features=0.1", "train=encoder,activation=leaky_relu"]
+    candidates = ["", "train=decoder,teacher_frames=5,features=0.1", "train=encoder,activation=leaky_relu,n_frames=9"]
     candidates += [
         "consistency=0.1,reconstruction_loss_weight=2,round_trip_to=encoder,freeze_encoder=0.5,small_first=16",
         "latent_metric=0.5,picture_loss=10,picture_clips=1,crop_candidates=3",
