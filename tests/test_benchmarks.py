@@ -61,7 +61,8 @@ def test_speeds_are_written_into_new_folders(
     import speed_codec  # type: ignore[import-not-found]
     import speed_variants  # type: ignore[import-not-found]
 
-    page, folder = tmp_path / "new" / "page.md", tmp_path / "other" / "new"
+    import speed_training_step  # type: ignore[import-not-found]
+    page, folder, steps = tmp_path / "new" / "page.md", tmp_path / "other" / "new", tmp_path / "third" / "new"
     shared = ("--repeats", "3", "--output")
     words = ["--sizes", "32x32", "--frames", "9", "--variants", "taehv", "taecvx", "taew2_2", "--device", "cpu"]
     monkeypatch.setattr("sys.argv", ["speed_variants.py", *words, "--dtype", "float32", *shared, str(page)])
@@ -75,6 +76,10 @@ def test_speeds_are_written_into_new_folders(
     assert "decode whole" in capsys.readouterr().out
 
 
+    words = ["--cases", "1x4x16x16", "--ways", "plain", "folded", "--curve_steps", "1", "--repeats", "1"]
+    monkeypatch.setattr("sys.argv", ["speed_training_step.py", *words, "--output", str(steps)])
+    speed_training_step.main()
+    assert json.loads((steps / "training.json").read_text())["1x4x16x16"]["times"].keys() == {"plain", "folded"}
 @pytest.mark.parametrize("script", ["seraena_effect", "prune_students"])
 def test_clips_that_are_not_there_are_told_before_the_training(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
