@@ -10,6 +10,7 @@ import torch
 
 from tests.engines import cudnn_stand_ins
 from tests.engines.live_memory import LiveMemory
+from tests.engines.small_models import NETWORKS
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
 from tinyvae.engines import fused, hopper
 from tinyvae.engines.fused import Engine, FusedTAEHV, chunk_bytes, chunk_latents
@@ -138,7 +139,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "engine"),
     [
-        *((name, engine) for name in VARIANTS if name != "taeltx2_3_wide" for engine in ("eager", "cudnn")),
+        *((name, engine) for name in NETWORKS if name != "taeltx2_3_wide" for engine in ("eager", "cudnn")),
         *(pytest.param("taeltx2_3_wide", engine, marks=SLOW) for engine in ("eager", "cudnn")),
     ],
 )
