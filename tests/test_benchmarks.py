@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -36,11 +35,15 @@ NARROW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def scripts_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
 @pytest.mark.parametrize("script", sorted(file.stem for file in (ROOT / "benchmarks").glob("*.py")))
-def test_what_scripts_import_is_there(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_scripts_import_is_there(script: str) -> None:
     """Nobody runs most of them without a GPU: a name that has gone from src/ shows here."""
     pytest.importorskip("diffusers")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     assert importlib.import_module(script).__doc__
 
 
@@ -57,11 +60,10 @@ def test_scripts_call_what_src_has_now(folder: str) -> None:
 def test_speeds_are_written_into_new_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import speed_codec  # type: ignore[import-not-found]
+    import speed_training_step  # type: ignore[import-not-found]
     import speed_variants  # type: ignore[import-not-found]
 
-    import speed_training_step  # type: ignore[import-not-found]
     page, folder, steps = tmp_path / "new" / "page.md", tmp_path / "other" / "new", tmp_path / "third" / "new"
     shared = ("--repeats", "3", "--output")
     words = ["--sizes", "32x32", "--frames", "9", "--variants", "taehv", "taecvx", "taew2_2", "--device", "cpu"]
@@ -74,17 +76,16 @@ def test_speeds_are_written_into_new_folders(
     found = json.loads((folder / "codec.json").read_text())["32x32x9"]
     assert {"decode", "encode", "decode whole", "encode by 3 latents, which wait for 8"} <= found.keys()
     assert "decode whole" in capsys.readouterr().out
-
-
     words = ["--cases", "1x4x16x16", "--ways", "plain", "folded", "--curve_steps", "1", "--repeats", "1"]
     monkeypatch.setattr("sys.argv", ["speed_training_step.py", *words, "--output", str(steps)])
     speed_training_step.main()
     assert json.loads((steps / "training.json").read_text())["1x4x16x16"]["times"].keys() == {"plain", "folded"}
+
+
 @pytest.mark.parametrize("script", ["seraena_effect", "prune_students"])
 def test_clips_that_are_not_there_are_told_before_the_training(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     words = ["--clips", str(tmp_path / "missing"), "--work", str(tmp_path / "work")]
     monkeypatch.setattr("sys.argv", [f"{script}.py", *(["without:"] if script == "seraena_effect" else []), *words])
     monkeypatch.setattr("student_runs.tinyvae", lambda *_, **__: pytest.fail("a training was begun"), raising=False)
@@ -95,11 +96,7 @@ def test_clips_that_are_not_there_are_told_before_the_training(
 @pytest.fixture
 def chaos(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """``benchmarks/chaos.py``, whose kills take no time."""
-    spec = importlib.util.spec_from_file_location("chaos", ROOT / "benchmarks" / "chaos.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "chaos", module)
-    spec.loader.exec_module(module)
+    module = importlib.import_module("chaos")
     result = {"kills": 1, "in a save": 0, "in start-up": 1, "steps": 9, "differences": []}
     monkeypatch.setattr(module, "kills", lambda *_, **__: result)
     monkeypatch.setattr(module, "write_sample_clips", lambda folder: folder.mkdir(parents=True))
@@ -124,11 +121,8 @@ def test_chaos_keeps_its_results_only_with_write(
 
 
 @pytest.mark.parametrize(("family", "num_frames"), [("cogvideox", 9), ("cogvideox", 17), ("wan", 17)])
-def test_whole_clips_are_what_diffusers_makes_of_them(
-    family: str, num_frames: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_clips_are_what_diffusers_makes_of_them(family: str, num_frames: int) -> None:
     diffusers = pytest.importorskip("diffusers")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from whole_clips import decode_whole, encode_whole, whole_clips  # type: ignore[import-not-found]
 
     torch.manual_seed(0)
@@ -151,7 +145,6 @@ def test_whole_clips_are_what_diffusers_makes_of_them(
 def test_processes_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from turns import TURN_FILE, gpu_turn, side_by_side  # type: ignore[import-not-found]
 
     monkeypatch.delenv(TURN_FILE, raising=False)
@@ -179,7 +172,6 @@ def test_processes_take_turns(
 
 def test_the_clock_of_a_teacher_counts_its_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import make_teacher  # type: ignore[import-not-found]
 
     clock = {"s": 0.0}
@@ -214,7 +206,6 @@ def test_teachers_side_by_side_need_a_folder_and_settings_each(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("diffusers")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import make_teacher
 
     monkeypatch.setattr("sys.argv", ["make_teacher.py", *words, "--clips", "none", "--output", "none"])
@@ -298,7 +289,6 @@ def test_a_teacher_is_made_and_students_learn_from_it(
 
 def test_latent_errors_weigh_what_they_do_to_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import distill_lesson  # type: ignore[import-not-found]
     from distill_search import weighted_latent_loss  # type: ignore[import-not-found]
 
@@ -318,8 +308,7 @@ def test_latent_errors_weigh_what_they_do_to_the_picture(monkeypatch: pytest.Mon
     torch.testing.assert_close(weighted_latent_loss(a, b, alone), (a - b)[:, :, 0].square().mean())
 
 
-def test_crops_show_where_the_source_has_detail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+def test_crops_show_where_the_source_has_detail() -> None:
     from seraena_effect import contact_sheet, detailed_square  # type: ignore[import-not-found]
 
     frame = torch.full((3, 96, 128), 100, dtype=torch.uint8)
