@@ -36,7 +36,9 @@ def weightless(
     activation: Activation = "relu",
 ) -> FusedTAEHV:
     """A codec on the meta device: shapes without values, so that whole videos cost nothing."""
-    return FusedTAEHV(TAEHV(variant, width=width, activation=activation).to("meta", dtype), engine=engine)
+    with torch.device("meta"):  # from the start: to draw weights takes a second
+        model = TAEHV(variant, width=width, activation=activation)
+    return FusedTAEHV(model.to(dtype), engine=engine)
 
 
 def latent_size(variant: str, height: int, width: int) -> tuple[int, int]:
