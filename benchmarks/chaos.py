@@ -63,10 +63,6 @@ SMALL = {
 SERAENA = {"use_seraena": True, "seraena_loss_weight": 0.1, "n_seraena_frames": 4, "seraena_buffer_mb": 1}
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
 # runs in forked processes
 
 
@@ -185,7 +181,7 @@ def differences(a: Any, b: Any, place: str = "") -> list[str]:
     return [] if a == b or (a != a and b != b) else [f"{place}: {a!r} and {b!r}"]
 
 
-def compare_runs(disturbed: Path, undisturbed: Path, *, with_log: bool = True) -> list[str]:
+def compare_runs(disturbed: Path, undisturbed: Path, *, with_log: bool) -> list[str]:
     """Differences of the final checkpoints (all state of all ranks), and of the metric lines and the history."""
     found = []
     for file in sorted(newest(undisturbed).glob("*.pt")):
@@ -199,7 +195,9 @@ def compare_runs(disturbed: Path, undisturbed: Path, *, with_log: bool = True) -
     return found
 
 
-def finish_and_compare(run: Path, clips: Path, work: Path, **changes: object) -> tuple[int, list[str]]:
+def finish_and_compare(
+    run: Path, clips: Path, work: Path, *, with_log: bool = True, **changes: object
+) -> tuple[int, list[str]]:
     """Train on to a few steps after the last checkpoint; the same steps undisturbed; where the two differ."""
     last = step_of(newest(run)) + 3
     changes = {**changes, "max_train_steps": last}
@@ -208,7 +206,7 @@ def finish_and_compare(run: Path, clips: Path, work: Path, **changes: object) ->
     assert ended.wait(600) == [0], ended.text()
     calm = fork_run(words_for(work / "undisturbed", clips, **changes), work / "calm")
     assert calm.wait(3600) == [0], calm.text()
-    return last, compare_runs(run, work / "undisturbed")
+    return last, compare_runs(run, work / "undisturbed", with_log=with_log)
 
 
 def first_checkpoint(run: Path, clips: Path, work: Path, **changes: object) -> float:
@@ -357,7 +355,7 @@ def disk_full(work: Path, clips: Path) -> dict[str, Any]:
         codes = ranks.wait(300)
         kept = step_of(newest(run))
         ballast.unlink()
-        last, found = finish_and_compare_on(run, clips, work)
+        last, found = finish_and_compare(run, clips, work, with_log=False)  # a full disk takes no metric lines
         text = ranks.text()
         assert "3 saves in a row failed" in text and "Traceback" not in text.split("Logging error")[0], text
         return {
@@ -369,16 +367,6 @@ def disk_full(work: Path, clips: Path) -> dict[str, Any]:
         }
     finally:
         subprocess.run(["umount", str(room)], check=True)
-
-
-def finish_and_compare_on(run: Path, clips: Path, work: Path) -> tuple[int, list[str]]:
-    """As `finish_and_compare`, without the metric lines: a full disk takes none."""
-    last = step_of(newest(run)) + 3
-    ended = fork_run(words_for(run, clips, max_train_steps=last, resume_from_checkpoint="latest"), work / "finish")
-    assert ended.wait(300) == [0], ended.text()
-    calm = fork_run(words_for(work / "undisturbed", clips, max_train_steps=last), work / "calm")
-    assert calm.wait(1200) == [0], calm.text()
-    return last, compare_runs(run, work / "undisturbed", with_log=False)
 
 
 def _wait_for(ranks: Ranks, text: str) -> None:
@@ -529,7 +517,7 @@ def main() -> None:
         folder.mkdir(parents=True)
         result = piece(folder)
         seconds = time.monotonic() - started
-        say(f"{name} ({seconds:.0f} s): {json.dumps(result)}")
+        print(f"{name} ({seconds:.0f} s): {json.dumps(result)}", flush=True)
         command = f"python benchmarks/chaos.py {option} --seed {given.seed}"
         results[name] = {"result": result, "seconds": seconds, "date": time.strftime("%Y-%m-%d"), "command": command}
         if given.write is not None:
@@ -540,9 +528,9 @@ def main() -> None:
         text = given.write.read_text()
         before, after = text.split(BEGIN)[0], text.split(END)[1]
         given.write.write_text(f"{before}{BEGIN}\n{render(results)}\n{END}{after}")
-        say(f"kept in {given.results} and {given.write}")
+        print(f"kept in {given.results} and {given.write}")
     else:
-        say(f"{given.results} is as it was; --write docs/reliability.md keeps these results")
+        print(f"{given.results} is as it was; --write docs/reliability.md keeps these results")
     shutil.rmtree(work)
 
 

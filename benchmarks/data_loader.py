@@ -29,8 +29,7 @@ import psutil
 import torch
 
 from tinyvae.data import ClipSet, ClipSettings, build_index, make_train_loader, split
-from tinyvae.data.augment import to_model_input
-from tinyvae.data.clip import ColorAndBlur, choose_clip, file_of
+from tinyvae.data.clip import choose_clip, file_of
 from tinyvae.data.clip_reading import ClipBatch
 
 WIDTH, HEIGHT, GOP, FILE_FRAMES = 854, 480, 48, 192
@@ -171,24 +170,6 @@ def measure_memory(train: ClipSet, clips: int) -> None:
         )
 
 
-def measure_augmentation(rounds: int) -> None:
-    """What color jitter and blur would cost inside a worker: why they are done on the device."""
-    frames = torch.randint(0, 256, (1, 16, 3, 480, 720), dtype=torch.uint8)
-    print("\none clip of 16x480x720 to model input on one CPU core")
-    for name, change in (
-        ("nothing", ColorAndBlur()),
-        ("jitter", ColorAndBlur(brightness=1.1, contrast=0.9, saturation=1.1, hue=0.05)),
-        ("blur, sigma 1", ColorAndBlur(blur_sigma=1.0)),
-    ):
-        numbers = torch.tensor([change])
-        times = []
-        for _ in range(rounds):
-            started = time.perf_counter()
-            to_model_input(frames, numbers)
-            times.append(time.perf_counter() - started)
-        print(f"  {name:<14} {1e3 * statistics.median(times):7.1f} ms")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=12)
@@ -210,7 +191,6 @@ def main() -> None:
         train, _ = split(index, SETTINGS, train_split=1.0)
         compare_with_bare(train, arguments.rounds, arguments.clips)
         compare_workers(train, arguments.rounds, arguments.clips)
-        measure_augmentation(arguments.rounds)
         measure_memory(train, arguments.memory_clips)
     print(f"\nload at the end {os.getloadavg()[0]:.1f}")
 

@@ -23,11 +23,12 @@ METRIC_CLIPS = 32  # one random direction of each: 40,000 latents of 128x128 cro
 
 
 class Cut(NamedTuple):
-    """How the crops of a pool are cut: their height and width, and of how many places each is the one with the most
-    detail."""
+    """How the crops of a pool are cut: their height and width, of how many places each is the one with the most detail,
+    and how many frames they have."""
 
     size: int
     candidates: int
+    num_frames: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class Wanted:
     """What the candidates need: crops, the teacher's decoding of some, the metric. ``teacher``: which (its hashes)."""
 
     teacher: dict[str, str]
-    cuts: dict[Cut, int]  # -> frames
+    cuts: set[Cut]
     decoded: set[Cut]
     metric: bool
     pool: int  # crops of each kind
@@ -74,12 +75,11 @@ class Lesson:
     metric: Tensor | None
 
     def fits(self, wanted: Wanted) -> bool:
-        """Whether it holds what candidates need, of the same teacher and the same clips' lengths."""
-        lengths = {cut: pool.frames.shape[1] for cut, pool in self.pools.items()}
+        """Whether it holds what candidates need, of the same teacher."""
         decoded = {cut for cut, pool in self.pools.items() if pool.decoded is not None}
         has_metric = self.metric is not None or not wanted.metric
         enough = self.teacher == wanted.teacher and all(len(p.frames) >= wanted.pool for p in self.pools.values())
-        return enough and wanted.cuts.items() <= lengths.items() and wanted.decoded <= decoded and has_metric
+        return enough and wanted.cuts <= self.pools.keys() and wanted.decoded <= decoded and has_metric
 
     def save(self, file: Path) -> None:
         torch.save({**vars(self), "pools": {tuple(cut): vars(pool) for cut, pool in self.pools.items()}}, file)
@@ -112,7 +112,7 @@ def make_lesson(
     targets = [clip[:, : spec.aligned_frames(clip.shape[1])] for clip in clips]
     latents = [teacher.encode(target) for target in targets]
     psnr = mean_psnr([teacher.decode(known) for known in latents], targets)
-    pools = {cut: make_pool(teacher, train, cut, (wanted.pool, length)) for cut, length in wanted.cuts.items()}
+    pools = {cut: make_pool(teacher, train, cut, wanted.pool) for cut in wanted.cuts}
     pools |= {cut: add_decoding(teacher, pools[cut]) for cut in wanted.decoded}
     metric = None
     if wanted.metric:
@@ -122,17 +122,15 @@ def make_lesson(
     return Lesson(teacher=wanted.teacher, pools=pools, targets=targets, latents=latents, psnr=psnr, metric=metric)
 
 
-def make_pool(teacher: Teacher, videos: list[Tensor], cut: Cut, shape: tuple[int, int]) -> Pool:
-    """``shape``: number of crops, frames of each."""
-    (count, num_frames), size, began = shape, cut.size, time.perf_counter()
-    generator, frames = torch.Generator().manual_seed(size), []
+def make_pool(teacher: Teacher, videos: list[Tensor], cut: Cut, count: int) -> Pool:
+    began, generator, frames = time.perf_counter(), torch.Generator().manual_seed(cut.size), []
     details = [detail_table(video) for video in videos] if cut.candidates > 1 else None
     for first in range(0, count, CLIPS_PER_CALL):
-        part = (min(CLIPS_PER_CALL, count - first), num_frames, size)
+        part = (min(CLIPS_PER_CALL, count - first), cut.num_frames, cut.size)
         crops = random_crops(videos, part, generator, candidates=cut.candidates, details=details)
         frames.append(crops.transpose(1, 2))
     latents = [teacher.encode(teacher.clip_of(part.float() / 255)) for part in frames]
-    words = f"{count} crops of {num_frames} x {size} x {size}, each the best of {cut.candidates}"
+    words = f"{count} crops of {cut.num_frames} x {cut.size} x {cut.size}, each the best of {cut.candidates}"
     print(f"  {words}: {time.perf_counter() - began:.0f} s", flush=True)
     return Pool(frames=torch.cat(frames).contiguous(), latents=torch.cat(latents).contiguous(), decoded=None)
 

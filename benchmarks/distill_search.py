@@ -19,7 +19,10 @@ An empty candidate is the base: both sides, each against the teacher alone. ``--
 candidate, this many together. One of them trains at a time (`turns.py`), so that the clock is fair: a training student
 fills the GPU. The others meanwhile import, compile, wait or are examined. This process lets the teacher encode the
 crops once, for all of them, into ``--pool_file``. A long run sees a small pool many times: give it ``--pool 16384``
-(14 GB of the GPU's memory at 17 frames of 128x128).
+(14 GB of the GPU's memory at 17 frames of 128x128). On a CPU, for a look:
+
+    python benchmarks/distill_search.py "" crop_candidates=4 --clips DIR --teacher /tmp/teachers/wan --at_once 2 \\
+        --steps 4 --pool 8 --max_clips 1 --set height=32,width=32,train_batch_size=2,model_width=0.25
 """
 
 from __future__ import annotations
@@ -114,7 +117,7 @@ class Candidate:
 
     def cut(self, share: float) -> Cut:
         """How the crops of this share of the run are cut."""
-        return Cut(self.phase(share)[0], self.config.crop_candidates)
+        return Cut(self.phase(share)[0], self.config.crop_candidates, self.config.n_frames)
 
     @property
     def cuts(self) -> set[Cut]:
@@ -312,7 +315,7 @@ class Work:
         assert identity is not None, "it is loaded from this folder"
         wanted = Wanted(
             teacher=identity,
-            cuts={cut: each.config.n_frames for each in asked for cut in each.cuts},
+            cuts={cut for each in asked for cut in each.cuts},
             decoded={cut for each in asked if each.ideas.teacher_frames for cut in each.cuts},
             metric=any(each.ideas.latent_metric for each in asked),
             pool=self.arguments.pool,

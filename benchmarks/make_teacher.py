@@ -21,7 +21,7 @@ run, on trial) and ``waited_s`` (for the turn) are not part of it; in folders ma
 
     python benchmarks/make_teacher.py wan cogvideox --clips DIR --device cpu --steps 4 --batch_size 2 --size 32 \\
         --settings '{"wan": {"base_dim": 8}, "cogvideox": {"block_out_channels": [16, 16, 16, 32]}}' \\
-        --output /tmp/teachers       # the whole way in a minute, for a look; one family takes its settings alone
+        --max_clips 2 --output /tmp/teachers  # a minute, for a look; one family takes its settings alone
 """
 
 from __future__ import annotations
@@ -52,11 +52,7 @@ from tinyvae.training.optim import Muon, OptimizerSet, WeightAverage
 CLASSES = {"cogvideox": "AutoencoderKLCogVideoX", "wan": "AutoencoderKLWan"}
 # Cost of a step of 144 frames of 128x128, counted by FlopCounterMode. The full-size blocks of 3x3x3 convs are dear.
 #   CogVideoX  (48, 96, 96, 192) x 2   24.3 M  21.3 TFLOP   Wan  40 x (1, 2, 4, 4) x 2  22.2 M  17.1 TFLOP  first try
-#   CogVideoX  (32, 64, 128, 192) x 2  24.6 M  12.6 TFLOP   Wan  32 x (1, 2, 4, 6) x 2  24.4 M  11.8 TFLOP
-#   CogVideoX  (32, 64, 128, 256) x 1  29.2 M   9.8 TFLOP   Wan  32 x (1, 2, 4, 8) x 1  29.1 M   8.4 TFLOP
 #   CogVideoX  (32, 64, 128, 224) x 1  23.4 M   9.2 TFLOP   Wan  32 x (1, 2, 4, 7) x 1  23.3 M   8.0 TFLOP  chosen
-#   CogVideoX  (32, 48, 96, 224) x 1   21.6 M   7.1 TFLOP   Wan  24 x (1, 2, 4, 8) x 1  16.5 M   4.8 TFLOP
-# (our own network with as many pixels: 3.5 TFLOP)
 SETTINGS: dict[str, dict[str, Any]] = {
     "cogvideox": {"block_out_channels": (32, 64, 128, 224), "layers_per_block": 1, "norm_num_groups": 16},
     "wan": {"base_dim": 32, "dim_mult": [1, 2, 4, 7], "num_res_blocks": 1},

@@ -10,6 +10,8 @@ GPU. A model that is there already is not made again. LPIPS needs its weights (d
 the six below, each NAME:key=value,... with keys of the configuration; the first is what the others are compared with:
 
     ... "without:" "Seraena 1:use_seraena=true,seraena_loss_weight=1,n_seraena_frames=4"
+    ... "without:" "with:use_seraena=true,seraena_loss_weight=0.1" --steps 2 \\
+        --set allow_cpu=true,mixed_precision=no,height=32,width=32,model_width=0.125        # on a CPU, for a look
 
 WORK gets table.md (PSNR, SSIM, LPIPS and both flicker measures on the validation clips: 20 frames in the middle, center
 256x256; then the differences clip by clip with 95 % intervals), results.json, and crops.png: a row for each of some

@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no_trials", action="store_true", help="leave cuDNN's benchmark mode off")
     parser.add_argument("--tf32", action="store_true", help="float32 with TF32 convolutions, as torch does by default")
-    parser.add_argument("--output", type=Path, help="folder for engines.json")
+    parser.add_argument("--output", type=Path, help="folder for engines.json; it grows size by size")
     arguments = parser.parse_args()
     if arguments.output:
         make_output_folder(arguments.output)
@@ -165,8 +165,8 @@ def main() -> None:
             print(f"  decode {name}: by single latents differs from the whole by {apart:.2e}", flush=True)
             assert apart < 1e-2, f"{name}: a stream differs from the whole call"
         results[size] = rows
-    if arguments.output:
-        (arguments.output / "engines.json").write_text(json.dumps(results, indent=1))
+        if arguments.output:
+            (arguments.output / "engines.json").write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A training step (encode, decode, MSE, AdamW; bf16 autocast): the plain network against the folded one.
 
     python benchmarks/speed_training_step.py [--cases 2x12x480x720 16x12x128x128] [--ways plain ...] [--output DIR]
+    python benchmarks/speed_training_step.py --cases 1x4x64x64 --ways plain folded --curve_steps 2     # on a CPU
 
 Ways: ``plain`` eager; ``folded``: folded_training, eager; ``folded compiled``: the same under torch.compile;
 ``folded compiled graphs``: the same replayed as CUDA graphs; ``plain compiled``; ``plain again``: how far two runs of
@@ -22,18 +23,19 @@ from torch.nn import functional as F
 
 from tinyvae import TAEHV
 from tinyvae.convert.bench import peak_bytes, time_alternating_ms
+from tinyvae.files import make_output_folder
 from tinyvae.training.first_weights import initialize_he
 
-DEVICE = torch.device("cuda", 0)
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
-def make_step(way: str, batches: list[Tensor], learning_rate: float) -> tuple[Callable[[], Tensor], TAEHV]:
+def make_step(way: str, batches: list[Tensor]) -> Callable[[], Tensor]:
     torch.manual_seed(0)
     model = TAEHV("taehv").to(DEVICE)
     initialize_he(model, seed=0)
     fast = not way.startswith("plain")
     model.folded_training = "folded" in way
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), fused=fast)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=fast)
     mode = "reduce-overhead" if "graphs" in way else "default"
     forward = torch.compile(model, mode=mode) if "compiled" in way else model
     turn = 0
@@ -42,7 +44,7 @@ def make_step(way: str, batches: list[Tensor], learning_rate: float) -> tuple[Ca
         nonlocal turn
         frames = batches[turn % len(batches)].float().div_(255)
         turn += 1
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             decoded, _ = forward(frames)
         target = frames[:, : decoded.shape[1]]
         loss = F.mse_loss(decoded.float(), target)
@@ -51,7 +53,7 @@ def make_step(way: str, batches: list[Tensor], learning_rate: float) -> tuple[Ca
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return step, model
+    return step
 
 
 def moving_pictures(count: int, videos: int, frames: int, height: int, width: int) -> list[Tensor]:
@@ -88,8 +90,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--curve_steps", type=int, default=30)
     parser.add_argument("--profile", action="store_true", help="print the slowest kernels of the last way")
-    parser.add_argument("--output", type=Path, help="folder for training.json")
+    parser.add_argument("--output", type=Path, help="folder for training.json; it grows case by case")
     arguments = parser.parse_args()
+    if arguments.output:
+        make_output_folder(arguments.output)
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
@@ -101,7 +105,7 @@ def main() -> None:
         for way in arguments.ways:
             torch.compiler.reset()
             began = time.perf_counter()
-            step, _ = make_step(way, batches, 3e-4)
+            step = make_step(way, batches)
             curves[way] = [step().item() for _ in range(arguments.curve_steps)]
             print(
                 f"{case} {way}: {time.perf_counter() - began:.0f} s for {arguments.curve_steps} first steps", flush=True
@@ -119,8 +123,8 @@ def main() -> None:
             print(f"{case} {way}: " + ", ".join(f"{k} {v:.4g}" for k, v in row.items())
                   + "; loss of every tenth " + " ".join(f"{loss:.5f}" for loss in curve[::10]), flush=True)  # fmt: skip
         results[case] = {"times": rows, "losses": curves}
-    if arguments.output:
-        (arguments.output / "training.json").write_text(json.dumps(results, indent=1))
+        if arguments.output:
+            (arguments.output / "training.json").write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -130,11 +130,8 @@ def time_part(name: str, work: Callable[[], object], repeats: int = 9) -> None:
 
 def time_parts(work: Path) -> None:
     """The parts of a step of the run with a live teacher."""
-    config = replace(
-        load_preset("h100"), **{k: Path(v) if isinstance(v, Path) else v for k, v in settings(work).items()}
-    )
-    assert isinstance(config, TrainConfig)
-    config = replace(config, ref_vae_path=str(config.ref_vae_path), use_ref_vae=True, output_dir=work / "parts")
+    changes = settings(work, ref_vae_path=str(work / "teacher"), use_ref_vae=True, output_dir=work / "parts")
+    config: TrainConfig = replace(load_preset("h100"), **changes)  # type: ignore[arg-type]
     engine = Engine(config)
     data = open_data(config, engine, work, index_folder=work, keeps_verdicts=False)
     batches = iter(data.training_loader(engine, start_sample=0, start_step=0))

@@ -1,12 +1,10 @@
 """Benchmarks call src/ as it is now, write where they are told to, and keep results in the repository only when asked
-to. Those that train teachers and students run from end to end, and train the function that the teacher has in use. The
-simulation of 8 bits is the network itself where nothing is rounded."""
+to. Those that train teachers and students run from end to end, and train the function that the teacher has in use."""
 
 from __future__ import annotations
 
 import fcntl
 import importlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -25,7 +23,6 @@ from PIL import Image
 
 from tinyvae import TAEHV, load_model, save_model
 from tinyvae.cli.main import run
-from tinyvae.convert.bench import BenchmarkCase, Ceilings, floor_ms
 from tinyvae.data.sample_clips import write_sample_clips
 from tinyvae.errors import UserError
 
@@ -38,11 +35,15 @@ NARROW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def scripts_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
 @pytest.mark.parametrize("script", sorted(file.stem for file in (ROOT / "benchmarks").glob("*.py")))
-def test_what_scripts_import_is_there(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_scripts_import_is_there(script: str) -> None:
     """Nobody runs most of them without a GPU: a name that has gone from src/ shows here."""
     pytest.importorskip("diffusers")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     assert importlib.import_module(script).__doc__
 
 
@@ -59,11 +60,11 @@ def test_scripts_call_what_src_has_now(folder: str) -> None:
 def test_speeds_are_written_into_new_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import speed_codec  # type: ignore[import-not-found]
+    import speed_training_step  # type: ignore[import-not-found]
     import speed_variants  # type: ignore[import-not-found]
 
-    page, folder = tmp_path / "new" / "page.md", tmp_path / "other" / "new"
+    page, folder, steps = tmp_path / "new" / "page.md", tmp_path / "other" / "new", tmp_path / "third" / "new"
     shared = ("--repeats", "3", "--output")
     words = ["--sizes", "32x32", "--frames", "9", "--variants", "taehv", "taecvx", "taew2_2", "--device", "cpu"]
     monkeypatch.setattr("sys.argv", ["speed_variants.py", *words, "--dtype", "float32", *shared, str(page)])
@@ -75,13 +76,16 @@ def test_speeds_are_written_into_new_folders(
     found = json.loads((folder / "codec.json").read_text())["32x32x9"]
     assert {"decode", "encode", "decode whole", "encode by 3 latents, which wait for 8"} <= found.keys()
     assert "decode whole" in capsys.readouterr().out
+    words = ["--cases", "1x4x16x16", "--ways", "plain", "folded", "--curve_steps", "1", "--repeats", "1"]
+    monkeypatch.setattr("sys.argv", ["speed_training_step.py", *words, "--output", str(steps)])
+    speed_training_step.main()
+    assert json.loads((steps / "training.json").read_text())["1x4x16x16"]["times"].keys() == {"plain", "folded"}
 
 
 @pytest.mark.parametrize("script", ["seraena_effect", "prune_students"])
 def test_clips_that_are_not_there_are_told_before_the_training(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     words = ["--clips", str(tmp_path / "missing"), "--work", str(tmp_path / "work")]
     monkeypatch.setattr("sys.argv", [f"{script}.py", *(["without:"] if script == "seraena_effect" else []), *words])
     monkeypatch.setattr("student_runs.tinyvae", lambda *_, **__: pytest.fail("a training was begun"), raising=False)
@@ -92,11 +96,7 @@ def test_clips_that_are_not_there_are_told_before_the_training(
 @pytest.fixture
 def chaos(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """``benchmarks/chaos.py``, whose kills take no time."""
-    spec = importlib.util.spec_from_file_location("chaos", ROOT / "benchmarks" / "chaos.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "chaos", module)
-    spec.loader.exec_module(module)
+    module = importlib.import_module("chaos")
     result = {"kills": 1, "in a save": 0, "in start-up": 1, "steps": 9, "differences": []}
     monkeypatch.setattr(module, "kills", lambda *_, **__: result)
     monkeypatch.setattr(module, "write_sample_clips", lambda folder: folder.mkdir(parents=True))
@@ -121,11 +121,8 @@ def test_chaos_keeps_its_results_only_with_write(
 
 
 @pytest.mark.parametrize(("family", "num_frames"), [("cogvideox", 9), ("cogvideox", 17), ("wan", 17)])
-def test_whole_clips_are_what_diffusers_makes_of_them(
-    family: str, num_frames: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_clips_are_what_diffusers_makes_of_them(family: str, num_frames: int) -> None:
     diffusers = pytest.importorskip("diffusers")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from whole_clips import decode_whole, encode_whole, whole_clips  # type: ignore[import-not-found]
 
     torch.manual_seed(0)
@@ -145,49 +142,9 @@ def test_whole_clips_are_what_diffusers_makes_of_them(
     assert decoded.std() > 0.01 and torch.equal(again, known.mode()), "behind the block diffusers is itself again"
 
 
-def test_float8_says_what_8_bits_cost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import float8  # type: ignore[import-not-found]
-    from speed_codec import spread_model  # type: ignore[import-not-found]
-
-    model, video = spread_model("taehv", width=0.125), torch.rand(1, 9, 3, 16, 24)
-    codec = float8.RoundedTAEHV(model, float8.Arithmetic())
-    latents = model.encode_video(video)
-    torch.testing.assert_close(codec.encode_video(video), latents, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(codec.decode_video(latents), model.decode_video(latents), atol=1e-5, rtol=1e-4)
-
-    values = torch.rand(1000) * 2 - 1
-    short, integer = (float8.FORMATS[place].round(values, torch.ones(1), signed=True) for place in (0, 2))
-    assert ((short - values).abs() <= values.abs() / 16 + 1e-4).all() and len(short.unique()) < 256
-    assert ((integer - values).abs() <= 1 / 254 + 1e-6).all() and len(integer.unique()) < 256
-
-    whole, case = TAEHV("taehv").half(), BenchmarkCase(height=480, width=720, num_frames=49)
-    ceilings = Ceilings(bytes_per_s=float8.BANDWIDTH, flops_per_s=float8.FLOPS)
-    for found, operation in zip(float8.count_floors(float8.FP16), ("decode", "encode"), strict=True):
-        assert found == pytest.approx(floor_ms(whole, operation, case, ceilings), rel=0.01)
-
-    clips, file = tmp_path / "clips", tmp_path / "model.safetensors"
-    write_sample_clips(clips, count=5, height=32, width=48, frames=9)
-    save_model(model, file)
-    everything, inside = float8.SETTINGS[0], float8.SETTINGS[4]
-    monkeypatch.setattr(float8, "SETTINGS", (everything, inside))  # the others take seconds
-    monkeypatch.setattr("sys.argv", ["float8.py", str(file), "--clips", str(clips), "--size", "16x16", "--frames", "9"])
-    float8.main()
-    tables = [part.splitlines()[2:] for part in capsys.readouterr().out.split("\n\n")[1:4]]
-    assert [len(rows) for rows in tables] == [2, 2, 2]
-    for rows in tables:
-        decibels = {row.split(" | ")[0][2:]: [float(cell.split()[0]) for cell in row.split(" | ")[1:4]] for row in rows}
-        for e4m3, _, int8 in decibels.values():
-            assert 10 < e4m3 < int8, "three bits of mantissa say less than eight bits of an integer"
-        assert decibels[inside.name][0] > decibels[everything.name][0]
-
-
 def test_processes_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from turns import TURN_FILE, gpu_turn, side_by_side  # type: ignore[import-not-found]
 
     monkeypatch.delenv(TURN_FILE, raising=False)
@@ -215,7 +172,6 @@ def test_processes_take_turns(
 
 def test_the_clock_of_a_teacher_counts_its_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import make_teacher  # type: ignore[import-not-found]
 
     clock = {"s": 0.0}
@@ -250,7 +206,6 @@ def test_teachers_side_by_side_need_a_folder_and_settings_each(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("diffusers")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import make_teacher
 
     monkeypatch.setattr("sys.argv", ["make_teacher.py", *words, "--clips", "none", "--output", "none"])
@@ -311,7 +266,7 @@ def test_a_teacher_is_made_and_students_learn_from_it(
     assert run(["eval", str(teacher), *map(str, words), "--output", str(evaluated)]) == 0
     assert "PSNR" in capsys.readouterr().out and (evaluated / "results.json").is_file()
 
-    candidates = ["", "train=decoder,teacher_frames=5,features=0.1", "train=encoder,activation=leaky_relu"]
+    candidates = ["", "train=decoder,teacher_frames=5,features=0.1", "train=encoder,activation=leaky_relu,n_frames=9"]
     candidates += [
         "consistency=0.1,reconstruction_loss_weight=2,round_trip_to=encoder,freeze_encoder=0.5,small_first=16",
         "latent_metric=0.5,picture_loss=10,picture_clips=1,crop_candidates=3",
@@ -334,7 +289,6 @@ def test_a_teacher_is_made_and_students_learn_from_it(
 
 def test_latent_errors_weigh_what_they_do_to_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import distill_lesson  # type: ignore[import-not-found]
     from distill_search import weighted_latent_loss  # type: ignore[import-not-found]
 
@@ -354,8 +308,7 @@ def test_latent_errors_weigh_what_they_do_to_the_picture(monkeypatch: pytest.Mon
     torch.testing.assert_close(weighted_latent_loss(a, b, alone), (a - b)[:, :, 0].square().mean())
 
 
-def test_crops_show_where_the_source_has_detail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+def test_crops_show_where_the_source_has_detail() -> None:
     from seraena_effect import contact_sheet, detailed_square  # type: ignore[import-not-found]
 
     frame = torch.full((3, 96, 128), 100, dtype=torch.uint8)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from tinyvae import TAEHV
+from tinyvae import TAEHV, VARIANTS
 
+NETWORKS = [*{replace(spec, name="", teacher=""): name for name, spec in reversed(VARIANTS.items())}.values()]
+"""The variants, of those that are one network with one frame rule the first alone."""
 PREVIEWS = [("taehv", "time"), ("taehv", "space"), ("taehv", "both"), ("taeltx_2", "both"), ("taew2_2_super", "time")]
 
 

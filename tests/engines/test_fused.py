@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engines.small_models import PREVIEWS, relative_error, small
-from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
+from tests.engines.small_models import NETWORKS, PREVIEWS, relative_error, small
+from tinyvae import TAEHV, StreamingDecoder, StreamingEncoder
 from tinyvae.engines import eager
 from tinyvae.engines import fused as fused_module
 from tinyvae.engines import stack as stack_module
@@ -26,7 +26,7 @@ def video_for(model: TAEHV, num_videos: int = 2, extra_frames: int = 1) -> Tenso
     return torch.rand(num_videos, 2 * model.spec.time_factor + extra_frames, 3, factor, 2 * factor)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", NETWORKS)
 @torch.no_grad()
 def test_every_variant_whole_and_sequential(variant: str) -> None:
     model = small(variant)
@@ -237,7 +237,7 @@ def test_low_latency_is_for_cuda() -> None:
         StreamingDecoder(small("taehv").fused(), low_latency=True)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", NETWORKS)
 @torch.no_grad()
 def test_slices_change_nothing(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One frame (or one group to be pooled) at a time between two memory blocks: whole videos and odd pushes."""

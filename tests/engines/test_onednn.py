@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.engines.live_memory import LiveMemory
-from tests.engines.small_models import PREVIEWS, relative_error, small
+from tests.engines.small_models import NETWORKS, PREVIEWS, relative_error, small
 from tinyvae import TAEHV, VARIANTS, StreamingDecoder, StreamingEncoder
 from tinyvae.engines import fold, onednn
 from tinyvae.engines import fused as fused_module
@@ -43,7 +43,7 @@ def frames_for(model: TAEHV, extra_frames: int = 1) -> Tensor:
 
 
 @needs_bfloat16
-@pytest.mark.parametrize(("variant", "preview"), [*((name, None) for name in VARIANTS), *PREVIEWS])
+@pytest.mark.parametrize(("variant", "preview"), [*((name, None) for name in NETWORKS), *PREVIEWS])
 @torch.no_grad()
 def test_bfloat16_stays_within_40_db_of_float32(variant: str, preview: str | None) -> None:
     model = small(variant, preview=preview)

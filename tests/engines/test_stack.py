@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engines.small_models import PREVIEWS, small
-from tinyvae import TAEHV, VARIANTS
+from tests.engines.small_models import NETWORKS, PREVIEWS, small
+from tinyvae import TAEHV
 from tinyvae.engines import stack as stack_module
 from tinyvae.engines.eager import EagerStack
 from tinyvae.engines.fold import Layer, MemLayer, Size, SuperMemLayer, fold_layers
@@ -22,7 +22,7 @@ def check_sizes(layers: list[Layer], channels: int) -> None:
         assert Size(x.shape[1], *x.shape[2:]) == size, type(layer).__name__
 
 
-@pytest.mark.parametrize(("variant", "preview"), [*((name, None) for name in VARIANTS), *PREVIEWS])
+@pytest.mark.parametrize(("variant", "preview"), [*((name, None) for name in NETWORKS), *PREVIEWS])
 @torch.no_grad()
 def test_layers_say_their_own_output(variant: str, preview: str | None) -> None:
     model = small(variant, preview=preview)
@@ -30,7 +30,7 @@ def test_layers_say_their_own_output(variant: str, preview: str | None) -> None:
     check_sizes(fold_layers(model.decoder), model.spec.latent_channels)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", NETWORKS)
 def test_runs_hold_every_layer_once(variant: str) -> None:
     model = small(variant)
     for network in (model.encoder, model.decoder):
