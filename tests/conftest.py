@@ -23,8 +23,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# The tests' tensors are tiny: a second thread makes them up to twenty times slower when the other core is busy.
+# The tests' tensors are tiny: a second thread makes them up to twenty times slower when the other core is busy. The
+# variable is for the processes that tests start.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(tryfirst=True)
