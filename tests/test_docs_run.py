@@ -262,7 +262,7 @@ PYTHON_SUBSTITUTIONS = {
     "height=480, width=720, n_frames=16": "height=32, width=32, n_frames=8",
     "num_workers=8": "num_workers=0",
     "for batch in loader:": "for batch in [next(iter(loader))]:",
-    '"videos/val"': '"videos", size=(32, 32), max_clips=2',
+    '"videos/val"': '"videos", max_clips=2',
     'export("output/my_run"': 'export("output/full_run"',
     "output/my_student": "output/small_student",
     '"/models/Wan2.1/vae")': '"wan_teacher", size=(32, 32), max_frames=9)',
