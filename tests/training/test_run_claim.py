@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 
-from tests.processes import still_alive, wait_until
+from tests.processes import HANGS_S, still_alive, wait_until
 from tinyvae.errors import UserError
 from tinyvae.training import run_folder as run_claim
 from tinyvae.training.run_folder import MARKER, RunClaim
@@ -154,40 +155,41 @@ def test_a_marker_that_is_no_longer_ours_stays(tmp_path: Path) -> None:
     theirs.release()
 
 
-def try_to_claim(folder: Path, together: Barrier, won: Path) -> None:
-    together.wait()
-    try:
-        RunClaim(folder)
-    except UserError:
-        return
-    (won / str(os.getpid())).touch()
-    together.wait()  # nobody ends before all have tried
+def race(folders: list[Path], together: Barrier) -> None:
+    """Claim one folder after the other; between a look at a marker and what follows from it others can act."""
+    read = run_claim._read
 
+    def read_and_wait(marker: Path) -> run_claim.Holder:
+        found = read(marker)
+        time.sleep(0.001)
+        return found
 
-def count_winners(tmp_path: Path, number: int) -> int:
-    folder, won = tmp_path / f"run_{number}", tmp_path / f"won_{number}"
-    won.mkdir()
-    context = multiprocessing.get_context("fork")
-    together = context.Barrier(8)
-    racers = [context.Process(target=try_to_claim, args=(folder, together, won)) for _ in range(8)]
-    for racer in racers:
-        racer.start()
-    wait_until(lambda: sum(racer.is_alive() for racer in racers) <= len(names(won)))
-    for racer in racers:
-        racer.kill()
-        racer.join()
-    return len(names(won))
+    run_claim._read = read_and_wait
+    for folder in folders:
+        together.wait(HANGS_S)
+        with suppress(UserError):
+            RunClaim(folder)
+            folder.with_name(f"{folder.name} won by {os.getpid()}").touch()
+    together.wait(HANGS_S)  # nobody ends before all have tried
 
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_of_eight_at_the_same_moment_one_gets_it(tmp_path: Path, stale: bool) -> None:
     """``stale``: all of them find the marker of a process that was killed."""
-    for number in range(10):
-        folder = tmp_path / f"run_{number}"
+    folders = [tmp_path / f"run_{number}" for number in range(10)]
+    for folder in folders:
         folder.mkdir()
         if stale:
             RunClaim(folder)
             change_marker(folder, process_started=1.0)
-        assert count_winners(tmp_path, number) == 1, f"round {number}"
-        left = [name for name in names(folder) if name != MARKER]
-        assert left == [], left
+    context = multiprocessing.get_context("fork")
+    together = context.Barrier(8)
+    racers = [context.Process(target=race, args=(folders, together)) for _ in range(8)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+    assert [racer.exitcode for racer in racers] == [0] * 8
+    for folder in folders:
+        assert len(list(tmp_path.glob(f"{folder.name} won by *"))) == 1, folder
+        assert names(folder) == [MARKER]
