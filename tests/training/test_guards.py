@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.training.faults import NanLoss, OutOfMemory
-from tests.training.tiny_runs import SERAENA, arguments_for, differences, launch, state_of, train_here
+from tests.training.tiny_runs import SERAENA, arguments_for, differences, launch, read_lines, state_of, train_here
 from tinyvae.config.load import load_config
 from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
@@ -42,7 +41,7 @@ def test_a_nan_skips_the_step_and_names_its_clips(clips: Path, tmp_path: Path) -
     assert state["progress"]["skipped_steps"] == 1 and state["progress"]["samples_seen"] == 6
     assert state["average"]["updates"] == 2
     assert all(value["step"] == 2 for value in state["engine"]["optimizers"]["optimizers"][0]["state"].values())
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "run/metrics.jsonl")
     assert [("train/loss" in line) for line in lines] == [True, False, True]
 
 

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.training.tiny_runs import arguments_for, launch, train_here
+from tests.training.tiny_runs import arguments_for, launch, read_lines, train_here
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.sizes import ClipSize
 from tinyvae.training.engine import Engine, StepResult
@@ -136,7 +136,7 @@ def test_a_full_disk_ends_neither_the_log_nor_the_run(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "could not log step 2" in done.stderr and done.stderr.count("could not write to TensorBoard") == 1
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")]
     assert steps == [1, 2, 3, 4, 5], "what could not be written came later, and no line is torn"
     events = EventAccumulator(str(tmp_path / "logs" / "t"))
     events.Reload()
@@ -149,7 +149,7 @@ def test_resumed_log_drops_lines_beyond_its_checkpoint_and_torn_ones(tmp_path: P
     log = open_log(tmp_path, from_step=2)
     log.metrics(3, {"train/loss": 30.0})
     log.close()
-    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    kept = read_lines(tmp_path / "metrics.jsonl")
     assert [(line["step"], line["train/loss"]) for line in kept] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
@@ -285,17 +285,14 @@ def test_a_gpu_whose_driver_tells_no_load_still_tells_its_memory(monkeypatch: py
     assert system_stats(torch.device("cuda"))["system/gpu_memory_percent"] == 25
 
 
+@pytest.mark.slow
 def test_two_ranks_log_what_one_with_all_clips_does(clips: Path, tmp_path: Path) -> None:
     """And train.log holds the same lines for a reader."""
     shape = {"max_train_steps": 2, "log_every": 1, "validation_steps": 0, "epsilon": 1e-3}
     one = train_here(arguments_for(clips, tmp_path / "one", train_batch_size=4, **shape)).folder
     halves = {"train_batch_size": 1, "gradient_accumulation_steps": 2}
-    pair = launch(arguments_for(clips, tmp_path / "two", **shape, **halves), tmp_path, ranks=2)
-    assert pair.wait() == [0, 0], pair.both_logs()
-    lines = [
-        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for run in (one, tmp_path / "two")
-    ]
+    launch(arguments_for(clips, tmp_path / "two", **shape, **halves), tmp_path, ranks=2).ends_with(0, 0)
+    lines = [read_lines(run / "metrics.jsonl") for run in (one, tmp_path / "two")]
     for of_one, of_two in zip(*lines, strict=True):
         for name in ("train/loss", "train/reconstruction_loss", "train/gradient_norm", "train/learning_rate"):
             assert of_two[name] == pytest.approx(of_one[name], rel=1e-4), name

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.test_golden_losses import write_teacher
 from tests.training.tiny_runs import (
     DECODER_ALONE,
     SERAENA,
@@ -57,11 +56,11 @@ def test_six_steps_are_three_and_three(clips: Path, tmp_path: Path, changes: dic
     assert run_differences(tmp_path / "whole", tmp_path / "halves", 6) == []
 
 
-def test_a_decoder_alone_resumes_exactly_and_only_as_that(clips: Path, tmp_path: Path) -> None:
+def test_a_decoder_alone_resumes_exactly_and_only_as_that(clips: Path, teacher: Path, tmp_path: Path) -> None:
     """The encoder keeps its first weights and has no part in the optimizer; another trained part is refused."""
     changes: dict[str, object] = {
         **DECODER_ALONE,
-        "teacher": write_teacher(tmp_path / "teacher"),
+        "teacher": teacher,
         "optimizer": "muon",
         "ema_decay": 0.9,
         "max_train_steps": 4,
@@ -439,7 +438,7 @@ def resume_past(clips: Path, checkpoint: Path, folder: Path, **changes: object) 
 
 
 def history_of(run: Path) -> list[dict[str, Any]]:
-    return json.loads((run / "validation_history.json").read_text())
+    return read_lines(run / "validation_history.json")
 
 
 def best_of(run: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

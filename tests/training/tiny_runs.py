@@ -105,7 +105,8 @@ def train_here(arguments: list[str]) -> FinishedRun:
 # ranks of their own
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["tinyvae.training.start", "tinyvae.cli.main", "accelerate"])
+# The first optimizer of a process imports torch._dynamo, which takes a second.
+_server.set_forkserver_preload(["tinyvae.training.start", "tinyvae.cli.main", "accelerate", "torch._dynamo"])
 
 
 def nothing(rank: int) -> None:
