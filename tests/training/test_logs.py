@@ -7,7 +7,7 @@ import io
 import json
 import logging
 import os
-import subprocess
+import resource
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,35 +107,29 @@ def test_a_log_file_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: 
     assert capsys.readouterr().err.splitlines() == ["train.log cannot be written: [Errno 28] No space left on device"]
 
 
-FULL_DISK = """
-import logging, resource, sys
-from pathlib import Path
-import torch
-from tinyvae.config.schema import TrainConfig
-from tinyvae.training.logs import RunLog
-
-log = RunLog(Path(sys.argv[1]), TrainConfig(tracker_name="t"), is_main=True)
-log.begin()
-log.metrics(1, {"train/loss": 1.0})
-limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))  # no file may grow: what a full disk is to a program
-frames = torch.rand(3, 3, 8, 8)
-for step in (2, 3, 4):
-    log.metrics(step, {"train/loss": float(step)})
-    log.videos(step, [("a.mp4", frames, frames)])
-    if log._tracker is not None:
-        log._show(step, lambda tracker: tracker._writer.flush())
-resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-log.metrics(5, {"train/loss": 5.0})
-log.videos(5, [("a.mp4", frames, frames)])
-log.close()
-"""
+def log_on_a_full_disk(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.dup2(writer, sys.stderr.fileno())  # it is a file, which may not grow either
+    log = open_log(Path(words[1]))
+    log.metrics(1, {"train/loss": 1.0})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))  # no file may grow: what a full disk is to a program
+    frames = torch.rand(3, 3, 8, 8)
+    for step in (2, 3, 4):
+        log.metrics(step, {"train/loss": float(step)})
+        log.videos(step, [("a.mp4", frames, frames)])
+        if log._tracker is not None:
+            log._show(step, lambda tracker: tracker._writer.flush())  # type: ignore[attr-defined]
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    log.metrics(5, {"train/loss": 5.0})
+    log.videos(5, [("a.mp4", frames, frames)])
+    log.close()
+    print(os.read(reader, 100_000).decode())
 
 
 def test_a_full_disk_ends_neither_the_log_nor_the_run(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "could not log step 2" in done.stderr and done.stderr.count("could not write to TensorBoard") == 1
+    said = launch([str(tmp_path)], tmp_path / "said", entry=log_on_a_full_disk).ends_with(0).log()
+    assert "could not log step 2" in said and said.count("could not write to TensorBoard") == 1
     steps = [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")]
     assert steps == [1, 2, 3, 4, 5], "what could not be written came later, and no line is torn"
     events = EventAccumulator(str(tmp_path / "logs" / "t"))

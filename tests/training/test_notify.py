@@ -16,7 +16,6 @@ from tinyvae.training import notify
 from tinyvae.training.checkpoint import CheckpointWriter
 from tinyvae.training.task import TrainingTask
 
-
 ONE_STEP: dict[str, object] = {"max_train_steps": 1, "validation_steps": 0}
 
 

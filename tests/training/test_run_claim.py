@@ -6,9 +6,6 @@ import errno
 import json
 import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from multiprocessing.synchronize import Barrier
@@ -21,21 +18,12 @@ from tinyvae.errors import UserError
 from tinyvae.training import run_folder as run_claim
 from tinyvae.training.run_folder import MARKER, RunClaim
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from tinyvae.training.run_folder import RunClaim
-
-claim = RunClaim(Path(sys.argv[1]))
-print("claimed", flush=True)
-time.sleep(600)
-"""
+FORK = multiprocessing.get_context("fork")
 
 
-def start_holder(folder: Path) -> subprocess.Popen[str]:
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None and holder.stdout.readline() == "claimed\n"
-    return holder
+def hold(folder: Path) -> None:
+    RunClaim(folder)
+    time.sleep(2 * HANGS_S)
 
 
 def names(folder: Path) -> list[str]:
@@ -47,7 +35,9 @@ def change_marker(folder: Path, **changes: object) -> None:
 
 
 def test_the_second_is_refused_and_a_killed_one_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    holder = start_holder(tmp_path)
+    holder = FORK.Process(target=hold, args=(tmp_path,), daemon=True)
+    holder.start()
+    wait_until(lambda: (tmp_path / MARKER).exists() and (tmp_path / MARKER).read_text().endswith("}"))
     try:
         with (
             monkeypatch.context() as patched,
@@ -58,11 +48,12 @@ def test_the_second_is_refused_and_a_killed_one_is_followed(tmp_path: Path, monk
             patched.delattr(run_claim.time, "sleep")  # it is refused at once
             RunClaim(tmp_path)
     finally:
-        holder.send_signal(signal.SIGKILL)
+        holder.kill()
+    assert holder.pid is not None
     assert still_alive([holder.pid]) == []  # but a zombie until its parent (this test) asks for it
     claim = RunClaim(tmp_path)
     assert json.loads((tmp_path / MARKER).read_text())["pid"] == os.getpid()
-    holder.wait()
+    holder.join()
     claim.release()
     assert names(tmp_path) == [], "the marker goes at the end, and nothing else is left of taking it over"
 
@@ -182,9 +173,8 @@ def test_of_eight_at_the_same_moment_one_gets_it(tmp_path: Path, stale: bool) ->
         if stale:
             RunClaim(folder)
             change_marker(folder, process_started=1.0)
-    context = multiprocessing.get_context("fork")
-    together = context.Barrier(8)
-    racers = [context.Process(target=race, args=(folders, together)) for _ in range(8)]
+    together = FORK.Barrier(8)
+    racers = [FORK.Process(target=race, args=(folders, together)) for _ in range(8)]
     for racer in racers:
         racer.start()
     for racer in racers:
