@@ -71,7 +71,7 @@ def test_out_of_memory_retries_in_parts_at_the_same_math(
         "validation_steps": 0,
         "log_every": 1,
     }
-    changes |= {"checkpointing_steps": 1, "epsilon": 1e-3, **(SERAENA if seraena else {})}
+    changes |= {"checkpointing_steps": 2, "epsilon": 1e-3, **(SERAENA if seraena else {})}
     train_here(arguments_for(clips, tmp_path / "whole", **changes))
     seen: list[int] = []
 
@@ -158,7 +158,7 @@ def test_a_single_clip_that_does_not_fit_stops_with_a_checkpoint(clips: Path, tm
     assert [place for place in found if "/lr:" not in place] == [], "the rate is set again before every step"
     seraena = saved["training_state.pt"]["seraena"]
     assert (seraena["steps"], seraena["training_step"], len(seraena["learned"])) == (3, 1, 1)
-    train_here([*arguments, "--resume_from_checkpoint", "latest"])
+    train_here([*arguments, "--resume_from_checkpoint", "latest", "--checkpointing_steps", "3"])
     assert state_of(run / "checkpoint-3")["training_state.pt"]["seraena"]["steps"] == 6
 
 
