@@ -389,9 +389,10 @@ def unbeatable(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("changes", "says"),
     [
         ({"metric_for_best_model": "ssim"}, "metric_for_best_model: psnr -> ssim"),
-        ({"validation_n_frames": 8}, "validation_n_frames: 4 -> 8"),
-        ({"validation_height": 40}, "validation_height: 32 -> 40"),
-        ({"validation_width": 40}, "validation_width: 32 -> 40"),
+        (
+            {"validation_n_frames": 8, "validation_height": 40, "validation_width": 40},
+            "validation_n_frames: 4 -> 8; validation_height: 32 -> 40; validation_width: 32 -> 40",
+        ),
         ({"num_validation_samples": 1}, "num_validation_samples: 2 -> 1"),
     ],
 )

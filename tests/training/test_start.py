@@ -176,8 +176,8 @@ def test_seraena_begins_by_itself_when_validation_stalls(clips: Path, tmp_path: 
     assert "Seraena joins in at step 3" in (run.folder / "train.log").read_text()
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_every_precision_takes_steps(clips: Path, tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_takes_steps(clips: Path, tmp_path: Path, precision: str) -> None:
     settings = {"mixed_precision": precision, "max_train_steps": 2, "validation_steps": 0, "ema_decay": 0.0}
     run = train_here(arguments_for(clips, tmp_path / "run", **settings))
     before = build_model(TrainConfig(model_width=0.125, seed=42)).state_dict()
