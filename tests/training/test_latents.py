@@ -22,7 +22,15 @@ from tests.data.ray_workers import GivesKilled, KilledOnce
 from tests.data.test_latent_store import FACTS, SIZES
 from tests.processes import HANGS_S
 from tests.training.test_full_disk import fill, small_disk  # noqa: F401  (a fixture)
-from tests.training.tiny_runs import arguments_for, differences, launch, read_lines, run_differences, train_here
+from tests.training.tiny_runs import (
+    arguments_for,
+    copy_as_killed,
+    differences,
+    launch,
+    read_lines,
+    run_differences,
+    train_here,
+)
 from tinyvae.cli.main import run
 from tinyvae.config.load import load_config
 from tinyvae.config.schema import TrainConfig
@@ -180,8 +188,7 @@ def test_a_run_resumes_exactly_and_not_with_a_store_that_has_grown(clips: Path, 
     words, store = live(clips, tmp_path / "made", teacher), tmp_path / "store"
     make(words, store, 5)
     train_here(recipe(clips, tmp_path / "whole", latent_store=store, checkpointing_steps=2))
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoint-4")
+    copy_as_killed(tmp_path / "whole", tmp_path / "cut", before=4)
     again = recipe(clips, tmp_path / "cut", latent_store=store, checkpointing_steps=2, resume_from_checkpoint="latest")
     train_here(again)
     assert run_differences(tmp_path / "whole", tmp_path / "cut", STEPS) == []

@@ -16,6 +16,7 @@ from tests.training.tiny_runs import (
     SERAENA,
     TWO_SIZES,
     arguments_for,
+    copy_as_killed,
     differences,
     read_lines,
     run_differences,
@@ -50,8 +51,7 @@ KEEP_ALL = {"checkpoints_total_limit": 99}
 def test_six_steps_are_three_and_three(clips: Path, tmp_path: Path, changes: dict[str, object]) -> None:
     """In the middle of an epoch (6 files, 2 clips a step), of a log line, and between two validations."""
     train_here(arguments_for(clips, tmp_path / "whole", **changes))
-    shutil.copytree(tmp_path / "whole", tmp_path / "halves")  # as if the job had been killed then
-    shutil.rmtree(tmp_path / "halves/checkpoint-6")
+    copy_as_killed(tmp_path / "whole", tmp_path / "halves", before=6)
     train_here(arguments_for(clips, tmp_path / "halves", resume_from_checkpoint="latest", **changes))
     assert run_differences(tmp_path / "whole", tmp_path / "halves", 6) == []
 
@@ -69,8 +69,7 @@ def test_a_decoder_alone_resumes_exactly_and_only_as_that(clips: Path, teacher: 
     words = arguments_for(clips, tmp_path / "whole", **changes)
     train_here(words)
     assert "only the decoder is trained" in (tmp_path / "whole/train.log").read_text()
-    shutil.copytree(tmp_path / "whole", tmp_path / "halves")
-    shutil.rmtree(tmp_path / "halves/checkpoint-4")
+    copy_as_killed(tmp_path / "whole", tmp_path / "halves", before=4)
     resumed = {**changes, "resume_from_checkpoint": "latest"}
     train_here(arguments_for(clips, tmp_path / "halves", **resumed))
     assert run_differences(tmp_path / "whole", tmp_path / "halves", 4) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -100,6 +101,11 @@ def _text(value: object) -> str:
 def train_here(arguments: list[str]) -> FinishedRun:
     """The run, in this process."""
     return run_training(load_config(arguments[0], arguments[1:]), command="test")
+
+
+def copy_as_killed(run: Path, copy: Path, *, before: int) -> None:
+    """Copy a finished run as a kill before its last checkpoint, of step ``before``, would have left it."""
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns(f"checkpoint-{before}", "final_model.*"))
 
 
 # ranks of their own
