@@ -20,7 +20,6 @@ from tinyvae.config.load import load_config
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.index_build import usable_cores
 from tinyvae.errors import UserError
-from tinyvae.training.build import build_model
 from tinyvae.training.start import run_training
 from tinyvae.video.write import VideoWriter
 
@@ -98,21 +97,6 @@ def test_accumulation_is_the_larger_batch(clips: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(finals[1][key], value, atol=2e-5, rtol=1e-3)
 
 
-def test_early_stopping_ends_the_run_and_says_why(clips: Path, tmp_path: Path) -> None:
-    frozen = {"learning_rate": 1e-30, "ema_decay": 0.0, "early_stopping_patience": 2, "max_train_steps": 20}
-    run = train_here(arguments_for(clips, tmp_path / "run", validation_steps=2, **frozen))
-    assert run.progress.step == 6  # the first validation is the best, two more bring nothing
-    text = (run.folder / "train.log").read_text()
-    assert "(best psnr)" in text and " at step 2)" in text and "stopping early: no better psnr in 2 validations" in text
-    info = json.loads((run.folder / "early_stop_info.json").read_text())
-    assert (info["best_step"], info["patience"], info["validations_without_improvement"]) == (2, 2, 2)
-    assert (run.folder / "final_model.safetensors").exists()
-    frozen |= {"early_stopping_patience": 5, "max_train_steps": 8, "resume_from_checkpoint": "latest"}
-    later = train_here(arguments_for(clips, tmp_path / "run", validation_steps=2, **frozen))
-    assert later.progress.step == 8 and later.progress.best_step == 2
-    assert not (run.folder / "early_stop_info.json").exists(), "the run went on, yet the file says that it stopped"
-
-
 def test_teacher_seraena_and_lpips_in_one_run(clips: Path, teacher: Path, tmp_path: Path, shared: Path) -> None:
     """All terms on: each is logged, the teacher is in no checkpoint, and training moves the student only."""
     changes = {
@@ -174,22 +158,6 @@ def test_seraena_begins_by_itself_when_validation_stalls(clips: Path, tmp_path: 
     with_seraena = [line["step"] for line in lines if "train/seraena_loss" in line]
     assert with_seraena == [4]  # best at step 1, nothing at steps 2 and 3
     assert "Seraena joins in at step 3" in (run.folder / "train.log").read_text()
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_takes_steps(clips: Path, tmp_path: Path, precision: str) -> None:
-    settings = {"mixed_precision": precision, "max_train_steps": 2, "validation_steps": 0, "ema_decay": 0.0}
-    run = train_here(arguments_for(clips, tmp_path / "run", **settings))
-    before = build_model(TrainConfig(model_width=0.125, seed=42)).state_dict()
-    after = final_weights(run.folder)
-    assert any(not torch.equal(before[key], after[key]) for key in before)
-    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in after.values())
-
-
-def test_gradient_checkpointing_and_muon_train_too(clips: Path, tmp_path: Path) -> None:
-    settings = {"gradient_checkpointing": True, "optimizer": "muon", "max_train_steps": 2, "validation_steps": 0}
-    run = train_here(arguments_for(clips, tmp_path / "run", **settings))
-    assert run.progress.step == 2 and run.progress.skipped_steps == 0
 
 
 def test_pretrained_weights_are_where_training_starts(clips: Path, tmp_path: Path) -> None:
