@@ -273,6 +273,15 @@ def test_a_bad_file_that_was_repaired_meanwhile_stays_out(clips: Path, tmp_path:
     assert train_here(arguments_for(own, run_folder, **changes)).progress.step == 2
 
 
+def test_files_that_validate_from_now_on_are_no_longer_trained_on(clips: Path, tmp_path: Path) -> None:
+    """A run that never validates trains on all files where none can validate."""
+    changes: dict[str, object] = {"validation_steps": 0, "validation_width": 256, "max_train_steps": 1}
+    train_here(arguments_for(clips, tmp_path / "run", **changes))
+    changes |= {"validation_steps": 1, "validation_width": 32, "resume_from_checkpoint": "latest"}
+    with pytest.raises(UserError, match=r"list of training files \(.* or others validate now\)"):
+        train_here(arguments_for(clips, tmp_path / "run", **{**changes, "max_train_steps": 2}))
+
+
 def test_an_index_of_the_users_own_stays_the_index(finished: Path, clips: Path, tmp_path: Path) -> None:
     """Also one that is named like the one that a run makes."""
     own = build_index(clips, tmp_path / "data_index.tvi", num_workers=0, show_progress_bar=False).index.file
