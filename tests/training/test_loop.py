@@ -89,25 +89,25 @@ def test_early_stopping_ends_the_run_and_a_resume_keeps_to_it(clips: Path, tmp_p
     """It says why. After a kill a resume writes the last files, and a larger patience makes it go on. The steps before
     the stop are logged, and only once."""
     run = tmp_path / "run"
-    frozen = {"learning_rate": 1e-30, "ema_decay": 0.0, "early_stopping_patience": 1, "validation_steps": 3}
+    frozen = {"learning_rate": 1e-30, "ema_decay": 0.0, "early_stopping_patience": 2, "validation_steps": 2}
     arguments = arguments_for(clips, run, max_train_steps=12, **frozen)
 
     def logged_steps() -> list[int]:
         return [line["step"] for line in read_lines(run / "metrics.jsonl") if "train/loss" in line]
 
-    assert train_here(arguments).progress.step == 6, "the first validation is the best, the second brings nothing"
+    assert train_here(arguments).progress.step == 6, "the first validation is the best, two more bring nothing"
     assert logged_steps() == [1, 4, 6]
     text = (run / "train.log").read_text()
-    assert "(best psnr)" in text and " at step 3)" in text and "stopping early: no better psnr in 1 validations" in text
+    assert "(best psnr)" in text and " at step 2)" in text and "stopping early: no better psnr in 2 validations" in text
     info = json.loads((run / "early_stop_info.json").read_text())
-    assert (info["best_step"], info["patience"], info["validations_without_improvement"]) == (3, 1, 1)
+    assert (info["best_step"], info["patience"], info["validations_without_improvement"]) == (2, 2, 2)
     (run / "final_model.pth").unlink()
     resume = ["--resume_from_checkpoint", "latest"]
     assert train_here([*arguments, *resume]).progress.step == 6
     assert "this run had stopped early" in (run / "train.log").read_text() and (run / "final_model.pth").exists()
     assert logged_steps() == [1, 4, 6]
     on = train_here([*arguments, *resume, "--early_stopping_patience", "5", "--max_train_steps", "9"])
-    assert (on.progress.step, on.progress.best_step) == (9, 3) and logged_steps() == [1, 4, 6, 8, 9]
+    assert (on.progress.step, on.progress.best_step) == (9, 2) and logged_steps() == [1, 4, 6, 8, 9]
     assert not (run / "early_stop_info.json").exists(), "the run went on, yet the file says that it stopped"
 
 
