@@ -19,7 +19,6 @@ import yaml
 
 from tests.training.engine_runs import largest_difference, results, run_plan, same_weights
 from tests.training.faults import NanLoss, OutOfMemoryInZero
-from tests.training.test_golden_losses import write_teacher
 from tests.training.tiny_runs import (
     DECODER_ALONE,
     SERAENA,
@@ -532,9 +531,9 @@ def test_a_frozen_teacher_beside_deepspeed(clips: Path, tmp_path: Path) -> None:
 
 
 @with_deepspeed
-def test_a_decoder_alone_under_deepspeed(clips: Path, tmp_path: Path) -> None:
+def test_a_decoder_alone_under_deepspeed(clips: Path, teacher: Path, tmp_path: Path) -> None:
     """DeepSpeed holds the trained part only; the run is the plain engine's, and goes on there from its checkpoint."""
-    settings = {**DECODER_ALONE, "teacher": write_teacher(tmp_path / "teacher"), "log_every": 1}
+    settings = {**DECODER_ALONE, "teacher": teacher, "log_every": 1}
     train_here(arguments_for(clips, tmp_path / "plain", **settings, train_batch_size=2))
     under, arguments = UnderDeepSpeed(json_file(tmp_path, 3)), arguments_for(clips, tmp_path / "zero", **settings)
     launch([*arguments, "--train_batch_size", "1"], tmp_path / "logs", ranks=2, prepare=under).ends_with(0, 0)

@@ -109,11 +109,7 @@ def test_the_final_model_is_the_average_and_the_card_can_be_left_out(tmp_path: P
 
 @pytest.mark.parametrize(
     ("part", "fault"),
-    [
-        ("publish", RuntimeError('"upsample" not implemented for Byte')),
-        ("publish", UserError("no room for it")),
-        ("report_clips", MemoryError("no room for the clips")),
-    ],
+    [("publish", UserError("no room for it")), ("report_clips", MemoryError("no room for the clips"))],
 )
 def test_a_report_that_fails_is_a_warning_with_the_command(
     part: str, fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -127,6 +123,7 @@ def test_a_report_that_fails_is_a_warning_with_the_command(
     assert run_verb(["train", *words]) == 0
     said = capfd.readouterr().err
     assert "the run is complete, but its report could not be made" in said and str(fault) in said
+    assert ("Traceback" in said) == (not isinstance(fault, UserError)), "a bug of ours comes with its traceback"
     again = said.split("make it again with: ")[1].splitlines()[0]
     monkeypatch.undo()
     assert run_verb(again.split()[1:]) == 0, again

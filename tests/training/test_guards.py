@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.training.faults import NanLoss, OutOfMemory
-from tests.training.tiny_runs import SERAENA, arguments_for, differences, launch, state_of, train_here
+from tests.training.tiny_runs import SERAENA, arguments_for, differences, launch, read_lines, state_of, train_here
 from tinyvae.config.load import load_config
 from tinyvae.errors import UserError
 from tinyvae.models.taehv import TAEHV
@@ -42,7 +41,7 @@ def test_a_nan_skips_the_step_and_names_its_clips(clips: Path, tmp_path: Path) -
     assert state["progress"]["skipped_steps"] == 1 and state["progress"]["samples_seen"] == 6
     assert state["average"]["updates"] == 2
     assert all(value["step"] == 2 for value in state["engine"]["optimizers"]["optimizers"][0]["state"].values())
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "run/metrics.jsonl")
     assert [("train/loss" in line) for line in lines] == [True, False, True]
 
 
@@ -72,7 +71,7 @@ def test_out_of_memory_retries_in_parts_at_the_same_math(
         "validation_steps": 0,
         "log_every": 1,
     }
-    changes |= {"checkpointing_steps": 1, "epsilon": 1e-3, **(SERAENA if seraena else {})}
+    changes |= {"checkpointing_steps": 2, "epsilon": 1e-3, **(SERAENA if seraena else {})}
     train_here(arguments_for(clips, tmp_path / "whole", **changes))
     seen: list[int] = []
 
@@ -159,7 +158,7 @@ def test_a_single_clip_that_does_not_fit_stops_with_a_checkpoint(clips: Path, tm
     assert [place for place in found if "/lr:" not in place] == [], "the rate is set again before every step"
     seraena = saved["training_state.pt"]["seraena"]
     assert (seraena["steps"], seraena["training_step"], len(seraena["learned"])) == (3, 1, 1)
-    train_here([*arguments, "--resume_from_checkpoint", "latest"])
+    train_here([*arguments, "--resume_from_checkpoint", "latest", "--checkpointing_steps", "3"])
     assert state_of(run / "checkpoint-3")["training_state.pt"]["seraena"]["steps"] == 6
 
 

@@ -22,8 +22,15 @@ from tests.data.ray_workers import GivesKilled, KilledOnce
 from tests.data.test_latent_store import FACTS, SIZES
 from tests.processes import HANGS_S
 from tests.training.test_full_disk import fill, small_disk  # noqa: F401  (a fixture)
-from tests.training.test_golden_losses import write_teacher
-from tests.training.tiny_runs import arguments_for, differences, launch, read_lines, run_differences, train_here
+from tests.training.tiny_runs import (
+    arguments_for,
+    copy_as_killed,
+    differences,
+    launch,
+    read_lines,
+    run_differences,
+    train_here,
+)
 from tinyvae.cli.main import run
 from tinyvae.config.load import load_config
 from tinyvae.config.schema import TrainConfig
@@ -39,11 +46,6 @@ from tinyvae.training.preflight import preflight
 
 STEPS = 4
 FACTS_OF_SIZES = replace(FACTS, clips={**FACTS.clips, **SIZES})
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_teacher(tmp_path_factory.mktemp("teacher"))
 
 
 @pytest.fixture
@@ -113,9 +115,7 @@ def test_training_from_a_store_is_training_with_the_teacher(
     train_here(recipe(clips, tmp_path / "alone", latent_store=tmp_path / "store"))
     weights = [torch.load(tmp_path / run / "final_model.pth", weights_only=True) for run in ("live", "alone")]
     assert differences(*weights) == []
-    (with_teacher,), (alone,) = (
-        json.loads((tmp_path / run / "validation_history.json").read_text()) for run in ("live", "alone")
-    )
+    (with_teacher,), (alone,) = (read_lines(tmp_path / run / "validation_history.json") for run in ("live", "alone"))
     assert {name for name in with_teacher if name not in alone} >= {"decoder_psnr", "decoder_ssim", "latent_snr"}
     assert with_teacher["psnr"] == alone["psnr"]
     assert "no teacher is named beside the latent store" in (tmp_path / "alone/train.log").read_text()
@@ -178,8 +178,7 @@ def test_two_ranks_train_from_a_store_as_with_the_teacher(clips: Path, teacher: 
     beside: dict[str, object] = {"latent_store": tmp_path / "store", "dataloader_num_workers": 1}
     stored = live(clips, tmp_path / "stored", teacher, **beside, **changes)
     for command in (words, stored):
-        running = launch(command, tmp_path / "logs", ranks=2)
-        assert running.wait() == [0, 0], running.both_logs()
+        launch(command, tmp_path / "logs", ranks=2).ends_with(0, 0)
     assert run_differences(tmp_path / "live", tmp_path / "stored", STEPS) == []
 
 
@@ -189,8 +188,7 @@ def test_a_run_resumes_exactly_and_not_with_a_store_that_has_grown(clips: Path, 
     words, store = live(clips, tmp_path / "made", teacher), tmp_path / "store"
     make(words, store, 5)
     train_here(recipe(clips, tmp_path / "whole", latent_store=store, checkpointing_steps=2))
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoint-4")
+    copy_as_killed(tmp_path / "whole", tmp_path / "cut", before=4)
     again = recipe(clips, tmp_path / "cut", latent_store=store, checkpointing_steps=2, resume_from_checkpoint="latest")
     train_here(again)
     assert run_differences(tmp_path / "whole", tmp_path / "cut", STEPS) == []
@@ -416,12 +414,11 @@ def contents(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_the_store_of_a_ray_cluster_is_that_of_one_process(
-    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clips: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clips have two sizes. One process that reads and one that encodes are killed with SIGKILL in the middle."""
     pytest.importorskip("ray")
     monkeypatch.setattr(latent_store, "CLIPS_PER_SHARD", 4)
-    teacher = write_teacher(tmp_path / "teacher")
     words = live(clips, tmp_path / "run", teacher, resolutions="8x32x32,8x16x24")
     options = ["--clips", "18", "--dtype", "float32", "--output"]
     assert run(["latents", *words, *options, str(tmp_path / "alone")]) == 0

@@ -7,7 +7,7 @@ import io
 import json
 import logging
 import os
-import subprocess
+import resource
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.training.tiny_runs import arguments_for, launch, train_here
+from tests.training.tiny_runs import arguments_for, launch, read_lines, train_here
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.sizes import ClipSize
 from tinyvae.training.engine import Engine, StepResult
@@ -107,36 +107,30 @@ def test_a_log_file_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: 
     assert capsys.readouterr().err.splitlines() == ["train.log cannot be written: [Errno 28] No space left on device"]
 
 
-FULL_DISK = """
-import logging, resource, sys
-from pathlib import Path
-import torch
-from tinyvae.config.schema import TrainConfig
-from tinyvae.training.logs import RunLog
-
-log = RunLog(Path(sys.argv[1]), TrainConfig(tracker_name="t"), is_main=True)
-log.begin()
-log.metrics(1, {"train/loss": 1.0})
-limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))  # no file may grow: what a full disk is to a program
-frames = torch.rand(3, 3, 8, 8)
-for step in (2, 3, 4):
-    log.metrics(step, {"train/loss": float(step)})
-    log.videos(step, [("a.mp4", frames, frames)])
-    if log._tracker is not None:
-        log._show(step, lambda tracker: tracker._writer.flush())
-resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-log.metrics(5, {"train/loss": 5.0})
-log.videos(5, [("a.mp4", frames, frames)])
-log.close()
-"""
+def log_on_a_full_disk(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.dup2(writer, sys.stderr.fileno())  # it is a file, which may not grow either
+    log = open_log(Path(words[1]))
+    log.metrics(1, {"train/loss": 1.0})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))  # no file may grow: what a full disk is to a program
+    frames = torch.rand(3, 3, 8, 8)
+    for step in (2, 3, 4):
+        log.metrics(step, {"train/loss": float(step)})
+        log.videos(step, [("a.mp4", frames, frames)])
+        if log._tracker is not None:
+            log._show(step, lambda tracker: tracker._writer.flush())  # type: ignore[attr-defined]
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    log.metrics(5, {"train/loss": 5.0})
+    log.videos(5, [("a.mp4", frames, frames)])
+    log.close()
+    print(os.read(reader, 100_000).decode())
 
 
 def test_a_full_disk_ends_neither_the_log_nor_the_run(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "could not log step 2" in done.stderr and done.stderr.count("could not write to TensorBoard") == 1
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    said = launch([str(tmp_path)], tmp_path / "said", entry=log_on_a_full_disk).ends_with(0).log()
+    assert "could not log step 2" in said and said.count("could not write to TensorBoard") == 1
+    steps = [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")]
     assert steps == [1, 2, 3, 4, 5], "what could not be written came later, and no line is torn"
     events = EventAccumulator(str(tmp_path / "logs" / "t"))
     events.Reload()
@@ -149,7 +143,7 @@ def test_resumed_log_drops_lines_beyond_its_checkpoint_and_torn_ones(tmp_path: P
     log = open_log(tmp_path, from_step=2)
     log.metrics(3, {"train/loss": 30.0})
     log.close()
-    kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    kept = read_lines(tmp_path / "metrics.jsonl")
     assert [(line["step"], line["train/loss"]) for line in kept] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
@@ -285,17 +279,14 @@ def test_a_gpu_whose_driver_tells_no_load_still_tells_its_memory(monkeypatch: py
     assert system_stats(torch.device("cuda"))["system/gpu_memory_percent"] == 25
 
 
+@pytest.mark.slow
 def test_two_ranks_log_what_one_with_all_clips_does(clips: Path, tmp_path: Path) -> None:
     """And train.log holds the same lines for a reader."""
     shape = {"max_train_steps": 2, "log_every": 1, "validation_steps": 0, "epsilon": 1e-3}
     one = train_here(arguments_for(clips, tmp_path / "one", train_batch_size=4, **shape)).folder
     halves = {"train_batch_size": 1, "gradient_accumulation_steps": 2}
-    pair = launch(arguments_for(clips, tmp_path / "two", **shape, **halves), tmp_path, ranks=2)
-    assert pair.wait() == [0, 0], pair.both_logs()
-    lines = [
-        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for run in (one, tmp_path / "two")
-    ]
+    launch(arguments_for(clips, tmp_path / "two", **shape, **halves), tmp_path, ranks=2).ends_with(0, 0)
+    lines = [read_lines(run / "metrics.jsonl") for run in (one, tmp_path / "two")]
     for of_one, of_two in zip(*lines, strict=True):
         for name in ("train/loss", "train/reconstruction_loss", "train/gradient_norm", "train/learning_rate"):
             assert of_two[name] == pytest.approx(of_one[name], rel=1e-4), name

@@ -63,13 +63,6 @@ class KillWorker:
             validation.Scorer.measure = before(validation.Scorer.measure)  # type: ignore[method-assign]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
-    train_here(arguments_for(clips, run, gradient_accumulation_steps=2))
-    return run
-
-
 @pytest.mark.parametrize(
     ("where", "call", "place"),
     [
@@ -85,7 +78,7 @@ def test_the_run_goes_on_bit_for_bit(
 ) -> None:
     run = tmp_path / "run"
     running = launch(arguments_for(clips, run, **WORKERS), tmp_path, prepare=KillWorker(where, call, place=place))
-    assert running.wait() == [0], running.both_logs()
+    running.ends_with(0)
     assert "killed a worker" in running.log() and "Traceback" not in running.log()
     text = (run / "train.log").read_text()
     assert text.count("a process that loads clips was killed") == 1 and "going on with fresh ones" in text
@@ -113,8 +106,7 @@ class PoisonedClip:
 @pytest.mark.slow
 def test_workers_that_die_again_and_again_end_the_run_saved(clips: Path, tmp_path: Path, undisturbed: Path) -> None:
     run = tmp_path / "run"
-    running = launch(arguments_for(clips, run, **WORKERS), tmp_path, prepare=PoisonedClip(13))
-    assert running.wait() == [2], running.both_logs()
+    running = launch(arguments_for(clips, run, **WORKERS), tmp_path, prepare=PoisonedClip(13)).ends_with(2)
     assert "processes that load clips were killed 3 times in a row" in running.log()
     assert "use fewer --dataloader_num_workers" in running.log() and "Traceback" not in running.log()
     assert (run / "emergency_checkpoint-3").is_dir()
@@ -130,8 +122,8 @@ PAIR: dict[str, object] = {**WORKERS, "train_batch_size": 1, **SERAENA}
 @pytest.fixture(scope="module")
 def undisturbed_pair(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
-    running = launch(arguments_for(clips, folder / "run", **{**PAIR, "dataloader_num_workers": 0}), folder, ranks=2)
-    assert running.wait() == [0, 0], running.both_logs()
+    arguments = arguments_for(clips, folder / "run", **{**PAIR, "dataloader_num_workers": 0})
+    launch(arguments, folder, ranks=2).ends_with(0, 0)
     return folder / "run"
 
 
@@ -142,8 +134,7 @@ def test_two_ranks_go_on_bit_for_bit(
 ) -> None:
     run = tmp_path / "run"
     fault = KillWorker(where, 4 if where == "step" else 1, rank=rank)
-    running = launch(arguments_for(clips, run, **PAIR), tmp_path, ranks=2, prepare=fault)
-    assert running.wait() == [0, 0], running.both_logs()
+    running = launch(arguments_for(clips, run, **PAIR), tmp_path, ranks=2, prepare=fault).ends_with(0, 0)
     assert "going on with fresh ones" in running.log(rank) and "Traceback" not in running.both_logs()
     assert run_differences(undisturbed_pair, run, 6) == []
 
@@ -154,9 +145,8 @@ def test_two_ranks_end_together_where_workers_of_one_die_again_and_again(
 ) -> None:
     run = tmp_path / "run"
     running = launch(arguments_for(clips, run, **PAIR), tmp_path, ranks=2, prepare=PoisonedClip(9, rank=1))
-    assert running.wait() == [2, 2], running.both_logs()  # no machine starts it again
+    running.ends_with(2, 2)  # no machine starts it again
     assert "killed 3 times in a row" in running.log(1) and "killed 3 times in a row" in running.log(0)
     assert (run / "emergency_checkpoint-2/rank_00001.pt").is_file()
-    resumed = launch(arguments_for(clips, run, **PAIR, resume_from_checkpoint="latest"), tmp_path, ranks=2)
-    assert resumed.wait() == [0, 0], resumed.both_logs()
+    launch(arguments_for(clips, run, **PAIR, resume_from_checkpoint="latest"), tmp_path, ranks=2).ends_with(0, 0)
     assert run_differences(undisturbed_pair, run, 6) == []

@@ -16,6 +16,8 @@ from tinyvae.training import notify
 from tinyvae.training.checkpoint import CheckpointWriter
 from tinyvae.training.task import TrainingTask
 
+ONE_STEP: dict[str, object] = {"max_train_steps": 1, "validation_steps": 0}
+
 
 class Listener:
     """A shell script that adds its environment to a file, one line a call."""
@@ -117,7 +119,7 @@ def test_a_stall_is_told_once_and_the_run_goes_on(clips: Path, tmp_path: Path, l
 
 def test_a_command_that_fails_is_one_warning(clips: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train_here(arguments_for(clips, run, validation_steps=0, notify_command="echo no route >&2; exit 7"))
+    train_here(arguments_for(clips, run, **ONE_STEP, notify_command="echo no route >&2; exit 7"))
     (line,) = [line for line in (run / "train.log").read_text().splitlines() if "notify_command" in line]
     assert "WARNING" in line and line.endswith("notify_command (finished) failed with exit code 7: no route")
 
@@ -129,7 +131,7 @@ def test_no_room_for_temporary_files_is_one_warning(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(notify.tempfile, "TemporaryFile", full)
-    train_here(arguments_for(clips, tmp_path / "run", validation_steps=0, notify_command="true"))
+    train_here(arguments_for(clips, tmp_path / "run", **ONE_STEP, notify_command="true"))
     expected = "notify_command (finished) could not be run: [Errno 28] No space left on device"
     assert expected in (tmp_path / "run" / "train.log").read_text()
 
@@ -137,7 +139,7 @@ def test_no_room_for_temporary_files_is_one_warning(
 def test_a_command_that_hangs_is_ended(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notify, "COMMAND_LIMIT_S", 0.3)
     run, began = tmp_path / "run", time.monotonic()
-    train_here(arguments_for(clips, run, validation_steps=0, notify_command=f"sleep {2 * HANGS_S:g} & wait"))
+    train_here(arguments_for(clips, run, **ONE_STEP, notify_command=f"sleep {2 * HANGS_S:g} & wait"))
     assert time.monotonic() - began < HANGS_S
     assert "notify_command (finished) was ended: it took longer than 0.3 s" in (run / "train.log").read_text()
 

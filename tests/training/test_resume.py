@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.faults import SignalInStep
-from tests.training.test_golden_losses import write_teacher
 from tests.training.tiny_runs import (
     DECODER_ALONE,
     SERAENA,
     TWO_SIZES,
     arguments_for,
+    copy_as_killed,
     differences,
-    launch,
+    read_lines,
     run_differences,
     state_of,
     train_here,
@@ -34,42 +33,34 @@ from tinyvae.errors import UserError
 from tinyvae.training.build import build_model
 from tinyvae.training.checkpoint import _write_manifest, _write_state, read_manifest
 from tinyvae.training.resume import Progress, SavedRun, _changed_settings
-from tinyvae.training.start import run_training
+from tinyvae.training.start import FinishedRun, run_training
 
-TURNS = {"random_turn": True, "random_reverse": True}
+TURNS = {"random_turn": True, "random_reverse": True, "crop_candidates": 3}
 KEEP_ALL = {"checkpoints_total_limit": 99}
-
-
-def stop_at_3(clips: Path, run: Path, **changes: object) -> None:
-    """Three steps of a run of six, as if the job had been killed then; the schedule knows of six."""
-    train_here(arguments_for(clips, run, **changes))
-    for later in ("checkpoint-6", "final_model.pth", "final_model.safetensors"):
-        path = run / later
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"optimizer": "muon", "gradient_accumulation_steps": 2, "crop_candidates": 3, **TURNS},
-        {**SERAENA, **TWO_SIZES},
+        {"optimizer": "muon", "gradient_accumulation_steps": 2, "gradient_checkpointing": True, **TURNS},
+        {**SERAENA, **TWO_SIZES, "seraena_start": 1},
     ],
-    ids=["adamw", "muon", "two sizes"],
+    ids=["adamw", "muon", "seraena and two sizes"],
 )
 def test_six_steps_are_three_and_three(clips: Path, tmp_path: Path, changes: dict[str, object]) -> None:
     """In the middle of an epoch (6 files, 2 clips a step), of a log line, and between two validations."""
     train_here(arguments_for(clips, tmp_path / "whole", **changes))
-    stop_at_3(clips, tmp_path / "halves", **changes)
+    copy_as_killed(tmp_path / "whole", tmp_path / "halves", before=6)
     train_here(arguments_for(clips, tmp_path / "halves", resume_from_checkpoint="latest", **changes))
     assert run_differences(tmp_path / "whole", tmp_path / "halves", 6) == []
 
 
-def test_a_decoder_alone_resumes_exactly_and_only_as_that(clips: Path, tmp_path: Path) -> None:
+def test_a_decoder_alone_resumes_exactly_and_only_as_that(clips: Path, teacher: Path, tmp_path: Path) -> None:
     """The encoder keeps its first weights and has no part in the optimizer; another trained part is refused."""
     changes: dict[str, object] = {
         **DECODER_ALONE,
-        "teacher": write_teacher(tmp_path / "teacher"),
+        "teacher": teacher,
         "optimizer": "muon",
         "ema_decay": 0.9,
         "max_train_steps": 4,
@@ -78,8 +69,7 @@ def test_a_decoder_alone_resumes_exactly_and_only_as_that(clips: Path, tmp_path:
     words = arguments_for(clips, tmp_path / "whole", **changes)
     train_here(words)
     assert "only the decoder is trained" in (tmp_path / "whole/train.log").read_text()
-    shutil.copytree(tmp_path / "whole", tmp_path / "halves")
-    shutil.rmtree(tmp_path / "halves/checkpoint-4")
+    copy_as_killed(tmp_path / "whole", tmp_path / "halves", before=4)
     resumed = {**changes, "resume_from_checkpoint": "latest"}
     train_here(arguments_for(clips, tmp_path / "halves", **resumed))
     assert run_differences(tmp_path / "whole", tmp_path / "halves", 4) == []
@@ -104,18 +94,6 @@ def test_a_machine_that_does_not_see_the_checkpoint_says_so(tmp_path: Path) -> N
     """The main process found it, on storage that this one does not share."""
     with pytest.raises(UserError, match=r"checkpoint-3 is not visible here; all machines must share the storage"):
         SavedRun(tmp_path / "checkpoint-3")
-
-
-def test_with_seraena_and_its_buffer(clips: Path, tmp_path: Path) -> None:
-    changes = {**SERAENA, "max_train_steps": 4, "checkpointing_steps": 2, "seraena_start": 1}
-    train_here(arguments_for(clips, tmp_path / "whole", **changes))
-    halves = launch(
-        arguments_for(clips, tmp_path / "halves", **changes), tmp_path, prepare=SignalInStep(rank=0, call=2)
-    )
-    halves.ends_with(143)
-    assert not (tmp_path / "halves/checkpoint-2").exists()
-    train_here(arguments_for(clips, tmp_path / "halves", resume_from_checkpoint="latest", **changes))
-    assert run_differences(tmp_path / "whole", tmp_path / "halves", 4) == []
 
 
 def test_a_difference_would_be_seen(clips: Path, tmp_path: Path) -> None:
@@ -271,27 +249,37 @@ def test_the_data_may_lie_elsewhere_but_must_be_the_same(finished: Path, clips: 
 
 
 @pytest.mark.parametrize("named", ["copy", "copy/config.json", "link"])
-def test_a_run_that_is_named_goes_on_itself(clips: Path, tmp_path: Path, named: str) -> None:
+def test_a_run_that_is_named_goes_on_itself(finished: Path, tmp_path: Path, named: str) -> None:
     """Not the run that it was copied from, nor a newer one of the same experiment."""
-    stop_at_3(clips, tmp_path / "old")
-    shutil.copytree(tmp_path / "old", tmp_path / "copy")
+    old = finished / "run_2026-11-15_12-00-00"
+    shutil.copytree(old, tmp_path / "copy")
     (tmp_path / "link").symlink_to("copy")
-    before = sorted(file.name for file in (tmp_path / "old").iterdir())
-    loaded = load_config(str(tmp_path / named), ["--resume", "latest", "--max_train_steps", "6"])
+    before = tree_of(finished)
+    loaded = load_config(str(tmp_path / named), ["--resume", "latest", "--max_train_steps", "3"])
     done = run_training(loaded, command="test")
-    assert done.folder == tmp_path / "copy" and done.progress.step == 6
-    assert (tmp_path / "copy/final_model.safetensors").is_file()
-    assert sorted(file.name for file in (tmp_path / "old").iterdir()) == before
+    assert done.folder == tmp_path / "copy" and done.progress.step == 3
+    assert (tmp_path / "copy/checkpoint-3").is_dir()
+    assert tree_of(finished) == before
 
 
 def test_a_bad_file_that_was_repaired_meanwhile_stays_out(clips: Path, tmp_path: Path) -> None:
     """Nobody watches when a job is started again at night: it goes on with the files that it began with."""
     own, run_folder = shutil.copytree(clips, tmp_path / "own"), tmp_path / "run"
     (own / "clip_99.mp4").write_bytes(b"not a video")
-    stop_at_3(own, run_folder, bad_file_limit=0.5)
+    changes: dict[str, object] = {"bad_file_limit": 0.5, "validation_steps": 0, "checkpointing_steps": 1}
+    train_here(arguments_for(own, run_folder, max_train_steps=1, **changes))
     shutil.copy2(own / "clip_0.mp4", own / "clip_99.mp4")
-    train_here(arguments_for(own, run_folder, bad_file_limit=0.5, resume_from_checkpoint="latest"))
-    assert (run_folder / "final_model.safetensors").is_file()
+    changes |= {"max_train_steps": 2, "resume_from_checkpoint": "latest"}
+    assert train_here(arguments_for(own, run_folder, **changes)).progress.step == 2
+
+
+def test_files_that_validate_from_now_on_are_no_longer_trained_on(clips: Path, tmp_path: Path) -> None:
+    """A run that never validates trains on all files where none can validate."""
+    changes: dict[str, object] = {"validation_steps": 0, "validation_width": 256, "max_train_steps": 1}
+    train_here(arguments_for(clips, tmp_path / "run", **changes))
+    changes |= {"validation_steps": 1, "validation_width": 32, "resume_from_checkpoint": "latest"}
+    with pytest.raises(UserError, match=r"list of training files \(.* or others validate now\)"):
+        train_here(arguments_for(clips, tmp_path / "run", **{**changes, "max_train_steps": 2}))
 
 
 def test_an_index_of_the_users_own_stays_the_index(finished: Path, clips: Path, tmp_path: Path) -> None:
@@ -314,19 +302,6 @@ def test_damaged_checkpoints_are_passed_over(finished: Path, clips: Path) -> Non
                 resumed(finished, clips, "checkpoint-3")
     finally:
         (run / "checkpoint-3/training_state.pt").write_bytes(good)
-
-
-def test_an_early_stop_stays_one(clips: Path, tmp_path: Path) -> None:
-    """A run that was killed after its early stop, before its last files: it ends, instead of training on."""
-    changes = {"validation_steps": 1, "early_stopping_patience": 1, "learning_rate": 1e-30, "ema_decay": 0.0}
-    changes |= {"metric_for_best_model": "psnr", "lr_warmup_steps": 0, "weight_decay": 0.9}
-    first = train_here(arguments_for(clips, tmp_path / "run", **changes))
-    assert first.progress.step < 6, "the run was meant to stop early"
-    (tmp_path / "run/final_model.pth").unlink()
-    again = train_here(arguments_for(clips, tmp_path / "run", resume_from_checkpoint="latest", **changes))
-    assert again.progress.step == first.progress.step
-    assert "this run had stopped early" in (tmp_path / "run/train.log").read_text()
-    assert (tmp_path / "run/final_model.pth").exists()
 
 
 # what is refused
@@ -386,28 +361,41 @@ def rewrite_state(checkpoint: Path, change: Callable[[dict[str, Any]], None], **
     _write_manifest(checkpoint, facts, {"training_state.pt": _write_state(checkpoint / "training_state.pt", state)})
 
 
+AUTO = {**BEST, **SERAENA, "seraena_start": "auto", "seraena_patience": 2, "early_stopping_patience": 3}
+
+
+@pytest.fixture(scope="module")
+def unbeatable(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step with a score that no later one reaches. Treat as read-only."""
+    run = tmp_path_factory.mktemp("unbeatable") / "run"
+    train_here(arguments_for(clips, run, **{**AUTO, "max_train_steps": 1}))
+
+    def change(state: dict[str, Any]) -> None:
+        state["progress"] |= {"best_score": 99.0, "stale_validations": 1}
+        state["seraena_start"] |= {"best": 99.0, "stale_validations": 1}
+
+    info = {"step": 1, "psnr": 99.0}
+    rewrite_state(run / "checkpoint-1", change, best_model=info)
+    (run / "best_model/model_info.json").write_text(json.dumps(info))
+    return run
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"metric_for_best_model": "ssim"}, "metric_for_best_model: psnr -> ssim"),
-        ({"validation_n_frames": 8}, "validation_n_frames: 4 -> 8"),
-        ({"validation_height": 40}, "validation_height: 32 -> 40"),
-        ({"validation_width": 40}, "validation_width: 32 -> 40"),
+        (
+            {"validation_n_frames": 8, "validation_height": 40, "validation_width": 40},
+            "validation_n_frames: 4 -> 8; validation_height: 32 -> 40; validation_width: 32 -> 40",
+        ),
         ({"num_validation_samples": 1}, "num_validation_samples: 2 -> 1"),
     ],
 )
 def test_scores_that_mean_something_else_are_not_compared(
-    clips: Path, tmp_path: Path, changes: dict[str, object], says: str
+    clips: Path, unbeatable: Path, tmp_path: Path, changes: dict[str, object], says: str
 ) -> None:
-    auto = {**BEST, **SERAENA, "seraena_start": "auto", "seraena_patience": 2, "early_stopping_patience": 3}
-    train_here(arguments_for(clips, tmp_path / "run", **{**auto, "max_train_steps": 1}))
-
-    def unbeatable(state: dict[str, Any]) -> None:
-        state["progress"] |= {"best_score": 99.0, "stale_validations": 2}
-        state["seraena_start"] |= {"best": 99.0, "stale_validations": 1}
-
-    rewrite_state(tmp_path / "run/checkpoint-1", unbeatable)
-    go_on = {**auto, "max_train_steps": 2, "resume_from_checkpoint": "latest"}
+    shutil.copytree(unbeatable, tmp_path / "run")
+    go_on = {**AUTO, "max_train_steps": 2, "resume_from_checkpoint": "latest"}
     run = train_here(arguments_for(clips, tmp_path / "run", **go_on, **changes))
     assert (run.progress.step, run.progress.best_step, run.progress.stale_validations) == (2, 2, 0)
     seraena = state_file(run.folder / "checkpoint-2")["seraena_start"]
@@ -417,28 +405,36 @@ def test_scores_that_mean_something_else_are_not_compared(
     assert len(lines) == 1 and says in lines[0]
 
 
-def test_scores_that_mean_the_same_go_on(clips: Path, tmp_path: Path) -> None:
+def test_scores_that_mean_the_same_go_on(clips: Path, unbeatable: Path, tmp_path: Path) -> None:
     """The rest of the settings may change."""
-    train_here(arguments_for(clips, tmp_path / "run", **{**BEST, "max_train_steps": 1}))
-
-    def unbeatable(state: dict[str, Any]) -> None:
-        state["progress"] |= {"best_score": 99.0, "stale_validations": 1}
-
-    info = {"step": 1, "psnr": 99.0}
-    rewrite_state(tmp_path / "run/checkpoint-1", unbeatable, best_model=info)
-    (tmp_path / "run/best_model/model_info.json").write_text(json.dumps(info))
-    changes = {**BEST, "max_train_steps": 2, "validation_batch_size": 2, "num_validation_samples": 77}
+    shutil.copytree(unbeatable, tmp_path / "run")
+    changes = {**AUTO, "max_train_steps": 2, "validation_batch_size": 2, "num_validation_samples": 77}
     run = train_here(arguments_for(clips, tmp_path / "run", resume_from_checkpoint="latest", **changes))
     text = (run.folder / "train.log").read_text()
     assert "cannot be compared" not in text and "start again" not in text
     assert (run.progress.best_step, run.progress.best_score, run.progress.stale_validations) == (1, 99.0, 2)
 
 
-def with_best_at_each_step(clips: Path, folder: Path, **changes: object) -> Path:
-    """A run that takes each of its three validations for the best."""
+PAST = {**BEST, "ema_decay": 0.5}
+
+
+@pytest.fixture(scope="module")
+def past(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that took each of its three validations for the best. Treat as read-only."""
+    run = tmp_path_factory.mktemp("past") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Progress, "improved_by", lambda *_: True)
-        return train_here(arguments_for(clips, folder, **{**BEST, "learning_rate": 1e-3, **changes})).folder
+        return train_here(arguments_for(clips, run, **{**PAST, "learning_rate": 1e-3})).folder
+
+
+def resume_past(clips: Path, checkpoint: Path, folder: Path, **changes: object) -> FinishedRun:
+    """To step 3, without a validation."""
+    settings = {**PAST, "validation_steps": 0, "resume_from_checkpoint": checkpoint, **changes}
+    return train_here(arguments_for(clips, folder, **settings))
+
+
+def history_of(run: Path) -> list[dict[str, Any]]:
+    return read_lines(run / "validation_history.json")
 
 
 def best_of(run: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -447,82 +443,67 @@ def best_of(run: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return info, torch.load(run / "best_model/model.pth", weights_only=True)
 
 
-@pytest.mark.parametrize("ema_decay", [0.0, 0.5])
 @pytest.mark.parametrize("folder", ["run", "new"])
-def test_the_best_model_is_of_the_past_that_is_resumed(
-    clips: Path, tmp_path: Path, ema_decay: float, folder: str
-) -> None:
-    """From checkpoint 2 of 3: the model of step 3 is of a future that did not happen, a new folder has none at all."""
-    run = with_best_at_each_step(clips, tmp_path / "run", ema_decay=ema_decay)
-    (then,) = [e for e in json.loads((run / "validation_history.json").read_text()) if e["step"] == 2]
-    weights = load_model(run / "checkpoint-2/model.safetensors").state_dict()
-    worse = {**BEST, "ema_decay": ema_decay, "validation_steps": 0, "learning_rate": 1e-9}
-    resume = {"resume_from_checkpoint": run / "checkpoint-2", "max_train_steps": 3}
-    later = train_here(arguments_for(clips, tmp_path / folder, **{**worse, **resume}))
+def test_the_best_model_is_of_the_past_that_is_resumed(clips: Path, past: Path, tmp_path: Path, folder: str) -> None:
+    """From checkpoint 2 of 3: the model of step 3 is of a future that did not happen, a new folder has none at all.
+    Its lines, validations and the card's row of the best go up to the step that is resumed; the old run is untouched.
+    """
+    run = shutil.copytree(past, tmp_path / "run")
+    before = tree_of(run)
+    later = resume_past(clips, run / "checkpoint-2", tmp_path / folder)
+    _, then, _ = history_of(past)
     info, best = best_of(later.folder)
-    assert info == (read_manifest(run / "checkpoint-2") or {})["best_model"], "what it said when it was written"
+    assert info == (read_manifest(past / "checkpoint-2") or {})["best_model"], "what it said when it was written"
     assert all(info[key] == then.get(key) for key in ("step", "psnr", "ssim", "lpips", "train_loss"))
-    assert differences(best, weights) == []
+    assert differences(best, load_model(past / "checkpoint-2/model.safetensors").state_dict()) == []
     assert {file.name for file in (later.folder / "best_model").iterdir()} >= {"config.json", "model.safetensors"}
     assert later.progress.best_step == 2 and later.progress.best_score == then["psnr"]
     assert "best_model/ is that of step 2 again" in (later.folder / "train.log").read_text()
+    steps = [line["step"] for line in read_lines(later.folder / "metrics.jsonl")]
+    assert set(steps) == {1, 2, 3} and sorted(steps) == steps
+    assert [entry["step"] for entry in history_of(later.folder)] == [1, 2]
+    assert "| 2, best |" in (later.folder / "model_card.md").read_text()
+    assert folder == "run" or tree_of(run) == before
 
 
-def test_a_checkpoint_of_an_older_version_names_no_best_model(clips: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_older_version_names_no_best_model(clips: Path, past: Path, tmp_path: Path) -> None:
     """The ``best_model/`` beside it counts if it is of the best step; else the scores start again."""
-    run = with_best_at_each_step(clips, tmp_path / "run")
+    run = shutil.copytree(past, tmp_path / "run")
     for number in (3, 2):
         rewrite_state(run / f"checkpoint-{number}", lambda state: state.pop("scored_with"), best_model=None)
-        resume = {"resume_from_checkpoint": run / f"checkpoint-{number}", "validation_steps": 0}
-        later = train_here(arguments_for(clips, tmp_path / f"new_{number}", **{**BEST, **resume}))
+        later = resume_past(clips, run / f"checkpoint-{number}", tmp_path / f"new_{number}")
         assert later.progress.best_step == (3 if number == 3 else None)
         assert (later.folder / "best_model").exists() == (number == 3)
 
 
-def test_a_new_folder_has_the_past_of_the_run(clips: Path, tmp_path: Path) -> None:
-    """Lines, validations and the card's row of the best, up to the step that is resumed; the old run is untouched."""
-    run = with_best_at_each_step(clips, tmp_path / "run")
-    before = {name: (run / name).read_text() for name in ("metrics.jsonl", "validation_history.json")}
-    worse = {**BEST, "validation_steps": 0, "learning_rate": 1e-9}
-    resume = {"resume_from_checkpoint": run / "checkpoint-2", "max_train_steps": 3}
-    later = train_here(arguments_for(clips, tmp_path / "new", **{**worse, **resume}))
-    lines = [json.loads(line)["step"] for line in (later.folder / "metrics.jsonl").read_text().splitlines()]
-    assert set(lines) == {1, 2, 3} and sorted(lines) == lines
-    assert [entry["step"] for entry in json.loads((later.folder / "validation_history.json").read_text())] == [1, 2]
-    assert "| 2, best |" in (later.folder / "model_card.md").read_text()
-    assert before == {name: (run / name).read_text() for name in before}
-
-
-def test_a_best_model_without_its_checkpoint_is_copied_from_the_run(clips: Path, tmp_path: Path) -> None:
+def test_a_best_model_without_its_checkpoint_is_copied_from_the_run(clips: Path, past: Path, tmp_path: Path) -> None:
     """Validations between checkpoints: the run that is resumed has the model, though no checkpoint of its step."""
-    run = with_best_at_each_step(clips, tmp_path / "run")
+    run = shutil.copytree(past, tmp_path / "run")
     shutil.rmtree(run / "checkpoint-3")
 
     def best_was_later(state: dict[str, Any]) -> None:
         state["progress"] |= {"best_step": 3, "best_score": best_of(run)[0]["psnr"]}
 
     rewrite_state(run / "checkpoint-2", best_was_later, best_model=best_of(run)[0])
-    resume = {"resume_from_checkpoint": run / "checkpoint-2", "validation_steps": 0}
-    later = train_here(arguments_for(clips, tmp_path / "new", **{**BEST, **resume}))
+    later = resume_past(clips, run / "checkpoint-2", tmp_path / "new")
     assert differences(best_of(later.folder), best_of(run)) == []
 
 
-def test_where_the_best_model_is_gone_scores_start_again(clips: Path, tmp_path: Path) -> None:
-    run = with_best_at_each_step(clips, tmp_path / "run")
+def test_where_the_best_model_is_gone_scores_start_again(clips: Path, past: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(past, tmp_path / "run")
+    first = (read_manifest(run / "checkpoint-1") or {})["best_model"]
 
     def best_was_1(state: dict[str, Any]) -> None:
-        (first, *_) = json.loads((run / "validation_history.json").read_text())
         state["progress"] |= {"best_step": 1, "best_score": first["psnr"], "stale_validations": 1}
 
-    first = (read_manifest(run / "checkpoint-1") or {})["best_model"]
     rewrite_state(run / "checkpoint-2", best_was_1, best_model=first)
     for fate in ("of another past", "gone"):
         if fate == "gone":
             shutil.rmtree(run / "checkpoint-1")
         else:
             rewrite_state(run / "checkpoint-1", lambda state: None, best_model={**first, "psnr": 1.0})
-        resume = {"resume_from_checkpoint": run / "checkpoint-2", "learning_rate": 1e-9, "early_stopping_patience": 2}
-        later = train_here(arguments_for(clips, tmp_path / fate, **{**BEST, **resume}))
+        changes = {"validation_steps": 1, "early_stopping_patience": 2}
+        later = resume_past(clips, run / "checkpoint-2", tmp_path / fate, **changes)
         assert later.progress.best_step == 3 and best_of(later.folder)[0]["step"] == 3
         text = (later.folder / "train.log").read_text()
         assert text.count("best score and early stopping start again") == 1

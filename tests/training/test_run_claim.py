@@ -6,35 +6,24 @@ import errno
 import json
 import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import time
+from contextlib import suppress
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 
-from tests.processes import still_alive, wait_until
+from tests.processes import HANGS_S, still_alive, wait_until
 from tinyvae.errors import UserError
 from tinyvae.training import run_folder as run_claim
 from tinyvae.training.run_folder import MARKER, RunClaim
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from tinyvae.training.run_folder import RunClaim
-
-claim = RunClaim(Path(sys.argv[1]))
-print("claimed", flush=True)
-time.sleep(600)
-"""
+FORK = multiprocessing.get_context("fork")
 
 
-def start_holder(folder: Path) -> subprocess.Popen[str]:
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None and holder.stdout.readline() == "claimed\n"
-    return holder
+def hold(folder: Path) -> None:
+    RunClaim(folder)
+    time.sleep(2 * HANGS_S)
 
 
 def names(folder: Path) -> list[str]:
@@ -46,7 +35,9 @@ def change_marker(folder: Path, **changes: object) -> None:
 
 
 def test_the_second_is_refused_and_a_killed_one_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    holder = start_holder(tmp_path)
+    holder = FORK.Process(target=hold, args=(tmp_path,), daemon=True)
+    holder.start()
+    wait_until(lambda: (tmp_path / MARKER).exists() and (tmp_path / MARKER).read_text().endswith("}"))
     try:
         with (
             monkeypatch.context() as patched,
@@ -57,11 +48,12 @@ def test_the_second_is_refused_and_a_killed_one_is_followed(tmp_path: Path, monk
             patched.delattr(run_claim.time, "sleep")  # it is refused at once
             RunClaim(tmp_path)
     finally:
-        holder.send_signal(signal.SIGKILL)
+        holder.kill()
+    assert holder.pid is not None
     assert still_alive([holder.pid]) == []  # but a zombie until its parent (this test) asks for it
     claim = RunClaim(tmp_path)
     assert json.loads((tmp_path / MARKER).read_text())["pid"] == os.getpid()
-    holder.wait()
+    holder.join()
     claim.release()
     assert names(tmp_path) == [], "the marker goes at the end, and nothing else is left of taking it over"
 
@@ -154,40 +146,40 @@ def test_a_marker_that_is_no_longer_ours_stays(tmp_path: Path) -> None:
     theirs.release()
 
 
-def try_to_claim(folder: Path, together: Barrier, won: Path) -> None:
-    together.wait()
-    try:
-        RunClaim(folder)
-    except UserError:
-        return
-    (won / str(os.getpid())).touch()
-    together.wait()  # nobody ends before all have tried
+def race(folders: list[Path], together: Barrier) -> None:
+    """Claim one folder after the other; between a look at a marker and what follows from it others can act."""
+    read = run_claim._read
 
+    def read_and_wait(marker: Path) -> run_claim.Holder:
+        found = read(marker)
+        time.sleep(0.001)
+        return found
 
-def count_winners(tmp_path: Path, number: int) -> int:
-    folder, won = tmp_path / f"run_{number}", tmp_path / f"won_{number}"
-    won.mkdir()
-    context = multiprocessing.get_context("fork")
-    together = context.Barrier(8)
-    racers = [context.Process(target=try_to_claim, args=(folder, together, won)) for _ in range(8)]
-    for racer in racers:
-        racer.start()
-    wait_until(lambda: sum(racer.is_alive() for racer in racers) <= len(names(won)))
-    for racer in racers:
-        racer.kill()
-        racer.join()
-    return len(names(won))
+    run_claim._read = read_and_wait
+    for folder in folders:
+        together.wait(HANGS_S)
+        with suppress(UserError):
+            RunClaim(folder)
+            folder.with_name(f"{folder.name} won by {os.getpid()}").touch()
+    together.wait(HANGS_S)  # nobody ends before all have tried
 
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_of_eight_at_the_same_moment_one_gets_it(tmp_path: Path, stale: bool) -> None:
     """``stale``: all of them find the marker of a process that was killed."""
-    for number in range(10):
-        folder = tmp_path / f"run_{number}"
+    folders = [tmp_path / f"run_{number}" for number in range(10)]
+    for folder in folders:
         folder.mkdir()
         if stale:
             RunClaim(folder)
             change_marker(folder, process_started=1.0)
-        assert count_winners(tmp_path, number) == 1, f"round {number}"
-        left = [name for name in names(folder) if name != MARKER]
-        assert left == [], left
+    together = FORK.Barrier(8)
+    racers = [FORK.Process(target=race, args=(folders, together)) for _ in range(8)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+    assert [racer.exitcode for racer in racers] == [0] * 8
+    for folder in folders:
+        assert len(list(tmp_path.glob(f"{folder.name} won by *"))) == 1, folder
+        assert names(folder) == [MARKER]

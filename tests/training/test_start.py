@@ -14,14 +14,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.processes import still_alive
-from tests.training.test_golden_losses import write_teacher
-from tests.training.tiny_runs import SERAENA, arguments_for, train_here
+from tests.training.tiny_runs import SERAENA, arguments_for, read_lines, train_here
 from tinyvae import TAEHV, load_model, save_model
 from tinyvae.config.load import load_config
 from tinyvae.config.schema import TrainConfig
 from tinyvae.data.index_build import usable_cores
 from tinyvae.errors import UserError
-from tinyvae.training.build import build_model
 from tinyvae.training.start import run_training
 from tinyvae.video.write import VideoWriter
 
@@ -41,11 +39,11 @@ def test_a_run_folder_holds_all_that_is_promised(clips: Path, tmp_path: Path) ->
     assert {file.name for file in best.iterdir()} == parts
     info = json.loads((best / "model_info.json").read_text())
     assert {"step", "psnr", "ssim", "lpips", "train_loss", "timestamp"} <= set(info)
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run.folder / "metrics.jsonl")
     assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
     wanted = {"train/learning_rate", "train/gradient_norm", "train/frames_per_second", "train/gpu_memory_gb"}
     assert wanted <= set(lines[0]) and [line["step"] for line in lines if "val/psnr" in line] == [2, 4, 6]
-    history = json.loads((run.folder / "validation_history.json").read_text())
+    history = read_lines(run.folder / "validation_history.json")
     assert [entry["step"] for entry in history] == [2, 4, 6] and "raw" in history[0]
     config = json.loads((run.folder / "config.json").read_text())
     assert config["variant"] == "taehv" and config["model_width"] == 0.125
@@ -88,40 +86,24 @@ def test_clips_are_decoded_while_the_networks_are_built(
 
 
 def test_accumulation_is_the_larger_batch(clips: Path, tmp_path: Path) -> None:
-    """Four clips a step as 4, as 2 x 2 and as 1 x 4: the same clips, the same gradients but for rounding."""
+    """Four clips a step as 4 and as 2 x 2: the same clips, the same gradients but for rounding."""
     finals = []
-    for batch, accumulation in ((4, 1), (2, 2), (1, 4)):
+    for batch, accumulation in ((4, 1), (2, 2)):
         shape = {"train_batch_size": batch, "gradient_accumulation_steps": accumulation}
         run = train_here(arguments_for(clips, tmp_path / f"{batch}", validation_steps=0, max_train_steps=3, **shape))
         assert run.progress.samples_seen == 12
         finals.append(final_weights(run.folder))
-    for other in finals[1:]:
-        for key, value in finals[0].items():
-            torch.testing.assert_close(other[key], value, atol=2e-5, rtol=1e-3)
+    for key, value in finals[0].items():
+        torch.testing.assert_close(finals[1][key], value, atol=2e-5, rtol=1e-3)
 
 
-def test_early_stopping_ends_the_run_and_says_why(clips: Path, tmp_path: Path) -> None:
-    frozen = {"learning_rate": 1e-30, "ema_decay": 0.0, "early_stopping_patience": 2, "max_train_steps": 20}
-    run = train_here(arguments_for(clips, tmp_path / "run", validation_steps=2, **frozen))
-    assert run.progress.step == 6  # the first validation is the best, two more bring nothing
-    text = (run.folder / "train.log").read_text()
-    assert "(best psnr)" in text and " at step 2)" in text and "stopping early: no better psnr in 2 validations" in text
-    info = json.loads((run.folder / "early_stop_info.json").read_text())
-    assert (info["best_step"], info["patience"], info["validations_without_improvement"]) == (2, 2, 2)
-    assert (run.folder / "final_model.safetensors").exists()
-    frozen |= {"early_stopping_patience": 5, "max_train_steps": 8, "resume_from_checkpoint": "latest"}
-    later = train_here(arguments_for(clips, tmp_path / "run", validation_steps=2, **frozen))
-    assert later.progress.step == 8 and later.progress.best_step == 2
-    assert not (run.folder / "early_stop_info.json").exists(), "the run went on, yet the file says that it stopped"
-
-
-def test_teacher_seraena_and_lpips_in_one_run(clips: Path, tmp_path: Path, shared: Path) -> None:
+def test_teacher_seraena_and_lpips_in_one_run(clips: Path, teacher: Path, tmp_path: Path, shared: Path) -> None:
     """All terms on: each is logged, the teacher is in no checkpoint, and training moves the student only."""
     changes = {
         "variant": "taecvx",
         "n_frames": 8,
         "use_ref_vae": True,
-        "cogvideox_model_path": write_teacher(tmp_path / "vae"),
+        "cogvideox_model_path": teacher,
         "ref_vae_dtype": "float32",
         "encoder_loss_weight": 0.1,
         "decoder_loss_weight": 0.1,
@@ -136,7 +118,7 @@ def test_teacher_seraena_and_lpips_in_one_run(clips: Path, tmp_path: Path, share
         **SERAENA,
     }
     run = train_here(arguments_for(clips, tmp_path / "run", **changes))
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run.folder / "metrics.jsonl")
     terms = ("reconstruction", "encoder", "decoder", "perceptual", "temporal", "seraena")
     assert all(f"train/{term}_loss" in lines[0] for term in terms)
     assert "val/lpips" in lines[-1]
@@ -153,9 +135,9 @@ def test_teacher_seraena_and_lpips_in_one_run(clips: Path, tmp_path: Path, share
     assert kinds.count("val_picture") == kinds.count("val_video") == 2
 
 
-def test_drawn_teacher_latents_are_drawn_alike_after_a_resume(clips: Path, tmp_path: Path) -> None:
+def test_drawn_teacher_latents_are_drawn_alike_after_a_resume(clips: Path, teacher: Path, tmp_path: Path) -> None:
     changes = {"variant": "taecvx", "n_frames": 8, "use_ref_vae": True, "encoder_loss_weight": 1.0, "log_every": 1}
-    changes |= {"cogvideox_model_path": write_teacher(tmp_path / "vae"), "ref_vae_dtype": "float32"}
+    changes |= {"cogvideox_model_path": teacher, "ref_vae_dtype": "float32"}
     changes |= {"validation_steps": 0, "checkpointing_steps": 1, "max_train_steps": 2}
     runs = {}
     for sample in (True, False):
@@ -172,26 +154,10 @@ def test_seraena_begins_by_itself_when_validation_stalls(clips: Path, tmp_path: 
     frozen = {"learning_rate": 1e-30, "ema_decay": 0.0, "validation_steps": 1, "log_every": 1, "max_train_steps": 4}
     auto = {**SERAENA, "seraena_start": "auto", "seraena_patience": 2}
     run = train_here(arguments_for(clips, tmp_path / "run", **frozen, **auto))
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run.folder / "metrics.jsonl")
     with_seraena = [line["step"] for line in lines if "train/seraena_loss" in line]
     assert with_seraena == [4]  # best at step 1, nothing at steps 2 and 3
     assert "Seraena joins in at step 3" in (run.folder / "train.log").read_text()
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-def test_every_precision_takes_steps(clips: Path, tmp_path: Path, precision: str) -> None:
-    settings = {"mixed_precision": precision, "max_train_steps": 2, "validation_steps": 0, "ema_decay": 0.0}
-    run = train_here(arguments_for(clips, tmp_path / "run", **settings))
-    before = build_model(TrainConfig(model_width=0.125, seed=42)).state_dict()
-    after = final_weights(run.folder)
-    assert any(not torch.equal(before[key], after[key]) for key in before)
-    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in after.values())
-
-
-def test_gradient_checkpointing_and_muon_train_too(clips: Path, tmp_path: Path) -> None:
-    settings = {"gradient_checkpointing": True, "optimizer": "muon", "max_train_steps": 2, "validation_steps": 0}
-    run = train_here(arguments_for(clips, tmp_path / "run", **settings))
-    assert run.progress.step == 2 and run.progress.skipped_steps == 0
 
 
 def test_pretrained_weights_are_where_training_starts(clips: Path, tmp_path: Path) -> None:

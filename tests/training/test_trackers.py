@@ -18,7 +18,7 @@ import torch
 
 from tests.config.test_rules import check_paths
 from tests.processes import HANGS_S, wait_until
-from tests.training.tiny_runs import arguments_for, train_here, write_clips
+from tests.training.tiny_runs import arguments_for, read_lines, train_here, write_clips
 from tinyvae.config.schema import TrainConfig
 from tinyvae.errors import UserError
 from tinyvae.training import trackers
@@ -37,8 +37,7 @@ def train_twice(tmp_path: Path, report_to: str) -> Path:
 
 
 def logged_lines(folder: Path, name: str) -> dict[int, float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[name] for line in lines if name in line}
+    return {line["step"]: line[name] for line in read_lines(folder / "metrics.jsonl") if name in line}
 
 
 @pytest.mark.slow
@@ -187,4 +186,4 @@ def test_a_tracker_that_fails_does_not_stop_the_run(tmp_path: Path, monkeypatch:
         "could not write to TensorBoard at step 1: the server is down" in told and "it cannot be opened again" in told
     )
     assert "could not write to TensorBoard at step 2: UserError\n" in told, "an error without a word"
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from tests.processes import HANGS_S
 from tests.training.faults import Both, HeldStep, KeepWeights, NanLoss, OutOfMemory, OutOfMemoryInSeraena
-from tests.training.test_golden_losses import write_teacher
 from tests.training.tiny_runs import (
     DECODER_ALONE,
     SERAENA,
@@ -47,10 +46,9 @@ def assert_ranks_equal(folder: Path) -> None:
     assert differences(*both) == []
 
 
-@pytest.mark.parametrize("sizes", [{}, TWO_SIZES], ids=["one size", "two sizes"])
-def test_resume_on_two_ranks_with_seraena(clips: Path, tmp_path: Path, sizes: dict[str, object]) -> None:
+def test_resume_on_two_ranks_with_seraena(clips: Path, tmp_path: Path) -> None:
     """Killed after step 3 of 6, in mid-epoch, with accumulation; and all ranks hold one discriminator."""
-    changes = {**SERAENA, "gradient_accumulation_steps": 2, "train_batch_size": 1, **sizes}
+    changes = {**SERAENA, "gradient_accumulation_steps": 2, "train_batch_size": 1, **TWO_SIZES}
     two_ranks(clips, tmp_path / "whole", **changes).ends_with(0, 0)
     assert_ranks_equal(tmp_path / "whole")
     killed = two_ranks(clips, tmp_path / "killed", HeldStep(tmp_path / "never", call=7), **changes)
@@ -92,30 +90,20 @@ def test_from_one_rank_to_many_and_back(clips: Path, tmp_path: Path, ranks: int)
     assert [state_of(run / f"checkpoint-{step}")["training_state.pt"]["seraena"]["steps"] for step in (4, 6)] == [4, 6]
 
 
-@pytest.mark.parametrize("sizes", [{}, TWO_SIZES], ids=["one size", "two sizes"])
-def test_ranks_share_the_gradient_of_one(clips: Path, tmp_path: Path, sizes: dict[str, object]) -> None:
+def test_ranks_share_the_gradient_of_one(clips: Path, tmp_path: Path) -> None:
     """Without Seraena two ranks of one clip give the weights of one rank of two, up to rounding."""
-    train_here(arguments_for(clips, tmp_path / "one", max_train_steps=3, epsilon=1e-3, **sizes))
-    two_ranks(clips, tmp_path, train_batch_size=1, max_train_steps=3, epsilon=1e-3, **sizes).ends_with(0, 0)
+    changes: dict[str, object] = {"max_train_steps": 3, "epsilon": 1e-3, **TWO_SIZES}
+    train_here(arguments_for(clips, tmp_path / "one", **changes))
+    two_ranks(clips, tmp_path, train_batch_size=1, **changes).ends_with(0, 0)
     one, two = (
         state_of(run / "checkpoint-3")["training_state.pt"]["model"] for run in (tmp_path / "one", tmp_path / "run")
     )
     assert all(torch.allclose(one[name], two[name], atol=1e-5) for name in one)
 
 
-def test_a_nan_on_one_rank_makes_all_skip(clips: Path, tmp_path: Path) -> None:
-    """Known failure 5 does it with Seraena."""
-    two_ranks(clips, tmp_path, NanLoss(rank=1, calls=(2, 4))).ends_with(0, 0)
-    assert_ranks_equal(tmp_path)
-    text = (tmp_path / "run/train.log").read_text()
-    skipped = [line for line in text.splitlines() if "skipped:" in line]
-    assert len(skipped) == 2 and all("process 1:" in line and "process 0:" not in line for line in skipped)
-    assert state_of(tmp_path / "run/checkpoint-6")["training_state.pt"]["progress"]["skipped_steps"] == 2
-
-
-def test_a_decoder_alone_on_two_ranks(clips: Path, tmp_path: Path) -> None:
+def test_a_decoder_alone_on_two_ranks(clips: Path, teacher: Path, tmp_path: Path) -> None:
     """The encoder does not run: its weights stay equal on both ranks, and the run is that of one process."""
-    changes = {**DECODER_ALONE, "teacher": write_teacher(tmp_path / "teacher"), "train_batch_size": 1}
+    changes = {**DECODER_ALONE, "teacher": teacher, "train_batch_size": 1}
     two_ranks(clips, tmp_path, **changes).ends_with(0, 0)
     assert_ranks_equal(tmp_path)
     train_here(arguments_for(clips, tmp_path / "alone", **{**changes, "train_batch_size": 2}))

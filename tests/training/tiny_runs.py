@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -102,10 +103,16 @@ def train_here(arguments: list[str]) -> FinishedRun:
     return run_training(load_config(arguments[0], arguments[1:]), command="test")
 
 
+def copy_as_killed(run: Path, copy: Path, *, before: int) -> None:
+    """Copy a finished run as a kill before its last checkpoint, of step ``before``, would have left it."""
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns(f"checkpoint-{before}", "final_model.*"))
+
+
 # ranks of their own
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["tinyvae.training.start", "tinyvae.cli.main", "accelerate"])
+# The first optimizer of a process imports torch._dynamo, which takes a second.
+_server.set_forkserver_preload(["tinyvae.training.start", "tinyvae.cli.main", "accelerate", "torch._dynamo"])
 
 
 def nothing(rank: int) -> None:

@@ -179,7 +179,7 @@ def check_same_data(saved: SavedRun, config: TrainConfig, data: RunData) -> None
     stored = (saved.manifest.get("stored_clips"), data.stored_clips)
     if not changes:
         if saved.manifest["data_fingerprint"] != data.train.fingerprint:
-            changes = ["the list of training files (files were added, removed or replaced)"]
+            changes = ["the list of training files (files were added, removed or replaced, or others validate now)"]
         elif None not in stored and stored[0] != stored[1]:
             changes = [f"clips in the latent store: {stored[0]} -> {stored[1]}, which changes their order"]
         _refuse(saved.folder, changes, config)
