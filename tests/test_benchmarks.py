@@ -286,6 +286,16 @@ def test_a_teacher_is_made_and_students_learn_from_it(
     )
     assert all(row["decoder"] > 5 and row["encoder"] > 5 and row["raw"]["own"] > 5 for row in found)
 
+    settings = "allow_cpu=true,mixed_precision=no,height=32,width=32,train_batch_size=2,model_width=0.25"
+    settings += ",validation_height=32,validation_width=32,validation_n_frames=17,num_validation_samples=1"
+    words = [teacher, "--clips", clips, "--work", tmp_path / "proof", "--seconds", 1, "--trial_steps", 2]
+    run_benchmark("distill_proof.py", *words, "--set", settings)
+    row = (tmp_path / "proof" / "table.md").read_text().splitlines()[-1]
+    cells = [cell.strip(" ()x").replace(" dB", "") for cell in row.strip("|").split("|")]
+    assert cells[0] == "teacher" and int(cells[1]) >= 1 and float(cells[3]) > 0
+    decoder, gap = map(float, cells[5].split(" ("))
+    assert decoder - gap == pytest.approx(float(cells[4]), abs=0.02) and float(cells[4]) > 5
+
 
 def test_latent_errors_weigh_what_they_do_to_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
