@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,10 +23,7 @@ def run_plan(plan: list[dict[str, Any]], folder: Path, *, processes: int, timeou
         *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)),
         *("--master_port", str(free_port()), str(SCRIPT), str(file), str(folder)),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        launcher, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=folder
-    )
+    done = subprocess.run(launcher, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

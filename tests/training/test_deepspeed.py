@@ -280,7 +280,7 @@ def test_accelerate_launch_by_hand_with_our_file_and_with_its_default_file(
     command = [sys.executable, "-m", "accelerate.commands.launch", *words, "--num_processes", "2"]
     command += ["--main_process_port", "0", "-m", "tinyvae", "train"]
     command += arguments_for(clips, tmp_path / "run", **settings)
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )

@@ -249,7 +249,7 @@ def torchrun(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
     command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "127.0.0.1:0", "-m", "tinyvae", "train", *arguments]
     with log.open("wb") as stream:
-        return subprocess.Popen(command, stdout=stream, stderr=stream, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return subprocess.Popen(command, stdout=stream, stderr=stream)
 
 
 def ranks_of(launcher: int) -> list[psutil.Process]:
