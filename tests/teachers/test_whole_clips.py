@@ -82,3 +82,23 @@ def test_as_many_clips_at_once_as_fit(teacher: Teacher, monkeypatch: pytest.Monk
     monkeypatch.setattr("tinyvae.teachers.teacher.WHOLE_PIXELS", 4 * frames[0, :, 0].numel())
     mean, _ = teacher.distribution(frames)
     assert sizes == [4, 2] and mean.shape[0] == 6
+
+
+def test_where_one_clip_does_not_fit_it_runs_in_parts_from_then_on(
+    teacher: Teacher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes: list[int] = []
+
+    def fail(vae: Any, video_NCTHW: Tensor) -> Tensor:
+        sizes.append(len(video_NCTHW))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    frames = frames_of(9)
+    monkeypatch.setattr(teacher, "_one_at_a_time", False)  # as on a GPU
+    monkeypatch.setattr(teacher, "_pixels_per_call", teacher._pixels_per_call)
+    monkeypatch.setattr(teacher, "_encode_whole", fail)
+    caplog.set_level("INFO")
+    for _ in range(2):
+        mean, _ = teacher.distribution(frames)
+        torch.testing.assert_close(teacher.space.normalize(mean), teacher.encode(frames), atol=1e-5, rtol=1e-5)
+    assert sizes == [2, 1] and caplog.text.count("in parts from now on") == 1

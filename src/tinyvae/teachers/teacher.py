@@ -115,11 +115,11 @@ class Teacher:
     ) -> tuple[Tensor, Tensor | None]:
         num_frames, _, height, width = frames_NTCHW.shape[1:]
         assert self.clip_of(frames_NTCHW).shape == frames_NTCHW.shape, f"give clip_of the {num_frames} frames"
-        run, most_pixels = self._encode_part, PIXELS_PER_CALL
-        if self._encode_whole is not None and not as_diffusers and takes_whole(num_frames, height, width):
-            run, most_pixels = self._encode_whole_part, WHOLE_PIXELS
+        whole = self._encode_whole is not None and not as_diffusers and takes_whole(num_frames, height, width)
+        pixels = num_frames * height * width
         with torch.autocast(device_type=self.device.type, enabled=False):
-            parts = self._in_parts(run, frames_NTCHW, num_frames * height * width, most_pixels=most_pixels)
+            parts = self._whole_clips(frames_NTCHW, pixels) if whole else None
+            parts = parts or self._in_parts(self._encode_part, frames_NTCHW, pixels)
             mean = torch.cat([part.mode() for part in parts]).transpose(1, 2)
             std = torch.cat([part.std for part in parts]).transpose(1, 2) if with_std else None
         for values in (mean, std):
@@ -133,6 +133,16 @@ class Teacher:
         pixels = latents_NTCHW[0, :, 0].numel() * self.geometry.time_factor * self.geometry.space_factor**2
         with torch.autocast(device_type=self.device.type, enabled=False):
             return torch.cat(self._in_parts(self._decode_part, latents_NTCHW, pixels)).transpose(1, 2)
+
+    def _whole_clips(self, frames_NTCHW: Tensor, pixels_each: int) -> list[Any] | None:
+        """`_encode_whole_part` over the clips; None where memory does not hold one clip, as diffusers' parts may."""
+        try:
+            return self._in_parts(self._encode_whole_part, frames_NTCHW, pixels_each, most_pixels=WHOLE_PIXELS)
+        except torch.OutOfMemoryError:
+            self._encode_whole = None
+        torch.cuda.empty_cache()
+        log.info("the teacher runs each clip in parts from now on: memory ran out")
+        return None
 
     def _in_parts(
         self,
