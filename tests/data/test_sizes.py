@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tinyvae.data.clip import ClipSettings
-from tinyvae.data.sizes import ClipSize, SizeSchedule, SizesOfPositions
+from tinyvae.data.sizes import ClipSize, SizeSchedule, SizesOfPositions, in_steps
 from tinyvae.errors import UserError
 
 LARGE, SMALL, LONG = ClipSize(16, 480, 720), ClipSize(16, 256, 256), ClipSize(49, 128, 128)
@@ -42,6 +42,16 @@ def test_stages_follow_each_other_in_any_order_of_writing() -> None:
     assert set(drawn[20:80]) == {SMALL, LONG} and set(drawn[80:]) == {LARGE}
 
 
+@pytest.mark.parametrize(("num_steps", "step"), [(1000, 700), (9_800, 6_860), (5, 3), (3, 2), (2, 1), (1, 1)])
+def test_a_stage_may_begin_at_a_part_of_the_run(num_steps: int, step: int) -> None:
+    assert in_steps("20x128x128:2@70%", num_steps) == f"20x128x128:2@{step}", "never with the first step"
+
+
+def test_other_entries_stay_as_they_are() -> None:
+    for entry in ("12x128x128", "16x256x256:0.8@2000", "20x128x128@0%", "20x128x128@100%", "20x128x128@7.5%"):
+        assert in_steps(entry, 1000) == entry
+
+
 def test_the_largest_has_the_most_pixels_and_the_bounds_hold_every_size() -> None:
     assert SHARES.largest == LARGE and SHARES.bounds == ClipSize(49, 480, 720)
     turned = SizeSchedule.parse(["8x480x720", "8x720x480", "9x64x64"])
@@ -65,6 +75,7 @@ def test_in_words() -> None:
         (["16x256"], "'16x256' is no size; write FRAMESxHEIGHTxWIDTH, perhaps with :SHARE and @STEP"),
         (["16x256x256", "16x256x256:half"], "'16x256x256:half' is no size"),
         (["16x256x256@-5"], "'16x256x256@-5' is no size"),
+        (["12x128x128", "20x128x128@100%"], "'20x128x128@100%' is no size; write FRAMESxHEIGHTxWIDTH, perhaps with"),
         (["0x256x256"], "'0x256x256' is no size"),
         (["16x256x256:0"], "the share of '16x256x256:0' is 0"),
         (["16x256x256@100", "16x64x64@50"], "the first stage, '16x64x64@50', must begin at step 0"),

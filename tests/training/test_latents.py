@@ -123,7 +123,7 @@ def test_training_from_a_store_is_training_with_the_teacher(
 @pytest.mark.slow
 def test_a_store_of_several_sizes(clips: Path, teacher: Path, tmp_path: Path) -> None:
     """As with the teacher, to the last bit, through two stages; a smaller store comes round again inside each stage."""
-    sizes: dict[str, object] = {"resolutions": "8x32x32,8x16x24,1x32x32@3", "max_train_steps": 6}
+    sizes: dict[str, object] = {"resolutions": "8x32x32,8x16x24,1x32x32@50%", "max_train_steps": 6}
     words = live(clips, tmp_path / "live", teacher, **sizes)
     make(words, tmp_path / "store", num_clips=6)
     train_here(words)

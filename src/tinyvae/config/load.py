@@ -444,12 +444,14 @@ class _Merging:
         """One size and ``resolutions`` exclude each other: the later layer wins; in one layer they must agree."""
         if not self.values.get("resolutions"):
             return
-        largest = TrainConfig(resolutions=self.values["resolutions"]).sizes.largest
+        sizes = TrainConfig(resolutions=self.values["resolutions"]).sizes
+        largest, first = sizes.largest, sizes.stages[0].sizes[0]
         others = [key for key, number in largest._asdict().items() if self.values.get(key, number) != number]
         if not others:
             return
         if later := [key for key in others if self._is_later(key, "resolutions")]:
             self._decide("resolutions", (), f"{self._layer_of(later[0])} sets {later[0]}")
+            self.values = first._asdict() | self.values  # what nobody sets is as in the first steps
         elif both := [key for key in others if not self._is_later("resolutions", key)]:
             text = f"{both[0]}={self.values[both[0]]} and resolutions ({self._layer_of(both[0])}) exclude each other; "
             self._complain(
@@ -485,12 +487,18 @@ class _Merging:
         if told is None:
             return
         self._decide("variant", told.name, told.because)
-        n_frames = self.values.get("n_frames", FIELDS["n_frames"].default)
-        is_older = self._set_in.get("n_frames", -1) < max(self._set_in.get(key, -1) for key in TEACHER_KEYS)
-        fits = VARIANTS[told.name].is_training_length
-        if is_older and not self.values.get("resolutions") and not fits(n_frames):
-            fitting = next(length for length in itertools.count(n_frames) if fits(length))
-            self._decide("n_frames", fitting, f"{told.name} takes no clips of {n_frames} frames")
+        several = self.values.get("resolutions")
+        lengths = [self.values.get("n_frames", FIELDS["n_frames"].default)]
+        if several:
+            lengths = [size.n_frames for size in TrainConfig(resolutions=several).sizes.sizes]
+        key, fits = "resolutions" if several else "n_frames", VARIANTS[told.name].is_training_length
+        is_older = self._set_in.get(key, -1) < max(self._set_in.get(key, -1) for key in TEACHER_KEYS)
+        if is_older and not all(map(fits, lengths)):
+            because = f"{told.name} takes no clips of {next(n for n in lengths if not fits(n))} frames"
+            if several:
+                self._decide("resolutions", (), because)
+            fitting = next(length for length in itertools.count(min(lengths)) if fits(length))
+            self._decide("n_frames", fitting, because)
 
     def disagreements(self, config: TrainConfig) -> Iterator[Complaint]:
         """Old keys that the variant decides now, where a file has another value."""

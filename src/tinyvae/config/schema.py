@@ -245,8 +245,15 @@ class TrainConfig:
         from tinyvae.data.sizes import ClipSize, SizeSchedule  # not above: most readers of a schema need no numpy
 
         if self.resolutions:
-            return SizeSchedule.parse(self.resolutions)
+            return SizeSchedule.parse(self.resolutions_in_steps)
         return SizeSchedule.of_one(ClipSize(self.n_frames, self.height, self.width))
+
+    @property
+    def resolutions_in_steps(self) -> list[str]:
+        """``resolutions`` whose later stages begin at a step, not at a part of the run."""
+        from tinyvae.data.sizes import in_steps
+
+        return [in_steps(entry, self.max_train_steps) for entry in self.resolutions]
 
     @property
     def data_source(self) -> Place | None:

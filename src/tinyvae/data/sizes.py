@@ -16,7 +16,11 @@ from tinyvae.data.clip import SIZE, ClipSettings, uniform
 from tinyvae.errors import UserError
 
 ENTRY = re.compile(r"(\d+)x(\d+)x(\d+)(?::(\d+\.?\d*|\.\d+))?(?:@(\d+))?", re.IGNORECASE)
-RIGHT_ENTRY = "FRAMESxHEIGHTxWIDTH, perhaps with :SHARE and @STEP, such as 16x480x720:0.3 or 16x256x256@2000"
+RIGHT_ENTRY = (
+    "FRAMESxHEIGHTxWIDTH, perhaps with :SHARE and @STEP or @1% to @99% of the run, such as 16x480x720:0.3, "
+    "16x256x256@2000 or 20x128x128@70%"
+)
+PART_OF_RUN = re.compile(r"@([1-9]\d?)%$")
 
 
 class ClipSize(NamedTuple):
@@ -32,6 +36,15 @@ class ClipSize(NamedTuple):
     @property
     def pixels(self) -> int:
         return self.n_frames * self.height * self.width
+
+
+def in_steps(entry: str, num_steps: int) -> str:
+    """An entry of ``resolutions`` as a run of so many steps reads it.
+
+    >>> in_steps("20x128x128@70%", 1000)
+    '20x128x128@700'
+    """
+    return PART_OF_RUN.sub(lambda found: f"@{max(1, int(found[1]) * num_steps // 100)}", entry)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +84,8 @@ class SizeSchedule:
 
     @classmethod
     def parse(cls, entries: Sequence[str]) -> SizeSchedule:
-        """The schedule that the setting ``resolutions`` describes; ``UserError`` names an entry that is wrong."""
+        """The schedule that the setting ``resolutions`` describes, all its entries `in_steps`; ``UserError`` names an
+        entry that is wrong."""
         by_step: dict[int, dict[ClipSize, float]] = {}
         for entry in entries:
             found = ENTRY.fullmatch(entry)

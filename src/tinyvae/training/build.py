@@ -184,7 +184,7 @@ def clip_facts(config: TrainConfig, train: ClipSet | None, *, processes: int | N
     unused += [] if config.gaussian_blur else ["gaussian_blur_sigma", "gaussian_blur_probability"]
     for key in unused:
         del clips[key]
-    clips["resolutions"] = list(config.resolutions)
+    clips["resolutions"] = config.resolutions_in_steps
     if config.resolutions and processes is not None:
         clips["clips_per_step"] = config.train_batch_size * config.gradient_accumulation_steps * processes
     return {"clips": clips} | ({} if train is None else {"data": {"files": len(train), "hash": train.fingerprint}})
