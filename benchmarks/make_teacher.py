@@ -5,7 +5,7 @@ make again: 16 latent channels, 4x8x8, latents normalized by their own statistic
 installed:
 
     python benchmarks/make_teacher.py wan --clips DIR --seconds 380 --output $OUT/teacher_wan         # about 8 minutes
-    python benchmarks/make_teacher.py wan cogvideox --clips DIR --seconds 235 --output $OUT/teachers  # 9 to 10 minutes
+    python benchmarks/make_teacher.py wan cogvideox --clips DIR --seconds 225 --output $OUT/teachers  # 9 to 10 minutes
 
 ``DIR`` holds annotations.json with train and val clips. ``--seconds`` counts the steps of training alone, and the
 learning rates reach zero with it. Imports, decoding and compilation come before (about 80 s where nothing was compiled

@@ -97,7 +97,7 @@ def curves(
 
 def scratch_curve() -> str:
     rows = table_rows(
-        RESULTS, "| step | seconds | averaged weights | raw weights |", section="### The preset as it was shipped"
+        RESULTS, "| step | seconds | averaged weights | raw weights |", section="## From scratch, no teacher"
     )
     lines = [
         (name, [number(row[column]) for row in rows]) for name, column in (("averaged weights", 2), ("raw weights", 3))
