@@ -71,6 +71,18 @@ def test_a_presets_clip_length_gives_way_and_the_users_does_not(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize("preset", ["scratch", "quickstart"])
+def test_every_variant_trains_by_a_preset_as_it_stands(preset: str, variant: str) -> None:
+    config = load_config(preset, ["--variant", variant]).config
+    assert all(VARIANTS[variant].is_training_length(size.n_frames) for size in config.sizes.sizes)
+
+
+def test_the_users_clip_length_stays_beside_the_users_variant() -> None:
+    with pytest.raises(UserError, match="n_frames=12 does not suit taeltx_2"):
+        load_config("scratch", ["--variant", "taeltx_2", "--n_frames", "12"])
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_the_presets_clip_length_suits_all_variants(variant: str) -> None:
     assert VARIANTS[variant].is_training_length(load_config("distill").config.n_frames)
 

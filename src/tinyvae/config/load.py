@@ -350,6 +350,7 @@ class _Merging:
         self._settle_lengths()
         self._settle_sizes()
         self._settle_variant()
+        self._settle_frames()
 
     def _add(self, number: int, layer: Layer, key: str, value: Any) -> None:
         if key in TEACHER_NAMES:
@@ -487,14 +488,19 @@ class _Merging:
         if told is None:
             return
         self._decide("variant", told.name, told.because)
-        several = self.values.get("resolutions")
+
+    def _settle_frames(self) -> None:
+        """Clips of lengths that the variant does not take give way, where a later layer names it or what tells it."""
+        variant, several = self.values.get("variant"), self.values.get("resolutions")
+        if variant not in VARIANTS:
+            return
         lengths = [self.values.get("n_frames", FIELDS["n_frames"].default)]
         if several:
             lengths = [size.n_frames for size in TrainConfig(resolutions=several).sizes.sizes]
-        key, fits = "resolutions" if several else "n_frames", VARIANTS[told.name].is_training_length
-        is_older = self._set_in.get(key, -1) < max(self._set_in.get(key, -1) for key in TEACHER_KEYS)
-        if is_older and not all(map(fits, lengths)):
-            because = f"{told.name} takes no clips of {next(n for n in lengths if not fits(n))} frames"
+        fits, key = VARIANTS[variant].is_training_length, "resolutions" if several else "n_frames"
+        told_in = max(self._set_in.get(key, -1) for key in ("variant", "pretrained_model_path", *TEACHER_KEYS))
+        if self._set_in.get(key, -1) < told_in and not all(map(fits, lengths)):
+            because = f"{variant} takes no clips of {next(n for n in lengths if not fits(n))} frames"
             if several:
                 self._decide("resolutions", (), because)
             fitting = next(length for length in itertools.count(min(lengths)) if fits(length))
