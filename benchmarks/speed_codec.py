@@ -21,6 +21,7 @@ import torch
 
 from tinyvae import TAEHV, StreamingDecoder
 from tinyvae.convert.bench import (
+    SIDES,
     BenchmarkCase,
     Timing,
     peak_bytes,
@@ -46,37 +47,34 @@ def spread_model(variant: str, **options: Any) -> TAEHV:
 
 
 def streaming_calls(model: TAEHV, latents: torch.Tensor, frames: torch.Tensor) -> list[dict[str, Callable[[], object]]]:
-    """Calls to be timed in turn: whole videos beside streams in the default chunk; streams of one, three, eight.
+    """Calls to be timed in turn: whole videos beside streams in the default chunk and short pushes that wait for it;
+    streams of one, three, eight.
 
-    Two at a time, because a call after an easy one finds a cooler card with a higher clock.
+    Few at a time, because a call after an easy one finds a cooler card with a higher clock.
     """
     fused = model.fused()
-    size = latents.shape[-2:]
-    decoded, encoded = (fused.stream_chunk_latents(side, *size) for side in ("decoder", "encoder"))
-    return [
-        {
-            "decode whole": lambda: fused.decode_video(latents),
-            f"decode stream, {decoded} latents": partial(stream_through, fused, "decode", latents),
-        },
-        {
-            "encode whole": lambda: fused.encode_video(frames),
-            f"encode stream, {encoded} latents": partial(stream_through, fused, "encode", frames),
-        },
-        {
-            "decode by single latents": partial(stream_through, fused, "decode", latents, chunk_latents=1),
-            "plain by single latents": partial(stream_through, model, "decode", latents, chunk_latents=1),
-        },
-        *(
+    groups: list[dict[str, Callable[[], object]]] = []
+    for operation, video in (("decode", latents), ("encode", frames)):
+        chunk = fused.stream_chunk_latents(SIDES[operation], *latents.shape[-2:])
+        stream = partial(stream_through, fused, operation, video, chunk_latents=chunk)
+        whole = partial(fused.decode_video if operation == "decode" else fused.encode_video, video)
+        groups += [
             {
-                f"{operation} by 3 latents": partial(stream_through, fused, operation, video, chunk_latents=3),
-                f"{operation} by 8 latents": partial(stream_through, fused, operation, video, chunk_latents=8),
-                f"{operation} by 3 latents, which wait for 8": partial(
-                    stream_through, fused, operation, video, chunk_latents=8, pushed_latents=3
-                ),
-            }
-            for operation, video in (("decode", latents), ("encode", frames))
-        ),
-    ]
+                f"{operation} whole": whole,
+                f"{operation} stream, {chunk} latents": stream,
+                f"{operation} by 1 latent, which waits": partial(stream, pushed_latents=1),
+                f"{operation} by 3 latents, which wait": partial(stream, pushed_latents=3),
+            },
+            {
+                f"{operation} by 3 latents": partial(stream, chunk_latents=3),
+                f"{operation} by 8 latents": partial(stream, chunk_latents=8),
+            },
+        ]
+    one = {
+        "decode by single latents": partial(stream_through, fused, "decode", latents, chunk_latents=1),
+        "plain by single latents": partial(stream_through, model, "decode", latents, chunk_latents=1),
+    }
+    return [*groups, one]
 
 
 def latency_ms(model: TAEHV, latents: torch.Tensor) -> dict[str, float]:
