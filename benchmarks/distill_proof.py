@@ -6,7 +6,7 @@ On one H200, with diffusers and PyAV installed (the teachers: `make_teacher.py w
 
 CLIPS is a folder with an annotations.json that has splits. For each teacher a short run says how long a step takes here
 (and fills the compiler's cache). Then the run takes as many steps as fit into ``--seconds``, so its learning rates fall
-to zero in time. ``--set`` changes settings of every run, such as ``--set crop_candidates=4,seed=1``. A run that has its
+to zero in time. ``--set`` changes settings of every run, such as ``--set init=colors,seed=1``. A run that has its
 report is not made again.
 
 FOLDER gets table.md: PSNR of the teacher's own round trip, of the teacher's latents decoded by the student, of the

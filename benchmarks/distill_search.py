@@ -10,7 +10,7 @@ frames of each further latent. A student that drifts with the time shows there a
 On one H200:
 
     P="python benchmarks/distill_search.py --clips DIR --teacher teacher_wan --at_once 4 --output rows.json"
-    $P --seconds 28 "" crop_candidates=4 train=decoder teacher_frames=5 features=0.1 consistency=0.1 latent_metric=1 \\
+    $P --seconds 28 "" crop_candidates=1 train=decoder teacher_frames=5 features=0.1 consistency=0.1 latent_metric=1 \\
         picture_loss=20,picture_clips=2 freeze_encoder=0.33 small_first=64
     $P --seconds 28 optimizer=adamw,lr_scheduler=cosine activation=leaky_relu pretrained_model_path=scratch.safetensors
     $P --seconds 260 train=decoder train=encoder
@@ -21,7 +21,7 @@ fills the GPU. The others meanwhile import, compile, wait or are examined. This 
 crops once, for all of them, into ``--pool_file``. A long run sees a small pool many times: give it ``--pool 16384``
 (14 GB of the GPU's memory at 17 frames of 128x128). On a CPU, for a look:
 
-    python benchmarks/distill_search.py "" crop_candidates=4 --clips DIR --teacher /tmp/teachers/wan --at_once 2 \\
+    python benchmarks/distill_search.py "" crop_candidates=1 --clips DIR --teacher /tmp/teachers/wan --at_once 2 \\
         --steps 4 --pool 8 --max_clips 1 --set height=32,width=32,train_batch_size=2,model_width=0.25
 """
 

@@ -272,10 +272,7 @@ def read_shapes(words: str | None, config: TrainConfig) -> list[tuple[float, tup
     """``0.8:16x12x128+0.2:4x12x256`` -> [(0.8, (16, 12, 128)), (inf, (4, 12, 256))]: until which share of the run a
     step takes how many clips of how many frames of which side."""
     if words is None:
-        ends = [stage.first_step / config.max_train_steps for stage in config.sizes.stages[1:]]
-        sizes = [stage.sizes[0] for stage in config.sizes.stages]
-        shapes = [(config.train_batch_size, size.n_frames, size.height) for size in sizes]
-        return [*zip([*ends, math.inf], shapes, strict=True)]
+        return [(math.inf, (config.train_batch_size, config.n_frames, config.height))]
     parts = [part.split(":") for part in words.split("+")]
     ends = [*itertools.accumulate(float(share) for share, _ in parts)]
     shapes = [tuple(map(int, shape.split("x"))) for _, shape in parts]

@@ -427,7 +427,7 @@ def test_a_run_that_is_cut_short_has_a_short_beginning_and_says_so(tmp_path: Pat
 def test_one_size_and_several_exclude_each_other_and_the_later_wins(tmp_path: Path) -> None:
     loaded = load_config("h100", ["--resolutions", "16x480x720:0.3,17x256x256:0.7"])
     assert loaded.config.resolutions == ("16x480x720:0.3", "17x256x256:0.7")
-    loaded = load_config("quickstart", ["--resolutions=8x64x64,8x32x48@20,8x32x32"])
+    loaded = load_config("scratch", ["--resolutions=8x64x64,8x32x48@20,8x32x32"])
     assert (loaded.config.n_frames, loaded.config.height, loaded.config.width) == (8, 64, 64), "the largest of them"
     said = "the size for validation and messages is 8x64x64, because that is the largest of the resolutions that the"
     assert any(notice.startswith(said) for notice in loaded.notices)
@@ -438,10 +438,13 @@ def test_one_size_and_several_exclude_each_other_and_the_later_wins(tmp_path: Pa
     assert again.config.resolutions == () and again.config.height == 32
     assert "resolutions is set to none, because the command line sets height." in again.notices
     assert load_config(run, ["--resolutions", "none"]).config.resolutions == ()
-    small = load_config("scratch", ["--height", "64", "--width", "64"])
-    assert small.config.sizes.in_words() == "12x64x64", "the frames of the preset's first steps"
-    short = load_config("scratch", ["--max_train_steps", "1000"]).config.sizes
-    assert short.in_words() == "12x128x128, from step 700 on 20x128x128", "its stages are parts of the run"
+    mine = write(tmp_path, "args.resolutions = ['12x128x128', '20x128x128@70%']\nargs.max_train_steps = 1000\n")
+    assert load_config(mine).config.sizes.in_words() == "12x128x128, from step 700 on 20x128x128"
+    small = load_config(mine, ["--height", "64", "--width", "64"])
+    assert small.config.sizes.in_words() == "12x64x64", "the frames of its first steps"
+    short = load_config(mine, ["--variant", "taeh3"])
+    assert short.config.sizes.in_words() == "17x128x128"
+    assert "resolutions is set to none, because taeh3 takes no clips of 12 frames." in short.notices
     both = ["--resolutions", "8x64x64", "--width", "32"]
     assert "width=32 and resolutions (the command line) exclude each other" in refusal("scratch", both)
     mine = write(tmp_path, "args.resolutions = ['8x64x64', '4x32x32:2']\n")
@@ -463,7 +466,7 @@ def test_another_teacher_takes_the_place_of_the_presets(tmp_path: Path) -> None:
     loaded = load_config(write(tmp_path, OLD_STYLE), ["--ref_vae_path", "owner/vae"])
     assert (loaded.config.ref_vae_type, loaded.config.teacher_path) == (None, "owner/vae")
     assert any("ref_vae_type is set to none" in notice for notice in loaded.notices)
-    named = load_config("distill", ["--cogvideox_model_path", "owner/vae"]).config
+    named = load_config("scratch", ["--cogvideox_model_path", "owner/vae"]).config
     assert (named.ref_vae_path, named.ref_vae_type) == ("owner/vae", "cogvideox"), "the old name means both"
     assert "name two teachers" in refusal("h100", ["--ref_vae_path", "a/b", "--cogvideox_model_path", "c/d"])
 

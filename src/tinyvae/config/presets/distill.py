@@ -20,7 +20,6 @@ config = replace(
     use_ref_vae=True,
     # 17: student and teacher of every variant count it alike. A teacher's latents may change with their position in a
     # clip, as Wan's do: a student of 9 frames would never see those behind the third (docs/decisions.md).
-    resolutions=(),
     n_frames=17,
     train_batch_size=8,
     max_train_steps=9_000,
