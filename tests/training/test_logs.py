@@ -166,14 +166,21 @@ def log_of(**changes: object) -> StepLog:
 
 
 def add_step(
-    log: StepLog, *losses: float, norm: float = 1.0, stepped: bool = True, size: ClipSize = SIZE, **terms: float
+    log: StepLog,
+    *losses: float,
+    norm: float = 1.0,
+    stepped: bool = True,
+    size: ClipSize = SIZE,
+    waited_s: float = 0.0,
+    **terms: float,
 ) -> None:
     """A step of four clips in half a second; ``losses``: of its parts."""
     log.begin_step()
     for value in losses:
         parts = {name: torch.tensor(number) for name, number in {"loss": value, **terms}.items()}
         log.add(parts, share=1 / len(losses))
-    log.end_step(StepResult(gradient_norm=norm, stepped=stepped), num_clips=4, size=size, seconds=0.5)
+    result = StepResult(gradient_norm=norm, stepped=stepped)
+    log.end_step(result, num_clips=4, size=size, seconds=0.5, waited_s=waited_s)
 
 
 def test_a_line_is_the_mean_of_its_steps_and_their_parts() -> None:
@@ -187,6 +194,19 @@ def test_a_line_is_the_mean_of_its_steps_and_their_parts() -> None:
     assert line["train/learning_rate"] == pytest.approx(1e-3) and log.recent_loss == pytest.approx(4.0)
     add_step(log, 8.0)
     assert log.take(2)["train/loss"] == pytest.approx(8.0), "the line before is still in it"
+
+
+def test_a_line_says_how_much_of_the_time_went_by_without_clips() -> None:
+    log, resumed = log_of(), log_of()
+    add_step(log, 1.0, waited_s=0.1)
+    resumed.load_state_dict(log.state_dict())
+    for each in (log, resumed):
+        add_step(each, 1.0, waited_s=0.3)
+        line = each.take(2)
+        assert line["train/waiting_for_clips"] == pytest.approx(0.4)
+        assert "64 frames/s (40% of the time waiting for clips), " in each.bar_text(line)
+    add_step(log, 1.0, waited_s=0.04)
+    assert "64 frames/s, " in log.bar_text(log.take(3)), "a little is usual, and not told"
 
 
 def test_a_term_that_begins_in_mid_line_is_the_mean_of_its_own_steps() -> None:

@@ -28,6 +28,7 @@ TIMINGS = {
     "training_s",
     "seconds",
     "train/frames_per_second",
+    "train/waiting_for_clips",
     "train/gpu_memory_gb",
     "timestamp",
     "written_at",

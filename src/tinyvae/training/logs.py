@@ -208,6 +208,10 @@ def side_by_side(frames_TCHW: Tensor, decoded_TCHW: Tensor) -> npt.NDArray[np.ui
     return (strip * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()
 
 
+TOLD_WAITING = 0.1
+"""From this share of the time on a line says how long the run waits for its clips."""
+
+
 class StepLog:
     """Collects on the device, without waiting for it; only a log line reads the values back."""
 
@@ -222,7 +226,7 @@ class StepLog:
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}  # steps in each sum: a term can begin in the middle of a line
         self._norms: list[float] = []  # one for each step that was not skipped
-        self._seconds = 0.0
+        self._seconds = self._waited_s = 0.0
         self.num_clips = self.num_frames = 0  # of all ranks since the last line
 
     def begin_step(self) -> None:
@@ -234,9 +238,10 @@ class StepLog:
         for name, value in losses.items():
             self._step[name] = self._step.get(name, 0.0) + value.float() * share
 
-    def end_step(self, result: StepResult, *, num_clips: int, size: ClipSize, seconds: float) -> None:
-        """A step is over; ``num_clips``: of all ranks, each of ``size``."""
+    def end_step(self, result: StepResult, *, num_clips: int, size: ClipSize, seconds: float, waited_s: float) -> None:
+        """A step is over; ``num_clips``: of all ranks, each of ``size``; ``waited_s``: of its seconds, for them."""
         self._seconds += seconds
+        self._waited_s += waited_s
         self.num_clips += num_clips
         self.num_frames += num_clips * size.n_frames
         if not result.stepped:
@@ -268,7 +273,10 @@ class StepLog:
             self.recent_loss = values["train/loss"]
         on_gpu = self._engine.device.type == "cuda"
         values |= {f"train/{name}": rate for name, rate in learning_rates(step - 1, self._config).items()}
-        values["train/frames_per_second"] = self.num_frames / max(self._seconds, 1e-9)
+        seconds = max(self._seconds, 1e-9)
+        values["train/frames_per_second"] = self.num_frames / seconds
+        (slowest,) = self._engine.worst(round(1000 * self._waited_s / seconds))  # all ranks wait for it
+        values["train/waiting_for_clips"] = slowest / 1000
         values["train/gpu_memory_gb"] = torch.cuda.max_memory_allocated() / GIB if on_gpu else 0.0
         if self._config.log_system_stats:
             values |= system_stats(self._engine.device)
@@ -282,6 +290,7 @@ class StepLog:
             "counts": dict(self._counts),
             "norms": list(self._norms),
             "seconds": self._seconds,
+            "waited_s": self._waited_s,
             "clips": self.num_clips,
             "frames": self.num_frames,
             "recent_loss": self.recent_loss,
@@ -293,6 +302,7 @@ class StepLog:
         self._counts = dict(state.get("counts") or dict.fromkeys(state["sums"], len(state["norms"])))
         self._norms = list(state["norms"])
         self._seconds, self.num_clips, self.recent_loss = state["seconds"], state["clips"], state["recent_loss"]
+        self._waited_s = state.get("waited_s", 0.0)  # older checkpoints do not know it
         self.num_frames = state.get("frames", self.num_clips * self._config.n_frames)  # older ones have one size
 
     def bar_text(self, values: Mapping[str, float]) -> str:
@@ -300,7 +310,10 @@ class StepLog:
         loss = f"loss {values['train/loss']:.4g}, " if "train/loss" in values else ""
         speed = values["train/frames_per_second"]
         shown_speed = f"{speed:.0f}" if speed >= 10 else f"{speed:.2g}"  # 64, 1234; 0.35 instead of 0
-        return f"{loss}lr {values['train/learning_rate']:.2e}, {shown_speed} frames/s, {memory:.1f} GiB"
+        waits = values["train/waiting_for_clips"]
+        shown_waits = f" ({waits:.0%} of the time waiting for clips)" if waits >= TOLD_WAITING else ""
+        speed_words = f"{shown_speed} frames/s{shown_waits}"
+        return f"{loss}lr {values['train/learning_rate']:.2e}, {speed_words}, {memory:.1f} GiB"
 
 
 def system_stats(device: torch.device) -> dict[str, float]:

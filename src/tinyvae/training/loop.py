@@ -100,7 +100,7 @@ class Trainer:
                 clips = self._next_clips()
                 waited_s = time.perf_counter() - started
                 result = self.step(clips)
-                self._count(clips, result, seconds=time.perf_counter() - started)
+                self._count(clips, result, seconds=time.perf_counter() - started, waited_s=waited_s)
                 parts.profiler.step()
                 bar.update()
                 if self.progress.step == begun_at + 1:
@@ -236,13 +236,13 @@ class Trainer:
                 "--train_batch_size, then --resume latest. See docs/troubleshooting.md#out-of-memory"
             ) from None
 
-    def _count(self, clips: list[ClipBatch], result: StepResult, *, seconds: float) -> None:
+    def _count(self, clips: list[ClipBatch], result: StepResult, *, seconds: float, waited_s: float) -> None:
         """Add a finished step to the progress; end the run after too many skipped steps in a row."""
         config, progress = self.config, self.progress
         num_clips = sum(len(batch) for batch in clips) * self.parts.engine.world_size
         n_frames, _, height, width = clips[0].frames.shape[1:]
         size = ClipSize(n_frames, height, width)
-        self.step_log.end_step(result, num_clips=num_clips, size=size, seconds=seconds)
+        self.step_log.end_step(result, num_clips=num_clips, size=size, seconds=seconds, waited_s=waited_s)
         skipped_in_a_row = 0 if result.stepped else progress.skipped_in_a_row + 1
         self.progress = replace(
             progress,
