@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.data.small_indexes import build, index_of
-from tinyvae.data.index import SPLITS, IndexJournal, IndexRow, is_index, open_index
+from tinyvae.data.index import MAGIC, SPLITS, IndexJournal, IndexRow, is_index, open_index
 from tinyvae.errors import MissingFileError, UserError
 from tinyvae.storage import Url
 from tinyvae.video.decode import probe_video
@@ -91,6 +91,10 @@ def test_what_is_no_index_is_refused(video_folder: Path, tmp_path: Path) -> None
         stream.truncate(output.stat().st_size - 1)
     with pytest.raises(UserError, match="cut off"):
         open_index(output)
+    for header in ("{}", "[]", "?"):
+        output.write_bytes(MAGIC + header.encode())
+        with pytest.raises(UserError, match=r"the header of the index .* is broken"):
+            open_index(output)
     other = tmp_path / "mine.txt"
     other.write_text("my notes")
     assert not is_index(other)

@@ -36,9 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from tinyvae.evaluation.compare import compare
+    from tinyvae.evaluation.compare import check_enough, compare
     from tinyvae.evaluation.results import comparison_text, result_text
 
+    check_enough(arguments.models, arguments.teacher)
     variants = variant_of_each(arguments.models, arguments.variant)
     round_trips, settings = open_models(arguments, list(zip(arguments.models, variants, strict=True)))
     comparison = compare(round_trips, arguments.data, **settings)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 ANY_MAGIC = b"TVINDEX"
 MAGIC = ANY_MAGIC + b"2"
 HEADER_BYTES = 1 << 16
+HEADER_KEYS = {"num_rows", "text_bytes", "num_bad", "has_splits", "fingerprint", "data_root", "source"}
 CHUNK_ROWS = 1 << 17
 MAX_REASON_BYTES = 600
 LOOKUPS_BEFORE_RELEASE = 8  # one touch of the page cache may map 2 MB
@@ -209,8 +210,11 @@ def _read_header(file: Path) -> dict[str, Any]:
         )
     try:
         header: dict[str, Any] = json.loads(start[len(MAGIC) :])
-    except ValueError:
-        raise UserError(f"the header of the index {file} is broken; delete the file and index again") from None
+        is_whole = header.keys() >= HEADER_KEYS
+    except (ValueError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        raise UserError(f"the header of the index {file} is broken; delete the file and index again")
     if file.stat().st_size != HEADER_BYTES + header["num_rows"] * ROW.itemsize + header["text_bytes"]:
         raise UserError(f"the index {file} is cut off; delete it and index again")
     return header

@@ -79,13 +79,12 @@ def compare(
 
     Example: ``compare(["taehv.pth", "output/my_run"], "videos/val").candidates[0].difference("psnr").verdict``
     """
+    check_enough(models, teacher)
     devices = choose_devices(device)
     round_trips = with_own_labels([open_model(model, device=devices[0], dtype=dtype) for model in models])
     if teacher is not None:
         opened = open_teacher(teacher, round_trips, device=devices[0], dtype=dtype)
         round_trips = beside_teacher(round_trips, opened)
-    if len(round_trips) < 2:
-        raise UserError("compare needs at least two models; for one, use: tinyvae eval MODEL --data DATA")
     warn_of_twins(round_trips)
     root = str(data_root) if data_root is not None else None
     settings = EvaluationSettings(
@@ -95,6 +94,12 @@ def compare(
         round_trips, settings, devices=devices, lpips=lpips, show_progress_bar=show_progress_bar
     )
     return compare_results(evaluations)
+
+
+def check_enough(models: Sequence[object], teacher: object) -> None:
+    """Refuse a model alone, which has nothing to be compared with."""
+    if len(models) < 2 and teacher is None:
+        raise UserError("compare needs at least two models; for one, use: tinyvae eval MODEL --data DATA")
 
 
 def compare_results(evaluations: Sequence[EvaluationResult]) -> Comparison:
