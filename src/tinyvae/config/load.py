@@ -497,9 +497,10 @@ class _Merging:
         lengths = [self.values.get("n_frames", FIELDS["n_frames"].default)]
         if several:
             lengths = [size.n_frames for size in TrainConfig(resolutions=several).sizes.sizes]
-        fits, key = VARIANTS[variant].is_training_length, "resolutions" if several else "n_frames"
-        told_in = max(self._set_in.get(key, -1) for key in ("variant", "pretrained_model_path", *TEACHER_KEYS))
-        if self._set_in.get(key, -1) < told_in and not all(map(fits, lengths)):
+        fits, told_by = VARIANTS[variant].is_training_length, ("variant", "pretrained_model_path", *TEACHER_KEYS)
+        told_in = max(self._set_in.get(key, -1) for key in told_by)
+        set_in = self._set_in.get("resolutions" if several else "n_frames", -1)
+        if set_in < told_in and not all(map(fits, lengths)):
             because = f"{variant} takes no clips of {next(n for n in lengths if not fits(n))} frames"
             if several:
                 self._decide("resolutions", (), because)

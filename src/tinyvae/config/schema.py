@@ -80,7 +80,7 @@ class TrainConfig:
     width: int = option(128, "Width of a training clip, pixels; a multiple of the space factor.", ge=8)
     n_frames: int = option(16, "Frames of a training clip; the variant says which lengths suit its teacher.", ge=1)
     resolutions: tuple[str, ...] = option(
-        (), "Several clip sizes in one run, `FRAMESxHEIGHTxWIDTH[:SHARE][@STEP]`; they replace the three keys above."
+        (), "Several clip sizes, `FRAMESxHEIGHTxWIDTH[:SHARE][@STEP or @70%]`; they replace the three keys above."
     )
     min_frame_delta: int = option(1, "Smallest step between the frames of a clip, source frames.", ge=1)
     max_frame_delta: int = option(1, "Largest step between the frames of a clip, source frames.", ge=1)
